@@ -1,0 +1,54 @@
+"""Every error the library raises.
+
+Texts say what was asked, what was found and what to do. An error met by one
+rank during a collective set-up step is raised on every rank, with every rank's
+own text (see :meth:`numba_symm.launch.exchange.StoreExchange.agreed`).
+"""
+
+
+class SymmError(Exception):
+    """The root of all errors raised by numba_symm."""
+
+
+class ArgumentError(SymmError, ValueError):
+    """An argument is wrong: its type, dtype, shape, rank or combination."""
+
+
+class ClosedError(SymmError):
+    """The communicator or memory was closed, or was given up after a failure."""
+
+
+class ExchangeError(SymmError):
+    """The ranks could not exchange bytes or file descriptors."""
+
+
+class DeviceError(SymmError):
+    """The ranks cannot be bound to GPUs as asked."""
+
+
+class PeerAccessError(DeviceError):
+    """Two GPUs cannot reach each other's memory."""
+
+
+class BackendError(SymmError):
+    """Memory could not be allocated, exported, imported or mapped."""
+
+
+class DriverError(BackendError):
+    """A CUDA driver call failed; the text names the call and the driver's reason."""
+
+
+class CollectiveTimeout(SymmError, TimeoutError):
+    """A kernel waited for a peer past its deadline and gave up.
+
+    The text names who waited for whom, in which operation. The CUDA context is
+    alive; results since the last successful check are undefined.
+    """
+
+
+def named(name: str) -> type[SymmError]:
+    """Return the error class called ``name``, or ``SymmError`` for a foreign one."""
+    found = globals().get(name)
+    if isinstance(found, type) and issubclass(found, SymmError):
+        return found
+    return SymmError
