@@ -1,0 +1,43 @@
+# make demo     learn handwritten digits on 4 ranks; `make demo RANKS=8` on 8
+# make test     every test, under mpirun where a test needs ranks
+# make check    lint, format, types
+# make clean    remove what these made
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+# As many GPUs as there are, up to 4; without a GPU 4 ranks in the simulator.
+RANKS ?= $(shell nvidia-smi -L 2>/dev/null | \
+	awk '/^GPU/ {n++} END {print n && n < 4 ? n : 4}')
+# The CUDA version of the driver, if there is one, picks the toolkit's packages.
+CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA [UMD ]*Version: \(1[23]\).*/,cu\1/p')
+
+EXTRAS_demo := mpi,demo$(CUDA)
+EXTRAS_test := test
+EXTRAS_dev := dev
+
+.PHONY: demo test check clean
+
+demo: $(VENV)/demo.installed
+	$(BIN)/numba-symm run -n $(RANKS) examples/digits.py
+
+test: $(VENV)/test.installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev.installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict -p numba_symm
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Editable, so that what runs is this tree.
+$(VENV)/%.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install -qq --disable-pip-version-check \
+		--editable '.[$(EXTRAS_$*)]'
+	touch $@

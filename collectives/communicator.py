@@ -1,0 +1,455 @@
+"""The communicator: ranks bound to GPUs, and the collectives between them."""
+
+import atexit
+import warnings
+import weakref
+from collections import OrderedDict
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from numba_symm import arrays, dtypes, environment, streams
+from numba_symm.arrays import ArrayView
+from numba_symm.collectives import barrier, select
+from numba_symm.collectives.workspace import MAX_BLOCKS, layout
+from numba_symm.device.signals import Guard
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+from numba_symm.group import Group
+from numba_symm.kernels import Launch
+from numba_symm.launch import ranks
+from numba_symm.launch.devices import GPU
+from numba_symm.memory import Heap, SymmetricMemory, SymmetricMemoryAllocator
+from numba_symm.streams import StreamOrder
+
+MAX_PLANS = 1024
+"""Packed launches a communicator remembers; the least recently used one goes."""
+
+_open: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
+_in_use: list[str] = []
+
+
+def backend() -> str:
+    """Return the backend in use, or the one that would be tried first."""
+    if _in_use:
+        return _in_use[-1]
+    return environment.requested_backend() or environment.BACKENDS[0]
+
+
+class Plan:
+    """A collective with its arguments packed: each call is one launch.
+
+    Made by ``comm.all_reduce_init``; the arrays must outlive it. Every rank calls
+    the plans of a communicator in the same order.
+    """
+
+    def __init__(self, comm: "Communicator", launch: Launch | None, out: Any, stream: Any):
+        self._comm = comm
+        self._launch = launch
+        self._out = out
+        self._stream = stream
+
+    def __call__(self, stream: Any = None) -> Any:
+        """Enqueue the collective and return its output array.
+
+        Args:
+            stream: where to, instead of the stream the plan was made with.
+        """
+        self._comm.check()
+        self._comm._enqueue(self._launch, self._stream if stream is None else stream)
+        return self._out
+
+
+class Communicator:
+    """Collectives between the GPUs of the ranks of one host.
+
+    Making one is collective, as are all its methods but ``check``, ``synchronize``
+    and the properties: every rank calls them in the same order with arguments that
+    agree as each method says. A context manager; leaving it by an exception closes
+    it on this rank alone and makes the other ranks' calls fail.
+
+    Args:
+        comm: an ``mpi4py`` communicator, which is duplicated, or any object with
+            ``rank``, ``size``, ``allgather`` and ``barrier``.
+        device: ordinal of this rank's GPU. None: the device of the current CUDA
+            context, else the GPU of this rank's number on its host.
+        timeout: seconds that a kernel waits for a peer before it gives up, 0 for
+            ever, equal on all ranks. None: ``NUMBA_SYMM_TIMEOUT``, else 300.
+        stream: the stream of calls whose array names none. None: the legacy default
+            stream.
+        debug: compare every call's arguments between the ranks first. Slow; turns a
+            mismatch from a timeout into an error that says what differs.
+
+    Attributes:
+        rank: this rank, from 0.
+        size: number of ranks.
+        device: this rank's GPU (name, UUID, ordinal …).
+        backend: the kind of memory: ``"vmm"``, ``"ipc"`` or ``"host"``.
+        refused_backends: why better backends were not taken, by name.
+        peer_access: which rank's GPU reaches which other's, None where unknown.
+        timeout: as given.
+        stream: as given.
+
+    Raises:
+        ArgumentError, DeviceError, BackendError, ExchangeError: on all ranks.
+    """
+
+    def __init__(
+        self,
+        comm: ranks.Comm,
+        device: int | None = None,
+        timeout: float | None = None,
+        stream: Any = None,
+        debug: bool = False,
+    ):
+        seconds = environment.timeout() if timeout is None else timeout
+        self.timeout = environment.checked_timeout(seconds, f"timeout={seconds!r}")
+        self._group = Group(comm, device, self.timeout)
+        self.rank = self._group.world.rank
+        self.size = self._group.world.size
+        self.device: GPU = self._group.gpu
+        self.backend: str = self._group.backend.name
+        self.refused_backends = self._group.refused
+        self.peer_access = self._group.peer_access
+        self.stream = stream
+        self.heap = Heap(self._group)
+        self.max_blocks = min(
+            self._group.exchange.all_gather(_block_limit(), "grid limits")
+        )
+        self._memory, self.workspace = self.heap.allocate(
+            layout(self.size).nbytes, "workspace"
+        )
+        self._debug = debug
+        self._order = StreamOrder()
+        self._plans: OrderedDict[Any, Launch | None] = OrderedDict()
+        self._barrier: Launch | None = None
+        _open.add(self)
+        _in_use.append(self.backend)
+
+    @property
+    def guard(self) -> Guard:
+        """What this communicator's kernels need to give up a wait."""
+        return self._group.guard
+
+    @property
+    def allocator(self) -> SymmetricMemoryAllocator:
+        """This process' allocator of symmetric memory."""
+        return self.heap.allocator
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """Return a new symmetric array; its contents are not defined.
+
+        Collective: every rank passes the same shape and dtype.
+
+        Returns:
+            A C-contiguous Numba device array over memory that every rank has mapped.
+            Drop it when done: the memory is freed at a later allocation, or at
+            ``close``, once every rank has dropped its array.
+
+        Raises:
+            ArgumentError: shape or dtype differ between ranks, or are none.
+            BackendError: a rank has not enough memory.
+        """
+        return self._symmetric(shape, dtype, "empty")
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """Return a new symmetric array of zeros. See :meth:`empty`."""
+        return self._symmetric(shape, dtype, "zeros")
+
+    def _symmetric(self, shape: Any, dtype: Any, what: str) -> Any:
+        self.check()
+        with self._group.exchange.agreed(what):
+            shape, dtype = _checked_shape(shape, what), np.dtype(dtype)
+        self._group.exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        memory, _ = self.heap.allocate(nbytes, what)
+        return memory.array(shape, dtype)
+
+    def rendezvous(self, array: Any) -> SymmetricMemory:
+        """Return the symmetric memory that ``array`` begins in.
+
+        Collective: every rank passes an array at the same offset of the same block:
+        one of :meth:`empty`, of ``comm.allocator``, or memory from cudaMalloc, which
+        is registered here. Calls for one block share its mappings and signal pad.
+
+        Raises:
+            ArgumentError, BackendError: on all ranks.
+        """
+        self.check()
+        with self._group.exchange.agreed("rendezvous"):
+            view = arrays.view(array, "rendezvous")
+        return self.heap.rendezvous(view.address, array)
+
+    def barrier(self, stream: Any = None) -> None:
+        """Enqueue a barrier of all ranks; the host does not wait.
+
+        What any rank's stream wrote before its barrier is visible to every rank's
+        stream after its own.
+        """
+        self.check()
+        if self._barrier is None:
+            self._barrier = barrier.bind(self)
+        self._enqueue(self._barrier, stream)
+
+    def all_reduce(
+        self,
+        x: Any,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce ``x`` over all ranks, element by element; every rank gets the result.
+
+        Collective: every rank passes arrays of equal count and dtype, the same ``op``
+        and the same ``algorithm``. All ranks get identical bits. Asynchronous.
+
+        Args:
+            x: a contiguous device array of float16, bfloat16, float32, float64,
+                int32 or int64, of any shape; symmetric or not. 16-bit floats
+                accumulate in float32, integers wrap around.
+            op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"`` or the MPI.Op. A NaN on
+                any rank gives NaN.
+            out: where to, of equal size and dtype; ``x`` itself for in place. None:
+                a new array of ordinary device memory.
+            stream: a Numba, cuda.core, CuPy or torch stream, or a handle, which
+                must live until the next call. None: the stream the array names,
+                torch's or CuPy's current one for their arrays, else ``comm.stream``.
+            algorithm: ``"one_shot_ll"`` or ``"one_shot_pull"``. None: the fastest.
+
+        Returns:
+            ``out``, or the new array, of x's shape.
+
+        Raises:
+            ArgumentError: an array or name is wrong; in debug mode, calls differ.
+            CollectiveTimeout: an earlier call of the communicator has failed.
+            ClosedError: it was closed.
+        """
+        self.check()
+        source = arrays.dense(arrays.view(x, "all_reduce"), "all_reduce")
+        handle, owner = self._stream_for(stream, source)
+        if out is None:
+            out = self._new_output(source, handle)
+        target = source if out is x else arrays.view(out, "all_reduce: out")
+        launch = self._all_reduce_plan(source, target, op, algorithm)
+        self._run(launch, handle, owner)
+        return out
+
+    def all_reduce_init(
+        self,
+        x: Any,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare an all-reduce to be called many times, as MPI-4's persistent calls.
+
+        Takes what :meth:`all_reduce` takes, and raises what it raises. Calling the
+        plan is collective, making it is too in debug mode.
+        """
+        self.check()
+        source = arrays.dense(arrays.view(x, "all_reduce"), "all_reduce")
+        handle, _ = self._stream_for(stream, source)
+        if out is None:
+            out = self._new_output(source, handle)
+        target = source if out is x else arrays.view(out, "all_reduce: out")
+        launch = self._all_reduce_plan(source, target, op, algorithm)
+        return Plan(self, launch, (x, out)[1], handle if stream is None else stream)
+
+    def _new_output(self, source: ArrayView, handle: int) -> Any:
+        if not SIMULATED and streams.is_capturing(handle):
+            raise ArgumentError(
+                "all_reduce: pass out= while a stream is being captured into a graph; "
+                "memory cannot be allocated then"
+            )
+        return arrays.empty(source.shape, source.dtype)
+
+    def _all_reduce_plan(
+        self, source: ArrayView, target: ArrayView, op: Any, algorithm: str | None
+    ) -> Launch | None:
+        op = dtypes.reduction(op, "all_reduce")
+        count, dtype = source.size, source.dtype
+        if self._debug:
+            call = f"{count} {dtype.name}, op {op!r}, algorithm {algorithm!r}"
+            self._group.exchange.agree_equal(call, "all_reduce")
+        key = (algorithm, source.address, target.address, count, dtype, op)
+        if key in self._plans and _same(source, target):
+            self._plans.move_to_end(key)
+            return self._plans[key]
+        element = dtypes.element(dtype, "all_reduce")
+        _check_output(source, target, "all_reduce")
+        name = select.named(algorithm, source.nbytes, self.size)
+        launch = None
+        if count > 0:
+            for view in (source, target):
+                arrays.check_device(view, self.device.ordinal, "all_reduce")
+            launch = select.ALL_REDUCE[name].bind(
+                self, source.address, target.address, count, element, op
+            )
+        self._plans[key] = launch
+        if len(self._plans) > MAX_PLANS:
+            self._plans.popitem(last=False)
+        return launch
+
+    def _stream_for(self, stream: Any, array: ArrayView) -> tuple[int, Any]:
+        """Return the handle of the stream to use, and what keeps it alive."""
+        if stream is None and array.stream is not None:
+            return array.stream, None
+        return self._default_stream(stream)
+
+    def _default_stream(self, stream: Any) -> tuple[int, Any]:
+        chosen = self.stream if stream is None else stream
+        if chosen is None:
+            return streams.LEGACY_DEFAULT, None
+        return streams.handle_of(chosen), chosen
+
+    def _enqueue(self, launch: Launch | None, stream: Any) -> None:
+        handle, owner = self._default_stream(stream)
+        self._run(launch, handle, owner)
+
+    def _run(self, launch: Launch | None, handle: int, owner: Any) -> None:
+        if launch is not None:
+            self._order.enter(handle, owner)
+            launch(handle)
+
+    def check(self) -> None:
+        """Raise if the communicator has failed or is closed; never waits.
+
+        Raises:
+            CollectiveTimeout: a kernel of any rank gave up; says who waited for whom.
+            ClosedError: the communicator was closed.
+        """
+        self._group.check()
+
+    def synchronize(self, stream: Any = None) -> None:
+        """Wait for a stream, then :meth:`check`. Not collective.
+
+        Args:
+            stream: None waits for ``comm.stream``.
+        """
+        if not SIMULATED and not self._group.closed:
+            handle, _ = self._default_stream(stream)
+            streams.synchronize(handle)
+        self.check()
+
+    def close(self) -> None:
+        """Wait for this GPU's work, unmap all peers and free what nobody uses.
+
+        Collective, and idempotent. Arrays of :meth:`empty` stay usable on their own
+        rank. After a failure it is local and never waits for a peer.
+
+        Raises:
+            CollectiveTimeout: a kernel had given up; the communicator is closed.
+        """
+        if self._group.closed:
+            return
+        if not SIMULATED:
+            streams.synchronize_device()
+        # Agreed on, so that no rank waits for one that has seen a failure first.
+        failed = self._group.board.failure() is not None
+        if failed:
+            self._close_locally()
+            return
+        self._group.exchange.barrier("close")
+        self._forget()
+        self.heap.close()
+        self._group.close()
+
+    def _close_locally(self) -> None:
+        self._forget()
+        self.heap.close_locally()
+        self._group.close_locally()
+
+    def _forget(self) -> None:
+        _open.discard(self)
+        self._plans.clear()
+        self._barrier = None
+        del self._memory
+        if self.backend in _in_use:
+            _in_use.remove(self.backend)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        elif not self._group.closed:
+            # The other ranks may not be leaving: tell them, and wait for nobody.
+            self._group.abandon()
+            self._close_locally()
+
+    def __del__(self) -> None:
+        if self in _open:
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Communicator rank {self.rank} of {self.size}, {self.backend} memory, "
+            f"{self.device.name}>"
+        )
+
+
+def _block_limit() -> int:
+    """Return how many blocks of a call this GPU should hold at most.
+
+    A quarter of what it can run at once, counting one block a multiprocessor, so that
+    four communicators of a process can wait for their peers at the same time.
+    """
+    if SIMULATED:
+        return MAX_BLOCKS
+    from cuda.core import Device
+
+    return min(MAX_BLOCKS, max(1, Device().properties.multiprocessor_count // 4))
+
+
+def _checked_shape(shape: Any, what: str) -> tuple[int, ...]:
+    axes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    if any(not isinstance(n, int | np.integer) or n < 0 for n in axes):
+        raise ArgumentError(f"{what}: shape={shape!r}; give integers from 0")
+    return tuple(int(n) for n in axes)
+
+
+def _same(source: ArrayView, target: ArrayView) -> bool:
+    """Return whether a target can be of the plan that its address is the key of."""
+    return target is source or (
+        target.size == source.size
+        and target.dtype == source.dtype
+        and target.contiguous
+        and not target.readonly
+    )
+
+
+def _check_output(source: ArrayView, target: ArrayView, what: str) -> None:
+    arrays.dense(target, f"{what}: out")
+    if target.dtype != source.dtype or target.size != source.size:
+        raise ArgumentError(
+            f"{what}: out has {target.size} {target.dtype.name}, x has {source.size} "
+            f"{source.dtype.name}; they must match"
+        )
+    if target.readonly:
+        raise ArgumentError(f"{what}: out is read-only")
+    apart = abs(target.address - source.address)
+    if 0 < apart < source.nbytes:
+        raise ArgumentError(
+            f"{what}: out overlaps x without being x; pass x itself or an array apart"
+        )
+
+
+@atexit.register
+def _warn_of_open() -> None:
+    """Say which communicators were never closed; the exit code stays."""
+    for comm in list(_open):
+        warnings.warn(
+            f"{comm!r} was still open at exit: call close() on every rank, or use a "
+            "with statement",
+            RuntimeWarning,
+            stacklevel=1,
+        )

@@ -1,0 +1,35 @@
+"""The one table that picks an algorithm, by bytes and number of ranks."""
+
+from types import ModuleType
+
+from numba_symm.collectives import one_shot_ll, one_shot_pull
+from numba_symm.errors import ArgumentError
+
+ALL_REDUCE: dict[str, ModuleType] = {
+    "one_shot_ll": one_shot_ll,
+    "one_shot_pull": one_shot_pull,
+}
+"""Algorithms of all_reduce by name."""
+
+# Largest message, in bytes, that LL packets carry faster than the pull kernel does.
+_LL_LIMIT = {1: 256 << 10, 2: 1 << 20, 3: 512 << 10, 4: 256 << 10}
+_LL_LIMIT_MANY = 64 << 10
+
+
+def all_reduce(nbytes: int, size: int) -> str:
+    """Return the name of the fastest algorithm for a message and a world size."""
+    limit = _LL_LIMIT.get(size, _LL_LIMIT_MANY)
+    return "one_shot_ll" if nbytes <= limit else "one_shot_pull"
+
+
+def named(algorithm: str | None, nbytes: int, size: int) -> str:
+    """Return ``algorithm`` if there is one of that name; choose one for None."""
+    if algorithm is None:
+        return all_reduce(nbytes, size)
+    if algorithm not in ALL_REDUCE:
+        known = ", ".join(repr(name) for name in ALL_REDUCE)
+        raise ArgumentError(
+            f"all_reduce: algorithm={algorithm!r} is not known; use {known}, or None "
+            "to have the fastest one chosen"
+        )
+    return algorithm

@@ -1,0 +1,326 @@
+"""Local rank to GPU, by UUID, and which GPUs reach each other's memory.
+
+An ordinal means nothing to another process: with one visible GPU per rank, every
+rank's is 0. A UUID names the same GPU everywhere.
+"""
+
+import functools
+import operator
+import secrets
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from numba_symm.environment import SIMULATED, allow_overlapping_devices
+from numba_symm.errors import ArgumentError, DeviceError, PeerAccessError
+from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.ranks import World, name_ranks, refuse_several_hosts
+
+Matrix = list[list[bool | None]]
+
+
+@dataclass(frozen=True)
+class GPU:
+    """What is known of a GPU that this process sees.
+
+    Attributes:
+        ordinal: its number in this process, which other processes need not share.
+        uuid: its name on the host.
+        name: the product's name.
+        pci_bus_id: its place on the bus, as ``nvidia-smi`` prints it.
+        compute_capability: major and minor number.
+        multicast: whether it supports multicast; reported, never used.
+    """
+
+    ordinal: int
+    uuid: str
+    name: str
+    pci_bus_id: str
+    compute_capability: tuple[int, int]
+    multicast: bool
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What one rank can be bound to; gathered before the GPUs are dealt out."""
+
+    host: str
+    visible: list[str]
+    preferred: str | None
+    share: bool
+
+
+def bind(exchange: StoreExchange, world: World, device: int | None = None) -> GPU:
+    """Give every rank a GPU of its own and make it current. Collective.
+
+    Args:
+        exchange: the ranks.
+        world: this rank's place among them.
+        device: the ordinal this rank wants; None takes the device of a CUDA context
+            that is already current, else the GPU of this rank's number, else any.
+
+    Returns:
+        This rank's GPU, current for Numba and cuda.core in the calling thread.
+
+    Raises:
+        DeviceError: on all ranks: several hosts, no GPU, MIG slices, or too few GPUs
+            where sharing them is not allowed.
+        ArgumentError: on all ranks: a rank's ``device`` is not one it sees.
+    """
+    with exchange.agreed("finding GPUs"):
+        gpus = visible_gpus()
+        offer = _Offer(
+            host=world.host,
+            visible=[gpu.uuid for gpu in refuse_mig(gpus)],
+            preferred=_preferred(gpus, device),
+            share=allow_overlapping_devices(),
+        )
+    offers = exchange.all_gather(offer, "dealing out GPUs")
+    refuse_several_hosts([offer.host for offer in offers])
+    uuids = assign(
+        [offer.visible for offer in offers],
+        [offer.preferred for offer in offers],
+        share=all(offer.share for offer in offers),
+    )
+    with exchange.agreed("binding GPUs"):
+        gpu = next(gpu for gpu in gpus if gpu.uuid == uuids[exchange.rank])
+        _make_current(gpu.ordinal)
+    return gpu
+
+
+def check_peer_access(exchange: StoreExchange, gpu: GPU) -> Matrix:
+    """Return which rank's GPU reaches which other's memory. Collective.
+
+    Returns:
+        ``matrix[r][s]``: whether rank r's GPU reaches rank s's; None where rank r's
+        process does not see the other GPU and so cannot ask the driver.
+
+    Raises:
+        PeerAccessError: on all ranks, naming the pairs that have no access.
+    """
+    uuids = exchange.all_gather(gpu.uuid, "GPUs of all ranks")
+    with exchange.agreed("asking for peer access"):
+        ordinals = {seen.uuid: seen.ordinal for seen in visible_gpus()}
+        row = [_access(gpu.ordinal, ordinals.get(peer)) for peer in uuids]
+    matrix = exchange.all_gather(row, "peer access")
+    refuse_missing_access(matrix, uuids)
+    return matrix
+
+
+def assign(
+    visible: Sequence[Sequence[str]], preferred: Sequence[str | None], share: bool
+) -> list[str]:
+    """Return one UUID per rank: its own GPU or, if need be and allowed, a shared one.
+
+    Args:
+        visible: the UUIDs that each rank sees, in its own order.
+        preferred: the one that a rank must get, or None.
+        share: whether ranks may share a GPU when there are too few.
+
+    Raises:
+        DeviceError: a rank sees none, or there are too few and ``share`` is False.
+    """
+    blind = [rank for rank, seen in enumerate(visible) if not seen]
+    if blind:
+        raise DeviceError(
+            f"no GPU is visible to {name_ranks(blind)}: check nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES there; NUMBA_ENABLE_CUDASIM=1 runs without GPUs"
+        )
+    choices = [
+        [fixed] if fixed is not None else _from(seen, rank)
+        for rank, (seen, fixed) in enumerate(zip(visible, preferred, strict=True))
+    ]
+    owners: dict[str, int] = {}
+    for rank in range(len(choices)):
+        tried: set[str] = set()
+        if not _place(rank, choices, owners, tried):
+            if share:
+                return _spread(choices)
+            raise DeviceError(_too_few(choices, tried))
+    dealt = {rank: uuid for uuid, rank in owners.items()}
+    return [dealt[rank] for rank in range(len(choices))]
+
+
+def refuse_missing_access(matrix: Matrix, uuids: Sequence[str]) -> None:
+    """Raise :class:`PeerAccessError` naming the pairs of ranks without access."""
+    pairs = [
+        f"  rank {rank} ({uuids[rank]}) to rank {peer} ({uuids[peer]})"
+        for rank, row in enumerate(matrix)
+        for peer, access in enumerate(row)
+        if access is False
+    ]
+    if pairs:
+        raise PeerAccessError(
+            "every GPU must reach every other's memory, and the driver says that some "
+            "cannot:\n" + "\n".join(pairs) + "\nchoose GPUs that `nvidia-smi topo "
+            "-p2p r` marks OK, by device= or CUDA_VISIBLE_DEVICES"
+        )
+
+
+def is_mig(gpu: GPU) -> bool:
+    """Return whether ``gpu`` is a slice of a GPU in multi-instance mode."""
+    return gpu.uuid.startswith("MIG-") or " MIG " in f"{gpu.name} "
+
+
+def refuse_mig(gpus: Sequence[GPU]) -> list[GPU]:
+    """Return the GPUs that are no MIG slices; raise :class:`DeviceError` if all are."""
+    whole = [gpu for gpu in gpus if not is_mig(gpu)]
+    if gpus and not whole:
+        raise DeviceError(
+            f"{gpus[0].name} is a MIG slice, and CUDA gives MIG slices no access to "
+            "a peer's memory; use whole GPUs"
+        )
+    return whole
+
+
+def visible_gpus() -> list[GPU]:
+    """Return the GPUs that this process sees; the simulator's one is its own."""
+    if SIMULATED:
+        return [_simulated_gpu()]
+    return [_facts(ordinal) for ordinal in range(_device_count())]
+
+
+def device_has_multicast_support(ordinal: int) -> bool:
+    """Return whether the GPU supports multicast, which the library does not use."""
+    gpus = visible_gpus()
+    return gpus[_checked_ordinal(gpus, ordinal)].multicast
+
+
+def _preferred(gpus: Sequence[GPU], device: int | None) -> str | None:
+    """Return the UUID this rank must get: asked for, or of a context in use."""
+    if not gpus:
+        return None  # assign() tells every rank
+    ordinal = _current_ordinal() if device is None else _checked_ordinal(gpus, device)
+    return None if ordinal is None else refuse_mig([gpus[ordinal]])[0].uuid
+
+
+def _checked_ordinal(gpus: Sequence[GPU], device: int) -> int:
+    try:
+        ordinal = operator.index(device)
+    except TypeError:
+        raise ArgumentError(f"device={device!r}: give a GPU's number") from None
+    if not 0 <= ordinal < len(gpus):
+        raise ArgumentError(
+            f"device={device}: this process sees {len(gpus)} GPU(s), from 0 (see "
+            "CUDA_VISIBLE_DEVICES)"
+        )
+    return ordinal
+
+
+def _from(seen: Sequence[str], rank: int) -> list[str]:
+    start = rank % len(seen)
+    return [*seen[start:], *seen[:start]]
+
+
+def _place(
+    rank: int,
+    choices: Sequence[Sequence[str]],
+    owners: dict[str, int],
+    tried: set[str],
+) -> bool:
+    """Find ``rank`` a GPU, moving earlier ranks to another one where they can."""
+    for uuid in choices[rank]:
+        if uuid not in tried:
+            tried.add(uuid)
+            if uuid not in owners or _place(owners[uuid], choices, owners, tried):
+                owners[uuid] = rank
+                return True
+    return False
+
+
+def _spread(choices: Sequence[Sequence[str]]) -> list[str]:
+    """Deal shared GPUs, each rank the least loaded it sees, fewest choices first."""
+    load: Counter[str] = Counter()
+    dealt: dict[int, str] = {}
+    for rank in sorted(range(len(choices)), key=lambda rank: len(choices[rank])):
+        dealt[rank] = min(choices[rank], key=load.__getitem__)
+        load[dealt[rank]] += 1
+    return [dealt[rank] for rank in range(len(choices))]
+
+
+def _too_few(choices: Sequence[Sequence[str]], tried: set[str]) -> str:
+    contenders = [rank for rank, seen in enumerate(choices) if tried.issuperset(seen)]
+    return (
+        f"{len(choices)} ranks cannot have a GPU each: {name_ranks(contenders)} can "
+        f"only have {len(tried)} GPU(s), {', '.join(sorted(tried))} (by "
+        "CUDA_VISIBLE_DEVICES, device= or a CUDA context in use); start fewer ranks, "
+        "or for tests set NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1 on all"
+    )
+
+
+@functools.cache
+def _simulated_gpu() -> GPU:
+    # Random, because each process simulates a device of its own.
+    return GPU(
+        0,
+        f"simulator-{secrets.token_hex(8)}",
+        "Numba CUDA simulator",
+        "",
+        (0, 0),
+        False,
+    )
+
+
+def _device_count() -> int:
+    """Start the driver and return how many GPUs it shows; 0 without a driver."""
+    from cuda.bindings import driver
+
+    try:
+        (code,) = driver.cuInit(0)
+    except RuntimeError:  # libcuda is not installed
+        return 0
+    if code == driver.CUresult.CUDA_ERROR_NO_DEVICE:
+        return 0
+    if code != driver.CUresult.CUDA_SUCCESS:
+        raise DeviceError(f"the CUDA driver did not start: cuInit said {code.name}")
+    _, count = driver.cuDeviceGetCount()
+    return int(count)
+
+
+def _facts(ordinal: int) -> GPU:
+    from cuda.core import Device
+
+    device = Device(ordinal)
+    major, minor = device.compute_capability
+    return GPU(
+        ordinal=ordinal,
+        uuid=device.uuid,
+        name=device.name,
+        pci_bus_id=device.pci_bus_id,
+        compute_capability=(major, minor),
+        multicast=device.properties.multicast_supported,
+    )
+
+
+def _current_ordinal() -> int | None:
+    """Return the device of the CUDA context current in this thread, if there is one."""
+    if SIMULATED:
+        return None
+    from cuda.bindings import driver
+
+    _, context = driver.cuCtxGetCurrent()
+    if not int(context):
+        return None
+    _, device = driver.cuCtxGetDevice()
+    return int(device)
+
+
+def _access(ordinal: int, peer: int | None) -> bool | None:
+    return None if peer is None else peer == ordinal or _can_access(ordinal, peer)
+
+
+def _can_access(ordinal: int, peer: int) -> bool:
+    from cuda.core import Device
+
+    return bool(Device(ordinal).can_access_peer(peer))
+
+
+def _make_current(ordinal: int) -> None:
+    """Make the GPU's primary context current, which Numba and cuda.core share."""
+    if SIMULATED:
+        return
+    from cuda.core import Device
+    from numba import cuda
+
+    cuda.select_device(ordinal)  # type: ignore[no-untyped-call]
+    Device(ordinal).set_current()

@@ -1,0 +1,167 @@
+"""Who the ranks are: the communicator they arrive with and the hosts they run on."""
+
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from numba_symm.errors import ArgumentError, DeviceError
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Comm(Protocol):
+    """What the library asks of a communicator; mpi4py's have it."""
+
+    @property
+    def rank(self) -> int:
+        """This process' number, from 0."""
+
+    @property
+    def size(self) -> int:
+        """How many processes take part."""
+
+    def allgather(self, sendobj: Any, /) -> list[Any]:
+        """Return every rank's picklable object, in rank order."""
+
+    def barrier(self) -> None:
+        """Return once every rank has called it."""
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place among all ranks and among those of its host.
+
+    Attributes:
+        rank: this process, 0 to size - 1.
+        size: how many ranks there are.
+        local_rank: its position among the ranks of its host.
+        local_size: how many ranks that host has.
+        host: the host's name for readers; equal on all ranks of one host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+
+    def __post_init__(self) -> None:
+        if not (
+            0 <= self.local_rank <= self.rank < self.size
+            and self.local_rank < self.local_size <= self.size
+        ):
+            raise ArgumentError(
+                f"{self} is no place among ranks: 0 <= local_rank <= rank < size and "
+                "local_rank < local_size <= size must hold"
+            )
+
+
+def checked(comm: object) -> Comm:
+    """Return ``comm``, or raise :class:`ArgumentError` saying what it lacks."""
+    if not comm:  # also true of MPI.COMM_NULL, whose members raise MPI's own error
+        raise ArgumentError(
+            f"{comm!r} is no communicator: pass one that this process belongs to, "
+            "such as MPI.COMM_WORLD"
+        )
+    members = ("rank", "size", "allgather", "barrier")
+    lacking = [name for name in members if not hasattr(comm, name)]
+    if lacking:
+        raise ArgumentError(
+            f"{comm!r} is no communicator: it lacks {', '.join(lacking)}; "
+            "pass an mpi4py communicator or any object with rank, size, allgather "
+            "and barrier"
+        )
+    if getattr(comm, "is_inter", False):
+        raise ArgumentError(
+            "an MPI intercommunicator cannot be used; pass comm.Merge() of it"
+        )
+    return cast(Comm, comm)
+
+
+def discover(comm: Comm) -> World:
+    """Find this rank's place. Collective: every rank of ``comm`` calls it.
+
+    Ranks are on one host when their kernel's boot id is the same, whatever the
+    host name: two containers of one host differ in name and share the boot id.
+
+    Raises:
+        ArgumentError: ``comm`` is no communicator.
+    """
+    comm = checked(comm)
+    seen = comm.allgather((_boot_id(), socket.gethostname()))
+    boot_id = seen[comm.rank][0]
+    local = [rank for rank, (other, _) in enumerate(seen) if other == boot_id]
+    return World(
+        rank=comm.rank,
+        size=comm.size,
+        local_rank=local.index(comm.rank),
+        local_size=len(local),
+        # The first local rank's name, so that containers of one host agree on it.
+        host=f"{seen[local[0]][1]} ({boot_id[:8]})",
+    )
+
+
+def refuse_several_hosts(hosts: Sequence[str]) -> None:
+    """Raise :class:`DeviceError` unless every rank's ``World.host`` is the same."""
+    if len(set(hosts)) > 1:
+        raise DeviceError(
+            "numba_symm works between the GPUs of one host, and "
+            f"{sentence(dict(enumerate(hosts)), 'is on', 'are on')}; start all ranks "
+            "on one host, or make one communicator per host (in MPI: "
+            "comm.Split_type(MPI.COMM_TYPE_SHARED))"
+        )
+
+
+def duplicate(comm: Comm) -> Comm:
+    """Return a communicator whose messages cannot mix with the user's.
+
+    Collective. An mpi4py communicator is duplicated and the duplicate is given
+    to :func:`release` in the end; any other object is returned as it is.
+    """
+    return cast(Any, checked(comm)).Dup() if _is_mpi(comm) else checked(comm)
+
+
+def release(comm: Comm) -> None:
+    """Free a duplicate; nothing happens a second time or once MPI has finalized.
+
+    MPI calls freeing collective: every rank does it, in the same order.
+    """
+    if comm and _is_mpi(comm) and not sys.modules["mpi4py.MPI"].Is_finalized():
+        cast(Any, comm).Free()
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 2" or "ranks 0, 1, 3"."""
+    return f"rank{'s'[: len(ranks) > 1]} {', '.join(map(str, ranks))}"
+
+
+def grouped(texts: dict[int, str]) -> dict[str, list[int]]:
+    """Return the ranks that share each text, in order of their lowest rank."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in sorted(texts.items()):
+        groups.setdefault(text, []).append(rank)
+    return groups
+
+
+def sentence(texts: dict[int, str], one: str, many: str) -> str:
+    """Return "rank 0 <one> a, ranks 1, 2 <many> b": who differs, at a glance."""
+    return ", ".join(
+        f"{name_ranks(ranks)} {one if len(ranks) == 1 else many} {text}"
+        for text, ranks in grouped(texts).items()
+    )
+
+
+def _boot_id() -> str:
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:  # a sandbox that hides /proc: the name is the best there is
+        return socket.gethostname()
+
+
+def _is_mpi(comm: object) -> bool:
+    # Importing mpi4py.MPI calls MPI_Init; who holds a communicator has imported it.
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and isinstance(comm, mpi.Comm)

@@ -1,0 +1,70 @@
+"""Collectives between GPUs, written as Numba CUDA kernels over symmetric memory.
+
+Every rank allocates the same buffer and maps every peer's copy into its own address
+space; kernels then load, store and signal across NVLink directly::
+
+    from mpi4py import MPI
+    import numpy as np
+    import numba_symm as ns
+
+    with ns.Communicator(MPI.COMM_WORLD) as comm:
+        x = comm.zeros(1 << 20, np.float32)
+        y = comm.all_reduce(x, op="sum")
+        comm.synchronize()
+
+What is listed in ``__all__`` is the public interface; the rest may change. Importing
+starts neither MPI nor CUDA.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from numba_symm import device
+from numba_symm.collectives.communicator import Communicator, Plan, backend
+from numba_symm.device import Context
+from numba_symm.environment import allow_overlapping_devices
+from numba_symm.errors import (
+    ArgumentError,
+    BackendError,
+    ClosedError,
+    CollectiveTimeout,
+    DeviceError,
+    DriverError,
+    ExchangeError,
+    PeerAccessError,
+    SymmError,
+)
+from numba_symm.launch.devices import GPU, device_has_multicast_support
+from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.ranks import World
+from numba_symm.memory import SymmetricMemory, SymmetricMemoryAllocator
+
+try:
+    __version__ = version("numba-symm")
+except PackageNotFoundError:  # run from a checkout
+    __version__ = "0+unknown"
+
+__all__ = [
+    "GPU",
+    "ArgumentError",
+    "BackendError",
+    "ClosedError",
+    "CollectiveTimeout",
+    "Communicator",
+    "Context",
+    "DeviceError",
+    "DriverError",
+    "ExchangeError",
+    "IpcChannel",
+    "PeerAccessError",
+    "Plan",
+    "StoreExchange",
+    "SymmError",
+    "SymmetricMemory",
+    "SymmetricMemoryAllocator",
+    "World",
+    "allow_overlapping_devices",
+    "backend",
+    "device",
+    "device_has_multicast_support",
+]

@@ -1,0 +1,278 @@
+"""Arrays on the device: reading what a caller passed, and making Numba's.
+
+Anything with DLPack or ``__cuda_array_interface__`` is read through cuda.core. Under
+the simulator, arrays are Numba's simulator arrays, which have neither; this module
+is the one place that knows.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class ArrayView:
+    """Where an array lies and what it holds.
+
+    Attributes:
+        address: of its first element.
+        shape: as given.
+        dtype: NumPy's dtype.
+        contiguous: whether its elements fill its memory without gaps, in C or
+            Fortran order.
+        readonly: whether it must not be written.
+        stream: handle of the stream its owner uses, or None if it names none.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    contiguous: bool
+    readonly: bool
+    stream: int | None
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes its elements take."""
+        return self.size * self.dtype.itemsize
+
+
+def view(array: Any, what: str) -> ArrayView:
+    """Read a device array.
+
+    Raises:
+        ArgumentError: it is a host array, or no array at all.
+    """
+    if SIMULATED:
+        return _view_simulated(array, what)
+    if isinstance(array, cuda.cudadrv.devicearray.DeviceNDArray):
+        return _view_numba(array)
+    if isinstance(array, np.ndarray):
+        raise _host_array(array, what)
+    return _view_foreign(array, what)
+
+
+def _view_numba(array: Any) -> ArrayView:
+    return ArrayView(
+        address=int(array.device_ctypes_pointer.value or 0),
+        shape=tuple(array.shape),
+        dtype=array.dtype,
+        contiguous=array.is_c_contiguous() or array.is_f_contiguous(),
+        readonly=False,
+        stream=_numba_stream(array),
+    )
+
+
+def _numba_stream(array: Any) -> int | None:
+    stream = array.stream
+    return int(getattr(stream.handle, "value", stream.handle) or 0) if stream else None
+
+
+def _view_foreign(array: Any, what: str) -> ArrayView:
+    from cuda.core.utils import StridedMemoryView
+
+    try:
+        # -1: no synchronisation here; calls are ordered on the stream they run on.
+        found = StridedMemoryView.from_any_interface(array, stream_ptr=-1)
+    except (BufferError, TypeError, AttributeError, RuntimeError) as error:
+        raise ArgumentError(
+            f"{what}: {type(array).__name__} is no device array ({error}); pass one "
+            "with __cuda_array_interface__ or DLPack, such as Numba's, CuPy's or "
+            "torch's"
+        ) from error
+    if not found.is_device_accessible or found.device_id < 0:
+        raise _host_array(array, what)
+    return ArrayView(
+        address=int(found.ptr),
+        shape=tuple(found.shape),
+        dtype=np.dtype(found.dtype),
+        contiguous=_fills(found.shape, found.strides),
+        readonly=bool(found.readonly),
+        stream=_foreign_stream(array),
+    )
+
+
+def _fills(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
+    """Return whether strides (in elements) are those of C or Fortran order."""
+    if strides is None:
+        return True
+
+    def ordered(axes: Any) -> bool:
+        expected = 1
+        for axis in axes:
+            if shape[axis] > 1 and strides[axis] != expected:
+                return False
+            expected *= shape[axis]
+        return True
+
+    axes = range(len(shape))
+    return 0 in shape or ordered(reversed(axes)) or ordered(axes)
+
+
+def _foreign_stream(array: Any) -> int | None:
+    """Return the current stream of the array's library, or the one it names."""
+    library = type(array).__module__.partition(".")[0]
+    if library == "torch":
+        import torch
+
+        return int(torch.cuda.current_stream(array.device).cuda_stream)
+    if library == "cupy":
+        import cupy
+
+        return int(cupy.cuda.get_current_stream().ptr)
+    interface = getattr(array, "__cuda_array_interface__", {})
+    return interface.get("stream")  # type: ignore[no-any-return]
+
+
+def _view_simulated(array: Any, what: str) -> ArrayView:
+    if not is_simulated(array):
+        if isinstance(array, np.ndarray):
+            raise _host_array(array, what)
+        raise ArgumentError(
+            f"{what}: {type(array).__name__} is no device array; under Numba's "
+            "simulator pass its arrays (comm.empty, cuda.to_device)"
+        )
+    flags = array.flags
+    return ArrayView(
+        address=array.ctypes.data,
+        shape=tuple(array.shape),
+        dtype=array.dtype,
+        contiguous=flags.c_contiguous or flags.f_contiguous,
+        readonly=not flags.writeable,
+        stream=None,
+    )
+
+
+def is_simulated(array: Any) -> bool:
+    """Return whether ``array`` is one of Numba's simulator."""
+    return type(array).__name__ == "FakeCUDAArray"
+
+
+def _host_array(array: Any, what: str) -> ArgumentError:
+    return ArgumentError(
+        f"{what}: {type(array).__name__} lies in host memory; copy it to the device "
+        "first (comm.empty(...).copy_to_device(array) or cuda.to_device(array))"
+    )
+
+
+def dense(array: ArrayView, what: str) -> ArrayView:
+    """Return ``array``, or refuse one with gaps or off its elements' alignment."""
+    if not array.contiguous:
+        raise ArgumentError(
+            f"{what}: the array of shape {array.shape} is strided; pass a contiguous "
+            "copy (numpy-style ascontiguousarray, .contiguous() in torch)"
+        )
+    if array.address % array.dtype.itemsize:
+        raise ArgumentError(
+            f"{what}: the array at {array.address:#x} is not aligned to its "
+            f"{array.dtype.itemsize}-byte elements"
+        )
+    return array
+
+
+class Memory:
+    """Memory that arrays view; it lives as long as any of them.
+
+    Attributes:
+        owner: what keeps the memory mapped.
+    """
+
+    def __init__(self, address: int, nbytes: int, owner: Any):
+        self.address = address
+        self.nbytes = nbytes
+        self.owner = owner
+
+    def _interface(self) -> dict[str, Any]:
+        return {
+            "data": (self.address, False),
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def array(self, shape: Any, dtype: Any, offset: int = 0) -> Any:
+        """Return a C-contiguous Numba device array, ``offset`` bytes in."""
+        dtype = np.dtype(dtype)
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if SIMULATED:
+            flat = np.asarray(_HostView(self))[offset : offset + nbytes]
+            return _simulator_array(flat.view(dtype).reshape(shape))
+        return _device_array(self, shape, dtype, offset)
+
+
+class _HostView:
+    """The array interface of host memory; NumPy keeps it, and so the memory."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+        self.__array_interface__ = memory._interface()
+
+
+def _simulator_array(array: Any) -> Any:
+    """Wrap host memory, without a copy, in the simulator's array."""
+    kind = type(cuda.device_array(0, np.uint8))
+    return kind(array)
+
+
+def _device_array(memory: Memory, shape: Any, dtype: Any, offset: int) -> Any:
+    """Return Numba's array; built directly, as bfloat16 has no interface typestr."""
+    from cuda.bindings import driver
+    from numba.cuda.cudadrv.devicearray import DeviceNDArray
+    from numba.cuda.cudadrv.driver import MemoryPointer
+
+    strides = tuple(
+        int(np.prod(shape[axis + 1 :], dtype=np.int64)) * dtype.itemsize
+        for axis in range(len(shape))
+    )
+    nbytes = max(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, 1)
+    pointer = MemoryPointer(
+        cuda.current_context(),
+        driver.CUdeviceptr(memory.address + offset),
+        nbytes,
+        owner=memory,
+    )
+    return DeviceNDArray(shape, strides, dtype, gpu_data=pointer)
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Return a new Numba array in ordinary device memory."""
+    return cuda.device_array(shape, dtype)
+
+
+def check_device(array: ArrayView, ordinal: int, what: str) -> None:
+    """Refuse memory that is not on the GPU of that ordinal."""
+    if SIMULATED or array.size == 0:
+        return
+    from cuda.bindings import driver as binding
+
+    from numba_symm import driver
+
+    attribute = binding.CUpointer_attribute
+    kind = driver.call(
+        "cuPointerGetAttribute",
+        attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        array.address,
+    )
+    found = driver.call(
+        "cuPointerGetAttribute",
+        attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+        array.address,
+    )
+    if int(kind) != int(binding.CUmemorytype.CU_MEMORYTYPE_DEVICE):
+        raise ArgumentError(f"{what}: the array at {array.address:#x} is host memory")
+    if int(found) != ordinal:
+        raise ArgumentError(
+            f"{what}: the array lies on GPU {found}, and this rank is bound to GPU "
+            f"{ordinal}; copy it there, or make the communicator with device={found}"
+        )

@@ -1,0 +1,25 @@
+"""Copies to and from device memory, shared by the backends on GPUs."""
+
+import ctypes
+
+from numba_symm import driver
+
+
+class DeviceMemory:
+    """Synchronous access by the host to any address a GPU can reach."""
+
+    def write(self, address: int, data: bytes) -> None:
+        """Copy bytes to a device address, a peer's mapped memory included."""
+        driver.call("cuMemcpyHtoD", address, data, len(data))
+        driver.call("cuCtxSynchronize")
+
+    def read(self, address: int, nbytes: int) -> bytes:
+        """Copy bytes from a device address."""
+        data = ctypes.create_string_buffer(nbytes)
+        driver.call("cuMemcpyDtoH", ctypes.addressof(data), address, nbytes)
+        return data.raw
+
+    def zero(self, address: int, nbytes: int) -> None:
+        """Fill with zeros; done when it returns."""
+        driver.call("cuMemsetD8", address, 0, nbytes)
+        driver.call("cuCtxSynchronize")

@@ -1,0 +1,79 @@
+"""Legacy CUDA IPC: ``cudaMalloc`` memory, named by 64-byte handles.
+
+Also registers arrays that other libraries allocated that way, wherever inside an
+allocation they lie.
+
+Source: `CUDA driver API, memory management
+<https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>`_ (``cuIpc*``).
+"""
+
+from typing import Any
+
+from numba_symm import driver
+from numba_symm.backends.device_memory import DeviceMemory
+from numba_symm.backends.protocol import Allocation, Mapping
+from numba_symm.errors import BackendError, DriverError
+
+_GRANULARITY = 2 << 20  # whole pages: a handle names the page, other users' data too
+
+
+class IpcBackend(DeviceMemory):
+    """``cuMemAlloc`` memory that peers open by handle."""
+
+    name = "ipc"
+    exports_fd = False
+    frees_while_mapped = False  # CUDA leaves that undefined
+
+    def allocate(self, nbytes: int) -> Allocation:
+        """Return at least ``nbytes`` of zeroed memory on the current GPU."""
+        size = -(-max(nbytes, 1) // _GRANULARITY) * _GRANULARITY
+        address = int(driver.call("cuMemAlloc", size))
+        try:
+            self.zero(address, size)
+        except BaseException:
+            driver.call("cuMemFree", address)
+            raise
+        return Allocation(address, size, None)
+
+    def free(self, allocation: Allocation) -> None:
+        """Free the memory, which no peer may have mapped any more."""
+        driver.call("cuMemFree", allocation.address)
+
+    def export(self, allocation: Allocation) -> bytes:
+        """Return the handle of the allocation."""
+        handle = driver.call("cuIpcGetMemHandle", allocation.address)
+        return bytes(handle.reserved)
+
+    def open(self, handle: Any, nbytes: int) -> Mapping:
+        """Map the allocation behind a peer's handle."""
+        from cuda.bindings import driver as binding
+
+        ipc = binding.CUipcMemHandle()
+        ipc.reserved = bytes(handle)
+        flag = binding.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+        address = int(driver.call("cuIpcOpenMemHandle", ipc, flag))
+        return Mapping(address, nbytes, None)
+
+    def close(self, mapping: Mapping) -> None:
+        """Unmap a peer's allocation, after whatever still uses it."""
+        driver.call("cuCtxSynchronize")
+        driver.call("cuIpcCloseMemHandle", mapping.address)
+
+
+def allocation_around(address: int, what: str) -> Allocation:
+    """Return the ``cudaMalloc`` allocation that contains ``address``.
+
+    Raises:
+        BackendError: if the memory is of another kind, which has no legacy handle.
+    """
+    try:
+        base, nbytes = driver.call("cuMemGetAddressRange", address)
+        driver.call("cuIpcGetMemHandle", base)
+    except DriverError as error:
+        raise BackendError(
+            f"{what}: memory at {address:#x} cannot be shared between processes "
+            f"({error}); it must come from cudaMalloc (Numba's and CuPy's plain "
+            "allocators use it), not from a pool or from managed memory. "
+            "Use comm.empty() instead, or copy the array into memory from there"
+        ) from None
+    return Allocation(int(base), int(nbytes), None)

@@ -1,0 +1,92 @@
+"""The status board: one 8-byte record a rank, in host memory that every GPU reaches.
+
+A kernel that gives up writes what it waited for into every rank's record. The host
+reads its own with a plain load, so asking costs nothing; kernels that wait look at
+their rank's now and then, so all leave soon after the first.
+"""
+
+import ctypes
+import mmap
+import os
+from contextlib import ExitStack
+
+from numba_symm import driver
+from numba_symm.device import signals
+from numba_symm.environment import SIMULATED
+from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.fds import IpcChannel
+
+_OPERATIONS = {
+    signals.PUT_SIGNAL: ("put_signal", "channel"),
+    signals.WAIT_SIGNAL: ("wait_signal", "channel"),
+    signals.BARRIER: ("barrier", "block"),
+    signals.ALL_REDUCE_PULL: ("all_reduce (one-shot pull)", "block"),
+    signals.ALL_REDUCE_LL: ("all_reduce (one-shot LL)", "block"),
+}
+_ABANDONED = 127  # an operation no kernel has: a rank left without the others
+_DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
+
+
+class Board:
+    """The board of one communicator. Collective: every rank makes it at once.
+
+    Attributes:
+        address: of rank 0's record, as this process' kernels see it.
+    """
+
+    def __init__(self, exchange: StoreExchange, channel: IpcChannel):
+        self._rank = exchange.rank
+        self._size = exchange.size
+        with ExitStack() as undo:
+            fd = -1
+            with exchange.agreed("making the status board"):
+                if self._rank == 0:
+                    fd = os.memfd_create("numba_symm board", os.MFD_CLOEXEC)
+                    undo.callback(os.close, fd)
+                    os.ftruncate(fd, mmap.PAGESIZE)
+            with ExitStack() as undo_map:
+                with exchange.agreed("mapping the status board"):
+                    received = channel.broadcast_fds(0, fd)
+                    try:
+                        memory = mmap.mmap(received, mmap.PAGESIZE)
+                    finally:
+                        os.close(received)
+                    # The map goes with the records, which keep it.
+                    self._records = (ctypes.c_uint64 * self._size).from_buffer(memory)
+                    self.address = ctypes.addressof(self._records)
+                    if not SIMULATED:
+                        self.address = _register(self.address, undo_map)
+                self._undo = undo_map.pop_all()
+
+    def failure(self) -> str | None:
+        """Return why the communicator failed, or None while it has not."""
+        record = self._records[self._rank]
+        return describe(record) if record else None
+
+    def abandon(self) -> None:
+        """Make every rank's waiting kernels leave: this rank will not come."""
+        for rank in range(self._size):
+            if not self._records[rank]:
+                self._records[rank] = _ABANDONED << 56 | self._rank << 48
+
+    def close(self) -> None:
+        """Give the board up, once no kernel uses it. Local and idempotent."""
+        self._undo.close()
+
+
+def _register(address: int, undo: ExitStack) -> int:
+    """Let GPUs reach a page of host memory; return where they see it."""
+    driver.call("cuMemHostRegister", address, mmap.PAGESIZE, _DEVICEMAP)
+    undo.callback(driver.call, "cuMemHostUnregister", address)
+    return int(driver.call("cuMemHostGetDevicePointer", address, 0))
+
+
+def describe(record: int) -> str:
+    """Return a record in words; ``signals.wait_record`` says what its bits are."""
+    operation, rank, peer = record >> 56, record >> 48 & 0xFF, record >> 40 & 0xFF
+    place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
+    if operation == _ABANDONED:
+        return f"rank {rank} left after an error of its own"
+    name, kind = _OPERATIONS[operation]
+    at = f"{kind} {place}, epoch {epoch}" if epoch else f"{kind} {place}"
+    return f"rank {rank} waited for rank {peer} in {name}, {at}"

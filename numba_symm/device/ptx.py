@@ -1,0 +1,198 @@
+"""The instructions a kernel may use, named by their PTX.
+
+Addresses are ``int64`` (device addresses fit, and Numba turns ``uint64 + int64``
+into a float); flags are ``uint32``; data words are ``int64`` bit patterns.
+A ``.sys`` access is atomic and ordered with accesses by every GPU and the host.
+``sim.py`` has the same names for Numba's simulator.
+
+Sources: `ld <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld>`_,
+`st <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st>`_,
+`memory consistency model <https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model>`_.
+"""  # noqa: E501
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from llvmlite import ir
+from numba import cuda
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+from numba.cuda.np.numpy_support import carray
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_I16, _I32, _I64 = types.uint16, types.uint32, types.int64
+_F32, _F64 = types.float32, types.float64
+_CONSTRAINT = {_I16: "h", _I32: "r", _I64: "l", _F32: "f", _F64: "d"}
+_LLVM = {
+    _I16: ir.IntType(16),
+    _I32: ir.IntType(32),
+    _I64: ir.IntType(64),
+    _F32: ir.FloatType(),
+    _F64: ir.DoubleType(),
+}
+
+
+def device_function(function: F) -> F:
+    """Make ``function`` callable from kernels.
+
+    It is inlined by Numba, so that a kernel is compiled whole, and so that no
+    driver is needed to compile it.
+    """
+    return cuda.jit(device=True, inline="always")(function)  # type: ignore[no-any-return]
+
+
+def _flat(numba_type: Any) -> list[Any]:
+    """Return the scalars that make up a scalar, a tuple or ``void``."""
+    if numba_type == types.void:
+        return []
+    return list(numba_type) if isinstance(numba_type, types.UniTuple) else [numba_type]
+
+
+def _emit(asm: str, result: Any, operands: list[Any]) -> Callable[..., Any]:
+    """Return Numba code generation for one inline PTX statement.
+
+    It has side effects and clobbers memory, so the compiler neither drops,
+    repeats nor moves it across other memory accesses.
+    """
+    results, inputs = _flat(result), [s for o in operands for s in _flat(o)]
+    constraints = [f"={_CONSTRAINT[t]}" for t in results]
+    constraints += [_CONSTRAINT[t] for t in inputs] + ["~{memory}"]
+    returned = [_LLVM[t] for t in results]
+    if not returned:
+        llvm_result: Any = ir.VoidType()
+    elif len(returned) == 1:
+        llvm_result = returned[0]
+    else:
+        llvm_result = ir.LiteralStructType(returned)
+    function = ir.FunctionType(llvm_result, [_LLVM[t] for t in inputs])
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = []
+        for operand, value in zip(operands, args, strict=True):
+            if isinstance(operand, types.UniTuple):
+                values += [builder.extract_value(value, k) for k in range(len(operand))]
+            else:
+                values.append(value)
+        statement = ir.InlineAsm(
+            function, asm, ",".join(constraints), side_effect=True
+        )
+        out = builder.call(statement, values)
+        if not results:
+            return context.get_dummy_value()
+        if len(results) == 1:
+            return out
+        parts = [builder.extract_value(out, k) for k in range(len(results))]
+        return context.make_tuple(builder, signature.return_type, parts)
+
+    return codegen
+
+
+def _instruction(asm: str, result: Any, *operands: Any) -> Any:
+    """Return an intrinsic for ``asm`` with none, one or two operands."""
+    signature = result(*operands)
+    codegen = _emit(asm, result, list(operands))
+    if not operands:
+        return intrinsic(lambda typingctx: (signature, codegen))
+    if len(operands) == 1:
+        return intrinsic(lambda typingctx, a: (signature, codegen))
+    return intrinsic(lambda typingctx, a, b: (signature, codegen))
+
+
+_V2_I64 = types.UniTuple(_I64, 2)
+_V4_I32 = types.UniTuple(_I32, 4)
+
+# Flags and records, shared with other GPUs and the host while kernels run.
+ld_relaxed_sys_u32 = _instruction("ld.relaxed.sys.global.u32 $0, [$1];", _I32, _I64)
+ld_acquire_sys_u32 = _instruction("ld.acquire.sys.global.u32 $0, [$1];", _I32, _I64)
+ld_relaxed_sys_u64 = _instruction("ld.relaxed.sys.global.u64 $0, [$1];", _I64, _I64)
+ld_acquire_sys_u64 = _instruction("ld.acquire.sys.global.u64 $0, [$1];", _I64, _I64)
+st_relaxed_sys_u32 = _instruction(
+    "st.relaxed.sys.global.u32 [$0], $1;", types.void, _I64, _I32
+)
+st_release_sys_u32 = _instruction(
+    "st.release.sys.global.u32 [$0], $1;", types.void, _I64, _I32
+)
+st_relaxed_sys_u64 = _instruction(
+    "st.relaxed.sys.global.u64 [$0], $1;", types.void, _I64, _I64
+)
+st_release_sys_u64 = _instruction(
+    "st.release.sys.global.u64 [$0], $1;", types.void, _I64, _I64
+)
+
+# Packets: 16 bytes that move together where the hardware can; the protocols
+# only rely on each 8-byte half arriving whole.
+ld_relaxed_sys_v4_u32 = _instruction(
+    "ld.relaxed.sys.global.v4.u32 {$0,$1,$2,$3}, [$4];", _V4_I32, _I64
+)
+st_relaxed_sys_v4_u32 = _instruction(
+    "st.relaxed.sys.global.v4.u32 [$0], {$1,$2,$3,$4};", types.void, _I64, _V4_I32
+)
+
+# Data, ordered by the flags around it.
+ld_v2_u64 = _instruction("ld.global.v2.u64 {$0,$1}, [$2];", _V2_I64, _I64)
+st_v2_u64 = _instruction("st.global.v2.u64 [$0], {$1,$2};", types.void, _I64, _V2_I64)
+ld_u64 = _instruction("ld.global.u64 $0, [$1];", _I64, _I64)
+st_u64 = _instruction("st.global.u64 [$0], $1;", types.void, _I64, _I64)
+ld_u32 = _instruction("ld.global.u32 $0, [$1];", _I32, _I64)
+st_u32 = _instruction("st.global.u32 [$0], $1;", types.void, _I64, _I32)
+ld_u16 = _instruction("ld.global.u16 $0, [$1];", _I16, _I64)
+st_u16 = _instruction("st.global.u16 [$0], $1;", types.void, _I64, _I16)
+
+fence_acq_rel_sys = _instruction("fence.acq_rel.sys;", types.void)
+globaltimer = _instruction("mov.u64 $0, %globaltimer;", _I64)
+
+# Conversions between bits and numbers.
+f32_of_bits = _instruction("mov.b32 $0, $1;", _F32, _I32)
+bits_of_f32 = _instruction("mov.b32 $0, $1;", _I32, _F32)
+f64_of_bits = _instruction("mov.b64 $0, $1;", _F64, _I64)
+bits_of_f64 = _instruction("mov.b64 $0, $1;", _I64, _F64)
+f32_of_f16 = _instruction("cvt.f32.f16 $0, $1;", _F32, _I16)
+f16_of_f32 = _instruction("cvt.rn.f16.f32 $0, $1;", _I16, _F32)
+f32_of_bf16 = _instruction("{.reg .b16 z; mov.u16 z, 0; mov.b32 $0, {z, $1};}", _F32, _I16)
+bf16_of_f32 = _instruction("cvt.rn.bf16.f32 $0, $1;", _I16, _F32)
+
+
+@device_function
+def syncthreads() -> None:
+    """`bar.sync 0`: all threads of the block meet; orders their accesses."""
+    cuda.syncthreads()
+
+
+@device_function
+def thread_index() -> int:
+    """Return the thread's index in its block, counted through all dimensions."""
+    row = cuda.threadIdx.y + cuda.blockDim.y * cuda.threadIdx.z
+    return cuda.threadIdx.x + cuda.blockDim.x * row  # type: ignore[no-any-return]
+
+
+@device_function
+def block_size() -> int:
+    """Return the number of threads in a block."""
+    return cuda.blockDim.x * cuda.blockDim.y * cuda.blockDim.z  # type: ignore[no-any-return]
+
+
+@device_function
+def word_of(bits: int) -> int:
+    """Return unsigned bits as an 8-byte word, so that words can be combined."""
+    return np.int64(bits)  # type: ignore[return-value]
+
+
+@device_function
+def poll_pause() -> None:
+    """Let other threads run between two polls; a GPU does so by itself."""
+
+
+@intrinsic
+def _pointer(typingctx: Any, address: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(_I64), codegen
+
+
+@device_function
+def array_at(address: int, shape: Any, dtype: Any) -> Any:
+    """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
+    return carray(_pointer(address), shape, dtype)

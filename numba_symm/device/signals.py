@@ -1,0 +1,214 @@
+"""Signals between GPUs, callable from any kernel.
+
+A signal pad holds one ``uint32`` slot for each channel and source rank, at
+``world_size * channel + source``. A slot is a mailbox of depth one with one writer
+on each side, so no atomic operation is needed: the sender waits for 0 and stores 1,
+the receiver waits for 1 and stores 0. It is back at 0 by itself, so a captured graph
+replays. The 0 says that the signal was taken, not that any data was read; one
+(pair, channel) has one user at a time.
+
+Every wait has a deadline. When it passes, the waiting thread writes a record on
+every rank's status board and stops waiting; whoever finds a record on the board
+stops waiting too, so all kernels end and the CUDA context stays usable.
+"""
+
+from typing import Any, NamedTuple
+
+from numba_symm.device.intrinsics import (
+    array_at,
+    block_size,
+    device_function,
+    globaltimer,
+    ld_acquire_sys_u32,
+    ld_relaxed_sys_u64,
+    poll_pause,
+    st_relaxed_sys_u64,
+    st_release_sys_u32,
+    syncthreads,
+    thread_index,
+)
+from numba_symm.environment import SIMULATED
+
+POLLS_PER_CHECK = 8 if SIMULATED else 128
+"""Polls between two looks at the clock and the board, which lies across PCIe."""
+
+
+class Guard(NamedTuple):
+    """What a wait needs to give up: scalars, passed by value to kernels.
+
+    Attributes:
+        board: address of the status board, one 8-byte record for each rank.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout: nanoseconds until a wait is given up; 0 waits for ever.
+    """
+
+    board: int
+    rank: int
+    world_size: int
+    timeout: int
+
+
+class Context(NamedTuple):
+    """Symmetric memory as kernels see it; an ordinary kernel argument.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks.
+        buffers: address of every rank's buffer, mapped here; own one included.
+        pads: address of every rank's signal pad.
+        guard: how long to wait, and whom to tell.
+    """
+
+    rank: int
+    world_size: int
+    buffers: tuple[int, ...]
+    pads: tuple[int, ...]
+    guard: Guard
+
+
+# What a kernel was doing when it gave up; the host turns it into words.
+PUT_SIGNAL, WAIT_SIGNAL, BARRIER, ALL_REDUCE_PULL, ALL_REDUCE_LL = range(1, 6)
+
+
+@device_function
+def wait_record(operation: int, rank: int, peer: int, place: int, epoch: int) -> int:
+    """Pack who waited for whom into 8 bytes, which are stored in one piece.
+
+    Bits 56-62 operation, 48-55 rank, 40-47 peer, 24-39 channel or block, 0-23 epoch.
+    """
+    who = operation << 56 | rank << 48 | peer << 40
+    return who | (place & 0xFFFF) << 24 | (epoch & 0xFFFFFF)
+
+
+@device_function
+def must_give_up(guard: Any, started: int, record: int) -> bool:
+    """Return whether a wait that began at ``started`` (ns) must end without success.
+
+    It must when a rank has failed already, or when the deadline has passed, in which
+    case every rank's board gets ``record``. Peers may be reading their boards: the
+    record is one relaxed store, and nothing else is published by it.
+    """
+    if ld_relaxed_sys_u64(guard.board + 8 * guard.rank) != 0:
+        return True
+    if guard.timeout == 0 or globaltimer() - started <= guard.timeout:
+        return False
+    for r in range(guard.world_size):
+        st_relaxed_sys_u64(guard.board + 8 * r, record)
+    return True
+
+
+@device_function
+def wait_for_epoch(guard: Any, flag: int, epoch: int, record: int) -> bool:
+    """Poll the flag at address ``flag`` until it has reached ``epoch`` (acquire).
+
+    Epochs only grow, modulo 2**32: a peer may be ahead, never 2**31 ahead.
+    """
+    polls = 0
+    started = 0
+    while (ld_acquire_sys_u32(flag) - epoch) & 0xFFFFFFFF >= 0x80000000:
+        poll_pause()
+        polls += 1
+        if polls % POLLS_PER_CHECK == 0:
+            if started == 0:
+                started = globaltimer()
+            if must_give_up(guard, started, record):
+                return False
+    return True
+
+
+@device_function
+def _wait_for_slot(guard: Any, slot: int, value: int, record: int) -> bool:
+    """Poll a pad's slot until it holds ``value`` (acquire)."""
+    polls = 0
+    started = 0
+    while ld_acquire_sys_u32(slot) != value:
+        poll_pause()
+        polls += 1
+        if polls % POLLS_PER_CHECK == 0:
+            if started == 0:
+                started = globaltimer()
+            if must_give_up(guard, started, record):
+                return False
+    return True
+
+
+@device_function
+def put_signal(ctx: Any, dst: int, channel: int) -> bool:
+    """Signal rank ``dst`` on ``channel``, once it has taken the signal before.
+
+    One thread calls it. Its own earlier writes, and those it has synchronised with
+    (``syncthreads``), are visible to the thread that takes the signal (release).
+
+    Returns:
+        False if the deadline passed first, or another rank had failed.
+    """
+    slot = ctx.pads[dst] + 4 * (ctx.world_size * channel + ctx.rank)
+    record = wait_record(PUT_SIGNAL, ctx.rank, dst, channel, 0)
+    taken = _wait_for_slot(ctx.guard, slot, 0, record)
+    if taken:
+        st_release_sys_u32(slot, 1)
+    return taken
+
+
+@device_function
+def wait_signal(ctx: Any, src: int, channel: int) -> bool:
+    """Wait for rank ``src``'s signal on ``channel``, and take it.
+
+    One thread calls it; with ``syncthreads`` after it, its whole block sees what
+    ``src`` wrote before it signalled (acquire).
+
+    Returns:
+        False if the deadline passed first, or another rank had failed.
+    """
+    slot = ctx.pads[ctx.rank] + 4 * (ctx.world_size * channel + src)
+    record = wait_record(WAIT_SIGNAL, ctx.rank, src, channel, 0)
+    arrived = _wait_for_slot(ctx.guard, slot, 1, record)
+    if arrived:
+        st_release_sys_u32(slot, 0)
+    return arrived
+
+
+@device_function
+def barrier(ctx: Any, channel: int) -> bool:
+    """Meet the same block of every rank on ``channel``.
+
+    Every thread of one block calls it, on every rank. What any thread of any of
+    these blocks wrote before is visible to all of them after.
+
+    Returns:
+        False, in the threads that waited, if the deadline passed or a rank failed.
+    """
+    thread = thread_index()
+    threads = block_size()
+    met = True
+    # All writes of this block come before its release of the signals below.
+    syncthreads()
+    for peer in range(len(ctx.pads)):
+        if thread == peer % threads and peer != ctx.rank:
+            met = put_signal(ctx, peer, channel) and met
+    for peer in range(len(ctx.pads)):
+        if thread == peer % threads and peer != ctx.rank:
+            met = wait_signal(ctx, peer, channel) and met
+    # The peers' writes, acquired by one thread each, become visible to all.
+    syncthreads()
+    return met
+
+
+@device_function
+def peer_address(ctx: Any, rank: int) -> int:
+    """Return the address of rank ``rank``'s buffer in this process."""
+    return ctx.buffers[rank]  # type: ignore[no-any-return]
+
+
+@device_function
+def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
+    """Return rank ``rank``'s buffer as a C-contiguous array.
+
+    Args:
+        ctx: the memory's context.
+        rank: whose buffer.
+        shape: an int or a tuple of ints; nothing checks that it fits the buffer.
+        dtype: a NumPy scalar type, such as ``np.float32``.
+    """
+    return array_at(ctx.buffers[rank], shape, dtype)

@@ -1,0 +1,168 @@
+"""The instructions of ``ptx.py`` on host memory, for Numba's CUDA simulator.
+
+Addresses are host addresses, the ranks' memory is shared between processes, and
+the ranks' threads are operating-system threads. Aligned loads and stores of up to
+8 bytes are single host instructions, and x86-64 keeps a core's stores in order and
+its loads in order, which is all that the protocols ask of acquire and release.
+
+Device functions stay plain Python: they use no ``cuda.*`` name, so nothing needs
+swapping while they run (the simulator's swap is not safe between threads).
+"""
+
+import ctypes
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_POLL_PAUSE = 20e-6  # seconds: long enough for the peers to get the core
+
+
+def device_function(function: F) -> F:
+    """Return ``function``: the simulator calls plain Python."""
+    return function
+
+
+def _load(ctype: Any) -> Callable[[int], int]:
+    def load(address: int) -> int:
+        return ctype.from_address(address).value  # type: ignore[no-any-return]
+
+    return load
+
+
+def _store(ctype: Any) -> Callable[[int, int], None]:
+    def store(address: int, value: int) -> None:
+        ctype.from_address(address).value = int(value)
+
+    return store
+
+
+ld_u16, st_u16 = _load(ctypes.c_uint16), _store(ctypes.c_uint16)
+ld_u32, st_u32 = _load(ctypes.c_uint32), _store(ctypes.c_uint32)
+ld_u64, st_u64 = _load(ctypes.c_uint64), _store(ctypes.c_uint64)
+ld_relaxed_sys_u32 = ld_acquire_sys_u32 = ld_u32
+st_relaxed_sys_u32 = st_release_sys_u32 = st_u32
+ld_relaxed_sys_u64 = ld_acquire_sys_u64 = ld_u64
+st_relaxed_sys_u64 = st_release_sys_u64 = st_u64
+
+
+def ld_v2_u64(address: int) -> tuple[int, int]:
+    """Load two 8-byte words."""
+    return ld_u64(address), ld_u64(address + 8)
+
+
+def st_v2_u64(address: int, words: tuple[int, int]) -> None:
+    """Store two 8-byte words."""
+    st_u64(address, words[0])
+    st_u64(address + 8, words[1])
+
+
+def ld_relaxed_sys_v4_u32(address: int) -> tuple[int, int, int, int]:
+    """Load 16 bytes, each 8-byte half in one piece."""
+    low, high = ld_u64(address), ld_u64(address + 8)
+    return low & 0xFFFFFFFF, low >> 32, high & 0xFFFFFFFF, high >> 32
+
+
+def st_relaxed_sys_v4_u32(address: int, words: tuple[int, int, int, int]) -> None:
+    """Store 16 bytes, each 8-byte half in one piece."""
+    a, b, c, d = (int(word) & 0xFFFFFFFF for word in words)
+    st_u64(address, a | b << 32)
+    st_u64(address + 8, c | d << 32)
+
+
+def fence_acq_rel_sys() -> None:
+    """Do nothing: see the module's text."""
+
+
+def globaltimer() -> int:
+    """Return nanoseconds of a clock that never steps back."""
+    return time.monotonic_ns()
+
+
+def _reinterpret(source: Any, target: Any) -> Callable[[Any], Any]:
+    def reinterpret(value: Any) -> Any:
+        return np.asarray(value, source).view(target)[()]
+
+    return reinterpret
+
+
+f32_of_bits = _reinterpret(np.uint32, np.float32)
+f64_of_bits = _reinterpret(np.uint64, np.float64)
+
+
+def bits_of_f32(value: Any) -> int:
+    """Return the bits of a float32."""
+    return int(np.float32(value).view(np.uint32))
+
+
+def bits_of_f64(value: Any) -> int:
+    """Return the bits of a float64."""
+    return int(np.float64(value).view(np.uint64))
+
+
+def f32_of_f16(bits: int) -> Any:
+    """Widen the bits of a float16."""
+    return np.float32(np.uint16(bits).view(np.float16))
+
+
+def f16_of_f32(value: Any) -> int:
+    """Round to float16, to nearest even; an overflow is infinite, as on a GPU."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return int(np.float32(value).astype(np.float16).view(np.uint16))
+
+
+def f32_of_bf16(bits: int) -> Any:
+    """Widen the bits of a bfloat16."""
+    return f32_of_bits(int(bits) << 16)
+
+
+def bf16_of_f32(value: Any) -> int:
+    """Round to bfloat16, to nearest even; every NaN is the canonical one."""
+    value = np.float32(value)
+    if value != value:
+        return 0x7FFF
+    bits = bits_of_f32(value)
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def _thread() -> Any:
+    """Return the simulator's thread that runs the caller."""
+    return threading.current_thread()
+
+
+def syncthreads() -> None:
+    """Wait until all threads of the block are here."""
+    _thread().syncthreads()
+
+
+def thread_index() -> int:
+    """Return the thread's index in its block, counted through all dimensions."""
+    return _thread().thread_id  # type: ignore[no-any-return]
+
+
+def block_size() -> int:
+    """Return the number of threads in a block."""
+    return math.prod(_thread()._manager._block_dim)
+
+
+def word_of(bits: int) -> int:
+    """Return unsigned bits as an 8-byte word, so that words can be combined."""
+    return int(bits)
+
+
+def poll_pause() -> None:
+    """Give the core to the peers' threads, which share few cores."""
+    time.sleep(_POLL_PAUSE)
+
+
+def array_at(address: int, shape: Any, dtype: Any) -> Any:
+    """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
+    dtype = np.dtype(dtype)
+    nbytes = int(np.prod(shape)) * dtype.itemsize
+    memory = (ctypes.c_char * nbytes).from_address(address)
+    return np.frombuffer(memory, dtype).reshape(shape)

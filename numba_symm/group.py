@@ -1,0 +1,227 @@
+"""Ranks bound to GPUs: what symmetric memory and kernels need of a communicator."""
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+from numba_symm import backends, environment
+from numba_symm.backends.protocol import Backend, Mapping
+from numba_symm.board import Board
+from numba_symm.device.signals import Guard
+from numba_symm.errors import (
+    BackendError,
+    ClosedError,
+    CollectiveTimeout,
+    SymmError,
+)
+from numba_symm.launch import devices, ranks
+from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.fds import IpcChannel
+
+
+class Group:
+    """Ranks that know their GPUs, their memory's kind and each other.
+
+    Collective: every rank makes it at once, with equal ``timeout``.
+
+    Args:
+        comm: mpi4py's communicator, or any object with rank, size, allgather and
+            barrier.
+        device: ordinal of this rank's GPU, or None to have it assigned.
+        timeout: seconds a kernel waits for a peer; 0 waits for ever.
+
+    Attributes:
+        world: this rank's place.
+        exchange: the ranks' store.
+        channel: sends descriptors between them.
+        gpu: this rank's GPU.
+        peer_access: which GPU reaches which, by rank; None where not known.
+        backend: where memory comes from.
+        refused: why better backends were not taken, by name.
+        board: where kernels report that they gave up.
+        guard: what kernels need to give up.
+        closed: whether it was closed.
+    """
+
+    def __init__(self, comm: ranks.Comm, device: int | None, timeout: float):
+        self.closed = False
+        with ExitStack() as undo:
+            self._comm = ranks.duplicate(ranks.checked(comm))
+            release = ExitStack()  # only here, where every rank fails together
+            release.callback(ranks.release, self._comm)
+            undo.push(release)
+            self.world = ranks.discover(self._comm)
+            self.exchange = StoreExchange(self._comm, "communicator")
+            self.exchange.agree_equal(f"timeout={timeout:g}", "Communicator")
+            self.gpu = devices.bind(self.exchange, self.world, device)
+            self.peer_access = devices.check_peer_access(self.exchange, self.gpu)
+            self.channel = undo.enter_context(IpcChannel(self.exchange))
+            self.backend, self.refused = choose_backend(self)
+            self.board = Board(self.exchange, self.channel)
+            undo.callback(self.board.close)
+            self.guard = Guard(
+                self.board.address,
+                self.world.rank,
+                self.world.size,
+                int(timeout * 1e9),
+            )
+            release.pop_all()
+            self._undo = undo.pop_all()
+
+    def check(self) -> None:
+        """Raise if the communicator was closed or a kernel has given up.
+
+        Raises:
+            CollectiveTimeout: with who waited for whom.
+            ClosedError: it was closed.
+        """
+        if self.closed:
+            raise ClosedError("the communicator was closed; make a new one")
+        failure = self.board.failure()
+        if failure is not None:
+            raise CollectiveTimeout(
+                f"{failure}, for longer than the timeout of "
+                f"{self.guard.timeout / 1e9:g} s; results since the last check are "
+                "undefined. Close this communicator and make a new one"
+            )
+
+    def abandon(self) -> None:
+        """Make every rank's waiting kernels leave, and its later calls fail."""
+        self.board.abandon()
+
+    def close(self) -> None:
+        """Give up the board, the channel and the duplicated communicator."""
+        self.closed = True
+        self._undo.close()
+        ranks.release(self._comm)
+
+    def close_locally(self) -> None:
+        """Give up the board and the channel; freeing the duplicate is collective."""
+        self.closed = True
+        self._undo.close()
+
+
+def choose_backend(group: Group) -> tuple[Backend, dict[str, str]]:
+    """Return the best backend that works between every pair of ranks. Collective.
+
+    ``NUMBA_SYMM_BACKEND`` leaves one choice. Returns why others were refused too.
+    """
+    exchange = group.exchange
+    with exchange.agreed("reading NUMBA_SYMM_BACKEND"):
+        asked = environment.requested_backend()
+    exchange.agree_equal(f"NUMBA_SYMM_BACKEND={asked}", "Communicator")
+    refused: dict[str, str] = {}
+    for name in [asked] if asked else environment.BACKENDS:
+        backend = backends.create(name, group.gpu.ordinal)
+        try:
+            prove(group, backend)
+        except SymmError as error:
+            refused[name] = str(error)
+        else:
+            return backend, refused
+    reasons = "\n".join(f"  {name}: {text}" for name, text in refused.items())
+    raise BackendError(f"no kind of memory can be shared by these ranks:\n{reasons}")
+
+
+def prove(group: Group, backend: Backend) -> None:
+    """Write to every peer's memory and read what they wrote. Collective.
+
+    Raises:
+        SymmError: on all ranks, if a step failed or a byte is wrong on any.
+    """
+    exchange, what = group.exchange, f"trying memory of kind {backend.name!r}"
+    rank, size = exchange.rank, exchange.size
+    with ExitStack() as undo:
+        with exchange.agreed(what):
+            block = backend.allocate(8 * size)
+            undo.callback(backend.free, block)
+        peers = map_peers(group, backend, block, block.nbytes, what)
+        undo.callback(peers.close, exchange)
+        with exchange.agreed(f"{what}: writing"):
+            for r in range(size):
+                slot = peers.addresses[r] + 8 * rank
+                backend.write(slot, _pattern(rank, r))
+        with exchange.agreed(f"{what}: reading"):
+            for r in range(size):
+                found = backend.read(block.address + 8 * r, 8)
+                if found != _pattern(r, rank):
+                    raise BackendError(
+                        f"rank {r} wrote {_pattern(r, rank).hex()} into this rank's "
+                        f"memory, which holds {found.hex()}"
+                    )
+
+
+def _pattern(source: int, target: int) -> bytes:
+    return f"{source:03d}>{target:03d}\n".encode()
+
+
+class Peers:
+    """Every rank's copy of an allocation, mapped into this process.
+
+    Attributes:
+        addresses: by rank; this rank's own copy where it was allocated.
+        mappings: what keeps each peer's mapped; None for this rank.
+        closed: whether they were unmapped.
+    """
+
+    def __init__(
+        self,
+        addresses: tuple[int, ...],
+        mappings: list[Mapping | None],
+        undo: ExitStack,
+    ):
+        self.addresses = addresses
+        self.mappings = mappings
+        self.closed = False
+        self._undo = undo
+
+    def close(self, exchange: StoreExchange | None = None) -> None:
+        """Unmap the peers' memory.
+
+        Args:
+            exchange: wait, after unmapping, until all ranks have done so; the memory
+                may then be freed whatever its kind. None: a local close.
+        """
+        self.closed = True
+        self.mappings = [None] * len(self.mappings)
+        self._undo.close()
+        if exchange is not None:
+            exchange.barrier("unmapping")
+
+
+def map_peers(
+    group: Group, backend: Backend, block: Any, nbytes: int, what: str
+) -> Peers:
+    """Map every rank's allocation here. Collective; fails on all ranks or none.
+
+    Args:
+        group: the ranks.
+        backend: the allocations' kind, equal on all ranks.
+        block: this rank's :class:`Allocation`.
+        nbytes: its size, equal on all ranks.
+        what: the step's name in errors.
+    """
+    exchange = group.exchange
+    rank, size = exchange.rank, exchange.size
+    with ExitStack() as undo:
+        with exchange.agreed(f"{what}: exporting"):
+            handle = backend.export(block)
+            if backend.exports_fd:
+                undo.callback(os.close, handle)
+        with ExitStack() as received, ExitStack() as mapped:
+            if backend.exports_fd:
+                with exchange.agreed(f"{what}: passing descriptors"):
+                    handles = group.channel.all_gather_fds(handle)
+                    for fd in handles:
+                        received.callback(os.close, fd)
+            else:
+                handles = exchange.all_gather(handle, f"{what}: passing handles")
+            mappings: list[Mapping | None] = [None] * size
+            addresses = [block.address] * size
+            with exchange.agreed(f"{what}: mapping peers"):
+                for r in range(size):
+                    if r != rank:
+                        mapping = backend.open(handles[r], nbytes)
+                        mapped.callback(backend.close, mapping)
+                        mappings[r], addresses[r] = mapping, mapping.address
+            return Peers(tuple(addresses), mappings, mapped.pop_all())

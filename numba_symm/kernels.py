@@ -1,0 +1,234 @@
+"""From a Numba function and its constants to a launch that costs the host little.
+
+A kernel is made by a factory: a module-level function that takes constants (world
+size, dtype, operator …) and returns the function to compile, so that Numba
+specialises and unrolls. Compiled machine code is cached on disk under the text of
+every module whose code runs on the device, the factory's constants, the signature,
+the versions of the compilers and the compute capability.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm import driver
+from numba_symm.device.signals import Guard
+from numba_symm.environment import SIMULATED
+
+GUARD = types.NamedTuple((types.int64,) * len(Guard._fields), Guard)
+"""The Numba type of a :class:`numba_symm.device.Guard`."""
+
+_SWITCH_INTERVAL = 1e-4  # seconds; a simulated thread that polls must let others run
+
+
+class Kernel:
+    """A kernel for given constants, compiled for the current device when needed.
+
+    Args:
+        factory: a module-level function of ``constants`` returning the kernel.
+        constants: hashable and with a ``repr`` that tells them apart.
+        signature: Numba types of the kernel's arguments: scalars and tuples of them.
+        threads: threads a block, always.
+    """
+
+    def __init__(
+        self,
+        factory: Callable[..., Callable[..., None]],
+        constants: tuple[Any, ...],
+        signature: tuple[Any, ...],
+        threads: int,
+    ):
+        self.factory = factory
+        self.constants = constants
+        self.signature = signature
+        self.threads = threads
+
+    @functools.cached_property
+    def function(self) -> Callable[..., None]:
+        """The Python function that runs on the device."""
+        return self.factory(*self.constants)
+
+    @functools.cached_property
+    def simulated(self) -> Any:
+        """The function as a kernel of Numba's simulator."""
+        return cuda.jit(self.function)
+
+    def bind(self, grid: int, *args: Any) -> "Launch":
+        """Pack ``args`` for launches of ``grid`` blocks."""
+        return Launch(self, grid, args)
+
+    def load(self) -> Any:
+        """Return the kernel on the current device, as a ``CUfunction``.
+
+        It is loaded here, not at its first launch: loading may wait for the device,
+        which may be waiting for this kernel's peers.
+        """
+        from cuda.core import Device
+
+        device = Device()
+        return _loaded(self, tuple(device.compute_capability), device.device_id)
+
+    def ptx(self, cc: tuple[int, int]) -> str:
+        """Compile to PTX for a compute capability; needs no GPU."""
+        text, _ = cuda.compile(
+            self.function,
+            types.void(*self.signature),
+            device=False,
+            abi="numba",
+            cc=cc,
+            output="ptx",
+            launch_bounds=self.threads,
+        )
+        return str(text)
+
+    def cubin(self, cc: tuple[int, int]) -> bytes:
+        """Compile to machine code for a compute capability; needs no GPU."""
+        from cuda.core import Linker, LinkerOptions, ObjectCode
+
+        options = LinkerOptions(arch=f"sm_{cc[0]}{cc[1]}")
+        ptx = ObjectCode.from_ptx(self.ptx(cc).encode())
+        return bytes(Linker(ptx, options=options).link("cubin").code)
+
+    def key(self, cc: tuple[int, int]) -> bytes:
+        """Return what the machine code depends on, hashed."""
+        parts = (
+            f"{self.factory.__module__}.{self.factory.__qualname__}",
+            repr(self.constants),
+            repr(self.signature),
+            repr(self.threads),
+            repr(cc),
+            _versions(),
+            _device_sources(),
+        )
+        return hashlib.sha256("\0".join(parts).encode()).digest()
+
+
+class Launch:
+    """A kernel with its arguments packed once, launched as often as one likes."""
+
+    def __init__(self, kernel: Kernel, grid: int, args: tuple[Any, ...]):
+        self._kernel = kernel
+        self._grid = grid
+        self._args = args
+        if not SIMULATED:
+            self._function = kernel.load()
+            self._packed = _Packed(kernel.signature, args)
+
+    def __call__(self, stream: int) -> None:
+        """Launch on the stream with that handle; returns at once on a GPU."""
+        if SIMULATED:
+            _simulate(self._kernel, self._grid, self._args)
+            return
+        threads, params = self._kernel.threads, self._packed.address
+        driver.call(
+            "cuLaunchKernel",
+            self._function,
+            *(self._grid, 1, 1),
+            *(threads, 1, 1),
+            *(0, stream, params, 0),
+        )
+
+
+@functools.cache
+def _loaded(kernel: Kernel, cc: tuple[int, int], device_id: int) -> Any:
+    """Return the kernel from the cache or the compiler, loaded on a device."""
+    from cuda.core import ObjectCode
+
+    cache = _disk_cache()
+    key = kernel.key(cc)
+    code = cache.get(key)
+    if code is None:
+        code = kernel.cubin(cc)
+        cache[key] = code
+    loaded = ObjectCode.from_cubin(bytes(code)).get_kernel(_entry(bytes(code)))
+    function = driver.call("cuKernelGetFunction", loaded.handle)
+    driver.call("cuFuncLoad", function)
+    _keep.append(loaded)
+    return function
+
+
+_keep: list[Any] = []  # a function lives as long as its library
+
+
+def _entry(cubin: bytes) -> str:
+    """Return the name of the one kernel in a cubin, from its ``.text.`` section."""
+    start = cubin.index(b".text._Z") + len(b".text.")
+    return cubin[start : cubin.index(b"\0", start)].decode()
+
+
+@functools.cache
+def _disk_cache() -> Any:
+    from cuda.core.utils import FileStreamProgramCache
+
+    return FileStreamProgramCache()
+
+
+@functools.cache
+def _versions() -> str:
+    packages = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings")
+    found = [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    return ", ".join([*found, f"python {sys.version_info[:2]}", _toolkit()])
+
+
+def _toolkit() -> str:
+    """Return the version of the compiler library, which numba-cuda finds itself."""
+    from numba.cuda.cudadrv.nvvm import NVVM
+
+    return f"nvvm {NVVM().get_version()}"
+
+
+@functools.cache
+def _device_sources() -> str:
+    """Return the text of every module whose code may run on the device."""
+    root = Path(__file__).parent
+    files = [root / "dtypes.py", root / "pads.py"]
+    files += sorted((root / "device").glob("*.py"))
+    files += sorted((root / "collectives").glob("*.py"))
+    return "\0".join(file.read_text() for file in files)
+
+
+class _Packed:
+    """Kernel arguments in memory, and the array of pointers the driver reads.
+
+    Tuples are passed as Numba passes them: member by member.
+    """
+
+    def __init__(self, signature: tuple[Any, ...], args: tuple[Any, ...]):
+        self.values: list[Any] = []
+        for numba_type, value in zip(signature, args, strict=True):
+            self._add(numba_type, value)
+        pointers = [ctypes.addressof(value) for value in self.values]
+        self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self.address = ctypes.addressof(self.pointers)
+
+    def _add(self, numba_type: Any, value: Any) -> None:
+        if isinstance(numba_type, types.BaseTuple):
+            for member_type, member in zip(numba_type, value, strict=True):
+                self._add(member_type, member)
+        else:
+            self.values.append(_CTYPES[numba_type](value))
+
+
+_CTYPES = {
+    types.boolean: ctypes.c_uint8,
+    types.int32: ctypes.c_int32,
+    types.int64: ctypes.c_int64,
+}
+
+
+def _simulate(kernel: Kernel, grid: int, args: tuple[Any, ...]) -> None:
+    """Run a kernel in Numba's simulator, block after block."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, _SWITCH_INTERVAL))
+    try:
+        kernel.simulated[grid, kernel.threads](*args)
+    finally:
+        sys.setswitchinterval(interval)

@@ -1,0 +1,475 @@
+"""Symmetric memory: allocate, export, exchange, map, validate, close.
+
+``SymmetricMemoryAllocator`` is this process' part: blocks, found from any pointer
+inside them. ``Heap`` is a communicator's: which blocks are mapped on all its ranks,
+and when all have dropped one. ``SymmetricMemory`` is what a rendezvous gives.
+"""
+
+import bisect
+import functools
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numba import cuda
+
+from numba_symm import arrays, pads, streams
+from numba_symm.arrays import Memory
+from numba_symm.backends.protocol import Allocation, Backend
+from numba_symm.device.signals import Context
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError, BackendError, ClosedError
+from numba_symm.group import Group, Peers, map_peers
+
+_on_failure: list[Callable[[], None]] = []
+
+
+def on_allocation_failure(callback: Callable[[], None]) -> None:
+    """Have ``callback`` run when an allocation fails, before it is tried again."""
+    _on_failure.append(callback)
+
+
+class Block:
+    """An allocation of this process that can be mapped by peers.
+
+    Attributes:
+        address: where it begins.
+        nbytes: as asked for.
+        backend: its kind of memory.
+        allocation: the backend's.
+        mapped: how many communicators have it mapped.
+        dropped: whether its owner is done with it.
+    """
+
+    def __init__(self, nbytes: int, backend: Backend, allocation: Allocation, own: bool):
+        self.address = allocation.address
+        self.nbytes = nbytes
+        self.backend = backend
+        self.allocation = allocation
+        self.mapped = 0
+        self.dropped = False
+        self._own = own
+
+    def drop(self) -> None:
+        """Free the memory as soon as no communicator has it mapped."""
+        self.dropped = True
+        self._free_if_unused()
+
+    def unmapped(self) -> None:
+        """Note that one communicator has it mapped no more."""
+        self.mapped -= 1
+        self._free_if_unused()
+
+    def _free_if_unused(self) -> None:
+        if self.dropped and self.mapped == 0 and self._own:
+            self._own = False
+            self.backend.free(self.allocation)
+
+
+class SymmetricMemoryAllocator:
+    """Allocates memory that peers can map, and finds it again from a pointer.
+
+    Allocating and freeing involve no other rank. ``comm.allocator`` is the one of a
+    communicator's memory; communicators of one GPU and backend share it.
+
+    Source: ``SymmetricMemoryAllocator`` of PyTorch's symmetric memory.
+    """
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._blocks: dict[int, Block] = {}
+        self._starts: list[int] = []
+
+    def alloc(self, nbytes: int) -> int:
+        """Return the address of ``nbytes`` of zeroed memory.
+
+        Raises:
+            ArgumentError: ``nbytes`` is negative, or a stream is being captured.
+            BackendError: there is not enough memory.
+        """
+        block = self.allocate(nbytes)
+        bisect.insort(self._starts, block.address)
+        self._blocks[block.address] = block
+        return block.address
+
+    def allocate(self, nbytes: int) -> Block:
+        """Return a block that :meth:`find` does not know yet."""
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise ArgumentError(f"alloc: {nbytes!r} is no number of bytes")
+        try:
+            allocation = self._backend.allocate(nbytes)
+        except BackendError:
+            if not _on_failure:
+                raise
+            for callback in _on_failure:
+                callback()
+            allocation = self._backend.allocate(nbytes)
+        return Block(nbytes, self._backend, allocation, own=True)
+
+    def free(self, ptr: int) -> None:
+        """Free the block that begins at ``ptr``.
+
+        Peers keep what they have mapped; the memory goes when no communicator has
+        the block mapped any more.
+        """
+        block = self._blocks.pop(ptr, None)
+        if block is None:
+            raise ArgumentError(f"free: no block of this allocator begins at {ptr:#x}")
+        self._starts.remove(ptr)
+        block.drop()
+
+    def find(self, ptr: int) -> Block | None:
+        """Return the block that contains ``ptr``, or None."""
+        index = bisect.bisect_right(self._starts, ptr) - 1
+        if index < 0:
+            return None
+        block = self._blocks[self._starts[index]]
+        inside = ptr - block.address < max(block.nbytes, 1)
+        return block if inside else None
+
+    def get_alloc_size(self, ptr: int) -> int:
+        """Return the bytes asked for of the block that contains ``ptr``."""
+        block = self.find(ptr)
+        if block is None:
+            raise ArgumentError(f"get_alloc_size: {ptr:#x} is in no block of this one")
+        return block.nbytes
+
+    def rendezvous(self, ptr: int, comm: "HasHeap") -> "SymmetricMemory":
+        """Map the block that contains ``ptr`` on all ranks of ``comm``. Collective.
+
+        Every rank passes a pointer at the same offset of a block of the same size.
+        """
+        return comm.heap.rendezvous(ptr)
+
+    def is_rendezvous_completed(self, ptr: int) -> bool:
+        """Return whether the block that contains ``ptr`` is mapped on all ranks."""
+        block = self.find(ptr)
+        return block is not None and block.mapped > 0
+
+
+class HasHeap(Protocol):
+    """A communicator, as far as memory is concerned."""
+
+    @property
+    def heap(self) -> "Heap":
+        """The communicator's symmetric memory."""
+
+
+@functools.cache
+def allocator_of(name: str, ordinal: int) -> SymmetricMemoryAllocator:
+    """Return this process' allocator for a backend on a GPU."""
+    from numba_symm import backends
+
+    return SymmetricMemoryAllocator(backends.create(name, ordinal))
+
+
+@dataclass
+class _Entry:
+    """A block that is mapped on all ranks of one communicator.
+
+    Attributes:
+        number: counts the communicator's blocks, equal on all ranks.
+        block: this rank's.
+        peers: every rank's, mapped here.
+        pad: its signal pad, once it has had a rendezvous.
+        owner: what keeps this rank's memory: an array's Memory (weakly, so that
+            the array may be dropped), or a registered array.
+    """
+
+    number: int
+    block: Block
+    peers: Peers
+    pad: "_Pad | None" = None
+    owner: Callable[[], Any] = lambda: None
+
+
+@dataclass(frozen=True)
+class _Pad:
+    arena: _Entry
+    offset: int
+
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(base + self.offset for base in self.arena.peers.addresses)
+
+
+class Heap:
+    """The symmetric memory of one communicator.
+
+    All public methods but ``close_locally`` are collective: every rank calls them
+    with equal sizes, in the same order.
+    """
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.allocator = allocator_of(group.backend.name, group.gpu.ordinal)
+        self._entries: dict[int, _Entry] = {}
+        self._count = 0
+        self._free_pads: list[_Pad] = []
+        self._closed = False
+
+    def allocate(self, nbytes: int, what: str) -> tuple[Memory, Peers]:
+        """Return zeroed memory and its mappings on all ranks.
+
+        It is given back some time after the last reference to the Memory is gone on
+        every rank: at the next allocation, or when the communicator closes.
+        """
+        self.reclaim()
+        entry = self._allocate(nbytes, what)
+        memory = Memory(entry.block.address, nbytes, entry.block)
+        entry.owner = weakref.ref(memory)
+        dropping = weakref.finalize(memory, self.allocator.free, memory.address)
+        dropping.atexit = False  # the process' end frees it
+        return memory, entry.peers
+
+    def _allocate(self, nbytes: int, what: str) -> _Entry:
+        exchange = self.group.exchange
+        exchange.agree_equal(f"{nbytes} bytes", what)
+        with ExitStack() as undo:
+            with exchange.agreed(what):
+                address = self.allocator.alloc(nbytes)
+                undo.callback(self.allocator.free, address)
+            block = self.allocator.find(address)
+            assert block is not None  # noqa: S101 -- it has just been made
+            entry = self._map(block, what)
+            undo.pop_all()
+        return entry
+
+    def _map(self, block: Block, what: str) -> _Entry:
+        nbytes = block.allocation.nbytes
+        peers = map_peers(self.group, block.backend, block.allocation, nbytes, what)
+        entry = _Entry(self._count, block, peers)
+        block.mapped += 1
+        self._entries[entry.number] = entry
+        self._count += 1
+        return entry
+
+    def reclaim(self) -> None:
+        """Free the blocks that every rank has dropped."""
+        mine = [entry.number for entry in self._entries.values() if entry.block.dropped]
+        dropped = self.group.exchange.all_gather(mine, "dropped memory")
+        numbers = sorted(set(mine).intersection(*map(set, dropped)))
+        if not numbers:
+            return
+        entries = [self._entries.pop(number) for number in numbers]
+        with self.group.exchange.agreed("unmapping dropped memory"):
+            for entry in entries:
+                entry.peers.close()
+                if entry.pad is not None:
+                    self._free_pads.append(entry.pad)
+        # Every rank has unmapped them: the memory may go, whatever its kind.
+        for entry in entries:
+            entry.block.unmapped()
+
+    def rendezvous(self, address: int, array: Any = None) -> "SymmetricMemory":
+        """Return the symmetric memory around ``address``, mapping it if need be.
+
+        Args:
+            address: where it begins; at the same offset of its block on all ranks.
+            array: what keeps memory that is not this library's; kept until close.
+        """
+        exchange, what = self.group.exchange, "rendezvous"
+        with exchange.agreed(what):
+            entry = self._entry_around(address)
+            block = entry.block if entry else self._block_around(address, what)
+        offset = address - block.address
+        number = entry.number if entry else "new"
+        exchange.agree_equal(
+            f"block {number} of {block.nbytes} bytes ({block.backend.name}), "
+            f"offset {offset}",
+            what,
+        )
+        if entry is None:
+            entry = self._map(block, what)
+            entry.owner = lambda: array
+        if entry.pad is None:
+            entry.pad = self._take_pad(what)
+        return SymmetricMemory(self.group, entry, offset, entry.pad)
+
+    def _entry_around(self, address: int) -> _Entry | None:
+        for entry in self._entries.values():
+            if 0 <= address - entry.block.address < max(entry.block.nbytes, 1):
+                return entry
+        return None
+
+    def _block_around(self, address: int, what: str) -> Block:
+        block = self.allocator.find(address)
+        if block is not None:
+            return block
+        if SIMULATED:
+            raise ArgumentError(
+                f"{what}: the array at {address:#x} is in this process' private "
+                "memory; under the simulator use comm.empty()"
+            )
+        from numba_symm.backends.ipc import IpcBackend, allocation_around
+
+        found = allocation_around(address, what)
+        return Block(found.nbytes, IpcBackend(), found, own=False)
+
+    def _take_pad(self, what: str) -> _Pad:
+        nbytes = pads.pad_nbytes(self.group.world.size)
+        if not self._free_pads:
+            arena = self._allocate(pads.PADS_PER_ARENA * nbytes, "signal pads")
+            self._free_pads = [
+                _Pad(arena, index * nbytes) for index in range(pads.PADS_PER_ARENA)
+            ]
+        pad = self._free_pads.pop(0)
+        with self.group.exchange.agreed(f"{what}: zeroing the signal pad"):
+            own = pad.addresses()[self.group.world.rank]
+            self.group.backend.zero(own, nbytes)
+        return pad
+
+    def close(self) -> None:
+        """Unmap all peers; free what no array views any more, the rest later."""
+        entries = self._forget()
+        with self.group.exchange.agreed("closing: unmapping peers"):
+            for entry in entries:
+                entry.peers.close()
+        # Every rank has unmapped: the memory may go, whatever its kind.
+        for entry in entries:
+            entry.block.unmapped()
+
+    def close_locally(self) -> None:
+        """Unmap all peers without any other rank.
+
+        Memory that must not be freed while a peer has it mapped stays until the
+        process ends.
+        """
+        for entry in self._forget():
+            entry.peers.close()
+            if entry.block.backend.frees_while_mapped:
+                entry.block.unmapped()
+
+    def _forget(self) -> list[_Entry]:
+        entries = list(self._entries.values())
+        self._entries.clear()
+        self._free_pads.clear()
+        return entries
+
+
+class SymmetricMemory:
+    """A buffer that every rank has and can reach on every other, with its signal pad.
+
+    Made by ``comm.rendezvous(array)``. Valid until the communicator closes.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks.
+        buffer_size: bytes from the rendezvous' address to the block's end.
+        signal_pad_size: bytes of a signal pad.
+        buffer_ptrs: address of every rank's buffer in this process.
+        signal_pad_ptrs: address of every rank's signal pad in this process.
+        ctx: the same for kernels: an ordinary argument of any ``@cuda.jit`` kernel.
+
+    Source: ``CUDASymmetricMemory`` of PyTorch.
+    """
+
+    def __init__(self, group: Group, entry: _Entry, offset: int, pad: _Pad):
+        block, peers = entry.block, entry.peers
+        self.rank = group.world.rank
+        self.world_size = group.world.size
+        self.buffer_size = block.nbytes - offset
+        self.signal_pad_size = pads.pad_nbytes(self.world_size)
+        self.buffer_ptrs = [base + offset for base in peers.addresses]
+        self.signal_pad_ptrs = list(pad.addresses())
+        self.ctx = Context(
+            self.rank,
+            self.world_size,
+            tuple(self.buffer_ptrs),
+            tuple(self.signal_pad_ptrs),
+            group.guard,
+        )
+        self._group = group
+        self._peers = peers
+        self._owner = entry.owner()  # an array over this memory keeps it, too
+
+    @functools.cached_property
+    def _pointer_arrays(self) -> tuple[Any, Any]:
+        buffers = np.array(self.buffer_ptrs, np.uint64)
+        signal_pads = np.array(self.signal_pad_ptrs, np.uint64)
+        return cuda.to_device(buffers), cuda.to_device(signal_pads)
+
+    @property
+    def buffer_ptrs_dev(self) -> int:
+        """Device address of an array of ``world_size`` uint64: the buffers."""
+        return arrays.view(self._pointer_arrays[0], "buffer_ptrs_dev").address
+
+    @property
+    def signal_pad_ptrs_dev(self) -> int:
+        """Device address of an array of ``world_size`` uint64: the signal pads."""
+        return arrays.view(self._pointer_arrays[1], "signal_pad_ptrs_dev").address
+
+    def get_buffer(
+        self, rank: int, shape: Any, dtype: Any, storage_offset: int = 0
+    ) -> Any:
+        """Return an array over rank ``rank``'s buffer; not collective.
+
+        Args:
+            rank: whose buffer.
+            shape: the array's shape, an int or a tuple.
+            dtype: the array's dtype.
+            storage_offset: elements of ``dtype`` from the buffer's start.
+
+        Returns:
+            A Numba device array. A peer's must not be used after the communicator
+            has closed; nothing orders its use with the peer's but signals.
+
+        Raises:
+            ArgumentError: there is no such rank, or the array does not fit.
+        """
+        self._check_open()
+        dtype = np.dtype(dtype)
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        if not 0 <= rank < self.world_size:
+            raise ArgumentError(
+                f"get_buffer: rank {rank}; there are ranks 0 to {self.world_size - 1}"
+            )
+        start = storage_offset * dtype.itemsize
+        end = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if start < 0 or min((0, *shape)) < 0 or end > self.buffer_size:
+            raise ArgumentError(
+                f"get_buffer: shape {shape} of {dtype.name} from element "
+                f"{storage_offset} takes bytes {start} to {end} of a buffer of "
+                f"{self.buffer_size}"
+            )
+        memory = Memory(
+            self.buffer_ptrs[rank],
+            self.buffer_size,
+            (self._owner, self._peers.mappings[rank]),
+        )
+        return memory.array(shape, dtype, start)
+
+    def barrier(self, channel: int = 0, stream: Any = None) -> None:
+        """Enqueue a barrier of all ranks on ``channel``. Every rank calls it.
+
+        What any rank's stream wrote before is visible to all ranks' streams after.
+        """
+        pads.check_channel(channel, "barrier")
+        self._launch(pads.barrier_kernel(self.world_size), stream, channel)
+
+    def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
+        """Enqueue a signal to rank ``dst``, once it has taken the one before.
+
+        What this rank's stream wrote before is visible to whoever takes it.
+        """
+        pads.check_channel(channel, "put_signal")
+        pads.check_peer(dst, self.rank, self.world_size, "put_signal")
+        self._launch(pads.put_signal_kernel(self.world_size), stream, dst, channel)
+
+    def wait_signal(self, src: int, channel: int = 0, stream: Any = None) -> None:
+        """Enqueue a wait for rank ``src``'s signal, which takes it."""
+        pads.check_channel(channel, "wait_signal")
+        pads.check_peer(src, self.rank, self.world_size, "wait_signal")
+        self._launch(pads.wait_signal_kernel(self.world_size), stream, src, channel)
+
+    def _launch(self, kernel: Any, stream: Any, *args: int) -> None:
+        self._check_open()
+        handle = streams.LEGACY_DEFAULT if stream is None else streams.handle_of(stream)
+        kernel.bind(1, self.ctx, *args)(handle)
+
+    def _check_open(self) -> None:
+        self._group.check()
+        if self._peers.closed:
+            raise ClosedError("this symmetric memory was closed by its communicator")

@@ -1,0 +1,107 @@
+"""Signal pads: their layout, where they come from, and host calls that use them.
+
+A pad has ``MAX_CHANNELS`` x ``world_size`` slots of uint32, at
+``world_size * channel + source`` (see ``device/signals.py``). Each rendezvous of an
+(allocation, communicator) pair has a pad of its own, so groups never alias.
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.device import signals
+from numba_symm.device.signals import Context
+from numba_symm.errors import ArgumentError
+from numba_symm.kernels import GUARD, Kernel
+
+MAX_CHANNELS = 128
+"""Channels of a pad: enough for one a block of the largest grids in use."""
+
+PADS_PER_ARENA = 64
+"""Pads carved from one allocation, which may be no smaller than 2 MiB."""
+
+THREADS = 32
+
+
+def pad_nbytes(world_size: int) -> int:
+    """Return the bytes of one pad."""
+    return 4 * MAX_CHANNELS * world_size
+
+
+def context_type(world_size: int) -> Any:
+    """Return the Numba type of a :class:`numba_symm.device.Context`."""
+    pointers = types.UniTuple(types.int64, world_size)
+    scalar = types.int64
+    return types.NamedTuple((scalar, scalar, pointers, pointers, GUARD), Context)
+
+
+def check_channel(channel: int, what: str) -> int:
+    """Return ``channel``, or raise ArgumentError if a pad has no such channel."""
+    if not isinstance(channel, int) or not 0 <= channel < MAX_CHANNELS:
+        raise ArgumentError(
+            f"{what}: channel {channel!r}; a signal pad has channels 0 to "
+            f"{MAX_CHANNELS - 1}"
+        )
+    return channel
+
+
+def check_peer(peer: int, rank: int, world_size: int, what: str) -> int:
+    """Return ``peer``, or raise ArgumentError if it is no other rank."""
+    if not isinstance(peer, int) or not 0 <= peer < world_size or peer == rank:
+        others = [r for r in range(world_size) if r != rank]
+        raise ArgumentError(
+            f"{what}: rank {peer!r}; rank {rank} can signal to and from {others}"
+        )
+    return peer
+
+
+def make_barrier() -> Any:
+    """Return the kernel behind ``SymmetricMemory.barrier``."""
+
+    def pad_barrier(ctx: Any, channel: int) -> None:
+        signals.barrier(ctx, channel)
+
+    return pad_barrier
+
+
+def make_put_signal() -> Any:
+    """Return the kernel behind ``SymmetricMemory.put_signal``."""
+
+    def pad_put_signal(ctx: Any, dst: int, channel: int) -> None:
+        if cuda.threadIdx.x == 0:
+            signals.put_signal(ctx, dst, channel)
+
+    return pad_put_signal
+
+
+def make_wait_signal() -> Any:
+    """Return the kernel behind ``SymmetricMemory.wait_signal``."""
+
+    def pad_wait_signal(ctx: Any, src: int, channel: int) -> None:
+        if cuda.threadIdx.x == 0:
+            signals.wait_signal(ctx, src, channel)
+
+    return pad_wait_signal
+
+
+@functools.cache
+def barrier_kernel(world_size: int) -> Kernel:
+    """Return the barrier's kernel for ``world_size`` ranks."""
+    signature = (context_type(world_size), types.int64)
+    return Kernel(make_barrier, (), signature, THREADS)
+
+
+@functools.cache
+def put_signal_kernel(world_size: int) -> Kernel:
+    """Return put_signal's kernel for ``world_size`` ranks."""
+    signature = (context_type(world_size), types.int64, types.int64)
+    return Kernel(make_put_signal, (), signature, THREADS)
+
+
+@functools.cache
+def wait_signal_kernel(world_size: int) -> Kernel:
+    """Return wait_signal's kernel for ``world_size`` ranks."""
+    signature = (context_type(world_size), types.int64, types.int64)
+    return Kernel(make_wait_signal, (), signature, THREADS)

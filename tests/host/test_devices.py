@@ -1,0 +1,308 @@
+import threading
+
+import pytest
+from cuda.bindings import driver
+
+from numba_symm.errors import ArgumentError, DeviceError, PeerAccessError
+from numba_symm.launch import devices
+from numba_symm.launch.devices import GPU, assign
+from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.ranks import World
+from tests.threads import outcomes
+
+SHARING = "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES"
+
+
+def deal(visible, preferred=None, share=False):
+    return assign(
+        [list(seen) for seen in visible],
+        preferred or [None] * len(visible),
+        share,
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "dealt"),
+    [
+        (["a", "b", "c"], "abc"),  # one visible GPU per rank
+        (["abcd"] * 4, "abcd"),  # all see all in one order
+        (["abcdefgh"] * 3, "abc"),  # more GPUs than ranks
+        (["ab", "a"], "ba"),  # an earlier rank moves
+        (["abc", "ab", "a"], "cba"),  # two earlier ranks move
+        (["a", "ab", "bc", "cd"], "abcd"),
+    ],
+)
+def test_every_rank_gets_a_gpu_of_its_own(visible, dealt):
+    assert deal(visible) == list(dealt)
+
+
+def test_differing_orders_lead_to_differing_gpus():
+    # By position, ranks 0 and 1 would both get "a".
+    visible = ["abcd", "dabc", "cdab", "bcda"]
+    assert sorted(deal(visible)) == list("abcd")
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_preferred_gpu_is_given_and_the_others_make_way(rank):
+    for wanted in "abc":
+        preferred = [None] * 3
+        preferred[rank] = wanted
+        dealt = deal(["abc"] * 3, preferred)
+        assert dealt[rank] == wanted
+        assert sorted(dealt) == list("abc")
+
+
+def test_too_few_gpus_are_refused_with_both_numbers():
+    with pytest.raises(DeviceError) as raised:
+        deal(["ab"] * 3)
+    assert (
+        "3 ranks cannot have a GPU each: ranks 0, 1, 2 can only have 2 GPU(s), a, b"
+        in (str(raised.value))
+    )
+    assert "start fewer ranks" in str(raised.value)
+    assert f"{SHARING}=1" in str(raised.value)
+
+
+def test_the_ranks_that_contend_are_named_where_others_have_plenty():
+    with pytest.raises(DeviceError, match=r"4 ranks .*: ranks 0, 2, 3 can only have 2"):
+        deal(["ab", "cdef", "ba", "a"])
+
+
+def test_two_ranks_that_want_one_gpu_are_named():
+    with pytest.raises(DeviceError, match=r"ranks 0, 2 can only have 1 GPU\(s\), b "):
+        deal(["abc"] * 3, ["b", None, "b"])
+
+
+def test_ranks_without_a_gpu_are_named():
+    for share in (False, True):
+        with pytest.raises(DeviceError, match=r"visible to rank 1: .*CUDASIM=1"):
+            deal(["a", ""], share=share)
+
+
+@pytest.mark.parametrize(
+    ("visible", "preferred", "dealt"),
+    [
+        (["a"] * 3, None, "aaa"),
+        (["ab"] * 4, None, "abab"),
+        (["ab"] * 4, ["a", None, "a", None], "abab"),
+        (["ab", "ab", "a", "a"], None, "bbaa"),
+        (["ab"] * 2, None, "ab"),  # enough: none is shared
+    ],
+)
+def test_gpus_are_shared_evenly_where_allowed(visible, preferred, dealt):
+    assert deal(visible, preferred, share=True) == list(dealt)
+
+
+def gpu(ordinal, uuid, name="NVIDIA H200"):
+    return GPU(ordinal, uuid, name, "0000:00:00.0", (9, 0), True)
+
+
+@pytest.mark.parametrize(
+    ("name", "uuid", "expected"),
+    [
+        ("NVIDIA H200", "GPU-1", False),
+        ("NVIDIA MIGHTY", "GPU-1", False),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "GPU-1", True),
+        ("NVIDIA A100 MIG", "GPU-1", True),
+        ("NVIDIA A100", "MIG-1", True),
+    ],
+)
+def test_mig_slices_are_recognised(name, uuid, expected):
+    assert devices.is_mig(gpu(0, uuid, name)) is expected
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Let each rank see what the test says, and record what it makes current."""
+    machine = Machine()
+    monkeypatch.setattr(devices, "visible_gpus", machine.visible_gpus)
+    monkeypatch.setattr(devices, "_current_ordinal", lambda: machine.context)
+    monkeypatch.setattr(devices, "_make_current", machine.made_current.append)
+    monkeypatch.setattr(
+        devices, "_can_access", lambda a, b: (a, b) not in machine.apart
+    )
+    monkeypatch.delenv(SHARING, raising=False)
+    return machine
+
+
+class Machine:
+    """Ranks see "all" GPUs, or each one only its own."""
+
+    def __init__(self):
+        self.names = ["NVIDIA H200"] * 4
+        self.context = None
+        self.made_current = []
+        self.apart = set()
+
+    def visible_gpus(self):
+        return [gpu(i, f"GPU-{i}", name) for i, name in enumerate(self.names)]
+
+
+def bound(n, device=None, host="a"):
+    def play(comm):
+        world = World(
+            comm.rank, n, comm.rank, n, host(comm.rank) if callable(host) else host
+        )
+        return devices.bind(
+            StoreExchange(comm, "test"), world, device(comm.rank) if device else None
+        )
+
+    return outcomes(n, play)
+
+
+def only(errors, kind):
+    assert [type(error) for error in errors] == [kind] * len(errors), errors
+    (text,) = {str(error) for error in errors}
+    return text
+
+
+def test_each_rank_is_bound_to_the_gpu_of_its_number(machine):
+    assert [gpu.uuid for gpu in bound(4)] == [f"GPU-{i}" for i in range(4)]
+    assert sorted(machine.made_current) == [0, 1, 2, 3]
+
+
+def test_the_device_asked_for_is_the_one_bound(machine):
+    assert [gpu.ordinal for gpu in bound(4, device=lambda rank: 3 - rank)] == [
+        3,
+        2,
+        1,
+        0,
+    ]
+
+
+def test_a_context_in_use_is_kept(machine):
+    machine.context = 2
+    assert [gpu.ordinal for gpu in bound(1)] == [2]
+    assert "ranks 0, 1 can only have 1 GPU(s), GPU-2" in only(bound(2), DeviceError)
+
+
+def test_the_device_asked_for_goes_before_the_context_in_use(machine):
+    machine.context = 2
+    assert [gpu.ordinal for gpu in bound(1, device=lambda rank: 1)] == [1]
+
+
+@pytest.mark.parametrize("wrong", [-1, 4, "cuda:0", 1.0])
+def test_a_device_that_is_none_is_told_to_all(machine, wrong):
+    text = only(bound(2, device=lambda rank: wrong if rank else 0), ArgumentError)
+    assert "failed on 1 of 2 ranks" in text
+    assert f"rank 1: device={wrong}" in text.replace("'", "")
+    assert machine.made_current == []
+
+
+def test_more_ranks_than_gpus_share_only_where_allowed(machine, monkeypatch):
+    machine.names = machine.names[:2]
+    assert f"{SHARING}=1" in only(bound(3), DeviceError)
+    monkeypatch.setenv(SHARING, "1")
+    assert [gpu.ordinal for gpu in bound(3)] == [0, 1, 0]
+
+
+def test_one_rank_cannot_allow_sharing_for_all(machine, monkeypatch):
+    machine.names = machine.names[:1]
+    answers = iter([True, False])
+    monkeypatch.setattr(devices, "allow_overlapping_devices", lambda: next(answers))
+    assert "2 ranks cannot have a GPU each" in only(bound(2), DeviceError)
+
+
+def test_mig_slices_are_refused(machine):
+    machine.names = ["NVIDIA H200 MIG 1g.18gb"]
+    assert "is a MIG slice" in only(bound(2), DeviceError)
+
+
+def test_a_mig_slice_beside_whole_gpus_is_left_out(machine):
+    machine.names[0] += " MIG 1g.18gb"
+    assert sorted(gpu.ordinal for gpu in bound(3)) == [1, 2, 3]
+    assert "is a MIG slice" in only(bound(2, device=lambda rank: rank), DeviceError)
+
+
+def test_a_machine_without_gpus_is_told(machine):
+    machine.names = []
+    assert "no GPU is visible to ranks 0, 1" in only(bound(2), DeviceError)
+    assert "no GPU is visible" in only(bound(2, device=lambda rank: 0), DeviceError)
+
+
+def test_several_hosts_are_refused(machine):
+    text = only(bound(3, host=lambda rank: "ab"[rank % 2]), DeviceError)
+    assert "ranks 0, 2 are on a, rank 1 is on b" in text
+    assert machine.made_current == []
+
+
+def test_a_gpu_that_cannot_be_made_current_fails_all(machine, monkeypatch):
+    def refuse(ordinal):
+        if ordinal == 1:
+            raise RuntimeError("Cannot switch CUDA-context.")
+
+    monkeypatch.setattr(devices, "_make_current", refuse)
+    for error in bound(3):
+        assert "rank 1: RuntimeError: Cannot switch CUDA-context." in str(error)
+
+
+def peers(n, play_as=None):
+    def play(comm):
+        own = (play_as or (lambda rank: gpu(rank, f"GPU-{rank}")))(comm.rank)
+        return devices.check_peer_access(StoreExchange(comm, "test"), own)
+
+    return outcomes(n, play)
+
+
+def test_the_peer_matrix_says_what_the_driver_says(machine):
+    assert peers(3) == [[[True] * 3] * 3] * 3
+
+
+def test_gpus_that_a_process_does_not_see_are_left_open(machine, monkeypatch):
+    process = threading.local()
+
+    def own(rank):
+        process.gpu = gpu(0, f"GPU-{rank}")
+        return process.gpu
+
+    monkeypatch.setattr(devices, "visible_gpus", lambda: [process.gpu])
+    assert peers(2, own) == [[[True, None], [None, True]]] * 2
+
+
+def test_ranks_on_one_gpu_reach_each_other(machine):
+    machine.apart = {(0, 0)}
+    assert peers(2, lambda rank: gpu(0, "GPU-0")) == [[[True, True]] * 2] * 2
+
+
+def test_pairs_without_access_are_named_on_all_ranks(machine):
+    machine.apart = {(0, 2), (2, 0)}
+    text = only(peers(3), PeerAccessError)
+    assert "  rank 0 (GPU-0) to rank 2 (GPU-2)\n  rank 2 (GPU-2) to rank 0" in text
+    assert "rank 1" not in text
+    assert "nvidia-smi topo -p2p r" in text
+
+
+def test_multicast_support_is_reported_by_number(machine):
+    assert devices.device_has_multicast_support(3) is True
+    with pytest.raises(ArgumentError, match="sees 4 GPU"):
+        devices.device_has_multicast_support(4)
+
+
+def test_the_simulator_shows_one_gpu_with_a_name_of_its_own(monkeypatch):
+    monkeypatch.setattr(devices, "SIMULATED", True)
+    devices._simulated_gpu.cache_clear()
+    (first,) = devices.visible_gpus()
+    assert devices.visible_gpus() == [first]
+    devices._simulated_gpu.cache_clear()  # another process
+    (second,) = devices.visible_gpus()
+    assert first.uuid != second.uuid
+    assert devices._current_ordinal() is None
+    devices._make_current(0)
+
+
+@pytest.mark.parametrize("code", [None, driver.CUresult.CUDA_ERROR_NO_DEVICE])
+def test_without_a_driver_or_a_device_no_gpu_is_seen(monkeypatch, code):
+    def start(flags):
+        if code is None:
+            raise RuntimeError("libcuda is not there")
+        return (code,)
+
+    monkeypatch.setattr(driver, "cuInit", start)
+    assert devices.visible_gpus() == []
+
+
+def test_a_driver_that_does_not_start_is_told_by_its_own_word(monkeypatch):
+    code = driver.CUresult.CUDA_ERROR_SYSTEM_NOT_READY
+    monkeypatch.setattr(driver, "cuInit", lambda flags: (code,))
+    with pytest.raises(DeviceError, match="cuInit said CUDA_ERROR_SYSTEM_NOT_READY"):
+        devices.visible_gpus()

@@ -1,0 +1,152 @@
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from numba_symm.errors import ArgumentError, DeviceError
+from numba_symm.launch import ranks
+from numba_symm.launch.ranks import World
+from tests.threads import run_ranks
+
+
+def test_importing_launch_modules_starts_neither_mpi_nor_cuda():
+    modules = ("ranks", "exchange", "fds", "devices")
+    code = "import sys\n" + "".join(f"import numba_symm.launch.{m}\n" for m in modules)
+    code += (
+        "print({'mpi4py.MPI', 'cuda.core', 'cuda.bindings.driver'} & {*sys.modules})"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout == "set()\n"
+
+
+def test_ranks_of_one_host_are_numbered_in_order():
+    assert run_ranks(3, ranks.discover) == [
+        World(r, 3, r, 3, ranks.discover(Alone()).host) for r in range(3)
+    ]
+
+
+class Alone:
+    rank, size = 0, 1
+
+    def allgather(self, obj):
+        return [obj]
+
+    def barrier(self):
+        pass
+
+
+class Elsewhere(Alone):
+    """Rank 2 of four on two hosts; on its own host the containers have two names."""
+
+    rank, size = 2, 4
+
+    def allgather(self, obj):
+        boot_id, _ = obj
+        return [(boot_id, "a"), ("f" * 36, "far"), (boot_id, "b"), ("f" * 36, "far")]
+
+
+def test_containers_of_one_host_are_one_host():
+    world = ranks.discover(Elsewhere())
+    assert (world.local_rank, world.local_size) == (1, 2)
+    assert world.host.startswith("a (")
+
+
+def test_without_a_boot_id_hosts_are_told_apart_by_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(ranks, "BOOT_ID", tmp_path / "missing")
+    assert ranks.discover(Alone()).host.startswith(f"{socket.gethostname()} (")
+
+
+def test_several_hosts_are_refused_by_name():
+    ranks.refuse_several_hosts(["a"] * 4)
+    with pytest.raises(DeviceError, match=r"ranks 0, 2 are on a, rank 1 is on b;"):
+        ranks.refuse_several_hosts(["a", "b", "a"])
+
+
+@pytest.mark.parametrize(
+    "place", [(2, 2, 0, 1), (-1, 2, 0, 1), (0, 2, 1, 2), (1, 2, 1, 1), (0, 1, 0, 2)]
+)
+def test_impossible_places_are_refused(place):
+    with pytest.raises(ArgumentError, match=r"World\(rank="):
+        World(*place, host="a")
+
+
+@pytest.mark.parametrize("comm", [None, 0, 3, "world"])
+def test_what_is_no_communicator_is_refused(comm):
+    with pytest.raises(ArgumentError, match="is no communicator"):
+        ranks.discover(comm)
+    with pytest.raises(ArgumentError, match="is no communicator"):
+        ranks.duplicate(comm)
+
+
+def test_a_refusal_names_the_missing_members():
+    class Half:
+        rank, size = 0, 1
+
+    with pytest.raises(ArgumentError, match="lacks allgather, barrier;"):
+        ranks.discover(Half())
+
+
+def test_only_mpi_communicators_are_duplicated_and_freed():
+    comm = Alone()
+    assert ranks.duplicate(comm) is comm
+    ranks.release(comm)
+    ranks.release(comm)
+
+
+class FakeMPI:
+    """The little of mpi4py.MPI that the module looks at."""
+
+    finalized = False
+
+    class Comm(Alone):
+        def __init__(self, name):
+            self.name = name
+
+        def __bool__(self):
+            return self.name != "null"
+
+        def Dup(self):
+            return FakeMPI.Comm("duplicate")
+
+        def Free(self):
+            assert self.name == "duplicate"
+            assert not FakeMPI.finalized
+            self.name = "null"
+
+    @staticmethod
+    def Is_finalized():
+        return FakeMPI.finalized
+
+
+@pytest.fixture
+def mpi(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", FakeMPI)
+    monkeypatch.setattr(FakeMPI, "finalized", False)
+    return FakeMPI
+
+
+def test_an_mpi_communicator_is_duplicated_and_freed_once(mpi):
+    comm = ranks.duplicate(mpi.Comm("world"))
+    assert comm.name == "duplicate"
+    ranks.release(comm)
+    ranks.release(comm)
+    assert comm.name == "null"
+
+
+def test_nothing_is_freed_once_mpi_has_finalized(mpi):
+    comm = ranks.duplicate(mpi.Comm("world"))
+    mpi.finalized = True
+    ranks.release(comm)
+    assert comm.name == "duplicate"
+
+
+def test_null_and_intercommunicators_are_refused(mpi):
+    with pytest.raises(ArgumentError, match="is no communicator"):
+        ranks.discover(mpi.Comm("null"))
+    inter = mpi.Comm("inter")
+    inter.is_inter = True
+    with pytest.raises(ArgumentError, match="intercommunicator"):
+        ranks.duplicate(inter)

@@ -1,0 +1,45 @@
+"""One rank of a test job, started by test_mpirun.py under mpirun.
+
+    python tests/rank.py FOLDER SECONDS [pytest arguments]
+
+All that the rank prints goes to FOLDER/<rank>.txt, its exit code to
+FOLDER/<rank>.code. Where every thread is after SECONDS is printed too: a rank that
+lives as long hangs.
+"""
+
+import faulthandler
+import os
+import sys
+from pathlib import Path
+
+
+class AtOnce:
+    """Prints a failure when it happens: its rank may not live to see the summary."""
+
+    @staticmethod
+    def pytest_runtest_logreport(report):
+        if report.failed:
+            print(f"\n{report.longreprtext}\n")
+
+    pytest_collectreport = pytest_runtest_logreport
+
+
+def main(folder, seconds, *arguments):
+    rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
+    with Path(folder, f"{rank}.txt").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+        sys.stdout.reconfigure(line_buffering=True)
+        faulthandler.enable(output)
+        faulthandler.dump_traceback_later(float(seconds), file=output)
+        import pytest
+
+        code = int(pytest.main(list(arguments), plugins=[AtOnce]))
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.disable()
+    Path(folder, f"{rank}.code").write_text(str(code))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

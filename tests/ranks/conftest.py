@@ -1,0 +1,74 @@
+"""Fixtures of the tests that run under mpirun, and what keeps their ranks in step.
+
+A plain pytest leaves these files alone; tests/test_mpirun.py starts them. By hand:
+``numba-symm run -n 3 -m pytest tests/ranks``.
+"""
+
+import os
+
+import pytest
+
+import numba_symm as ns
+
+UNDER_MPIRUN = not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}.isdisjoint(os.environ)
+
+STOPPED = 70
+"""The exit code of a rank whose own tests passed, where another rank's failed."""
+
+if not UNDER_MPIRUN:
+    collect_ignore_glob = ["test_*.py"]
+
+
+class Agreement:
+    """Stops all ranks after the first test that fails on any of them.
+
+    A rank that went on alone would wait for the others in its next test.
+    """
+
+    def __init__(self, comm):
+        self.comm = comm
+
+    def agree(self, session, step):
+        """Return if no rank has failed up to ``step``; else end this rank."""
+        everyone = self.comm.allgather((session.testsfailed > 0, step))
+        failed = [rank for rank, (failure, _) in enumerate(everyone) if failure]
+        if failed:
+            own = self.comm.rank in failed
+            pytest.exit(f"{step} failed on ranks {failed}", 1 if own else STOPPED)
+        if any(other != step for _, other in everyone):
+            pytest.exit(f"the ranks are at different steps: {everyone}", 1)
+
+    def pytest_collection_finish(self, session):
+        self.agree(session, f"collecting {[item.nodeid for item in session.items]}")
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        result = yield
+        self.agree(item.session, item.nodeid)
+        return result
+
+
+def pytest_configure(config):
+    if UNDER_MPIRUN:
+        from mpi4py import MPI
+
+        # A duplicate: no test can take our messages for its own.
+        agreement = Agreement(MPI.COMM_WORLD.Dup())
+        config.pluginmanager.register(agreement, "agreement")
+
+
+@pytest.fixture(scope="session")
+def world():
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def comm(world, request):
+    communicator = ns.Communicator(world, timeout=60)
+    yield communicator
+    # Closing is collective: it waits for ever for a rank that has failed.
+    agreement = request.config.pluginmanager.get_plugin("agreement")
+    agreement.agree(request.session, request.node.nodeid)
+    communicator.close()

@@ -1,0 +1,120 @@
+"""Runs every file of tests/ranks under mpirun, on several numbers of ranks.
+
+Without a GPU the ranks run in Numba's CUDA simulator. This process never does: the
+simulator disables the compiling that other tests need.
+
+NUMBA_SYMM_TEST_RANKS     the numbers of ranks, such as "4" or "1,2,8"
+NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take
+"""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from numba_symm.errors import DeviceError
+from numba_symm.launch import cli
+
+ROOT = Path(__file__).parents[1]
+FILES = sorted(Path(__file__).parent.glob("ranks/test_*.py"))
+ASKED = os.environ.get("NUMBA_SYMM_TEST_RANKS")
+RANKS = [int(number) for number in (ASKED or "1,2,3,4").split(",")]
+DEADLINE = float(os.environ.get("NUMBA_SYMM_TEST_DEADLINE", "240"))
+DUMP = DEADLINE - min(15, DEADLINE / 4)  # time enough to write it
+WELL = {"0", "70"}  # passed; stopped because another rank failed (ranks/conftest.py)
+LINES = 150  # of each rank's output, the last ones
+INNARDS = re.compile(r'^  File ".*/(_pytest|pluggy)/')  # pytest's part of a dump
+
+# Every rank runs the same tests in the same order; its file is its capture.
+PYTEST = ["-vs", "--no-header", "--no-summary"]
+PYTEST += ["-pno:cacheprovider", "-pno:faulthandler"]  # rank.py has its own
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_on_ranks(file, ranks, tmp_path):
+    program = [str(ROOT / "tests/rank.py"), str(tmp_path), str(DUMP), *PYTEST]
+    command = cli.mpirun_command(ranks, [*program, str(file)], cli.find_mpirun())
+    code = run(command, environment(ranks), tmp_path / "mpirun.txt")
+    if code != 0:
+        pytest.fail(describe(code, ranks, tmp_path), pytrace=False)
+
+
+def environment(ranks):
+    """Return the job's environment, or skip: this host has too few GPUs."""
+    try:
+        simulate = cli.simulation_needed(ranks)
+    except DeviceError as error:
+        if ASKED:
+            raise
+        pytest.skip(str(error))
+    job = cli.job_environment(os.environ, simulate=simulate)
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    # Other packages' plugins double the time that four ranks need to start.
+    job["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    return job | {"PYTHONPATH": os.pathsep.join(path)}
+
+
+def run(command, environ, log):
+    """Return the job's exit code, or None if it was ended at the deadline."""
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as job,
+    ):
+        try:
+            return job.wait(DEADLINE)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end(job)
+
+
+def end(job):
+    """End mpirun and every rank of it that is left."""
+    if job.poll() is None:
+        job.terminate()  # mpirun ends its ranks and removes its files
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(5)
+    # Open MPI gives each rank a process group of its own, and a rank may outlive
+    # mpirun; all of them stay in the session that began with mpirun.
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(int(process.name)) == job.pid:
+                os.kill(int(process.name), signal.SIGKILL)
+
+
+def describe(code, ranks, folder):
+    """Return what went wrong: the output of the ranks that failed, and mpirun's."""
+    if code is None:
+        parts = [f"{ranks} ranks had not ended after {DEADLINE:g} s and were killed"]
+    else:
+        parts = [f"mpirun on {ranks} ranks ended with exit code {code}"]
+    results = [read(folder / f"{rank}.code") for rank in range(ranks)]
+    if not all(results):  # mpirun tells which rank ended and made it kill the others
+        parts.append(section("mpirun", folder / "mpirun.txt"))
+    for rank, result in enumerate(results):
+        if result not in WELL:
+            ended = f"exit code {result}" if result else "no result: it crashed or hung"
+            parts.append(section(f"rank {rank}: {ended}", folder / f"{rank}.txt"))
+    return "\n".join(parts)
+
+
+def section(title, file):
+    lines = [line for line in read(file).splitlines() if not INNARDS.search(line)]
+    return "\n".join([f" {title} ".center(80, "-"), *lines[-LINES:]])
+
+
+def read(file):
+    return file.read_text(errors="replace") if file.exists() else ""
