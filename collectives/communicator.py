@@ -40,14 +40,20 @@ def backend() -> str:
 class Plan:
     """A collective with its arguments packed: each call is one launch.
 
-    Made by ``comm.all_reduce_init``; the arrays must outlive it. Every rank calls
-    the plans of a communicator in the same order.
+    Made by ``comm.all_reduce_init``; keeps its arrays. Every rank calls the plans of
+    a communicator in the same order.
     """
 
-    def __init__(self, comm: "Communicator", launch: Launch | None, out: Any, stream: Any):
+    def __init__(
+        self,
+        comm: "Communicator",
+        launch: Launch | None,
+        arrays: tuple[Any, Any],
+        stream: Any,
+    ):
         self._comm = comm
         self._launch = launch
-        self._out = out
+        self._source, self._out = arrays  # the launch has only their addresses
         self._stream = stream
 
     def __call__(self, stream: Any = None) -> Any:
@@ -256,7 +262,7 @@ class Communicator:
             out = self._new_output(source, handle)
         target = source if out is x else arrays.view(out, "all_reduce: out")
         launch = self._all_reduce_plan(source, target, op, algorithm)
-        return Plan(self, launch, (x, out)[1], handle if stream is None else stream)
+        return Plan(self, launch, (x, out), handle if stream is None else stream)
 
     def _new_output(self, source: ArrayView, handle: int) -> Any:
         if not SIMULATED and streams.is_capturing(handle):
@@ -407,7 +413,8 @@ def _block_limit() -> int:
         return MAX_BLOCKS
     from cuda.core import Device
 
-    return min(MAX_BLOCKS, max(1, Device().properties.multiprocessor_count // 4))
+    multiprocessors = int(Device().properties.multiprocessor_count)
+    return min(MAX_BLOCKS, max(1, multiprocessors // 4))
 
 
 def _checked_shape(shape: Any, what: str) -> tuple[int, ...]:

@@ -156,7 +156,9 @@ def kernel(size: int, element: Element, op: str) -> Kernel:
     return Kernel(make_kernel, (size, element, op), signature, THREADS)
 
 
-def bind(comm: Any, source: int, target: int, count: int, element: Element, op: str) -> Launch:
+def bind(
+    comm: Any, source: int, target: int, count: int, element: Element, op: str
+) -> Launch:
     """Return the launch that all-reduces ``count`` elements from source to target.
 
     Args:

@@ -3,6 +3,7 @@
 from types import ModuleType
 
 from numba_symm.collectives import one_shot_ll, one_shot_pull
+from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 
 ALL_REDUCE: dict[str, ModuleType] = {
@@ -14,11 +15,15 @@ ALL_REDUCE: dict[str, ModuleType] = {
 # Largest message, in bytes, that LL packets carry faster than the pull kernel does.
 _LL_LIMIT = {1: 256 << 10, 2: 1 << 20, 3: 512 << 10, 4: 256 << 10}
 _LL_LIMIT_MANY = 64 << 10
+# A simulated round costs milliseconds, whatever it carries: LL's are many and small.
+_LL_LIMIT_SIMULATED = 512
 
 
 def all_reduce(nbytes: int, size: int) -> str:
     """Return the name of the fastest algorithm for a message and a world size."""
     limit = _LL_LIMIT.get(size, _LL_LIMIT_MANY)
+    if SIMULATED:
+        limit = _LL_LIMIT_SIMULATED
     return "one_shot_ll" if nbytes <= limit else "one_shot_pull"
 
 

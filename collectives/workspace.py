@@ -11,7 +11,7 @@ from typing import Any
 
 from numba_symm.environment import SIMULATED
 
-THREADS = 4 if SIMULATED else 512
+THREADS = 8 if SIMULATED else 512
 """Threads a block in every protocol: part of the slots' addresses, so a constant.
 The simulator's threads are operating-system threads; a few show every race."""
 
@@ -21,7 +21,7 @@ MAX_BLOCKS = 4 if SIMULATED else 64
 PACKET = 16
 """Bytes of an LL packet: 8 of data, and a 4-byte flag beside each 4 of them."""
 
-PULL_VECTORS = 2 * THREADS
+PULL_VECTORS = (16 if SIMULATED else 2) * THREADS
 """16-byte vectors a block stages at a time in the pull protocol."""
 
 _LINE = 128  # regions begin on cache lines of their own

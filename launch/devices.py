@@ -322,5 +322,5 @@ def _make_current(ordinal: int) -> None:
     from cuda.core import Device
     from numba import cuda
 
-    cuda.select_device(ordinal)  # type: ignore[no-untyped-call]
+    cuda.select_device(ordinal)
     Device(ordinal).set_current()

@@ -131,7 +131,7 @@ def _foreign_stream(array: Any) -> int | None:
 
         return int(cupy.cuda.get_current_stream().ptr)
     interface = getattr(array, "__cuda_array_interface__", {})
-    return interface.get("stream")  # type: ignore[no-any-return]
+    return interface.get("stream")
 
 
 def _view_simulated(array: Any, what: str) -> ArrayView:

@@ -21,4 +21,3 @@ def call(name: str, *args: Any) -> Any:
     if not results:
         return None
     return results[0] if len(results) == 1 else tuple(results)
-

@@ -44,7 +44,9 @@ class Block:
         dropped: whether its owner is done with it.
     """
 
-    def __init__(self, nbytes: int, backend: Backend, allocation: Allocation, own: bool):
+    def __init__(
+        self, nbytes: int, backend: Backend, allocation: Allocation, own: bool
+    ):
         self.address = allocation.address
         self.nbytes = nbytes
         self.backend = backend
@@ -90,13 +92,10 @@ class SymmetricMemoryAllocator:
             ArgumentError: ``nbytes`` is negative, or a stream is being captured.
             BackendError: there is not enough memory.
         """
-        block = self.allocate(nbytes)
-        bisect.insort(self._starts, block.address)
-        self._blocks[block.address] = block
-        return block.address
+        return self.allocate(nbytes).address
 
     def allocate(self, nbytes: int) -> Block:
-        """Return a block that :meth:`find` does not know yet."""
+        """Return a new block of ``nbytes``; see :meth:`alloc`."""
         if not isinstance(nbytes, int) or nbytes < 0:
             raise ArgumentError(f"alloc: {nbytes!r} is no number of bytes")
         try:
@@ -107,7 +106,10 @@ class SymmetricMemoryAllocator:
             for callback in _on_failure:
                 callback()
             allocation = self._backend.allocate(nbytes)
-        return Block(nbytes, self._backend, allocation, own=True)
+        block = Block(nbytes, self._backend, allocation, own=True)
+        bisect.insort(self._starts, block.address)
+        self._blocks[block.address] = block
+        return block
 
     def free(self, ptr: int) -> None:
         """Free the block that begins at ``ptr``.
@@ -229,10 +231,8 @@ class Heap:
         exchange.agree_equal(f"{nbytes} bytes", what)
         with ExitStack() as undo:
             with exchange.agreed(what):
-                address = self.allocator.alloc(nbytes)
-                undo.callback(self.allocator.free, address)
-            block = self.allocator.find(address)
-            assert block is not None  # noqa: S101 -- it has just been made
+                block = self.allocator.allocate(nbytes)
+                undo.callback(self.allocator.free, block.address)
             entry = self._map(block, what)
             undo.pop_all()
         return entry

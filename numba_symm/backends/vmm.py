@@ -106,8 +106,6 @@ def map_block(handle: Any, nbytes: int, ordinal: int) -> tuple[int, ExitStack]:
         return int(address), undo.pop_all()
 
 
-
-
 def _binding() -> Any:
     from cuda.bindings import driver as binding
 

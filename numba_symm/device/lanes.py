@@ -39,8 +39,8 @@ class Lanes(NamedTuple):
     unpack: Callable[[int], Any]
     pack: Callable[[Any], int]
     combine: Callable[[Any, Any], Any]
-    load_word: Callable[[int, int, bool], int]
-    store_word: Callable[[int, int, int, bool], None]
+    load_word: Callable[[int, int, int, bool], int]
+    store_word: Callable[[int, int, int, bool, int], None]
 
 
 @device_function
@@ -118,7 +118,7 @@ def _one(number: Any, bits: Any, reduce: Any) -> tuple[Any, Any, Any]:
 
     @device_function
     def pack(lanes: Any) -> int:
-        return word_of(bits(lanes[0]))  # type: ignore[no-any-return]
+        return word_of(bits(lanes[0]))
 
     @device_function
     def combine(a: Any, b: Any) -> Any:
@@ -134,7 +134,7 @@ def _two(number: Any, bits: Any, reduce: Any) -> tuple[Any, Any, Any]:
 
     @device_function
     def pack(lanes: Any) -> int:
-        return word_of(bits(lanes[0])) | word_of(bits(lanes[1])) << 32  # type: ignore[no-any-return]
+        return word_of(bits(lanes[0])) | word_of(bits(lanes[1])) << 32
 
     @device_function
     def combine(a: Any, b: Any) -> Any:
@@ -157,7 +157,7 @@ def _four(number: Any, bits: Any, reduce: Any) -> tuple[Any, Any, Any]:
     def pack(lanes: Any) -> int:
         low = word_of(bits(lanes[0])) | word_of(bits(lanes[1])) << 16
         high = word_of(bits(lanes[2])) | word_of(bits(lanes[3])) << 16
-        return low | high << 32  # type: ignore[no-any-return]
+        return low | high << 32
 
     @device_function
     def combine(a: Any, b: Any) -> Any:
@@ -193,7 +193,9 @@ def _word_access(element: Element) -> tuple[Any, Any]:
         return value
 
     @device_function
-    def store_word(array: int, word: int, count: int, aligned: bool, value: int) -> None:
+    def store_word(
+        array: int, word: int, count: int, aligned: bool, value: int
+    ) -> None:
         """Store word ``word`` of ``count`` elements, and nothing past them."""
         first = word * lanes
         if aligned and first + lanes <= count:

@@ -8,7 +8,7 @@ A ``.sys`` access is atomic and ordered with accesses by every GPU and the host.
 Sources: `ld <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld>`_,
 `st <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st>`_,
 `memory consistency model <https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model>`_.
-"""  # noqa: E501
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -75,9 +75,7 @@ def _emit(asm: str, result: Any, operands: list[Any]) -> Callable[..., Any]:
                 values += [builder.extract_value(value, k) for k in range(len(operand))]
             else:
                 values.append(value)
-        statement = ir.InlineAsm(
-            function, asm, ",".join(constraints), side_effect=True
-        )
+        statement = ir.InlineAsm(function, asm, ",".join(constraints), side_effect=True)
         out = builder.call(statement, values)
         if not results:
             return context.get_dummy_value()
@@ -150,7 +148,9 @@ f64_of_bits = _instruction("mov.b64 $0, $1;", _F64, _I64)
 bits_of_f64 = _instruction("mov.b64 $0, $1;", _I64, _F64)
 f32_of_f16 = _instruction("cvt.f32.f16 $0, $1;", _F32, _I16)
 f16_of_f32 = _instruction("cvt.rn.f16.f32 $0, $1;", _I16, _F32)
-f32_of_bf16 = _instruction("{.reg .b16 z; mov.u16 z, 0; mov.b32 $0, {z, $1};}", _F32, _I16)
+f32_of_bf16 = _instruction(
+    "{.reg .b16 zero; mov.u16 zero, 0; mov.b32 $0, {zero, $1};}", _F32, _I16
+)
 bf16_of_f32 = _instruction("cvt.rn.bf16.f32 $0, $1;", _I16, _F32)
 
 
@@ -184,7 +184,7 @@ def poll_pause() -> None:
     """Let other threads run between two polls; a GPU does so by itself."""
 
 
-@intrinsic
+@intrinsic  # type: ignore[untyped-decorator]
 def _pointer(typingctx: Any, address: Any) -> Any:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())

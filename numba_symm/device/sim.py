@@ -20,7 +20,7 @@ import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_POLL_PAUSE = 20e-6  # seconds: long enough for the peers to get the core
+_POLL_PAUSE = 100e-6  # seconds: long enough for the peers to get the core
 
 
 def device_function(function: F) -> F:
