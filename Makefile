@@ -7,9 +7,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-# As many GPUs as there are, up to 4; without a GPU 4 ranks in the simulator.
-RANKS ?= $(shell nvidia-smi -L 2>/dev/null | \
-	awk '/^GPU/ {n++} END {print n && n < 4 ? n : 4}')
+RANKS ?= 4
+# Fewer GPUs than ranks: the simulator, unless ranks may share a GPU.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
+SHARED := $(filter 1,$(NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES))
+SIMULATE := $(shell [ $(GPUS) -ge $(if $(SHARED),1,$(RANKS)) ] || echo --simulate)
 # The CUDA version of the driver, if there is one, picks the toolkit's packages.
 CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA [UMD ]*Version: \(1[23]\).*/,cu\1/p')
 
@@ -20,7 +22,7 @@ EXTRAS_dev := dev
 .PHONY: demo test check clean
 
 demo: $(VENV)/demo.installed
-	$(BIN)/numba-symm run -n $(RANKS) examples/digits.py
+	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
 
 test: $(VENV)/test.installed
 	$(BIN)/python -m pytest

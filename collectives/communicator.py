@@ -353,12 +353,10 @@ class Communicator:
             return
         if not SIMULATED:
             streams.synchronize_device()
-        # Agreed on, so that no rank waits for one that has seen a failure first.
-        failed = self._group.board.failure() is not None
-        if failed:
+        failure = self._group.failure_after_meeting()
+        if failure is not None:
             self._close_locally()
-            return
-        self._group.exchange.barrier("close")
+            raise failure
         self._forget()
         self.heap.close()
         self._group.close()

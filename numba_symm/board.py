@@ -6,8 +6,10 @@ their rank's now and then, so all leave soon after the first.
 """
 
 import ctypes
+import math
 import mmap
 import os
+import time
 from contextlib import ExitStack
 
 from numba_symm import driver
@@ -23,7 +25,8 @@ _OPERATIONS = {
     signals.ALL_REDUCE_PULL: ("all_reduce (one-shot pull)", "block"),
     signals.ALL_REDUCE_LL: ("all_reduce (one-shot LL)", "block"),
 }
-_ABANDONED = 127  # an operation no kernel has: a rank left without the others
+_CLOSE, _ABANDONED = 126, 127  # operations of the host, not of kernels
+_POLL_SECONDS = 2e-4
 _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
 
 
@@ -51,8 +54,10 @@ class Board:
                         memory = mmap.mmap(received, mmap.PAGESIZE)
                     finally:
                         os.close(received)
-                    # The map goes with the records, which keep it.
-                    self._records = (ctypes.c_uint64 * self._size).from_buffer(memory)
+                    # The map goes with the words, which keep it.
+                    words = ctypes.c_uint64 * self._size
+                    self._records = words.from_buffer(memory)
+                    self._left = words.from_buffer(memory, 8 * self._size)
                     self.address = ctypes.addressof(self._records)
                     if not SIMULATED:
                         self.address = _register(self.address, undo_map)
@@ -63,11 +68,32 @@ class Board:
         record = self._records[self._rank]
         return describe(record) if record else None
 
+    def meet(self, timeout: float) -> str | None:
+        """Wait until every rank is here or one has failed; return why it failed.
+
+        No kernel of this rank may be running, so that once all are here no failure
+        can come any more and all ranks return the same. Called once.
+
+        Args:
+            timeout: seconds until this rank gives the others up; 0: never.
+        """
+        self._left[self._rank] = 1
+        deadline = time.monotonic() + timeout if timeout else math.inf
+        while self.failure() is None and not all(self._left):
+            if time.monotonic() > deadline:
+                absent = [rank for rank in range(self._size) if not self._left[rank]]
+                self._report(_CLOSE << 56 | self._rank << 48 | absent[0] << 40)
+            time.sleep(_POLL_SECONDS)
+        return self.failure()
+
     def abandon(self) -> None:
         """Make every rank's waiting kernels leave: this rank will not come."""
+        self._report(_ABANDONED << 56 | self._rank << 48)
+
+    def _report(self, record: int) -> None:
         for rank in range(self._size):
             if not self._records[rank]:
-                self._records[rank] = _ABANDONED << 56 | self._rank << 48
+                self._records[rank] = record
 
     def close(self) -> None:
         """Give the board up, once no kernel uses it. Local and idempotent."""
@@ -87,6 +113,8 @@ def describe(record: int) -> str:
     place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
     if operation == _ABANDONED:
         return f"rank {rank} left after an error of its own"
+    if operation == _CLOSE:
+        return f"rank {rank} waited for rank {peer} in close"
     name, kind = _OPERATIONS[operation]
     at = f"{kind} {place}, epoch {epoch}" if epoch else f"{kind} {place}"
     return f"rank {rank} waited for rank {peer} in {name}, {at}"

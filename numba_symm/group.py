@@ -77,13 +77,24 @@ class Group:
         """
         if self.closed:
             raise ClosedError("the communicator was closed; make a new one")
-        failure = self.board.failure()
-        if failure is not None:
-            raise CollectiveTimeout(
-                f"{failure}, for longer than the timeout of "
-                f"{self.guard.timeout / 1e9:g} s; results since the last check are "
-                "undefined. Close this communicator and make a new one"
-            )
+        reason = self.board.failure()
+        if reason is not None:
+            raise self._failure(reason)
+
+    def failure_after_meeting(self) -> CollectiveTimeout | None:
+        """Wait for every rank to come here; return why the communicator has failed.
+
+        Collective, with no kernel of this rank running; all ranks return the same.
+        Does not wait for the others once one has failed.
+        """
+        reason = self.board.meet(self.guard.timeout / 1e9)
+        return None if reason is None else self._failure(reason)
+
+    def _failure(self, reason: str) -> CollectiveTimeout:
+        return CollectiveTimeout(
+            f"{reason} (timeout: {self.guard.timeout / 1e9:g} s); results since the "
+            "last check are undefined. Close this communicator and make a new one"
+        )
 
     def abandon(self) -> None:
         """Make every rank's waiting kernels leave, and its later calls fail."""
