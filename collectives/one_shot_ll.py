@@ -103,7 +103,7 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
                         low, flag, high, flag2 = ld_relaxed_sys_v4_u32(
                             own + half + r * source_stride
                         )
-                        received[r] = word_of(low) | word_of(high) << 32
+                        received[r] = word_of(word_of(low) | word_of(high) << 32)
                         if flag != epoch or flag2 != epoch:
                             missing += 1
                             late = r

@@ -71,11 +71,8 @@ if SIMULATED:  # NumPy checks ranges where a GPU takes the bits
     def _bits_of_i32(value: Any) -> Any:
         return int(value) & 0xFFFFFFFF
 
-    def _i64_of_bits(bits: int) -> Any:
-        return np.int64((bits ^ 1 << 63) - (1 << 63))
-
     def _bits_of_i64(value: Any) -> Any:
-        return int(value) & 0xFFFFFFFFFFFFFFFF
+        return int(value)
 
 
 _CODECS = {
@@ -134,7 +131,7 @@ def _two(number: Any, bits: Any, reduce: Any) -> tuple[Any, Any, Any]:
 
     @device_function
     def pack(lanes: Any) -> int:
-        return word_of(bits(lanes[0])) | word_of(bits(lanes[1])) << 32
+        return word_of(word_of(bits(lanes[0])) | word_of(bits(lanes[1])) << 32)
 
     @device_function
     def combine(a: Any, b: Any) -> Any:
@@ -157,7 +154,7 @@ def _four(number: Any, bits: Any, reduce: Any) -> tuple[Any, Any, Any]:
     def pack(lanes: Any) -> int:
         low = word_of(bits(lanes[0])) | word_of(bits(lanes[1])) << 16
         high = word_of(bits(lanes[2])) | word_of(bits(lanes[3])) << 16
-        return low | high << 32
+        return word_of(low | high << 32)
 
     @device_function
     def combine(a: Any, b: Any) -> Any:
@@ -190,7 +187,7 @@ def _word_access(element: Element) -> tuple[Any, Any]:
             if first + lane < count:
                 bits = load(array + (first + lane) * size)
                 value |= word_of(bits) << (lane * width)
-        return value
+        return word_of(value)
 
     @device_function
     def store_word(

@@ -175,7 +175,7 @@ def block_size() -> int:
 
 @device_function
 def word_of(bits: int) -> int:
-    """Return unsigned bits as an 8-byte word, so that words can be combined."""
+    """Return bits as an 8-byte word: a signed integer, so that words combine."""
     return np.int64(bits)  # type: ignore[return-value]
 
 

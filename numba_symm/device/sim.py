@@ -44,7 +44,7 @@ def _store(ctype: Any) -> Callable[[int, int], None]:
 
 ld_u16, st_u16 = _load(ctypes.c_uint16), _store(ctypes.c_uint16)
 ld_u32, st_u32 = _load(ctypes.c_uint32), _store(ctypes.c_uint32)
-ld_u64, st_u64 = _load(ctypes.c_uint64), _store(ctypes.c_uint64)
+ld_u64, st_u64 = _load(ctypes.c_int64), _store(ctypes.c_uint64)
 ld_relaxed_sys_u32 = ld_acquire_sys_u32 = ld_u32
 st_relaxed_sys_u32 = st_release_sys_u32 = st_u32
 ld_relaxed_sys_u64 = ld_acquire_sys_u64 = ld_u64
@@ -65,7 +65,8 @@ def st_v2_u64(address: int, words: tuple[int, int]) -> None:
 def ld_relaxed_sys_v4_u32(address: int) -> tuple[int, int, int, int]:
     """Load 16 bytes, each 8-byte half in one piece."""
     low, high = ld_u64(address), ld_u64(address + 8)
-    return low & 0xFFFFFFFF, low >> 32, high & 0xFFFFFFFF, high >> 32
+    mask = 0xFFFFFFFF
+    return low & mask, low >> 32 & mask, high & mask, high >> 32 & mask
 
 
 def st_relaxed_sys_v4_u32(address: int, words: tuple[int, int, int, int]) -> None:
@@ -84,15 +85,14 @@ def globaltimer() -> int:
     return time.monotonic_ns()
 
 
-def _reinterpret(source: Any, target: Any) -> Callable[[Any], Any]:
-    def reinterpret(value: Any) -> Any:
-        return np.asarray(value, source).view(target)[()]
-
-    return reinterpret
+def f32_of_bits(bits: int) -> Any:
+    """Return the float32 of those bits."""
+    return np.uint32(bits & 0xFFFFFFFF).view(np.float32)
 
 
-f32_of_bits = _reinterpret(np.uint32, np.float32)
-f64_of_bits = _reinterpret(np.uint64, np.float64)
+def f64_of_bits(word: int) -> Any:
+    """Return the float64 of those bits."""
+    return np.int64(word).view(np.float64)
 
 
 def bits_of_f32(value: Any) -> int:
@@ -151,8 +151,8 @@ def block_size() -> int:
 
 
 def word_of(bits: int) -> int:
-    """Return unsigned bits as an 8-byte word, so that words can be combined."""
-    return int(bits)
+    """Return bits as an 8-byte word: a signed integer, as ``ptx.py`` has them."""
+    return ((int(bits) & 0xFFFFFFFFFFFFFFFF) ^ 1 << 63) - (1 << 63)
 
 
 def poll_pause() -> None:
