@@ -15,7 +15,7 @@ from numba_symm.collectives import barrier, select
 from numba_symm.collectives.workspace import MAX_BLOCKS, layout
 from numba_symm.device.signals import Guard
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError
+from numba_symm.errors import ArgumentError, SymmError
 from numba_symm.group import Group
 from numba_symm.kernels import Launch
 from numba_symm.launch import ranks
@@ -120,12 +120,14 @@ class Communicator:
         self.peer_access = self._group.peer_access
         self.stream = stream
         self.heap = Heap(self._group)
-        self.max_blocks = min(
-            self._group.exchange.all_gather(_block_limit(), "grid limits")
-        )
-        self._memory, self.workspace = self.heap.allocate(
-            layout(self.size).nbytes, "workspace"
-        )
+        limits = self._group.exchange.all_gather(_block_limit(), "grid limits")
+        self.max_blocks = min(limits)
+        nbytes = layout(self.size).nbytes
+        try:
+            self._memory, self.workspace = self.heap.allocate(nbytes, "workspace")
+        except SymmError:  # on every rank
+            self._group.close()
+            raise
         self._debug = debug
         self._order = StreamOrder()
         self._plans: OrderedDict[Any, Launch | None] = OrderedDict()

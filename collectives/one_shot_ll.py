@@ -79,6 +79,7 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
         received = cuda.local.array(size, types.int64)
+        stale = cuda.local.array(size, types.int64)
         epoch_at = own + epochs + 4 * block
         epoch = word_of(ld_u32(epoch_at))
         first = slots + block * block_stride + thread * PACKET
@@ -97,23 +98,28 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
                 started = 0
                 waiting = True
                 while waiting:
-                    missing = 0
-                    late = 0
+                    # All slots are loaded before any flag is looked at: a branch
+                    # on one would make the next load wait for it.
                     for r in range(size):
                         low, flag, high, flag2 = ld_relaxed_sys_v4_u32(
                             own + half + r * source_stride
                         )
                         received[r] = word_of(word_of(low) | word_of(high) << 32)
-                        if flag != epoch or flag2 != epoch:
-                            missing += 1
-                            late = r
-                    waiting = missing > 0
+                        stale[r] = (word_of(flag) ^ epoch) | (word_of(flag2) ^ epoch)
+                    any_stale = stale[0]
+                    for r in range(1, size):
+                        any_stale |= stale[r]
+                    waiting = any_stale != 0
                     if waiting:
                         poll_pause()
                         polls += 1
                         if polls % POLLS_PER_CHECK == 0:
                             if started == 0:
                                 started = globaltimer()
+                            late = 0
+                            for r in range(size):
+                                if stale[r] != 0:
+                                    late = r
                             record = wait_record(
                                 ALL_REDUCE_LL, guard.rank, late, block, epoch
                             )

@@ -45,11 +45,10 @@ class Group:
 
     def __init__(self, comm: ranks.Comm, device: int | None, timeout: float):
         self.closed = False
-        with ExitStack() as undo:
+        with ExitStack() as undo_comm, ExitStack() as undo:
             self._comm = ranks.duplicate(ranks.checked(comm))
-            release = ExitStack()  # only here, where every rank fails together
-            release.callback(ranks.release, self._comm)
-            undo.push(release)
+            # Collective, so for errors here, which every rank meets, and not later.
+            undo_comm.callback(ranks.release, self._comm)
             self.world = ranks.discover(self._comm)
             self.exchange = StoreExchange(self._comm, "communicator")
             self.exchange.agree_equal(f"timeout={timeout:g}", "Communicator")
@@ -65,7 +64,7 @@ class Group:
                 self.world.size,
                 int(timeout * 1e9),
             )
-            release.pop_all()
+            undo_comm.pop_all()
             self._undo = undo.pop_all()
 
     def check(self) -> None:
@@ -212,6 +211,17 @@ def map_peers(
         nbytes: its size, equal on all ranks.
         what: the step's name in errors.
     """
+    try:
+        return _map_peers(group, backend, block, nbytes, what)
+    except SymmError:
+        # Every rank has this error and has unmapped: the memory may be freed now.
+        group.exchange.barrier(f"{what}: undone")
+        raise
+
+
+def _map_peers(
+    group: Group, backend: Backend, block: Any, nbytes: int, what: str
+) -> Peers:
     exchange = group.exchange
     rank, size = exchange.rank, exchange.size
     with ExitStack() as undo:

@@ -184,12 +184,16 @@ def barrier(ctx: Any, channel: int) -> bool:
     met = True
     # All writes of this block come before its release of the signals below.
     syncthreads()
-    for peer in range(len(ctx.pads)):
-        if thread == peer % threads and peer != ctx.rank:
+    peer = thread
+    while peer < len(ctx.pads):
+        if peer != ctx.rank:
             met = put_signal(ctx, peer, channel) and met
-    for peer in range(len(ctx.pads)):
-        if thread == peer % threads and peer != ctx.rank:
+        peer += threads
+    peer = thread
+    while peer < len(ctx.pads):
+        if peer != ctx.rank:
             met = wait_signal(ctx, peer, channel) and met
+        peer += threads
     # The peers' writes, acquired by one thread each, become visible to all.
     syncthreads()
     return met
