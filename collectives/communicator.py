@@ -219,8 +219,8 @@ class Communicator:
                 accumulate in float32, integers wrap around.
             op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"`` or the MPI.Op. A NaN on
                 any rank gives NaN.
-            out: where to, of equal size and dtype; ``x`` itself for in place. None:
-                a new array of ordinary device memory.
+            out: where to, of equal size, dtype and order (C or Fortran); ``x`` itself
+                for in place. None: a new array of ordinary device memory.
             stream: a Numba, cuda.core, CuPy or torch stream, or a handle, which
                 must live until the next call. None: the stream the array names,
                 torch's or CuPy's current one for their arrays, else ``comm.stream``.
@@ -272,7 +272,7 @@ class Communicator:
                 "all_reduce: pass out= while a stream is being captured into a graph; "
                 "memory cannot be allocated then"
             )
-        return arrays.empty(source.shape, source.dtype)
+        return arrays.empty_like(source)
 
     def _all_reduce_plan(
         self, source: ArrayView, target: ArrayView, op: Any, algorithm: str | None
@@ -429,7 +429,7 @@ def _same(source: ArrayView, target: ArrayView) -> bool:
     return target is source or (
         target.size == source.size
         and target.dtype == source.dtype
-        and target.contiguous
+        and target.order == source.order
         and not target.readonly
     )
 
@@ -440,6 +440,11 @@ def _check_output(source: ArrayView, target: ArrayView, what: str) -> None:
         raise ArgumentError(
             f"{what}: out has {target.size} {target.dtype.name}, x has {source.size} "
             f"{source.dtype.name}; they must match"
+        )
+    if target.order != source.order:
+        raise ArgumentError(
+            f"{what}: x is in {source.order} order and out in {target.order} order, so "
+            "their elements do not correspond; pass both in one order"
         )
     if target.readonly:
         raise ArgumentError(f"{what}: out is read-only")

@@ -84,6 +84,7 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
         epoch = word_of(ld_u32(epoch_at))
         first = slots + block * block_stride + thread * PACKET
         start = block * THREADS
+        failed = False
         while start < words:
             epoch = epoch + 1 if epoch < LAST_EPOCH else 1
             half = first + (epoch & 1) * half_stride
@@ -97,7 +98,7 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
                 polls = 0
                 started = 0
                 waiting = True
-                while waiting:
+                while waiting and not failed:
                     # All slots are loaded before any flag is looked at: a branch
                     # on one would make the next load wait for it.
                     for r in range(size):
@@ -123,7 +124,7 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
                             record = wait_record(
                                 ALL_REDUCE_LL, guard.rank, late, block, epoch
                             )
-                            waiting = not must_give_up(guard, started, record)
+                            failed = must_give_up(guard, started, record)
                 # In rank order on every rank: all get the same bits.
                 total = unpack(received[0])
                 for r in range(1, size):

@@ -69,6 +69,7 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
         epoch = word_of(ld_u32(epoch_at))
         own_flags = flags + 4 * size * block
         start = block * share
+        failed = False
         while start < vectors:
             epoch = (epoch + 1) & 0xFFFFFFFF
             half = slots + (2 * block + (epoch & 1)) * half_bytes
@@ -85,12 +86,13 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
             cuda.syncthreads()
             for r in range(size):
                 if thread == r % THREADS:
-                    flag = own_flags + 4 * guard.rank
-                    st_release_sys_u32(peers[r] + flag, epoch)
+                    flag = peers[r] + own_flags + 4 * guard.rank
+                    st_release_sys_u32(flag, epoch)
             for r in range(size):
-                if thread == r % THREADS:
+                if thread == r % THREADS and not failed:
                     record = wait_record(ALL_REDUCE_PULL, guard.rank, r, block, epoch)
-                    wait_for_epoch(guard, own + own_flags + 4 * r, epoch, record)
+                    flag = own + own_flags + 4 * r
+                    failed = not wait_for_epoch(guard, flag, epoch, record)
             # Every peer's part, acquired by one thread each, is visible to all.
             cuda.syncthreads()
             for vector in range(start + thread, end, THREADS):

@@ -23,8 +23,8 @@ class ArrayView:
         address: of its first element.
         shape: as given.
         dtype: NumPy's dtype.
-        contiguous: whether its elements fill its memory without gaps, in C or
-            Fortran order.
+        order: ``"C"`` or ``"F"`` if its elements fill its memory without gaps in that
+            order, ``"C"`` if in both; None if there are gaps.
         readonly: whether it must not be written.
         stream: handle of the stream its owner uses, or None if it names none.
     """
@@ -32,7 +32,7 @@ class ArrayView:
     address: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    contiguous: bool
+    order: str | None
     readonly: bool
     stream: int | None
 
@@ -67,7 +67,7 @@ def _view_numba(array: Any) -> ArrayView:
         address=int(array.device_ctypes_pointer.value or 0),
         shape=tuple(array.shape),
         dtype=array.dtype,
-        contiguous=array.is_c_contiguous() or array.is_f_contiguous(),
+        order=_order(array.is_c_contiguous(), array.is_f_contiguous()),
         readonly=False,
         stream=_numba_stream(array),
     )
@@ -96,18 +96,22 @@ def _view_foreign(array: Any, what: str) -> ArrayView:
         address=int(found.ptr),
         shape=tuple(found.shape),
         dtype=np.dtype(found.dtype),
-        contiguous=_fills(found.shape, found.strides),
+        order=_order_of(tuple(found.shape), found.strides),
         readonly=bool(found.readonly),
         stream=_foreign_stream(array),
     )
 
 
-def _fills(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
-    """Return whether strides (in elements) are those of C or Fortran order."""
-    if strides is None:
-        return True
+def _order(in_c: bool, in_fortran: bool) -> str | None:
+    return "C" if in_c else "F" if in_fortran else None
 
-    def ordered(axes: Any) -> bool:
+
+def _order_of(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> str | None:
+    """Return the order that strides (in elements) are of, None if of neither."""
+    if strides is None or 0 in shape:
+        return "C"
+
+    def filled(axes: Any) -> bool:
         expected = 1
         for axis in axes:
             if shape[axis] > 1 and strides[axis] != expected:
@@ -116,7 +120,7 @@ def _fills(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bool:
         return True
 
     axes = range(len(shape))
-    return 0 in shape or ordered(reversed(axes)) or ordered(axes)
+    return _order(filled(reversed(axes)), filled(axes))
 
 
 def _foreign_stream(array: Any) -> int | None:
@@ -147,7 +151,7 @@ def _view_simulated(array: Any, what: str) -> ArrayView:
         address=array.ctypes.data,
         shape=tuple(array.shape),
         dtype=array.dtype,
-        contiguous=flags.c_contiguous or flags.f_contiguous,
+        order=_order(flags.c_contiguous, flags.f_contiguous),
         readonly=not flags.writeable,
         stream=None,
     )
@@ -167,7 +171,7 @@ def _host_array(array: Any, what: str) -> ArgumentError:
 
 def dense(array: ArrayView, what: str) -> ArrayView:
     """Return ``array``, or refuse one with gaps or off its elements' alignment."""
-    if not array.contiguous:
+    if array.order is None:
         raise ArgumentError(
             f"{what}: the array of shape {array.shape} is strided; pass a contiguous "
             "copy (numpy-style ascontiguousarray, .contiguous() in torch)"
@@ -245,9 +249,9 @@ def _device_array(memory: Memory, shape: Any, dtype: Any, offset: int) -> Any:
     return DeviceNDArray(shape, strides, dtype, gpu_data=pointer)
 
 
-def empty(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return a new Numba array in ordinary device memory."""
-    return cuda.device_array(shape, dtype)
+def empty_like(array: ArrayView) -> Any:
+    """Return a new Numba array of that shape and order in ordinary device memory."""
+    return cuda.device_array(array.shape, array.dtype, order=array.order)
 
 
 def check_device(array: ArrayView, ordinal: int, what: str) -> None:

@@ -187,9 +187,12 @@ def _toolkit() -> str:
 
 @functools.cache
 def _device_sources() -> str:
-    """Return the text of every module whose code may run on the device."""
+    """Return the text of every module whose code may run on the device.
+
+    This module's is among them: it says how they are compiled.
+    """
     root = Path(__file__).parent
-    files = [root / "dtypes.py", root / "pads.py"]
+    files = [root / "dtypes.py", root / "kernels.py", root / "pads.py"]
     files += sorted((root / "device").glob("*.py"))
     files += sorted((root / "collectives").glob("*.py"))
     return "\0".join(file.read_text() for file in files)

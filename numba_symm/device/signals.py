@@ -29,8 +29,13 @@ from numba_symm.device.intrinsics import (
 )
 from numba_symm.environment import SIMULATED
 
-POLLS_PER_CHECK = 8 if SIMULATED else 128
-"""Polls between two looks at the clock and the board, which lies across PCIe."""
+POLLS_PER_CHECK = 8 if SIMULATED else 4096
+"""Polls between two looks at the clock and the board: some milliseconds on a GPU.
+
+The board lies across PCIe, and every thread of a grid may be waiting: looking after
+128 polls, ranks 80 us apart delayed each other by their looks for good (4 GPUs, 64 KiB
+by LL packets: 128 us instead of 4).
+"""
 
 
 class Guard(NamedTuple):

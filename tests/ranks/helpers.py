@@ -1,0 +1,139 @@
+"""What the rank tests share: copies, exact expectations, refusals on every rank."""
+
+import hashlib
+
+import ml_dtypes
+import numpy as np
+from numba import cuda
+
+UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def bits(array):
+    """View a host or device array as unsigned integers: Numba copies no bfloat16."""
+    return array.view(UNSIGNED[array.dtype.itemsize])
+
+
+def put(array, host):
+    """Copy a host array into a device array of its shape."""
+    if host.size:
+        bits(array).copy_to_device(bits(host))
+
+
+def get(array):
+    """Return a device array's contents."""
+    if not array.size:
+        return np.empty(tuple(array.shape), array.dtype)
+    return bits(array).copy_to_host().view(array.dtype)
+
+
+def ordinary(shape, dtype, order="C"):
+    """Return a new array of device memory that no peer can reach."""
+    return cuda.device_array(shape, dtype, order=order)
+
+
+class Window:
+    """Elements in the middle of a device buffer, whose rest nobody may touch."""
+
+    MARGIN = 5
+    CANARY = 0xA5
+
+    def __init__(self, buffer, offset, count):
+        assert buffer.size == offset + count + self.MARGIN
+        self.array = buffer[offset : offset + count]
+        self._buffer = buffer
+        self._inside = slice(offset, offset + count)
+
+    def fill(self, host):
+        """Put ``host`` inside and canaries around it."""
+        whole = np.full(self._buffer.size * host.itemsize, self.CANARY, np.uint8)
+        whole = whole.view(host.dtype)
+        whole[self._inside] = host
+        put(self._buffer, whole)
+
+    def read(self):
+        """Return what is inside, having checked the canaries."""
+        whole = get(self._buffer)
+        around = np.delete(bits(whole), self._inside).tobytes()
+        assert set(around) == {self.CANARY}, "written outside of the output"
+        return whole[self._inside]
+
+
+def values(seed, count, dtype, special=False):
+    """Return random elements: of all sizes, the special ones among them if asked."""
+    random, dtype = np.random.default_rng(seed), np.dtype(dtype)
+    if dtype.kind == "i":
+        limits = np.iinfo(dtype)
+        return random.integers(limits.min, limits.max, count, dtype, endpoint=True)
+    found = random.standard_normal(count) * 10.0 ** random.integers(-3, 4, count)
+    with np.errstate(over="ignore"):
+        found = found.astype(dtype)
+    if special:
+        limits = ml_dtypes.finfo(dtype)
+        ends = (limits.max, limits.smallest_normal, limits.smallest_subnormal, 0.0)
+        choices = [np.nan, np.inf, -np.inf, *ends, *(-end for end in ends)]
+        chosen = random.integers(0, 2, count).astype(bool)
+        which = random.integers(0, len(choices), count)
+        found[chosen] = np.array(choices, dtype)[which[chosen]]
+    return found
+
+
+def reduced(inputs, op):
+    """Return what an all-reduce must give, to the bit: rank order, rounded once."""
+    dtype = inputs[0].dtype
+    kept = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
+    total = inputs[0].astype(kept)
+    with np.errstate(all="ignore"):
+        for array in inputs[1:]:
+            other = array.astype(kept)
+            if op == "sum":
+                total = total + other
+            elif op == "prod":
+                total = total * other
+            else:  # as numpy.minimum and numpy.maximum; of equal ones the later
+                first = total < other if op == "min" else total > other
+                total = np.where(first | (total != total), total, other)
+        return total.astype(dtype)
+
+
+def same(actual, wanted):
+    """Return whether two arrays have the same bits; any NaN is as good as another."""
+    if actual.dtype != wanted.dtype or actual.shape != wanted.shape:
+        return False
+    equal = bits(np.ascontiguousarray(actual)) == bits(np.ascontiguousarray(wanted))
+    return bool(np.all(equal | ((actual != actual) & (wanted != wanted))))
+
+
+def digest(*arrays):
+    """Return a short text that two ranks share only if they hold the same bits."""
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def refused(world, kind, call, *texts):
+    """Check that ``call`` raises ``kind``, saying ``texts``, on every rank.
+
+    Returns:
+        Every rank's text.
+    """
+    try:
+        call()
+        outcome = ("no error", "")
+    except Exception as error:
+        outcome = (type(error).__name__, str(error))
+    everyone = world.allgather(outcome)
+    for rank, (name, said) in enumerate(everyone):
+        assert name == kind.__name__, f"rank {rank}: {name}: {said}"
+        for text in texts:
+            assert text in said, f"rank {rank} does not say {text!r}: {said}"
+    return [said for _, said in everyone]
+
+
+def check_works(comm):
+    """Check that a communicator still reduces and meets."""
+    mine = comm.empty(3, np.int64)
+    put(mine, np.arange(3) + comm.rank)
+    wanted = np.arange(3) * comm.size + comm.size * (comm.size - 1) // 2
+    for algorithm in ("one_shot_ll", "one_shot_pull"):
+        assert get(comm.all_reduce(mine, algorithm=algorithm)).tolist() == [*wanted]
+    comm.barrier()
+    comm.synchronize()

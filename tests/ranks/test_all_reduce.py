@@ -1,0 +1,545 @@
+"""all_reduce against NumPy, bit for bit, and with itself in every order."""
+
+import itertools
+import random
+import time
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from numba_symm.collectives import select
+from numba_symm.collectives.one_shot_ll import LAST_EPOCH
+from numba_symm.collectives.workspace import (
+    MAX_BLOCKS,
+    PACKET,
+    PULL_VECTORS,
+    THREADS,
+    layout,
+)
+from numba_symm.environment import SIMULATED
+from tests.ranks.helpers import (
+    Window,
+    bits,
+    digest,
+    get,
+    ordinary,
+    put,
+    reduced,
+    same,
+    values,
+)
+
+LL, PULL = ALGORITHMS = ("one_shot_ll", "one_shot_pull")
+FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
+DTYPES = tuple(np.dtype(dtype) for dtype in (*FLOATS, np.int32, np.int64))
+OPS = ("sum", "prod", "min", "max")
+PLACES = ("new", "out", "in place")
+ROUNDS = 1 if SIMULATED else 6
+"""A simulated call costs 10 to 300 ms, a GPU's microseconds."""
+
+
+def named(item):
+    return str(item)
+
+
+def tiles(algorithm, dtype, blocks):
+    """Return the counts of elements at which an algorithm starts another piece."""
+    lanes = 8 // dtype.itemsize
+    if algorithm == LL:
+        block = THREADS * lanes
+        return [THREADS, block, blocks * block]
+    block, staged = 2 * THREADS * lanes, 2 * PULL_VECTORS * lanes
+    return [THREADS, block, blocks * block, staged, blocks * staged]
+
+
+@dataclass
+class Case:
+    """One call: what every rank must agree on, and what is a rank's own."""
+
+    algorithm: str | None
+    dtype: np.dtype
+    op: str
+    count: int
+    place: str = "out"
+    symmetric: bool = True
+    symmetric_out: bool = True
+    offset: int = 0
+    offset_out: int = 0
+    special: bool = False
+    seed: int = 0
+
+    def inputs(self, size):
+        """Return every rank's input."""
+        return [
+            values([self.seed, rank], self.count, self.dtype, self.special)
+            for rank in range(size)
+        ]
+
+
+class Call:
+    """A case's arrays on this rank: made, enqueued, and looked at when all is done."""
+
+    def __init__(self, comm, case):
+        self.comm, self.case = comm, case
+        self.inputs = case.inputs(comm.size)
+        self.wanted = reduced(self.inputs, case.op)
+        # Every rank allocates both, whichever it uses: allocating is collective.
+        own = self.inputs[comm.rank]
+        self.source = self._window(case.offset, case.symmetric, own)
+        self.target = self._window(case.offset_out, case.symmetric_out, own[::-1])
+
+    def _window(self, offset, symmetric, host):
+        # Of one length on all ranks, whatever a rank's offset: allocations agree.
+        count, longest = self.case.count, 3 + self.case.count + Window.MARGIN
+        shared = self.comm.empty(longest, self.case.dtype)
+        buffer = shared if symmetric else ordinary(longest, self.case.dtype)
+        window = Window(buffer[: offset + count + Window.MARGIN], offset, count)
+        window.fill(host)
+        return window
+
+    def enqueue(self, op=None):
+        case, x = self.case, self.source.array
+        out = {"new": None, "out": self.target.array, "in place": x}[case.place]
+        options = {"out": out, "algorithm": case.algorithm}
+        self.result = self.comm.all_reduce(x, op or case.op, **options)
+        assert out is None or self.result is out
+
+    def check(self):
+        """Check the result and everything around it; return its digest."""
+        place, own = self.case.place, self.inputs[self.comm.rank]
+        source, target = self.source.read(), self.target.read()
+        if place == "new":
+            assert self.result.shape == (self.case.count,)
+            assert self.result.dtype == self.case.dtype
+            actual, unused = get(self.result), (source, own)
+        elif place == "out":
+            actual, unused = target, (source, own)
+        else:
+            actual, unused = source, (target, own[::-1])
+        assert same(actual, self.wanted), (self.case, actual, self.wanted)
+        assert np.array_equal(bits(unused[0]), bits(np.ascontiguousarray(unused[1])))
+        return digest(actual)
+
+
+def run(comm, world, cases, before=lambda step: None):
+    """Enqueue all cases without waiting for any, then check all results."""
+    calls = [Call(comm, case) for case in cases]
+    world.barrier()
+    for step, call in enumerate(calls):
+        before(step)
+        call.enqueue()
+    comm.synchronize()
+    found = [call.check() for call in calls]
+    for rank, other in enumerate(world.allgather(found)):
+        differing = [cases[i] for i in range(len(cases)) if other[i] != found[i]]
+        assert not differing, f"rank {rank} has other bits: {differing}"
+
+
+def sampled(seed, algorithms, dtypes, ops, blocks, largest):
+    """Return a case for every combination given, the rest of it drawn by lot."""
+    lot = random.Random(seed)
+    cases = []
+    for algorithm, dtype, op in itertools.product(algorithms, dtypes, ops):
+        edges = [n + d for n in tiles(LL, dtype, blocks) for d in (-1, 0, 1)]
+        edges += [n + d for n in tiles(PULL, dtype, blocks) for d in (-1, 0, 1)]
+        counts = [1, 2, 3, 5, 7, 13, 31, 61, 127, *(n for n in edges if n <= largest)]
+        case = Case(algorithm, dtype, op, lot.choice(counts), lot.choice(PLACES))
+        case.symmetric, case.symmetric_out = lot.random() < 0.5, lot.random() < 0.5
+        case.offset, case.offset_out = lot.choice([0, 0, 1, 2, 3]), lot.choice([0, 1, 3])
+        case.special, case.seed = lot.random() < 0.5, lot.getrandbits(32)
+        cases.append(case)
+    return cases
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=named)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, None])
+def test_every_dtype_and_op_gives_numpys_bits(comm, world, algorithm, dtype):
+    largest = 100 if SIMULATED else 1 << 20
+    for seed in range(ROUNDS):
+        cases = sampled(seed, [algorithm], [dtype], OPS, comm.max_blocks, largest)
+        run(comm, world, cases)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.int32, np.float64], ids=np.dtype)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_counts_around_every_tile(comm, world, algorithm, dtype):
+    dtype = np.dtype(dtype)
+    edges = tiles(algorithm, dtype, comm.max_blocks)
+    # A whole grid's work, and one element more: a block goes round a second time.
+    counts = {0, 1, 2, 3, 7, *(edge + d for edge in edges for d in (-1, 0, 1))}
+    lot = random.Random(7)
+    cases = [Case(algorithm, dtype, "sum", n, seed=n) for n in sorted(counts)]
+    for case in cases:
+        case.offset, case.offset_out = lot.choice([0, 0, 1]), lot.choice([0, 0, 3])
+        case.place = lot.choice(PLACES)
+    for _ in range(ROUNDS):
+        run(comm, world, cases)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_alignment_of_input_and_output(comm, world, algorithm, place):
+    offsets = itertools.product([0, 1, 2, 3], [0, 1, 2, 3])
+    cases = [
+        Case(algorithm, DTYPES[2], "max", 21, place, offset=a, offset_out=b, seed=a + b)
+        for a, b in offsets
+        if not SIMULATED or (a + b) % 2
+    ]
+    run(comm, world, cases)
+
+
+def test_large_messages_go_round_the_grid_several_times(comm, world):
+    counts = (1031, 4099) if SIMULATED else (999_983, 8_388_593, 4 << 20)
+    for count in counts:
+        cases = [Case(PULL, np.dtype(np.float32), "sum", count, "out", seed=count)]
+        if count < 1 << 22 and (not SIMULATED or count < 2000):
+            cases.append(Case(LL, np.dtype(np.int32), "sum", count, "new", seed=count))
+        run(comm, world, cases)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_min_and_max_treat_nan_and_infinity_as_numpy_does(comm, algorithm):
+    choices = [np.nan, np.inf, -np.inf, -0.0, 1.5]
+    rows = np.array([*itertools.product(choices, repeat=2)], np.float32).T
+    inputs = [np.roll(rows[rank % 2], rank // 2) for rank in range(comm.size)]
+    x = comm.empty(rows.shape[1], np.float32)
+    put(x, inputs[comm.rank])
+    for op, numpys in (("min", np.minimum), ("max", np.maximum)):
+        found = get(comm.all_reduce(x, op, algorithm=algorithm))
+        assert np.array_equal(found, numpys.reduce(inputs), equal_nan=True)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_halves_are_rounded_once(comm, algorithm):
+    # In float16, 2048 + 1 is 2048 again: only a wider sum sees the ones.
+    for dtype, large in ((np.float16, 2048.0), (ml_dtypes.bfloat16, 256.0)):
+        x = comm.empty(9, dtype)
+        put(x, np.full(9, large if comm.rank == 0 else 1.0, dtype))
+        found = get(comm.all_reduce(x, algorithm=algorithm))
+        wanted = np.float32(large + comm.size - 1).astype(dtype)
+        assert found.astype(float).tolist() == [float(wanted)] * 9
+
+
+def test_integers_wrap_around(comm):
+    for dtype in (np.int32, np.int64):
+        largest = np.iinfo(dtype).max
+        x = comm.empty(5, dtype)
+        put(x, np.full(5, largest, dtype))
+        summed, product = get(comm.all_reduce(x)), get(comm.all_reduce(x, "prod"))
+        mask = (1 << 8 * np.dtype(dtype).itemsize) - 1
+        assert [int(v) & mask for v in summed] == [largest * comm.size & mask] * 5
+        assert [int(v) & mask for v in product] == [largest**comm.size & mask] * 5
+
+
+def test_mpi_operators_are_the_named_ones(comm, world):
+    from mpi4py import MPI
+
+    for name, op in zip(OPS, (MPI.SUM, MPI.PROD, MPI.MIN, MPI.MAX), strict=True):
+        call = Call(comm, Case(None, DTYPES[0], name, 13, special=True, seed=3))
+        call.enqueue(op)
+        call.check()
+
+
+SHAPES = [(), (1,), (0,), (4, 0, 3), (3, 5), (2, 3, 4), (1, 17, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=named)
+def test_shapes_are_kept(comm, shape):
+    x = comm.empty(shape, np.int32)
+    hosts = [np.arange(x.size, dtype=np.int32).reshape(shape) * 3 + r for r in range(8)]
+    put(x, hosts[comm.rank])
+    wanted = sum(hosts[: comm.size])
+    y = comm.all_reduce(x)
+    assert y.shape == shape
+    assert np.array_equal(get(y), wanted)
+    flat = comm.empty(max(x.size, 1), np.int32)[: x.size]
+    assert np.array_equal(get(comm.all_reduce(x, out=flat)), wanted.ravel())
+
+
+def fortran(comm, shape, first):
+    x = ordinary(shape, np.int32, order="F")
+    host = np.arange(first, first + x.size, dtype=np.int32).reshape(shape)
+    put(x, np.asfortranarray(host * (comm.rank + 1)))
+    return x, host * (comm.size * (comm.size + 1) // 2)
+
+
+def test_fortran_order_is_kept(comm):
+    x, wanted = fortran(comm, (3, 5), 1)
+    assert np.array_equal(get(comm.all_reduce(x)), wanted)
+    out = ordinary((3, 5), np.int32, order="F")
+    assert np.array_equal(get(comm.all_reduce(x, out=out)), wanted)
+    assert np.array_equal(get(comm.all_reduce(x, out=x)), wanted)
+
+
+def test_ranks_may_differ_in_all_that_peers_cannot_see(comm, world):
+    steps = 12 if SIMULATED else 100
+    lot, own = random.Random(11), random.Random(1000 + comm.rank)
+    cases = []
+    for step in range(steps):
+        count = lot.choice([1, 6, 17, 40, 65])
+        case = Case(ALGORITHMS[step % 2], DTYPES[step % 6], "sum", count, seed=step)
+        # Each rank for itself:
+        case.place = own.choice(PLACES)
+        case.offset, case.offset_out = own.randrange(4), own.randrange(4)
+        case.symmetric, case.symmetric_out = own.random() < 0.5, own.random() < 0.5
+        cases.append(case)
+    run(comm, world, cases)
+
+
+def mixed(seed, steps, blocks):
+    """Return calls of changing size, algorithm, dtype and op."""
+    lot = random.Random(seed)
+    cases = []
+    for step in range(steps):
+        dtype = lot.choice(DTYPES)
+        edges = tiles(lot.choice(ALGORITHMS), dtype, blocks)
+        most = 70 if SIMULATED else edges[-1] + 3
+        counts = [0, 1, 2, 9, lot.randrange(1, 40), lot.randrange(1, most)]
+        algorithm = lot.choice([*ALGORITHMS, None])
+        case = Case(algorithm, dtype, lot.choice(OPS), lot.choice(counts), seed=step)
+        case.place, case.offset = lot.choice(PLACES), lot.choice([0, 0, 1])
+        cases.append(case)
+    return cases
+
+
+def test_calls_in_a_row_without_waiting(comm, world):
+    run(comm, world, mixed(1, 40 if SIMULATED else 400, comm.max_blocks))
+
+
+def test_late_ranks_change_nothing(comm, world):
+    def be_late(step):
+        if step % (comm.size + 1) == comm.rank:
+            comm.synchronize()
+            time.sleep(0.03)
+
+    steps = 4 * (comm.size + 1)
+    run(comm, world, mixed(2, steps, comm.max_blocks), be_late)
+
+
+def test_one_rank_runs_ahead_as_far_as_it_can(comm, world):
+    def be_late(step):
+        if comm.rank == comm.size - 1 and step in (0, 5, 6):
+            time.sleep(0.2)
+
+    # Large and small by turns: a block is used now and then only.
+    small, large = 3, 70 if SIMULATED else 1 << 18
+    cases = [
+        Case(algorithm, DTYPES[4], "sum", small if step % 2 else large, seed=step)
+        for algorithm in ALGORITHMS
+        for step in range(4)
+    ]
+    run(comm, world, cases, be_late)
+
+
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, None])
+def test_a_plan_reads_its_input_anew_each_time(comm, algorithm):
+    x, y = comm.empty(11, np.float64), comm.empty(11, np.float64)
+    plan = comm.all_reduce_init(x, "sum", out=y, algorithm=algorithm)
+    for step in range(4 if SIMULATED else 50):
+        case = Case(algorithm, DTYPES[1], "sum", 11, seed=step)
+        put(x, case.inputs(comm.size)[comm.rank])
+        assert plan() is y
+        assert same(get(y), reduced(case.inputs(comm.size), "sum"))
+
+
+def test_plans_calls_and_barriers_in_turn(comm, world):
+    def make(plan_case):
+        call = Call(comm, plan_case)
+        x, out = call.source.array, call.target.array
+        call.plan = comm.all_reduce_init(x, plan_case.op, out=out, algorithm=LL)
+        return call
+
+    first = make(Case(LL, DTYPES[0], "sum", 33, seed=1))
+    second = make(Case(LL, DTYPES[5], "prod", 2, seed=2))
+    between = Call(comm, Case(PULL, DTYPES[3], "max", 40, "new", seed=3))
+    world.barrier()
+    for step in range(3 if SIMULATED else 30):
+        first.plan()
+        if step % 2:
+            comm.barrier()
+        second.plan()
+        between.enqueue()
+        first.plan()
+    for call in (first, second, between):
+        call.check()
+
+
+def test_a_plan_keeps_its_arrays(comm):
+    x = ordinary(6, np.int64)
+    put(x, np.arange(6) + comm.rank)
+    plan = comm.all_reduce_init(x)
+    del x
+    junk = [ordinary(6, np.int64) for _ in range(20)]
+    for array in junk:
+        put(array, np.full(6, -1))
+    wanted = np.arange(6) * comm.size + comm.size * (comm.size - 1) // 2
+    assert np.array_equal(get(plan()), wanted)
+
+
+def test_a_plan_in_place_repeats_its_effect(comm):
+    x = comm.empty(4, np.int64)
+    put(x, np.full(4, comm.rank + 1))
+    plan = comm.all_reduce_init(x, out=x, algorithm=PULL)
+    for _ in range(3):
+        plan()
+    total = comm.size * (comm.size + 1) // 2
+    assert get(x).tolist() == [total * comm.size**2] * 4
+
+
+def test_more_different_calls_than_a_communicator_remembers(comm, monkeypatch):
+    from numba_symm.collectives import communicator
+
+    monkeypatch.setattr(communicator, "MAX_PLANS", 4)
+    x = comm.empty(12, np.int32)
+    put(x, np.full(12, 2, np.int32))
+    for count in [*range(1, 9), *range(1, 9)]:
+        found = get(comm.all_reduce(x[:count], algorithm=LL))
+        assert found.tolist() == [2 * comm.size] * count
+    assert len(comm._plans) == 4
+
+
+def test_none_takes_the_algorithm_of_the_table(comm, monkeypatch):
+    used = []
+    for name, module in select.ALL_REDUCE.items():
+        bind = module.bind
+        monkeypatch.setattr(
+            module, "bind", lambda *a, bind=bind, name=name: used.append(name) or bind(*a)
+        )
+    limit = 512 if SIMULATED else 64 << 10
+    for count in (limit // 8, 1 + (1 << 20) // 8 if not SIMULATED else limit // 8 + 1):
+        x = comm.zeros(count, np.int64)
+        assert not get(comm.all_reduce(x)).any()
+    assert used == [LL, PULL]
+
+
+class Workspace:
+    """A communicator's epochs and slots on this rank, changed while nothing runs."""
+
+    def __init__(self, comm, world):
+        self.comm, self.world = comm, world
+        self.at = layout(comm.size)
+        self.base = comm.workspace.addresses[comm.rank]
+        self.memory = comm._group.backend
+
+    def quiet(self):
+        """Wait until no rank has anything running."""
+        self.comm.synchronize()
+        self.world.barrier()
+
+    def epoch(self, offset):
+        """Return the first block's epoch of the protocol whose epochs lie there."""
+        return int.from_bytes(self.memory.read(self.base + offset, 4), "little")
+
+    def reset(self):
+        """Make all as new."""
+        self.quiet()
+        self.memory.zero(self.base, self.at.nbytes)
+        self.quiet()
+
+    def set_epochs(self, value):
+        """Make all protocols go on as after ``value`` rounds."""
+        self.quiet()
+        size, at = self.comm.size, self.at
+        for offset, count in (
+            (at.barrier_epochs, 1),
+            (at.barrier_flags, size),
+            (at.pull_epochs, MAX_BLOCKS),
+            (at.pull_flags, MAX_BLOCKS * size),
+            (at.ll_epochs, MAX_BLOCKS),
+        ):
+            self.memory.write(self.base + offset, value.to_bytes(4, "little") * count)
+        self.quiet()
+
+    def plant(self, source, data, epoch):
+        """Put a packet from ``source`` into the slot of block 0's thread 0."""
+        packet = np.array([data & 0xFFFFFFFF, epoch, data >> 32, epoch], np.uint32)
+        half = (epoch & 1) * self.comm.size * THREADS * PACKET
+        slot = self.base + self.at.ll_slots + half + source * THREADS * PACKET
+        self.memory.write(slot, packet.tobytes())
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_epochs_come_round(comm, world, algorithm):
+    workspace = Workspace(comm, world)
+    epochs = {LL: workspace.at.ll_epochs, PULL: workspace.at.pull_epochs}[algorithm]
+
+    def be_late(step):
+        if step % (comm.size + 2) == comm.rank:
+            time.sleep(0.01)
+
+    largest = 70 if SIMULATED else 1 << 17
+    for before in (1, 2, 3):  # rounds in the odd half and in the even one
+        workspace.set_epochs(LAST_EPOCH - before)
+        counts = (1, largest, 2, largest, 1, 3)
+        cases = [
+            Case(algorithm, DTYPES[5], "sum", count, seed=step)
+            for step, count in enumerate(counts)
+        ]
+        run(comm, world, cases, be_late)
+        assert workspace.epoch(epochs) < 1000, "the epochs did not come round"
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.float16], ids=np.dtype)
+def test_packets_of_the_last_time_round_are_not_taken(comm, world, dtype):
+    workspace, dtype = Workspace(comm, world), np.dtype(dtype)
+    lanes = 8 // dtype.itemsize
+    large = comm.max_blocks * THREADS * lanes
+
+    def be_late(step):
+        if step % comm.size == comm.rank:
+            time.sleep(0.1)  # time enough for the others to take a stale packet
+
+    for block in {0, comm.max_blocks - 1}:
+        workspace.reset()
+        # Every slot of all blocks and threads: epochs 1 and 2.
+        run(comm, world, [Case(LL, dtype, "max", large, seed=n) for n in (1, 2)])
+        workspace.set_epochs(LAST_EPOCH - 2)
+        # One thread of the block has something to send, and comes to the last epoch.
+        few = (block * THREADS + 1) * lanes
+        run(comm, world, [Case(LL, dtype, "max", few, seed=n) for n in (3, 4)])
+        assert workspace.epoch(workspace.at.ll_epochs) == LAST_EPOCH
+        # All threads again, in epochs 1 and 2 of the second time round.
+        again = [Case(LL, dtype, "max", large, seed=n) for n in (5, 6)]
+        run(comm, world, again, be_late)
+        assert workspace.epoch(workspace.at.ll_epochs) == 2
+
+
+def test_a_stale_packet_would_be_seen(comm, world):
+    """Show that the tests above can fail: a packet of the right epoch is taken."""
+    workspace = Workspace(comm, world)
+    epoch = workspace.epoch(workspace.at.ll_epochs) + 1
+    x = comm.empty(1, np.int64)
+    put(x, np.array([1 << comm.rank]))
+    wanted = (1 << comm.size) - 1
+    if comm.rank == 0:
+        for source in range(1, comm.size):
+            workspace.plant(source, 1000 * source, epoch)
+    workspace.quiet()
+    if comm.rank > 0:
+        world.barrier()
+    found = get(comm.all_reduce(x, algorithm=LL))[0]
+    if comm.rank == 0:
+        world.barrier()  # it has not waited for the others
+        wanted = 1 + 1000 * sum(range(1, comm.size))
+    assert found == wanted
+    workspace.quiet()
+    assert get(comm.all_reduce(x, algorithm=LL))[0] == (1 << comm.size) - 1
+
+
+def test_barriers_hold_when_their_epochs_come_round(comm, world):
+    workspace = Workspace(comm, world)
+    mine = comm.zeros(comm.size, np.int64)
+    memory = comm.rendezvous(mine)
+    slots = [memory.get_buffer(peer, 1, np.int64, comm.rank) for peer in range(comm.size)]
+    workspace.set_epochs(2**32 - 4)
+    for step in range(1, 9):
+        if step % comm.size == comm.rank:
+            time.sleep(0.01)
+        for slot in slots:
+            put(slot, np.array([step]))
+        comm.barrier()
+        assert get(mine).tolist() == [step] * comm.size, f"step {step}"
+        comm.barrier()
+    assert workspace.epoch(workspace.at.barrier_epochs) == 12

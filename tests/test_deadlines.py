@@ -1,0 +1,525 @@
+"""Ranks that come late, never, or die: every wait ends, and says who waited for whom.
+
+The ranks are spawned processes: mpirun would end the whole job. Without a GPU they run
+in Numba's CUDA simulator. What runs on a rank returns facts; the tests judge them.
+"""
+
+import contextlib
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from tests.spawned import outcomes, run_ranks
+
+AWAY = 1  # the rank that does not come
+SOON = 5.0  # seconds: far less than any timeout that would have to pass, for slow hosts
+PATIENT = 60  # a timeout that never passes
+
+
+def started():
+    """Import the library, on a rank: this process stays without Numba's simulator."""
+    import numba_symm
+
+    return numba_symm
+
+
+def input_of(comm, value=None):
+    from numba import cuda
+
+    return cuda.to_device(np.full(100, comm.rank + 1 if value is None else value, "f4"))
+
+
+def reduced(comm, algorithm=None):
+    """Return whether an all-reduce of 1, 2, … gives their sum."""
+    y = comm.all_reduce(input_of(comm), algorithm=algorithm)
+    comm.synchronize()
+    return bool((y.copy_to_host() == comm.size * (comm.size + 1) / 2).all())
+
+
+def context_is_alive():
+    """Return whether an ordinary kernel and ordinary copies still work."""
+    from numba import cuda
+
+    @cuda.jit
+    def double(x):
+        i = cuda.grid(1)
+        if i < x.size:
+            x[i] = 2 * x[i]
+
+    x = cuda.to_device(np.arange(10, dtype=np.float32))
+    double[1, 16](x)
+    return x.copy_to_host().tolist() == [2.0 * i for i in range(10)]
+
+
+def attempt(call, *args):
+    """Return the error that a call raises, as "Class: text", and its seconds."""
+    begin, error = time.monotonic(), ""
+    try:
+        call(*args)
+    except Exception as found:
+        error = f"{type(found).__name__}: {found}"
+    return error, time.monotonic() - begin
+
+
+# What the ranks that come do, each call needing the rank that does not. Each function
+# returns a call of no arguments; what needs all ranks happens before.
+
+
+def all_reduce_ll(comm):
+    x = input_of(comm)
+    return lambda: comm.all_reduce(x, algorithm="one_shot_ll")
+
+
+def all_reduce_pull(comm):
+    x = input_of(comm)
+    return lambda: comm.all_reduce(x, algorithm="one_shot_pull")
+
+
+def plan(comm):
+    return comm.all_reduce_init(input_of(comm), algorithm="one_shot_ll")
+
+
+def barrier(comm):
+    return comm.barrier
+
+
+def memory_barrier(comm):
+    memory = comm.rendezvous(comm.empty(10))
+    return lambda: memory.barrier(channel=3)
+
+
+def put_signal(comm):
+    memory = comm.rendezvous(comm.empty(10))
+
+    def twice():
+        memory.put_signal(AWAY, channel=5)
+        memory.put_signal(AWAY, channel=5)
+
+    return twice
+
+
+def wait_signal(comm):
+    memory = comm.rendezvous(comm.empty(10))
+    return lambda: memory.wait_signal(AWAY, channel=127)
+
+
+def own_kernel(function):
+    """Return how a user's kernel that calls a device function is prepared."""
+
+    def prepare(comm):
+        from numba import cuda
+
+        from numba_symm import device as symm
+
+        @cuda.jit
+        def put(ctx, result):
+            if cuda.threadIdx.x == 0:
+                result[0] = symm.put_signal(ctx, AWAY, 2)
+                result[1] = symm.put_signal(ctx, AWAY, 2)
+
+        @cuda.jit
+        def wait(ctx, result):
+            if cuda.threadIdx.x == 0:
+                result[1] = symm.wait_signal(ctx, AWAY, 2)
+
+        @cuda.jit
+        def meet(ctx, result):
+            met = symm.barrier(ctx, 2)
+            if cuda.threadIdx.x == AWAY % cuda.blockDim.x:
+                result[1] = met
+
+        kernel = {"put_signal": put, "wait_signal": wait, "barrier": meet}[function]
+        ctx = comm.rendezvous(comm.empty(10)).ctx
+        result = cuda.to_device(np.full(2, 7, np.int32))
+
+        def run():
+            kernel[1, 4](ctx, result)
+            # The device function says so, too, and the kernel ran to its end.
+            assert result.copy_to_host()[1] == 0
+
+        return run
+
+    return prepare
+
+
+OPERATIONS = {
+    "all_reduce_ll": (all_reduce_ll, r"all_reduce \(one-shot LL\), block 0, epoch 1"),
+    "all_reduce_pull": (
+        all_reduce_pull,
+        r"all_reduce \(one-shot pull\), block 0, epoch 1",
+    ),
+    "plan": (plan, r"all_reduce \(one-shot LL\), block 0, epoch 1"),
+    "barrier": (barrier, r"barrier, block 0, epoch 1"),
+    "memory_barrier": (memory_barrier, r"wait_signal, channel 3"),
+    "put_signal": (put_signal, r"put_signal, channel 5"),
+    "wait_signal": (wait_signal, r"wait_signal, channel 127"),
+    "own_put_signal": (own_kernel("put_signal"), r"put_signal, channel 2"),
+    "own_wait_signal": (own_kernel("wait_signal"), r"wait_signal, channel 2"),
+    "own_barrier": (own_kernel("barrier"), r"wait_signal, channel 2"),
+}
+
+
+def one_rank_stays_away(world, name):
+    ns = started()
+    prepare, _ = OPERATIONS[name]
+    with ns.Communicator(world, timeout=PATIENT) as comm:
+        if name.startswith(("all_reduce", "plan", "barrier", "memory_barrier")):
+            prepare(comm)()  # compiled before a second counts
+            comm.synchronize()
+    comm = ns.Communicator(world, timeout=1.0)
+    call = prepare(comm)
+    memory = comm.rendezvous(comm.empty(10))
+    world.barrier()
+    facts = {}
+    if world.rank != AWAY:
+        facts["error"] = attempt(lambda: (call(), comm.synchronize()))
+    world.barrier()
+    if world.rank == AWAY:  # later than the deadline of the others
+        facts["error"] = attempt(lambda: (call(), comm.synchronize()))
+    refusals = {
+        "all_reduce": lambda: comm.all_reduce(input_of(comm)),
+        "all_reduce_init": lambda: comm.all_reduce_init(input_of(comm)),
+        "barrier": comm.barrier,
+        "empty": lambda: comm.empty(10),
+        "zeros": lambda: comm.zeros(10),
+        "rendezvous": lambda: comm.rendezvous(memory.get_buffer(0, 1, "f4")),
+        "memory's barrier": memory.barrier,
+        "memory's put_signal": lambda: memory.put_signal((world.rank + 1) % 3),
+        "check": comm.check,
+        "synchronize": comm.synchronize,
+    }
+    facts["refused"] = {what: attempt(refusals[what]) for what in refusals}
+    facts["alive"] = context_is_alive()
+    facts["close"] = attempt(comm.close)
+    facts["closed"] = [attempt(comm.check), attempt(comm.barrier), attempt(comm.close)]
+    with ns.Communicator(world, timeout=PATIENT) as comm:
+        facts["again"] = reduced(comm)
+    return facts
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_rank_that_does_not_come(name):
+    facts = run_ranks(3, one_rank_stays_away, name)
+    _, where = OPERATIONS[name]
+    text = (
+        rf"CollectiveTimeout: rank [02] waited for rank {AWAY} in {where}, "
+        r"for longer than the timeout of 1 s; "
+    )
+    for rank, fact in enumerate(facts):
+        error, seconds = fact["error"]
+        assert re.match(text, error), (rank, error)
+        if rank == AWAY:  # it does not wait itself: it is told
+            assert seconds < 0.9, seconds
+        else:
+            assert seconds < 1 + SOON, (rank, seconds)
+        for what, (refusal, seconds) in fact["refused"].items():
+            assert re.match(text, refusal), (rank, what, refusal)
+            assert seconds < 0.9, (rank, what, seconds)
+        assert fact["alive"]
+        assert fact["close"][0] == ""  # who closes it has heard of the failure
+        assert fact["close"][1] < SOON
+        check, call, close = (error for error, _ in fact["closed"])
+        assert check.startswith("ClosedError: ")
+        assert call == check
+        assert close == ""
+        assert fact["again"]
+
+
+def wait_without_the_host(world):
+    """A kernel of the user's own is launched after the failure: nothing checks."""
+    ns = started()
+    from numba import cuda
+
+    from numba_symm import device as symm
+
+    @cuda.jit
+    def wait(ctx, result):
+        if cuda.threadIdx.x == 0:
+            result[0] = symm.wait_signal(ctx, (ctx.rank + 1) % ctx.world_size, 0)
+
+    comm = ns.Communicator(world, timeout=3)
+    ctx = comm.rendezvous(comm.empty(1)).ctx
+    result = cuda.to_device(np.full(1, 7, np.int32))
+    seconds = []
+    for rank in range(2):
+        world.barrier()
+        if world.rank == rank:
+            for _ in range(2):
+                begin = time.monotonic()
+                wait[1, 1](ctx, result)
+                found = result.copy_to_host()[0]
+                seconds.append(time.monotonic() - begin)
+                assert found == 0
+    error = attempt(comm.close)[0]
+    return seconds, error
+
+
+def test_later_kernels_leave_at_once():
+    facts = run_ranks(2, wait_without_the_host)
+    (first, second), _ = facts[0]
+    assert first > 2.9
+    assert second < 1.5
+    assert max(facts[1][0]) < 2.5  # one compiles the kernel
+    for _, error in facts:  # nobody had been told
+        assert error.startswith(
+            "CollectiveTimeout: rank 0 waited for rank 1 in wait_signal, channel 0"
+        )
+
+
+def fails_within(world, how):
+    ns = started()
+    begin = time.monotonic()
+    try:
+        with ns.Communicator(world, timeout=1) as comm:
+            x = input_of(comm)
+            if world.rank != AWAY:
+                comm.all_reduce(x, algorithm="one_shot_ll")
+                if how == "check":
+                    comm.synchronize()
+            elif how == "leaves first":
+                time.sleep(0.5)
+            else:
+                time.sleep(3)
+    except ns.CollectiveTimeout as error:
+        text = str(error)
+    else:
+        text = ""
+    return text, time.monotonic() - begin, context_is_alive()
+
+
+@pytest.mark.parametrize("how", ["check", "no check", "leaves first"])
+def test_leaving_a_with_statement_tells_of_a_failure(how):
+    """Closing says what nobody has heard, and waits for no rank that has failed."""
+    for text, seconds, alive in run_ranks(3, fails_within, how):
+        assert re.match(rf"rank [02] waited for rank {AWAY} in all_reduce", text), how
+        assert seconds < 3 + SOON
+        assert alive
+
+
+def dies(world, at):
+    ns = started()
+    comm = ns.Communicator(world, timeout=2)
+    reduced(comm, "one_shot_ll")
+    if world.rank == AWAY:
+        if at == "between calls":
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    def work():
+        while True:
+            assert reduced(comm, "one_shot_ll")
+
+    text, seconds = attempt(work)
+    closing = attempt(comm.close)
+    survivors = world.among([rank for rank in range(world.size) if rank != AWAY])
+    with ns.Communicator(survivors, timeout=PATIENT) as comm:
+        again = reduced(comm, "one_shot_ll") and reduced(comm, "one_shot_pull")
+    return text, seconds, closing, again, context_is_alive()
+
+
+@pytest.mark.parametrize("at", ["between calls", "amid calls"])
+def test_a_rank_that_is_killed(at):
+    ended = outcomes(3, dies, at)
+    assert ended[AWAY].code == -signal.SIGKILL
+    for rank in (0, 2):
+        assert not ended[rank].error, ended[rank].trace
+        text, seconds, closing, again, alive = ended[rank].value
+        assert re.match(r"CollectiveTimeout: rank \d waited for rank \d in all_", text)
+        assert seconds < 2.5 + SOON
+        assert closing[0] == ""
+        assert closing[1] < SOON
+        assert again
+        assert alive
+
+
+def killed_before_close(world):
+    ns = started()
+    comm = ns.Communicator(world, timeout=1)
+    reduced(comm)
+    if world.rank == AWAY:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return attempt(comm.close)
+
+
+def test_closing_does_not_wait_for_a_dead_rank():
+    ended = outcomes(3, killed_before_close)
+    for rank in (0, 2):
+        text, seconds = ended[rank].value
+        assert re.match(rf"CollectiveTimeout: rank [02] waited for rank {AWAY} in", text)
+        assert "close" in text
+        assert seconds < 1 + SOON
+
+
+def raises_within(world, error):
+    ns = started()
+    waited = None
+    begin = time.monotonic()
+    with ns.Communicator(world, timeout=PATIENT) as comm:
+        assert reduced(comm)
+        if world.rank == AWAY:
+            time.sleep(0.5)
+            raise {"ValueError": ValueError, "exit": SystemExit}[error](7)
+        begin = time.monotonic()
+        if world.rank == 0:
+            waited = attempt(lambda: reduced(comm, "one_shot_pull"))
+        else:  # waits in close() for the others
+            leaving = attempt(comm.close)
+            waited = leaving
+    return waited, time.monotonic() - begin
+
+
+@pytest.mark.parametrize("error", ["ValueError", "exit"])
+def test_a_rank_that_leaves_by_an_exception(error):
+    ended = outcomes(3, raises_within, error)
+    if error == "exit":
+        assert ended[AWAY].code == 7
+        assert ended[AWAY].output == ""
+    else:
+        assert ended[AWAY].error == "ValueError: 7"
+    for rank in (0, 2):
+        assert not ended[rank].error, ended[rank].trace
+        (text, seconds), total = ended[rank].value
+        assert text.startswith(
+            f"CollectiveTimeout: rank {AWAY} left after an error of its own"
+        ), rank
+        assert seconds < 0.5 + SOON
+        assert total < 0.5 + SOON
+
+
+def exits_with_an_open_communicator(world):
+    ns = started()
+    comm = ns.Communicator(world, timeout=1)
+    assert reduced(comm)
+    if world.rank == AWAY:
+        sys.exit(3)
+    text = attempt(lambda: reduced(comm))[0]
+    comm.close()
+    return text
+
+
+def test_exit_with_an_open_communicator():
+    """It warns, and nothing else happens at the end of the process."""
+    ended = outcomes(2, exits_with_an_open_communicator)
+    assert ended[AWAY].code == 3
+    output = ended[AWAY].output
+    assert re.search(r"RuntimeWarning: <Communicator rank 1 of 2.*open at exit", output)
+    assert "Traceback" not in output
+    assert "Exception ignored" not in output
+    assert not ended[0].error, ended[0].trace
+    assert ended[0].value.startswith("CollectiveTimeout: rank 0 waited for rank 1")
+    assert ended[0].output == ""
+
+
+def timeout_of_the_environment(world):
+    ns = started()
+    comm = ns.Communicator(world)
+    found = None
+    if world.rank != AWAY:
+        found = attempt(lambda: reduced(comm))
+    world.barrier()
+    with contextlib.suppress(ns.CollectiveTimeout):
+        comm.close()
+    with ns.Communicator(world, timeout=PATIENT) as explicit:
+        return comm.timeout, explicit.timeout, found
+
+
+def test_the_timeout_of_the_environment():
+    facts = run_ranks(
+        2, timeout_of_the_environment, environ=[{"NUMBA_SYMM_TIMEOUT": "1.5"}] * 2
+    )
+    assert [(timeout, explicit) for timeout, explicit, _ in facts] == [(1.5, PATIENT)] * 2
+    text, seconds = facts[0][2]
+    assert "for longer than the timeout of 1.5 s" in text
+    assert 1.4 < seconds < 1.5 + SOON
+
+
+def late(world):
+    ns = started()
+    right = []
+    for timeout in (0, 10):
+        with ns.Communicator(world, timeout=timeout) as comm:
+            world.barrier()
+            if world.rank == AWAY:
+                time.sleep(3)
+            right.append(reduced(comm))
+    return right
+
+
+def test_a_late_rank_is_waited_for():
+    """For ever where the timeout is 0, and as long as a longer one lasts."""
+    assert run_ranks(2, late) == [[True, True]] * 2
+
+
+def all_reduces(world):
+    ns = started()
+    with ns.Communicator(world) as comm:
+        right = [reduced(comm, name) for name in (None, "one_shot_ll", "one_shot_pull")]
+        comm.barrier()
+        comm.synchronize()
+    return right, sorted(name for name in sys.modules if name.startswith("mpi4py"))
+
+
+def test_a_job_without_mpi():
+    """The library takes any communicator, and imports no MPI."""
+    assert run_ranks(4, all_reduces) == [([True] * 3, [])] * 4
+
+
+def fails_on_one_rank(world, how):
+    ns = started()
+    from numba_symm import memory
+
+    one = world.rank == AWAY
+    with ns.Communicator(world):
+        pass  # what is made once in a process is there
+    before = sorted(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    options = {}
+    undo = contextlib.ExitStack()
+    with undo:
+        if how == "timeouts differ":
+            options["timeout"] = 7 if one else 8
+        elif how == "no timeout" and one:
+            options["timeout"] = -1
+        elif how == "no such device" and one:
+            options["device"] = 99
+        elif how == "backend" and one:
+            os.environ["NUMBA_SYMM_BACKEND"] = "floppy"
+            undo.callback(os.environ.pop, "NUMBA_SYMM_BACKEND")
+        elif how == "no memory" and one:
+
+            def refuse(self, nbytes):
+                raise ns.BackendError(f"no {nbytes} bytes left")
+
+            real = memory.SymmetricMemoryAllocator.allocate
+            undo.callback(setattr, memory.SymmetricMemoryAllocator, "allocate", real)
+            memory.SymmetricMemoryAllocator.allocate = refuse
+        error, seconds = attempt(lambda: ns.Communicator(world, **options))
+    after = sorted(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with ns.Communicator(world, timeout=PATIENT) as comm:
+        again = reduced(comm)
+    return error, seconds, before == after, again
+
+
+CREATION = {
+    "timeouts differ": "ArgumentError: Communicator: ranks 0, 2 have timeout=8, rank 1 "
+    "has timeout=7",
+    "no timeout": "ArgumentError: .*\n *rank 1: timeout=-1",
+    "no such device": "ArgumentError: .*\n *rank 1: device=99",
+    "backend": "ArgumentError: .*\n *rank 1: NUMBA_SYMM_BACKEND='floppy'",
+    "no memory": r"BackendError: .*\n *rank 1: no \d+ bytes left",
+}
+
+
+@pytest.mark.parametrize("how", CREATION)
+def test_a_communicator_that_cannot_be_made_on_one_rank(how):
+    """All ranks are told, nothing stays open, and the next one works."""
+    for error, seconds, same_files, again in run_ranks(3, fails_on_one_rank, how):
+        assert re.match(CREATION[how], error), error
+        assert seconds < SOON
+        assert same_files
+        assert again
