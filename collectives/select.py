@@ -12,16 +12,18 @@ ALL_REDUCE: dict[str, ModuleType] = {
 }
 """Algorithms of all_reduce by name."""
 
-# Largest message, in bytes, that LL packets carry faster than the pull kernel does.
-_LL_LIMIT = {1: 256 << 10, 2: 1 << 20, 3: 512 << 10, 4: 256 << 10}
-_LL_LIMIT_MANY = 64 << 10
+# Largest message, in bytes, that LL packets carry faster than the pull kernel does:
+# on H200s the two cross between 256 KiB and 1 MiB with 2, 3 and 4 ranks
+# (bench/results); with more, LL's traffic of 2 (n - 1) messages a rank tells earlier.
+_LL_LIMIT_FEW = 512 << 10
+_LL_LIMIT_MANY = 128 << 10
 # A simulated round costs milliseconds, whatever it carries: LL's are many and small.
 _LL_LIMIT_SIMULATED = 512
 
 
 def all_reduce(nbytes: int, size: int) -> str:
     """Return the name of the fastest algorithm for a message and a world size."""
-    limit = _LL_LIMIT.get(size, _LL_LIMIT_MANY)
+    limit = _LL_LIMIT_FEW if size <= 4 else _LL_LIMIT_MANY
     if SIMULATED:
         limit = _LL_LIMIT_SIMULATED
     return "one_shot_ll" if nbytes <= limit else "one_shot_pull"

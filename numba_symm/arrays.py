@@ -5,6 +5,7 @@ the simulator, arrays are Numba's simulator arrays, which have neither; this mod
 is the one place that knows.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +40,7 @@ class ArrayView:
     @property
     def size(self) -> int:
         """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -258,25 +259,18 @@ def check_device(array: ArrayView, ordinal: int, what: str) -> None:
     """Refuse memory that is not on the GPU of that ordinal."""
     if SIMULATED or array.size == 0:
         return
-    from cuda.bindings import driver as binding
+    from cuda.core import Buffer
 
-    from numba_symm import driver
-
-    attribute = binding.CUpointer_attribute
-    kind = driver.call(
-        "cuPointerGetAttribute",
-        attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-        array.address,
-    )
-    found = driver.call(
-        "cuPointerGetAttribute",
-        attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-        array.address,
-    )
-    if int(kind) != int(binding.CUmemorytype.CU_MEMORYTYPE_DEVICE):
-        raise ArgumentError(f"{what}: the array at {array.address:#x} is host memory")
-    if int(found) != ordinal:
+    # cuda-bindings' cuPointerGetAttribute calls every device 0 (cuda-python#2928).
+    memory = Buffer.from_handle(array.address, array.nbytes)
+    if memory.is_host_accessible:
         raise ArgumentError(
-            f"{what}: the array lies on GPU {found}, and this rank is bound to GPU "
-            f"{ordinal}; copy it there, or make the communicator with device={found}"
+            f"{what}: the array at {array.address:#x} lies in host or managed memory; "
+            "copy it to memory of the device first"
+        )
+    if memory.device_id != ordinal:
+        raise ArgumentError(
+            f"{what}: the array lies on GPU {memory.device_id}, and this rank is bound "
+            f"to GPU {ordinal}; copy it there, or make the communicator with "
+            f"device={memory.device_id}"
         )
