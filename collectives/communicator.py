@@ -1,9 +1,11 @@
 """The communicator: ranks bound to GPUs, and the collectives between them."""
 
 import atexit
+import math
 import warnings
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -109,9 +111,8 @@ class Communicator:
         stream: Any = None,
         debug: bool = False,
     ):
-        seconds = environment.timeout() if timeout is None else timeout
-        self.timeout = environment.checked_timeout(seconds, f"timeout={seconds!r}")
-        self._group = Group(comm, device, self.timeout)
+        self._group = Group(comm, device, timeout)
+        self.timeout = self._group.timeout
         self.rank = self._group.world.rank
         self.size = self._group.world.size
         self.device: GPU = self._group.gpu
@@ -168,9 +169,9 @@ class Communicator:
     def _symmetric(self, shape: Any, dtype: Any, what: str) -> Any:
         self.check()
         with self._group.exchange.agreed(what):
-            shape, dtype = _checked_shape(shape, what), np.dtype(dtype)
+            shape, dtype = _checked_shape(shape, what), _checked_dtype(dtype, what)
         self._group.exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         memory, _ = self.heap.allocate(nbytes, what)
         return memory.array(shape, dtype)
 
@@ -234,13 +235,7 @@ class Communicator:
             CollectiveTimeout: an earlier call of the communicator has failed.
             ClosedError: it was closed.
         """
-        self.check()
-        source = arrays.dense(arrays.view(x, "all_reduce"), "all_reduce")
-        handle, owner = self._stream_for(stream, source)
-        if out is None:
-            out = self._new_output(source, handle)
-        target = source if out is x else arrays.view(out, "all_reduce: out")
-        launch = self._all_reduce_plan(source, target, op, algorithm)
+        launch, out, (handle, owner) = self._prepared(x, op, out, stream, algorithm)
         self._run(launch, handle, owner)
         return out
 
@@ -257,14 +252,40 @@ class Communicator:
         Takes what :meth:`all_reduce` takes, and raises what it raises. Calling the
         plan is collective, making it is too in debug mode.
         """
+        launch, out, (handle, _) = self._prepared(x, op, out, stream, algorithm)
+        return Plan(self, launch, (x, out), handle if stream is None else stream)
+
+    def _prepared(
+        self, x: Any, op: Any, out: Any, stream: Any, algorithm: str | None
+    ) -> tuple[Launch | None, Any, tuple[int, Any]]:
+        """Return an all-reduce's launch, its output, and its stream and what keeps it.
+
+        In debug mode the ranks agree first, so that an error of one is all ranks'.
+        """
         self.check()
+        if not self._debug:
+            return self._bound(x, op, out, stream, algorithm)
+        exchange, what = self._group.exchange, "all_reduce"
+        with exchange.agreed(what):
+            bound = self._bound(x, op, out, stream, algorithm)
+            view = arrays.view(x, what)
+            call = (
+                f"{view.size} {view.dtype.name} in {view.order} order, "
+                f"op {dtypes.reduction(op, what)!r}, algorithm {algorithm!r}"
+            )
+        exchange.agree_equal(call, what)
+        return bound
+
+    def _bound(
+        self, x: Any, op: Any, out: Any, stream: Any, algorithm: str | None
+    ) -> tuple[Launch | None, Any, tuple[int, Any]]:
         source = arrays.dense(arrays.view(x, "all_reduce"), "all_reduce")
-        handle, _ = self._stream_for(stream, source)
+        handle, owner = self._stream_for(stream, source)
         if out is None:
             out = self._new_output(source, handle)
         target = source if out is x else arrays.view(out, "all_reduce: out")
         launch = self._all_reduce_plan(source, target, op, algorithm)
-        return Plan(self, launch, (x, out), handle if stream is None else stream)
+        return launch, out, (handle, owner)
 
     def _new_output(self, source: ArrayView, handle: int) -> Any:
         if not SIMULATED and streams.is_capturing(handle):
@@ -279,9 +300,6 @@ class Communicator:
     ) -> Launch | None:
         op = dtypes.reduction(op, "all_reduce")
         count, dtype = source.size, source.dtype
-        if self._debug:
-            call = f"{count} {dtype.name}, op {op!r}, algorithm {algorithm!r}"
-            self._group.exchange.agree_equal(call, "all_reduce")
         key = (algorithm, source.address, target.address, count, dtype, op)
         if key in self._plans and _same(source, target):
             self._plans.move_to_end(key)
@@ -418,10 +436,20 @@ def _block_limit() -> int:
 
 
 def _checked_shape(shape: Any, what: str) -> tuple[int, ...]:
-    axes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+    axes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     if any(not isinstance(n, int | np.integer) or n < 0 for n in axes):
         raise ArgumentError(f"{what}: shape={shape!r}; give integers from 0")
     return tuple(int(n) for n in axes)
+
+
+def _checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
+    try:
+        found: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as error:
+        raise ArgumentError(f"{what}: dtype={dtype!r}; {error}") from error
+    if found.hasobject:
+        raise ArgumentError(f"{what}: dtype={dtype!r}; a GPU has no Python objects")
+    return found
 
 
 def _same(source: ArrayView, target: ArrayView) -> bool:

@@ -85,7 +85,8 @@ def _view_foreign(array: Any, what: str) -> ArrayView:
     try:
         # -1: no synchronisation here; calls are ordered on the stream they run on.
         found = StridedMemoryView.from_any_interface(array, stream_ptr=-1)
-    except (BufferError, TypeError, AttributeError, RuntimeError) as error:
+        dtype = np.dtype(found.dtype)
+    except Exception as error:  # whatever a foreign object's own methods raise
         raise ArgumentError(
             f"{what}: {type(array).__name__} is no device array ({error}); pass one "
             "with __cuda_array_interface__ or DLPack, such as Numba's, CuPy's or "
@@ -96,7 +97,7 @@ def _view_foreign(array: Any, what: str) -> ArrayView:
     return ArrayView(
         address=int(found.ptr),
         shape=tuple(found.shape),
-        dtype=np.dtype(found.dtype),
+        dtype=dtype,
         order=_order_of(tuple(found.shape), found.strides),
         readonly=bool(found.readonly),
         stream=_foreign_stream(array),
@@ -208,7 +209,7 @@ class Memory:
     def array(self, shape: Any, dtype: Any, offset: int = 0) -> Any:
         """Return a C-contiguous Numba device array, ``offset`` bytes in."""
         dtype = np.dtype(dtype)
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         if SIMULATED:
             flat = np.asarray(_HostView(self))[offset : offset + nbytes]

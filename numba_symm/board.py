@@ -79,9 +79,11 @@ class Board:
         """
         self._left[self._rank] = 1
         deadline = time.monotonic() + timeout if timeout else math.inf
-        while self.failure() is None and not all(self._left):
+        while self.failure() is None:
+            absent = [rank for rank in range(self._size) if not self._left[rank]]
+            if not absent:
+                return None
             if time.monotonic() > deadline:
-                absent = [rank for rank in range(self._size) if not self._left[rank]]
                 self._report(_CLOSE << 56 | self._rank << 48 | absent[0] << 40)
             time.sleep(_POLL_SECONDS)
         return self.failure()

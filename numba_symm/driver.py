@@ -1,5 +1,6 @@
 """CUDA driver calls that raise a readable error."""
 
+import functools
 from typing import Any
 
 from numba_symm.errors import DriverError
@@ -11,13 +12,24 @@ def call(name: str, *args: Any) -> Any:
     Raises:
         DriverError: with the call and the driver's own explanation.
     """
-    from cuda.bindings import driver
-
-    status, *results = getattr(driver, name)(*args)
-    if status != driver.CUresult.CUDA_SUCCESS:
-        _, reason = driver.cuGetErrorString(status)
-        text = reason.decode() if reason else "unknown error"
-        raise DriverError(f"{name} failed: {status.name}: {text}")
+    status, *results = _function(name)(*args)
+    if status:
+        raise DriverError(f"{name} failed: {_explanation(status)}")
     if not results:
         return None
     return results[0] if len(results) == 1 else tuple(results)
+
+
+@functools.cache
+def _function(name: str) -> Any:
+    from cuda.bindings import driver  # looks for the driver when first used
+
+    return getattr(driver, name)
+
+
+def _explanation(status: Any) -> str:
+    _, reason = _function("cuGetErrorString")(status)
+    text = reason.decode() if reason else "unknown error"
+    if "CAPTURE" in status.name:
+        text += "; this cannot be done while a stream is being captured into a graph"
+    return f"{status.name}: {text}"

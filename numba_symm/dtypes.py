@@ -62,7 +62,7 @@ def element(dtype: Any, what: str) -> Element:
     if found is None:
         known = ", ".join(_ACCUMULATE)
         raise ArgumentError(
-            f"{what}: cannot reduce {np.dtype(dtype).name}; "
+            f"{what}: cannot reduce {np.dtype(dtype)}; "
             f"convert the array to one of {known}"
         )
     return found

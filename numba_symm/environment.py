@@ -57,6 +57,11 @@ def timeout() -> float:
     return checked_timeout(seconds, f"NUMBA_SYMM_TIMEOUT={value!r}")
 
 
+def chosen_timeout(asked: float | None) -> float:
+    """Return the seconds that a caller ``asked`` for, or the environment's for None."""
+    return timeout() if asked is None else checked_timeout(asked, f"timeout={asked!r}")
+
+
 def checked_timeout(seconds: float, asked: str) -> float:
     """Return ``seconds``, or raise :class:`ArgumentError` naming what was ``asked``."""
     if not 0 <= seconds < 1e9:  # also refuses NaN

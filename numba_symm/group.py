@@ -28,9 +28,11 @@ class Group:
         comm: mpi4py's communicator, or any object with rank, size, allgather and
             barrier.
         device: ordinal of this rank's GPU, or None to have it assigned.
-        timeout: seconds a kernel waits for a peer; 0 waits for ever.
+        timeout: seconds a kernel waits for a peer; 0 waits for ever; None:
+            ``NUMBA_SYMM_TIMEOUT``, else 300.
 
     Attributes:
+        timeout: the seconds, checked.
         world: this rank's place.
         exchange: the ranks' store.
         channel: sends descriptors between them.
@@ -43,7 +45,7 @@ class Group:
         closed: whether it was closed.
     """
 
-    def __init__(self, comm: ranks.Comm, device: int | None, timeout: float):
+    def __init__(self, comm: ranks.Comm, device: int | None, timeout: float | None):
         self.closed = False
         with ExitStack() as undo_comm, ExitStack() as undo:
             self._comm = ranks.duplicate(ranks.checked(comm))
@@ -51,7 +53,9 @@ class Group:
             undo_comm.callback(ranks.release, self._comm)
             self.world = ranks.discover(self._comm)
             self.exchange = StoreExchange(self._comm, "communicator")
-            self.exchange.agree_equal(f"timeout={timeout:g}", "Communicator")
+            with self.exchange.agreed("Communicator"):
+                self.timeout = environment.chosen_timeout(timeout)
+            self.exchange.agree_equal(f"timeout={self.timeout:g}", "Communicator")
             self.gpu = devices.bind(self.exchange, self.world, device)
             self.peer_access = devices.check_peer_access(self.exchange, self.gpu)
             self.channel = undo.enter_context(IpcChannel(self.exchange))
@@ -62,7 +66,7 @@ class Group:
                 self.board.address,
                 self.world.rank,
                 self.world.size,
-                int(timeout * 1e9),
+                int(self.timeout * 1e9),
             )
             undo_comm.pop_all()
             self._undo = undo.pop_all()
@@ -86,12 +90,12 @@ class Group:
         Collective, with no kernel of this rank running; all ranks return the same.
         Does not wait for the others once one has failed.
         """
-        reason = self.board.meet(self.guard.timeout / 1e9)
+        reason = self.board.meet(self.timeout)
         return None if reason is None else self._failure(reason)
 
     def _failure(self, reason: str) -> CollectiveTimeout:
         return CollectiveTimeout(
-            f"{reason} (timeout: {self.guard.timeout / 1e9:g} s); results since the "
+            f"{reason} (timeout: {self.timeout:g} s); results since the "
             "last check are undefined. Close this communicator and make a new one"
         )
 
@@ -122,8 +126,9 @@ def choose_backend(group: Group) -> tuple[Backend, dict[str, str]]:
     exchange.agree_equal(f"NUMBA_SYMM_BACKEND={asked}", "Communicator")
     refused: dict[str, str] = {}
     for name in [asked] if asked else environment.BACKENDS:
-        backend = backends.create(name, group.gpu.ordinal)
         try:
+            with exchange.agreed(f"starting backend {name!r}"):
+                backend = backends.create(name, group.gpu.ordinal)
             prove(group, backend)
         except SymmError as error:
             refused[name] = str(error)

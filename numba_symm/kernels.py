@@ -173,16 +173,26 @@ def _disk_cache() -> Any:
 
 @functools.cache
 def _versions() -> str:
-    packages = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings")
-    found = [f"{name} {importlib.metadata.version(name)}" for name in packages]
-    return ", ".join([*found, f"python {sys.version_info[:2]}", _toolkit()])
+    """Return the versions of everything between the Python source and machine code."""
+    installed = {
+        str(found.name): found.version for found in importlib.metadata.distributions()
+    }
+    # The compiler library tells no version of its own; where it comes with a wheel,
+    # that wheel does.
+    tools = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings")
+    wheels = [name for name in installed if name.startswith("nvidia-") and "nv" in name]
+    found = [f"{name} {installed.get(name)}" for name in (*tools, *sorted(wheels))]
+    return ", ".join([*found, _linker(), f"python {sys.version_info[:2]}"])
 
 
-def _toolkit() -> str:
-    """Return the version of the compiler library, which numba-cuda finds itself."""
-    from numba.cuda.cudadrv.nvvm import NVVM
+def _linker() -> str:
+    """Return what turns PTX into machine code: nvJitLink, else the driver."""
+    from cuda.bindings import nvjitlink
 
-    return f"nvvm {NVVM().get_version()}"
+    try:
+        return f"nvjitlink {nvjitlink.version()}"
+    except RuntimeError:  # not installed
+        return f"driver {driver.call('cuDriverGetVersion')}"
 
 
 @functools.cache

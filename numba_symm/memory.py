@@ -7,6 +7,7 @@ and when all have dropped one. ``SymmetricMemory`` is what a rendezvous gives.
 
 import bisect
 import functools
+import math
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -96,7 +97,7 @@ class SymmetricMemoryAllocator:
 
     def allocate(self, nbytes: int) -> Block:
         """Return a new block of ``nbytes``; see :meth:`alloc`."""
-        if not isinstance(nbytes, int) or nbytes < 0:
+        if not isinstance(nbytes, int) or not 0 <= nbytes < 2**63:
             raise ArgumentError(f"alloc: {nbytes!r} is no number of bytes")
         try:
             allocation = self._backend.allocate(nbytes)
@@ -209,8 +210,8 @@ class Heap:
         self.allocator = allocator_of(group.backend.name, group.gpu.ordinal)
         self._entries: dict[int, _Entry] = {}
         self._count = 0
+        self._arenas: list[_Entry] = []
         self._free_pads: list[_Pad] = []
-        self._closed = False
 
     def allocate(self, nbytes: int, what: str) -> tuple[Memory, Peers]:
         """Return zeroed memory and its mappings on all ranks.
@@ -270,6 +271,7 @@ class Heap:
             address: where it begins; at the same offset of its block on all ranks.
             array: what keeps memory that is not this library's; kept until close.
         """
+        self.group.check()
         exchange, what = self.group.exchange, "rendezvous"
         with exchange.agreed(what):
             entry = self._entry_around(address)
@@ -312,6 +314,7 @@ class Heap:
         nbytes = pads.pad_nbytes(self.group.world.size)
         if not self._free_pads:
             arena = self._allocate(pads.PADS_PER_ARENA * nbytes, "signal pads")
+            self._arenas.append(arena)
             self._free_pads = [
                 _Pad(arena, index * nbytes) for index in range(pads.PADS_PER_ARENA)
             ]
@@ -345,6 +348,9 @@ class Heap:
     def _forget(self) -> list[_Entry]:
         entries = list(self._entries.values())
         self._entries.clear()
+        for arena in self._arenas:  # no array views them: they go once unmapped
+            self.allocator.free(arena.block.address)
+        self._arenas.clear()
         self._free_pads.clear()
         return entries
 
@@ -421,13 +427,14 @@ class SymmetricMemory:
         """
         self._check_open()
         dtype = np.dtype(dtype)
-        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        axes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+        shape = tuple(int(n) for n in axes)
         if not 0 <= rank < self.world_size:
             raise ArgumentError(
                 f"get_buffer: rank {rank}; there are ranks 0 to {self.world_size - 1}"
             )
         start = storage_offset * dtype.itemsize
-        end = start + int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        end = start + math.prod(shape) * dtype.itemsize
         if start < 0 or min((0, *shape)) < 0 or end > self.buffer_size:
             raise ArgumentError(
                 f"get_buffer: shape {shape} of {dtype.name} from element "

@@ -9,6 +9,8 @@ from numba_symm.errors import ArgumentError
 LEGACY_DEFAULT = 0
 """Handle of the legacy default stream."""
 
+_CU_STREAM_LEGACY = 1  # its other handle, which __cuda_array_interface__ names
+
 
 def handle_of(stream: Any) -> int:
     """Return the handle of a Numba, cuda.core, CuPy or torch stream, or of an int."""
@@ -71,7 +73,7 @@ class StreamOrder:
 def is_capturing(stream: int) -> bool:
     """Return whether the stream is being captured into a graph."""
     # The legacy stream cannot be captured, and must not be asked during a capture.
-    if stream == LEGACY_DEFAULT:
+    if stream in (LEGACY_DEFAULT, _CU_STREAM_LEGACY):
         return False
     from cuda.bindings import driver as binding
 

@@ -1,7 +1,7 @@
-"""Runs every file of tests/ranks under mpirun, on several numbers of ranks.
+"""Runs every file of tests/ranks and tests/gpu under mpirun, on 1 to 4 ranks.
 
-Without a GPU the ranks run in Numba's CUDA simulator. This process never does: the
-simulator disables the compiling that other tests need.
+Without a GPU the ranks run in Numba's CUDA simulator, and tests/gpu is skipped. This
+process never does: the simulator disables the compiling that other tests need.
 
 NUMBA_SYMM_TEST_RANKS     the numbers of ranks, such as "4" or "1,2,8"
 NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take
@@ -20,12 +20,13 @@ from numba_symm.errors import DeviceError
 from numba_symm.launch import cli
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted(Path(__file__).parent.glob("ranks/test_*.py"))
+TESTS = Path(__file__).parent
+FILES = sorted(TESTS.glob("ranks/test_*.py")) + sorted(TESTS.glob("gpu/test_*.py"))
 ASKED = os.environ.get("NUMBA_SYMM_TEST_RANKS")
 RANKS = [int(number) for number in (ASKED or "1,2,3,4").split(",")]
 DEADLINE = float(os.environ.get("NUMBA_SYMM_TEST_DEADLINE", "240"))
 DUMP = DEADLINE - min(15, DEADLINE / 4)  # time enough to write it
-WELL = {"0", "70"}  # passed; stopped because another rank failed (ranks/conftest.py)
+WELL = {"0", "70"}  # passed; stopped because another rank failed (conftest.py)
 LINES = 150  # of each rank's output, the last ones
 INNARDS = re.compile(r'^  File ".*/(_pytest|pluggy)/')  # pytest's part of a dump
 
@@ -37,9 +38,12 @@ PYTEST += ["-pno:cacheprovider", "-pno:faulthandler"]  # rank.py has its own
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_on_ranks(file, ranks, tmp_path):
+    environ = environment(ranks)
+    if file.parent.name == "gpu" and environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+        pytest.skip("no NVIDIA GPU")
     program = [str(ROOT / "tests/rank.py"), str(tmp_path), str(DUMP), *PYTEST]
     command = cli.mpirun_command(ranks, [*program, str(file)], cli.find_mpirun())
-    code = run(command, environment(ranks), tmp_path / "mpirun.txt")
+    code = run(command, environ, tmp_path / "mpirun.txt")
     if code != 0:
         pytest.fail(describe(code, ranks, tmp_path), pytrace=False)
 

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import os
+from contextlib import ExitStack
 from typing import Any
 
 from numba_symm.backends.protocol import Allocation, Mapping
@@ -19,15 +20,15 @@ class HostBackend:
     def allocate(self, nbytes: int) -> Allocation:
         """Return at least ``nbytes`` of zeroed memory."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = os.memfd_create("numba_symm", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, size)
-            memory = mmap.mmap(fd, size)
-        except BaseException as error:
-            os.close(fd)
-            if isinstance(error, OSError):
-                raise BackendError(f"cannot allocate {size} bytes: {error}") from error
-            raise
+            with ExitStack() as undo:
+                fd = os.memfd_create("numba_symm", os.MFD_CLOEXEC)
+                undo.callback(os.close, fd)
+                os.ftruncate(fd, size)
+                memory = mmap.mmap(fd, size)
+                undo.pop_all()
+        except (OSError, OverflowError) as error:
+            raise BackendError(f"cannot allocate {size} bytes: {error}") from error
         return Allocation(address_of(memory), size, (fd, memory))
 
     def free(self, allocation: Allocation) -> None:

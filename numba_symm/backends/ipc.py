@@ -7,6 +7,7 @@ Source: `CUDA driver API, memory management
 <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>`_ (``cuIpc*``).
 """
 
+import ctypes
 from typing import Any
 
 from numba_symm import driver
@@ -14,6 +15,7 @@ from numba_symm.backends.device_memory import DeviceMemory
 from numba_symm.backends.protocol import Allocation, Mapping
 from numba_symm.errors import BackendError, DriverError
 
+_HANDLE_BYTES = 64  # read by address: cuda-bindings 13.4 made handles opaque
 _GRANULARITY = 2 << 20  # whole pages: a handle names the page, other users' data too
 
 
@@ -42,22 +44,24 @@ class IpcBackend(DeviceMemory):
     def export(self, allocation: Allocation) -> bytes:
         """Return the handle of the allocation."""
         handle = driver.call("cuIpcGetMemHandle", allocation.address)
-        return bytes(handle.reserved)
+        return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: Any, nbytes: int) -> Mapping:
         """Map the allocation behind a peer's handle."""
         from cuda.bindings import driver as binding
 
         ipc = binding.CUipcMemHandle()
-        ipc.reserved = bytes(handle)
+        ctypes.memmove(ipc.getPtr(), bytes(handle), _HANDLE_BYTES)
         flag = binding.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
         address = int(driver.call("cuIpcOpenMemHandle", ipc, flag))
         return Mapping(address, nbytes, None)
 
     def close(self, mapping: Mapping) -> None:
         """Unmap a peer's allocation, after whatever still uses it."""
-        driver.call("cuCtxSynchronize")
-        driver.call("cuIpcCloseMemHandle", mapping.address)
+        try:
+            driver.call("cuCtxSynchronize")
+        finally:
+            driver.call("cuIpcCloseMemHandle", mapping.address)
 
 
 def allocation_around(address: int, what: str) -> Allocation:

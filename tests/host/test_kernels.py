@@ -116,9 +116,9 @@ def modules_used_by(function, seen):
     used += [cell.cell_contents for cell in function.__closure__ or ()]
     for each in used:
         each = getattr(each, "py_func", getattr(each, "_defn", each))
-        if isinstance(each, FunctionType) and each not in seen:
-            if each.__module__.startswith("numba_symm"):
-                modules_used_by(each, seen)
+        ours = str(getattr(each, "__module__", "")).startswith("numba_symm")
+        if isinstance(each, FunctionType) and ours and each not in seen:
+            modules_used_by(each, seen)
     return seen
 
 

@@ -1,5 +1,4 @@
 import socket
-import subprocess
 import sys
 
 import pytest
@@ -8,18 +7,6 @@ from numba_symm.errors import ArgumentError, DeviceError
 from numba_symm.launch import ranks
 from numba_symm.launch.ranks import World
 from tests.threads import run_ranks
-
-
-def test_importing_launch_modules_starts_neither_mpi_nor_cuda():
-    modules = ("ranks", "exchange", "fds", "devices")
-    code = "import sys\n" + "".join(f"import numba_symm.launch.{m}\n" for m in modules)
-    code += (
-        "print({'mpi4py.MPI', 'cuda.core', 'cuda.bindings.driver'} & {*sys.modules})"
-    )
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout == "set()\n"
 
 
 def test_ranks_of_one_host_are_numbered_in_order():

@@ -117,15 +117,15 @@ def refused(world, kind, call, *texts):
     """
     try:
         call()
-        outcome = ("no error", "")
+        outcome = (False, "no error", "")
     except Exception as error:
-        outcome = (type(error).__name__, str(error))
+        outcome = (isinstance(error, kind), type(error).__name__, str(error))
     everyone = world.allgather(outcome)
-    for rank, (name, said) in enumerate(everyone):
-        assert name == kind.__name__, f"rank {rank}: {name}: {said}"
+    for rank, (right, name, said) in enumerate(everyone):
+        assert right, f"rank {rank}: {name}: {said}"
         for text in texts:
             assert text in said, f"rank {rank} does not say {text!r}: {said}"
-    return [said for _, said in everyone]
+    return [said for *_, said in everyone]
 
 
 def check_works(comm):

@@ -147,7 +147,7 @@ def sampled(seed, algorithms, dtypes, ops, blocks, largest):
         counts = [1, 2, 3, 5, 7, 13, 31, 61, 127, *(n for n in edges if n <= largest)]
         case = Case(algorithm, dtype, op, lot.choice(counts), lot.choice(PLACES))
         case.symmetric, case.symmetric_out = lot.random() < 0.5, lot.random() < 0.5
-        case.offset, case.offset_out = lot.choice([0, 0, 1, 2, 3]), lot.choice([0, 1, 3])
+        case.offset, case.offset_out = lot.choice([0, 0, 1, 3]), lot.choice([0, 1, 2])
         case.special, case.seed = lot.random() < 0.5, lot.getrandbits(32)
         cases.append(case)
     return cases
@@ -271,6 +271,16 @@ def test_fortran_order_is_kept(comm):
     out = ordinary((3, 5), np.int32, order="F")
     assert np.array_equal(get(comm.all_reduce(x, out=out)), wanted)
     assert np.array_equal(get(comm.all_reduce(x, out=x)), wanted)
+
+
+def test_a_c_contiguous_slice_of_many_dimensions(comm):
+    whole = comm.empty((4, 3, 2), np.int32)
+    host = np.arange(24, dtype=np.int32).reshape(4, 3, 2)
+    put(whole, host)
+    assert np.array_equal(get(comm.all_reduce(whole[1:3])), host[1:3] * comm.size)
+    comm.all_reduce(whole[3], out=whole[0])
+    assert np.array_equal(get(whole)[0], host[3] * comm.size)
+    assert np.array_equal(get(whole)[1:], host[1:])
 
 
 def test_ranks_may_differ_in_all_that_peers_cannot_see(comm, world):
@@ -405,7 +415,7 @@ def test_none_takes_the_algorithm_of_the_table(comm, monkeypatch):
     for name, module in select.ALL_REDUCE.items():
         bind = module.bind
         monkeypatch.setattr(
-            module, "bind", lambda *a, bind=bind, name=name: used.append(name) or bind(*a)
+            module, "bind", lambda *a, b=bind, name=name: used.append(name) or b(*a)
         )
     limit = 512 if SIMULATED else 64 << 10
     for count in (limit // 8, 1 + (1 << 20) // 8 if not SIMULATED else limit // 8 + 1):
@@ -532,7 +542,8 @@ def test_barriers_hold_when_their_epochs_come_round(comm, world):
     workspace = Workspace(comm, world)
     mine = comm.zeros(comm.size, np.int64)
     memory = comm.rendezvous(mine)
-    slots = [memory.get_buffer(peer, 1, np.int64, comm.rank) for peer in range(comm.size)]
+    peers = range(comm.size)
+    slots = [memory.get_buffer(peer, 1, np.int64, comm.rank) for peer in peers]
     workspace.set_epochs(2**32 - 4)
     for step in range(1, 9):
         if step % comm.size == comm.rank:

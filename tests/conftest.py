@@ -1,7 +1,7 @@
 """Fixtures of the tests that run under mpirun, and what keeps their ranks in step.
 
-A plain pytest leaves these files alone; tests/test_mpirun.py starts them. By hand:
-``numba-symm run -n 3 -m pytest tests/ranks``.
+A plain pytest leaves ranks/ and gpu/ alone; test_mpirun.py starts their files. By
+hand: ``numba-symm run -n 3 -m pytest tests/ranks``.
 """
 
 import os
@@ -16,7 +16,7 @@ STOPPED = 70
 """The exit code of a rank whose own tests passed, where another rank's failed."""
 
 if not UNDER_MPIRUN:
-    collect_ignore_glob = ["test_*.py"]
+    collect_ignore_glob = ["ranks/test_*.py", "gpu/test_*.py"]
 
 
 class Agreement:

@@ -1,0 +1,272 @@
+"""Memory as weak as PTX lets it be, as far as the protocols could notice.
+
+What it allows
+
+- A store waits in its thread's buffer. Waiting stores reach memory in any order, late
+  or soon, except that those of one thread to one address stay in order. A 16-byte
+  access is two of 8 bytes, which are apart in everything.
+- A load returns any value that reached memory, old ones too, unless the thread must
+  know better: it knows every store that happened before the load, and what was read
+  by any load that did. It sees stores that it knows even while they wait.
+- Happened before: in program order; by ``syncthreads``, for the threads of a block; by
+  a kernel's start, for all earlier kernels of its rank; by an acquire that read what a
+  release wrote, with fences in either place as well (relaxed store after a fence,
+  fence after a relaxed load). Only this carries knowledge from rank to rank.
+- A release store, or a fence, first sends to memory every waiting store that happened
+  before it, whichever thread made it.
+
+What it reports
+
+- a race: two accesses to one address, at least one of them a store and one of them
+  weak (neither relaxed, acquire nor release), none of which happened before the other;
+- access outside the memory that was mapped, misaligned, in different widths to one
+  address, or to what nobody has written.
+
+What it leaves out
+
+- A load is never delayed past a later store of its own thread. For weak accesses the
+  race report stands in for that; relaxed packets rely on the branch that depends on
+  their flag, as on real GPUs.
+- Of one address, only the last few values are remembered.
+- Atomic operations, scopes other than the system's, and fences' total order: nothing
+  here uses them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+WEAK, RELAXED, ACQUIRE, RELEASE = "weak", "relaxed", "acquire", "release"
+
+_REMEMBERED = 8  # values of one address
+_REGION = 1 << 20  # address space a region has to itself; the rest of it is a trap
+
+
+class Finding(Exception):
+    """What a run found wrong.
+
+    Attributes:
+        kind: ``race``, ``access``, ``deadlock``, ``divergence`` or ``result``.
+    """
+
+    def __init__(self, kind: str, text: str):
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+class Observer:
+    """What one thread knows: for every thread, up to which of its accesses."""
+
+    def __init__(self, number: int, name: str, threads: int):
+        self.number = number
+        self.name = name
+        self.known = [0] * threads
+        self.fenced: list[int] | None = None  # known at the last fence
+        self.heard: list[list[int]] = []  # by relaxed loads: known at the next fence
+        self.outdated = False  # whether its loads may return old values just now
+
+    def tick(self) -> int:
+        self.known[self.number] += 1
+        return self.known[self.number]
+
+    def knows(self, store: "Store") -> bool:
+        return store.time <= self.known[store.writer]
+
+    def learn(self, known: list[int]) -> None:
+        self.known = list(map(max, self.known, known))
+
+
+@dataclass(slots=True, eq=False)
+class Store:
+    """One store to one address.
+
+    Attributes:
+        writer: the thread's number, and ``time`` its count of accesses.
+        release: what an acquire of this value learns; None: nothing.
+        order: its place among the stores to this address, once in memory.
+    """
+
+    place: "Place"
+    value: int | None
+    writer: int = 0
+    time: int = 0
+    weak: bool = False
+    release: list[int] | None = None
+    order: int = 0
+
+
+class Place:
+    """One address: the values in memory, oldest first, and the stores that wait."""
+
+    def __init__(self, address: int, nbytes: int, initial: int | None):
+        self.address = address
+        self.nbytes = nbytes
+        self.values = [Store(self, initial)]  # known to everyone
+        self.waiting: list[Store] = []
+        # The last load of each (thread, weak): its time, and the order of the value.
+        self.loads: dict[tuple[int, bool], tuple[int, int]] = {}
+
+
+class Memory:
+    """The memory of all ranks, and the buffers of all threads.
+
+    Attributes:
+        changes: how many stores have reached memory.
+        buffers: for every thread's number, the stores that wait.
+        log: called with a line for every access, if there is anyone to read it.
+    """
+
+    def __init__(self, threads: int, random: Random):
+        self.changes = 0
+        self.buffers: list[list[Store]] = [[] for _ in range(threads)]
+        self.log: Callable[[str], None] | None = None
+        self._random = random
+        self._regions: list[tuple[str, int, int | None]] = [("null", 0, None)]
+        self._places: dict[int, Place] = {}
+
+    def map(self, name: str, nbytes: int, fill: int | None = None) -> int:
+        """Return the address of new memory, in which nothing is written by default."""
+        assert nbytes <= _REGION
+        self._regions.append((name, nbytes, fill))
+        return (len(self._regions) - 1) * _REGION
+
+    def plant(self, address: int, nbytes: int, value: int) -> None:
+        """Put a value into memory before anything runs."""
+        self._place(address, nbytes).values[0].value = value
+
+    def final(self, address: int, nbytes: int) -> int | None:
+        """Return the value at the end of all stores."""
+        place = self._place(address, nbytes)
+        return (place.waiting or place.values)[-1].value
+
+    def load(self, reader: Observer, address: int, nbytes: int, order: str) -> int:
+        place = self._place(address, nbytes)
+        weak = order is WEAK
+        time = reader.tick()
+        found = None
+        for store in place.waiting:
+            if reader.knows(store):
+                found = store
+            elif weak or store.weak:
+                raise self._race(reader, "loads", store)
+        if found is None:
+            oldest = self._oldest(reader, place, weak)
+            found = place.values[-1]
+            if reader.outdated and self._random.random() < 0.5:
+                allowed = place.values[oldest:]
+                found = allowed[int(self._random.random() * len(allowed))]
+            place.loads[reader.number, weak] = time, found.order
+        if found.value is None:
+            raise Finding("access", f"{reader.name} loads {self._name(place)}, unset")
+        if found.release is not None:
+            if order is ACQUIRE:
+                reader.learn(found.release)
+            elif order is RELAXED:
+                reader.heard.append(found.release)
+        if self.log:
+            self._log(reader.name, f"loads ({order})", place, found.value)
+        return found.value
+
+    def store(
+        self, writer: Observer, address: int, nbytes: int, value: int, order: str
+    ) -> None:
+        place = self._place(address, nbytes)
+        value &= (1 << 8 * nbytes) - 1
+        weak = order is WEAK
+        time = writer.tick()
+        if order is RELEASE:
+            self._send_known(writer)
+        for store in list(place.waiting):
+            if not writer.knows(store):
+                if weak or store.weak:
+                    raise self._race(writer, "stores to", store)
+            elif store.writer != writer.number:
+                self.send(store)
+        for store in place.values:
+            if (weak or store.weak) and not writer.knows(store):
+                raise self._race(writer, "stores to", store)
+        for (other, weakly), (when, _) in place.loads.items():
+            if (weak or weakly) and when > writer.known[other]:
+                raise Finding(
+                    "race",
+                    f"{writer.name} stores to {self._name(place)}, "
+                    f"which thread {other} loads",
+                )
+        release = list(writer.known) if order is RELEASE else writer.fenced
+        new = Store(place, value, writer.number, time, weak, release)
+        place.waiting.append(new)
+        self.buffers[writer.number].append(new)
+        if self.log:
+            self._log(writer.name, f"stores ({order})", place, value)
+
+    def fence(self, thread: Observer) -> None:
+        self._send_known(thread)
+        for known in thread.heard:
+            thread.learn(known)
+        thread.heard.clear()
+        thread.fenced = list(thread.known)
+
+    def send(self, store: Store) -> None:
+        """Send a waiting store to memory; its thread's earlier ones there go first."""
+        place = store.place
+        for earlier in list(place.waiting):
+            if earlier.writer == store.writer:
+                place.waiting.remove(earlier)
+                self.buffers[earlier.writer].remove(earlier)
+                earlier.order = place.values[-1].order + 1
+                place.values.append(earlier)
+                self.changes += 1
+                if self.log:
+                    self._log("memory", "gets", place, earlier.value)
+            if earlier is store:
+                break
+        del place.values[:-_REMEMBERED]
+
+    def _send_known(self, thread: Observer) -> None:
+        for buffer in self.buffers:
+            for store in list(buffer):
+                if thread.knows(store) and store in buffer:
+                    self.send(store)
+
+    def _oldest(self, reader: Observer, place: Place, weak: bool) -> int:
+        """Return the index of the oldest value that the reader may see."""
+        values = place.values
+        oldest = len(values) - 1
+        while oldest > 0 and not reader.knows(values[oldest]):
+            if weak or values[oldest].weak:
+                raise self._race(reader, "loads", values[oldest])
+            oldest -= 1
+        for (other, _), (when, order) in place.loads.items():
+            if when <= reader.known[other]:
+                oldest = max(oldest, order - values[0].order)
+        return oldest
+
+    def _place(self, address: int, nbytes: int) -> Place:
+        place = self._places.get(address)
+        if place is None:
+            number, offset = divmod(int(address), _REGION)
+            inside = 0 < number < len(self._regions)
+            if not inside or offset + nbytes > self._regions[number][1]:
+                raise Finding("access", f"{address:#x} is outside all memory")
+            if offset % nbytes:
+                raise Finding("access", f"{address:#x} is not aligned to {nbytes}")
+            place = Place(address, nbytes, self._regions[number][2])
+            self._places[address] = place
+        if place.nbytes != nbytes:
+            raise Finding("access", f"{self._name(place)} in {nbytes} bytes as well")
+        return place
+
+    def _name(self, place: Place) -> str:
+        number, offset = divmod(place.address, _REGION)
+        return f"{self._regions[number][0]}+{offset}"
+
+    def _race(self, thread: Observer, does: str, store: Store) -> Finding:
+        where = self._name(store.place)
+        return Finding(
+            "race", f"{thread.name} {does} {where}, to which {store.writer} stores"
+        )
+
+    def _log(self, who: str, does: str, place: Place, value: int | None) -> None:
+        assert self.log is not None
+        shown = "nothing" if value is None else f"{value:#x}"
+        self.log(f"{who:>16} {does} {self._name(place)}: {shown}")

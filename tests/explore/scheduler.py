@@ -1,0 +1,244 @@
+"""Who runs next: ranks, blocks and threads as coroutines, exactly one at a time.
+
+A kernel's threads are generators that stop before every access to memory, at every
+``syncthreads`` and in every ``poll_pause``. Each thread and each buffer of waiting
+stores is a task; a seed decides which task makes the next step, by one of two rules:
+
+- any, all equally likely; or
+- the one of highest priority, where priorities are random, are changed a few times at
+  random steps, and fall when a thread polls (probabilistic concurrency testing: it
+  holds one thread back for very long, which equal chances hardly ever do).
+
+A thread that has polled in vain sleeps until memory changes. So when nothing can run,
+nothing ever will, and that is a deadlock.
+"""
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from explore.memory import Finding, Memory, Observer
+
+STEP, SYNC, POLL = range(3)  # what a thread stops for
+
+_MOST_STEPS = 100_000
+_PRIORITY_CHANGES = 4
+_TYPICAL_STEPS = 1500
+_TRACE = 80  # lines shown of a schedule that found something
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel of plain device code, with its grid and arguments."""
+
+    kernel: Callable[..., Any]
+    grid: int
+    args: tuple[Any, ...]
+
+
+class Thread:
+    """One simulated thread, of one launch."""
+
+    def __init__(self, launch: Launch, block: int, index: int, observer: Observer):
+        self.block = block
+        self.index = index
+        self.grid = launch.grid
+        self.observer = observer
+        self.code: Generator[int, None, None] = launch.kernel(*launch.args)
+        self.at_sync = False
+        self.done = False
+        self.polled_at = -1  # memory's changes when it began to look
+        self.asleep_until = 0  # memory's changes that wake it
+
+
+current: Thread | None = None
+"""The thread that runs: what the device functions ask for their index and memory."""
+
+machine: "Machine | None" = None
+"""The machine it runs on."""
+
+
+class Machine:
+    """Ranks with a stream each, their memory, and the schedule that a seed chooses."""
+
+    def __init__(self, ranks: int, blocks: int, threads: int, seed: int):
+        self.random = Random(seed)
+        self.ranks = ranks
+        self.threads = threads
+        self.time = 0
+        self.time_passes = False  # for tests of deadlines: else nobody looks
+        self.trace: list[str] = []
+        names = [
+            (r, b, t) for r in range(ranks) for b in range(blocks) for t in range(threads)
+        ]
+        self._observers = {
+            name: Observer(i, "rank {} block {} thread {}".format(*name), len(names))
+            for i, name in enumerate(names)
+        }
+        self.memory = Memory(len(names), self.random)
+        by_priority = self.random.random() < 0.5
+        self._choose = self._by_priority if by_priority else self._any
+        self._priorities: dict[int, float] = defaultdict(self.random.random)
+        self._changes = sorted(
+            int(self.random.random() * _TYPICAL_STEPS) for _ in range(_PRIORITY_CHANGES)
+        )
+        self._lowest = 0.0
+        self._running: list[list[Thread]] = [[] for _ in range(ranks)]
+
+    def run(self, streams: list[list[Launch]]) -> None:
+        """Run each rank's launches in order, and the ranks as the seed has it."""
+        global current, machine
+        machine = self
+        self._streams = [iter(stream) for stream in streams]
+        for rank in range(self.ranks):
+            self._launch_next(rank)
+        buffers = self.memory.buffers
+        for step in range(_MOST_STEPS):
+            changes = self.memory.changes
+            ready: list[Any] = [
+                thread
+                for running in self._running
+                for thread in running
+                if not (thread.done or thread.at_sync)
+                and thread.asleep_until <= changes
+            ]
+            ready += [number for number, buffer in enumerate(buffers) if buffer]
+            if not ready:
+                if not any(self._running):
+                    break
+                self._nothing_can_run()
+                continue
+            task = self._choose(ready, step)
+            if isinstance(task, Thread):
+                current = task
+                self._step(task)
+            else:
+                buffer = buffers[task]
+                self.memory.send(buffer[int(self.random.random() * len(buffer))])
+        else:
+            raise Finding("deadlock", f"no end after {_MOST_STEPS} steps")
+
+    def _any(self, ready: list[Any], step: int) -> Any:
+        return ready[int(self.random.random() * len(ready))]
+
+    def _by_priority(self, ready: list[Any], step: int) -> Any:
+        best = max(ready, key=self._priority)
+        if self._changes and step >= self._changes[0]:
+            self._changes.pop(0)
+            self._demote(best)
+            best = max(ready, key=self._priority)
+        return best
+
+    def _priority(self, task: Any) -> float:
+        return self._priorities[self._key(task)]
+
+    def _demote(self, task: Any) -> None:
+        self._lowest -= 1
+        self._priorities[self._key(task)] = self._lowest
+
+    @staticmethod
+    def _key(task: Any) -> int:
+        return ~task.observer.number if isinstance(task, Thread) else task
+
+    def _launch_next(self, rank: int) -> None:
+        """Start the rank's next kernel, which knows all that the last one knew."""
+        running = self._running[rank]
+        launch = next(self._streams[rank], None)
+        known = [o for (r, _, _), o in self._observers.items() if r == rank]
+        _meet(known)
+        running.clear()
+        if launch is None:
+            return
+        for block in range(launch.grid):
+            for index in range(self.threads):
+                observer = self._observers[rank, block, index]
+                observer.outdated = self.random.random() < 0.5
+                running.append(Thread(launch, block, index, observer))
+
+    def _step(self, thread: Thread) -> None:
+        observer = thread.observer
+        if thread.polled_at < 0:
+            thread.polled_at = self.memory.changes
+        try:
+            stopped_for = next(thread.code)
+        except StopIteration:
+            thread.done = True
+            rank = self._rank(thread)
+            if all(other.done for other in self._running[rank]):
+                self._launch_next(rank)
+            return
+        if stopped_for == POLL:
+            # An outdated look proves nothing; a complete one holds until a change.
+            if not observer.outdated:
+                thread.asleep_until = thread.polled_at + 1
+            thread.polled_at = -1
+            observer.outdated = self.random.random() < 0.5
+            self._demote(thread)
+        elif stopped_for == SYNC:
+            thread.at_sync = True
+            block = [
+                other
+                for other in self._running[self._rank(thread)]
+                if other.block == thread.block
+            ]
+            if all(other.at_sync for other in block):
+                _meet([other.observer for other in block])
+                for other in block:
+                    other.at_sync = False
+                    other.observer.outdated = self.random.random() < 0.5
+
+    def _rank(self, thread: Thread) -> int:
+        return next(r for r, running in enumerate(self._running) if thread in running)
+
+    def _nothing_can_run(self) -> None:
+        stuck = [t for running in self._running for t in running if not t.done]
+        asleep = [thread for thread in stuck if not thread.at_sync]
+        if not asleep:
+            names = ", ".join(thread.observer.name for thread in stuck)
+            raise Finding("divergence", f"the others left; at syncthreads: {names}")
+        if not self.time_passes:
+            names = ", ".join(thread.observer.name for thread in asleep)
+            raise Finding("deadlock", f"waiting for ever: {names}")
+        self.time += 1_000
+        for thread in asleep:
+            thread.asleep_until = 0
+
+
+def _meet(observers: list[Observer]) -> None:
+    """Let each know what any of them knew."""
+    known = list(map(max, *(observer.known for observer in observers)))
+    for observer in observers:
+        observer.known = list(known)
+
+
+@contextlib.contextmanager
+def _traced(scenario_machine: Machine) -> Iterator[None]:
+    scenario_machine.memory.log = scenario_machine.trace.append
+    yield
+
+
+def explore(
+    scenario: Callable[[Machine], None],
+    make: Callable[[int], Machine],
+    schedules: int,
+) -> tuple[int, Finding] | None:
+    """Run a scenario under many schedules; return the first seed that found something.
+
+    The finding carries the last steps of its schedule.
+    """
+    for seed in range(schedules):
+        try:
+            scenario(make(seed))
+        except Finding:
+            again = make(seed)
+            again.memory.log = again.trace.append
+            try:
+                scenario(again)
+            except Finding as finding:
+                finding.add_note("\n".join(again.trace[-_TRACE:]))
+                return seed, finding
+            raise AssertionError(f"seed {seed} is not deterministic") from None
+    return None

@@ -1,0 +1,89 @@
+"""What the tests on GPUs share: slow kernels, patterns, arrays of other libraries."""
+
+import numpy as np
+from numba import cuda
+
+from numba_symm import device as symm
+from numba_symm.streams import handle_of
+
+MILLISECOND = 1_000_000  # nanoseconds
+THREADS = 256
+
+
+@cuda.jit
+def fill_kernel(x, value, nanoseconds):
+    started = symm.globaltimer()
+    while symm.globaltimer() - started < nanoseconds:
+        pass
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        x[i] = value
+
+
+@cuda.jit
+def add_kernel(x, amount):
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        x[i] += amount
+
+
+@cuda.jit
+def pattern_kernel(x, first):
+    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
+        x[i] = i % 1009 + first
+
+
+def fill(x, value, stream=None, milliseconds=0):
+    """Enqueue a kernel that fills ``x`` after some time has passed."""
+    grid, numba_stream = _grid(x), numba_view(stream)
+    kernel = fill_kernel[grid, THREADS, numba_stream]
+    kernel(x, x.dtype.type(value), milliseconds * MILLISECOND)
+
+
+def add(x, amount, stream=None):
+    """Enqueue a kernel that adds ``amount`` to all of ``x``."""
+    add_kernel[_grid(x), THREADS, numba_view(stream)](x, x.dtype.type(amount))
+
+
+def write_pattern(x, first):
+    """Write ``pattern(..., first)`` and wait."""
+    pattern_kernel[_grid(x), THREADS](x, first)
+    cuda.synchronize()
+
+
+def pattern(indices, first):
+    """Return what ``write_pattern`` writes at some indices."""
+    return indices % 1009 + first
+
+
+def _grid(x):
+    return max(1, min(64, -(-x.size // THREADS)))
+
+
+def numba_view(stream):
+    """Return Numba's name for anybody's stream."""
+    handle = 0 if stream is None else handle_of(stream)
+    return cuda.external_stream(handle) if handle else 0
+
+
+def of_ranks(comm):
+    """Return the sum of what each rank's ``rank + 1`` is."""
+    return comm.size * (comm.size + 1) // 2
+
+
+class Pointer:
+    """An array of another library: an address and ``__cuda_array_interface__``."""
+
+    def __init__(self, address, shape, dtype=np.float32, readonly=False, owner=None):
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "data": (int(address), readonly),
+            "shape": tuple(np.atleast_1d(shape).tolist()),
+            "typestr": np.dtype(dtype).str,
+            "version": 3,
+        }
+
+
+def context_is_alive():
+    """Return whether ordinary kernels and copies work."""
+    x = cuda.to_device(np.zeros(1000, np.float32))
+    add(x, 7)
+    return bool((x.copy_to_host() == 7).all())

@@ -1,0 +1,92 @@
+"""Communicators side by side, and calls of all kinds one after another."""
+
+import random
+from contextlib import ExitStack
+
+import numpy as np
+from cuda.core import Device
+from numba import cuda
+
+import numba_symm as ns
+from tests.gpu.helpers import add
+
+MIB = 1 << 20
+
+
+def test_four_communicators_in_different_orders(world):
+    """Each rank issues to them in its own order: all four must run at once."""
+    with ExitStack() as stack:
+        comms = [
+            stack.enter_context(ns.Communicator(world, timeout=60)) for _ in range(4)
+        ]
+        streams = [Device().create_stream() for _ in comms]
+        counts = [MIB // 4, 3 * MIB, 1000, 500_000]  # two of them fill their grids
+        inputs = [
+            cuda.to_device(np.full(count, world.rank + 1, np.float32))
+            for count in counts
+        ]
+        outputs = [cuda.device_array_like(x) for x in inputs]
+        algorithms = ["one_shot_ll", "one_shot_pull", "one_shot_ll", "one_shot_pull"]
+
+        def issue(which):
+            comms[which].all_reduce(
+                inputs[which],
+                out=outputs[which],
+                stream=streams[which],
+                algorithm=algorithms[which],
+            )
+
+        for which in range(4):  # every kernel is loaded
+            issue(which)
+        cuda.synchronize()
+        order = random.Random(world.rank)
+        for _ in range(25):
+            for which in order.sample(range(4), 4):
+                issue(which)
+        for comm, stream in zip(comms, streams, strict=True):
+            comm.synchronize(stream)
+        wanted = world.size * (world.size + 1) / 2
+        assert all((y.copy_to_host() == wanted).all() for y in outputs)
+
+
+def test_a_thousand_mixed_calls(comm):
+    """The ranks run ahead of each other as they like; results are looked at last."""
+    lot = random.Random(5)
+    streams = [None, cuda.stream(), Device().create_stream()]
+    inputs = {
+        (count, dtype): cuda.to_device((np.arange(count) % 5 + comm.rank).astype(dtype))
+        for count in (1, 3, 130, 4096, 20_001, 150_000)
+        for dtype in ("float16", "float32", "float64", "int32", "int64")
+    }
+    kinds = {}
+    for call in range(1000):
+        (count, dtype), x = lot.choice(list(inputs.items()))
+        op = lot.choice(["sum", "max", "min"])
+        algorithm = lot.choice([None, "one_shot_ll", "one_shot_pull"])
+        stream = lot.choice(streams)
+        if call % 50 == 0:
+            comm.barrier(stream=stream)
+        key = count, dtype, op, algorithm
+        if key not in kinds:
+            kinds[key] = cuda.to_device(np.full(count, -1, dtype))
+        comm.all_reduce(x, op=op, out=kinds[key], stream=stream, algorithm=algorithm)
+    for stream in streams:
+        comm.synchronize(stream)
+    for (count, dtype, op, _), y in kinds.items():
+        one = np.arange(count) % 5
+        ranks = range(comm.size)
+        wanted = getattr(np, op)([one + rank for rank in ranks], axis=0)
+        assert (y.copy_to_host() == wanted.astype(dtype)).all(), (count, dtype, op)
+
+
+def test_a_chain_of_calls_that_the_host_never_waits_for(comm):
+    x = cuda.to_device(np.ones(3000, np.int64))
+    wanted = np.ones((), np.int64)
+    with np.errstate(over="ignore"):
+        for call in range(500):
+            algorithm = ("one_shot_ll", "one_shot_pull")[call % 3 == 2]
+            comm.all_reduce(x, out=x, algorithm=algorithm)
+            add(x, 1)
+            wanted = wanted * comm.size + 1
+    comm.synchronize()
+    assert (x.copy_to_host() == wanted).all()

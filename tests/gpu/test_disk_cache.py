@@ -1,0 +1,40 @@
+"""Compiled kernels stay on disk: the next process compiles nothing."""
+
+import numpy as np
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm.kernels import Kernel
+from tests.spawned import run_ranks
+
+
+def compile_and_reduce(world, may_compile):
+    """Return how many kernels were compiled, and whether they work."""
+    compiled = []
+    compile_kernel = Kernel.cubin
+
+    def cubin(kernel, cc):
+        assert may_compile, f"{kernel.factory.__qualname__} is compiled again"
+        compiled.append(kernel)
+        return compile_kernel(kernel, cc)
+
+    Kernel.cubin = cubin
+    with ns.Communicator(world, timeout=60) as comm:
+        x = cuda.to_device(np.full(1000, 3, np.int32))
+        found = [
+            comm.all_reduce(x, algorithm=name)
+            for name in ("one_shot_ll", "one_shot_pull")
+        ]
+        comm.barrier()
+        memory = comm.rendezvous(comm.zeros(10))
+        memory.barrier()
+        comm.synchronize()
+        return len(compiled), all((y.copy_to_host() == 3).all() for y in found)
+
+
+def test_a_second_process_compiles_nothing(world, tmp_path):
+    if world.rank > 0:  # the others wait after the test
+        return
+    environ = [{"XDG_CACHE_HOME": str(tmp_path)}]
+    assert run_ranks(1, compile_and_reduce, True, environ=environ) == [(4, True)]
+    assert run_ranks(1, compile_and_reduce, False, environ=environ) == [(0, True)]

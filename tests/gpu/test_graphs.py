@@ -1,0 +1,168 @@
+"""CUDA graphs: calls are captured once and replayed, with new contents each time."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from cuda.core import Device
+from numba import cuda
+
+import numba_symm as ns
+from tests.gpu.helpers import add, context_is_alive, of_ranks
+from tests.ranks.helpers import check_works, refused
+
+
+@pytest.fixture
+def stream(comm):
+    stream = Device().create_stream()
+    yield stream
+    stream.sync()
+
+
+@contextlib.contextmanager
+def capturing(stream, mode="relaxed"):
+    """Capture what happens on ``builder.stream``; ``graphs`` gets the graph."""
+    graphs = []
+    with cuda.defer_cleanup():  # Numba must free nothing meanwhile
+        builder = stream.create_graph_builder().begin_building(mode)
+        yield builder, graphs
+        graphs.append(builder.end_building().complete())
+
+
+@pytest.mark.parametrize("count", [1, 1000, 300_001])
+@pytest.mark.parametrize("algorithm", ["one_shot_ll", "one_shot_pull"])
+def test_a_hundred_replays_with_new_inputs(comm, stream, algorithm, count):
+    x = cuda.to_device(np.full(count, comm.rank, np.float64))
+    y = cuda.device_array_like(x)
+    comm.all_reduce(x, out=y, stream=stream, algorithm=algorithm)
+    add(x, 0, stream)  # compiled
+    with capturing(stream) as (builder, graphs):
+        add(x, 1, builder.stream)
+        comm.all_reduce(x, out=y, stream=builder.stream, algorithm=algorithm)
+    first = comm.size * (comm.size - 1) // 2
+    for replay in range(1, 101):
+        graphs[0].launch(stream)
+        if replay in (1, 2, 3, 50, 100):
+            comm.synchronize(stream)
+            assert (y.copy_to_host() == first + comm.size * replay).all()
+
+
+def test_several_calls_in_a_graph_and_others_between_replays(comm, stream):
+    """Sizes, dtypes and algorithms may follow one another, eager or replayed."""
+    kinds = [
+        (10, np.int64, "one_shot_ll"),
+        (200_000, np.float32, "one_shot_pull"),
+        (5001, np.int32, "one_shot_ll"),
+        (77, np.float64, "one_shot_pull"),
+        (64 << 10, np.float32, None),
+    ]
+    inputs = [cuda.to_device(np.full(n, comm.rank, dtype)) for n, dtype, _ in kinds]
+    outputs = [cuda.device_array_like(x) for x in inputs]
+    aside = cuda.to_device(np.full(3000, comm.rank + 1, np.float32))
+    for x in inputs:
+        add(x, 0, stream)  # compiled
+    plan = comm.all_reduce_init(inputs[0], out=outputs[0], stream=stream)
+    with capturing(stream) as (builder, graphs):
+        on = builder.stream
+        for x, y, (_, _, algorithm) in zip(inputs, outputs, kinds, strict=True):
+            add(x, 1, on)
+            comm.all_reduce(x, out=y, stream=on, algorithm=algorithm)
+            comm.barrier(stream=on)
+            comm.all_reduce(y, op="max", out=y, stream=on)
+    first = comm.size * (comm.size - 1) // 2
+    for replay in range(1, 31):
+        graphs[0].launch(stream)
+        if replay % 3 == 0:
+            found = [
+                comm.all_reduce(aside, stream=stream, algorithm=name)
+                for name in ("one_shot_ll", "one_shot_pull")
+            ]
+            comm.synchronize(stream)
+            assert all((each.copy_to_host() == of_ranks(comm)).all() for each in found)
+            for y in outputs:
+                assert (y.copy_to_host() == first + comm.size * replay).all()
+            plan()
+    comm.synchronize(stream)
+    assert (outputs[0].copy_to_host() == first + comm.size * 30).all()
+
+
+@pytest.mark.parametrize("mode", ["relaxed", "thread_local", "global"])
+def test_a_kernel_may_be_captured_that_never_ran(comm, stream, mode):
+    op = {"relaxed": "prod", "thread_local": "min", "global": "max"}[mode]
+    wanted = {"prod": 2**comm.size, "min": 2, "max": 2}[op]
+    x = cuda.to_device(np.full(100, 2, np.int32))
+    y = cuda.device_array_like(x)
+    with capturing(stream, mode) as (builder, graphs):
+        comm.all_reduce(x, op=op, out=y, stream=builder.stream)
+    graphs[0].launch(stream)
+    comm.synchronize(stream)
+    assert (y.copy_to_host() == wanted).all()
+
+
+def test_calls_on_the_branches_of_a_capture_are_ordered(comm, stream):
+    inputs = [cuda.to_device(np.full(5000, comm.rank, np.float32)) for _ in range(2)]
+    outputs = [cuda.device_array_like(x) for x in inputs]
+    add(inputs[0], 0, stream)  # compiled
+    builder = stream.create_graph_builder().begin_building()
+    branches = builder.split(2)
+    for _ in range(3):
+        for branch, x, y in zip(branches, inputs, outputs, strict=True):
+            add(x, 1, branch.stream)
+            comm.all_reduce(x, out=y, stream=branch.stream)
+    joined = type(builder).join(*branches)
+    graph = joined.end_building().complete()
+    for _ in range(10):
+        graph.launch(stream)
+    comm.synchronize(stream)
+    wanted = comm.size * (comm.size - 1) // 2 + comm.size * 30
+    assert all((y.copy_to_host() == wanted).all() for y in outputs)
+
+
+def test_a_builder_with_a_stream_of_its_own_may_be_closed(comm, stream):
+    x = cuda.to_device(np.full(1000, comm.rank + 1, np.float32))
+    y = cuda.device_array_like(x)
+    builder = Device().create_graph_builder().begin_building()
+    comm.all_reduce(x, out=y, stream=builder)
+    graph = builder.end_building().complete()
+    builder.close()
+    for _ in range(3):
+        graph.launch(stream)
+        stream.sync()
+        z = comm.all_reduce(x)
+        comm.synchronize()
+        assert (y.copy_to_host() == of_ranks(comm)).all()
+        assert (z.copy_to_host() == of_ranks(comm)).all()
+
+
+def test_a_capture_needs_an_output(comm, world, stream):
+    x = comm.zeros(1000)
+    with capturing(stream) as (builder, graphs):
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda: comm.all_reduce(x, stream=builder.stream),
+            "out=",
+            "captur",
+        )
+        comm.all_reduce(x, out=x, stream=builder.stream)
+    graphs[0].launch(stream)
+    comm.synchronize(stream)
+
+
+@pytest.mark.parametrize("mode", ["relaxed", "thread_local", "global"])
+def test_memory_cannot_be_allocated_during_a_capture(comm, world, stream, mode):
+    """It is refused on all ranks, and spoils nothing but the capture."""
+    check_works(comm)
+    builder = stream.create_graph_builder().begin_building(mode)
+    try:
+        comm.empty(1000)
+        outcome = "no error"
+    except Exception as error:
+        outcome = f"{type(error).__name__}: {error}"
+    with contextlib.suppress(Exception):  # CUDA gives the capture up
+        builder.end_building()
+    everyone = world.allgather(outcome)
+    assert all("captur" in text and "Error: " in text for text in everyone), everyone
+    assert context_is_alive()
+    check_works(comm)
+    assert comm.zeros(10).copy_to_host().tolist() == [0] * 10

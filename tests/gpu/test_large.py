@@ -1,0 +1,64 @@
+"""Messages of many rounds, and arrays whose sizes and offsets need more than 31 bits."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from tests.gpu.helpers import pattern, write_pattern
+
+
+def reduced_pattern(comm, indices):
+    """Return the sum over ranks of their patterns, which begin with their rank."""
+    return pattern(indices, 0) * comm.size + comm.size * (comm.size - 1) // 2
+
+
+def check(comm, array, start, end):
+    found = array[start:end].copy_to_host()
+    assert (found == reduced_pattern(comm, np.arange(start, end))).all(), (start, end)
+
+
+def test_a_quarter_of_a_gibibyte(comm):
+    count = 64 << 20
+    x, y = comm.empty(count), cuda.device_array(count, np.float32)
+    write_pattern(x, comm.rank)
+    comm.all_reduce(x, out=y, algorithm="one_shot_pull")
+    comm.synchronize()
+    check(comm, y, 0, count)
+    comm.all_reduce(x, out=x)
+    comm.synchronize()
+    check(comm, x, 0, count)
+
+
+@pytest.mark.parametrize("count", [2 << 20, (2 << 20) - 1, (3 << 20) + 12_345])
+@pytest.mark.parametrize("algorithm", ["one_shot_ll", "one_shot_pull"])
+def test_many_rounds(comm, algorithm, count):
+    x = cuda.device_array(count + 3, np.float32)[3:]  # aligned to 4 bytes only
+    write_pattern(x, comm.rank)
+    for _ in range(2):
+        y = comm.all_reduce(x, algorithm=algorithm)
+    comm.synchronize()
+    check(comm, y, 0, count)
+
+
+def test_more_than_2_gib(comm, world):
+    sharing = Counter(world.allgather(comm.device.uuid))
+    if max(sharing.values()) > 2:
+        pytest.skip("more than 2 ranks share a GPU: it would take minutes")
+    count = 2**29 + 1025
+    free = cuda.current_context().get_memory_info().free
+    if min(world.allgather(free)) < 2 * 4 * count:
+        pytest.skip(f"less than {8 * count} bytes of GPU memory are free")
+    x = comm.empty(count)
+    write_pattern(x, comm.rank)
+    comm.all_reduce(x, out=x)
+    comm.synchronize()
+    for start in (0, 2**28 - 5000, 2**29 - 5000, count - 5000):
+        check(comm, x, start, min(start + 10_000, count))
+    write_pattern(x, comm.rank)
+    comm.all_reduce(x[2**29 :], out=x[2**29 :], algorithm="one_shot_ll")
+    comm.synchronize()
+    check(comm, x, 2**29, count)
+    untouched = x[2**29 - 1000 : 2**29].copy_to_host()
+    assert (untouched == pattern(np.arange(2**29 - 1000, 2**29), comm.rank)).all()

@@ -1,0 +1,195 @@
+"""Calls run in the order of their streams, whoever's streams they are."""
+
+import gc
+
+import numpy as np
+import pytest
+from cuda.core import LEGACY_DEFAULT_STREAM, Device
+from numba import cuda
+
+import numba_symm as ns
+from tests.gpu.helpers import add, fill, of_ranks
+
+LATE = 100  # milliseconds
+
+
+def numba_stream():
+    return cuda.stream()
+
+
+def core_stream():
+    return Device().create_stream()
+
+
+def cupy_stream():
+    return pytest.importorskip("cupy").cuda.Stream(non_blocking=True)
+
+
+def torch_stream():
+    torch = pytest.importorskip("torch")
+    torch.cuda.set_device(cuda.get_current_device().id)
+    return torch.cuda.Stream()
+
+
+def raw_handle():
+    kept.append(cuda.stream())
+    return int(kept[-1].handle)
+
+
+def numba_default():
+    return cuda.default_stream()
+
+
+def core_default():
+    return LEGACY_DEFAULT_STREAM
+
+
+def torch_default():
+    torch = pytest.importorskip("torch")
+    torch.cuda.set_device(cuda.get_current_device().id)
+    return torch.cuda.default_stream()
+
+
+kept = []
+KINDS = [
+    numba_stream,
+    core_stream,
+    cupy_stream,
+    torch_stream,
+    raw_handle,
+    numba_default,
+    core_default,
+    torch_default,
+    lambda: None,
+]
+NAMES = [*(kind.__name__ for kind in KINDS[:-1]), "none"]
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot_ll", "one_shot_pull"])
+@pytest.mark.parametrize("make", KINDS, ids=NAMES)
+def test_a_call_comes_between_what_is_before_and_after(comm, make, algorithm):
+    stream = make()
+    x, y = comm.empty(10_000), cuda.device_array(10_000, np.float32)
+    fill(x, comm.rank + 1, stream, milliseconds=LATE)
+    comm.all_reduce(x, out=y, stream=stream, algorithm=algorithm)
+    fill(x, -1000, stream)  # must not overtake
+    add(y, 0.5, stream)  # nor must what uses the result
+    comm.synchronize(stream)
+    assert (y.copy_to_host() == of_ranks(comm) + 0.5).all()
+
+
+@pytest.mark.parametrize("make", KINDS, ids=NAMES)
+def test_a_barrier_comes_after_what_is_before(comm, make):
+    stream = make()
+    x = comm.empty(1000)
+    memory = comm.rendezvous(x)
+    fill(x, comm.rank, stream, milliseconds=LATE * (comm.rank + 1))
+    comm.barrier(stream=stream)
+    comm.synchronize(stream)
+    for rank in range(comm.size):
+        assert (memory.get_buffer(rank, 1000, np.float32).copy_to_host() == rank).all()
+    comm.barrier()
+    comm.synchronize()
+
+
+def test_a_memory_s_barrier_and_signals_are_ordered_on_their_stream(comm):
+    stream = cuda.stream()
+    x = comm.empty(1000)
+    memory = comm.rendezvous(x)
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    fill(x, comm.rank, stream, milliseconds=LATE)
+    if comm.size > 1:
+        memory.put_signal(right, channel=1, stream=stream)
+        memory.wait_signal(left, channel=1, stream=stream)
+    found = cuda.device_array(1000, np.float32)
+    found.copy_to_device(memory.get_buffer(left, 1000, np.float32), stream=stream)
+    memory.barrier(channel=2, stream=stream)
+    comm.synchronize(stream)
+    assert (found.copy_to_host() == left).all()
+
+
+def test_calls_on_changing_streams_follow_one_another(comm):
+    """Each call's input is the output of the one before, on another stream."""
+    streams = [cuda.stream(), Device().create_stream(), cuda.stream(), None]
+    arrays = [cuda.to_device(np.ones(20_000, np.int64)) for _ in range(2)]
+    wanted = np.ones((), np.int64)
+    with np.errstate(over="ignore"):
+        for call in range(100):
+            x, y = arrays[call % 2], arrays[(call + 1) % 2]
+            algorithm = ("one_shot_ll", "one_shot_pull")[call // 4 % 2]
+            stream = streams[call % len(streams)]
+            comm.all_reduce(x, out=y, stream=stream, algorithm=algorithm)
+            wanted = wanted * comm.size
+    comm.synchronize(streams[99 % len(streams)])
+    assert (arrays[0].copy_to_host() == wanted).all()
+
+
+@pytest.mark.parametrize("make", [numba_stream, core_stream, torch_stream, cupy_stream])
+def test_a_stream_may_be_dropped_after_its_call(comm, make):
+    x = cuda.to_device(np.ones(5000, np.int64))
+    for _ in range(30):
+        comm.all_reduce(x, out=x, stream=make())
+        gc.collect()
+    add(x, 0)
+    comm.synchronize()
+    cuda.synchronize()
+    with np.errstate(over="ignore"):
+        assert (x.copy_to_host() == np.int64(comm.size) ** np.int64(30)).all()
+
+
+def test_a_numba_array_names_its_stream(comm):
+    stream = cuda.stream()
+    x = cuda.device_array(1000, np.float32, stream=stream)
+    fill(x, comm.rank + 1, stream, milliseconds=LATE)
+    y = comm.all_reduce(x)
+    stream.synchronize()
+    comm.check()
+    assert (y.copy_to_host() == of_ranks(comm)).all()
+
+
+def test_the_communicator_s_own_stream(world):
+    stream = Device().create_stream()
+    x, y = (cuda.device_array(1000, np.float32) for _ in range(2))
+    with ns.Communicator(world, stream=stream, timeout=60) as comm:
+        fill(x, comm.rank + 1, stream, milliseconds=LATE)
+        comm.all_reduce(x, out=y)
+        comm.barrier()
+        comm.synchronize()
+        assert (y.copy_to_host() == of_ranks(comm)).all()
+
+
+def test_torch_s_current_stream(comm):
+    torch = pytest.importorskip("torch")
+    torch.cuda.set_device(comm.device.ordinal)
+    x = torch.zeros(1000, device="cuda")
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LATE * 2_000_000)
+        x.fill_(comm.rank + 1)
+        y = torch.empty_like(x)
+        comm.all_reduce(x, out=y)
+        y.add_(0.5)
+    stream.synchronize()
+    comm.check()
+    assert (y.cpu().numpy() == of_ranks(comm) + 0.5).all()
+
+
+def test_cupy_s_current_stream(comm):
+    cupy = pytest.importorskip("cupy")
+    x = cupy.zeros(1000, cupy.float32)
+    y = cupy.empty_like(x)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        fill(cuda.as_cuda_array(x, sync=False), comm.rank + 1, stream, LATE)
+        comm.all_reduce(x, out=y)
+        y += 0.5
+    stream.synchronize()
+    comm.check()
+    assert (y.get() == of_ranks(comm) + 0.5).all()
+
+
+def test_what_is_no_stream_is_refused(comm):
+    with pytest.raises(ns.ArgumentError, match="is no stream"):
+        comm.all_reduce(comm.zeros(10), stream="0")

@@ -1,0 +1,118 @@
+"""A kernel that gives up ends: the CUDA context and its memory stay usable."""
+
+import time
+
+import numpy as np
+import pytest
+from cuda.core import Device
+from numba import cuda
+
+import numba_symm as ns
+from tests.gpu.helpers import context_is_alive, fill, of_ranks
+from tests.ranks.helpers import check_works
+
+
+@pytest.fixture
+def away(world):
+    """Return the rank that does not come."""
+    if world.size == 1:
+        pytest.skip("one rank waits for nobody")
+    return world.size - 1
+
+
+def all_fail(world, comm, texts):
+    """Check that every rank is told the same failure, and close."""
+    world.barrier()
+    with pytest.raises(ns.CollectiveTimeout) as error:
+        comm.check()
+    for text in texts:
+        assert text in str(error.value)
+    assert context_is_alive()
+    with pytest.raises(ns.CollectiveTimeout):
+        comm.close()
+    assert context_is_alive()
+    with ns.Communicator(world, timeout=60) as another:
+        check_works(another)
+
+
+@pytest.mark.parametrize("count", [1000, 3_000_000])
+@pytest.mark.parametrize("algorithm", ["one_shot_ll", "one_shot_pull"])
+def test_a_call_that_one_rank_does_not_make(world, away, algorithm, count):
+    comm = ns.Communicator(world, timeout=2)
+    x = cuda.to_device(np.ones(count, np.float32))
+    begin = time.monotonic()
+    if comm.rank != away:
+        for _ in range(3):  # what is enqueued behind it leaves at once
+            y = comm.all_reduce(x, algorithm=algorithm)
+        with pytest.raises(ns.CollectiveTimeout):
+            comm.synchronize()
+        assert 1.9 < time.monotonic() - begin < 10
+        assert y.copy_to_host().size == count
+    all_fail(world, comm, [f"waited for rank {away} in all_reduce", "timeout: 2 s"])
+
+
+def test_a_replay_that_one_rank_does_not_make(world, away):
+    comm = ns.Communicator(world, timeout=2)
+    stream = Device().create_stream()
+    x = cuda.to_device(np.full(100, comm.rank + 1, np.float32))
+    y = cuda.device_array_like(x)
+    builder = stream.create_graph_builder().begin_building()
+    comm.all_reduce(x, out=y, stream=builder.stream, algorithm="one_shot_ll")
+    graph = builder.end_building().complete()
+    world.barrier()
+    graph.launch(stream)
+    stream.sync()
+    comm.check()
+    assert (y.copy_to_host() == of_ranks(comm)).all()
+    world.barrier()
+    if comm.rank != away:
+        graph.launch(stream)
+        graph.launch(stream)
+        stream.sync()
+    all_fail(world, comm, [f"waited for rank {away} in all_reduce (one-shot LL)"])
+
+
+def test_a_signal_that_never_comes(world, away):
+    comm = ns.Communicator(world, timeout=2)
+    memory = comm.rendezvous(comm.zeros(10))
+    world.barrier()
+    if comm.rank != away:
+        memory.wait_signal(away, channel=7)
+        comm.barrier()
+    cuda.synchronize()
+    all_fail(world, comm, [f"waited for rank {away} in wait_signal, channel 7"])
+
+
+def test_slow_work_before_a_call_is_waited_for(world):
+    """The deadline counts from a kernel's own waiting, and 0 is none."""
+    for timeout in (0, 10):
+        with ns.Communicator(world, timeout=timeout) as comm:
+            x = comm.empty(1000)
+            if comm.rank == 0:
+                fill(x, 1, milliseconds=2500)
+            else:
+                fill(x, comm.rank + 1)
+            comm.all_reduce(x, out=x)
+            comm.synchronize()
+            assert (x.copy_to_host() == of_ranks(comm)).all()
+
+
+def test_an_exception_leaves_the_others_at_once(world, away):
+    begin = time.monotonic()
+    told = ""
+    try:
+        with ns.Communicator(world, timeout=60) as comm:
+            check_works(comm)
+            world.barrier()
+            if comm.rank == away:
+                raise KeyError("of its own")
+            comm.barrier()
+            comm.synchronize()
+    except (KeyError, ns.CollectiveTimeout) as error:
+        told = str(error)
+    assert "of its own" in told
+    assert time.monotonic() - begin < 30
+    world.barrier()
+    assert context_is_alive()
+    with ns.Communicator(world, timeout=60) as another:
+        check_works(another)

@@ -1,0 +1,224 @@
+import ctypes
+import gc
+import mmap
+import time
+from pathlib import Path
+
+import pytest
+
+from numba_symm import board
+from numba_symm.board import Board, describe
+from numba_symm.device import signals
+from numba_symm.errors import DriverError, SymmError
+from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.fds import IpcChannel
+from tests.threads import outcomes, run_ranks
+
+TEXTS = {
+    signals.PUT_SIGNAL: "put_signal, channel 5",
+    signals.WAIT_SIGNAL: "wait_signal, channel 5",
+    signals.BARRIER: "barrier, block 5",
+    signals.ALL_REDUCE_PULL: "all_reduce (one-shot pull), block 5",
+    signals.ALL_REDUCE_LL: "all_reduce (one-shot LL), block 5",
+}
+
+
+def record(operation, rank=1, peer=2, place=5, epoch=0):
+    """Pack a record as a kernel does."""
+    return signals.wait_record.py_func(operation, rank, peer, place, epoch)
+
+
+@pytest.mark.parametrize("operation", TEXTS)
+def test_a_record_says_who_waited_for_whom_and_where(operation):
+    text = f"rank 1 waited for rank 2 in {TEXTS[operation]}"
+    assert describe(record(operation)) == text
+    assert describe(record(operation, epoch=77)) == f"{text}, epoch 77"
+
+
+def test_every_operation_of_a_kernel_has_a_text():
+    assert set(board._OPERATIONS) == set(TEXTS)
+    assert all(0 < operation < board._CLOSE for operation in TEXTS)
+
+
+@pytest.mark.parametrize(("rank", "peer"), [(0, 255), (255, 0), (7, 7)])
+@pytest.mark.parametrize("place", [0, 127, 0xFFFF])
+@pytest.mark.parametrize("epoch", [1, 0xFFFFFF])
+def test_the_parts_of_a_record_do_not_run_into_each_other(rank, peer, place, epoch):
+    text = (
+        f"rank {rank} waited for rank {peer} in barrier, block {place}, epoch {epoch}"
+    )
+    assert describe(record(signals.BARRIER, rank, peer, place, epoch)) == text
+
+
+def test_what_is_too_wide_is_cut_and_spoils_nothing_else():
+    found = describe(record(signals.BARRIER, 1, 2, 0x10005, (1 << 24) + 3))
+    assert found == "rank 1 waited for rank 2 in barrier, block 5, epoch 3"
+
+
+def test_a_record_fits_the_signed_word_that_kernels_store():
+    for operation in (*TEXTS, board._CLOSE, board._ABANDONED):
+        assert 0 < record(operation, 255, 255, 0xFFFF, 0xFFFFFF) < 1 << 63
+
+
+@pytest.fixture
+def on_the_host(monkeypatch):
+    monkeypatch.setattr(board, "SIMULATED", True)
+
+
+@pytest.fixture(autouse=True)
+def no_leak():
+    before = left()
+    yield
+    gc.collect()
+    assert left() == before
+
+
+def left():
+    maps = Path("/proc/self/maps").read_text().count("memfd:numba_symm board")
+    return len(list(Path("/proc/self/fd").iterdir())), maps
+
+
+def on_ranks(n, play, run=run_ranks):
+    """Run ``play(board, comm)`` on ``n`` ranks, each with its board."""
+
+    def with_board(comm):
+        exchange = StoreExchange(comm, "test")
+        with IpcChannel(exchange, 10.0) as channel:
+            made = Board(exchange, channel)
+        try:
+            return play(made, comm)
+        finally:
+            made.close()
+
+    return run(n, with_board)
+
+
+def store(address, rank, value):
+    ctypes.c_uint64.from_address(address + 8 * rank).value = value
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_nothing_has_failed_at_first():
+    assert on_ranks(3, lambda made, comm: made.failure()) == [None] * 3
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_a_kernels_record_is_read_by_the_rank_it_was_stored_for():
+    def play(made, comm):
+        if comm.rank == 0:
+            store(made.address, 1, record(signals.BARRIER, rank=0, peer=2))
+        comm.barrier()
+        return made.failure()
+
+    text = "rank 0 waited for rank 2 in barrier, block 5"
+    assert on_ranks(3, play) == [None, text, None]
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_a_rank_that_leaves_is_named_on_every_rank():
+    def play(made, comm):
+        if comm.rank == 1:
+            made.abandon()
+        comm.barrier()
+        return made.failure()
+
+    assert on_ranks(3, play) == ["rank 1 left after an error of its own"] * 3
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_the_first_failure_stays():
+    def play(made, comm):
+        if comm.rank == 0:
+            store(made.address, 0, record(signals.BARRIER))
+            made.abandon()
+        comm.barrier()
+        return made.failure()
+
+    first, second = on_ranks(2, play)
+    assert "in barrier" in first
+    assert second == "rank 0 left after an error of its own"
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_ranks_that_all_come_meet_and_nobody_leaves_early():
+    def play(made, comm):
+        time.sleep(0.05 * comm.rank)
+        came = time.monotonic()
+        return made.meet(10), came, time.monotonic()
+
+    found = on_ranks(4, play)
+    assert [failure for failure, _, _ in found] == [None] * 4
+    assert min(left for _, _, left in found) >= max(came for _, came, _ in found)
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_a_rank_that_does_not_come_is_named_at_the_deadline():
+    def play(made, comm):
+        failure = made.meet(0.1) if comm.rank != 1 else None
+        comm.barrier()
+        return failure, made.failure()
+
+    named = {f"rank {rank} waited for rank 1 in close" for rank in (0, 2)}
+    (first, _), (_, absent), (third, _) = on_ranks(3, play)
+    assert {first, absent, third} <= named
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_nobody_waits_once_a_rank_has_failed():
+    def play(made, comm):
+        if comm.rank == 1:
+            time.sleep(0.05)
+            made.abandon()
+            return None
+        return made.meet(0)
+
+    assert on_ranks(2, play)[0] == "rank 1 left after an error of its own"
+
+
+class Driver:
+    """Pins pages, and fails at one call on the ranks that are told to."""
+
+    def __init__(self, failing=None):
+        self.failing = failing
+        self.pinned = []
+        self.released = []
+
+    def call(self, name, address, *args):
+        if name == self.failing:
+            raise DriverError(f"{name} failed: as asked")
+        if name == "cuMemHostRegister":
+            assert address % mmap.PAGESIZE == 0
+            assert args[0] == mmap.PAGESIZE
+            self.pinned.append(address)
+        if name == "cuMemHostUnregister":
+            self.released.append(address)
+        return address + (1 << 40) if name == "cuMemHostGetDevicePointer" else None
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_gpus_reach_the_board_until_it_is_closed(ranks, monkeypatch):
+    fake = Driver()
+    monkeypatch.setattr(board.driver, "call", fake.call)
+
+    def play(made, comm):
+        assert made.address - (1 << 40) in fake.pinned
+        assert made.failure() is None
+        made.close()  # and once more by on_ranks
+        comm.barrier()
+
+    on_ranks(ranks, play)
+    assert len(fake.pinned) == ranks
+    assert sorted(fake.released) == sorted(fake.pinned)
+
+
+@pytest.mark.parametrize("failing", ["cuMemHostRegister", "cuMemHostGetDevicePointer"])
+def test_a_page_that_no_gpu_reaches_fails_all_ranks_and_nothing_stays(
+    failing, monkeypatch
+):
+    fake = Driver(failing)
+    monkeypatch.setattr(board.driver, "call", fake.call)
+    for error in on_ranks(2, lambda made, comm: None, outcomes):
+        assert isinstance(error, SymmError)
+        assert f"{failing} failed: as asked" in str(error)
+        error.__traceback__ = None  # it holds the maps
+    assert sorted(fake.released) == sorted(fake.pinned)

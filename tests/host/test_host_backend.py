@@ -1,0 +1,173 @@
+import gc
+import mmap
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from numba_symm import backends
+from numba_symm.arrays import Memory
+from numba_symm.backends.host import HostBackend
+from numba_symm.errors import ArgumentError, BackendError
+
+ROOT = Path(__file__).parents[2]
+PEER = """
+import sys
+from numba_symm.backends.host import HostBackend
+
+backend, fd, nbytes = HostBackend(), int(sys.argv[1]), int(sys.argv[2])
+mapping = backend.open(fd, nbytes)
+print(backend.read(mapping.address, 5).decode())
+backend.write(mapping.address + nbytes - 5, b"reply")
+"""
+
+
+@pytest.fixture
+def backend():
+    return HostBackend()
+
+
+@pytest.fixture(autouse=True)
+def no_leak():
+    """Every test, its error paths included, leaves no descriptor and no mapping."""
+    before = left()
+    yield
+    gc.collect()
+    assert left() == before
+
+
+def left():
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    memory = [line.split()[0] for line in maps if "memfd:numba_symm" in line]
+    return len(list(Path("/proc/self/fd").iterdir())), memory
+
+
+def exported(backend, block):
+    """Export, open and close the descriptor, as two ranks of one process would."""
+    fd = backend.export(block)
+    try:
+        return backend.open(fd, block.nbytes)
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("asked", [0, 1, mmap.PAGESIZE, mmap.PAGESIZE + 1])
+def test_an_allocation_is_of_whole_zeroed_pages(backend, asked):
+    block = backend.allocate(asked)
+    assert block.address % mmap.PAGESIZE == 0
+    assert block.nbytes == max(1, -(-asked // mmap.PAGESIZE)) * mmap.PAGESIZE
+    assert backend.read(block.address, block.nbytes) == bytes(block.nbytes)
+    backend.free(block)
+
+
+def test_what_was_written_is_read_until_it_is_zeroed(backend):
+    block = backend.allocate(100)
+    backend.write(block.address + 7, b"hello")
+    assert backend.read(block.address + 6, 7) == b"\0hello\0"
+    backend.zero(block.address + 8, 3)
+    assert backend.read(block.address + 6, 7) == b"\0h\0\0\0o\0"
+    backend.free(block)
+
+
+def test_two_processes_share_the_memory(backend):
+    block = backend.allocate(10_000)
+    backend.write(block.address, b"first")
+    fd = backend.export(block)
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    peer = subprocess.run(
+        [sys.executable, "-c", PEER, str(fd), str(block.nbytes)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+        pass_fds=[fd],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    os.close(fd)
+    assert peer.stdout == "first\n"
+    assert backend.read(block.address + block.nbytes - 5, 5) == b"reply"
+    backend.free(block)
+
+
+def test_a_mapping_lies_elsewhere_and_shows_the_same_bytes(backend):
+    block = backend.allocate(1)
+    mapping = exported(backend, block)
+    assert mapping.address != block.address
+    backend.write(mapping.address, b"there")
+    assert backend.read(block.address, 5) == b"there"
+    backend.close(mapping)
+    backend.free(block)
+
+
+def test_a_peers_mapping_outlives_the_allocation(backend):
+    assert backend.frees_while_mapped
+    block = backend.allocate(1)
+    mapping = exported(backend, block)
+    backend.write(block.address, b"last words")
+    backend.free(block)
+    del block
+    gc.collect()
+    assert backend.read(mapping.address, 10) == b"last words"
+    backend.close(mapping)
+
+
+def test_an_array_keeps_the_memory_it_views(backend):
+    block = backend.allocate(16)
+    memory = Memory(block.address, block.nbytes, block)
+    backend.free(block)
+    del block
+    gc.collect()
+    interface = type("View", (), {"__array_interface__": memory._interface()})()
+    array = np.asarray(interface).view(np.int64)
+    array[1] = 7
+    assert array[:2].tolist() == [0, 7]
+
+
+def test_exported_descriptors_are_not_inherited(backend):
+    block = backend.allocate(1)
+    fd = backend.export(block)
+    assert not os.get_inheritable(fd)
+    os.close(fd)
+    backend.free(block)
+
+
+def test_a_peers_memory_that_is_too_small_is_refused(backend):
+    block = backend.allocate(1)
+    fd = backend.export(block)
+    asked = 2 * mmap.PAGESIZE
+    with pytest.raises(BackendError) as raised:
+        backend.open(fd, asked)
+    assert str(raised.value) == (
+        f"a peer's memory has {mmap.PAGESIZE} bytes, not {asked}"
+    )
+    os.close(fd)
+    backend.free(block)
+
+
+@pytest.mark.parametrize("asked", [1 << 62, 1 << 64])
+def test_more_than_there_is_cannot_be_allocated(backend, asked):
+    with pytest.raises(BackendError, match=rf"^cannot allocate {asked} bytes: "):
+        backend.allocate(asked)
+
+
+def test_too_many_open_files_are_told(backend):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)  # every descriptor below it is in use
+    os.close(lowest)
+    for free in (0, 1):  # for the file; for Python's own copy of it
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, hard))
+        try:
+            with pytest.raises(BackendError, match=r"^cannot allocate .*open files"):
+                backend.allocate(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_backend_is_made_by_name():
+    assert backends.create("host", 0).name == "host"
+    assert backends.create("ipc", 0).name == "ipc"
+    with pytest.raises(ArgumentError, match=r"^there is no backend 'nvshmem'; use vmm"):
+        backends.create("nvshmem", 0)

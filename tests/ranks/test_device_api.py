@@ -1,0 +1,305 @@
+"""A user's own kernels over symmetric memory, by numba_symm.device."""
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm import device as symm
+from numba_symm import pads
+from tests.ranks.helpers import get, put
+
+THREADS = 8  # the simulator's threads are slow
+BLOCKS = 3
+COUNT = 61  # the last block has less to do
+
+
+@cuda.jit
+def shift(ctx, source, out, count):
+    """Hand each block's part to the right neighbour, and take the left one's."""
+    right = (ctx.rank + 1) % ctx.world_size
+    there = symm.peer_array(ctx, right, count, np.float32)
+    here = symm.peer_array(ctx, ctx.rank, count, np.float32)
+    stride = cuda.gridDim.x * cuda.blockDim.x
+    first = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
+    for i in range(first, count, stride):
+        there[i] = source[i]
+    # The left neighbour's block of this index has written what this one reads.
+    symm.barrier(ctx, cuda.blockIdx.x)
+    for i in range(first, count, stride):
+        out[i] = here[i]
+    # This block has read what the left neighbour's may write in the next launch.
+    symm.barrier(ctx, cuda.blockIdx.x)
+
+
+@cuda.jit
+def pass_token(ctx, laps, channel, seen):
+    """Pass a counter round the ranks: each writes it to the next, and signals."""
+    if cuda.threadIdx.x == 0:
+        left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
+        right = (ctx.rank + 1) % ctx.world_size
+        mine = symm.peer_array(ctx, ctx.rank, 1, np.int64)
+        theirs = symm.peer_array(ctx, right, 1, np.int64)
+        for lap in range(laps):
+            if ctx.rank > 0 or lap > 0:
+                symm.wait_signal(ctx, left, channel)
+            seen[lap] = mine[0]
+            theirs[0] = seen[lap] + 1
+            symm.put_signal(ctx, right, channel)
+        if ctx.rank == 0:
+            symm.wait_signal(ctx, left, channel)
+            seen[laps] = mine[0]
+
+
+@cuda.jit
+def all_to_all(ctx, rounds, sums):
+    """Every block tells every rank's of its index a number, again and again."""
+    block, thread = cuda.blockIdx.x, cuda.threadIdx.x
+    width = ctx.world_size
+    for step in range(rounds):
+        if thread < width:
+            peer = symm.peer_array(ctx, thread, (cuda.gridDim.x, width), np.int32)
+            peer[block, ctx.rank] = 1000 * step + 10 * block + ctx.rank
+        # All ranks' numbers of this step are there before anyone adds them up.
+        symm.barrier(ctx, block)
+        if thread == 0:
+            mine = symm.peer_array(ctx, ctx.rank, (cuda.gridDim.x, width), np.int32)
+            total = 0
+            for r in range(width):
+                total += mine[block, r]
+            sums[step, block] = total
+        # Everybody has read them before the next step overwrites them.
+        symm.barrier(ctx, block)
+
+
+@cuda.jit
+def store_by_width(ctx):
+    """Write into the right neighbour with every store there is."""
+    if cuda.threadIdx.x == 0:
+        there = symm.peer_address(ctx, (ctx.rank + 1) % ctx.world_size)
+        tag = ctx.rank + 1
+        symm.st_u16(there, 0xFE00 + tag)
+        symm.st_u16(there + 2, 7)
+        symm.st_u32(there + 4, 0xFEDCBA00 + tag)
+        symm.st_u64(there + 8, (tag << 56) + 0x1234)
+        symm.st_v2_u64(there + 16, (tag + 1, tag + 2))
+        symm.st_relaxed_sys_v4_u32(there + 32, (tag, tag + 1, tag + 2, tag + 3))
+        symm.st_relaxed_sys_u32(there + 48, tag + 4)
+        symm.st_release_sys_u32(there + 52, tag + 5)
+        symm.st_relaxed_sys_u64(there + 56, tag + 6)
+        symm.fence_acq_rel_sys()
+        symm.st_release_sys_u64(there + 64, tag + 7)
+    symm.barrier(ctx, 0)
+
+
+@cuda.jit
+def load_by_width(ctx, found):
+    """Read the left neighbour's memory with every load there is."""
+    symm.barrier(ctx, 0)
+    if cuda.threadIdx.x == 0:
+        there = symm.peer_address(ctx, (ctx.rank - 1 + ctx.world_size) % ctx.world_size)
+        found[0] = symm.ld_u16(there)
+        found[1] = symm.ld_u32(there + 4)
+        found[2] = symm.ld_u64(there + 8)
+        found[3], found[4] = symm.ld_v2_u64(there + 16)
+        a, b, c, d = symm.ld_relaxed_sys_v4_u32(there + 32)
+        found[5], found[6], found[7], found[8] = a, b, c, d
+        found[9] = symm.ld_relaxed_sys_u32(there + 48)
+        found[10] = symm.ld_acquire_sys_u32(there + 52)
+        found[11] = symm.ld_relaxed_sys_u64(there + 56)
+        found[12] = symm.ld_acquire_sys_u64(there + 64)
+
+
+@cuda.jit
+def tell_outcomes(ctx, outcomes):
+    """Note what the waiting functions return when all goes well."""
+    if cuda.threadIdx.x == 0:
+        right = (ctx.rank + 1) % ctx.world_size
+        left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
+        outcomes[0] = symm.put_signal(ctx, right, 5)
+        outcomes[1] = symm.wait_signal(ctx, left, 5)
+    if not symm.barrier(ctx, 6):
+        outcomes[2] = False
+
+
+@cuda.jit
+def flat_barrier(ctx, wide):
+    """Use all threads of a block of three dimensions."""
+    thread = cuda.threadIdx.x + cuda.blockDim.x * (
+        cuda.threadIdx.y + cuda.blockDim.y * cuda.threadIdx.z
+    )
+    threads = cuda.blockDim.x * cuda.blockDim.y * cuda.blockDim.z
+    right = (ctx.rank + 1) % ctx.world_size
+    symm.peer_array(ctx, right, threads, np.int32)[thread] = 100 * right + thread
+    symm.barrier(ctx, 9)
+    # Every thread of this block sees what every thread of the left one's wrote.
+    here = symm.peer_array(ctx, ctx.rank, threads, np.int32)
+    wide[thread] = here[threads - 1 - thread]
+
+
+def device(host):
+    return cuda.to_device(np.asarray(host))
+
+
+def zeroed(comm, memory):
+    """Return whether this rank's signal pad is all zero, once nothing runs."""
+    comm.synchronize()
+    own = memory.signal_pad_ptrs[comm.rank]
+    return not any(comm._group.backend.read(own, memory.signal_pad_size))
+
+
+@pytest.fixture
+def finished(comm, world):
+    """Return a function that waits until all ranks' work is done."""
+
+    def wait():
+        comm.synchronize()
+        world.barrier()
+
+    return wait
+
+
+def flattened(value):
+    """Return what a tuple of tuples is made of."""
+    if not isinstance(value, tuple):
+        return [value]
+    return [scalar for member in value for scalar in flattened(member)]
+
+
+def test_the_context_is_an_ordinary_tuple_of_scalars(comm):
+    memory = comm.rendezvous(comm.empty(4, np.float32))
+    assert isinstance(memory.ctx, ns.Context)
+    assert ns.Context is symm.Context
+
+    flat = flattened(memory.ctx)
+    assert {type(scalar) for scalar in flat} == {int}
+    assert len(flat) == 2 + 2 * comm.size + len(symm.Guard._fields)
+
+
+def test_every_block_hands_its_part_to_the_neighbour(comm, finished):
+    memory = comm.rendezvous(comm.empty(COUNT, np.float32))
+    left = (comm.rank - 1) % comm.size
+    for step in range(3):
+        source = device(np.arange(COUNT, dtype=np.float32) + 100 * comm.rank + step)
+        out = device(np.zeros(COUNT, np.float32))
+        shift[BLOCKS, THREADS](memory.ctx, source, out, COUNT)
+        wanted = np.arange(COUNT, dtype=np.float32) + 100 * left + step
+        assert np.array_equal(get(out), wanted)
+    finished()
+    assert zeroed(comm, memory)
+
+
+@pytest.mark.parametrize("channel", [0, 63, pads.MAX_CHANNELS - 1])
+def test_a_token_goes_round_by_signals(comm, finished, channel):
+    memory, laps = comm.rendezvous(comm.zeros(1, np.int64)), 4
+    seen = device(np.full(laps + 1, -1))
+    pass_token[1, 2](memory.ctx, laps, channel, seen)
+    wanted = [lap * comm.size + comm.rank for lap in range(laps)]
+    last = laps * comm.size if comm.rank == 0 else -1
+    assert get(seen).tolist() == [*wanted, last]
+    finished()
+    assert zeroed(comm, memory)
+
+
+def test_blocks_meet_on_channels_of_their_own(comm, finished):
+    memory = comm.rendezvous(comm.empty((BLOCKS, comm.size), np.int32))
+    rounds = 5
+    for _ in range(2):
+        sums = device(np.zeros((rounds, BLOCKS), np.int64))
+        all_to_all[BLOCKS, THREADS](memory.ctx, rounds, sums)
+        n = comm.size
+        wanted = [
+            [
+                n * (1000 * step + 10 * block) + n * (n - 1) // 2
+                for block in range(BLOCKS)
+            ]
+            for step in range(rounds)
+        ]
+        assert get(sums).tolist() == wanted
+    finished()
+    assert zeroed(comm, memory)
+
+
+def test_stores_of_every_width_arrive(comm, finished):
+    x = comm.zeros(18, np.uint32)
+    memory = comm.rendezvous(x)
+    store_by_width[1, THREADS](memory.ctx)
+    finished()
+    tag = (comm.rank - 1) % comm.size + 1
+    data = get(x).tobytes()
+    assert np.frombuffer(data, np.uint16, 2).tolist() == [0xFE00 + tag, 7]
+    assert np.frombuffer(data, np.uint32, 1, 4)[0] == 0xFEDCBA00 + tag
+    words = np.frombuffer(data, np.uint64, 3, 8).tolist()
+    assert words == [(tag << 56) + 0x1234, tag + 1, tag + 2]
+    flags = np.frombuffer(data, np.uint32, 6, 32).tolist()
+    assert flags == [tag, tag + 1, tag + 2, tag + 3, tag + 4, tag + 5]
+    assert np.frombuffer(data, np.uint64, 2, 56).tolist() == [tag + 6, tag + 7]
+
+
+def test_loads_of_every_width_see_a_peers_memory(comm, finished):
+    x = comm.empty(18, np.uint32)
+    memory = comm.rendezvous(x)
+    host = np.arange(18, dtype=np.uint32) * 3 + 1000 * comm.rank + 0x80000000
+    put(x, host)
+    found = device(np.zeros(13, np.int64))
+    load_by_width[1, THREADS](memory.ctx, found)
+    left = (comm.rank - 1) % comm.size
+    words = np.arange(18, dtype=np.uint32) * 3 + 1000 * left + 0x80000000
+    data = words.tobytes()
+    signed = np.frombuffer(data, np.int64).tolist()  # data words are bit patterns
+    assert get(found).tolist() == [
+        int(words[0]) & 0xFFFF,
+        int(words[1]),
+        *signed[1:4],
+        *words[8:14].tolist(),
+        *signed[7:9],
+    ]
+    finished()
+    assert np.array_equal(get(x), host)
+
+
+def test_waits_that_end_well_say_so(comm, finished):
+    memory = comm.rendezvous(comm.empty(1, np.int32))
+    outcomes = device(np.array([False, False, True]))
+    tell_outcomes[1, THREADS](memory.ctx, outcomes)
+    assert get(outcomes).tolist() == [True, True, True]
+    finished()
+    assert zeroed(comm, memory)
+
+
+@pytest.mark.parametrize("block", [(2, 2, 2), (1, 3, 1), (1, 1, 1), (5, 1, 2)], ids=str)
+def test_a_barrier_takes_a_block_of_any_shape(comm, finished, block):
+    threads = int(np.prod(block))
+    memory = comm.rendezvous(comm.zeros(threads, np.int32))
+    wide = device(np.zeros(threads, np.int32))
+    flat_barrier[1, block](memory.ctx, wide)
+    assert get(wide).tolist() == [100 * comm.rank + t for t in reversed(range(threads))]
+    finished()
+    assert zeroed(comm, memory)
+
+
+def test_a_context_inside_an_array_begins_there(comm, finished):
+    x = comm.zeros(COUNT + 5, np.float32)
+    memory = comm.rendezvous(x[5:])
+    source = device(np.full(COUNT, comm.rank + 1, np.float32))
+    out = device(np.zeros(COUNT, np.float32))
+    shift[1, THREADS](memory.ctx, source, out, COUNT)
+    finished()
+    left = (comm.rank - 1) % comm.size
+    assert get(x).tolist() == [0.0] * 5 + [left + 1.0] * COUNT
+
+
+def test_kernels_and_collectives_in_turn(comm, finished):
+    x = comm.zeros(COUNT, np.float32)
+    memory = comm.rendezvous(x)
+    out = device(np.zeros(COUNT, np.float32))
+    for step in range(3):
+        source = device(np.full(COUNT, comm.rank + step, np.float32))
+        shift[BLOCKS, THREADS](memory.ctx, source, out, COUNT)
+        total = comm.all_reduce(out)
+        comm.barrier()
+        memory.barrier(1)
+        n = comm.size
+        assert get(total).tolist() == [n * (n - 1) / 2 + n * step] * COUNT
+    finished()
+    assert zeroed(comm, memory)

@@ -1,0 +1,239 @@
+"""Nothing is left when communicators go, well or badly."""
+
+import gc
+import mmap
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm.environment import SIMULATED
+from tests.ranks.helpers import check_works, get, put, refused
+
+CYCLES = 20
+WARM_UP = 3  # drivers and MPI open what they need, once
+allocators = set()
+"""Of all communicators so far."""
+
+SLACK = {"GPU memory": 16 << 20, "GPU mappings": 4}
+"""What the driver may keep for itself: 20 lost pages of 2 MiB would be more."""
+
+
+def counted(world):
+    """Return how much of what a communicator uses this process has."""
+    gc.collect()
+    world.barrier()  # on a shared GPU, nobody is in the middle of anything
+    links = [*filter(None, map(target, Path("/proc/self/fd").iterdir()))]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    found = {
+        "descriptors": len(links),
+        "shared memory": sum("memfd:numba_symm" in line for line in maps),
+        "GPU mappings": sum("nvidia" in line for line in maps),
+        "sockets": len(own_sockets(links)),
+        "threads": threading.active_count(),
+        "tasks": len([*Path("/proc/self/task").iterdir()]),
+        "blocks": sum(len(allocator._blocks) for allocator in allocators),
+    }
+    if not SIMULATED:
+        free, total = cuda.current_context().get_memory_info()
+        found["GPU memory"] = total - free
+    world.barrier()
+    return found
+
+
+def check_same(world, before, but=()):
+    """Check that nothing has become more, or less, since ``before``."""
+    now = counted(world)
+    for name, count in before.items():
+        grown = now[name] - count
+        if name in SLACK:
+            right = grown < SLACK[name]
+        else:
+            right = grown == 0
+        assert right or name in but, f"{name}: {count} before, {now[name]} now"
+
+
+def target(file):
+    try:
+        return str(file.readlink())
+    except FileNotFoundError:  # the folder's own descriptor
+        return None
+
+
+def own_sockets(links):
+    """Return the lines of this process' sockets that the library named."""
+    inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    return [
+        line for line in lines if line.split()[6] in inodes and "@numba_symm-" in line
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm(world):
+    for _ in range(WARM_UP):
+        live(world)
+
+
+def live(world):
+    """Do what communicators are for, from the first to the last step."""
+    with ns.Communicator(world, timeout=60) as comm:
+        allocators.add(comm.allocator)
+        x, y = comm.empty(33, np.float32), comm.zeros(5, np.int64)
+        memory = comm.rendezvous(x)
+        put(x, np.ones(33, np.float32))
+        memory.get_buffer(0, 33, np.float32)
+        assert get(comm.all_reduce(x, out=x)).tolist() == [comm.size] * 33
+        pointer = comm.allocator.alloc(100)
+        comm.allocator.rendezvous(pointer + 4, comm)
+        comm.allocator.free(pointer)
+        plan = comm.all_reduce_init(y, algorithm="one_shot_pull")
+        assert not get(plan()).any()
+
+
+def test_cycles_leave_nothing(world):
+    before = counted(world)
+    for _ in range(CYCLES):
+        live(world)
+    check_same(world, before)
+
+
+def test_an_open_communicator_is_counted(world):
+    """Show that the tests here can fail."""
+    before = counted(world)
+    with ns.Communicator(world, timeout=60) as comm:
+        x = comm.empty(33, np.float32)
+        comm.rendezvous(x)
+        during = counted(world)
+    more = {name for name in before if during[name] > before[name]}
+    assert more >= {"sockets", "descriptors", "shared memory", "blocks"}
+    del x, comm
+    check_same(world, before)
+
+
+def test_many_arrays_leave_nothing(world):
+    before = counted(world)
+    with ns.Communicator(world, timeout=60) as comm:
+        for _ in range(CYCLES):
+            comm.rendezvous(comm.empty(33, np.float32))
+        kept = [comm.empty(33, np.float32) for _ in range(CYCLES)]
+        memories = [comm.rendezvous(x) for x in kept]
+        buffers = [m.get_buffer(0, 33, np.float32) for m in memories]
+    del kept, memories, buffers, comm
+    check_same(world, before)
+
+
+def test_arrays_that_outlive_their_communicator_go_with_the_last(world):
+    before = counted(world)
+    for _ in range(CYCLES):
+        with ns.Communicator(world, timeout=60) as comm:
+            x = comm.empty(33, np.float32)
+            put(x, np.full(33, 2, np.float32))
+            part = x[3:]
+        del x, comm
+        assert get(part).tolist() == [2.0] * 30
+        del part
+    check_same(world, before)
+
+
+@pytest.mark.parametrize("step", ["timeout", "device", "allocate", "write", "board"])
+def test_a_failed_construction_leaves_nothing(world, monkeypatch, step):
+    from numba_symm import backends, board
+
+    create, last = backends.create, world.rank == world.size - 1
+
+    def broken(name, ordinal):
+        backend = create(name, ordinal)
+        if last:
+            monkeypatch.setattr(backend, step, fail)
+        return backend
+
+    def fail(*args):
+        raise ns.BackendError("broken")
+
+    arguments = {"timeout": 60}
+    with monkeypatch.context() as patch:
+        if step == "timeout":
+            arguments["timeout"] = -1
+        elif step == "device":
+            arguments["device"] = 1000 if last else None
+        elif step == "board":
+            if last:
+                broken_map = SimpleNamespace(PAGESIZE=mmap.PAGESIZE, mmap=fail)
+                patch.setattr(board, "mmap", broken_map)
+        else:
+            patch.setattr(backends, "create", broken)
+        before = counted(world)
+        for _ in range(CYCLES // 4):
+            refused(world, ns.SymmError, lambda: ns.Communicator(world, **arguments))
+        monkeypatch.undo()
+    check_same(world, before)
+    live(world)
+    check_same(world, before)
+
+
+class Mistake(Exception):
+    """A program's own."""
+
+
+def test_leaving_by_an_exception_tells_the_others(world):
+    before = counted(world)
+    for erring in range(world.size):
+        told = leave_by_an_exception(world, erring)
+        wanted = f"rank {erring} left after an error of its own"
+        for rank, text in enumerate(world.allgather(told)):
+            assert text == "Mistake" if rank == erring else wanted in text
+        check_same(world, before)
+    with ns.Communicator(world, timeout=60) as comm:
+        check_works(comm)
+
+
+def leave_by_an_exception(world, erring):
+    """Return the text of the error that ended a communicator on this rank."""
+    try:
+        with ns.Communicator(world, timeout=60) as comm:
+            x = comm.empty(33, np.float32)
+            comm.rendezvous(x).barrier()
+            comm.all_reduce(x)
+            comm.synchronize()
+            world.barrier()
+            if comm.rank == erring:
+                raise Mistake
+            # Nobody waits the timeout out for a rank that has left.
+            comm.all_reduce(x)
+            comm.synchronize()
+    except Mistake:
+        return "Mistake"
+    except ns.CollectiveTimeout as error:
+        return str(error)
+    return "nothing"
+
+
+def test_all_may_leave_by_an_exception(world):
+    def leave():
+        with ns.Communicator(world, timeout=60) as comm:
+            comm.rendezvous(comm.empty(33, np.float32))
+            raise Mistake
+
+    before = counted(world)
+    for _ in range(CYCLES // 4):
+        refused(world, Mistake, leave)
+    check_same(world, before)
+    live(world)
+
+
+def test_a_communicator_that_nobody_closed_is_told(world):
+    before = counted(world)
+    comm = ns.Communicator(world, timeout=60)
+    group, heap, memory = comm._group, comm.heap, comm._memory
+    with pytest.warns(ResourceWarning, match="rank .* was not closed"):
+        del comm
+    # Nothing is left all the same, once what it held is gone.
+    heap.close_locally()
+    group.close_locally()
+    del memory, heap, group
+    check_same(world, before)

@@ -1,0 +1,791 @@
+"""Every misuse raises on every rank, and the communicator works on."""
+
+import dataclasses
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm import environment
+from numba_symm.environment import SIMULATED
+from numba_symm.launch import devices, ranks
+from tests.ranks.helpers import check_works, get, ordinary, put, refused
+
+BACKEND = "NUMBA_SYMM_BACKEND"
+SHARING = "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES"
+TIMEOUT = "NUMBA_SYMM_TIMEOUT"
+
+needs_peers = pytest.mark.skipif(
+    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
+    reason="one rank alone cannot differ from others",
+)
+
+
+@pytest.fixture
+def last(world):
+    """Whether this is the last rank, the one that errs."""
+    return world.rank == world.size - 1
+
+
+@pytest.fixture
+def everywhere(world):
+    """Return a check that all ranks raise one error, with one text, together."""
+
+    def check(kind, call, *texts):
+        (said,) = set(refused(world, kind, call, *texts))
+        return said
+
+    return check
+
+
+@pytest.fixture
+def fresh(world):
+    """Check in the end that a new communicator works."""
+    yield
+    with ns.Communicator(world, timeout=60) as comm:
+        check_works(comm)
+
+
+# Arguments that must agree
+
+
+@needs_peers
+@pytest.mark.parametrize("make", ["empty", "zeros"])
+def test_shapes_and_dtypes_must_agree(comm, everywhere, last, make):
+    create = getattr(comm, make)
+    for ours, theirs in (((5,), (4,)), ((3, 2), (2, 3)), ((4, 1), (4,)), ((0,), (1,))):
+        everywhere(
+            ns.ArgumentError,
+            lambda a=ours, b=theirs: create(b if last else a, np.int16),
+            f"{make}: rank",
+            f"rank {comm.size - 1} has shape {theirs} of int16",
+            f"shape {ours} of int16",
+            "every rank must pass the same",
+        )
+    for ours, theirs in (("float32", "int32"), ("float64", "float32")):
+        everywhere(
+            ns.ArgumentError,
+            lambda a=ours, b=theirs: create(4, b if last else a),
+            f"rank {comm.size - 1} has shape (4,) of {theirs}",
+            f"shape (4,) of {ours}",
+        )
+    check_works(comm)
+
+
+@pytest.mark.parametrize("shape", [-1, (3, -2), 2.0, "ab", ("a", 1), (1.5,)])
+def test_shapes_that_are_none_are_refused(comm, everywhere, shape):
+    everywhere(ns.ArgumentError, lambda: comm.empty(shape), "give integers from 0")
+    check_works(comm)
+
+
+def test_a_shape_wrong_on_one_rank_is_refused_on_all(comm, everywhere, last):
+    shape = (-3,) if last else (3,)
+    said = everywhere(ns.ArgumentError, lambda: comm.empty(shape), "failed on 1 of")
+    assert f"rank {comm.size - 1}: empty: shape=(-3,)" in said
+    assert said.count("shape=") == 1
+    check_works(comm)
+
+
+def test_dtypes_that_are_none_are_refused(comm, everywhere):
+    for dtype in ("no such type", object(), object, [("a", object)]):
+        everywhere(
+            ns.ArgumentError,
+            lambda d=dtype: comm.empty(3, d),
+            "empty failed on",
+            "dtype=",
+        )
+    check_works(comm)
+
+
+def test_more_than_an_address_space_is_refused(comm, everywhere):
+    for shape in ((1 << 32, 1 << 32), 1 << 61, 1 << 70):
+        everywhere(
+            ns.ArgumentError,
+            lambda s=shape: comm.empty(s, np.float64),
+            "is no number of bytes",
+        )
+    memory = comm.rendezvous(comm.empty(4, np.float32))
+    for shape in ((1 << 32, 1 << 32), 1 << 62, (np.int64(1 << 62), 4)):
+        everywhere(
+            ns.ArgumentError,
+            lambda s=shape: memory.get_buffer(0, s, np.float32),
+            "of a buffer of 16",
+        )
+    check_works(comm)
+
+
+def test_memory_that_is_not_there_is_told(comm, everywhere):
+    everywhere(ns.BackendError, lambda: comm.empty(1 << 47, np.int8), "empty failed on")
+    check_works(comm)
+
+
+@needs_peers
+def test_a_rendezvous_needs_one_place_on_all_ranks(comm, everywhere, last):
+    x, y = comm.empty(10, np.float32), comm.empty(12, np.float32)
+    here = comm.size - 1
+    said = everywhere(
+        ns.ArgumentError, lambda: comm.rendezvous(x[3:] if last else x), "offset 0"
+    )
+    assert f"rank {here} has block" in said
+    assert "offset 12" in said
+    everywhere(
+        ns.ArgumentError,
+        lambda: comm.rendezvous(y if last else x),
+        "of 48 bytes",
+        "of 40 bytes",
+        "every rank must pass the same",
+    )
+    # Of one size, and yet not the same block:
+    z = comm.empty(10, np.float32)
+    everywhere(
+        ns.ArgumentError, lambda: comm.rendezvous(z if last else x), "of 40 bytes"
+    )
+    comm.rendezvous(x).barrier()
+    check_works(comm)
+
+
+@needs_peers
+def test_a_rendezvous_needs_one_size_on_all_ranks(comm, everywhere, last):
+    allocator = comm.allocator
+    pointer = allocator.alloc(100 if last else 200)
+    everywhere(
+        ns.ArgumentError,
+        lambda: allocator.rendezvous(pointer, comm),
+        "block new of 100 bytes",
+        "block new of 200 bytes",
+    )
+    assert not allocator.is_rendezvous_completed(pointer)
+    allocator.free(pointer)
+    check_works(comm)
+
+
+def test_a_rendezvous_of_a_host_array_is_refused(comm, everywhere, last):
+    x = np.zeros(3) if last else comm.allocator and ordinary(3, np.float64)
+    everywhere(ns.ArgumentError, lambda: comm.rendezvous(x), "lies in host memory")
+    check_works(comm)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="a GPU's ordinary memory can be registered")
+def test_a_rendezvous_of_private_memory_is_refused(comm, everywhere, last):
+    x = comm.empty(3, np.float64)
+    y = ordinary(3, np.float64)
+    said = everywhere(
+        ns.ArgumentError, lambda: comm.rendezvous(y if last else x), "private memory"
+    )
+    assert "use comm.empty()" in said
+    everywhere(ns.ArgumentError, lambda: comm.allocator.rendezvous(8, comm), "private")
+    check_works(comm)
+
+
+# Arguments of all_reduce
+
+
+class Listed:
+    """Has neither of the interfaces of device arrays."""
+
+
+WRONG_ARRAYS = {
+    "a host array": (lambda x: np.zeros(8, np.float32), "lies in host memory"),
+    "a list": (lambda x: [1.0, 2.0], "list is no device array"),
+    "None": (lambda x: None, "NoneType is no device array"),
+    "an object": (lambda x: Listed(), "Listed is no device array"),
+    "strided": (lambda x: x[::2], "is strided; pass a contiguous copy"),
+    "int8": (lambda x: x.view(np.int8), "cannot reduce int8"),
+    "uint32": (lambda x: x.view(np.uint32), "float32, float64, int32, int64"),
+    "bool": (lambda x: ordinary(8, np.bool_), "cannot reduce bool"),
+    "complex": (lambda x: ordinary(8, np.complex64), "cannot reduce complex64"),
+    "float8": (
+        lambda x: x.view(np.uint8).view(ml_dtypes.float8_e4m3fn),
+        "cannot reduce float8_e4m3fn",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ARRAYS)
+@pytest.mark.parametrize("call", ["all_reduce", "all_reduce_init"])
+def test_arrays_that_cannot_be_reduced_are_refused(comm, world, call, wrong):
+    x = comm.empty(8, np.float32)
+    make, text = WRONG_ARRAYS[wrong]
+    refused(
+        world,
+        ns.ArgumentError,
+        lambda: getattr(comm, call)(make(x)),
+        "all_reduce: ",
+        text,
+    )
+    check_works(comm)
+
+
+WRONG_OUTPUTS = {
+    "too small": (lambda x, y: y[:7], "out has 7 float32, x has 8 float32"),
+    "too large": (lambda x, y: ordinary(9, np.float32), "out has 9 float32, x has 8"),
+    "of another dtype": (lambda x, y: y.view(np.int32), "out has 8 int32, x has 8"),
+    "strided": (lambda x, y: ordinary(16, np.float32)[::2], "out: the array"),
+    "host": (lambda x, y: np.zeros(8, np.float32), "out: ndarray lies in host memory"),
+    "a part of the input": (lambda x, y: x[1:], "out has 7"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_OUTPUTS)
+def test_outputs_that_do_not_fit_are_refused(comm, world, wrong):
+    x, y = comm.empty(8, np.float32), comm.empty(8, np.float32)
+    make, text = WRONG_OUTPUTS[wrong]
+    for name in ("all_reduce", "all_reduce_init"):
+        call = getattr(comm, name)
+        refused(world, ns.ArgumentError, lambda f=call: f(x, out=make(x, y)), text)
+    # Having reduced into an array at the same address does not let it pass.
+    comm.all_reduce(x, out=y)
+    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, out=make(x, y)), text)
+    check_works(comm)
+
+
+def test_an_output_that_overlaps_the_input_is_refused(comm, world):
+    x = comm.empty(20, np.float32)
+    for a, b in ((x[:10], x[1:11]), (x[5:15], x[:10]), (x[:10], x[9:19])):
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda a=a, b=b: comm.all_reduce(a, out=b),
+            "out overlaps x without being x",
+        )
+    put(x, np.ones(20, np.float32))
+    comm.all_reduce(x[:10], out=x[10:])  # beside it is far enough
+    comm.all_reduce(x[:10], out=x[:10])  # another name of the input is in place
+    assert get(x).tolist() == [comm.size] * 20
+
+
+def test_an_output_in_another_order_is_refused(comm, world):
+    x, y = ordinary((3, 4), np.int32), ordinary((3, 4), np.int32, order="F")
+    for a, b in ((x, y), (y, x), (y, ordinary(12, np.int32))):
+        text = "so their elements do not correspond"
+        refused(
+            world, ns.ArgumentError, lambda a=a, b=b: comm.all_reduce(a, out=b), text
+        )
+    check_works(comm)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="Numba's device arrays cannot be read-only")
+def test_an_output_that_is_read_only_is_refused(comm, world):
+    x = ordinary(8, np.float32)
+    y = cuda.to_device(np.zeros(8, np.float32))
+    y._ary.flags.writeable = False
+    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, out=y), "read-only")
+    comm.all_reduce(y, out=x)  # it may be read
+    assert not get(x).any()
+
+
+def test_an_array_off_its_elements_alignment_is_refused(comm, world):
+    def shifted(by):
+        raw = comm.zeros(44, np.uint8)
+        return raw[by : by + 40].view(np.float32)
+
+    for by in (1, 2, 3):
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda by=by: comm.all_reduce(shifted(by)),
+            "is not aligned to its 4-byte elements",
+        )
+    assert not get(comm.all_reduce(shifted(4))).any()
+
+
+@pytest.mark.parametrize("op", ["avg", "SUM", "", None, 3, np.add, sum])
+def test_operators_that_are_none_are_refused(comm, world, op):
+    x = comm.empty(4, np.float32)
+    for call in (comm.all_reduce, comm.all_reduce_init):
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda f=call: f(x, op),
+            "is not known; use 'sum', 'prod', 'min', 'max' or the MPI.Op",
+        )
+    check_works(comm)
+
+
+def test_mpi_operators_that_are_not_supported_are_refused(comm, world):
+    from mpi4py import MPI
+
+    x = comm.empty(4, np.int32)
+    own = MPI.Op.Create(lambda a, b, t: None)
+    for op in (MPI.LAND, MPI.BXOR, MPI.MAXLOC, MPI.OP_NULL, own):
+        refused(
+            world, ns.ArgumentError, lambda o=op: comm.all_reduce(x, o), "is not known"
+        )
+    own.Free()
+    check_works(comm)
+
+
+@pytest.mark.parametrize("name", ["ring", "ONE_SHOT_LL", "", 1])
+def test_algorithms_that_are_none_are_refused(comm, world, name):
+    x = comm.empty(4, np.float32)
+    for call in (comm.all_reduce, comm.all_reduce_init):
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda f=call: f(x, algorithm=name),
+            f"algorithm={name!r} is not known; use 'one_shot_ll', 'one_shot_pull'",
+        )
+    check_works(comm)
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has no streams to be told from")
+def test_streams_that_are_none_are_refused(comm, world):
+    x = comm.empty(4, np.float32)
+    for stream in ("0", 1.5, object()):
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda s=stream: comm.all_reduce(x, stream=s),
+            "is no stream",
+        )
+    check_works(comm)
+
+
+# Debug mode: every call is compared
+
+
+@pytest.fixture
+def careful(world, request):
+    with ns.Communicator(world, timeout=60, debug=True) as comm:
+        yield comm
+        agreement = request.config.pluginmanager.get_plugin("agreement")
+        agreement.agree(request.session, request.node.nodeid)
+
+
+DIFFERENCES = {
+    "count": ((6, "f4", "sum", None), "6 float32", "7 float32"),
+    "dtype": ((7, "i4", "sum", None), "7 int32", "7 float32"),
+    "op": ((7, "f4", "max", None), "op 'max'", "op 'sum'"),
+    "algorithm": ((7, "f4", "sum", "one_shot_ll"), "'one_shot_ll'", "None"),
+}
+
+
+@needs_peers
+@pytest.mark.parametrize("difference", DIFFERENCES)
+@pytest.mark.parametrize("name", ["all_reduce", "all_reduce_init"])
+def test_debug_mode_tells_what_differs(careful, everywhere, last, name, difference):
+    other, theirs, ours = DIFFERENCES[difference]
+    count, dtype, op, algorithm = other if last else (7, "f4", "sum", None)
+    x = ordinary(count, dtype)
+    said = everywhere(
+        ns.ArgumentError,
+        lambda: getattr(careful, name)(x, op, algorithm=algorithm),
+        "all_reduce: rank",
+        "every rank must pass the same",
+    )
+    own = said.index(f"rank {careful.size - 1} has")
+    assert theirs in said[own:]
+    assert ours in said[:own]
+    check_works(careful)
+
+
+@needs_peers
+def test_debug_mode_tells_of_differing_orders(careful, everywhere, last):
+    x = ordinary((3, 4), np.float32, order="F" if last else "C")
+    said = everywhere(ns.ArgumentError, lambda: careful.all_reduce(x), "all_reduce:")
+    assert "C order" in said
+    assert "F order" in said
+    check_works(careful)
+
+
+@needs_peers
+@pytest.mark.parametrize("wrong", ["op", "array", "algorithm", "out"])
+def test_debug_mode_tells_all_of_one_ranks_error(careful, everywhere, last, wrong):
+    x = ordinary(4, np.float32)
+    arguments = {"x": x, "op": "sum", "algorithm": None, "out": ordinary(4, np.float32)}
+    if last:
+        arguments |= {
+            "op": {"op": "avg"},
+            "array": {"x": np.zeros(4, np.float32)},
+            "algorithm": {"algorithm": "ring"},
+            "out": {"out": ordinary(5, np.float32)},
+        }[wrong]
+    everywhere(
+        ns.ArgumentError,
+        lambda: careful.all_reduce(**arguments),
+        f"all_reduce failed on 1 of {careful.size} ranks",
+        f"rank {careful.size - 1}: all_reduce: ",
+    )
+    check_works(careful)
+
+
+# Making a communicator
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), 1e9])
+def test_timeouts_that_are_none_are_refused(world, fresh, seconds):
+    refused(
+        world,
+        ns.ArgumentError,
+        lambda: ns.Communicator(world, timeout=seconds),
+        f"timeout={seconds!r}: give seconds from 0",
+    )
+
+
+@pytest.mark.parametrize("seconds", ["-1", "soon", "nan", ""])
+def test_timeouts_of_the_environment_that_are_none_are_refused(
+    world, fresh, monkeypatch, seconds
+):
+    with monkeypatch.context() as patch:
+        patch.setenv(TIMEOUT, seconds)
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda: ns.Communicator(world),
+            f"{TIMEOUT}={seconds!r}: give seconds",
+        )
+
+
+def test_the_environments_timeout_is_taken(world, monkeypatch):
+    monkeypatch.setenv(TIMEOUT, "12.5")
+    with ns.Communicator(world) as comm:
+        assert comm.timeout == 12.5
+    with ns.Communicator(world, timeout=7) as comm:
+        assert comm.timeout == 7
+
+
+@needs_peers
+def test_timeouts_must_agree(world, fresh, everywhere, last):
+    everywhere(
+        ns.ArgumentError,
+        lambda: ns.Communicator(world, timeout=5 if last else 60),
+        f"rank {world.size - 1} has timeout=5",
+        "timeout=60",
+    )
+
+
+def test_what_is_no_communicator_is_refused(world, fresh):
+    from mpi4py import MPI
+
+    for wrong, text in (
+        (None, "is no communicator"),
+        (MPI.COMM_NULL, "is no communicator"),
+        ("world", "it lacks rank"),
+        (object(), "it lacks rank, size, allgather, barrier"),
+    ):
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda w=wrong: ns.Communicator(w, timeout=60),
+            text,
+        )
+
+
+@pytest.mark.parametrize("device", [-1, 1000, "cuda:0", 0.5])
+def test_devices_that_are_none_are_refused(world, fresh, everywhere, last, device):
+    with ns.Communicator(world, timeout=60) as comm:
+        own = comm.device.ordinal
+    everywhere(
+        ns.ArgumentError,
+        lambda: ns.Communicator(world, device if last else own, timeout=60),
+        "failed on 1 of",
+        f"rank {world.size - 1}: device={device}".replace("=cuda:0", "='cuda:0'"),
+    )
+
+
+def test_backends_that_do_not_exist_are_refused(
+    world, fresh, everywhere, last, monkeypatch
+):
+    for name in ("nvlink", "", "vmm" if SIMULATED else "host"):
+        with monkeypatch.context() as patch:
+            if last:
+                patch.setenv(BACKEND, name)
+            said = everywhere(
+                ns.ArgumentError,
+                lambda: ns.Communicator(world, timeout=60),
+                f"rank {world.size - 1}: {BACKEND}={name!r} cannot be used",
+            )
+        assert " or ".join(environment.BACKENDS) in said
+
+
+@needs_peers
+def test_backends_must_agree(world, fresh, everywhere, last, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delenv(BACKEND, raising=False)
+        if last:
+            patch.setenv(BACKEND, environment.BACKENDS[0])
+        everywhere(
+            ns.ArgumentError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1} has {BACKEND}={environment.BACKENDS[0]}",
+            f"{BACKEND}=None",
+        )
+
+
+@pytest.mark.parametrize("name", environment.BACKENDS)
+def test_a_backend_that_is_asked_for_is_taken(world, monkeypatch, name):
+    monkeypatch.setenv(BACKEND, name)
+    with ns.Communicator(world, timeout=60) as comm:
+        assert comm.backend == ns.backend() == name
+        assert comm.refused_backends == {}
+        check_works(comm)
+
+
+# Machines that do not fit
+
+
+@needs_peers
+def test_ranks_on_two_hosts_are_refused(world, fresh, everywhere, last, monkeypatch):
+    with monkeypatch.context() as patch:
+        if last:
+            patch.setattr(ranks, "_boot_id", lambda: "elsewhere")
+            patch.setattr(ranks.socket, "gethostname", lambda: "node7")
+        said = everywhere(
+            ns.DeviceError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1} is on node7",
+            "works between the GPUs of one host",
+        )
+    assert "one communicator per host" in said
+
+
+@pytest.fixture
+def one_gpu(world, monkeypatch):
+    """Let all ranks believe that they see one and the same GPU."""
+    with ns.Communicator(world, timeout=60) as comm:
+        own = comm.device
+    shared = world.bcast(own.uuid)
+    found = devices.visible_gpus()
+    seen = [
+        dataclasses.replace(gpu, uuid=shared) if gpu == own else gpu for gpu in found
+    ]
+    monkeypatch.setattr(devices, "visible_gpus", lambda: seen)
+    return own.ordinal
+
+
+@needs_peers
+def test_two_ranks_on_one_gpu_are_refused(
+    world, fresh, everywhere, one_gpu, monkeypatch
+):
+    monkeypatch.delenv(SHARING, raising=False)
+    said = everywhere(
+        ns.DeviceError,
+        lambda: ns.Communicator(world, one_gpu, timeout=60),
+        f"{world.size} ranks cannot have a GPU each",
+        f"{SHARING}=1",
+    )
+    assert "can only have 1 GPU(s)" in said
+    monkeypatch.undo()
+
+
+@needs_peers
+def test_sharing_a_gpu_must_be_allowed_on_all_ranks(
+    world, fresh, everywhere, one_gpu, last, monkeypatch
+):
+    monkeypatch.setenv(SHARING, "0" if last else "1")
+    everywhere(
+        ns.DeviceError,
+        lambda: ns.Communicator(world, one_gpu, timeout=60),
+        "cannot have a GPU each",
+    )
+    monkeypatch.undo()
+
+
+def test_ranks_share_a_gpu_where_allowed(world, one_gpu, monkeypatch):
+    monkeypatch.setenv(SHARING, "1")
+    with ns.Communicator(world, one_gpu, timeout=60) as comm:
+        assert len(set(world.allgather(comm.device.uuid))) == 1
+        check_works(comm)
+
+
+def test_what_allows_sharing_must_be_0_or_1(
+    world, fresh, everywhere, last, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        if last:
+            patch.setenv(SHARING, "yes")
+        everywhere(
+            ns.ArgumentError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1}: {SHARING}='yes': set it to 0 or 1",
+        )
+
+
+def test_a_mig_slice_is_refused(world, fresh, everywhere, last, monkeypatch):
+    with monkeypatch.context() as patch:
+        if last:
+            found = devices.visible_gpus()
+            sliced = [
+                dataclasses.replace(gpu, name=f"{gpu.name} MIG 1g.18gb")
+                for gpu in found
+            ]
+            patch.setattr(devices, "visible_gpus", lambda: sliced)
+        everywhere(
+            ns.DeviceError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1}: ",
+            "is a MIG slice",
+            "use whole GPUs",
+        )
+
+
+def test_a_rank_without_a_gpu_is_refused(world, fresh, everywhere, last, monkeypatch):
+    with monkeypatch.context() as patch:
+        if last:
+            patch.setattr(devices, "visible_gpus", lambda: [])
+        everywhere(
+            ns.DeviceError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"no GPU is visible to rank {world.size - 1}",
+        )
+
+
+def test_gpus_without_peer_access_are_refused(
+    world, fresh, everywhere, last, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        if last:
+            patch.setattr(devices, "_access", lambda ordinal, peer: False)
+        said = everywhere(
+            ns.PeerAccessError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1} (",
+            "some cannot",
+        )
+    assert said.count(" to rank ") == world.size
+
+
+# Failures of one rank's memory
+
+
+class Broken:
+    """Makes a method of a backend fail on one rank, at its n-th call."""
+
+    def __init__(self, patch, backend, method, at=1):
+        original, self.calls = getattr(backend, method), 0
+
+        def fail(*args):
+            self.calls += 1
+            if self.calls == at:
+                raise ns.BackendError(f"{method} is broken")
+            return original(*args)
+
+        patch.setattr(backend, method, fail)
+
+
+@pytest.mark.parametrize("erring", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("method", ["allocate", "export", "open"])
+def test_a_failure_of_one_rank_is_every_ranks(
+    comm, world, everywhere, monkeypatch, method, erring
+):
+    if method == "open" and comm.size == 1:
+        pytest.skip("one rank alone opens nobody's memory")
+    erring %= comm.size
+    keep = comm.empty(4, np.float32)
+    comm.rendezvous(keep).barrier()
+    for attempt in range(3):
+        known = len(comm.heap._entries), len(comm.allocator._blocks), open_files()
+        with monkeypatch.context() as patch:
+            if comm.rank == erring:
+                # Opening the first peer's memory fails, or the last one's.
+                at = comm.size - 1 if method == "open" and attempt == 1 else 1
+                Broken(patch, comm.allocator._backend, method, at)
+            said = everywhere(
+                ns.BackendError,
+                lambda: comm.empty(100, np.float32),
+                f"failed on 1 of {comm.size} ranks",
+                f"rank {erring}: {method} is broken",
+            )
+        assert said.startswith("empty")
+        now = len(comm.heap._entries), len(comm.allocator._blocks), open_files()
+        assert now == known, "it left something behind"
+    comm.rendezvous(keep).barrier()
+    check_works(comm)
+
+
+def open_files():
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+@pytest.mark.parametrize("method", ["allocate", "export", "zero"])
+def test_a_rendezvous_that_failed_can_be_tried_again(
+    comm, world, everywhere, last, monkeypatch, method
+):
+    pointer = comm.allocator.alloc(80)
+    with monkeypatch.context() as patch:
+        if last:
+            backend = comm.allocator._backend if method != "zero" else None
+            Broken(patch, backend or comm._group.backend, method)
+        everywhere(
+            ns.BackendError,
+            lambda: comm.allocator.rendezvous(pointer, comm),
+            f"rank {comm.size - 1}: {method} is broken",
+        )
+    memory = comm.allocator.rendezvous(pointer, comm)
+    memory.barrier()
+    comm.synchronize()
+    world.barrier()
+    for peer in range(comm.size):
+        assert not any(comm._group.backend.read(memory.buffer_ptrs[peer], 80))
+    comm.allocator.free(pointer)
+    check_works(comm)
+
+
+def test_memory_is_asked_for_again_once_caches_were_emptied(
+    comm, everywhere, last, monkeypatch
+):
+    from numba_symm import memory
+
+    emptied = []
+    monkeypatch.setattr(memory, "_on_failure", [lambda: emptied.append(True)])
+    with monkeypatch.context() as patch:
+        if last:
+            Broken(patch, comm.allocator._backend, "allocate")
+        x = comm.zeros(5, np.int32)
+    assert emptied == [True] * last
+    assert not get(comm.all_reduce(x)).any()
+
+
+@pytest.mark.parametrize("method", ["allocate", "export", "open", "write", "read"])
+def test_a_backend_that_does_not_work_is_given_up(world, fresh, monkeypatch, method):
+    if method == "open" and world.size == 1:
+        pytest.skip("one rank alone opens nobody's memory")
+    from numba_symm import backends
+
+    create = backends.create
+
+    def broken(name, ordinal):
+        backend = create(name, ordinal)
+        if world.rank == 0:
+            Broken(monkeypatch, backend, method)
+        return backend
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "create", broken)
+        (said,) = set(
+            refused(
+                world,
+                ns.BackendError,
+                lambda: ns.Communicator(world, timeout=60),
+                "no kind of memory can be shared by these ranks",
+                f"rank 0: {method} is broken",
+            )
+        )
+    asked = environment.requested_backend()
+    for name in [asked] if asked else environment.BACKENDS:
+        assert f"\n  {name}: trying memory of kind {name!r}" in said
+
+
+def test_a_peers_memory_that_reads_wrong_is_noticed(world, fresh, monkeypatch):
+    from numba_symm import backends
+
+    create = backends.create
+
+    def broken(name, ordinal):
+        backend = create(name, ordinal)
+        if world.rank == world.size - 1:
+            monkeypatch.setattr(backend, "write", lambda address, data: None)
+        return backend
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "create", broken)
+        refused(
+            world,
+            ns.BackendError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1} wrote",
+            "which holds 0000000000000000",
+        )
