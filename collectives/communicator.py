@@ -51,7 +51,7 @@ class Plan:
         comm: "Communicator",
         launch: Launch | None,
         arrays: tuple[Any, Any],
-        stream: Any,
+        stream: int,
     ):
         self._comm = comm
         self._launch = launch
@@ -65,7 +65,8 @@ class Plan:
             stream: where to, instead of the stream the plan was made with.
         """
         self._comm.check()
-        self._comm._enqueue(self._launch, self._stream if stream is None else stream)
+        handle = self._stream if stream is None else streams.handle_of(stream)
+        self._comm._run(self._launch, handle)
         return self._out
 
 
@@ -199,7 +200,7 @@ class Communicator:
         self.check()
         if self._barrier is None:
             self._barrier = barrier.bind(self)
-        self._enqueue(self._barrier, stream)
+        self._run(self._barrier, self._default_stream(stream))
 
     def all_reduce(
         self,
@@ -222,9 +223,9 @@ class Communicator:
                 any rank gives NaN.
             out: where to, of equal size, dtype and order (C or Fortran); ``x`` itself
                 for in place. None: a new array of ordinary device memory.
-            stream: a Numba, cuda.core, CuPy or torch stream, or a handle, which
-                must live until the next call. None: the stream the array names,
-                torch's or CuPy's current one for their arrays, else ``comm.stream``.
+            stream: a Numba, cuda.core, CuPy or torch stream, or a handle. None: the
+                stream the array names, torch's or CuPy's current one for their
+                arrays, else ``comm.stream``.
             algorithm: ``"one_shot_ll"`` or ``"one_shot_pull"``. None: the fastest.
 
         Returns:
@@ -235,8 +236,8 @@ class Communicator:
             CollectiveTimeout: an earlier call of the communicator has failed.
             ClosedError: it was closed.
         """
-        launch, out, (handle, owner) = self._prepared(x, op, out, stream, algorithm)
-        self._run(launch, handle, owner)
+        launch, out, handle = self._prepared(x, op, out, stream, algorithm)
+        self._run(launch, handle)
         return out
 
     def all_reduce_init(
@@ -252,13 +253,13 @@ class Communicator:
         Takes what :meth:`all_reduce` takes, and raises what it raises. Calling the
         plan is collective, making it is too in debug mode.
         """
-        launch, out, (handle, _) = self._prepared(x, op, out, stream, algorithm)
-        return Plan(self, launch, (x, out), handle if stream is None else stream)
+        launch, out, handle = self._prepared(x, op, out, stream, algorithm)
+        return Plan(self, launch, (x, out), handle)
 
     def _prepared(
         self, x: Any, op: Any, out: Any, stream: Any, algorithm: str | None
-    ) -> tuple[Launch | None, Any, tuple[int, Any]]:
-        """Return an all-reduce's launch, its output, and its stream and what keeps it.
+    ) -> tuple[Launch | None, Any, int]:
+        """Return an all-reduce's launch, its output and its stream's handle.
 
         In debug mode the ranks agree first, so that an error of one is all ranks'.
         """
@@ -278,14 +279,14 @@ class Communicator:
 
     def _bound(
         self, x: Any, op: Any, out: Any, stream: Any, algorithm: str | None
-    ) -> tuple[Launch | None, Any, tuple[int, Any]]:
+    ) -> tuple[Launch | None, Any, int]:
         source = arrays.dense(arrays.view(x, "all_reduce"), "all_reduce")
-        handle, owner = self._stream_for(stream, source)
+        handle = self._stream_for(stream, source)
         if out is None:
             out = self._new_output(source, handle)
         target = source if out is x else arrays.view(out, "all_reduce: out")
         launch = self._all_reduce_plan(source, target, op, algorithm)
-        return launch, out, (handle, owner)
+        return launch, out, handle
 
     def _new_output(self, source: ArrayView, handle: int) -> Any:
         if not SIMULATED and streams.is_capturing(handle):
@@ -319,26 +320,21 @@ class Communicator:
             self._plans.popitem(last=False)
         return launch
 
-    def _stream_for(self, stream: Any, array: ArrayView) -> tuple[int, Any]:
-        """Return the handle of the stream to use, and what keeps it alive."""
+    def _stream_for(self, stream: Any, array: ArrayView) -> int:
+        """Return the handle of the stream to use for an array."""
         if stream is None and array.stream is not None:
-            return array.stream, None
+            return array.stream
         return self._default_stream(stream)
 
-    def _default_stream(self, stream: Any) -> tuple[int, Any]:
+    def _default_stream(self, stream: Any) -> int:
         chosen = self.stream if stream is None else stream
-        if chosen is None:
-            return streams.LEGACY_DEFAULT, None
-        return streams.handle_of(chosen), chosen
+        return streams.LEGACY_DEFAULT if chosen is None else streams.handle_of(chosen)
 
-    def _enqueue(self, launch: Launch | None, stream: Any) -> None:
-        handle, owner = self._default_stream(stream)
-        self._run(launch, handle, owner)
-
-    def _run(self, launch: Launch | None, handle: int, owner: Any) -> None:
+    def _run(self, launch: Launch | None, stream: int) -> None:
         if launch is not None:
-            self._order.enter(handle, owner)
-            launch(handle)
+            self._order.enter(stream)
+            launch(stream)
+            self._order.leave(stream)
 
     def check(self) -> None:
         """Raise if the communicator has failed or is closed; never waits.
@@ -356,8 +352,7 @@ class Communicator:
             stream: None waits for ``comm.stream``.
         """
         if not SIMULATED and not self._group.closed:
-            handle, _ = self._default_stream(stream)
-            streams.synchronize(handle)
+            streams.synchronize(self._default_stream(stream))
         self.check()
 
     def close(self) -> None:
@@ -390,6 +385,7 @@ class Communicator:
         _open.discard(self)
         self._plans.clear()
         self._barrier = None
+        self._order.close()
         del self._memory
         if self.backend in _in_use:
             _in_use.remove(self.backend)

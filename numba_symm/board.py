@@ -82,7 +82,7 @@ class Board:
         while self.failure() is None:
             absent = [rank for rank in range(self._size) if not self._left[rank]]
             if not absent:
-                return None
+                break  # a rank that has failed said so before it came
             if time.monotonic() > deadline:
                 self._report(_CLOSE << 56 | self._rank << 48 | absent[0] << 40)
             time.sleep(_POLL_SECONDS)

@@ -1,5 +1,6 @@
 """Streams: finding the handle in what a caller passed, and ordering calls."""
 
+import functools
 from typing import Any
 
 from numba_symm import driver
@@ -9,7 +10,7 @@ from numba_symm.errors import ArgumentError
 LEGACY_DEFAULT = 0
 """Handle of the legacy default stream."""
 
-_CU_STREAM_LEGACY = 1  # its other handle, which __cuda_array_interface__ names
+_LEGACY_DEFAULTS = (LEGACY_DEFAULT, 1)  # __cuda_array_interface__ names it 1
 
 
 def handle_of(stream: Any) -> int:
@@ -35,45 +36,60 @@ class StreamOrder:
     """Orders the calls of one communicator, whichever streams they run on.
 
     Its kernels share state, so each must follow the one before. Calls on one stream
-    do; when the stream changes, the new one waits for the old one.
+    do; when the stream changes, the new one waits for the old one's latest call. That
+    call's event is recorded right after it, because its stream may be gone later; the
+    legacy default stream, which never goes, is asked when the need comes.
     """
 
     def __init__(self) -> None:
         self._last: int | None = None
-        self._owner: Any = None
-        self._event: Any = None
+        self._capture = 0
 
-    def enter(self, stream: int, owner: Any) -> None:
-        """Make ``stream`` wait for the latest call, if that was on another one.
+    @functools.cached_property
+    def _event(self) -> Any:
+        return driver.call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
 
-        Args:
-            stream: handle of the stream about to be used.
-            owner: the caller's stream object; kept until the next call, because a
-                destroyed stream could not be waited for.
-        """
+    def enter(self, stream: int) -> None:
+        """Make ``stream``, about to be used, wait for the latest call."""
         if self._last is not None and stream != self._last:
-            self._order(self._last, stream)
+            self._wait(stream)
         self._last = stream
-        self._owner = owner
 
-    def _order(self, before: int, after: int) -> None:
-        if is_capturing(before) != is_capturing(after):
-            # A capture cannot wait for eager work, nor eager work for a capture:
-            # the caller orders replays against other calls.
-            return
-        if self._event is None:
-            from cuda.core import Device
+    def leave(self, stream: int) -> None:
+        """Note that ``stream`` has the latest call."""
+        if stream not in _LEGACY_DEFAULTS:
+            self._capture = _capture_id(stream)
+            driver.call("cuEventRecord", self._event, stream)
 
-            self._event = Device().create_event()
-        handle = self._event.handle
-        driver.call("cuEventRecord", handle, before)
-        driver.call("cuStreamWaitEvent", after, handle, 0)
+    def _wait(self, stream: int) -> None:
+        capture = _capture_id(stream)
+        if self._last in _LEGACY_DEFAULTS:
+            self._capture = 0
+            if capture == 0:
+                driver.call("cuEventRecord", self._event, self._last)
+        # A capture can wait for its own calls only, eager work for eager work: the
+        # caller orders replays against other calls.
+        if capture == self._capture:
+            driver.call("cuStreamWaitEvent", stream, self._event, 0)
+
+    def close(self) -> None:
+        """Destroy the event; no call may follow."""
+        if "_event" in self.__dict__:
+            driver.call("cuEventDestroy", self._event)
+            del self._event
+
+
+def _capture_id(stream: int) -> int:
+    """Return which capture the stream is part of, 0 for none."""
+    if not is_capturing(stream):
+        return 0
+    return int(driver.call("cuStreamGetCaptureInfo", stream)[1])
 
 
 def is_capturing(stream: int) -> bool:
     """Return whether the stream is being captured into a graph."""
     # The legacy stream cannot be captured, and must not be asked during a capture.
-    if stream in (LEGACY_DEFAULT, _CU_STREAM_LEGACY):
+    if stream in _LEGACY_DEFAULTS:
         return False
     from cuda.bindings import driver as binding
 

@@ -192,7 +192,29 @@ def _pointer(typingctx: Any, address: Any) -> Any:
     return types.voidptr(_I64), codegen
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _extents(typingctx: Any, shape: Any) -> Any:
+    """Make an int64 tuple of a shape: carray misreads one of mixed integer types."""
+    extents = list(shape) if isinstance(shape, types.BaseTuple) else [shape]
+    signature = types.UniTuple(_I64, len(extents))(shape)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = args[0]
+        parts = (
+            [builder.extract_value(value, axis) for axis in range(len(extents))]
+            if isinstance(shape, types.BaseTuple)
+            else [value]
+        )
+        cast = [
+            context.cast(builder, part, kind, _I64)
+            for part, kind in zip(parts, extents, strict=True)
+        ]
+        return context.make_tuple(builder, signature.return_type, cast)
+
+    return signature, codegen
+
+
 @device_function
 def array_at(address: int, shape: Any, dtype: Any) -> Any:
     """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
-    return carray(_pointer(address), shape, dtype)
+    return carray(_pointer(address), _extents(shape), dtype)
