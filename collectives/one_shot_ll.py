@@ -25,12 +25,13 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives.workspace import (
-    MAX_BLOCKS,
     PACKET,
     THREADS,
     Layout,
     divide_up,
     layout,
+    reduction_arguments,
+    reduction_types,
 )
 from numba_symm.device.intrinsics import (
     fence_acq_rel_sys,
@@ -50,7 +51,7 @@ from numba_symm.device.signals import (
     wait_record,
 )
 from numba_symm.dtypes import Element
-from numba_symm.kernels import GUARD, Kernel, Launch
+from numba_symm.kernels import Kernel, Launch
 
 LAST_EPOCH = 2**32 - 2
 """The epoch after which 1 follows: even, so that halves go on alternating."""
@@ -149,44 +150,15 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
 @functools.cache
 def kernel(size: int, element: Element, op: str) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    signature = (
-        GUARD,
-        types.UniTuple(types.int64, size),
-        types.int64,
-        types.int64,
-        types.boolean,
-        types.int64,
-        types.boolean,
-        types.int64,
-        types.int64,
-    )
+    signature = (*reduction_types(size), types.int64)
     return Kernel(make_kernel, (size, element, op), signature, THREADS)
 
 
 def bind(
     comm: Any, source: int, target: int, count: int, element: Element, op: str
 ) -> Launch:
-    """Return the launch that all-reduces ``count`` elements from source to target.
-
-    Args:
-        comm: the communicator (its group, workspace and agreed grid are used).
-        source: address of the input, on this rank.
-        target: address of the output; may be ``source``.
-        count: number of elements, equal on all ranks, at least 1.
-        element: their type, equal on all ranks.
-        op: the reduction's name, equal on all ranks.
-    """
+    """Return the packed launch; see ``AllReduce.bind`` in ``select.py``."""
     words = divide_up(count, element.lanes)
-    grid = min(divide_up(words, THREADS), comm.max_blocks, MAX_BLOCKS)
-    return kernel(comm.size, element, op).bind(
-        grid,
-        comm.guard,
-        comm.workspace.addresses,
-        comm.workspace.addresses[comm.rank],
-        source,
-        source % 8 == 0,
-        target,
-        target % 8 == 0,
-        count,
-        words,
-    )
+    grid = min(divide_up(words, THREADS), comm.max_blocks)
+    arguments = reduction_arguments(comm, source, target, count, alignment=8)
+    return kernel(comm.size, element, op).bind(grid, *arguments, words)

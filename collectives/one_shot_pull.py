@@ -21,11 +21,12 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives.workspace import (
-    MAX_BLOCKS,
     PULL_VECTORS,
     THREADS,
     divide_up,
     layout,
+    reduction_arguments,
+    reduction_types,
 )
 from numba_symm.device.intrinsics import (
     ld_u32,
@@ -38,7 +39,7 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.signals import ALL_REDUCE_PULL, wait_for_epoch, wait_record
 from numba_symm.dtypes import Element
-from numba_symm.kernels import GUARD, Kernel, Launch
+from numba_symm.kernels import Kernel, Launch
 
 
 def make_kernel(size: int, element: Element, op: str) -> Any:
@@ -124,49 +125,18 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
 @functools.cache
 def kernel(size: int, element: Element, op: str) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    signature = (
-        GUARD,
-        types.UniTuple(types.int64, size),
-        types.int64,
-        types.int64,
-        types.boolean,
-        types.int64,
-        types.boolean,
-        types.int64,
-        types.int64,
-        types.int64,
-    )
+    signature = (*reduction_types(size), types.int64, types.int64)
     return Kernel(make_kernel, (size, element, op), signature, THREADS)
 
 
 def bind(
     comm: Any, source: int, target: int, count: int, element: Element, op: str
 ) -> Launch:
-    """Return the launch that all-reduces ``count`` elements from source to target.
-
-    Args:
-        comm: the communicator (its group, workspace and agreed grid are used).
-        source: address of the input, on this rank.
-        target: address of the output; may be ``source``.
-        count: number of elements, equal on all ranks, at least 1.
-        element: their type, equal on all ranks.
-        op: the reduction's name, equal on all ranks.
-    """
+    """Return the packed launch; see ``AllReduce.bind`` in ``select.py``."""
     vectors = divide_up(count, 2 * element.lanes)
-    grid = min(divide_up(vectors, THREADS), comm.max_blocks, MAX_BLOCKS)
+    grid = min(divide_up(vectors, THREADS), comm.max_blocks)
     # Equal parts, of whole sweeps of the block, that fit the staging slots.
     share = min(divide_up(divide_up(vectors, grid), THREADS) * THREADS, PULL_VECTORS)
     grid = min(grid, divide_up(vectors, share))
-    return kernel(comm.size, element, op).bind(
-        grid,
-        comm.guard,
-        comm.workspace.addresses,
-        comm.workspace.addresses[comm.rank],
-        source,
-        source % 16 == 0,
-        target,
-        target % 16 == 0,
-        count,
-        vectors,
-        share,
-    )
+    arguments = reduction_arguments(comm, source, target, count, alignment=16)
+    return kernel(comm.size, element, op).bind(grid, *arguments, vectors, share)

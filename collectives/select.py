@@ -1,12 +1,42 @@
 """The one table that picks an algorithm, by bytes and number of ranks."""
 
-from types import ModuleType
+from typing import Any, Protocol
 
 from numba_symm.collectives import one_shot_ll, one_shot_pull
+from numba_symm.dtypes import Element
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
+from numba_symm.kernels import Launch
 
-ALL_REDUCE: dict[str, ModuleType] = {
+
+class AllReduce(Protocol):
+    """What a file of an all-reduce algorithm offers."""
+
+    def bind(
+        self,
+        comm: Any,
+        source: int,
+        target: int,
+        count: int,
+        element: Element,
+        op: str,
+    ) -> Launch:
+        """Return the launch that all-reduces ``count`` elements.
+
+        Everything but the addresses is equal on all ranks; the grid follows from it.
+
+        Args:
+            comm: the communicator (its guard, workspace and agreed grid are used).
+            source: address of the input, on this rank.
+            target: address of the output; may be ``source``.
+            count: number of elements, at least 1.
+            element: their type.
+            op: the reduction's name.
+        """
+        ...
+
+
+ALL_REDUCE: dict[str, AllReduce] = {
     "one_shot_ll": one_shot_ll,
     "one_shot_pull": one_shot_pull,
 }

@@ -9,7 +9,10 @@ thread) and never from a message's size or alignment.
 from dataclasses import dataclass
 from typing import Any
 
+from numba.cuda import types
+
 from numba_symm.environment import SIMULATED
+from numba_symm.kernels import GUARD
 
 THREADS = 8 if SIMULATED else 512
 """Threads a block in every protocol: part of the slots' addresses, so a constant.
@@ -65,6 +68,34 @@ def layout(size: int) -> Layout:
         offsets[name] = end
         end += -(-nbytes // _LINE) * _LINE
     return Layout(size=size, nbytes=end, **offsets)
+
+
+def reduction_types(size: int) -> tuple[Any, ...]:
+    """Return the types of the arguments that all reducing kernels begin with."""
+    address = types.int64
+    workspaces = types.UniTuple(address, size)
+    array = (address, types.boolean)
+    return (GUARD, workspaces, address, *array, *array, types.int64)
+
+
+def reduction_arguments(
+    comm: Any, source: int, target: int, count: int, alignment: int
+) -> tuple[Any, ...]:
+    """Return those arguments: guard, workspaces, own one, input, output, count.
+
+    Each array is its address and whether that is a multiple of ``alignment`` bytes.
+    """
+    addresses = comm.workspace.addresses
+    return (
+        comm.guard,
+        addresses,
+        addresses[comm.rank],
+        source,
+        source % alignment == 0,
+        target,
+        target % alignment == 0,
+        count,
+    )
 
 
 def divide_up(a: int, b: int) -> int:
