@@ -6,8 +6,9 @@ What it allows
   or soon, except that those of one thread to one address stay in order. A 16-byte
   access is two of 8 bytes, which are apart in everything.
 - A load returns any value that reached memory, old ones too, unless the thread must
-  know better: it knows every store that happened before the load, and what was read
-  by any load that did. It sees stores that it knows even while they wait.
+  know better: it knows every store that happened before the load, and what any load
+  that did has read (of one thread's loads, the last). Stores that it knows it sees
+  even while they wait.
 - Happened before: in program order; by ``syncthreads``, for the threads of a block; by
   a kernel's start, for all earlier kernels of its rank; by an acquire that read what a
   release wrote, with fences in either place as well (relaxed store after a fence,
@@ -32,6 +33,7 @@ What it leaves out
   here uses them.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -39,6 +41,7 @@ from random import Random
 WEAK, RELAXED, ACQUIRE, RELEASE = "weak", "relaxed", "acquire", "release"
 
 _REMEMBERED = 8  # values of one address
+_LAST = 0.05  # of all stores, how many wait as long as anything else can happen
 _REGION = 1 << 20  # address space a region has to itself; the rest of it is a trap
 
 
@@ -84,6 +87,7 @@ class Store:
         writer: the thread's number, and ``time`` its count of accesses.
         release: what an acquire of this value learns; None: nothing.
         order: its place among the stores to this address, once in memory.
+        priority: the scheduler's; some wait until nothing else can happen.
     """
 
     place: "Place"
@@ -93,6 +97,7 @@ class Store:
     weak: bool = False
     release: list[int] | None = None
     order: int = 0
+    priority: float = 0.0
 
 
 class Place:
@@ -114,12 +119,14 @@ class Memory:
         changes: how many stores have reached memory.
         buffers: for every thread's number, the stores that wait.
         log: called with a line for every access, if there is anyone to read it.
+        races: whether to report them; if not, what they lead to may still be found.
     """
 
     def __init__(self, threads: int, random: Random):
         self.changes = 0
         self.buffers: list[list[Store]] = [[] for _ in range(threads)]
         self.log: Callable[[str], None] | None = None
+        self.races = True
         self._random = random
         self._regions: list[tuple[str, int, int | None]] = [("null", 0, None)]
         self._places: dict[int, Place] = {}
@@ -136,8 +143,7 @@ class Memory:
 
     def final(self, address: int, nbytes: int) -> int | None:
         """Return the value at the end of all stores."""
-        place = self._place(address, nbytes)
-        return (place.waiting or place.values)[-1].value
+        return self._place(address, nbytes).values[-1].value
 
     def load(self, reader: Observer, address: int, nbytes: int, order: str) -> int:
         place = self._place(address, nbytes)
@@ -148,7 +154,7 @@ class Memory:
             if reader.knows(store):
                 found = store
             elif weak or store.weak:
-                raise self._race(reader, "loads", store)
+                self._race(reader, "loads", place, store.writer)
         if found is None:
             oldest = self._oldest(reader, place, weak)
             found = place.values[-1]
@@ -179,21 +185,20 @@ class Memory:
         for store in list(place.waiting):
             if not writer.knows(store):
                 if weak or store.weak:
-                    raise self._race(writer, "stores to", store)
+                    self._race(writer, "stores to", place, store.writer)
             elif store.writer != writer.number:
                 self.send(store)
         for store in place.values:
             if (weak or store.weak) and not writer.knows(store):
-                raise self._race(writer, "stores to", store)
+                self._race(writer, "stores to", place, store.writer)
         for (other, weakly), (when, _) in place.loads.items():
             if (weak or weakly) and when > writer.known[other]:
-                raise Finding(
-                    "race",
-                    f"{writer.name} stores to {self._name(place)}, "
-                    f"which thread {other} loads",
-                )
+                self._race(writer, "stores to", place, other)
         release = list(writer.known) if order is RELEASE else writer.fenced
         new = Store(place, value, writer.number, time, weak, release)
+        new.priority = self._random.random()
+        if new.priority < _LAST:
+            new.priority = -math.inf
         place.waiting.append(new)
         self.buffers[writer.number].append(new)
         if self.log:
@@ -234,7 +239,7 @@ class Memory:
         oldest = len(values) - 1
         while oldest > 0 and not reader.knows(values[oldest]):
             if weak or values[oldest].weak:
-                raise self._race(reader, "loads", values[oldest])
+                self._race(reader, "loads", place, values[oldest].writer)
             oldest -= 1
         for (other, _), (when, order) in place.loads.items():
             if when <= reader.known[other]:
@@ -260,11 +265,10 @@ class Memory:
         number, offset = divmod(place.address, _REGION)
         return f"{self._regions[number][0]}+{offset}"
 
-    def _race(self, thread: Observer, does: str, store: Store) -> Finding:
-        where = self._name(store.place)
-        return Finding(
-            "race", f"{thread.name} {does} {where}, to which {store.writer} stores"
-        )
+    def _race(self, thread: Observer, does: str, place: Place, other: int) -> None:
+        if self.races:
+            text = f"{thread.name} {does} {self._name(place)}; so does thread {other}"
+            raise Finding("race", f"{text}, neither before the other")
 
     def _log(self, who: str, does: str, place: Place, value: int | None) -> None:
         assert self.log is not None

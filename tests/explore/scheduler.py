@@ -1,8 +1,8 @@
 """Who runs next: ranks, blocks and threads as coroutines, exactly one at a time.
 
 A kernel's threads are generators that stop before every access to memory, at every
-``syncthreads`` and in every ``poll_pause``. Each thread and each buffer of waiting
-stores is a task; a seed decides which task makes the next step, by one of two rules:
+``syncthreads`` and in every ``poll_pause``. Each thread and each store that waits to
+reach memory is a task; a seed decides which task is next, by one of two rules:
 
 - any, all equally likely; or
 - the one of highest priority, where priorities are random, are changed a few times at
@@ -13,10 +13,10 @@ A thread that has polled in vain sleeps until memory changes. So when nothing ca
 nothing ever will, and that is a deadlock.
 """
 
-import contextlib
-from collections import defaultdict
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from itertools import product
+from operator import attrgetter
 from random import Random
 from typing import Any
 
@@ -24,10 +24,12 @@ from explore.memory import Finding, Memory, Observer
 
 STEP, SYNC, POLL = range(3)  # what a thread stops for
 
-_MOST_STEPS = 100_000
+_MOST_STEPS = 100_000  # of one run: some fifty times what they take
 _PRIORITY_CHANGES = 4
-_TYPICAL_STEPS = 1500
+_TYPICAL_STEPS = 1500  # of one run; the changes fall among them
 _TRACE = 80  # lines shown of a schedule that found something
+
+_PRIORITY = attrgetter("priority")
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,11 @@ class Launch:
 class Thread:
     """One simulated thread, of one launch."""
 
-    def __init__(self, launch: Launch, block: int, index: int, observer: Observer):
+    def __init__(
+        self, launch: Launch, rank: int, block: int, index: int, observer: Observer
+    ):
+        self.priority = 0.0
+        self.rank = rank
         self.block = block
         self.index = index
         self.grid = launch.grid
@@ -70,22 +76,21 @@ class Machine:
         self.threads = threads
         self.time = 0
         self.time_passes = False  # for tests of deadlines: else nobody looks
-        self.trace: list[str] = []
-        names = [
-            (r, b, t) for r in range(ranks) for b in range(blocks) for t in range(threads)
-        ]
+        names = list(product(range(ranks), range(blocks), range(threads)))
         self._observers = {
             name: Observer(i, "rank {} block {} thread {}".format(*name), len(names))
             for i, name in enumerate(names)
         }
         self.memory = Memory(len(names), self.random)
-        by_priority = self.random.random() < 0.5
-        self._choose = self._by_priority if by_priority else self._any
-        self._priorities: dict[int, float] = defaultdict(self.random.random)
-        self._changes = sorted(
-            int(self.random.random() * _TYPICAL_STEPS) for _ in range(_PRIORITY_CHANGES)
-        )
         self._lowest = 0.0
+        self._changes: list[int] = []  # steps at which the highest priority falls
+        self._choose = self._any
+        if self.random.random() < 0.5:
+            self._choose = self._first
+            self._changes = sorted(
+                int(self.random.random() * _TYPICAL_STEPS)
+                for _ in range(_PRIORITY_CHANGES)
+            )
         self._running: list[list[Thread]] = [[] for _ in range(ranks)]
 
     def run(self, streams: list[list[Launch]]) -> None:
@@ -105,7 +110,8 @@ class Machine:
                 if not (thread.done or thread.at_sync)
                 and thread.asleep_until <= changes
             ]
-            ready += [number for number, buffer in enumerate(buffers) if buffer]
+            for buffer in buffers:
+                ready += buffer
             if not ready:
                 if not any(self._running):
                     break
@@ -116,32 +122,20 @@ class Machine:
                 current = task
                 self._step(task)
             else:
-                buffer = buffers[task]
-                self.memory.send(buffer[int(self.random.random() * len(buffer))])
+                self.memory.send(task)
         else:
             raise Finding("deadlock", f"no end after {_MOST_STEPS} steps")
 
     def _any(self, ready: list[Any], step: int) -> Any:
         return ready[int(self.random.random() * len(ready))]
 
-    def _by_priority(self, ready: list[Any], step: int) -> Any:
-        best = max(ready, key=self._priority)
+    def _first(self, ready: list[Any], step: int) -> Any:
         if self._changes and step >= self._changes[0]:
             self._changes.pop(0)
-            self._demote(best)
-            best = max(ready, key=self._priority)
-        return best
-
-    def _priority(self, task: Any) -> float:
-        return self._priorities[self._key(task)]
-
-    def _demote(self, task: Any) -> None:
-        self._lowest -= 1
-        self._priorities[self._key(task)] = self._lowest
-
-    @staticmethod
-    def _key(task: Any) -> int:
-        return ~task.observer.number if isinstance(task, Thread) else task
+            best = max(ready, key=_PRIORITY)
+            self._lowest -= 1
+            best.priority = self._lowest
+        return max(ready, key=_PRIORITY)
 
     def _launch_next(self, rank: int) -> None:
         """Start the rank's next kernel, which knows all that the last one knew."""
@@ -156,7 +150,9 @@ class Machine:
             for index in range(self.threads):
                 observer = self._observers[rank, block, index]
                 observer.outdated = self.random.random() < 0.5
-                running.append(Thread(launch, block, index, observer))
+                thread = Thread(launch, rank, block, index, observer)
+                thread.priority = self.random.random()
+                running.append(thread)
 
     def _step(self, thread: Thread) -> None:
         observer = thread.observer
@@ -166,22 +162,22 @@ class Machine:
             stopped_for = next(thread.code)
         except StopIteration:
             thread.done = True
-            rank = self._rank(thread)
-            if all(other.done for other in self._running[rank]):
-                self._launch_next(rank)
+            if all(other.done for other in self._running[thread.rank]):
+                self._launch_next(thread.rank)
             return
         if stopped_for == POLL:
-            # An outdated look proves nothing; a complete one holds until a change.
+            # What it saw stays as it was until memory changes, if all of it was new.
             if not observer.outdated:
                 thread.asleep_until = thread.polled_at + 1
             thread.polled_at = -1
             observer.outdated = self.random.random() < 0.5
-            self._demote(thread)
+            self._lowest -= 1
+            thread.priority = self._lowest
         elif stopped_for == SYNC:
             thread.at_sync = True
             block = [
                 other
-                for other in self._running[self._rank(thread)]
+                for other in self._running[thread.rank]
                 if other.block == thread.block
             ]
             if all(other.at_sync for other in block):
@@ -189,9 +185,6 @@ class Machine:
                 for other in block:
                     other.at_sync = False
                     other.observer.outdated = self.random.random() < 0.5
-
-    def _rank(self, thread: Thread) -> int:
-        return next(r for r, running in enumerate(self._running) if thread in running)
 
     def _nothing_can_run(self) -> None:
         stuck = [t for running in self._running for t in running if not t.done]
@@ -209,15 +202,10 @@ class Machine:
 
 def _meet(observers: list[Observer]) -> None:
     """Let each know what any of them knew."""
-    known = list(map(max, *(observer.known for observer in observers)))
+    everyone = (observer.known for observer in observers)
+    known = [max(times) for times in zip(*everyone, strict=True)]
     for observer in observers:
         observer.known = list(known)
-
-
-@contextlib.contextmanager
-def _traced(scenario_machine: Machine) -> Iterator[None]:
-    scenario_machine.memory.log = scenario_machine.trace.append
-    yield
 
 
 def explore(
@@ -234,11 +222,12 @@ def explore(
             scenario(make(seed))
         except Finding:
             again = make(seed)
-            again.memory.log = again.trace.append
+            steps: list[str] = []
+            again.memory.log = steps.append
             try:
                 scenario(again)
             except Finding as finding:
-                finding.add_note("\n".join(again.trace[-_TRACE:]))
+                finding.add_note("\n".join(steps[-_TRACE:]))
                 return seed, finding
             raise AssertionError(f"seed {seed} is not deterministic") from None
     return None

@@ -1,0 +1,138 @@
+"""The names of ``numba_symm.device.intrinsics``, for threads that a scheduler runs.
+
+What touches memory or other threads is a generator that stops first; arithmetic is the
+simulator's. Conditions: no element narrower than 4 bytes, no arrays over addresses.
+"""
+
+from collections.abc import Generator
+from types import SimpleNamespace
+from typing import Any
+
+from explore import scheduler
+from explore.memory import ACQUIRE, RELAXED, RELEASE, WEAK
+from explore.scheduler import POLL, STEP, SYNC
+from numba_symm.device.sim import (  # noqa: F401
+    bf16_of_f32,
+    bits_of_f32,
+    bits_of_f64,
+    f16_of_f32,
+    f32_of_bf16,
+    f32_of_bits,
+    f32_of_f16,
+    f64_of_bits,
+    word_of,
+)
+
+
+def device_function(function: Any) -> Any:
+    return function
+
+
+def _load(address: int, nbytes: int, order: str) -> int:
+    machine, thread = scheduler.machine, scheduler.current
+    return machine.memory.load(thread.observer, address, nbytes, order)
+
+
+def _store(address: int, nbytes: int, value: int, order: str) -> None:
+    machine, thread = scheduler.machine, scheduler.current
+    machine.memory.store(thread.observer, address, nbytes, int(value), order)
+
+
+def _access(nbytes: int, order: str) -> tuple[Any, Any]:
+    def load(address: int) -> Generator[int, None, int]:
+        yield STEP
+        value = _load(address, nbytes, order)
+        return word_of(value) if nbytes == 8 else value
+
+    def store(address: int, value: int) -> Generator[int, None, None]:
+        yield STEP
+        _store(address, nbytes, value, order)
+
+    return load, store
+
+
+ld_u16, st_u16 = _access(2, WEAK)
+ld_u32, st_u32 = _access(4, WEAK)
+ld_u64, st_u64 = _access(8, WEAK)
+ld_relaxed_sys_u32, st_relaxed_sys_u32 = _access(4, RELAXED)
+ld_relaxed_sys_u64, st_relaxed_sys_u64 = _access(8, RELAXED)
+ld_acquire_sys_u32, _ = _access(4, ACQUIRE)
+ld_acquire_sys_u64, _ = _access(8, ACQUIRE)
+_, st_release_sys_u32 = _access(4, RELEASE)
+_, st_release_sys_u64 = _access(8, RELEASE)
+
+
+def ld_v2_u64(address: int) -> Generator[int, None, tuple[int, int]]:
+    yield STEP
+    low = word_of(_load(address, 8, WEAK))
+    return low, word_of(_load(address + 8, 8, WEAK))
+
+
+def st_v2_u64(address: int, words: Any) -> Generator[int, None, None]:
+    yield STEP
+    _store(address, 8, words[0], WEAK)
+    _store(address + 8, 8, words[1], WEAK)
+
+
+def ld_relaxed_sys_v4_u32(address: int) -> Generator[int, None, tuple[int, ...]]:
+    yield STEP
+    low = _load(address, 8, RELAXED)
+    high = _load(address + 8, 8, RELAXED)
+    return low & 0xFFFFFFFF, low >> 32, high & 0xFFFFFFFF, high >> 32
+
+
+def st_relaxed_sys_v4_u32(address: int, words: Any) -> Generator[int, None, None]:
+    a, b, c, d = (int(word) & 0xFFFFFFFF for word in words)
+    yield STEP
+    _store(address, 8, a | b << 32, RELAXED)
+    _store(address + 8, 8, c | d << 32, RELAXED)
+
+
+def fence_acq_rel_sys() -> Generator[int, None, None]:
+    yield STEP
+    scheduler.machine.memory.fence(scheduler.current.observer)
+
+
+def globaltimer() -> int:
+    return scheduler.machine.time
+
+
+def poll_pause() -> Generator[int, None, None]:
+    yield POLL
+
+
+def syncthreads() -> Generator[int, None, None]:
+    yield SYNC
+
+
+def thread_index() -> int:
+    return scheduler.current.index
+
+
+def block_size() -> int:
+    return scheduler.machine.threads
+
+
+def array_at(address: int, shape: Any, dtype: Any) -> Any:
+    raise NotImplementedError("loads and stores of an array cannot be seen here")
+
+
+class _Index:
+    """An object whose ``x`` is asked of the running thread."""
+
+    def __init__(self, name: str):
+        self._name = name
+
+    @property
+    def x(self) -> int:
+        return getattr(scheduler.current, self._name)
+
+
+cuda = SimpleNamespace(
+    threadIdx=_Index("index"),
+    blockIdx=_Index("block"),
+    gridDim=_Index("grid"),
+    syncthreads=syncthreads,
+    local=SimpleNamespace(array=lambda size, dtype: [None] * size),
+)
+"""What kernels use of ``numba.cuda``."""

@@ -1,0 +1,65 @@
+"""Kernels of a user, written with the device functions."""
+
+from typing import Any
+
+from numba import cuda
+
+from numba_symm.collectives.workspace import MAX_BLOCKS, THREADS
+from numba_symm.device.intrinsics import device_function, ld_u64, st_u64
+from numba_symm.device.signals import barrier, peer_address, put_signal, wait_signal
+
+
+@device_function
+def exchange(ctx: Any, inputs: int, outputs: int, rounds: int) -> None:
+    """Give each thread of each peer a word a round, between barriers of the block."""
+    thread, block = cuda.threadIdx.x, cuda.blockIdx.x
+    worker = THREADS * block + thread
+    for i in range(rounds):
+        word = ld_u64(inputs + 8 * (rounds * worker + i))
+        for r in range(ctx.world_size):
+            place = ctx.rank * MAX_BLOCKS * THREADS + worker
+            st_u64(peer_address(ctx, r) + 8 * place, word)
+        barrier(ctx, block)
+        # What the peers' other thread sent: it came through two threads' hands.
+        for r in range(ctx.world_size):
+            place = r * MAX_BLOCKS * THREADS + worker + 1 - 2 * thread
+            word = ld_u64(peer_address(ctx, ctx.rank) + 8 * place)
+            st_u64(outputs + 8 * ((rounds * worker + i) * ctx.world_size + r), word)
+        barrier(ctx, block)
+
+
+@device_function
+def send(ctx: Any, dst: int, inputs: int, first: int, count: int) -> None:
+    """Write words into a peer's buffer, and signal after each."""
+    if cuda.threadIdx.x == 0:
+        for i in range(first, first + count):
+            st_u64(peer_address(ctx, dst) + 8 * i, ld_u64(inputs + 8 * i))
+            put_signal(ctx, dst, 0)
+
+
+@device_function
+def receive(ctx: Any, src: int, outputs: int, first: int, count: int) -> None:
+    """Take a signal a word, which the block's other thread reads."""
+    for i in range(first, first + count):
+        if cuda.threadIdx.x == 0:
+            wait_signal(ctx, src, 0)
+        cuda.syncthreads()
+        if cuda.threadIdx.x == 1:
+            word = ld_u64(peer_address(ctx, ctx.rank) + 8 * i)
+            st_u64(outputs + 8 * i, word)
+
+
+@device_function
+def write(target: int, inputs: int, words: int) -> None:
+    """Copy words, with plain stores."""
+    for i in range(cuda.threadIdx.x, words, THREADS):
+        st_u64(target + 8 * i, ld_u64(inputs + 8 * i))
+
+
+@device_function
+def read(sources: Any, outputs: int, words: int) -> None:
+    """Copy the words of every rank, with plain loads."""
+    for r in range(len(sources)):
+        for i in range(cuda.threadIdx.x, words, THREADS):
+            word = ld_u64(sources[r] + 8 * i)
+            st_u64(outputs + 8 * (r * words + i), word)

@@ -1,0 +1,124 @@
+"""The device code's real text, executed as coroutines, with edits for broken variants.
+
+Modules are read from their files. In every device function (decorated as one, or made
+by ``make_kernel``) a call ``f(x)`` becomes, in effect, ``yield from f(x)`` where ``f``
+may stop; nothing else changes. Imports of the intrinsics and of ``numba.cuda`` find the
+scheduler's, and the workspace is as small as the scheduler needs it.
+"""
+
+import ast
+import builtins
+import functools
+import importlib.util
+from pathlib import Path
+from types import GeneratorType, ModuleType, SimpleNamespace
+from typing import Any
+
+from explore import intrinsics
+from explore.scheduler import Launch
+
+THREADS, MAX_BLOCKS, PULL_VECTORS = 2, 2, 4
+"""A few show every race; a block stages more than one vector a thread."""
+
+_MODULES = (
+    "numba_symm.collectives.workspace",
+    "numba_symm.device.signals",
+    "numba_symm.device.lanes",
+    "numba_symm.collectives.barrier",
+    "numba_symm.collectives.one_shot_ll",
+    "numba_symm.collectives.one_shot_pull",
+    "explore.programs",
+)
+"""In the order of their imports."""
+
+_NEVER_STOP = {"range", "len", "min", "max", "int", "word_of"}  # merely for speed
+
+
+class _Kernel:
+    """In the place of ``numba_symm.kernels.Kernel``: its launches are ours."""
+
+    def __init__(self, factory: Any, constants: Any, signature: Any, threads: int):
+        self._function = factory(*constants)
+
+    def bind(self, grid: int, *args: Any) -> Launch:
+        return Launch(self._function, grid, args)
+
+
+class _Stopping(ast.NodeTransformer):
+    """Lets every call in a device function stop."""
+
+    def __init__(self) -> None:
+        self._kernels = False  # inside of a factory
+        self._device = False  # inside of a device function
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        outer = self._kernels, self._device
+        decorators = {getattr(d, "id", None) for d in node.decorator_list}
+        self._device = self._kernels or "device_function" in decorators
+        self._kernels = node.name == "make_kernel"
+        node.body = [self.visit(statement) for statement in node.body]
+        self._kernels, self._device = outer
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        if not self._device or getattr(node.func, "id", None) in _NEVER_STOP:
+            return node
+        template = "(yield from _r) if type(_r := call) is _generator else _r"
+        expression: Any = ast.parse(template, mode="eval").body
+        for part in ast.walk(expression):
+            ast.copy_location(part, node)
+        expression.test.left.args[0].value = node
+        return expression
+
+
+def device_code(*edits: tuple[str, str, str]) -> SimpleNamespace:
+    """Return the modules by their last names, with edits (module, text, new text).
+
+    An edit's text must occur exactly once, so that it follows the code as it changes.
+    """
+    return _device_code(edits)
+
+
+@functools.cache
+def _device_code(edits: tuple[tuple[str, str, str], ...]) -> SimpleNamespace:
+    kernels = ModuleType("kernels")
+    kernels.GUARD, kernels.Kernel, kernels.Launch = None, _Kernel, Launch
+    numba = ModuleType("numba")
+    numba.cuda = intrinsics.cuda
+    environment = ModuleType("environment")
+    environment.SIMULATED = True
+    known = {
+        "numba": numba,
+        "numba_symm.device.intrinsics": intrinsics,
+        "numba_symm.environment": environment,
+        "numba_symm.kernels": kernels,
+    }
+
+    def find(name: str, *rest: Any) -> Any:
+        return known[name] if name in known else __import__(name, *rest)
+
+    for name in _MODULES:
+        last = name.rpartition(".")[2]
+        mine = [edit[1:] for edit in edits if edit[0] == last]
+        known[name] = module = _execute(name, mine, find)
+        if last == "workspace":
+            module.THREADS, module.MAX_BLOCKS = THREADS, MAX_BLOCKS
+            module.PULL_VECTORS = PULL_VECTORS
+    last_names = {name.rpartition(".")[2]: known[name] for name in _MODULES}
+    assert {edit[0] for edit in edits} <= set(last_names)
+    return SimpleNamespace(**last_names)
+
+
+def _execute(name: str, edits: list[tuple[str, str]], find: Any) -> ModuleType:
+    path = importlib.util.find_spec(name).origin
+    text = Path(path).read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, f"{name} has {text.count(old)} of {old!r}"
+        text = text.replace(old, new)
+    tree = ast.fix_missing_locations(_Stopping().visit(ast.parse(text)))
+    module = ModuleType(name)
+    module.__builtins__ = {**vars(builtins), "__import__": find}
+    module._generator = GeneratorType
+    exec(compile(tree, path, "exec"), vars(module))
+    return module

@@ -1,0 +1,219 @@
+"""What the memory allows is seen, and what it forbids never is: classic small cases."""
+
+import pytest
+
+from explore.intrinsics import (
+    fence_acq_rel_sys,
+    ld_acquire_sys_u32,
+    ld_relaxed_sys_u32,
+    ld_relaxed_sys_v4_u32,
+    ld_u32,
+    ld_u64,
+    ld_v2_u64,
+    poll_pause,
+    st_relaxed_sys_u32,
+    st_relaxed_sys_v4_u32,
+    st_release_sys_u32,
+    st_u32,
+    st_u64,
+    syncthreads,
+    thread_index,
+)
+from explore.memory import Finding
+from explore.scheduler import Launch, Machine
+from explore.source import device_code
+
+SCHEDULES = 300
+
+
+def outcomes(*kernels, threads=1, races=True):
+    """Return all that the kernels, one a rank, saw: tuples of what they appended."""
+    found = set()
+    for seed in range(SCHEDULES):
+        machine = Machine(len(kernels), 1, threads, seed)
+        machine.memory.races = races
+        x, y = (machine.memory.map(name, 16, fill=0) for name in "xy")
+        seen = []
+        machine.run([[Launch(kernel, 1, (x, y, seen))] for kernel in kernels])
+        found.add(tuple(seen))
+    return found
+
+
+def writer(store):
+    def kernel(x, y, seen):
+        yield from st_relaxed_sys_u32(x, 1)
+        yield from store(y, 1)
+
+    return kernel
+
+
+def reader(load):
+    def kernel(x, y, seen):
+        flag = yield from load(y)
+        data = yield from ld_relaxed_sys_u32(x)
+        seen += [flag, data]
+
+    return kernel
+
+
+def test_relaxed_stores_may_arrive_out_of_order():
+    found = outcomes(writer(st_relaxed_sys_u32), reader(ld_relaxed_sys_u32))
+    assert found == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_a_release_alone_does_not_order_the_readers_loads():
+    assert (1, 0) in outcomes(writer(st_release_sys_u32), reader(ld_relaxed_sys_u32))
+
+
+def test_an_acquire_alone_does_not_order_the_writers_stores():
+    assert (1, 0) in outcomes(writer(st_relaxed_sys_u32), reader(ld_acquire_sys_u32))
+
+
+def test_an_acquire_of_a_release_shows_what_came_before():
+    found = outcomes(writer(st_release_sys_u32), reader(ld_acquire_sys_u32))
+    assert found == {(0, 0), (0, 1), (1, 1)}
+
+
+def test_fences_order_relaxed_accesses():
+    def write(x, y, seen):
+        yield from st_relaxed_sys_u32(x, 1)
+        yield from fence_acq_rel_sys()
+        yield from st_relaxed_sys_u32(y, 1)
+
+    def read(x, y, seen):
+        flag = yield from ld_relaxed_sys_u32(y)
+        yield from fence_acq_rel_sys()
+        data = yield from ld_relaxed_sys_u32(x)
+        seen += [flag, data]
+
+    assert outcomes(write, read) == {(0, 0), (0, 1), (1, 1)}
+
+
+def test_loads_of_one_address_never_go_back():
+    def write(x, y, seen):
+        yield from st_relaxed_sys_u32(x, 1)
+        yield from st_relaxed_sys_u32(x, 2)
+
+    def read(x, y, seen):
+        first = yield from ld_relaxed_sys_u32(x)
+        second = yield from ld_relaxed_sys_u32(x)
+        seen += [first, second]
+
+    everything = {(a, b) for a in range(3) for b in range(a, 3)}
+    assert outcomes(write, read) == everything
+
+
+def test_a_store_may_arrive_after_a_later_load():
+    def kernel(x, y, seen):
+        yield from st_relaxed_sys_u32(x, 1)
+        seen.append((yield from ld_relaxed_sys_u32(y)))
+
+    def other(x, y, seen):
+        yield from st_relaxed_sys_u32(y, 1)
+        seen.append((yield from ld_relaxed_sys_u32(x)))
+
+    assert (0, 0) in outcomes(kernel, other)
+
+
+def test_a_packet_comes_in_halves_but_its_halves_in_one_piece():
+    def write(x, y, seen):
+        yield from st_relaxed_sys_v4_u32(x, (1, 1, 1, 1))
+
+    def read(x, y, seen):
+        seen += yield from ld_relaxed_sys_v4_u32(x)
+
+    assert outcomes(write, read) == {
+        (0, 0, 0, 0),
+        (0, 0, 1, 1),
+        (1, 1, 0, 0),
+        (1, 1, 1, 1),
+    }
+
+
+def both_threads(before, after):
+    """A block whose thread 1 stores, and whose thread 0 tells the other rank."""
+
+    def write(x, y, seen):
+        if thread_index() == 1:
+            yield from st_u64(x, 1)
+        if before:
+            yield from syncthreads()
+        if thread_index() == 0:
+            yield from st_release_sys_u32(y, 1)
+
+    def read(x, y, seen):
+        while thread_index() == 0 and (yield from ld_acquire_sys_u32(y)) == 0:
+            yield from poll_pause()
+        if after:
+            yield from syncthreads()
+        if thread_index() == 1:
+            seen.append((yield from ld_v2_u64(x))[0])
+
+    return write, read
+
+
+def test_syncthreads_carries_what_its_block_knows_both_ways():
+    assert outcomes(*both_threads(True, True), threads=2) == {(1,)}
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_without_syncthreads_a_block_does_not_know_what_its_threads_do(before):
+    kernels = both_threads(before, not before)
+    assert (0,) in outcomes(*kernels, threads=2, races=False)
+    with pytest.raises(Finding, match="race"):
+        outcomes(*kernels, threads=2)
+
+
+def test_a_kernel_knows_what_the_one_before_it_stored():
+    def write(x, seen):
+        if thread_index() == 1:
+            yield from st_u32(x, 1)
+
+    def read(x, seen):
+        seen.append((yield from ld_u32(x)))
+
+    for seed in range(SCHEDULES):
+        machine = Machine(1, 1, 2, seed)
+        args = machine.memory.map("x", 4, fill=0), []
+        machine.run([[Launch(write, 1, args), Launch(read, 1, args)]])
+        assert args[-1] == [1, 1]
+
+
+def alone(kernel, threads=1):
+    machine = Machine(1, 1, threads, 0)
+    machine.run([[Launch(kernel, 1, (machine.memory.map("x", 8),))]])
+
+
+def test_a_load_of_what_nobody_wrote_is_reported():
+    with pytest.raises(Finding, match="unset"):
+        alone(ld_u64)
+
+
+@pytest.mark.parametrize("offset", [-8, 8, 1 << 30])
+def test_an_access_outside_all_memory_is_reported(offset):
+    with pytest.raises(Finding, match="outside"):
+        alone(lambda x: st_u64(x + offset, 1))
+
+
+def test_a_wait_that_nothing_ends_is_a_deadlock():
+    def kernel(x):
+        yield from st_relaxed_sys_u32(x, 0)
+        while (yield from ld_relaxed_sys_u32(x)) == 0:
+            yield from poll_pause()
+
+    with pytest.raises(Finding, match="deadlock"):
+        alone(kernel)
+
+
+def test_a_thread_that_leaves_the_others_at_syncthreads_is_reported():
+    def kernel(x):
+        if thread_index() == 0:
+            yield from syncthreads()
+
+    with pytest.raises(Finding, match="divergence"):
+        alone(kernel, threads=2)
+
+
+def test_an_edit_that_matches_nothing_is_refused():
+    with pytest.raises(AssertionError, match="has 0 of"):
+        device_code(("one_shot_ll", "what is not there", ""))
