@@ -55,6 +55,8 @@ def pytest_configure(config):
         # A duplicate: no test can take our messages for its own.
         agreement = Agreement(MPI.COMM_WORLD.Dup())
         config.pluginmanager.register(agreement, "agreement")
+        # Numba's advice on speed; tests launch few blocks.
+        config.addinivalue_line("filterwarnings", "ignore:Grid size")
 
 
 @pytest.fixture(scope="session")
@@ -65,7 +67,12 @@ def world():
 
 
 @pytest.fixture
-def comm(world, request):
+def backend():
+    """Nothing here: a file that wants another kind of memory overrides it."""
+
+
+@pytest.fixture
+def comm(world, backend, request):
     communicator = ns.Communicator(world, timeout=60)
     yield communicator
     # Closing is collective: it waits for ever for a rank that has failed.

@@ -37,6 +37,12 @@ def reduced(comm, algorithm=None):
     return bool((y.copy_to_host() == comm.size * (comm.size + 1) / 2).all())
 
 
+def warm_up(world):
+    """Have the kernels compiled and loaded before a short timeout counts."""
+    with ns.Communicator(world, timeout=PATIENT) as comm:
+        assert reduced(comm, "one_shot_ll")
+
+
 @cuda.jit
 def double(x):
     i = cuda.grid(1)
@@ -210,7 +216,7 @@ def test_a_rank_that_does_not_come(name):
         error, seconds = fact["error"]
         assert re.match(text, error), (rank, error)
         if rank == AWAY:  # it does not wait itself: it is told
-            assert seconds < 0.9, seconds
+            assert seconds < (SOON if name.startswith("own") else 0.9)  # compiles it
         else:
             assert seconds < 1 + SOON, (rank, seconds)
         for what, (refusal, seconds) in fact["refused"].items():
@@ -257,7 +263,9 @@ def test_later_kernels_leave_at_once():
     (first, second), _ = facts[0]
     assert first > 2.9
     assert second < 1.5
-    assert max(facts[1][0]) < 2.5  # one compiles the kernel
+    (first, second), _ = facts[1]
+    assert first < 2.9  # the kernel's compiling is in it
+    assert second < 1.5
     for _, error in facts:  # nobody had been told
         assert error.startswith(
             "CollectiveTimeout: rank 0 waited for rank 1 in wait_signal, channel 0"
@@ -265,6 +273,7 @@ def test_later_kernels_leave_at_once():
 
 
 def fails_within(world, how):
+    warm_up(world)
     begin = time.monotonic()
     try:
         with ns.Communicator(world, timeout=1) as comm:
@@ -292,6 +301,7 @@ def test_leaving_a_with_statement_tells_of_a_failure(how):
 
 
 def dies(world, at):
+    warm_up(world)
     comm = ns.Communicator(world, timeout=2)
     reduced(comm, "one_shot_ll")
     if world.rank == AWAY:
@@ -328,7 +338,7 @@ def test_a_rank_that_is_killed(at):
 
 def killed_before_close(world):
     comm = ns.Communicator(world, timeout=1)
-    reduced(comm)
+    world.barrier()
     if world.rank == AWAY:
         os.kill(os.getpid(), signal.SIGKILL)
     return attempt(comm.close)
@@ -380,12 +390,12 @@ open_at_exit = []  # as a script's global variable would be
 
 
 def exits_with_an_open_communicator(world):
+    warm_up(world)
     comm = ns.Communicator(world, timeout=1)
-    assert reduced(comm)
     if world.rank == AWAY:
         open_at_exit.append(comm)
         sys.exit(3)
-    text = attempt(lambda: reduced(comm))[0]
+    text, _ = attempt(lambda: reduced(comm, "one_shot_ll"))
     attempt(comm.close)
     return text
 
@@ -404,10 +414,11 @@ def test_exit_with_an_open_communicator():
 
 
 def timeout_of_the_environment(world):
+    warm_up(world)
     comm = ns.Communicator(world)
     found = None
     if world.rank != AWAY:
-        found = attempt(lambda: reduced(comm))
+        found = attempt(lambda: reduced(comm, "one_shot_ll"))
     world.barrier()
     with contextlib.suppress(ns.CollectiveTimeout):
         comm.close()

@@ -1,6 +1,9 @@
 """What the tests on GPUs share: slow kernels, patterns, arrays of other libraries."""
 
+import warnings
+
 import numpy as np
+import pytest
 from numba import cuda
 
 from numba_symm import device as symm
@@ -58,6 +61,20 @@ def _grid(x):
     return max(1, min(64, -(-x.size // THREADS)))
 
 
+def optional(name):
+    """Return a library that the tests do not require, or skip; its warnings aside."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, reason=f"{name} is not installed")
+
+
+def to_device(host):
+    """Return a copy on the device, arrived for every stream."""
+    array = cuda.to_device(host)
+    cuda.synchronize()
+    return array
+
+
 def numba_view(stream):
     """Return Numba's name for anybody's stream."""
     handle = 0 if stream is None else handle_of(stream)
@@ -84,6 +101,6 @@ class Pointer:
 
 def context_is_alive():
     """Return whether ordinary kernels and copies work."""
-    x = cuda.to_device(np.zeros(1000, np.float32))
+    x = to_device(np.zeros(1000, np.float32))
     add(x, 7)
     return bool((x.copy_to_host() == 7).all())

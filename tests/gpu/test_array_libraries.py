@@ -5,18 +5,18 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from tests.gpu.helpers import Pointer, of_ranks
+from tests.gpu.helpers import Pointer, of_ranks, optional, to_device
 from tests.ranks.helpers import bits, check_works, refused
 
 
 @pytest.fixture
 def cupy(comm):
-    return pytest.importorskip("cupy")
+    return optional("cupy")
 
 
 @pytest.fixture
 def torch(comm):
-    torch = pytest.importorskip("torch")
+    torch = optional("torch")
     torch.cuda.set_device(comm.device.ordinal)
     return torch
 
@@ -106,7 +106,7 @@ def test_torch_shares_symmetric_memory(comm, torch, dtype):
 
 
 def test_a_pointer_with_the_array_interface(comm, world):
-    x = cuda.to_device(np.full(100, comm.rank + 1, np.float32))
+    x = to_device(np.full(100, comm.rank + 1, np.float32))
     address = x.device_ctypes_pointer.value
     y = comm.all_reduce(Pointer(address, 100, owner=x))
     comm.synchronize()
@@ -129,7 +129,7 @@ def test_another_gpu_s_array_is_refused(comm, world):
         pytest.skip("one GPU is visible")
     other = (comm.device.ordinal + 1) % len(cuda.gpus)
     with cuda.gpus[other]:
-        x = cuda.to_device(np.zeros(100, np.float32))
+        x = to_device(np.zeros(100, np.float32))
     refused(
         world,
         ns.ArgumentError,
@@ -142,7 +142,7 @@ def test_another_gpu_s_array_is_refused(comm, world):
 
 
 def host_arrays():
-    """Return memory of the host, by name: ways to write None where there are none."""
+    """Return arrays in host memory, by the kind of memory."""
     pinned = cuda.pinned_array(100, np.float32)
     mapped = cuda.mapped_array(100, np.float32)
     return {

@@ -8,7 +8,7 @@ from cuda.core import Device
 from numba import cuda
 
 import numba_symm as ns
-from tests.gpu.helpers import add
+from tests.gpu.helpers import add, to_device
 
 MIB = 1 << 20
 
@@ -22,8 +22,7 @@ def test_four_communicators_in_different_orders(world):
         streams = [Device().create_stream() for _ in comms]
         counts = [MIB // 4, 3 * MIB, 1000, 500_000]  # two of them fill their grids
         inputs = [
-            cuda.to_device(np.full(count, world.rank + 1, np.float32))
-            for count in counts
+            to_device(np.full(count, world.rank + 1, np.float32)) for count in counts
         ]
         outputs = [cuda.device_array_like(x) for x in inputs]
         algorithms = ["one_shot_ll", "one_shot_pull", "one_shot_ll", "one_shot_pull"]
@@ -54,25 +53,34 @@ def test_a_thousand_mixed_calls(comm):
     lot = random.Random(5)
     streams = [None, cuda.stream(), Device().create_stream()]
     inputs = {
-        (count, dtype): cuda.to_device((np.arange(count) % 5 + comm.rank).astype(dtype))
+        (count, dtype): to_device((np.arange(count) % 5 + comm.rank).astype(dtype))
         for count in (1, 3, 130, 4096, 20_001, 150_000)
         for dtype in ("float16", "float32", "float64", "int32", "int64")
     }
-    kinds = {}
-    for call in range(1000):
-        (count, dtype), x = lot.choice(list(inputs.items()))
-        op = lot.choice(["sum", "max", "min"])
-        algorithm = lot.choice([None, "one_shot_ll", "one_shot_pull"])
+    calls = [
+        (
+            *lot.choice(list(inputs)),
+            lot.choice(["sum", "max", "min"]),
+            lot.choice([None, "one_shot_ll", "one_shot_pull"]),
+        )
+        for _ in range(1000)
+    ]
+    outputs = {call: to_device(np.full(call[0], -1, call[1])) for call in calls}
+    for number, call in enumerate(calls):
+        count, dtype, op, algorithm = call
         stream = lot.choice(streams)
-        if call % 50 == 0:
+        if number % 50 == 0:
             comm.barrier(stream=stream)
-        key = count, dtype, op, algorithm
-        if key not in kinds:
-            kinds[key] = cuda.to_device(np.full(count, -1, dtype))
-        comm.all_reduce(x, op=op, out=kinds[key], stream=stream, algorithm=algorithm)
+        comm.all_reduce(
+            inputs[count, dtype],
+            op=op,
+            out=outputs[call],
+            stream=stream,
+            algorithm=algorithm,
+        )
     for stream in streams:
         comm.synchronize(stream)
-    for (count, dtype, op, _), y in kinds.items():
+    for (count, dtype, op, _), y in outputs.items():
         one = np.arange(count) % 5
         ranks = range(comm.size)
         wanted = getattr(np, op)([one + rank for rank in ranks], axis=0)
@@ -80,7 +88,7 @@ def test_a_thousand_mixed_calls(comm):
 
 
 def test_a_chain_of_calls_that_the_host_never_waits_for(comm):
-    x = cuda.to_device(np.ones(3000, np.int64))
+    x = to_device(np.ones(3000, np.int64))
     wanted = np.ones((), np.int64)
     with np.errstate(over="ignore"):
         for call in range(500):

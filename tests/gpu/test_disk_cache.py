@@ -1,10 +1,10 @@
 """Compiled kernels stay on disk: the next process compiles nothing."""
 
 import numpy as np
-from numba import cuda
 
 import numba_symm as ns
 from numba_symm.kernels import Kernel
+from tests.gpu.helpers import to_device
 from tests.spawned import run_ranks
 
 
@@ -20,7 +20,7 @@ def compile_and_reduce(world, may_compile):
 
     Kernel.cubin = cubin
     with ns.Communicator(world, timeout=60) as comm:
-        x = cuda.to_device(np.full(1000, 3, np.int32))
+        x = to_device(np.full(1000, 3, np.int32))
         found = [
             comm.all_reduce(x, algorithm=name)
             for name in ("one_shot_ll", "one_shot_pull")

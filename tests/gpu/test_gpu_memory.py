@@ -54,10 +54,11 @@ def test_two_backends_at_once(world, monkeypatch):
             assert (x.copy_to_host() == world.size * (world.size + 1) / 2).all()
 
 
-def test_the_default_is_the_best(world):
+def test_the_default_is_the_best(world, monkeypatch):
+    monkeypatch.delenv("NUMBA_SYMM_BACKEND", raising=False)
     with ns.Communicator(world, timeout=60) as comm:
         assert comm.backend == "vmm"
-        assert all(all(row) for row in comm.peer_access)
+        assert comm.refused_backends == {}
 
 
 def use(world):
@@ -116,7 +117,7 @@ def test_more_memory_than_there_is(world, backend):
     with ns.Communicator(world, timeout=60) as comm:
         before = free_bytes(world)
         total = cuda.current_context().get_memory_info().total
-        with pytest.raises(ns.BackendError, match="(?s)empty failed.*OUT_OF_MEMORY"):
+        with pytest.raises(ns.BackendError, match=r"(?s)empty.*OUT_OF_MEMORY"):
             comm.empty(total + (1 << 30), np.uint8)
         assert before - free_bytes(world) < SLACK
         check_works(comm)

@@ -8,7 +8,7 @@ from cuda.core import Device
 from numba import cuda
 
 import numba_symm as ns
-from tests.gpu.helpers import add, context_is_alive, of_ranks
+from tests.gpu.helpers import add, context_is_alive, of_ranks, to_device
 from tests.ranks.helpers import check_works, refused
 
 
@@ -32,7 +32,7 @@ def capturing(stream, mode="relaxed"):
 @pytest.mark.parametrize("count", [1, 1000, 300_001])
 @pytest.mark.parametrize("algorithm", ["one_shot_ll", "one_shot_pull"])
 def test_a_hundred_replays_with_new_inputs(comm, stream, algorithm, count):
-    x = cuda.to_device(np.full(count, comm.rank, np.float64))
+    x = to_device(np.full(count, comm.rank, np.float64))
     y = cuda.device_array_like(x)
     comm.all_reduce(x, out=y, stream=stream, algorithm=algorithm)
     add(x, 0, stream)  # compiled
@@ -56,9 +56,9 @@ def test_several_calls_in_a_graph_and_others_between_replays(comm, stream):
         (77, np.float64, "one_shot_pull"),
         (64 << 10, np.float32, None),
     ]
-    inputs = [cuda.to_device(np.full(n, comm.rank, dtype)) for n, dtype, _ in kinds]
+    inputs = [to_device(np.full(n, comm.rank, dtype)) for n, dtype, _ in kinds]
     outputs = [cuda.device_array_like(x) for x in inputs]
-    aside = cuda.to_device(np.full(3000, comm.rank + 1, np.float32))
+    aside = to_device(np.full(3000, comm.rank + 1, np.float32))
     for x in inputs:
         add(x, 0, stream)  # compiled
     plan = comm.all_reduce_init(inputs[0], out=outputs[0], stream=stream)
@@ -90,7 +90,7 @@ def test_several_calls_in_a_graph_and_others_between_replays(comm, stream):
 def test_a_kernel_may_be_captured_that_never_ran(comm, stream, mode):
     op = {"relaxed": "prod", "thread_local": "min", "global": "max"}[mode]
     wanted = {"prod": 2**comm.size, "min": 2, "max": 2}[op]
-    x = cuda.to_device(np.full(100, 2, np.int32))
+    x = to_device(np.full(100, 2, np.int32))
     y = cuda.device_array_like(x)
     with capturing(stream, mode) as (builder, graphs):
         comm.all_reduce(x, op=op, out=y, stream=builder.stream)
@@ -100,7 +100,7 @@ def test_a_kernel_may_be_captured_that_never_ran(comm, stream, mode):
 
 
 def test_calls_on_the_branches_of_a_capture_are_ordered(comm, stream):
-    inputs = [cuda.to_device(np.full(5000, comm.rank, np.float32)) for _ in range(2)]
+    inputs = [to_device(np.full(5000, comm.rank, np.float32)) for _ in range(2)]
     outputs = [cuda.device_array_like(x) for x in inputs]
     add(inputs[0], 0, stream)  # compiled
     builder = stream.create_graph_builder().begin_building()
@@ -119,7 +119,7 @@ def test_calls_on_the_branches_of_a_capture_are_ordered(comm, stream):
 
 
 def test_a_builder_with_a_stream_of_its_own_may_be_closed(comm, stream):
-    x = cuda.to_device(np.full(1000, comm.rank + 1, np.float32))
+    x = to_device(np.full(1000, comm.rank + 1, np.float32))
     y = cuda.device_array_like(x)
     builder = Device().create_graph_builder().begin_building()
     comm.all_reduce(x, out=y, stream=builder)

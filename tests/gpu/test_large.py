@@ -1,4 +1,4 @@
-"""Messages of many rounds, and arrays whose sizes and offsets need more than 31 bits."""
+"""Messages of many rounds, and arrays of more than 2**31 bytes."""
 
 from collections import Counter
 
@@ -16,7 +16,9 @@ def reduced_pattern(comm, indices):
 
 def check(comm, array, start, end):
     found = array[start:end].copy_to_host()
-    assert (found == reduced_pattern(comm, np.arange(start, end))).all(), (start, end)
+    assert (
+        found == reduced_pattern(comm, np.arange(start, end, dtype=np.int32))
+    ).all(), (start, end)
 
 
 def test_a_quarter_of_a_gibibyte(comm):

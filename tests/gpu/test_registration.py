@@ -9,17 +9,17 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
-from tests.gpu.helpers import Pointer, add, fill, of_ranks
+from tests.gpu.helpers import Pointer, add, fill, of_ranks, optional, to_device
 from tests.ranks.helpers import check_works, refused
 
 COUNT = 2 << 20  # float32: 8 MiB, an allocation of its own
 
 
-@pytest.fixture(params=["vmm", "ipc"])
-def comm(request, world, monkeypatch):
+@pytest.fixture(params=["vmm", "ipc"], autouse=True)
+def backend(request, monkeypatch):
+    """Set the communicator's own kind of memory; what it registers is another's."""
     monkeypatch.setenv("NUMBA_SYMM_BACKEND", request.param)
-    with ns.Communicator(world, timeout=60) as communicator:
-        yield communicator
+    return request.param
 
 
 @cuda.jit
@@ -69,7 +69,7 @@ def test_a_registered_array_is_kept(comm):
     del array
     gc.collect()
     cuda.current_context().deallocations.clear()
-    others = [cuda.to_device(np.full(COUNT, -1, np.float32)) for _ in range(4)]
+    others = [to_device(np.full(COUNT, -1, np.float32)) for _ in range(4)]
     comm.barrier()
     comm.synchronize()
     for rank in range(comm.size):
@@ -87,7 +87,7 @@ def test_two_arrays_of_one_allocation_share_a_registration(comm):
 
 
 def test_cupy_s_pool(comm):
-    cupy = pytest.importorskip("cupy")
+    cupy = optional("cupy")
     pool = cupy.cuda.MemoryPool()
     with cupy.cuda.using_allocator(pool.malloc):
         before, array = cupy.empty(3000, "f4"), cupy.empty(COUNT, "f4")
@@ -97,7 +97,7 @@ def test_cupy_s_pool(comm):
 
 def test_torch_s_allocator(comm):
     """Its blocks lie inside of cudaMalloc's, too, unless set up otherwise."""
-    torch = pytest.importorskip("torch")
+    torch = optional("torch")
     torch.cuda.set_device(comm.device.ordinal)
     torch.cuda.empty_cache()
     tensor = torch.empty(COUNT * 8, device="cuda")
@@ -125,7 +125,7 @@ def test_memory_of_a_stream_ordered_pool_is_refused(comm, world):
 
 
 def test_cupy_s_asynchronous_pool_is_refused(comm, world):
-    cupy = pytest.importorskip("cupy")
+    cupy = optional("cupy")
     pool = cupy.cuda.MemoryAsyncPool()
     with cupy.cuda.using_allocator(pool.malloc):
         array = cupy.zeros(COUNT, "f4")
@@ -144,7 +144,7 @@ def test_host_and_managed_memory_are_refused(comm, world):
     for array in arrays:
         refused(world, ns.ArgumentError, lambda x=array: comm.rendezvous(x), "host")
     managed = Pointer(arrays[2].ctypes.data, COUNT, owner=arrays[2])
-    refused(world, ns.SymmError, lambda: comm.rendezvous(managed))
+    refused(world, ns.BackendError, lambda: comm.rendezvous(managed), "managed memory")
     check_works(comm)
 
 

@@ -8,7 +8,7 @@ from cuda.core import LEGACY_DEFAULT_STREAM, Device
 from numba import cuda
 
 import numba_symm as ns
-from tests.gpu.helpers import add, fill, of_ranks
+from tests.gpu.helpers import add, fill, of_ranks, optional, to_device
 
 LATE = 100  # milliseconds
 
@@ -22,11 +22,11 @@ def core_stream():
 
 
 def cupy_stream():
-    return pytest.importorskip("cupy").cuda.Stream(non_blocking=True)
+    return optional("cupy").cuda.Stream(non_blocking=True)
 
 
 def torch_stream():
-    torch = pytest.importorskip("torch")
+    torch = optional("torch")
     torch.cuda.set_device(cuda.get_current_device().id)
     return torch.cuda.Stream()
 
@@ -45,7 +45,7 @@ def core_default():
 
 
 def torch_default():
-    torch = pytest.importorskip("torch")
+    torch = optional("torch")
     torch.cuda.set_device(cuda.get_current_device().id)
     return torch.cuda.default_stream()
 
@@ -111,7 +111,7 @@ def test_a_memory_s_barrier_and_signals_are_ordered_on_their_stream(comm):
 def test_calls_on_changing_streams_follow_one_another(comm):
     """Each call's input is the output of the one before, on another stream."""
     streams = [cuda.stream(), Device().create_stream(), cuda.stream(), None]
-    arrays = [cuda.to_device(np.ones(20_000, np.int64)) for _ in range(2)]
+    arrays = [to_device(np.ones(20_000, np.int64)) for _ in range(2)]
     wanted = np.ones((), np.int64)
     with np.errstate(over="ignore"):
         for call in range(100):
@@ -126,7 +126,7 @@ def test_calls_on_changing_streams_follow_one_another(comm):
 
 @pytest.mark.parametrize("make", [numba_stream, core_stream, torch_stream, cupy_stream])
 def test_a_stream_may_be_dropped_after_its_call(comm, make):
-    x = cuda.to_device(np.ones(5000, np.int64))
+    x = to_device(np.ones(5000, np.int64))
     for _ in range(30):
         comm.all_reduce(x, out=x, stream=make())
         gc.collect()
@@ -147,9 +147,10 @@ def test_a_numba_array_names_its_stream(comm):
     assert (y.copy_to_host() == of_ranks(comm)).all()
 
 
-def test_the_communicator_s_own_stream(world):
+def test_the_communicator_s_own_stream(world, comm):
     stream = Device().create_stream()
     x, y = (cuda.device_array(1000, np.float32) for _ in range(2))
+    comm.synchronize()  # it has made the rank's GPU current, that of its streams
     with ns.Communicator(world, stream=stream, timeout=60) as comm:
         fill(x, comm.rank + 1, stream, milliseconds=LATE)
         comm.all_reduce(x, out=y)
@@ -159,7 +160,7 @@ def test_the_communicator_s_own_stream(world):
 
 
 def test_torch_s_current_stream(comm):
-    torch = pytest.importorskip("torch")
+    torch = optional("torch")
     torch.cuda.set_device(comm.device.ordinal)
     x = torch.zeros(1000, device="cuda")
     torch.cuda.synchronize()
@@ -176,7 +177,7 @@ def test_torch_s_current_stream(comm):
 
 
 def test_cupy_s_current_stream(comm):
-    cupy = pytest.importorskip("cupy")
+    cupy = optional("cupy")
     x = cupy.zeros(1000, cupy.float32)
     y = cupy.empty_like(x)
     cupy.cuda.Device().synchronize()

@@ -50,10 +50,7 @@ def check_same(world, before, but=()):
     now = counted(world)
     for name, count in before.items():
         grown = now[name] - count
-        if name in SLACK:
-            right = grown < SLACK[name]
-        else:
-            right = grown == 0
+        right = grown < SLACK[name] if name in SLACK else grown == 0
         assert right or name in but, f"{name}: {count} before, {now[name]} now"
 
 
@@ -176,6 +173,12 @@ def test_a_failed_construction_leaves_nothing(world, monkeypatch, step):
     check_same(world, before)
 
 
+def kept():
+    """Return what a rank that leaves alone cannot give back: peers may still use it."""
+    safe = all(allocator._backend.frees_while_mapped for allocator in allocators)
+    return () if safe else ("GPU memory",)
+
+
 class Mistake(Exception):
     """A program's own."""
 
@@ -187,7 +190,7 @@ def test_leaving_by_an_exception_tells_the_others(world):
         wanted = f"rank {erring} left after an error of its own"
         for rank, text in enumerate(world.allgather(told)):
             assert text == "Mistake" if rank == erring else wanted in text
-        check_same(world, before)
+        check_same(world, before, kept())
     with ns.Communicator(world, timeout=60) as comm:
         check_works(comm)
 
@@ -222,7 +225,7 @@ def test_all_may_leave_by_an_exception(world):
     before = counted(world)
     for _ in range(CYCLES // 4):
         refused(world, Mistake, leave)
-    check_same(world, before)
+    check_same(world, before, kept())
     live(world)
 
 
@@ -236,4 +239,4 @@ def test_a_communicator_that_nobody_closed_is_told(world):
     heap.close_locally()
     group.close_locally()
     del memory, heap, group
-    check_same(world, before)
+    check_same(world, before, kept())
