@@ -17,8 +17,9 @@ import numpy as np
 from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
+from numba.cuda.core.ir_utils import alias_func_extensions
 from numba.cuda.extending import intrinsic
-from numba.cuda.np.numpy_support import carray
+from numba.cuda.np.arrayobj import np_cfarray
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -185,36 +186,29 @@ def poll_pause() -> None:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def _pointer(typingctx: Any, address: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(_I64), codegen
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _extents(typingctx: Any, shape: Any) -> Any:
-    """Make an int64 tuple of a shape: carray misreads one of mixed integer types."""
-    extents = list(shape) if isinstance(shape, types.BaseTuple) else [shape]
-    signature = types.UniTuple(_I64, len(extents))(shape)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = args[0]
-        parts = (
-            [builder.extract_value(value, axis) for axis in range(len(extents))]
-            if isinstance(shape, types.BaseTuple)
-            else [value]
-        )
-        cast = [
-            context.cast(builder, part, kind, _I64)
-            for part, kind in zip(parts, extents, strict=True)
-        ]
-        return context.make_tuple(builder, signature.return_type, cast)
-
-    return signature, codegen
-
-
-@device_function
-def array_at(address: int, shape: Any, dtype: Any) -> Any:
+def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
     """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
-    return carray(_pointer(address), _extents(shape), dtype)
+    ndim = len(shape) if isinstance(shape, types.BaseTuple) else 1
+    array = types.Array(dtype.dtype, ndim, "C")
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
+        over_pointer = array(types.voidptr, shape)
+        return np_cfarray(context, builder, over_pointer, (pointer, args[1]))
+
+    return array(_I64, shape, dtype), codegen
+
+
+def _escapes(array: str, args: Any, aliases: Any, reachable: set[str]) -> None:
+    """Tell Numba that others see an array that was made from an address.
+
+    It takes an array made in a kernel for the kernel's own, and drops stores into it
+    that the kernel does not read back.
+    """
+    reachable.add(array)
+
+
+# By every name that a kernel may call them by.
+for _module in ("", ".intrinsics", ".ptx", ".signals"):
+    for _name in ("array_at", "peer_array"):
+        alias_func_extensions[_name, f"numba_symm.device{_module}"] = _escapes
