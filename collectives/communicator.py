@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -52,8 +53,10 @@ class Plan:
         launch: Launch | None,
         arrays: tuple[Any, Any],
         stream: int,
+        call: str,
     ):
         self._comm = comm
+        self._call = call
         self._launch = launch
         self._source, self._out = arrays  # the launch has only their addresses
         self._stream = stream
@@ -65,6 +68,7 @@ class Plan:
             stream: where to, instead of the stream the plan was made with.
         """
         self._comm.check()
+        self._comm._agree("a plan's all_reduce", self._call)
         handle = self._stream if stream is None else streams.handle_of(stream)
         self._comm._run(self._launch, handle)
         return self._out
@@ -122,14 +126,17 @@ class Communicator:
         self.peer_access = self._group.peer_access
         self.stream = stream
         self.heap = Heap(self._group)
-        limits = self._group.exchange.all_gather(_block_limit(), "grid limits")
-        self.max_blocks = min(limits)
         nbytes = layout(self.size).nbytes
         try:
-            self._memory, self.workspace = self.heap.allocate(nbytes, "workspace")
-        except SymmError:  # on every rank
+            with self._group.exchange.agreed("Communicator"):
+                limit = _block_limit()
+            limits = self._group.exchange.all_gather(limit, "grid limits")
+            memory, self.workspace = self.heap.allocate(nbytes, "workspace")
+        except BaseException:  # on every rank
             self._group.close()
             raise
+        self.max_blocks = min(limits)
+        self._memory: arrays.Memory | None = memory
         self._debug = debug
         self._order = StreamOrder()
         self._plans: OrderedDict[Any, Launch | None] = OrderedDict()
@@ -168,7 +175,7 @@ class Communicator:
         return self._symmetric(shape, dtype, "zeros")
 
     def _symmetric(self, shape: Any, dtype: Any, what: str) -> Any:
-        self.check()
+        self.enter()
         with self._group.exchange.agreed(what):
             shape, dtype = _checked_shape(shape, what), _checked_dtype(dtype, what)
         self._group.exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
@@ -186,9 +193,10 @@ class Communicator:
         Raises:
             ArgumentError, BackendError: on all ranks.
         """
-        self.check()
+        self.enter()
         with self._group.exchange.agreed("rendezvous"):
             view = arrays.view(array, "rendezvous")
+            arrays.check_device(view, self.device.ordinal, "rendezvous")
         return self.heap.rendezvous(view.address, array)
 
     def barrier(self, stream: Any = None) -> None:
@@ -198,6 +206,7 @@ class Communicator:
         stream after its own.
         """
         self.check()
+        self._agree("barrier", "barrier")
         if self._barrier is None:
             self._barrier = barrier.bind(self)
         self._run(self._barrier, self._default_stream(stream))
@@ -254,7 +263,8 @@ class Communicator:
         plan is collective, making it is too in debug mode.
         """
         launch, out, handle = self._prepared(x, op, out, stream, algorithm)
-        return Plan(self, launch, (x, out), handle)
+        call = _described(arrays.view(x, "all_reduce"), op, algorithm)
+        return Plan(self, launch, (x, out), handle, call)
 
     def _prepared(
         self, x: Any, op: Any, out: Any, stream: Any, algorithm: str | None
@@ -266,14 +276,11 @@ class Communicator:
         self.check()
         if not self._debug:
             return self._bound(x, op, out, stream, algorithm)
+        self.enter()
         exchange, what = self._group.exchange, "all_reduce"
         with exchange.agreed(what):
             bound = self._bound(x, op, out, stream, algorithm)
-            view = arrays.view(x, what)
-            call = (
-                f"{view.size} {view.dtype.name} in {view.order} order, "
-                f"op {dtypes.reduction(op, what)!r}, algorithm {algorithm!r}"
-            )
+            call = _described(arrays.view(x, what), op, algorithm)
         exchange.agree_equal(call, what)
         return bound
 
@@ -332,9 +339,24 @@ class Communicator:
 
     def _run(self, launch: Launch | None, stream: int) -> None:
         if launch is not None:
-            self._order.enter(stream)
+            trail = self._order.enter(stream)
             launch(stream)
-            self._order.leave(stream)
+            trail.leave(stream)
+
+    def enter(self) -> None:
+        """Wait for every rank to come here, or raise on all of them. Collective.
+
+        Raises:
+            CollectiveTimeout: a kernel of any rank gave up, or a rank left by an error.
+            ClosedError: the communicator was closed.
+        """
+        self._group.enter()
+
+    def _agree(self, what: str, call: str) -> None:
+        """Compare a call between the ranks, in debug mode."""
+        if self._debug:
+            self.enter()
+            self._group.exchange.agree_equal(call, what)
 
     def check(self) -> None:
         """Raise if the communicator has failed or is closed; never waits.
@@ -366,27 +388,33 @@ class Communicator:
         """
         if self._group.closed:
             return
-        if not SIMULATED:
-            streams.synchronize_device()
-        failure = self._group.failure_after_meeting()
-        if failure is not None:
+        try:
+            if not SIMULATED:
+                streams.synchronize_device()
+            failure = self._group.failure_after_meeting()
+            if failure is not None:
+                raise failure
+            self._forget()
+            self.heap.close()
+            self._group.close()
+        except BaseException:
             self._close_locally()
-            raise failure
-        self._forget()
-        self.heap.close()
-        self._group.close()
+            raise
 
     def _close_locally(self) -> None:
-        self._forget()
-        self.heap.close_locally()
-        self._group.close_locally()
+        """Close on this rank, whatever fails on the way; tell the others to leave."""
+        with ExitStack() as steps:  # in reverse
+            steps.callback(self._group.close_locally)
+            steps.callback(self.heap.close_locally)
+            steps.callback(self._forget)
+            steps.callback(self._group.abandon)
 
     def _forget(self) -> None:
         _open.discard(self)
         self._plans.clear()
         self._barrier = None
         self._order.close()
-        del self._memory
+        self._memory = None
         if self.backend in _in_use:
             _in_use.remove(self.backend)
 
@@ -401,10 +429,12 @@ class Communicator:
     ) -> None:
         if kind is None:
             self.close()
-        elif not self._group.closed:
-            # The other ranks may not be leaving: tell them, and wait for nobody.
-            self._group.abandon()
-            self._close_locally()
+        elif error is not None and not self._group.closed:
+            # The other ranks may not be leaving: wait for nobody.
+            try:
+                self._close_locally()
+            except SymmError as also:  # the first error is the one to see
+                error.add_note(f"closing the communicator failed too: {also}")
 
     def __del__(self) -> None:
         if self in _open:
@@ -431,6 +461,14 @@ def _block_limit() -> int:
     return min(MAX_BLOCKS, max(1, multiprocessors // 4))
 
 
+def _described(x: ArrayView, op: Any, algorithm: str | None) -> str:
+    """Return what the ranks must agree on, in words."""
+    return (
+        f"{x.size} {x.dtype.name} in {x.order} order, "
+        f"op {dtypes.reduction(op, 'all_reduce')!r}, algorithm {algorithm!r}"
+    )
+
+
 def _checked_shape(shape: Any, what: str) -> tuple[int, ...]:
     axes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
     if any(not isinstance(n, int | np.integer) or n < 0 for n in axes):
@@ -450,11 +488,13 @@ def _checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
 
 def _same(source: ArrayView, target: ArrayView) -> bool:
     """Return whether a target can be of the plan that its address is the key of."""
-    return target is source or (
-        target.size == source.size
-        and target.dtype == source.dtype
-        and target.order == source.order
-        and not target.readonly
+    return not target.readonly and (
+        target is source
+        or (
+            target.size == source.size
+            and target.dtype == source.dtype
+            and target.order == source.order
+        )
     )
 
 

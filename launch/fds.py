@@ -15,7 +15,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Self
 
@@ -148,6 +148,19 @@ class IpcChannel:
                 self.send_fd(dst, fd)
         return os.dup(fd)
 
+    def discard(self) -> None:
+        """Close all descriptors that have come and that nobody took. Local.
+
+        For a failed collective: once every rank has left it, none is under way.
+        """
+        more = True
+        while more:
+            with suppress(ExchangeError):  # what was lost need not be closed
+                more = self._receive(0)
+        for stashed in self._stash:
+            _close_all(stashed)
+            stashed.clear()
+
     def close(self) -> None:
         """Close the socket and the descriptors that nobody took. Local, idempotent."""
         self._socket.close()
@@ -172,12 +185,15 @@ class IpcChannel:
         if self._socket.fileno() < 0:
             raise ClosedError("the channel for file descriptors was closed")
 
-    def _receive(self, seconds: float) -> None:
-        """Wait for one message and stash its descriptor, or drop a stranger's."""
+    def _receive(self, seconds: float) -> bool:
+        """Wait for one message and stash its descriptor, or drop a stranger's.
+
+        Returns False if none came.
+        """
         ready = select.poll()  # unlike select.select, right for descriptors past 1023
         ready.register(self._socket, select.POLLIN)
         if not ready.poll(seconds * 1000):
-            return
+            return False
         data, control, flags, _ = self._socket.recvmsg(
             _HEADER.size + 1, _CONTROL_SPACE, socket.MSG_CMSG_CLOEXEC
         )
@@ -186,13 +202,14 @@ class IpcChannel:
         truncated = flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
         if src is not None and len(fds) == 1 and not truncated:
             self._stash[src].append(fds[0])
-            return
+            return True
         _close_all(fds)
         if src is not None:
             raise ExchangeError(
                 f"the file descriptor that rank {src} sent to rank {self.rank} was "
                 "lost: this process may have too many open files (see ulimit -n)"
             )
+        return True
 
     def _sender(self, data: bytes, uid: int | None) -> int | None:
         """Return the rank that a message came from, None if it is a stranger's."""

@@ -254,7 +254,9 @@ def _device_array(memory: Memory, shape: Any, dtype: Any, offset: int) -> Any:
 def empty_like(array: ArrayView) -> Any:
     """Return a new Numba array of that shape and order in ordinary device memory."""
     if array.shape == () and not SIMULATED:  # numba-cuda 0.30 cannot make those
-        return cuda.device_array(1, array.dtype).reshape(())
+        from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+        return DeviceNDArray((), (), array.dtype)
     return cuda.device_array(array.shape, array.dtype, order=array.order)
 
 

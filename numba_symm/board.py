@@ -40,6 +40,7 @@ class Board:
     def __init__(self, exchange: StoreExchange, channel: IpcChannel):
         self._rank = exchange.rank
         self._size = exchange.size
+        self._step = 0
         with ExitStack() as undo:
             fd = -1
             with exchange.agreed("making the status board"):
@@ -57,7 +58,7 @@ class Board:
                     # The map goes with the words, which keep it.
                     words = ctypes.c_uint64 * self._size
                     self._records = words.from_buffer(memory)
-                    self._left = words.from_buffer(memory, 8 * self._size)
+                    self._steps = words.from_buffer(memory, 8 * self._size)
                     self.address = ctypes.addressof(self._records)
                     if not SIMULATED:
                         self.address = _register(self.address, undo_map)
@@ -68,25 +69,46 @@ class Board:
         record = self._records[self._rank]
         return describe(record) if record else None
 
-    def meet(self, timeout: float) -> str | None:
+    def gate(self, timeout: float = 0) -> str | None:
         """Wait until every rank is here or one has failed; return why it failed.
 
-        No kernel of this rank may be running, so that once all are here no failure
-        can come any more and all ranks return the same. Called once.
+        Collective, and decided alike on all ranks that are here: a rank votes to go
+        on once all are here, to stop if it sees a failure first; all go on if all
+        have voted so. So no rank is left waiting in MPI for one that has failed.
 
         Args:
             timeout: seconds until this rank gives the others up; 0: never.
         """
-        self._left[self._rank] = 1
+        reason = self.failure()
+        if reason is not None:
+            return reason
+        arrived = self._step = self._step + 3
+        go, stop = arrived + 1, arrived + 2
+        self._steps[self._rank] = arrived
+        vote = stop  # also if this rank is interrupted
+        try:
+            if self._all_arrive(arrived, timeout):
+                vote = go
+        finally:
+            self._steps[self._rank] = vote
+        while True:
+            steps = list(self._steps)
+            if stop in steps:
+                return self.failure() or "a rank was interrupted"
+            if all(step == go or step > stop for step in steps):
+                return None
+            time.sleep(_POLL_SECONDS)
+
+    def _all_arrive(self, arrived: int, timeout: float) -> bool:
         deadline = time.monotonic() + timeout if timeout else math.inf
         while self.failure() is None:
-            absent = [rank for rank in range(self._size) if not self._left[rank]]
+            absent = [rank for rank, step in enumerate(self._steps) if step < arrived]
             if not absent:
-                break  # a rank that has failed said so before it came
+                return True
             if time.monotonic() > deadline:
                 self._report(_CLOSE << 56 | self._rank << 48 | absent[0] << 40)
             time.sleep(_POLL_SECONDS)
-        return self.failure()
+        return False
 
     def abandon(self) -> None:
         """Make every rank's waiting kernels leave: this rank will not come."""

@@ -1,5 +1,6 @@
 """Ranks bound to GPUs: what symmetric memory and kernels need of a communicator."""
 
+import math
 import os
 from contextlib import ExitStack
 from typing import Any
@@ -66,7 +67,7 @@ class Group:
                 self.board.address,
                 self.world.rank,
                 self.world.size,
-                int(self.timeout * 1e9),
+                math.ceil(self.timeout * 1e9),
             )
             undo_comm.pop_all()
             self._undo = undo.pop_all()
@@ -84,13 +85,25 @@ class Group:
         if reason is not None:
             raise self._failure(reason)
 
+    def enter(self) -> None:
+        """Wait for every rank to come here. Collective; raises on all ranks or none.
+
+        Raises:
+            CollectiveTimeout: a rank has failed.
+            ClosedError: it was closed.
+        """
+        self.check()
+        reason = self.board.gate()
+        if reason is not None:
+            raise self._failure(reason)
+
     def failure_after_meeting(self) -> CollectiveTimeout | None:
-        """Wait for every rank to come here; return why the communicator has failed.
+        """Wait for every rank to come to its end; return why one has failed.
 
         Collective, with no kernel of this rank running; all ranks return the same.
-        Does not wait for the others once one has failed.
+        Does not wait for the others once one has failed, or for the timeout.
         """
-        reason = self.board.meet(self.timeout)
+        reason = self.board.gate(self.timeout)
         return None if reason is None else self._failure(reason)
 
     def _failure(self, reason: str) -> CollectiveTimeout:
@@ -131,6 +144,8 @@ def choose_backend(group: Group) -> tuple[Backend, dict[str, str]]:
                 backend = backends.create(name, group.gpu.ordinal)
             prove(group, backend)
         except SymmError as error:
+            if type(error) is SymmError:  # no word on the memory: an interrupt, a bug
+                raise
             refused[name] = str(error)
         else:
             return backend, refused
@@ -199,9 +214,11 @@ class Peers:
         """
         self.closed = True
         self.mappings = [None] * len(self.mappings)
-        self._undo.close()
-        if exchange is not None:
-            exchange.barrier("unmapping")
+        if exchange is None:
+            self._undo.close()
+            return
+        with exchange.agreed("unmapping"):
+            self._undo.close()
 
 
 def map_peers(
@@ -218,8 +235,10 @@ def map_peers(
     """
     try:
         return _map_peers(group, backend, block, nbytes, what)
-    except SymmError:
-        # Every rank has this error and has unmapped: the memory may be freed now.
+    except BaseException:
+        # Every rank is here. Descriptors that nobody took must not be taken for the
+        # next ones; and once all have unmapped, the memory may be freed.
+        group.channel.discard()
         group.exchange.barrier(f"{what}: undone")
         raise
 

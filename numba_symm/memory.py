@@ -43,6 +43,7 @@ class Block:
         allocation: the backend's.
         mapped: how many communicators have it mapped.
         dropped: whether its owner is done with it.
+        own: whether it is this library's to free, and not freed yet.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Block:
         self.allocation = allocation
         self.mapped = 0
         self.dropped = False
-        self._own = own
+        self.own = own
 
     def drop(self) -> None:
         """Free the memory as soon as no communicator has it mapped."""
@@ -67,8 +68,8 @@ class Block:
         self._free_if_unused()
 
     def _free_if_unused(self) -> None:
-        if self.dropped and self.mapped == 0 and self._own:
-            self._own = False
+        if self.dropped and self.mapped == 0 and self.own:
+            self.own = False
             self.backend.free(self.allocation)
 
 
@@ -118,11 +119,17 @@ class SymmetricMemoryAllocator:
         Peers keep what they have mapped; the memory goes when no communicator has
         the block mapped any more.
         """
-        block = self._blocks.pop(ptr, None)
+        block = self._blocks.get(ptr)
         if block is None:
             raise ArgumentError(f"free: no block of this allocator begins at {ptr:#x}")
-        self._starts.remove(ptr)
-        block.drop()
+        self.release(block)
+
+    def release(self, block: Block) -> None:
+        """Free a block, unless that was done already."""
+        if not block.dropped:
+            del self._blocks[block.address]
+            self._starts.remove(block.address)
+            block.drop()
 
     def find(self, ptr: int) -> Block | None:
         """Return the block that contains ``ptr``, or None."""
@@ -145,6 +152,7 @@ class SymmetricMemoryAllocator:
 
         Every rank passes a pointer at the same offset of a block of the same size.
         """
+        comm.enter()
         return comm.heap.rendezvous(ptr)
 
     def is_rendezvous_completed(self, ptr: int) -> bool:
@@ -159,6 +167,9 @@ class HasHeap(Protocol):
     @property
     def heap(self) -> "Heap":
         """The communicator's symmetric memory."""
+
+    def enter(self) -> None:
+        """Wait for every rank to come here, or raise on all."""
 
 
 @functools.cache
@@ -223,7 +234,7 @@ class Heap:
         entry = self._allocate(nbytes, what)
         memory = Memory(entry.block.address, nbytes, entry.block)
         entry.owner = weakref.ref(memory)
-        dropping = weakref.finalize(memory, self.allocator.free, memory.address)
+        dropping = weakref.finalize(memory, self.allocator.release, entry.block)
         dropping.atexit = False  # the process' end frees it
         return memory, entry.peers
 
@@ -233,7 +244,7 @@ class Heap:
         with ExitStack() as undo:
             with exchange.agreed(what):
                 block = self.allocator.allocate(nbytes)
-                undo.callback(self.allocator.free, block.address)
+                undo.callback(self.allocator.release, block)
             entry = self._map(block, what)
             undo.pop_all()
         return entry
@@ -256,13 +267,11 @@ class Heap:
             return
         entries = [self._entries.pop(number) for number in numbers]
         with self.group.exchange.agreed("unmapping dropped memory"):
-            for entry in entries:
-                entry.peers.close()
-                if entry.pad is not None:
-                    self._free_pads.append(entry.pad)
+            _unmap(entries)
         # Every rank has unmapped them: the memory may go, whatever its kind.
         for entry in entries:
             entry.block.unmapped()
+        self._free_pads += [entry.pad for entry in entries if entry.pad is not None]
 
     def rendezvous(self, address: int, array: Any = None) -> "SymmetricMemory":
         """Return the symmetric memory around ``address``, mapping it if need be.
@@ -271,7 +280,6 @@ class Heap:
             address: where it begins; at the same offset of its block on all ranks.
             array: what keeps memory that is not this library's; kept until close.
         """
-        self.group.check()
         exchange, what = self.group.exchange, "rendezvous"
         with exchange.agreed(what):
             entry = self._entry_around(address)
@@ -285,10 +293,11 @@ class Heap:
         )
         if entry is None:
             entry = self._map(block, what)
-            entry.owner = lambda: array
+            if not block.own:
+                entry.owner = lambda: array
         if entry.pad is None:
             entry.pad = self._take_pad(what)
-        return SymmetricMemory(self.group, entry, offset, entry.pad)
+        return SymmetricMemory(self.group, entry, offset, entry.pad, array)
 
     def _entry_around(self, address: int) -> _Entry | None:
         for entry in self._entries.values():
@@ -328,8 +337,7 @@ class Heap:
         """Unmap all peers; free what no array views any more, the rest later."""
         entries = self._forget()
         with self.group.exchange.agreed("closing: unmapping peers"):
-            for entry in entries:
-                entry.peers.close()
+            _unmap(entries)
         # Every rank has unmapped: the memory may go, whatever its kind.
         for entry in entries:
             entry.block.unmapped()
@@ -340,19 +348,34 @@ class Heap:
         Memory that must not be freed while a peer has it mapped stays until the
         process ends.
         """
-        for entry in self._forget():
-            entry.peers.close()
-            if entry.block.backend.frees_while_mapped:
-                entry.block.unmapped()
+        entries = self._forget()
+        try:
+            _unmap(entries)
+        finally:
+            for entry in entries:
+                if entry.block.backend.frees_while_mapped:
+                    entry.block.unmapped()
+                else:
+                    _never_freed.append(entry)
 
     def _forget(self) -> list[_Entry]:
         entries = list(self._entries.values())
         self._entries.clear()
         for arena in self._arenas:  # no array views them: they go once unmapped
-            self.allocator.free(arena.block.address)
+            self.allocator.release(arena.block)
         self._arenas.clear()
         self._free_pads.clear()
         return entries
+
+
+_never_freed: list[_Entry] = []
+
+
+def _unmap(entries: list[_Entry]) -> None:
+    """Unmap the peers of every entry, whatever fails on the way."""
+    with ExitStack() as steps:
+        for entry in entries:
+            steps.callback(entry.peers.close)
 
 
 class SymmetricMemory:
@@ -372,7 +395,7 @@ class SymmetricMemory:
     Source: ``CUDASymmetricMemory`` of PyTorch.
     """
 
-    def __init__(self, group: Group, entry: _Entry, offset: int, pad: _Pad):
+    def __init__(self, group: Group, entry: _Entry, offset: int, pad: _Pad, array: Any):
         block, peers = entry.block, entry.peers
         self.rank = group.world.rank
         self.world_size = group.world.size
@@ -389,7 +412,8 @@ class SymmetricMemory:
         )
         self._group = group
         self._peers = peers
-        self._owner = entry.owner()  # an array over this memory keeps it, too
+        # What keeps this rank's memory; arrays over it keep that, too.
+        self._owner = (entry.owner(), array)
 
     @functools.cached_property
     def _pointer_arrays(self) -> tuple[Any, Any]:
@@ -452,6 +476,7 @@ class SymmetricMemory:
         """Enqueue a barrier of all ranks on ``channel``. Every rank calls it.
 
         What any rank's stream wrote before is visible to all ranks' streams after.
+        ``stream=None`` here, and for signals, is the legacy default stream.
         """
         pads.check_channel(channel, "barrier")
         self._launch(pads.barrier_kernel(self.world_size), stream, channel)

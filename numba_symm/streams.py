@@ -35,48 +35,80 @@ def handle_of(stream: Any) -> int:
 class StreamOrder:
     """Orders the calls of one communicator, whichever streams they run on.
 
-    Its kernels share state, so each must follow the one before. Calls on one stream
-    do; when the stream changes, the new one waits for the old one's latest call. That
-    call's event is recorded right after it, because its stream may be gone later; the
+    Its kernels share state, so each must follow the one before: eager calls the
+    latest eager call, calls in a capture the latest call of that capture. The caller
+    orders a graph's replays against other calls.
+    """
+
+    def __init__(self) -> None:
+        self._eager = _Trail()
+        self._captured = _Trail()
+        self._capture = 0
+
+    def enter(self, stream: int) -> "_Trail":
+        """Make ``stream`` wait for the latest call; return what to leave after."""
+        capture = _capture_id(stream)
+        if capture == 0:
+            trail = self._eager
+        else:
+            trail = self._captured
+            if capture != self._capture:
+                self._capture = capture
+                trail.forget()
+        trail.enter(stream)
+        return trail
+
+    def close(self) -> None:
+        """Destroy the events; no call may follow."""
+        self._eager.close()
+        self._captured.close()
+
+
+class _Trail:
+    """The latest of calls that follow one another.
+
+    Its event is recorded right after it, because its stream may be gone later; the
     legacy default stream, which never goes, is asked when the need comes.
     """
 
     def __init__(self) -> None:
         self._last: int | None = None
-        self._capture = 0
 
     @functools.cached_property
     def _event(self) -> Any:
         return driver.call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
 
     def enter(self, stream: int) -> None:
-        """Make ``stream``, about to be used, wait for the latest call."""
-        if self._last is not None and stream != self._last:
-            self._wait(stream)
-        self._last = stream
+        """Make ``stream`` wait for the latest call, if that was on another one."""
+        # By id: a new stream may have the handle of one that was destroyed.
+        found = _LEGACY_ID if stream in _LEGACY_DEFAULTS else _stream_id(stream)
+        if self._last is not None and found != self._last:
+            if self._last == _LEGACY_ID:
+                driver.call("cuEventRecord", self._event, LEGACY_DEFAULT)
+            driver.call("cuStreamWaitEvent", stream, self._event, 0)
+        self._last = found
 
     def leave(self, stream: int) -> None:
         """Note that ``stream`` has the latest call."""
-        if stream not in _LEGACY_DEFAULTS:
-            self._capture = _capture_id(stream)
+        if self._last != _LEGACY_ID:
             driver.call("cuEventRecord", self._event, stream)
 
-    def _wait(self, stream: int) -> None:
-        capture = _capture_id(stream)
-        if self._last in _LEGACY_DEFAULTS:
-            self._capture = 0
-            if capture == 0:
-                driver.call("cuEventRecord", self._event, self._last)
-        # A capture can wait for its own calls only, eager work for eager work: the
-        # caller orders replays against other calls.
-        if capture == self._capture:
-            driver.call("cuStreamWaitEvent", stream, self._event, 0)
+    def forget(self) -> None:
+        """Let the next call follow none."""
+        self._last = None
 
     def close(self) -> None:
-        """Destroy the event; no call may follow."""
+        """Destroy the event."""
         if "_event" in self.__dict__:
             driver.call("cuEventDestroy", self._event)
             del self._event
+
+
+_LEGACY_ID = -1
+
+
+def _stream_id(stream: int) -> int:
+    return int(driver.call("cuStreamGetId", stream))
 
 
 def _capture_id(stream: int) -> int:

@@ -11,6 +11,8 @@ UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 def bits(array):
     """View a host or device array as unsigned integers: Numba copies no bfloat16."""
+    if not array.shape:  # of which Numba makes no views either
+        array = array.reshape(1)
     return array.view(UNSIGNED[array.dtype.itemsize])
 
 
@@ -24,7 +26,7 @@ def get(array):
     """Return a device array's contents."""
     if not array.size:
         return np.empty(tuple(array.shape), array.dtype)
-    return bits(array).copy_to_host().view(array.dtype)
+    return bits(array).copy_to_host().view(array.dtype).reshape(tuple(array.shape))
 
 
 def ordinary(shape, dtype, order="C"):
