@@ -55,7 +55,7 @@ class StreamOrder:
             if capture != self._capture:
                 self._capture = capture
                 trail.forget()
-        trail.enter(stream)
+        trail.enter(stream, _identity(stream, capture))
         return trail
 
     def close(self) -> None:
@@ -78,15 +78,13 @@ class _Trail:
     def _event(self) -> Any:
         return driver.call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
 
-    def enter(self, stream: int) -> None:
+    def enter(self, stream: int, identity: int) -> None:
         """Make ``stream`` wait for the latest call, if that was on another one."""
-        # By id: a new stream may have the handle of one that was destroyed.
-        found = _LEGACY_ID if stream in _LEGACY_DEFAULTS else _stream_id(stream)
-        if self._last is not None and found != self._last:
+        if self._last is not None and identity != self._last:
             if self._last == _LEGACY_ID:
                 driver.call("cuEventRecord", self._event, LEGACY_DEFAULT)
             driver.call("cuStreamWaitEvent", stream, self._event, 0)
-        self._last = found
+        self._last = identity
 
     def leave(self, stream: int) -> None:
         """Note that ``stream`` has the latest call."""
@@ -107,7 +105,13 @@ class _Trail:
 _LEGACY_ID = -1
 
 
-def _stream_id(stream: int) -> int:
+def _identity(stream: int, capture: int) -> int:
+    """Return what tells a stream from all others of its trail."""
+    if stream in _LEGACY_DEFAULTS:
+        return _LEGACY_ID
+    if capture:
+        return stream  # it has no id while it is captured, and outlives the capture
+    # A new stream may have the handle of one that was destroyed, but not its id.
     return int(driver.call("cuStreamGetId", stream))
 
 

@@ -144,7 +144,7 @@ def test_ranks_that_all_come_meet_and_nobody_leaves_early():
     def play(made, comm):
         time.sleep(0.05 * comm.rank)
         came = time.monotonic()
-        return made.meet(10), came, time.monotonic()
+        return made.gate(10), came, time.monotonic()
 
     found = on_ranks(4, play)
     assert [failure for failure, _, _ in found] == [None] * 4
@@ -154,7 +154,7 @@ def test_ranks_that_all_come_meet_and_nobody_leaves_early():
 @pytest.mark.usefixtures("on_the_host")
 def test_a_rank_that_does_not_come_is_named_at_the_deadline():
     def play(made, comm):
-        failure = made.meet(0.1) if comm.rank != 1 else None
+        failure = made.gate(0.1) if comm.rank != 1 else None
         comm.barrier()
         return failure, made.failure()
 
@@ -170,7 +170,7 @@ def test_nobody_waits_once_a_rank_has_failed():
             time.sleep(0.05)
             made.abandon()
             return None
-        return made.meet(0)
+        return made.gate()
 
     assert on_ranks(2, play)[0] == "rank 1 left after an error of its own"
 
