@@ -182,3 +182,7 @@ def job_environment(environ: Mapping[str, str], *, simulate: bool) -> dict[str, 
         job.setdefault("OMPI_MCA_orte_tmpdir_base", "/tmp")
         job.setdefault("PRTE_MCA_prte_tmpdir_base", "/tmp")
     return job
+
+
+if __name__ == "__main__":
+    sys.exit(main())
