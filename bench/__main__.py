@@ -20,6 +20,8 @@ from rich.table import Table
 import numba_symm as ns
 from numba_symm.bench.measure import Timing, time_plan
 from numba_symm.collectives.select import ALL_REDUCE, all_reduce
+from numba_symm.environment import SIMULATED
+from numba_symm.launch.devices import visible_gpus
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -62,6 +64,8 @@ def main() -> int:
     parser.add_argument("-f", type=int, default=4, help="factor between sizes")
     parser.add_argument("--json", type=Path, help="write the timings to a file")
     options = parser.parse_args()
+    if not visible_gpus() or SIMULATED:
+        parser.error("the benchmark needs a GPU, and none is visible")
     rows, wrong = [], 0
     with ns.Communicator(MPI.COMM_WORLD) as comm:
         for size in sizes(options.b, options.e, options.f):

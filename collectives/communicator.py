@@ -2,6 +2,7 @@
 
 import atexit
 import math
+import sys
 import warnings
 import weakref
 from collections import OrderedDict
@@ -521,8 +522,14 @@ def _check_output(source: ArrayView, target: ArrayView, what: str) -> None:
 
 @atexit.register
 def _warn_of_open() -> None:
-    """Say which communicators were never closed; the exit code stays."""
+    """Say which communicators were never closed; the exit code stays.
+
+    After an uncaught error the other ranks are told, so that they do not wait.
+    """
+    failed = getattr(sys, "last_value", None) is not None
     for comm in list(_open):
+        if failed:
+            comm._group.abandon()
         warnings.warn(
             f"{comm!r} was still open at exit: call close() on every rank, or use a "
             "with statement",

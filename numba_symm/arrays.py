@@ -167,7 +167,8 @@ def is_simulated(array: Any) -> bool:
 def _host_array(array: Any, what: str) -> ArgumentError:
     return ArgumentError(
         f"{what}: {type(array).__name__} lies in host memory; copy it to the device "
-        "first (comm.empty(...).copy_to_device(array) or cuda.to_device(array))"
+        "first: x = cuda.to_device(array), or x = comm.empty(array.shape, "
+        "array.dtype) and x.copy_to_device(array)"
     )
 
 

@@ -19,6 +19,8 @@ from numba_symm.launch import devices, ranks
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
 
+_MARGIN = 1.0  # seconds
+
 
 class Group:
     """Ranks that know their GPUs, their memory's kind and each other.
@@ -103,13 +105,16 @@ class Group:
         Collective, with no kernel of this rank running; all ranks return the same.
         Does not wait for the others once one has failed, or for the timeout.
         """
-        reason = self.board.gate(self.timeout)
+        # A little longer than kernels wait: theirs is the better reason.
+        reason = self.board.gate(self.timeout and self.timeout + _MARGIN)
         return None if reason is None else self._failure(reason)
 
     def _failure(self, reason: str) -> CollectiveTimeout:
         return CollectiveTimeout(
-            f"{reason} (timeout: {self.timeout:g} s); results since the "
-            "last check are undefined. Close this communicator and make a new one"
+            f"{reason}; results since the last check are undefined. Close this "
+            "communicator and make a new one. If no rank was late (timeout: "
+            f"{self.timeout:g} s) or has failed, their calls differed: "
+            "Communicator(…, debug=True) says where"
         )
 
     def abandon(self) -> None:

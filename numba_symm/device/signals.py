@@ -144,6 +144,7 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
 
     One thread calls it. Its own earlier writes, and those it has synchronised with
     (``syncthreads``), are visible to the thread that takes the signal (release).
+    Nothing checks ``channel`` here: it must be below ``pads.MAX_CHANNELS``, 128.
 
     Returns:
         False if the deadline passed first, or another rank had failed.
@@ -161,7 +162,7 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
     """Wait for rank ``src``'s signal on ``channel``, and take it.
 
     One thread calls it; with ``syncthreads`` after it, its whole block sees what
-    ``src`` wrote before it signalled (acquire).
+    ``src`` wrote before it signalled (acquire). ``channel`` is 0 to 127.
 
     Returns:
         False if the deadline passed first, or another rank had failed.
@@ -179,7 +180,7 @@ def barrier(ctx: Any, channel: int) -> bool:
     """Meet the same block of every rank on ``channel``.
 
     Every thread of one block calls it, on every rank. What any thread of any of
-    these blocks wrote before is visible to all of them after.
+    these blocks wrote before is visible to all of them after. ``channel`` is 0 to 127.
 
     Returns:
         False, in the threads that waited, if the deadline passed or a rank failed.
