@@ -110,11 +110,15 @@ class Group:
         return None if reason is None else self._failure(reason)
 
     def _failure(self, reason: str) -> CollectiveTimeout:
-        return CollectiveTimeout(
-            f"{reason}; results since the last check are undefined. Close this "
-            "communicator and make a new one. If no rank was late (timeout: "
-            f"{self.timeout:g} s) or has failed, their calls differed: "
+        waited = " waited for " in reason
+        timeout = f" (timeout: {self.timeout:g} s)" if waited else ""
+        hint = (
+            ". If that rank was not late, their calls differed: "
             "Communicator(…, debug=True) says where"
+        )
+        return CollectiveTimeout(
+            f"{reason}{timeout}; results since the last check are undefined. Close "
+            f"this communicator and make a new one{hint if waited else ''}"
         )
 
     def abandon(self) -> None:
