@@ -301,7 +301,8 @@ class Heap:
 
     def _entry_around(self, address: int) -> _Entry | None:
         for entry in self._entries.values():
-            if 0 <= address - entry.block.address < max(entry.block.nbytes, 1):
+            inside = 0 <= address - entry.block.address < max(entry.block.nbytes, 1)
+            if inside and not entry.block.dropped:  # freed memory is not to be had
                 return entry
         return None
 

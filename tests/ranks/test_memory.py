@@ -532,3 +532,12 @@ def test_ordinary_device_memory_is_registered(comm, world):
     for rank in range(comm.size):
         assert np.array_equal(get(memory.get_buffer(rank, 40, "f4")), pattern(rank))
     meet(comm, world)
+
+
+def test_a_freed_block_has_no_rendezvous(comm, world):
+    address = comm.allocator.alloc(64)
+    comm.allocator.rendezvous(address, comm)
+    comm.allocator.free(address)
+    with pytest.raises(ns.SymmError, match="rendezvous failed on"):
+        comm.allocator.rendezvous(address, comm)
+    meet(comm, world)
