@@ -302,7 +302,9 @@ class Heap:
     def _entry_around(self, address: int) -> _Entry | None:
         for entry in self._entries.values():
             inside = 0 <= address - entry.block.address < max(entry.block.nbytes, 1)
-            if inside and not entry.block.dropped:  # freed memory is not to be had
+            if inside and entry.block.dropped:
+                raise ArgumentError(f"rendezvous: {address:#x} lies in freed memory")
+            if inside:
                 return entry
         return None
 

@@ -548,11 +548,7 @@ def one_gpu(world, monkeypatch):
     """Let all ranks believe that they see one and the same GPU."""
     with ns.Communicator(world, timeout=60) as comm:
         own = comm.device
-    shared = world.bcast(own.uuid)
-    found = devices.visible_gpus()
-    seen = [
-        dataclasses.replace(gpu, uuid=shared) if gpu == own else gpu for gpu in found
-    ]
+    seen = [dataclasses.replace(own, uuid=world.bcast(own.uuid))]
     monkeypatch.setattr(devices, "visible_gpus", lambda: seen)
     return own.ordinal
 
