@@ -18,7 +18,7 @@ starts neither MPI nor CUDA.
 
 from importlib.metadata import PackageNotFoundError, version
 
-from numba_symm import device
+from numba_symm import device, sharing
 from numba_symm.collectives.communicator import Communicator, Plan, backend
 from numba_symm.device import Context
 from numba_symm.environment import allow_overlapping_devices
@@ -33,11 +33,13 @@ from numba_symm.errors import (
     PeerAccessError,
     SymmError,
 )
+from numba_symm.events import Event, Stream
 from numba_symm.launch.devices import GPU, device_has_multicast_support
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.ranks import World
 from numba_symm.memory import SymmetricMemory, SymmetricMemoryAllocator
+from numba_symm.sharing import open_shared, share
 
 try:
     __version__ = version("numba-symm")
@@ -54,11 +56,13 @@ __all__ = [
     "Context",
     "DeviceError",
     "DriverError",
+    "Event",
     "ExchangeError",
     "IpcChannel",
     "PeerAccessError",
     "Plan",
     "StoreExchange",
+    "Stream",
     "SymmError",
     "SymmetricMemory",
     "SymmetricMemoryAllocator",
@@ -67,4 +71,7 @@ __all__ = [
     "backend",
     "device",
     "device_has_multicast_support",
+    "open_shared",
+    "share",
+    "sharing",
 ]

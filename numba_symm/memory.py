@@ -8,6 +8,7 @@ and when all have dropped one. ``SymmetricMemory`` is what a rendezvous gives.
 import bisect
 import functools
 import math
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from numba_symm.errors import ArgumentError, BackendError, ClosedError
 from numba_symm.group import Group, Peers, map_peers
 
 _on_failure: list[Callable[[], None]] = []
+_allocators: list["SymmetricMemoryAllocator"] = []
 
 
 def on_allocation_failure(callback: Callable[[], None]) -> None:
@@ -86,6 +88,7 @@ class SymmetricMemoryAllocator:
         self._backend = backend
         self._blocks: dict[int, Block] = {}
         self._starts: list[int] = []
+        self._lock = threading.RLock()  # arrays are dropped and shared in any thread
 
     def alloc(self, nbytes: int) -> int:
         """Return the address of ``nbytes`` of zeroed memory.
@@ -109,8 +112,9 @@ class SymmetricMemoryAllocator:
                 callback()
             allocation = self._backend.allocate(nbytes)
         block = Block(nbytes, self._backend, allocation, own=True)
-        bisect.insort(self._starts, block.address)
-        self._blocks[block.address] = block
+        with self._lock:
+            bisect.insort(self._starts, block.address)
+            self._blocks[block.address] = block
         return block
 
     def free(self, ptr: int) -> None:
@@ -126,17 +130,21 @@ class SymmetricMemoryAllocator:
 
     def release(self, block: Block) -> None:
         """Free a block, unless that was done already."""
-        if not block.dropped:
+        with self._lock:
+            if block.dropped:
+                return
             del self._blocks[block.address]
             self._starts.remove(block.address)
-            block.drop()
+            block.dropped = True
+        block.drop()
 
     def find(self, ptr: int) -> Block | None:
         """Return the block that contains ``ptr``, or None."""
-        index = bisect.bisect_right(self._starts, ptr) - 1
-        if index < 0:
-            return None
-        block = self._blocks[self._starts[index]]
+        with self._lock:
+            index = bisect.bisect_right(self._starts, ptr) - 1
+            if index < 0:
+                return None
+            block = self._blocks[self._starts[index]]
         inside = ptr - block.address < max(block.nbytes, 1)
         return block if inside else None
 
@@ -177,7 +185,15 @@ def allocator_of(name: str, ordinal: int) -> SymmetricMemoryAllocator:
     """Return this process' allocator for a backend on a GPU."""
     from numba_symm import backends
 
-    return SymmetricMemoryAllocator(backends.create(name, ordinal))
+    allocator = SymmetricMemoryAllocator(backends.create(name, ordinal))
+    _allocators.append(allocator)
+    return allocator
+
+
+def block_around(ptr: int) -> Block | None:
+    """Return the block that contains ``ptr``, of any communicator, or None."""
+    found = (allocator.find(ptr) for allocator in _allocators)
+    return next((block for block in found if block is not None), None)
 
 
 @dataclass
@@ -322,6 +338,20 @@ class Heap:
         found = allocation_around(address, what)
         return Block(found.nbytes, IpcBackend(), found, own=False)
 
+    def everywhere(
+        self, address: int, nbytes: int
+    ) -> tuple[int, int, tuple[int, ...]] | None:
+        """Return where symmetric memory lies: block, offset in it, all addresses.
+
+        Not collective. None: the bytes from ``address`` on are not in one block.
+        """
+        for entry in self._entries.values():
+            offset = address - entry.block.address
+            if offset >= 0 and offset + nbytes <= entry.block.nbytes:
+                places = (base + offset for base in entry.peers.addresses)
+                return entry.number, offset, tuple(places)
+        return None
+
     def _take_pad(self, what: str) -> _Pad:
         nbytes = pads.pad_nbytes(self.group.world.size)
         if not self._free_pads:
@@ -333,7 +363,7 @@ class Heap:
         pad = self._free_pads.pop(0)
         with self.group.exchange.agreed(f"{what}: zeroing the signal pad"):
             own = pad.addresses()[self.group.world.rank]
-            self.group.backend.zero(own, nbytes)
+            self.group.backend.fill(own, nbytes)
         return pad
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ class DeviceMemory:
         driver.call("cuMemcpyDtoH", ctypes.addressof(data), address, nbytes)
         return data.raw
 
-    def zero(self, address: int, nbytes: int) -> None:
-        """Fill with zeros; done when it returns."""
-        driver.call("cuMemsetD8", address, 0, nbytes)
+    def fill(self, address: int, nbytes: int, byte: int = 0) -> None:
+        """Set every byte; done when it returns."""
+        driver.call("cuMemsetD8", address, byte, nbytes)
         driver.call("cuCtxSynchronize")

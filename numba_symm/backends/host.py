@@ -58,9 +58,9 @@ class HostBackend:
         """Copy bytes from an address."""
         return ctypes.string_at(address, nbytes)
 
-    def zero(self, address: int, nbytes: int) -> None:
-        """Fill with zeros."""
-        ctypes.memset(address, 0, nbytes)
+    def fill(self, address: int, nbytes: int, byte: int = 0) -> None:
+        """Set every byte."""
+        ctypes.memset(address, byte, nbytes)
 
 
 def address_of(memory: mmap.mmap) -> int:

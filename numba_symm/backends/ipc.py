@@ -31,7 +31,7 @@ class IpcBackend(DeviceMemory):
         size = -(-max(nbytes, 1) // _GRANULARITY) * _GRANULARITY
         address = int(driver.call("cuMemAlloc", size))
         try:
-            self.zero(address, size)
+            self.fill(address, size)
         except BaseException:
             driver.call("cuMemFree", address)
             raise

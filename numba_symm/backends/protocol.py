@@ -71,6 +71,6 @@ class Backend(Protocol):
         """Copy bytes from an address in this process."""
         ...
 
-    def zero(self, address: int, nbytes: int) -> None:
-        """Fill with zeros; done when it returns."""
+    def fill(self, address: int, nbytes: int, byte: int = 0) -> None:
+        """Set every byte; done when it returns."""
         ...

@@ -37,7 +37,7 @@ class VmmBackend(DeviceMemory):
             undo.callback(driver.call, "cuMemRelease", handle)
             address, unmap = map_block(handle, size, self._ordinal)
             undo.push(unmap)
-            self.zero(address, size)
+            self.fill(address, size)
             return Allocation(address, size, (handle, undo.pop_all()))
 
     def free(self, allocation: Allocation) -> None:

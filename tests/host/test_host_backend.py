@@ -68,7 +68,7 @@ def test_what_was_written_is_read_until_it_is_zeroed(backend):
     block = backend.allocate(100)
     backend.write(block.address + 7, b"hello")
     assert backend.read(block.address + 6, 7) == b"\0hello\0"
-    backend.zero(block.address + 8, 3)
+    backend.fill(block.address + 8, 3)
     assert backend.read(block.address + 6, 7) == b"\0h\0\0\0o\0"
     backend.free(block)
 

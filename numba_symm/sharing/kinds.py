@@ -1,0 +1,371 @@
+"""Kinds of memory: how each is named to other processes, and how they map it.
+
+``ipc``   ``cudaMalloc``, by a legacy handle of 64 bytes
+``vmm``   blocks of this library, by a file descriptor
+``pool``  stream-ordered memory of an exportable pool: a descriptor for the pool, 64
+          bytes for the allocation
+``host``  under Numba's simulator: shared host memory, by a file descriptor
+``none``  nothing: the array has no elements
+"""
+
+import ctypes
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from numba_symm import driver, memory
+from numba_symm.arrays import Memory
+from numba_symm.backends import Mapping
+from numba_symm.backends.host import HostBackend
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError, BackendError, DriverError
+from numba_symm.events import current_device
+
+_EXPORT_BYTES = 64  # of CUmemPoolPtrExportData, read by address as it is opaque
+
+
+@dataclass(frozen=True)
+class Place:
+    """The allocation that an array lies in, as its own process knows it.
+
+    Attributes:
+        kind: see above.
+        base: where the allocation begins.
+        nbytes: its size.
+        data: what names it in other processes, where that is bytes.
+        pool: the handle of its pool, for ``pool``.
+        export: returns a new descriptor, for the kinds that need one; may be called
+            in any thread.
+    """
+
+    kind: str
+    base: int
+    nbytes: int
+    data: bytes = b""
+    pool: int = 0
+    export: Callable[[], int] | None = None
+
+
+def locate(address: int, nbytes: int) -> Place | None:
+    """Find the allocation around an array of this process.
+
+    Returns:
+        None under the simulator, if the array is in private memory.
+
+    Raises:
+        ArgumentError: the memory is of a kind that no other process can map.
+    """
+    if nbytes == 0:
+        return Place("none", address, 0)
+    block = memory.block_around(address)
+    if block is not None and block.backend.exports_fd:
+        return Place(
+            kind=block.backend.name,
+            base=block.address,
+            nbytes=block.allocation.nbytes,
+            export=functools.partial(block.backend.export, block.allocation),
+        )
+    if SIMULATED:
+        return _rooms.around(address)
+    _check_on_device(address, nbytes)
+    return _locate_in_pool(address) or _locate_in_cuda_malloc(address)
+
+
+def ordinal_of(address: int, nbytes: int) -> int:
+    """Return the number of the GPU that an array of this process lies on."""
+    if SIMULATED:
+        return 0
+    if nbytes == 0:
+        return current_ordinal()
+    from cuda.core import Buffer
+
+    # cuda-bindings' cuPointerGetAttribute calls every device 0 (cuda-python#2928).
+    return int(Buffer.from_handle(address, nbytes).device_id)
+
+
+def current_ordinal() -> int:
+    """Return the number of the GPU that is current, making one so if none is."""
+    return 0 if SIMULATED else int(current_device().device_id)
+
+
+@functools.cache
+def uuid_of(ordinal: int) -> str:
+    """Return what names a GPU in all processes."""
+    from numba_symm.launch.devices import visible_gpus
+
+    return visible_gpus()[ordinal].uuid
+
+
+def _check_on_device(address: int, nbytes: int) -> None:
+    from cuda.core import Buffer
+
+    buffer = Buffer.from_handle(address, nbytes)
+    if buffer.is_host_accessible:
+        raise _refused(address, "managed memory or pinned host memory")
+
+
+def _locate_in_pool(address: int) -> Place | None:
+    from cuda.bindings import driver as binding
+
+    attribute = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
+    try:
+        pool = int(driver.call("cuPointerGetAttribute", attribute, address) or 0)
+    except DriverError:  # what some drivers say of memory that is in no pool
+        return None
+    if not pool:
+        return None
+    try:
+        base, nbytes = driver.call("cuMemGetAddressRange", address)
+        data = driver.call("cuMemPoolExportPointer", base)
+    except DriverError as error:
+        raise _refused(
+            address,
+            "stream-ordered memory (cudaMallocAsync) of a pool that was not made to be "
+            f"shared ({error}); cuda.core.DeviceMemoryResource makes one that is, with "
+            "the option ipc_enabled=True",
+        ) from None
+    return Place(
+        kind="pool",
+        base=int(base),
+        nbytes=int(nbytes),
+        data=ctypes.string_at(data.getPtr(), _EXPORT_BYTES),
+        pool=pool,
+        export=functools.partial(_export_pool, pool),
+    )
+
+
+def _export_pool(pool: int) -> int:
+    from cuda.bindings import driver as binding
+
+    kind = binding.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    handle = binding.CUmemoryPool(pool)
+    return int(driver.call("cuMemPoolExportToShareableHandle", handle, kind, 0))
+
+
+def _locate_in_cuda_malloc(address: int) -> Place:
+    from numba_symm.backends.ipc import IpcBackend, allocation_around
+
+    try:
+        found = allocation_around(address, "share")
+    except BackendError:
+        raise _refused(
+            address,
+            "neither from cudaMalloc nor from this library (memory of CUDA's virtual "
+            "memory management that another library mapped, such as torch's expandable "
+            "segments, or memory that another library imported)",
+        ) from None
+    return Place("ipc", found.address, found.nbytes, IpcBackend().export(found))
+
+
+def _refused(address: int, kind: str) -> ArgumentError:
+    return ArgumentError(
+        f"share: the memory at {address:#x} is {kind}, which another process cannot "
+        "map; copy the array into memory of cudaMalloc (cuda.device_array, CuPy's or "
+        "torch's usual allocators) or of comm.empty and share that"
+    )
+
+
+# Mapping a producer's allocation
+
+
+def map_memory(
+    kind: str,
+    nbytes: int,
+    data: bytes,
+    pool: tuple[Any, ...],
+    fetch: Callable[[], int],
+    ordinal: int,
+    own: bool,
+) -> Mapping:
+    """Map another process' allocation on a GPU.
+
+    Args:
+        kind: as in the producer's :class:`Place`.
+        nbytes: likewise.
+        data: likewise.
+        pool: names the producer's pool, for ``pool``.
+        fetch: asks the producer for a descriptor, which is closed here.
+        ordinal: this process' number of the GPU.
+        own: whether the memory lies on that very GPU.
+    """
+    if kind == "pool":
+        imported = functools.partial(_import_pool, fetch, ordinal, own)
+        address = _pools.open((*pool, ordinal), data, imported)
+        return Mapping(address, nbytes, (*pool, ordinal))
+    backend = _backend(kind, ordinal)
+    if not backend.exports_fd:
+        return backend.open(data, nbytes)  # type: ignore[no-any-return]
+    fd = fetch()
+    try:
+        return backend.open(fd, nbytes)  # type: ignore[no-any-return]
+    finally:
+        os.close(fd)
+
+
+def unmap_memory(kind: str, mapping: Mapping, ordinal: int) -> None:
+    """Unmap another process' allocation, after whatever still uses it."""
+    if kind == "pool":
+        _pools.close(mapping.resource, mapping.address)
+    else:
+        _backend(kind, ordinal).close(mapping)
+
+
+@functools.cache
+def _backend(kind: str, ordinal: int) -> Any:
+    from numba_symm import backends
+
+    return backends.create(kind, ordinal)
+
+
+class _ImportedPools:
+    """Other processes' pools: imported once each, while any allocation is mapped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handles: dict[tuple[Any, ...], Any] = {}
+        self._users: dict[tuple[Any, ...], int] = {}
+
+    def open(
+        self, key: tuple[Any, ...], data: bytes, imported: Callable[[], Any]
+    ) -> int:
+        from cuda.bindings import driver as binding
+
+        exported = binding.CUmemPoolPtrExportData()
+        ctypes.memmove(exported.getPtr(), data, _EXPORT_BYTES)
+        with self._lock:
+            if key not in self._handles:
+                self._handles[key] = imported()
+                self._users[key] = 0
+            self._users[key] += 1
+            try:
+                pool = self._handles[key]
+                return int(driver.call("cuMemPoolImportPointer", pool, exported))
+            except BaseException:
+                self._leave(key)
+                raise
+
+    def close(self, key: tuple[Any, ...], address: int) -> None:
+        driver.call("cuCtxSynchronize")  # freeing waits for nothing
+        with self._lock:
+            try:
+                driver.call("cuMemFree", address)
+            finally:
+                self._leave(key)
+
+    def _leave(self, key: tuple[Any, ...]) -> None:
+        self._users[key] -= 1
+        if self._users[key] == 0:
+            del self._users[key]
+            driver.call("cuMemPoolDestroy", self._handles.pop(key))
+
+
+def _import_pool(fetch: Callable[[], int], ordinal: int, own: bool) -> Any:
+    from cuda.bindings import driver as binding
+
+    kind = binding.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    fd = fetch()
+    try:
+        pool = driver.call("cuMemPoolImportFromShareableHandle", fd, kind, 0)
+    finally:
+        os.close(fd)
+    if own:
+        return pool
+    access = binding.CUmemAccessDesc()
+    access.location.type = binding.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = ordinal
+    access.flags = binding.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    try:
+        driver.call("cuMemPoolSetAccess", pool, [access], 1)
+    except BaseException:
+        driver.call("cuMemPoolDestroy", pool)
+        raise
+    return pool
+
+
+_pools = _ImportedPools()
+
+
+# Shared room for arrays of the simulator that are in private memory
+
+_CHUNK = 16 << 20
+_ALIGNMENT = 64
+
+
+class _Chunk:
+    """Shared host memory, handed out from its beginning to its end."""
+
+    def __init__(self, nbytes: int):
+        backend = HostBackend()
+        self.allocation = backend.allocate(nbytes)
+        self.export = functools.partial(backend.export, self.allocation)
+        self.end = 0
+        self.rooms = 0
+        weakref.finalize(self, backend.free, self.allocation).atexit = False
+
+    def leave(self) -> None:
+        self.rooms -= 1
+        if self.rooms == 0:
+            self.end = 0
+
+
+class _Rooms:
+    """Room for copies: many small ones in a chunk, for a descriptor each is dear."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # taken by finalisers
+        self._current: _Chunk | None = None
+        self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
+
+    def copy(self, array: Any) -> Memory:
+        """Return new shared memory that holds an array's elements in C order."""
+        host = np.ascontiguousarray(array.copy_to_host())
+        room = self._take(host.nbytes)
+        ctypes.memmove(room.address, host.ctypes.data, host.nbytes)
+        return room
+
+    def around(self, address: int) -> Place | None:
+        """Return the chunk around an address, or None."""
+        with self._lock:
+            for chunk in self._chunks:
+                found = chunk.allocation
+                if 0 <= address - found.address < found.nbytes:
+                    return Place(
+                        "host", found.address, found.nbytes, export=chunk.export
+                    )
+        return None
+
+    def _take(self, nbytes: int) -> Memory:
+        with self._lock:
+            chunk = self._current
+            if nbytes > _CHUNK // 4:
+                chunk = self._new(nbytes)
+            elif chunk is None or chunk.end + nbytes > chunk.allocation.nbytes:
+                chunk = self._current = self._new(_CHUNK)
+            room = Memory(chunk.allocation.address + chunk.end, nbytes, chunk)
+            chunk.end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+            chunk.rooms += 1
+            weakref.finalize(room, self._leave, chunk).atexit = False
+            return room
+
+    def _new(self, nbytes: int) -> _Chunk:
+        chunk = _Chunk(nbytes)
+        self._chunks.add(chunk)
+        return chunk
+
+    def _leave(self, chunk: _Chunk) -> None:
+        with self._lock:
+            chunk.leave()
+
+
+_rooms = _Rooms()
+
+
+def private_copy(array: Any) -> Memory:
+    """Return shared memory with a copy of a simulator's array, in C order."""
+    return _rooms.copy(array)

@@ -1,0 +1,346 @@
+"""The producer's side: what it has sent, and what it must keep because others use it.
+
+Nothing here waits for another process but for a counter file's lock, which is held
+for microseconds.
+"""
+
+import atexit
+import functools
+import os
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from numba_symm import memory, streams
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ClosedError
+from numba_symm.events import Event, on_device_of
+from numba_symm.sharing import broker
+from numba_symm.sharing.counters import RefCounterFile
+from numba_symm.sharing.guard import Guard, log
+
+LIMBO_WARNING = 1000
+"""Blocks in limbo above which a warning is given."""
+
+EVENTS = 1000
+"""Inter-process events that are out at most; CUDA allows only so many."""
+
+
+class SentData:
+    """A block of memory that other processes may open, and its counter.
+
+    Attributes:
+        handle: the name of the counter file.
+        offset: its slot in there.
+        serial: which use of the slot this is.
+        counter_ptr: the counter's address, an int64 in memory that processes share.
+        device: the number of the GPU that the block lies on.
+        original_ptr: what keeps the block's memory.
+        event: what consumers wait for, or None.
+        event_sync_required: whether they have to.
+        nbytes: the bytes that the array spans.
+        export: returns a new descriptor of the memory, if its kind needs one.
+
+    Source: ``CudaIPCSentData`` of PyTorch.
+    """
+
+    def __init__(self, file: RefCounterFile, number: int, offset: int, device: int):
+        self.handle = file.handle()
+        self.offset = offset
+        self.serial = file.serial(offset)
+        self.counter_ptr = file.address(offset)
+        self.device = device
+        self.original_ptr: Any = None
+        self.event: Event | None = None
+        self.event_sync_required = False
+        self.nbytes = 0
+        self.export: Callable[[], int] | None = None
+        self.file = file
+        self.number = number
+        self._watch: weakref.ref[Any] | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """The number of its counter file, and its slot."""
+        return self.number, self.offset
+
+    def counter_value(self) -> int:
+        """Return how many references are out, opened or not; 0 once it is retired."""
+        current = self.file.serial(self.offset) == self.serial
+        return self.file.value(self.offset) if current else 0
+
+    def set_original_ptr(self, keeper: Any, array: Any = None) -> None:
+        """Say what keeps the memory, and by which array its owner holds it.
+
+        Once the owner has dropped ``array`` the block is in limbo; without one, it is
+        from the beginning.
+        """
+        self.original_ptr = keeper
+        key, serial, dropped = self.key, self.serial, producer.dropped
+        if array is not None:
+            try:  # the reference goes with this object, and its callback then too
+                self._watch = weakref.ref(
+                    array, lambda _: dropped.append((key, serial))
+                )
+                return
+            except TypeError:  # an array that cannot tell when it goes
+                pass
+        dropped.append((key, serial))
+
+    def record(self, stream: int) -> None:
+        """Have consumers wait for what ``stream`` has so far.
+
+        With too many events out the host waits instead, and they need not.
+        """
+        if SIMULATED:
+            return
+        with on_device_of(stream, self.device):
+            self._record(stream)
+
+    def _record(self, stream: int) -> None:
+        with producer.guard:
+            if producer.events < EVENTS:
+                event = Event(blocking=True, interprocess=True)
+                event.record(stream)
+                event.ipc_handle()
+                producer.events += 1
+                self.event, self.event_sync_required = event, True
+                return
+        streams.synchronize(stream)
+
+    def forget(self) -> Any:
+        """Let go of everything; return what kept the memory, for the caller to drop."""
+        if self.event is not None:
+            self.event = None
+            producer.events -= 1
+        keeper, self.original_ptr = self.original_ptr, None
+        self._watch = self.export = None
+        return keeper
+
+
+class Limbo:
+    """Blocks that their owner has dropped while references to them were out.
+
+    Source: ``CudaIPCSentDataLimbo`` of PyTorch, which scans all of it for every block
+    that is dropped; here :meth:`collect` can be told where to look.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, int], SentData] = {}
+
+    def add(self, block: SentData) -> None:
+        """Keep a block until all references to it were given back."""
+        self._blocks[block.key] = block
+
+    def collect(self, candidates: Iterable[SentData] | None = None) -> list[SentData]:
+        """Remove and return the blocks to which no references are out.
+
+        Args:
+            candidates: where to look; None: at all of them.
+        """
+        found = list(self._blocks.values() if candidates is None else candidates)
+        free = [
+            block
+            for block in found
+            if block.key in self._blocks and block.counter_value() == 0
+        ]
+        for block in free:
+            del self._blocks[block.key]
+        return free
+
+    def size(self) -> int:
+        """Return the number of blocks."""
+        return len(self._blocks)
+
+
+class Producer:
+    """What this process shares with others."""
+
+    def __init__(self) -> None:
+        self.guard = Guard()
+        self.files: list[RefCounterFile] = []
+        self.sent: dict[tuple[int, int], SentData] = {}
+        self.limbo = Limbo()
+        self.events = 0
+        # What owners have dropped, by callbacks that may run at any moment.
+        self.dropped: deque[tuple[tuple[int, int], int]] = deque()
+        self._broker: broker.Broker | None = None
+        self._warned = False
+
+    @property
+    def address(self) -> broker.Address:
+        """Where other processes ask for descriptors; starts the broker if need be."""
+        if self._broker is None:
+            self._broker = broker.Broker(self._answer)
+            _register_callbacks()
+        return self._broker.address
+
+    def is_at(self, address: broker.Address) -> bool:
+        """Return whether that is this process' broker."""
+        return self._broker is not None and self._broker.address == address
+
+    def new(self, device: int, opens: int) -> SentData:
+        """Return a new entry whose counter is at ``opens``. Under the guard."""
+        number, file = self._file_with_room()
+        file.set_counter(opens)
+        sent = SentData(file, number, file.get_offset(), device)
+        file.rotate_offset()
+        self.sent[sent.key] = sent
+        return sent
+
+    def _file_with_room(self) -> tuple[int, RefCounterFile]:
+        for number, file in enumerate(self.files):
+            if file.have_offsets():
+                return number, file
+        number = len(self.files)
+        name = self.address.name[1:].decode()
+        self.files.append(RefCounterFile(f"{name}-{number}"))
+        return number, self.files[number]
+
+    def find(self, number: int, offset: int, serial: int) -> SentData:
+        """Return an entry that is alive.
+
+        Raises:
+            ClosedError: it is not.
+        """
+        sent = self.sent.get((number, offset))
+        if sent is None or sent.serial != serial:
+            raise ClosedError("this array is shared no more")
+        return sent
+
+    def settle(self) -> list[Any]:
+        """Retire what nobody refers to any more. Under the guard.
+
+        Looks at what has changed since the last call, not at everything.
+
+        Returns:
+            What kept the memory, for the caller to drop after the guard.
+        """
+        self.note_dropped()
+        released = [
+            self.sent[number, offset]
+            for number, file in enumerate(self.files)
+            for offset in file.take_released()
+        ]
+        self.limbo.collect(released)
+        return [self.retire(block) for block in released]
+
+    def note_dropped(self) -> None:
+        """Move to limbo what its owners have dropped. Under the guard."""
+        while self.dropped:
+            key, serial = self.dropped.popleft()
+            block = self.sent.get(key)
+            if block is not None and block.serial == serial:
+                self.limbo.add(block)
+
+    def retire(self, block: SentData) -> Any:
+        """Have an entry's slot used again; return what kept the memory."""
+        del self.sent[block.key]
+        block.file.return_offset(block.offset)
+        return block.forget()
+
+    def warn(self) -> None:
+        """Warn if many blocks are in limbo, once until they are fewer again."""
+        size = self.limbo.size()
+        if size > LIMBO_WARNING and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{size} shared arrays were dropped here while other processes still "
+                "use them or have yet to open them, so that their memory cannot be "
+                "freed: have consumers drop or close theirs, and cancel() handles "
+                "that nobody will open",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        elif size <= LIMBO_WARNING:
+            self._warned = False
+
+    def unopened(self) -> int:
+        """Return how many references no open has taken yet."""
+        return sum(file.unopened_in_all() for file in self.files)
+
+    def _answer(self, what: int, file: int, slot: int, serial: int) -> broker.Answer:
+        """Answer a request; in the broker's thread, so without the guard."""
+        if what == broker.COUNTERS:
+            return self.files[file].describe()
+        sent = self.find(file, slot, serial)
+        if sent.export is None:
+            raise ClosedError("its memory needs no descriptor")
+        if SIMULATED:
+            return sent.export(), 0
+        from cuda.core import Device
+
+        Device(sent.device).set_current()
+        return sent.export(), 0
+
+    def start_anew(self) -> None:
+        """Let go of what a forked child has inherited; its parent goes on sharing."""
+        if self._broker is not None:
+            self._broker.close()
+        for file in self.files:
+            file.close()
+        self.__init__()  # type: ignore[misc]
+
+
+producer = Producer()
+
+
+def new_ref_counted_sent_data(keeper: Any, device: int, opens: int = 1) -> SentData:
+    """Return a new entry for a block of memory, its counter at ``opens``.
+
+    Args:
+        keeper: what keeps the memory.
+        device: the number of the GPU that it lies on.
+        opens: how many references are given out with it.
+
+    Source: ``GetNewRefCountedSentData`` of PyTorch.
+    """
+    with producer.guard:
+        kept = producer.settle()
+        sent = producer.new(device, opens)
+    del kept  # not under the guard: whatever finalisers do, they may need it
+    sent.original_ptr = keeper
+    return sent
+
+
+def collect_sent() -> bool:
+    """Free what other processes were the last to use; return whether there was any."""
+    with producer.guard:
+        kept = producer.settle()
+    producer.warn()
+    return bool(kept)
+
+
+@functools.cache
+def _register_callbacks() -> None:
+    memory.on_allocation_failure(_free_memory)
+    atexit.register(_tell_what_is_shared)
+    os.register_at_fork(after_in_child=producer.start_anew)
+
+
+def _free_memory() -> None:
+    """Collect, and have Numba free now what it frees later."""
+    collect_sent()
+    if not SIMULATED:
+        from numba import cuda
+
+        manager = cuda.current_context().memory_manager
+        if hasattr(manager, "deallocations"):
+            manager.deallocations.clear()
+
+
+def _tell_what_is_shared() -> None:
+    with producer.guard:
+        kept = producer.settle()
+        left = [block for block in producer.sent.values() if block.counter_value()]
+    del kept
+    if left:
+        log.warning(
+            "this process ends while %d of its arrays (%d bytes) are still shared: "
+            "consumers that use them may fail, and later opens will; keep it running "
+            "until its consumers are done",
+            len(left),
+            sum(block.nbytes for block in left),
+        )
