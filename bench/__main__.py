@@ -1,103 +1,200 @@
-"""Time every all-reduce algorithm by message size, and check its results.
+"""Measure a collective against other libraries, and check every result.
 
-    mpirun -n 4 python -m numba_symm.bench -b 1K -e 16M -f 4 --json out.json
+    mpirun -n 4 python -m numba_symm.bench all_reduce -b 1K -e 1G --json r.json
 
-Rank 0 prints a table: microseconds a call in a captured graph and eager, and the bus
-bandwidth of the fastest. Needs GPUs. Exits with 1 if an element is wrong.
+Rank 0 prints rows as nccl-tests does. Exits with 1 if an element is wrong.
 """
 
 import argparse
+import itertools
 import json
+import os
+import shlex
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
-
-import numpy as np
-from mpi4py import MPI
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 import numba_symm as ns
-from numba_symm.bench.measure import Timing, time_plan
-from numba_symm.collectives.select import ALL_REDUCE, all_reduce
-from numba_symm.environment import SIMULATED
-from numba_symm.launch.devices import visible_gpus
-
-UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def nbytes(text: str) -> int:
-    """Parse a size such as ``64K``; suffixes are binary, as in nccl-tests."""
-    unit = UNITS.get(text[-1:].upper(), 1)
-    return int(text[:-1] if unit > 1 else text) * unit
-
-
-def sizes(first: int, last: int, factor: int) -> Iterator[int]:
-    """Yield message sizes in bytes."""
-    while first <= last:
-        yield first
-        first *= factor
+from numba_symm.bench import facts, options, plot
+from numba_symm.bench.contenders import Contender, load
+from numba_symm.bench.contenders.ours import Ours
+from numba_symm.bench.measure import Timer
+from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.progress import bar, hidden
+from numba_symm.bench.report import Report, wrong_elements
+from numba_symm.bench.shuffle import Shuffle
+from numba_symm.bench.streams import new_stream
+from numba_symm.bench.sweep import Sweep
+from numba_symm.errors import SymmError
 
 
-def measure(comm: ns.Communicator, size: int, algorithm: str) -> tuple[Timing, int]:
-    """Return the timing of float32 sums of ``size`` bytes and wrong elements."""
-    count = size // 4
-    mine = np.random.default_rng(comm.rank).integers(-99, 99, count)
-    expected = np.empty(count, np.int64)
-    MPI.COMM_WORLD.Allreduce(mine.astype(np.int64), expected)
-    x, y = comm.empty(count), comm.empty(count)
-    x.copy_to_device(mine.astype(np.float32))
-    y.copy_to_device(np.full(count, np.nan, np.float32))
-    plan = comm.all_reduce_init(x, out=y, algorithm=algorithm)
-    plan()
-    comm.synchronize()
-    wrong = int(np.count_nonzero(y.copy_to_host() != expected))
-    exchange = ns.StoreExchange(MPI.COMM_WORLD, "bench")
-    return time_plan(comm, exchange, plan), sum(exchange.all_gather(wrong, "wrong"))
+def program(argv: Sequence[str] | None = None) -> int:
+    """Run :func:`main`; an error ends the whole job, as other ranks may be waiting."""
+    try:
+        return main(argv)
+    except Exception:
+        traceback.print_exc()
+        mpi = sys.modules.get("mpi4py.MPI")
+        if mpi is not None and mpi.COMM_WORLD.size > 1:
+            sys.stderr.flush()
+            mpi.COMM_WORLD.Abort(1)
+        return 1
 
 
-def main() -> int:
-    """Run the benchmark and return the exit code."""
-    parser = argparse.ArgumentParser("python -m numba_symm.bench", description=__doc__)
-    parser.add_argument("-b", type=nbytes, default="1K", help="smallest message")
-    parser.add_argument("-e", type=nbytes, default="16M", help="largest message")
-    parser.add_argument("-f", type=int, default=4, help="factor between sizes")
-    parser.add_argument("--json", type=Path, help="write the timings to a file")
-    options = parser.parse_args()
-    if not visible_gpus() or SIMULATED:
-        parser.error("the benchmark needs a GPU, and none is visible")
-    rows, wrong = [], 0
-    with ns.Communicator(MPI.COMM_WORLD) as comm:
-        for size in sizes(options.b, options.e, options.f):
-            for algorithm in ALL_REDUCE:
-                timing, errors = measure(comm, size, algorithm)
-                wrong += errors
-                chosen = algorithm == all_reduce(size, comm.size)
-                row = {"bytes": size, "algorithm": algorithm, "chosen": chosen}
-                rows.append(row | vars(timing) | {"wrong": errors})
-        if comm.rank == 0:
-            show(comm, rows)
-            if options.json:
-                facts = {"ranks": comm.size, "device": comm.device.name}
-                facts |= {"backend": comm.backend, "blocks": comm.max_blocks}
-                options.json.write_text(json.dumps(facts | {"rows": rows}, indent=1))
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark on all ranks, and return the exit code.
+
+    Args:
+        argv: the arguments; None: those of this process.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["plot"]:  # needs no MPI
+        asked = options.parse(argv)
+        plot.draw(json.loads(asked.json.read_text()), asked.image)
+        return 0
+    from mpi4py import MPI
+
+    ranks = MPI.COMM_WORLD
+    asked = _same_on_all(ranks, argv)
+    os.environ.update(facts.NVLS_OFF)  # before any library that reads them loads
+    try:
+        comm = ns.Communicator(ranks)
+    except SymmError as error:  # on all ranks
+        _say(ranks, f"numba_symm.bench: {error}", file=sys.stderr)
+        return 1
+    with comm:
+        run = _Run(asked, comm, ranks, shlex.join(argv))
+        wrong = run.shuffle() if asked.shuffle else run.sweep()
     return 1 if wrong else 0
 
 
-def show(comm: ns.Communicator, rows: list[dict[str, object]]) -> None:
-    """Print the rows; ``*`` marks the algorithm that all_reduce chooses."""
-    title = f"all_reduce float32 sum, {comm.size} ranks, {comm.device.name}, "
-    table = Table(title=title + comm.backend)
-    columns = ("bytes", "algorithm", "graph", "spread", "issue", "done", "wrong")
-    for name in columns:
-        table.add_column(name, justify="right")
-    for row in rows:
-        cells = [f"{v:.2f}" if isinstance(v, float) else str(v) for v in row.values()]
-        del cells[2]
-        cells[1] += "*" if row["chosen"] else " "
-        table.add_row(*cells)
-    Console(width=100).print(table)
+def _same_on_all(ranks: Any, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments on rank 0, which tells the others; or exit on all."""
+    parsed: Any = None
+    if ranks.rank == 0:
+        try:
+            parsed = options.parse(argv)
+        except SystemExit as ended:
+            parsed = ended.code
+    parsed = ranks.bcast(parsed)
+    if not isinstance(parsed, argparse.Namespace):
+        raise SystemExit(parsed)
+    return parsed
+
+
+def _say(ranks: Any, *lines: str, file: Any = None) -> None:
+    if ranks.rank == 0:
+        for line in lines:
+            print(line, file=file, flush=True)
+
+
+class _Run:
+    """One run, from its header to its verdict. Its methods are collective."""
+
+    def __init__(
+        self, asked: argparse.Namespace, comm: ns.Communicator, ranks: Any, command: str
+    ):
+        self._asked = asked
+        self._comm = comm
+        self._ranks = ranks
+        self._command = command
+        self._operation = OPERATIONS[asked.command]
+        self._stream = new_stream()
+        self._ours = Ours(comm, asked.algorithms, asked.plain)
+        self._facts = facts.facts(comm, ranks)
+
+    def sweep(self) -> int:
+        """Measure all rows, show them, and return the number of wrong elements."""
+        asked, ranks = self._asked, self._ranks
+        others, missing = load(asked.against, self._comm, ranks)
+        self._header(others, missing)
+        timer = Timer(ranks, self._stream, self._comm.barrier)
+        contenders = [self._ours, *others]
+        sweep = Sweep(self._operation, asked, timer, ranks, contenders)
+        several = asked.algorithms if len(asked.algorithms) > 1 else ()
+        names = [each.name for each in others]
+        report = Report(self._operation, ranks.size, several, names)
+        rows = self._rows(sweep, report)
+        versions = {each.name: each.version for each in contenders}
+        if ranks.rank == 0:
+            run = {
+                "operation": self._operation.name,
+                "command": self._command,
+                "facts": self._facts,
+                "contenders": versions,
+                "missing": missing,
+                "rows": rows,
+            }
+            _save(run, asked.json, asked.plot)
+        for each in others:  # not after an error: closing waits for the other ranks
+            each.close()
+        return wrong_elements(rows)
+
+    def _rows(self, sweep: Sweep, report: Report) -> list[Any]:
+        rows = []
+        _say(self._ranks, *report.header())
+        with bar(shown=self._ranks.rank == 0) as progress:
+            task = progress.add_task(self._operation.name, total=len(sweep.rows))
+            for row in sweep.rows:
+                what = f"{plot.human(row.nbytes)} {row.type} {row.op}"
+                progress.update(task, description=what, refresh=True)
+                rows.append(sweep.measure(row))
+                progress.advance(task)
+                with hidden(progress):
+                    _say(self._ranks, report.row(rows[-1]))
+        _say(self._ranks, *report.footer(rows), *report.eager(rows))
+        return rows
+
+    def shuffle(self) -> int:
+        """Make random calls, and return how many gave a wrong result."""
+        asked, ranks = self._asked, self._ranks
+        self._header([], {})
+        allocate = self._ours.allocate
+        shuffle = Shuffle(self._comm, self._stream, self._operation, asked, allocate)
+        found: list[str] = []
+        with bar(shown=ranks.rank == 0) as progress:
+            task = progress.add_task("shuffled calls", total=asked.shuffle)
+            for count, wrong in shuffle:
+                progress.update(task, advance=count, refresh=True)
+                found += [f"# rank {ranks.rank}: {text}" for text in wrong]
+        everywhere = list(itertools.chain(*ranks.allgather(found)))
+        verdict = "FAILED" if everywhere else "OK"
+        _say(ranks, *everywhere)
+        _say(
+            ranks,
+            f"# {asked.shuffle} calls, wrong results: {len(everywhere)} {verdict}",
+        )
+        return len(everywhere)
+
+    def _header(self, others: Sequence[Contender], missing: dict[str, str]) -> None:
+        known = self._facts
+        versions = ", ".join(f"{a} {b}" for a, b in known["versions"].items())
+        graphs = self._asked.replays if self._ours.captures else 0
+        mode = f"CUDA graphs, {graphs} replays, and eager" if graphs else "eager"
+        lines = [
+            f"numba_symm.bench {self._command}",
+            f"commit {known['commit']}, seed {self._asked.seed}",
+            versions,
+            f"{known['ranks']} ranks, driver {known['driver']}, NVLS {known['nvls']}",
+            f"{mode}; median of the slowest rank's times",
+        ]
+        if self._comm.size == 1:
+            lines.append("1 rank sends nothing: numba-symm run -n 4 -m ... starts 4")
+        for rank, device in enumerate(known["devices"]):
+            lines.append(f"rank {rank}: {device}")
+        lines += [f"{each.name}: {each.version}" for each in (self._ours, *others)]
+        lines += [f"{name}: missing, {reason}" for name, reason in missing.items()]
+        _say(self._ranks, *(f"# {line}" for line in lines))
+
+
+def _save(run: dict[str, Any], file: Path | None, image: Path | None) -> None:
+    if file:
+        file.write_text(json.dumps(run, indent=1) + "\n")
+    if image:
+        plot.draw(run, image)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

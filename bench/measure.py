@@ -1,90 +1,201 @@
-"""Times of a launch: captured in graphs (device time) and eager (host time too)."""
+"""Timing calls: many in a captured graph, and one by one from the host.
 
-import statistics
+All lanes of a row take turns, so that whatever changes during a run changes for all.
+"""
+
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from cuda.core import Device, EventOptions
 
-from numba_symm.collectives.communicator import Communicator
-from numba_symm.launch.exchange import StoreExchange
+from numba_symm.bench.operations import Call
+from numba_symm.environment import SIMULATED
 
-CALLS_PER_GRAPH = 50
-REPLAYS = 7
-EAGER_CALLS = 200
+ROUNDS = 5
+"""How often each lane's eager calls are timed."""
+
+SHORT, LONG = 2000.0, 4000.0
+"""Microseconds that the calls timed at a time take, at least and at most, as far as
+their number can be chosen."""
+
+CACHE = 128 << 20
+"""Bytes of different buffers that calls go through in turn: more than the 50 MB of
+second-level cache of an H100 or H200 keep."""
+
+MOST_BUFFERS = 2 if SIMULATED else 16
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Microseconds a call, of the slowest rank.
+class Summary:
+    """Microseconds a call, of the slowest rank of each round."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Summary":
+        """Return the summary of one number a round."""
+        return cls(float(np.median(samples)), float(min(samples)), float(max(samples)))
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One way of one contender, for one message.
 
     Attributes:
-        graph: median over replays of a graph of many calls.
-        spread: largest minus smallest of those.
-        issue: host time to enqueue an eager call.
-        done: time for an eager call, of many enqueued back to back.
+        column: where its times are shown.
+        way: its name.
+        in_place: whether it was asked to work in place.
+        output_only: whether it works on its outputs alone, asked or not.
+        eager: it is not captured.
+        calls: one a buffer.
+        inputs: the buffers, as bytes.
+        outputs: the buffers, as bytes.
+        current: from a stream to a context in which calls go there.
     """
 
-    graph: float
-    spread: float
-    issue: float
-    done: float
+    column: str
+    way: str
+    in_place: bool
+    output_only: bool
+    eager: bool
+    calls: Sequence[Call]
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    current: Callable[[int], AbstractContextManager[Any]]
+
+    def rotated(self, count: int) -> list[Call]:
+        """Return ``count`` calls that go through the buffers in turn."""
+        return list(itertools.islice(itertools.cycle(self.calls), count))
 
 
-def time_plan(
-    comm: Communicator, exchange: StoreExchange, plan: Callable[..., Any]
-) -> Timing:
-    """Time a plan of ``comm``. Collective.
+def buffers(nbytes: int) -> int:
+    """Return how many buffers messages of ``nbytes`` are rotated through."""
+    return max(1, min(MOST_BUFFERS, -(-CACHE // nbytes)))
+
+
+def calls_per_graph(nbytes: int, wanted: int, of: int) -> int:
+    """Return how many calls a graph holds: the same for all contenders.
 
     Args:
-        comm: its communicator.
-        exchange: the same ranks.
-        plan: called with ``stream=``; enqueues one collective.
+        nbytes: of a message.
+        wanted: at least, while they do not take too long.
+        of: the number of buffers; all of them are used equally often.
     """
-    stream = Device().create_stream()
-    graph = _graph_times(exchange, plan, stream)
-    issue, done = _eager_times(exchange, plan, stream)
-    comm.synchronize(stream)
-    mine = (statistics.median(graph), max(graph) - min(graph), issue, done)
-    slowest = np.max(exchange.all_gather(mine, "timings"), axis=0)
-    return Timing(*(float(value) for value in slowest))
+    guess = 4 + nbytes / 170e3  # microseconds a call, as on 4 H200s
+    count = max(2, min(max(wanted, SHORT / guess), LONG / guess))
+    return of * -(-int(count) // of)
 
 
-def _graph_times(exchange: StoreExchange, plan: Any, stream: Any) -> list[float]:
-    builder = stream.create_graph_builder()
-    builder.begin_building()
-    for _ in range(CALLS_PER_GRAPH):
-        plan(stream=builder.stream)
-    graph = builder.end_building().complete()
-    timed = EventOptions(timing_enabled=True)
-    graph.launch(stream)  # the first replay uploads the graph
-    stream.sync()
-    times = []
-    for _ in range(REPLAYS):
-        exchange.barrier("replay")
-        start = stream.record(options=timed)
-        graph.launch(stream)
-        end = stream.record(options=timed)
-        end.sync()
-        times.append((end - start) * 1e3 / CALLS_PER_GRAPH)
-    return times
+def eager_calls(microseconds: float, wanted: int) -> int:
+    """Return how many calls to time at a time, of so many microseconds each."""
+    return max(1, min(wanted, int(LONG / microseconds)))
 
 
-def _eager_times(
-    exchange: StoreExchange, plan: Any, stream: Any
-) -> tuple[float, float]:
-    for _ in range(20):
-        plan(stream=stream)
-    stream.sync()
-    exchange.barrier("eager calls")
-    start = time.perf_counter()
-    for _ in range(EAGER_CALLS):
-        plan(stream=stream)
-    issued = time.perf_counter()
-    stream.sync()
-    done = time.perf_counter()
-    scale = 1e6 / EAGER_CALLS
-    return (issued - start) * scale, (done - start) * scale
+class Timer:
+    """Times lanes on one stream, on all ranks together. Its methods are collective.
+
+    Args:
+        ranks: the mpi4py communicator.
+        stream: as of :mod:`numba_symm.bench.streams`.
+        barrier: enqueues a barrier of all ranks on a stream.
+    """
+
+    def __init__(self, ranks: Any, stream: Any, barrier: Callable[[int], object]):
+        self._ranks = ranks
+        self._stream = stream
+        self._barrier = barrier
+
+    def once(self, lane: Lane) -> None:
+        """Make one call a buffer, eagerly."""
+        self._enqueue(lane, lane.calls)
+        self._stream.synchronize()
+
+    def pace(self, lane: Lane) -> float:
+        """Return how many microseconds the slowest rank needs for an eager call.
+
+        Not the first, which compiles or connects.
+        """
+        self._enqueue(lane, lane.calls[:1])
+        self._stream.synchronize()
+        self._ranks.Barrier()
+        _, done = self._timed(lane, lane.calls[:1])
+        return float(max(self._ranks.allgather(done)))
+
+    def eager(
+        self, lanes: Sequence[Lane], calls: int, warmups: int
+    ) -> list[tuple[Summary, Summary]]:
+        """Time calls as the host makes them.
+
+        Args:
+            lanes: what to time, in turns.
+            calls: at most at a time.
+            warmups: calls of each lane before.
+
+        Returns:
+            For each lane the microseconds until a call is enqueued and until it is
+            done, of several calls enqueued back to back.
+        """
+        orders = []
+        for lane in lanes:
+            count = eager_calls(self.pace(lane), calls)
+            self._enqueue(lane, lane.rotated(min(warmups, count)))
+            orders.append(lane.rotated(count))
+        self._stream.synchronize()
+        samples = np.empty((2, len(lanes), ROUNDS))
+        for turn in range(ROUNDS):
+            for index, lane in enumerate(lanes):
+                self._ranks.Barrier()
+                samples[:, index, turn] = self._timed(lane, orders[index])
+        issue, done = self._slowest(samples)
+        return [
+            (Summary.of(a), Summary.of(b)) for a, b in zip(issue, done, strict=True)
+        ]
+
+    def capture(self, lane: Lane, count: int) -> Any:
+        """Return a graph of ``count`` calls, replayed once."""
+        self._ranks.Barrier()  # a library may talk to its peers during a capture
+        graph = self._stream.capture(lane.rotated(count), lane.current)
+        self._stream.replay(graph)
+        return graph
+
+    def graphs(self, graphs: Sequence[Any], count: int, replays: int) -> list[Summary]:
+        """Time graphs of ``count`` calls each, in turns; return each one's summary."""
+        samples = np.empty((len(graphs), replays))
+        for turn in range(replays):
+            for index, graph in enumerate(graphs):
+                self._ranks.Barrier()
+                samples[index, turn] = self._stream.time(graph, self._barrier) / count
+        return [Summary.of(each) for each in self._slowest(samples)]
+
+    def replay(self, graph: Any) -> None:
+        """Launch a graph once and wait for it."""
+        self._stream.replay(graph)
+
+    def _enqueue(self, lane: Lane, calls: Sequence[Call]) -> None:
+        handle = self._stream.handle
+        with lane.current(handle):
+            for call in calls:
+                call(handle)
+
+    def _timed(self, lane: Lane, calls: Sequence[Call]) -> tuple[float, float]:
+        """Return this rank's microseconds a call, until enqueued and until done."""
+        handle = self._stream.handle
+        with lane.current(handle):
+            start = time.perf_counter()
+            for call in calls:
+                call(handle)
+            issued = time.perf_counter()
+            self._stream.synchronize()
+            done = time.perf_counter()
+        scale = 1e6 / len(calls)
+        return (issued - start) * scale, (done - start) * scale
+
+    def _slowest(self, samples: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        slowest: np.ndarray[Any, Any] = np.max(self._ranks.allgather(samples), axis=0)
+        return slowest

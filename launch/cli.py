@@ -1,7 +1,7 @@
 """The ``numba-symm`` command.
 
-``run`` starts a Python program on several ranks of this host; ``info`` tells
-what the library finds here.
+``run`` starts a Python program on several ranks of this host; ``bench`` measures;
+``info`` tells what the library finds here.
 """
 
 import argparse
@@ -31,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: the arguments after the command's name; None: those of this process.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["bench"]:  # all the rest is the benchmark's, -h too
+        return _bench(argv[1:])
     options = _parser().parse_args(argv)
     try:
         if options.command == "info":
@@ -65,7 +68,18 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("program", help="a script, or with -m the name of a module")
     run.add_argument("arguments", nargs=argparse.REMAINDER, help="are the program's")
     commands.add_parser("info", help="show versions, GPUs and the backend")
+    commands.add_parser(
+        "bench",
+        help="measure, in this process or in every rank of an mpirun around it; "
+        "`run -n 4 -m numba_symm.bench` starts the ranks too",
+    )
     return parser
+
+
+def _bench(argv: Sequence[str]) -> int:
+    from numba_symm.bench.__main__ import program  # needs far more than this file
+
+    return program(argv)
 
 
 def _positive(text: str) -> int:

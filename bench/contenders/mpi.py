@@ -1,0 +1,48 @@
+"""MPI on host arrays, through mpi4py: runs everywhere, with no GPU too."""
+
+from typing import Any
+
+import numpy as np
+
+from numba_symm.bench.contenders import Way, Ways, no_context
+
+
+def check() -> None:
+    """Do nothing: the benchmark itself needs MPI."""
+
+
+def make(comm: Any, ranks: Any) -> "Mpi":
+    """Return the contender. Collective."""
+    return Mpi(ranks)
+
+
+class Mpi:
+    """MPI_Allreduce and its kin; a call has ended when it returns."""
+
+    name = "mpi"
+    captures = False
+
+    def __init__(self, ranks: Any):
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._ranks = ranks.Dup()
+        library = MPI.Get_library_version().split(",")[0].strip("\0 \n")
+        self.version = f"{library}, on host arrays"
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a new array of bytes."""
+        return np.empty(nbytes, np.uint8)
+
+    current = staticmethod(no_context)
+
+    def all_reduce(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-reduce."""
+        if x.dtype.itemsize == 2:
+            return {"": f"MPI has no {x.dtype.name}"}
+        reduction = getattr(self._mpi, op.upper())
+        return {"": Way(lambda stream: self._ranks.Allreduce(x, out, reduction))}
+
+    def close(self) -> None:
+        """Free the communicator."""
+        self._ranks.Free()

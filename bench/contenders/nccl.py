@@ -1,0 +1,75 @@
+"""NCCL through nccl4py, on ordinary device memory."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from numba_symm.bench.contenders import (
+    Missing,
+    Way,
+    Ways,
+    from_first_rank,
+    imported,
+    need_gpus,
+    no_context,
+)
+
+CURE = "pip install nccl4py, and nvidia-nccl-cu13 (or nvidia-nccl-cu12) for NCCL itself"
+
+
+def check() -> None:
+    """Raise Missing unless nccl4py and NCCL are there."""
+    need_gpus()
+    if imported("nccl.core", CURE).get_version().libnccl is None:
+        raise Missing(f"nccl4py finds no NCCL library; {CURE}")
+
+
+def make(comm: Any, ranks: Any) -> "Nccl":
+    """Return the contender. Collective."""
+    return Nccl(ranks)
+
+
+class Nccl:
+    """NCCL on memory from cudaMalloc."""
+
+    name = "nccl"
+    captures = True
+
+    def __init__(self, ranks: Any):
+        self._core = core = imported("nccl.core", CURE)
+        versions = core.get_version()
+        self.version = f"NCCL {versions.libnccl.version}, nccl4py {versions.nccl4py}"
+        unique = from_first_rank(ranks, core.get_unique_id)
+        self._comm = core.Communicator.init(ranks.size, ranks.rank, unique)
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a new array of bytes."""
+        return cuda.device_array(nbytes, np.uint8)
+
+    current = staticmethod(no_context)
+
+    def all_reduce(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-reduce."""
+        reduction = getattr(self._core.NcclRedOp, op.upper())
+        enqueue = partial(self._comm.allreduce, _named(x), _named(out), reduction)
+        return {"": Way(lambda stream: enqueue(stream=stream))}
+
+    def close(self) -> None:
+        """Destroy the communicator."""
+        self._comm.destroy()
+
+
+def _named(array: Any) -> Any:
+    """Return an array as NCCL's binding can read it, by DLPack.
+
+    By the array interface it has no bfloat16, and takes every array to be on device 0
+    (cuda-python#2928), which it then refuses on all ranks but the first.
+    """
+    from cuda.core import Buffer
+    from cuda.core.utils import StridedMemoryView
+
+    address = int(array.device_ctypes_pointer.value)
+    memory = Buffer.from_handle(address, array.nbytes, owner=array)
+    return StridedMemoryView.from_buffer(memory, array.shape, dtype=array.dtype)

@@ -1,0 +1,42 @@
+"""NCCL's symmetric kernels: memory of its own, registered as symmetric windows."""
+
+from typing import Any
+
+from numba import cuda
+
+from numba_symm.bench.contenders.nccl import Nccl, check
+
+__all__ = ["NcclSymm", "check", "make"]
+
+
+def make(comm: Any, ranks: Any) -> "NcclSymm":
+    """Return the contender. Collective."""
+    return NcclSymm(ranks)
+
+
+class NcclSymm(Nccl):
+    """NCCL on symmetric windows."""
+
+    name = "nccl-symm"
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a new array of bytes that all ranks have registered. Collective."""
+        buffer = self._core.mem_alloc(nbytes)
+        flag = self._core.WindowFlag.COLL_SYMMETRIC
+        window = self._comm.register_window(buffer, flag)
+        if not window.is_valid:
+            raise RuntimeError("NCCL registers no symmetric windows here")
+        return cuda.as_cuda_array(_Bytes(buffer, nbytes))
+
+
+class _Bytes:
+    """A buffer of cuda.core as an array of bytes; keeps it."""
+
+    def __init__(self, buffer: Any, nbytes: int):
+        self._buffer = buffer
+        self.__cuda_array_interface__ = {
+            "data": (int(buffer.handle), False),
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }

@@ -1,0 +1,68 @@
+"""numba_symm itself: the plan that is measured, and the plain call beside it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from numba_symm.bench.contenders import Way, Ways, no_context
+from numba_symm.bench.operations import OPERATIONS, Call, Operation
+from numba_symm.collectives.communicator import Communicator
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+
+NAME = "numba_symm"
+
+
+class Ours:
+    """Our collectives.
+
+    Args:
+        comm: the communicator.
+        algorithms: one: it is measured; several: each beside what is chosen by size.
+        plain: arrays are ordinary device memory, not symmetric.
+    """
+
+    name = NAME
+    captures = not SIMULATED
+
+    def __init__(
+        self, comm: Communicator, algorithms: tuple[str, ...] = (), plain: bool = False
+    ):
+        self.version = f"{comm.backend} memory"
+        self._comm = comm
+        self._main = algorithms[0] if len(algorithms) == 1 else None
+        self._others = algorithms if len(algorithms) > 1 else ()
+        self._plain = plain
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a new array of bytes. Collective."""
+        if self._plain:
+            return cuda.device_array(nbytes, np.uint8)
+        return self._comm.empty(nbytes, np.uint8)
+
+    current = staticmethod(no_context)
+
+    def ways(self, operation: Operation, x: Any, out: Any, op: str) -> Ways:
+        """Return the ways of an operation: plans, and the plain call."""
+
+        def way(make: Callable[..., Call], algorithm: str | None, **more: Any) -> Any:
+            try:
+                return Way(make(self._comm, x, out, op, algorithm), **more)
+            except ArgumentError as error:  # not every algorithm takes every dtype
+                return str(error)
+
+        ways: Ways = {"plan": way(operation.plan, self._main)}
+        if x is not out:
+            ways["call"] = way(operation.call, self._main, eager=True)
+        for name in self._others:
+            ways[name] = way(operation.plan, name)
+        return ways
+
+    def all_reduce(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the ways of an all-reduce."""
+        return self.ways(OPERATIONS["all_reduce"], x, out, op)
+
+    def close(self) -> None:
+        """Do nothing: who made the communicator closes it."""

@@ -1,0 +1,134 @@
+"""The operations that can be measured: one table entry each."""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from numba_symm.bench.data import PERIOD, Tiled
+from numba_symm.collectives import select
+from numba_symm.collectives.communicator import Communicator
+
+Array = np.ndarray[Any, Any]
+
+Call = Callable[[int], object]
+"""Enqueues one collective on the stream of that handle."""
+
+TYPES: dict[str, np.dtype[Any]] = {
+    "half": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float": np.dtype(np.float32),
+    "double": np.dtype(np.float64),
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+}
+"""Element types by their names in nccl-tests."""
+
+_REDUCE: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "prod": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+}
+REDUCTIONS = tuple(_REDUCE)
+
+_finfo: Callable[[Any], Any] = ml_dtypes.finfo  # it has no types
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective: its data, its result, its arithmetic, and how to call ours.
+
+    Attributes:
+        name: of the contenders' methods too.
+        shapes: from (count, ranks) to the elements of a rank's input and output; the
+            larger of them is the message that nccl-tests' ``size`` means.
+        bus: from the number of ranks to bus bandwidth / algorithm bandwidth.
+        inputs: from (random numbers, ranks, reduction, dtype) to a pattern a rank,
+            whose results are exact in the dtype in any order.
+        expected: from (all ranks' inputs, reduction, rank) to that rank's output.
+        plan: from (communicator, input, output, reduction, algorithm) to a call that
+            is prepared once.
+        call: the same, for a call that looks its arguments up each time.
+        algorithms: the names of ours.
+    """
+
+    name: str
+    shapes: Callable[[int, int], tuple[int, int]]
+    bus: Callable[[int], float]
+    inputs: Callable[[np.random.Generator, int, str, np.dtype[Any]], Array]
+    expected: Callable[[Sequence[Tiled], str, int], list[Tiled]]
+    plan: Callable[[Communicator, Any, Any, str, str | None], Call]
+    call: Callable[[Communicator, Any, Any, str, str | None], Call]
+    algorithms: tuple[str, ...]
+
+
+def reducible(
+    random: np.random.Generator, ranks: int, op: str, dtype: np.dtype[Any]
+) -> Array:
+    """Return a pattern a rank; reduced in any order, the result is exact.
+
+    Integers are any, since they wrap around. Floats are integers so small that their
+    sum is exact, or for a product one of them any number and the others powers of 2.
+    """
+    shape = (ranks, PERIOD)
+    if dtype.kind == "i":
+        limits = np.iinfo(dtype)
+        return random.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+    if op == "sum":
+        digits = int(_finfo(dtype).nmant) + 1
+        limit = 2 ** (digits - math.ceil(math.log2(ranks)))
+        return random.integers(-limit, limit, shape, endpoint=True).astype(dtype)
+    numbers = _signs(random, shape) * random.uniform(1, 2, shape)
+    if op == "prod":
+        powers = _signs(random, shape) * 2.0 ** random.integers(-1, 2, shape)
+        alone = np.arange(ranks)[:, None] == random.integers(0, ranks, PERIOD)
+        numbers = np.where(alone, numbers, powers)
+    return numbers.astype(dtype)
+
+
+def _signs(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    return random.choice([-1.0, 1.0], shape)
+
+
+def reduced(patterns: Array, op: str) -> Array:
+    """Reduce the first axis: integers as such, floats in float64, rounded once."""
+    dtype = patterns.dtype
+    kept = dtype if dtype.kind == "i" else np.dtype(np.float64)
+    total: Array = _REDUCE[op].reduce(patterns.astype(kept), axis=0)
+    return total.astype(dtype)
+
+
+def _all_reduced(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+    total = reduced(np.stack([each.pattern for each in inputs]), op)
+    return [Tiled(total, inputs[rank].start, inputs[rank].count)]
+
+
+def _plan_all_reduce(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    return comm.all_reduce_init(x, op=op, out=out, algorithm=algorithm)
+
+
+def _call_all_reduce(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    return functools.partial(comm.all_reduce, x, op, out, algorithm=algorithm)
+
+
+OPERATIONS = {
+    "all_reduce": Operation(
+        name="all_reduce",
+        shapes=lambda count, ranks: (count, count),
+        bus=lambda ranks: 2 * (ranks - 1) / ranks,
+        inputs=reducible,
+        expected=_all_reduced,
+        plan=_plan_all_reduce,
+        call=_call_all_reduce,
+        algorithms=tuple(select.ALL_REDUCE),
+    ),
+}

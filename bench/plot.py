@@ -1,0 +1,92 @@
+"""Draws a run: latency and bus bandwidth against message size, a line a contender."""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from numba_symm.bench.contenders.ours import NAME
+from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.report import algorithm_bandwidth, best, microseconds
+
+OURS = {"color": "#d62728", "linewidth": 2.6, "marker": "o", "zorder": 10}
+THEIRS = {"linewidth": 1.4, "marker": "s", "markersize": 4}
+COLORS = ("#1f77b4", "#76b900", "#7f7f7f", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
+
+Points = list[tuple[int, float, float]]
+
+
+def lines(run: Mapping[str, Any]) -> dict[str, Points]:
+    """Return the lines of a picture by label, ours first.
+
+    Args:
+        run: what ``--json`` has written.
+
+    Returns:
+        Points of (bytes, microseconds, bus bandwidth in GB/s), out of place.
+    """
+    bus = OPERATIONS[run["operation"]].bus(run["facts"]["ranks"])
+    several = len({(row[0]["type"], row[0]["op"]) for row in run["rows"]}) > 1
+    columns = dict.fromkeys(each["column"] for row in run["rows"] for each in row)
+    found: dict[str, Points] = {}
+    for column in sorted(columns, key=lambda name: name != NAME):
+        for row in run["rows"]:
+            record = best(row, column)
+            if record is None:
+                continue
+            kind = f", {record['type']} {record['op']}" if several else ""
+            bandwidth = algorithm_bandwidth(record) * bus
+            point = (record["bytes"], microseconds(record), bandwidth)
+            found.setdefault(column + kind, []).append(point)
+    return found
+
+
+def draw(run: Mapping[str, Any], image: Path) -> None:
+    """Draw a run.
+
+    Args:
+        run: what ``--json`` has written.
+        image: where to; its ending says which format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    latency, bandwidth = figure.subplots(1, 2)
+    colors = itertools.cycle(COLORS)
+    for label, points in lines(run).items():
+        ours = label.startswith(NAME)
+        style: dict[str, Any] = OURS if ours else THEIRS | {"color": next(colors)}
+        sizes, times, busbws = zip(*points, strict=True)
+        latency.loglog(sizes, times, label=label, **style)
+        bandwidth.loglog(sizes, busbws, label=label, **style)
+    latency.set_ylabel("time of a call (µs)")
+    bandwidth.set_ylabel("bus bandwidth (GB/s)")
+    for panel in (latency, bandwidth):
+        panel.set_xlabel("message size (bytes)")
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(lambda size, _: human(size))
+        panel.grid(which="major", alpha=0.35)
+        panel.grid(which="minor", axis="y", alpha=0.12)
+    latency.legend()
+    figure.suptitle(title(run))
+    figure.savefig(image, dpi=150)
+
+
+def title(run: Mapping[str, Any]) -> str:
+    """Return what was measured, and where."""
+    facts = run["facts"]
+    devices = list(dict.fromkeys(name.split(",")[0] for name in facts["devices"]))
+    kinds = {(row[0]["type"], row[0]["op"]) for row in run["rows"]}
+    kind = " ".join(next(iter(kinds))) if len(kinds) == 1 else "several types"
+    where = " and ".join(devices)
+    return f"{run['operation']}, {kind}, {facts['ranks']} x {where}"
+
+
+def human(size: float) -> str:
+    """Return a size with a binary suffix, such as 64K."""
+    for suffix, unit in (("G", 1 << 30), ("M", 1 << 20), ("K", 1 << 10)):
+        if size >= unit:
+            return f"{size / unit:g}{suffix}"
+    return f"{size:g}"

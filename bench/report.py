@@ -1,0 +1,253 @@
+"""Text of a run: rows as in nccl-tests, our ratio to the others, and a summary."""
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from numba_symm.bench.contenders.ours import NAME
+from numba_symm.bench.operations import Operation
+
+Record = Mapping[str, Any]
+
+SMALL = 4 << 20
+"""Bytes up to which the summary's means go."""
+
+NOTHING = "-"
+
+
+def microseconds(record: Record) -> float:
+    """Return the median time of a call: in a graph if it was captured, else eager."""
+    timed = record.get("graph") or record["done"]
+    return float(timed["median"])
+
+
+def algorithm_bandwidth(record: Record) -> float:
+    """Return GB/s: the message's bytes by the time."""
+    return float(record["bytes"]) / microseconds(record) / 1e3
+
+
+def label(column: str, way: str) -> str:
+    """Return the name of one way of a column."""
+    return column if way in ("", column) else f"{column} {way}"
+
+
+def best(
+    records: Iterable[Record], column: str, in_place: bool = False
+) -> Record | None:
+    """Return a column's fastest record, or None; our plain call does not count."""
+    found = [
+        each
+        for each in records
+        if each["column"] == column
+        and each["in_place"] == in_place
+        and "skipped" not in each
+        and not (column == NAME and each["way"] == "call")
+    ]
+    return min(found, key=microseconds, default=None)
+
+
+def ratio(records: Sequence[Record], contenders: Sequence[str]) -> float | None:
+    """Return the fastest contender's time by ours: above 1, ours is faster."""
+    ours = best(records, NAME)
+    found = [best(records, name) for name in contenders]
+    others = [microseconds(each) for each in found if each is not None]
+    if ours is None or not others:
+        return None
+    return min(others) / microseconds(ours)
+
+
+class Report:
+    """Lays a run out as text.
+
+    Args:
+        operation: what is measured.
+        ranks: how many.
+        algorithms: those of ours that have a column of their own.
+        contenders: names, in the order of their columns.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        ranks: int,
+        algorithms: Sequence[str],
+        contenders: Sequence[str],
+    ):
+        self._bus = operation.bus(ranks)
+        self._algorithms = list(algorithms)
+        self._contenders = list(contenders)
+
+    def header(self) -> list[str]:
+        """Return the lines above the rows."""
+        columns = [*self._algorithms, *self._contenders]
+        placed = ("time", "algbw", "busbw", "#wrong")
+        units = ("(us)", "(GB/s)", "(GB/s)", "")
+        names = ["size", "count", "type", "redop", *placed, *placed, *columns, "ratio"]
+        under = ["(B)", "(elements)", "", "", *units, *units]
+        under += ["(us)"] * len(columns) + [""]
+        over = " " * 45 + "out-of-place".center(37) + "in-place".center(37)
+        return [f"# {over}".rstrip(), self._line("#", names), self._line("#", under)]
+
+    def row(self, records: Sequence[Record]) -> str:
+        """Return the line of one message."""
+        head = records[0]
+        cells = [str(head["bytes"]), str(head["count"]), head["type"], head["op"]]
+        for in_place in (False, True):
+            cells += self._placed(best(records, NAME, in_place))
+        for column in (*self._algorithms, *self._contenders):
+            found = best(records, column)
+            cells.append(NOTHING if found is None else _number(microseconds(found)))
+        found_ratio = ratio(records, self._contenders)
+        cells.append(NOTHING if found_ratio is None else f"{found_ratio:.2f}")
+        return self._line(" ", cells)
+
+    def _placed(self, record: Record | None) -> list[str]:
+        if record is None:
+            return [NOTHING] * 4
+        bandwidth = algorithm_bandwidth(record)
+        wrong = "N/A" if record["wrong"] is None else str(record["wrong"])
+        time = _number(microseconds(record))
+        return [time, f"{bandwidth:.2f}", f"{bandwidth * self._bus:.2f}", wrong]
+
+    def _line(self, first: str, cells: Sequence[str]) -> str:
+        widths = [12, 12, 9, 7, *[10, 9, 9, 7] * 2]
+        widths += [max(9, len(name) + 2) for name in self._algorithms]
+        widths += [max(9, len(name) + 2) for name in self._contenders]
+        widths += [7]
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        return (first + "".join(padded)).rstrip()
+
+    def eager(self, rows: Sequence[Sequence[Record]]) -> list[str]:
+        """Return the table of eager calls: until enqueued / until done."""
+        ways = _unique(
+            (each["column"], each["way"])
+            for records in rows
+            for each in records
+            if "skipped" not in each and not each["in_place"]
+        )
+        names = [label(*way) for way in ways]
+        widths = [12, 9, 7, *(max(20, len(name) + 2) for name in names)]
+        lines = ["# Eager, microseconds a call until it is enqueued / done"]
+
+        def line(first: str, cells: Sequence[str]) -> None:
+            pairs = zip(cells, widths, strict=True)
+            lines.append(first + "".join(cell.rjust(width) for cell, width in pairs))
+
+        line("#", ["size", "type", "redop", *names])
+        for records in rows:
+            head = records[0]
+            by_way = {
+                (each["column"], each["way"]): each
+                for each in records
+                if "skipped" not in each and not each["in_place"]
+            }
+            cells = [str(head["bytes"]), head["type"], head["op"]]
+            cells += [_issue_and_done(by_way.get(way)) for way in ways]
+            line(" ", cells)
+        return lines
+
+    def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
+        """Return the lines below the rows: what is wrong, means, spread, skipped."""
+        return [
+            *self._verdict(rows),
+            *self._means(rows),
+            *_spread(rows),
+            *_skipped(rows),
+        ]
+
+    def _verdict(self, rows: Sequence[Sequence[Record]]) -> Iterator[str]:
+        total = wrong_elements(rows)
+        yield f"# Out of bounds values : {total} {'FAILED' if total else 'OK'}"
+        for records in rows:
+            for each in records:
+                if each.get("wrong"):
+                    name = label(each["column"], each["way"])
+                    place = "in place" if each["in_place"] else "out of place"
+                    yield (
+                        f"#   {name}, {each['bytes']} bytes of {each['type']} "
+                        f"{each['op']} {place}: {each['wrong']} wrong"
+                    )
+        ours = [
+            algorithm_bandwidth(found) * self._bus
+            for records in rows
+            for place in (False, True)
+            if (found := best(records, NAME, place)) is not None
+        ]
+        if ours:
+            yield f"# Avg bus bandwidth    : {statistics.mean(ours):.4f}"
+
+    def _means(self, rows: Sequence[Sequence[Record]]) -> Iterator[str]:
+        """Yield geometric means of the others' times by ours."""
+        groups = {"all sizes": rows}
+        small = [records for records in rows if records[0]["bytes"] <= SMALL]
+        if 0 < len(small) < len(rows):
+            groups["up to 4M"] = small
+        for title, group in groups.items():
+            found = [(name, _mean_ratio(group, [name])) for name in self._contenders]
+            if len(self._contenders) > 1:
+                found.append(("the best", _mean_ratio(group, self._contenders)))
+            shown = [f"{name} {mean:.3g}" for name, mean in found if mean is not None]
+            if shown:
+                means = ", ".join(shown)
+                yield f"# Their times by ours, geometric mean, {title}: {means}"
+
+
+def wrong_elements(rows: Iterable[Iterable[Record]]) -> int:
+    """Return the number of wrong elements, those of contenders included."""
+    return sum(each.get("wrong") or 0 for records in rows for each in records)
+
+
+def _mean_ratio(
+    rows: Sequence[Sequence[Record]], contenders: Sequence[str]
+) -> float | None:
+    found = [ratio(records, contenders) for records in rows]
+    ratios = [each for each in found if each is not None]
+    if not ratios:
+        return None
+    return math.exp(statistics.mean(math.log(each) for each in ratios))
+
+
+def _spread(rows: Sequence[Sequence[Record]]) -> Iterator[str]:
+    """Yield how far apart the rounds of one row were, by column."""
+    spreads: dict[str, list[float]] = defaultdict(list)
+    for records in rows:
+        for column in _unique(each["column"] for each in records):
+            found = best(records, column)
+            if found is not None:
+                timed = found.get("graph") or found["done"]
+                spread = (timed["max"] - timed["min"]) / timed["median"]
+                spreads[column].append(100 * spread)
+    shown = [
+        f"{column} {statistics.median(each):.0f} % (at most {max(each):.0f})"
+        for column, each in spreads.items()
+    ]
+    if shown:
+        yield "# Spread, (max - min) / median of the rounds: " + ", ".join(shown)
+
+
+def _skipped(rows: Sequence[Sequence[Record]]) -> Iterator[str]:
+    found = _unique(
+        (each["column"], each["type"], each["op"], each["skipped"])
+        for records in rows
+        for each in records
+        if "skipped" in each
+    )
+    for column, type_, op, reason in found:
+        yield f"# Skipped {column}, {type_} {op}: {reason}"
+
+
+def _issue_and_done(record: Record | None) -> str:
+    if record is None:
+        return NOTHING
+    issue, done = record["issue"]["median"], record["done"]["median"]
+    return f"{_number(issue)} / {_number(done)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:.1f}"
+
+
+def _unique(items: Iterable[Any]) -> list[Any]:
+    return list(dict.fromkeys(items))

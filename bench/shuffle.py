@@ -1,0 +1,197 @@
+"""Calls of random sizes, types, reductions and algorithms, one after another.
+
+A batch is enqueued without waiting in between, and ranks do not meet on the host: one
+may begin its next batch while a peer still checks the last. Each call has buffers of
+its own, so that every result can be checked.
+"""
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from numba_symm.bench import data
+from numba_symm.bench.data import PERIOD, Tiled
+from numba_symm.bench.operations import TYPES, Call, Operation
+from numba_symm.bench.sweep import stride
+from numba_symm.collectives.communicator import Communicator
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+
+BATCH = 8 if SIMULATED else 64
+"""Calls enqueued before the host waits, at most."""
+
+ROOM = (1 if SIMULATED else 256) << 20
+"""Bytes for the inputs of a batch, unless one message needs more."""
+
+MISALIGNED = 4
+"""Arrays begin up to this many elements, exclusive, after an aligned address."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A call with random arguments, equal on all ranks.
+
+    Attributes:
+        counts: elements of a rank's input and output.
+        type: of the elements, by its name in nccl-tests.
+        op: the reduction.
+        in_place: input and output are one array.
+        planned: made by a plan; else by the plain call.
+        algorithm: which, or None for the one chosen by size.
+        shifts: elements by which input and output miss an aligned address.
+        start: the first element of the input's pattern.
+    """
+
+    counts: tuple[int, int]
+    type: str
+    op: str
+    in_place: bool
+    planned: bool
+    algorithm: str | None
+    shifts: tuple[int, int]
+    start: int
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return int(TYPES[self.type].itemsize)
+
+    @property
+    def needs(self) -> tuple[int, int]:
+        """Bytes of the input buffer and of the output buffer."""
+        a, b = (
+            stride((count + shift) * self.itemsize)
+            for count, shift in zip(self.counts, self.shifts, strict=True)
+        )
+        return a, b
+
+    def __str__(self) -> str:
+        place = "in place" if self.in_place else "out of place"
+        how = "planned" if self.planned else "plain"
+        which = self.algorithm or "chosen by size"
+        return f"{max(self.counts)} {self.type} {self.op} {place}, {how}, {which}"
+
+
+class Shuffle:
+    """Makes random calls of one operation and checks every result.
+
+    Args:
+        comm: our communicator.
+        stream: as of :mod:`numba_symm.bench.streams`.
+        operation: what to call.
+        options: the command line.
+        allocate: from a number of bytes to a new array of them. Collective.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        stream: Any,
+        operation: Operation,
+        options: argparse.Namespace,
+        allocate: Callable[[int], Any],
+    ):
+        self._comm = comm
+        self._stream = stream
+        self._operation = operation
+        self._options = options
+        self._random = np.random.default_rng(options.seed)
+        self._algorithms = (None, *(options.algorithms or operation.algorithms))
+        self._patterns: dict[tuple[str, str], Any] = {}
+        largest = max(
+            max(operation.shapes(options.last // itemsize + MISALIGNED, comm.size))
+            * itemsize
+            for itemsize in (TYPES[name].itemsize for name in options.types)
+        )
+        self._room = max(ROOM, stride(largest))
+        self._memory = allocate(self._room), allocate(self._room)
+
+    def __iter__(self) -> Iterator[tuple[int, list[str]]]:
+        """Yield, after each batch, how many calls it had and what was wrong here."""
+        left = self._options.shuffle
+        following = self._draw()
+        while left:
+            batch: list[Drawn] = []
+            while len(batch) < min(BATCH, left) and self._fits([*batch, following]):
+                batch.append(following)
+                following = self._draw()
+            left -= len(batch)
+            yield len(batch), self._run(batch)
+
+    def _draw(self) -> Drawn:
+        random, options = self._random, self._options
+        type_ = str(random.choice(options.types))
+        least, most = math.log(options.first), math.log(options.last)
+        nbytes = round(math.exp(random.uniform(least, most)))
+        count = max(1, nbytes // TYPES[type_].itemsize)
+        shifts = random.integers(0, MISALIGNED, 2)
+        return Drawn(
+            counts=self._operation.shapes(count, self._comm.size),
+            type=type_,
+            op=str(random.choice(options.reductions)),
+            in_place=bool(random.integers(2)),
+            planned=bool(random.integers(2)),
+            algorithm=self._algorithms[random.integers(len(self._algorithms))],
+            shifts=(int(shifts[0]), int(shifts[1])),
+            start=int(random.integers(PERIOD)),
+        )
+
+    def _fits(self, batch: Sequence[Drawn]) -> bool:
+        totals = (
+            sum(side) for side in zip(*(each.needs for each in batch), strict=True)
+        )
+        return all(total <= self._room for total in totals)
+
+    def _run(self, batch: Sequence[Drawn]) -> list[str]:
+        """Enqueue a batch, wait, and describe the calls whose results are wrong."""
+        calls, checks = [], []
+        starts = [0, 0]
+        for drawn in batch:
+            source, target = (self._view(drawn, side, starts[side]) for side in (0, 1))
+            starts = [a + b for a, b in zip(starts, drawn.needs, strict=True)]
+            contents, expected = self._contents(drawn)
+            if drawn.in_place:
+                source = target
+            else:
+                data.poison(target)
+            data.fill(source, contents)
+            calls.append(self._call(drawn, source, target))
+            checks.append((drawn, target, expected))
+        data.arrived()
+        for call in calls:
+            call(self._stream.handle)
+        self._stream.synchronize()
+        self._comm.check()
+        wrong = ((drawn, data.count_wrong(*check)) for drawn, *check in checks)
+        return [f"{count} wrong of {drawn}" for drawn, count in wrong if count]
+
+    def _view(self, drawn: Drawn, side: int, start: int) -> Any:
+        first = start + drawn.shifts[side] * drawn.itemsize
+        return self._memory[side][first : first + drawn.counts[side] * drawn.itemsize]
+
+    def _contents(self, drawn: Drawn) -> tuple[Tiled, list[Tiled]]:
+        """Return this rank's input and what its output should be."""
+        kind, size = (drawn.op, TYPES[drawn.type]), self._comm.size
+        if (drawn.type, drawn.op) not in self._patterns:
+            made = self._operation.inputs(self._random, size, *kind)
+            self._patterns[drawn.type, drawn.op] = made
+        patterns = self._patterns[drawn.type, drawn.op]
+        everyone = [Tiled(each, drawn.start, drawn.counts[0]) for each in patterns]
+        expected = self._operation.expected(everyone, drawn.op, self._comm.rank)
+        return everyone[self._comm.rank], expected
+
+    def _call(self, drawn: Drawn, source: Any, target: Any) -> Call:
+        dtype = TYPES[drawn.type]
+        out = target.view(dtype)
+        x = out if source is target else source.view(dtype)
+        make = self._operation.plan if drawn.planned else self._operation.call
+        try:
+            # A plan names what it refuses at once, and the plain call would later.
+            self._operation.plan(self._comm, x, out, drawn.op, drawn.algorithm)
+        except ArgumentError:  # this algorithm does not take such elements
+            return make(self._comm, x, out, drawn.op, None)
+        return make(self._comm, x, out, drawn.op, drawn.algorithm)

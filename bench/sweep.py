@@ -1,0 +1,298 @@
+"""Measuring row by row: one message size, type and reduction at a time."""
+
+import argparse
+import functools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from numba_symm.bench import data
+from numba_symm.bench.contenders import Contender, Missing, attempt
+from numba_symm.bench.contenders.ours import Ours
+from numba_symm.bench.data import Tiled
+from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph
+from numba_symm.bench.operations import TYPES, Operation
+from numba_symm.bench.options import sizes
+
+Record = dict[str, Any]
+"""One way of one contender for one message, as in the JSON file."""
+
+ALIGNMENT = 512
+"""Bytes between the beginnings of buffers are a multiple of this."""
+
+STEP = 7_919
+"""How much further in its pattern each next buffer begins: all hold something else."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A message.
+
+    Attributes:
+        counts: elements of a rank's input and output.
+        nbytes: what nccl-tests calls size: the larger of the two in bytes.
+        type: the elements' type, by its name in nccl-tests.
+        op: the reduction.
+    """
+
+    counts: tuple[int, int]
+    nbytes: int
+    type: str
+    op: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy's dtype of the elements."""
+        return TYPES[self.type]
+
+
+def rows(operation: Operation, options: argparse.Namespace, ranks: int) -> list[Row]:
+    """Return all rows of a run: every size for every type and reduction."""
+    found = []
+    for name in options.types:
+        itemsize = TYPES[name].itemsize
+        for op in options.reductions:
+            for size in sizes(options.first, options.last, options.factor):
+                counts = operation.shapes(max(1, size // itemsize), ranks)
+                found.append(Row(counts, max(counts) * itemsize, name, op))
+    return found
+
+
+def stride(nbytes: int) -> int:
+    """Return how far apart buffers of ``nbytes`` begin."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Sweep:
+    """Measures the rows of a run. Its methods are collective.
+
+    Args:
+        operation: what to measure.
+        options: the command line.
+        timer: times lanes.
+        ranks: the mpi4py communicator.
+        contenders: ours first.
+    """
+
+    def __init__(
+        self,
+        operation: Operation,
+        options: argparse.Namespace,
+        timer: Timer,
+        ranks: Any,
+        contenders: Sequence[Contender],
+    ):
+        self._operation = operation
+        self._options = options
+        self._timer = timer
+        self._ranks = ranks
+        self._contenders = contenders
+        self._random = np.random.default_rng(options.seed)
+        self.rows = rows(operation, options, ranks.size)
+        # As large as any row needs; each row views its part.
+        room = [
+            max(
+                buffers(row.nbytes) * stride(row.counts[side] * row.dtype.itemsize)
+                for row in self.rows
+            )
+            for side in (0, 1)
+        ]
+        self._memory = {
+            each.name: (each.allocate(room[0]), each.allocate(room[1]))
+            for each in contenders
+        }
+
+    def measure(self, row: Row) -> list[Record]:
+        """Return the records of one row."""
+        inputs, results = self._contents(row)
+        lanes, records = self._lanes(row)
+        for lane in lanes:
+            _fill(lane, inputs)
+        timings = self._timer.eager(lanes, self._options.calls, self._options.warmups)
+        for lane, (issue, done) in zip(lanes, timings, strict=True):
+            record = _record(row, lane)
+            record |= {"issue": asdict(issue), "done": asdict(done)}
+            record["wrong"] = self._wrong_eager(lane, inputs, results)
+            records.append(record)
+        if self._options.replays:
+            captured = [
+                (lane, record)
+                for lane, record in zip(lanes, records[-len(lanes) :], strict=True)
+                if not lane.eager
+            ]
+            self._measure_graphs(row, captured, inputs, results)
+        return records
+
+    def _measure_graphs(
+        self,
+        row: Row,
+        captured: Sequence[tuple[Lane, Record]],
+        inputs: Sequence[Tiled],
+        results: Sequence[list[Tiled]],
+    ) -> None:
+        if not captured:
+            return
+        count = calls_per_graph(row.nbytes, self._options.calls, len(inputs))
+        with ExitStack() as open_graphs:
+            graphs = []
+            for lane, _ in captured:
+                graph = self._timer.capture(lane, count)
+                open_graphs.callback(graph.close)
+                graphs.append(graph)
+            summaries = self._timer.graphs(graphs, count, self._options.replays)
+            for (lane, record), graph, summary in zip(
+                captured, graphs, summaries, strict=True
+            ):
+                record |= {"graph": asdict(summary), "calls": count}
+                wrong = self._wrong_graph(lane, graph, inputs, results)
+                record["wrong"] = _sum(record["wrong"], wrong)
+
+    def _contents(self, row: Row) -> tuple[list[Tiled], list[list[Tiled]]]:
+        """Return fresh contents of this rank's inputs, and its outputs, by buffer."""
+        size, operation = self._ranks.size, self._operation
+        patterns = operation.inputs(self._random, size, row.op, row.dtype)
+        inputs, results = [], []
+        for index in range(buffers(row.nbytes)):
+            everyone = [Tiled(each, index * STEP, row.counts[0]) for each in patterns]
+            inputs.append(everyone[self._ranks.rank])
+            results.append(operation.expected(everyone, row.op, self._ranks.rank))
+        return inputs, results
+
+    def _lanes(self, row: Row) -> tuple[list[Lane], list[Record]]:
+        """Return what can be measured, and records of what cannot."""
+        lanes: list[Lane] = []
+        skipped: list[Record] = []
+        for contender in self._contenders:
+            # In place there is a column for ours only.
+            for in_place in (False, True) if isinstance(contender, Ours) else (False,):
+                found = self._ways(row, contender, in_place)
+                lanes += found[0]
+                skipped += found[1]
+        return lanes, skipped
+
+    def _ways(
+        self, row: Row, contender: Contender, in_place: bool
+    ) -> tuple[list[Lane], list[Record]]:
+        """Return a contender's lanes, and records of what it cannot do here."""
+        step = functools.partial(self._tried, row, contender, in_place)
+        if isinstance(contender, Ours):  # its errors end the run
+            return step()
+        found, failure = attempt(self._ranks, step)
+        if failure is not None:
+            head = {"column": contender.name, "way": "", "in_place": in_place}
+            return [], [head | _head(row) | {"skipped": failure}]
+        lanes, refused = found
+        return lanes, refused
+
+    def _tried(
+        self, row: Row, contender: Contender, in_place: bool
+    ) -> tuple[list[Lane], list[Record]]:
+        """Return the same, having made every call once."""
+        prepare = getattr(contender, self._operation.name, None)
+        if prepare is None:
+            raise Missing(f"{contender.name} has no {self._operation.name} here")
+        sources, targets = self._buffers(row, contender)
+        made = []
+        for source, target in zip(sources, targets, strict=True):
+            out = target.view(row.dtype)
+            x = out if in_place else source.view(row.dtype)
+            made.append(prepare(x, out, row.op))
+        lanes: list[Lane] = []
+        refused: list[Record] = []
+        for name, way in made[0].items():
+            column = name if name in self._operation.algorithms else contender.name
+            head = {"column": column, "way": name, "in_place": in_place}
+            if isinstance(way, str):
+                refused.append(head | _head(row) | {"skipped": way})
+                continue
+            lane = Lane(
+                column=column,
+                way=name,
+                in_place=in_place,
+                output_only=in_place or way.in_place,
+                eager=way.eager or not contender.captures,
+                calls=[each[name].call for each in made],
+                inputs=sources,
+                outputs=targets,
+                current=contender.current,
+            )
+            self._timer.once(lane)
+            lanes.append(lane)
+        return lanes, refused
+
+    def _buffers(self, row: Row, contender: Contender) -> list[list[Any]]:
+        """Return a row's input and output buffers, as arrays of bytes."""
+        found = []
+        for side, memory in enumerate(self._memory[contender.name]):
+            nbytes = row.counts[side] * row.dtype.itemsize
+            starts = range(0, buffers(row.nbytes) * stride(nbytes), stride(nbytes))
+            found.append([memory[first : first + nbytes] for first in starts])
+        return found
+
+    def _wrong_eager(
+        self, lane: Lane, inputs: Sequence[Tiled], results: Sequence[list[Tiled]]
+    ) -> int | None:
+        if not self._options.check:
+            return None
+        _fill(lane, inputs)
+        self._timer.once(lane)
+        return self._wrong(lane, results)
+
+    def _wrong_graph(
+        self,
+        lane: Lane,
+        graph: Any,
+        inputs: Sequence[Tiled],
+        results: Sequence[list[Tiled]],
+    ) -> int | None:
+        """Return how many elements are wrong after the graph that was timed."""
+        if not self._options.check:
+            return None
+        if not lane.output_only:
+            _fill(lane, inputs)
+            self._timer.replay(graph)
+            return self._wrong(lane, results)
+        # In place its calls work on each other's results: take one call a buffer.
+        single = self._timer.capture(lane, len(lane.calls))
+        _fill(lane, inputs)
+        self._timer.replay(single)
+        single.close()
+        return self._wrong(lane, results)
+
+    def _wrong(self, lane: Lane, results: Sequence[list[Tiled]]) -> int:
+        """Return the wrong elements of all ranks."""
+        pairs = zip(lane.outputs, results, strict=True)
+        mine = sum(data.count_wrong(array, expected) for array, expected in pairs)
+        return int(sum(self._ranks.allgather(mine)))
+
+
+def _fill(lane: Lane, inputs: Sequence[Tiled]) -> None:
+    """Put inputs where a lane takes them from, and poison where its results go."""
+    for source, target, contents in zip(lane.inputs, lane.outputs, inputs, strict=True):
+        if lane.output_only:
+            data.fill(target, contents)
+        else:
+            data.fill(source, contents)
+            data.poison(target)
+    data.arrived()
+
+
+def _head(row: Row) -> Record:
+    return {
+        "bytes": row.nbytes,
+        "count": max(row.counts),
+        "type": row.type,
+        "op": row.op,
+    }
+
+
+def _record(row: Row, lane: Lane) -> Record:
+    head = {"column": lane.column, "way": lane.way, "in_place": lane.in_place}
+    return head | _head(row) | {"buffers": len(lane.calls)}
+
+
+def _sum(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b

@@ -1,0 +1,65 @@
+"""The benchmark on GPUs: graphs, and the contenders that are installed."""
+
+import itertools
+import json
+
+import pytest
+
+from numba_symm.bench import __main__ as bench
+
+NAMES = {"nccl", "nccl-symm", "torch", "mpi"}
+
+
+@pytest.fixture
+def measured(world, tmp_path):
+    """Return a function that runs the benchmark; it returns exit code and record."""
+    file = world.bcast(tmp_path) / "r.json"
+
+    def run(*words):
+        code = bench.main(["all_reduce", *map(str, words), "--json", str(file)])
+        return code, world.bcast(
+            json.loads(file.read_text()) if world.rank == 0 else None
+        )
+
+    return run
+
+
+def records(found):
+    return [each for each in itertools.chain(*found["rows"]) if "skipped" not in each]
+
+
+def test_graphs_and_eager_calls_of_everybody_are_right(world, measured):
+    words = "-b 1K -e 4M -f 64 -n 5 -w 2 -G 3 --against all --algorithm all"
+    code, found = measured(*words.split())
+    assert code == 0
+    assert {*found["contenders"], *found["missing"]} == NAMES | {"numba_symm"}
+    assert all(found["missing"].values())
+    for record in records(found):
+        captured = record["column"] != "mpi" and record["way"] != "call"
+        assert ("graph" in record) == captured
+        assert record["wrong"] == 0
+        if captured:
+            assert 0 < record["graph"]["min"] <= record["graph"]["median"]
+            assert record["calls"] % record["buffers"] == 0
+
+
+@pytest.mark.parametrize("placement", ["--plain", "-c1"])
+def test_every_type_and_reduction_is_right(measured, placement):
+    words = "-b 8K -e 8K -d all -o all -n 2 -w 0 -G 2 --against nccl,torch"
+    code, found = measured(*words.split(), placement)
+    assert code == 0
+    kinds = {(each["type"], each["op"]) for each in records(found)}
+    assert len(kinds) == 6 * 4
+
+
+def test_without_graphs_there_are_eager_times(measured):
+    code, found = measured(
+        *["-b", "1K", "-e", "1K", "-n", "3", "-G", "0", "--against", "mpi"]
+    )
+    assert code == 0
+    assert not any("graph" in record for record in records(found))
+
+
+def test_shuffled_calls_are_right():
+    words = "all_reduce --shuffle 300 -b 1 -e 3M --seed 4"
+    assert bench.main(words.split()) == 0

@@ -1,0 +1,318 @@
+import contextlib
+import importlib
+import types
+
+import numpy as np
+import pytest
+
+from numba_symm.bench import contenders
+from numba_symm.bench.contenders import CONTENDERS, Missing, load
+from numba_symm.bench.contenders import nccl as nccl_module
+from numba_symm.bench.contenders import torch as torch_module
+from numba_symm.bench.contenders.mpi import Mpi
+from numba_symm.bench.contenders.nccl import Nccl
+from numba_symm.bench.contenders.ours import Ours
+from numba_symm.bench.contenders.torch import Torch
+from numba_symm.bench.operations import OPERATIONS
+from numba_symm.errors import ArgumentError
+
+
+class Ranks:
+    """Rank 0 of two; the other one answers what it is told to."""
+
+    rank, size = 0, 2
+
+    def __init__(self, *others):
+        self.others = list(others)
+
+    def allgather(self, value):
+        return [value, self.others.pop(0) if self.others else None]
+
+    def bcast(self, value):
+        return value
+
+    def Dup(self):
+        return self
+
+    def Free(self):
+        self.freed = True
+
+
+def library(check=lambda: None, make=lambda comm, ranks: "made"):
+    return types.SimpleNamespace(check=check, make=make)
+
+
+def raising(error):
+    def step(*arguments):
+        raise error
+
+    return step
+
+
+def test_every_contender_has_its_module():
+    for name, module in CONTENDERS.items():
+        found = importlib.import_module(f"numba_symm.bench.contenders.{module}")
+        assert callable(found.check), name
+        assert callable(found.make), name
+
+
+def test_a_contender_that_is_there_is_made():
+    assert load(["a"], None, Ranks(), lambda name: library()) == (["made"], {})
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (library(check=raising(Missing("pip install it"))), "pip install it"),
+        (library(check=raising(OSError("no library"))), "OSError: no library"),
+        (library(make=raising(RuntimeError("no GPU"))), "RuntimeError: no GPU"),
+    ],
+)
+def test_a_missing_contender_is_named_with_its_reason(module, reason):
+    assert load(["a"], None, Ranks(), lambda name: module) == ([], {"a": reason})
+
+
+def test_a_contender_that_another_rank_misses_is_made_on_none():
+    made = []
+    module = library(make=lambda comm, ranks: made.append(ranks))
+    found = load(["a"], None, Ranks("not on this host"), lambda name: module)
+    assert found == ([], {"a": "not on this host"})
+    assert made == []
+
+
+def test_an_uninstalled_module_is_missing_with_its_cure():
+    with pytest.raises(Missing, match=r"no_such_module.*; pip install it"):
+        contenders.imported("no_such_module", "pip install it")
+
+
+def test_what_fails_on_rank_0_fails_everywhere():
+    assert contenders.from_first_rank(Ranks(), lambda: 5) == 5
+    with pytest.raises(Missing, match="OSError: no port"):
+        contenders.from_first_rank(Ranks(), raising(OSError("no port")))
+
+
+@pytest.fixture
+def core(monkeypatch):
+    """A stand-in for nccl.core that notes what it is called with."""
+    calls = []
+    comm = types.SimpleNamespace(
+        allreduce=lambda *words, **more: calls.append((words, more)),
+        destroy=lambda: calls.append("destroyed"),
+    )
+    versions = types.SimpleNamespace(
+        nccl4py="0.6.0", libnccl=types.SimpleNamespace(version="2.28.9")
+    )
+    core = types.SimpleNamespace(
+        calls=calls,
+        Communicator=types.SimpleNamespace(init=lambda *words: comm),
+        NcclRedOp=types.SimpleNamespace(
+            SUM="sum!", PROD="prod!", MIN="min!", MAX="max!"
+        ),
+        get_unique_id=lambda: "unique",
+        get_version=lambda: versions,
+    )
+    monkeypatch.setattr(nccl_module, "imported", lambda name, cure: core)
+    monkeypatch.setattr(nccl_module, "need_gpus", lambda: None)
+    return core
+
+
+def test_nccl_without_its_library_is_missing(core):
+    nccl_module.check()
+    core.get_version().libnccl = None
+    with pytest.raises(Missing, match="nvidia-nccl-cu13"):
+        nccl_module.check()
+
+
+def test_nccl_reduces_on_the_stream_it_is_given(core):
+    nccl = Nccl(Ranks())
+    assert nccl.version == "NCCL 2.28.9, nccl4py 0.6.0"
+    x, out = np.zeros(4, np.float32), np.zeros(4, np.float32)
+    way = nccl.all_reduce(x, out, "max")[""]
+    way.call(99)
+    assert not way.in_place
+    (((source, target, op), more),) = core.calls
+    assert (source is x, target is out, op, more) == (
+        True,
+        True,
+        "max!",
+        {"stream": 99},
+    )
+    nccl.close()
+    assert core.calls[-1] == "destroyed"
+
+
+class Tensor:
+    """Some of a stand-in for torch's tensors: a storage, an offset and a type."""
+
+    def __init__(self, base, first, count, dtype="uint8"):
+        self.base, self.first, self.count, self.dtype = base, first, count, dtype
+
+    def data_ptr(self):
+        return self.base + self.first
+
+    def numel(self):
+        return self.count
+
+    def __getitem__(self, part):
+        return Tensor(self.base, self.first + part.start, part.stop - part.start)
+
+    def view(self, dtype):
+        return Tensor(self.base, self.first, self.count, dtype)
+
+    def __eq__(self, other):
+        return vars(self) == vars(other)
+
+    __hash__ = None
+
+
+class DeviceArray:
+    """Some of an array of Numba's."""
+
+    def __init__(self, address, nbytes, dtype):
+        self.device_ctypes_pointer = types.SimpleNamespace(value=address)
+        self.nbytes, self.dtype = nbytes, np.dtype(dtype)
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    calls = []
+
+    def noting(name):
+        return lambda *words: calls.append((name, *words))
+
+    names = ("two_shot_all_reduce_", "one_shot_all_reduce_out")
+    symm_mem = types.SimpleNamespace(**{name: noting(name) for name in names})
+    torch = types.SimpleNamespace(
+        __version__="2.11.0",
+        calls=calls,
+        float32="float32",
+        ops=types.SimpleNamespace(symm_mem=symm_mem),
+        cuda=types.SimpleNamespace(
+            is_available=lambda: True, set_device=noting("set_device")
+        ),
+        device=lambda kind, ordinal: f"{kind}:{ordinal}",
+        distributed=types.SimpleNamespace(
+            init_process_group=lambda *words, **more: calls.append(("group", more)),
+            destroy_process_group=noting("destroyed"),
+            group=types.SimpleNamespace(WORLD=types.SimpleNamespace(group_name="0")),
+            TCPStore=lambda *words, **more: types.SimpleNamespace(port=1234),
+        ),
+    )
+    monkeypatch.setattr(torch_module, "imported", lambda name, cure: torch)
+    monkeypatch.setattr(torch_module, "need_gpus", lambda: None)
+    return torch
+
+
+def test_torch_without_the_kernels_is_missing(torch):
+    torch_module.check()
+    del torch.ops.symm_mem.one_shot_all_reduce_out
+    with pytest.raises(Missing, match="has no symm_mem::one_shot_all_reduce_out"):
+        torch_module.check()
+    torch.cuda.is_available = lambda: False
+    with pytest.raises(Missing, match="finds no GPU"):
+        torch_module.check()
+
+
+def test_torch_reduces_views_of_its_own_tensors(torch):
+    contender = Torch(3, Ranks())
+    assert ("set_device", "cuda:3") in torch.calls
+    contender._tensors += [Tensor(1000, 0, 512), Tensor(9000, 0, 512)]
+    x, out = DeviceArray(1128, 64, "float32"), DeviceArray(9256, 64, "float32")
+    ways = contender.all_reduce(x, out, "sum")
+    source = Tensor(1000, 128, 64, "float32")
+    target = Tensor(9000, 256, 64, "float32")
+    torch.calls.clear()
+    ways["two_shot"].call(99)
+    ways["one_shot"].call(99)
+    assert torch.calls == [
+        ("two_shot_all_reduce_", target, "sum", "0"),
+        ("one_shot_all_reduce_out", source, "sum", "0", target),
+    ]
+    assert ways["two_shot"].in_place
+    assert not ways["one_shot"].in_place
+
+
+def test_torch_one_shot_is_not_tried_with_large_messages(torch):
+    contender = Torch(0, Ranks())
+    contender._tensors += [Tensor(0, 0, 1 << 30)]
+    x = DeviceArray(0, torch_module.ONE_SHOT_LIMIT + 16, "float32")
+    assert list(contender.all_reduce(x, x, "sum")) == ["two_shot"]
+
+
+@pytest.mark.parametrize(("dtype", "op"), [("int32", "sum"), ("float32", "max")])
+def test_torch_refuses_what_its_kernels_do_not_do(torch, dtype, op):
+    x = DeviceArray(0, 64, dtype)
+    (reason,) = Torch(0, Ranks()).all_reduce(x, x, op).values()
+    assert "sum float32 and bfloat16 only" in reason
+
+
+def test_mpi_has_no_16_bit_floats():
+    pytest.importorskip("mpi4py.MPI")
+    ranks = Ranks()
+    mpi = Mpi(ranks)
+    half = np.zeros(4, np.float16)
+    assert mpi.all_reduce(half, half, "sum") == {"": "MPI has no float16"}
+    assert not mpi.captures
+    mpi.close()
+    assert ranks.freed
+
+
+class Comm:
+    """A communicator that notes its plans; one algorithm refuses integers."""
+
+    backend = "vmm"
+
+    def __init__(self):
+        self.plans = []
+
+    def all_reduce_init(self, x, op, out, algorithm):
+        if algorithm == "floats" and x.dtype.kind == "i":
+            raise ArgumentError("floats: only floats")
+        self.plans.append(algorithm)
+        return lambda stream: ("plan", stream)
+
+    def all_reduce(self, x, op, out, stream, algorithm):
+        return (x, op, out, stream, algorithm)
+
+
+def ways(algorithms, dtype=np.float32, in_place=False):
+    x = np.zeros(4, dtype)
+    out = x if in_place else np.zeros(4, dtype)
+    return Ours(Comm(), algorithms).all_reduce(x, out, "sum"), x, out
+
+
+def test_ours_is_a_plan_and_beside_it_the_plain_call():
+    found, x, out = ways(())
+    assert list(found) == ["plan", "call"]
+    assert found["plan"].call(5) == ("plan", 5)
+    assert found["call"].eager
+    called = found["call"].call(5)
+    assert called[0] is x
+    assert called[2] is out
+    assert called[1::2] == ("sum", 5)
+    assert list(ways((), in_place=True)[0]) == ["plan"]
+
+
+def test_one_algorithm_takes_the_place_of_the_chosen_one():
+    comm = Comm()
+    x = np.zeros(4, np.float32)
+    found = Ours(comm, ("ring",)).all_reduce(x, x, "sum")
+    assert list(found) == ["plan"]
+    assert comm.plans == ["ring"]
+
+
+def test_several_algorithms_are_measured_beside_the_chosen_one():
+    found, _, _ = ways(("ring", "floats"), np.int32)
+    assert list(found) == ["plan", "call", "ring", "floats"]
+    assert found["floats"] == "floats: only floats"
+    assert not isinstance(found["ring"], str)
+
+
+def test_every_operation_says_how_to_call_ours():
+    for name, operation in OPERATIONS.items():
+        assert operation.name == name
+        assert callable(getattr(Ours, name))
+
+
+def test_contenders_that_need_no_context_get_an_empty_one():
+    assert isinstance(contenders.no_context(7), contextlib.nullcontext)

@@ -1,0 +1,114 @@
+import functools
+
+import numpy as np
+import pytest
+
+from numba_symm.bench import data
+from numba_symm.bench.data import CHUNK, PERIOD, Tiled
+from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES, reducible
+
+ALL_REDUCE = OPERATIONS["all_reduce"]
+UFUNC = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+
+
+def pattern(dtype=np.int32):
+    random = np.random.default_rng(3)
+    return random.integers(-999, 999, PERIOD).astype(dtype)
+
+
+def filled(contents):
+    array = np.zeros(contents.count * contents.itemsize, np.uint8)
+    data.fill(array, contents)
+    return array
+
+
+def test_the_period_is_prime():
+    assert all(PERIOD % divisor for divisor in range(2, int(PERIOD**0.5) + 1))
+
+
+@pytest.mark.parametrize("count", [1, 1000, PERIOD - 1, PERIOD, 3 * PERIOD + 5])
+@pytest.mark.parametrize("start", [0, 17, PERIOD - 1, 5 * PERIOD + 3])
+def test_filling_repeats_the_pattern_from_its_start(count, start):
+    elements = pattern()
+    found = filled(Tiled(elements, start, count)).view(np.int32)
+    assert (found == elements[(start + np.arange(count)) % PERIOD]).all()
+
+
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+def test_what_was_filled_is_right_and_what_was_poisoned_is_wrong(dtype):
+    contents = Tiled(pattern(dtype), 5, 1000)
+    array = filled(contents)
+    assert data.count_wrong(array, [contents]) == 0
+    data.poison(array)
+    assert data.count_wrong(array, [contents]) == 1000
+
+
+@pytest.mark.parametrize("index", [0, 1, CHUNK - 1, CHUNK, CHUNK + PERIOD + 1])
+def test_one_wrong_bit_is_found_wherever_it_is(index):
+    contents = Tiled(pattern(np.float16), 9, CHUNK + PERIOD + 2)
+    array = filled(contents)
+    array[2 * index + 1] ^= 1
+    assert data.count_wrong(array, [contents]) == 1
+
+
+def test_a_block_in_the_wrong_place_is_wrong():
+    contents = Tiled(pattern(), 0, 1 << 20)
+    array = filled(contents)
+    block = 1 << 18  # bytes
+    array[:block], array[block : 2 * block] = (
+        array[block : 2 * block].copy(),
+        array[:block].copy(),
+    )
+    assert data.count_wrong(array, [contents]) > 100_000
+
+
+def test_parts_are_expected_one_after_another():
+    parts = [Tiled(pattern(), 0, 10), Tiled(pattern()[::-1], 3, CHUNK + 4)]
+    array = np.concatenate([filled(part) for part in parts])
+    assert data.count_wrong(array, parts) == 0
+    array[4 * 10] ^= 1
+    array[-1] ^= 1
+    assert data.count_wrong(array, parts) == 2
+    assert data.count_wrong(array, parts[::-1]) > CHUNK // 2
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("type_", TYPES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_results_are_exact_in_any_order(type_, op, ranks):
+    """Even where partial results are rounded to the dtype, as nobody has to."""
+    dtype = TYPES[type_]
+    patterns = reducible(np.random.default_rng(1), ranks, op, dtype)
+    assert patterns.shape == (ranks, PERIOD)
+    assert patterns.dtype == dtype
+    everyone = [Tiled(each, 11, 2000) for each in patterns]
+    (wanted,) = ALL_REDUCE.expected(everyone, op, 0)
+    assert (wanted.start, wanted.count) == (11, 2000)
+    shuffled = np.random.default_rng(2)
+    for _ in range(4):
+        order = shuffled.permutation(ranks)
+        total = functools.reduce(UFUNC[op], (patterns[rank] for rank in order))
+        assert total.astype(dtype).tobytes() == wanted.pattern.tobytes()
+
+
+@pytest.mark.parametrize("op", REDUCTIONS)
+@pytest.mark.parametrize("type_", TYPES)
+def test_inputs_vary_so_that_a_missing_rank_is_seen(type_, op):
+    patterns = reducible(np.random.default_rng(1), 4, op, TYPES[type_])
+    total = ALL_REDUCE.expected([Tiled(each, 0, 9) for each in patterns], op, 0)
+    without = ALL_REDUCE.expected([Tiled(each, 0, 9) for each in patterns[1:]], op, 0)
+    differing = np.count_nonzero(total[0].pattern != without[0].pattern)
+    # A quarter of the least or greatest come from any one rank; powers of 2 from one
+    # rank of a product are 1 as often as not.
+    assert differing > PERIOD / 5
+
+
+def test_integers_wrap_around():
+    patterns = np.full((3, PERIOD), 2**30, np.int32)
+    (total,) = ALL_REDUCE.expected([Tiled(each, 0, 1) for each in patterns], "sum", 0)
+    assert (total.pattern == 3 * 2**30 - 2**32).all()
+
+
+@pytest.mark.parametrize(("ranks", "wanted"), [(1, 0), (2, 1), (4, 1.5), (8, 1.75)])
+def test_bus_bandwidth_follows_nccl_tests(ranks, wanted):
+    assert ALL_REDUCE.bus(ranks) == wanted

@@ -1,0 +1,193 @@
+import json
+
+import pytest
+
+from numba_symm.bench import __main__ as bench
+from numba_symm.bench import facts, plot, progress, report
+from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.report import Report
+
+
+def timed(median):
+    return {"median": median, "min": 0.9 * median, "max": 1.1 * median}
+
+
+def record(column, microseconds, way="", in_place=False, nbytes=1 << 20, **more):
+    return {
+        "column": column,
+        "way": way,
+        "in_place": in_place,
+        "bytes": nbytes,
+        "count": nbytes // 4,
+        "type": "float",
+        "op": "sum",
+        "wrong": 0,
+        "issue": timed(5.0),
+        "done": timed(2 * microseconds),
+        "graph": timed(microseconds),
+    } | more
+
+
+def row(nbytes=1 << 20, scale=1.0, **more):
+    """A message that ours takes 10 µs for, in place 20, NCCL 30 and torch 15 or 40."""
+    found = [
+        record("numba_symm", 10.0 * scale, "plan"),
+        record("numba_symm", 1.0, "call"),  # eager only, and no rival of the plan
+        record("numba_symm", 20.0 * scale, "plan", in_place=True),
+        record("nccl", 30.0 * scale),
+        record("torch", 15.0 * scale, "two_shot"),
+        record("torch", 40.0 * scale, "one_shot"),
+    ]
+    return [each | {"bytes": nbytes, "count": nbytes // 4} | more for each in found]
+
+
+RUN = {
+    "operation": "all_reduce",
+    "facts": {"ranks": 4, "devices": ["NVIDIA H200, PCI 0"] * 4},
+    "rows": [row(1 << n, 2.0 ** (n - 20)) for n in (10, 20, 30)],
+}
+
+
+def text(contenders=("nccl", "torch"), algorithms=()):
+    return Report(OPERATIONS["all_reduce"], 4, algorithms, contenders)
+
+
+def test_the_formulas_are_those_of_nccl_tests():
+    shown = text().row(row()).split()
+    assert shown[:4] == [str(1 << 20), str(1 << 18), "float", "sum"]
+    assert shown[4:8] == ["10.00", "104.86", "157.29", "0"]  # 1 MiB / 10 µs, times 1.5
+    assert shown[8:12] == ["20.00", "52.43", "78.64", "0"]
+    assert shown[12:] == ["30.00", "15.00", "1.50"]
+
+
+def test_the_header_names_every_column_above_its_numbers():
+    top, names, units = text(algorithms=["one_shot_ll"]).header()
+    assert top.startswith("#")
+    wanted = "# size count type redop time algbw busbw #wrong time algbw busbw #wrong"
+    assert names.split() == [*wanted.split(), "one_shot_ll", "nccl", "torch", "ratio"]
+    assert units.count("(us)") == 5
+    found = [*row(), record("one_shot_ll", 12.5, "one_shot_ll")]
+    shown = text(algorithms=["one_shot_ll"]).row(found)
+    assert shown.index("12.50") + 5 == names.index("one_shot_ll") + len("one_shot_ll")
+    assert len(shown) == len(names)
+
+
+def test_the_ratio_is_to_the_best_contender_and_above_1_where_we_are_faster():
+    assert report.ratio(row(), ["nccl"]) == 3.0
+    assert report.ratio(row(), ["nccl", "torch"]) == 1.5
+    assert report.ratio(row(), []) is None
+    assert report.ratio(row(), ["mpi"]) is None
+
+
+def test_a_missing_or_skipped_cell_is_a_dash():
+    skipped = record("torch", 1.0) | {"skipped": "sums only"}
+    found = [each for each in row() if each["column"] == "numba_symm"]
+    shown = text().row([*found, skipped]).split()
+    assert shown[12:] == ["-", "-", "-"]
+
+
+def test_without_graphs_the_time_is_that_of_eager_calls():
+    found = [each | {"graph": None} for each in row()]
+    assert report.microseconds(found[0]) == 20.0
+
+
+def test_unchecked_results_are_not_called_right():
+    shown = text().row([each | {"wrong": None} for each in row()]).split()
+    assert shown[7] == shown[11] == "N/A"
+
+
+def test_the_footer_adds_up_what_is_wrong_and_names_it():
+    rows = [row(), row(1 << 24)]
+    assert "# Out of bounds values : 0 OK" in text().footer(rows)
+    rows[1][2]["wrong"], rows[0][3]["wrong"] = 3, 4
+    assert report.wrong_elements(rows) == 7
+    shown = "\n".join(text().footer(rows))
+    assert "# Out of bounds values : 7 FAILED" in shown
+    assert "numba_symm plan, 16777216 bytes of float sum in place: 3 wrong" in shown
+    assert "nccl, 1048576 bytes of float sum out of place: 4 wrong" in shown
+
+
+def test_the_footer_has_geometric_means_of_small_and_of_all_messages():
+    small, large = row(1 << 20), row(1 << 24)
+    large[3] |= {"graph": timed(10.0 * 3 / 4)}  # NCCL is 3 times slower, then faster
+    shown = "\n".join(text(["nccl"]).footer([small, large]))
+    assert "geometric mean, all sizes: nccl 1.5" in shown
+    assert "geometric mean, up to 4M: nccl 3" in shown
+
+
+def test_the_footer_tells_the_spread_and_what_was_skipped_once():
+    skipped = {"column": "mpi", "skipped": "MPI has no float16", "in_place": False}
+    rows = [[*row(), record("mpi", 1.0) | skipped] for _ in range(3)]
+    shown = text(["nccl", "torch", "mpi"]).footer(rows)
+    assert any("numba_symm 20 % (at most 20)" in line for line in shown)
+    assert sum("MPI has no float16" in line for line in shown) == 1
+
+
+def test_the_eager_table_shows_each_way():
+    title, names, line = text().eager([row()])
+    assert "enqueued / done" in title
+    assert names.split("sum")[0].count("numba_symm") == 2
+    assert "torch one_shot" in names
+    assert line.split()[3:6] == ["5.00", "/", "20.00"]
+
+
+def test_a_plot_has_one_line_a_contender_with_its_best_times():
+    found = plot.lines(RUN)
+    assert list(found) == ["numba_symm", "nccl", "torch"]
+    assert [size for size, _, _ in found["nccl"]] == [1 << 10, 1 << 20, 1 << 30]
+    size, time, bandwidth = found["torch"][1]
+    assert (size, time) == (1 << 20, 15.0)
+    assert bandwidth == pytest.approx((1 << 20) / 15 / 1e3 * 1.5)
+
+
+def test_kinds_have_lines_of_their_own():
+    run = RUN | {"rows": [row(), row(type="half")]}
+    labels = list(plot.lines(run))
+    assert {"numba_symm, float sum", "numba_symm, half sum"} <= set(labels)
+
+
+def test_a_recorded_run_is_drawn_again_without_mpi(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    file, image = tmp_path / "r.json", tmp_path / "r.png"
+    file.write_text(json.dumps(RUN))
+    monkeypatch.setitem(bench.sys.modules, "mpi4py.MPI", None)
+    assert bench.main(["plot", str(file), str(image)]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+    assert image.stat().st_size > 10_000
+    assert bench.main(["plot", str(file), str(tmp_path / "r.svg")]) == 0
+    drawn = (tmp_path / "r.svg").read_text()
+    assert "<svg" in drawn
+
+
+def test_the_title_says_what_was_measured_where():
+    assert plot.title(RUN) == "all_reduce, float sum, 4 x NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [(512, "512"), (1 << 10, "1K"), (1 << 22, "4M"), (3 << 29, "1.5G")],
+)
+def test_sizes_are_readable(size, wanted):
+    assert plot.human(size) == wanted
+
+
+def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):
+    assert facts.commit(tmp_path) == "unknown"
+
+
+def test_contenders_are_kept_from_multicast():
+    assert facts.NVLS_OFF["NCCL_NVLS_ENABLE"] == "0"
+    assert facts.NVLS_OFF["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+
+
+def test_there_is_no_bar_without_a_terminal(monkeypatch, capfd):
+    monkeypatch.delenv("OMPI_COMM_WORLD_SIZE", raising=False)
+    monkeypatch.delenv("PMI_SIZE", raising=False)
+    assert progress.terminal() is None
+    with progress.bar(shown=True) as bar:
+        task = bar.add_task("rows", total=2)
+        with progress.hidden(bar):
+            print("a row")
+        bar.update(task, advance=1, refresh=True)
+    shown = capfd.readouterr()
+    assert (shown.out, shown.err) == ("a row\n", "")

@@ -1,0 +1,166 @@
+"""The benchmark, run by the ranks of this job, small enough for the simulator."""
+
+import dataclasses
+import json
+
+import pytest
+
+from numba_symm.bench import __main__ as bench
+from numba_symm.bench.operations import OPERATIONS
+from tests.ranks.helpers import bits, get, put
+
+SMALL = ["-n", "2", "-w", "1", "-G", "2", "--against", "mpi"]
+
+
+@pytest.fixture
+def shown(world, capfd):
+    """Return what all ranks have printed since the last call, from rank 0 on."""
+    return lambda: world.allgather(capfd.readouterr())
+
+
+@pytest.fixture
+def folder(world, tmp_path):
+    """A folder of rank 0's, which alone writes files."""
+    return world.bcast(tmp_path)
+
+
+def run(*words):
+    return bench.main(["all_reduce", *map(str, words)])
+
+
+def spoil(monkeypatch, world, when):
+    """Turn the sign of one element of our results on the last rank.
+
+    Args:
+        when: whether to, from the arguments of a call: x, out, op and algorithm.
+    """
+    right = OPERATIONS["all_reduce"]
+
+    def spoiling(make):
+        def made(comm, x, out, *more):
+            call = make(comm, x, out, *more)
+
+            def spoiled(stream):
+                call(stream)
+                comm.synchronize(stream)
+                if world.rank == world.size - 1 and when(x, out, *more):
+                    elements = get(out)
+                    bits(elements)[-1] ^= 1 << (8 * elements.itemsize - 1)
+                    put(out, elements)
+
+            return spoiled
+
+        return made
+
+    wrong = dataclasses.replace(
+        right, plan=spoiling(right.plan), call=spoiling(right.call)
+    )
+    monkeypatch.setitem(OPERATIONS, "all_reduce", wrong)
+
+
+def test_a_small_run_is_right_and_recorded(world, folder, shown):
+    file = folder / "r.json"
+    assert run("-b", 16, "-e", 256, "-f", 16, *SMALL, "--json", file) == 0
+    texts = shown()
+    assert all(text.out == "" for text in texts[1:])
+    rows = [line.split() for line in texts[0].out.splitlines() if line[0] == " "]
+    assert [row[:4] for row in rows[:2]] == [
+        ["16", "4", "float", "sum"],
+        ["256", "64", "float", "sum"],
+    ]
+    assert [(row[7], row[11]) for row in rows[:2]] == [("0", "0")] * 2
+    assert "# Out of bounds values : 0 OK" in texts[0].out
+    found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
+    assert found["facts"]["ranks"] == world.size
+    assert list(found["contenders"]) == ["numba_symm", "mpi"]
+    for row in found["rows"]:
+        kinds = [(each["column"], each["way"], each["in_place"]) for each in row]
+        assert kinds == [
+            ("numba_symm", "plan", False),
+            ("numba_symm", "call", False),
+            ("numba_symm", "plan", True),
+            ("mpi", "", False),
+        ]
+        for record in row:
+            assert record["wrong"] == 0
+            assert record["done"]["min"] <= record["done"]["median"]
+            assert 0 < record["issue"]["median"] <= record["done"]["median"]
+
+
+def test_each_algorithm_has_a_column_and_may_refuse_a_type(world, shown):
+    names = OPERATIONS["all_reduce"].algorithms
+    words = ["-b", 64, "-e", 64, "-d", "int32", *SMALL, "--algorithm", "all"]
+    assert run(*words) == 0
+    (text, *_) = shown()
+    (header,) = (line for line in text.out.splitlines() if " redop      time" in line)
+    (row,) = (
+        line for line in text.out.splitlines() if line.split()[:2] == ["64", "16"]
+    )
+    assert header.split()[13 : 13 + len(names)] == list(names)
+    for name, cell in zip(names, row.split()[12:], strict=False):
+        assert (cell == "-") == (f"# Skipped {name}, int32 sum: " in text.out)
+
+
+def test_contenders_that_cannot_run_here_are_named(world, shown, monkeypatch):
+    monkeypatch.setattr("numba_symm.bench.contenders.SIMULATED", True)
+    assert run("-b", 16, "-e", 16, *SMALL[:-1], "nccl,torch") == 0
+    (text, *_) = shown()
+    assert "# nccl: missing, needs GPUs" in text.out
+    assert "# torch: missing, needs GPUs" in text.out
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_one_wrong_element_on_one_rank_fails_the_run_on_all(
+    world, shown, monkeypatch, in_place
+):
+    spoil(monkeypatch, world, lambda x, out, *more: (x is out) == in_place)
+    words = ["-b", 64, "-e", 64, "-d", "float,int64", *SMALL[:4], "-G", 0]
+    assert run(*words, "--against", "mpi") == 1
+    (text, *_) = shown()
+    assert "FAILED" in text.out
+    place = "in place" if in_place else "out of place"
+    assert f"numba_symm plan, 64 bytes of float sum {place}: " in text.out
+    assert f"numba_symm plan, 64 bytes of int64 sum {place}: " in text.out
+    other = "out of place" if in_place else "in place"
+    assert f"sum {other}: " not in text.out
+
+
+def test_shuffled_calls_are_right(shown):
+    assert run("--shuffle", 24, "-b", 1, "-e", 2000) == 0
+    assert "# 24 calls, wrong results: 0 OK" in shown()[0].out
+
+
+def test_one_wrong_shuffled_call_fails_the_run_on_all(world, shown, monkeypatch):
+    done = []
+
+    def only_the_fifth(*words):
+        done.append(words)
+        return len(done) == 5
+
+    spoil(monkeypatch, world, only_the_fifth)
+    assert run("--shuffle", 12, "-b", 64, "-e", 512, "-d", "float,int32") == 1
+    (text, *_) = shown()
+    assert f"# rank {world.size - 1}: 1 wrong of " in text.out
+    assert "# 12 calls, wrong results: 1 FAILED" in text.out
+
+
+def test_the_same_seed_makes_the_same_calls(world, monkeypatch, shown):
+    spoil(monkeypatch, world, lambda *words: True)
+    found = []
+    for seed in (1, 1, 2):
+        assert run("--shuffle", 4, "-b", 64, "-e", 512, "--seed", seed) == 1
+        lines = shown()[0].out.splitlines()
+        found.append(
+            [line for line in lines if line.startswith("# rank ") and " of " in line]
+        )
+    assert found[0] == found[1] != found[2]
+
+
+def test_wrong_usage_is_told_by_one_rank_and_ends_all_with_code_2(shown):
+    for words in (["-b", "x"], ["-q"]):
+        with pytest.raises(SystemExit) as ended:
+            run(*words)
+        assert ended.value.code == 2
+        first, *others = shown()
+        assert first.err.count("usage: ") == 1
+        assert all(text.err == "" for text in others)
