@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from numba_symm.bench.data import PERIOD, Tiled
-from numba_symm.collectives import select
+from numba_symm.collectives import operations
 from numba_symm.collectives.communicator import Communicator
 
 Array = np.ndarray[Any, Any]
@@ -108,16 +108,56 @@ def _all_reduced(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
     return [Tiled(total, inputs[rank].start, inputs[rank].count)]
 
 
-def _plan_all_reduce(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
-    return comm.all_reduce_init(x, op=op, out=out, algorithm=algorithm)
+def _gathered(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+    return list(inputs)
 
 
-def _call_all_reduce(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
-    return functools.partial(comm.all_reduce, x, op, out, algorithm=algorithm)
+def _part(whole: Tiled, rank: int, ranks: int) -> Tiled:
+    count = whole.count // ranks
+    return Tiled(whole.pattern, whole.start + rank * count, count)
+
+
+def _exchanged(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+    return [_part(each, rank, len(inputs)) for each in inputs]
+
+
+def _reduced_part(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+    (total,) = _all_reduced(inputs, op, rank)
+    return [_part(total, rank, len(inputs))]
+
+
+def _parts(count: int, ranks: int) -> tuple[int, int]:
+    """Return the elements of a part and of all, of about ``count``."""
+    part = max(1, count // ranks)
+    return part, part * ranks
+
+
+def _reducing(name: str, *, prepared: bool) -> Callable[..., Call]:
+    """Return what makes a call of a reducing operation of ours."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> Call:
+        if prepared:
+            plan: Call = getattr(comm, f"{name}_init")(x, op, out, algorithm=algorithm)
+            return plan
+        return functools.partial(getattr(comm, name), x, op, out, algorithm=algorithm)
+
+    return make
+
+
+def _moving(name: str, *, prepared: bool) -> Callable[..., Call]:
+    """Return what makes a call of an operation of ours that only moves data."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> Call:
+        if prepared:
+            plan: Call = getattr(comm, f"{name}_init")(x, out, algorithm=algorithm)
+            return plan
+        return functools.partial(getattr(comm, name), x, out, algorithm=algorithm)
+
+    return make
 
 
 OPERATIONS = {
@@ -127,8 +167,38 @@ OPERATIONS = {
         bus=lambda ranks: 2 * (ranks - 1) / ranks,
         inputs=reducible,
         expected=_all_reduced,
-        plan=_plan_all_reduce,
-        call=_call_all_reduce,
-        algorithms=tuple(select.ALL_REDUCE),
+        plan=_reducing("all_reduce", prepared=True),
+        call=_reducing("all_reduce", prepared=False),
+        algorithms=tuple(operations.ALL_REDUCE.algorithms),
+    ),
+    "all_gather": Operation(
+        name="all_gather",
+        shapes=_parts,
+        bus=lambda ranks: (ranks - 1) / ranks,
+        inputs=reducible,
+        expected=_gathered,
+        plan=_moving("all_gather", prepared=True),
+        call=_moving("all_gather", prepared=False),
+        algorithms=tuple(operations.ALL_GATHER.algorithms),
+    ),
+    "reduce_scatter": Operation(
+        name="reduce_scatter",
+        shapes=lambda count, ranks: _parts(count, ranks)[::-1],
+        bus=lambda ranks: (ranks - 1) / ranks,
+        inputs=reducible,
+        expected=_reduced_part,
+        plan=_reducing("reduce_scatter", prepared=True),
+        call=_reducing("reduce_scatter", prepared=False),
+        algorithms=tuple(operations.REDUCE_SCATTER.algorithms),
+    ),
+    "all_to_all": Operation(
+        name="all_to_all",
+        shapes=lambda count, ranks: (_parts(count, ranks)[1],) * 2,
+        bus=lambda ranks: (ranks - 1) / ranks,
+        inputs=reducible,
+        expected=_exchanged,
+        plan=_moving("all_to_all", prepared=True),
+        call=_moving("all_to_all", prepared=False),
+        algorithms=tuple(operations.ALL_TO_ALL.algorithms),
     ),
 }

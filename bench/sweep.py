@@ -166,8 +166,9 @@ class Sweep:
         lanes: list[Lane] = []
         skipped: list[Record] = []
         for contender in self._contenders:
-            # In place there is a column for ours only.
-            for in_place in (False, True) if isinstance(contender, Ours) else (False,):
+            # In place there is a column for ours only, where input and output are one.
+            both = isinstance(contender, Ours) and row.counts[0] == row.counts[1]
+            for in_place in (False, True) if both else (False,):
                 found = self._ways(row, contender, in_place)
                 lanes += found[0]
                 skipped += found[1]

@@ -9,32 +9,27 @@ import functools
 from typing import Any
 
 from numba import cuda
-from numba.cuda import types
 
-from numba_symm.collectives.workspace import THREADS, layout
-from numba_symm.device.intrinsics import ld_u32, st_release_sys_u32, st_u32
-from numba_symm.device.signals import BARRIER, wait_for_epoch, wait_record
-from numba_symm.kernels import GUARD, Kernel, Launch
+from numba_symm.collectives import workspace
+from numba_symm.collectives.flags import make_flags
+from numba_symm.collectives.workspace import follow_previous_grid, layout
+from numba_symm.device.intrinsics import ld_u32, st_u32
+from numba_symm.device.signals import BARRIER
+from numba_symm.kernels import Kernel, Launch
 
 
-def make_kernel(size: int) -> Any:
+def make_barrier(size: int) -> Any:
     """Return the kernel for ``size`` ranks."""
-    at = layout(size)
-    epochs, flags = at.barrier_epochs, at.barrier_flags
+    epochs, flags = layout(size).barrier.epochs, layout(size).barrier.flags
+    tell, told = make_flags(size, BARRIER)
 
-    def barrier(guard: Any, peers: Any, own: int) -> None:
-        thread = cuda.threadIdx.x
+    def barrier(guard: Any, early: bool, ring: Any, own: int) -> None:
+        follow_previous_grid(early)
         epoch = (ld_u32(own + epochs) + 1) & 0xFFFFFFFF
-        for r in range(size):
-            if thread == r % THREADS:
-                st_release_sys_u32(peers[r] + flags + 4 * guard.rank, epoch)
-        for r in range(size):
-            if thread == r % THREADS:
-                record = wait_record(BARRIER, guard.rank, r, 0, epoch)
-                wait_for_epoch(guard, own + flags + 4 * r, epoch, record)
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
-        if thread == 0:
+        tell(ring, flags, guard.rank, epoch)
+        told(guard, own + flags, 0, epoch, False)
+        # All threads have read the epoch, and met in told, before it changes.
+        if cuda.threadIdx.x == 0:
             st_u32(own + epochs, epoch)
 
     return barrier
@@ -43,11 +38,9 @@ def make_kernel(size: int) -> Any:
 @functools.cache
 def kernel(size: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    signature = (GUARD, types.UniTuple(types.int64, size), types.int64)
-    return Kernel(make_kernel, (size,), signature, THREADS)
+    return workspace.make_kernel(make_barrier, (size,))
 
 
 def bind(comm: Any) -> Launch:
     """Return the launch of a barrier of ``comm``'s ranks."""
-    addresses = comm.workspace.addresses
-    return kernel(comm.size).bind(1, comm.guard, addresses, addresses[comm.rank])
+    return workspace.launch(kernel(comm.size), comm, 1)

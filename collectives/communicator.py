@@ -6,26 +6,35 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+from numba.core.errors import NumbaError
 
 from numba_symm import arrays, dtypes, environment, streams
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives import barrier, select
-from numba_symm.collectives.workspace import MAX_BLOCKS, layout
+from numba_symm.collectives import barrier, copy_engine
+from numba_symm.collectives.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    Operation,
+)
+from numba_symm.collectives.select import Enqueue
+from numba_symm.collectives.workspace import BLOCK_REGISTERS, MAX_BLOCKS, layout
 from numba_symm.device.signals import Guard
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, SymmError
 from numba_symm.group import Group
-from numba_symm.kernels import Launch
+from numba_symm.kernels import REGISTERS
 from numba_symm.launch import ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.memory import Heap, SymmetricMemory, SymmetricMemoryAllocator
-from numba_symm.streams import StreamOrder
+from numba_symm.streams import SideStream, StreamOrder
 
 MAX_PLANS = 1024
 """Packed launches a communicator remembers; the least recently used one goes."""
@@ -51,9 +60,9 @@ class Plan:
     def __init__(
         self,
         comm: "Communicator",
-        launch: Launch | None,
+        launch: Enqueue | None,
         arrays: tuple[Any, Any],
-        stream: int,
+        stream: tuple[int, Any],
         call: str,
     ):
         self._comm = comm
@@ -69,9 +78,9 @@ class Plan:
             stream: where to, instead of the stream the plan was made with.
         """
         self._comm.check()
-        self._comm._agree("a plan's all_reduce", self._call)
-        handle = self._stream if stream is None else streams.handle_of(stream)
-        self._comm._run(self._launch, handle)
+        self._comm._agree("a plan", self._call)
+        chosen = self._stream if stream is None else _owned(stream)
+        self._comm._run(self._launch, chosen)
         return self._out
 
 
@@ -133,6 +142,8 @@ class Communicator:
                 limit = _block_limit()
             limits = self._group.exchange.all_gather(limit, "grid limits")
             memory, self.workspace = self.heap.allocate(nbytes, "workspace")
+            with self._group.exchange.agreed("preparing the workspace"):
+                self._fill_sentinels()
         except BaseException:  # on every rank
             self._group.close()
             raise
@@ -140,10 +151,17 @@ class Communicator:
         self._memory: arrays.Memory | None = memory
         self._debug = debug
         self._order = StreamOrder()
-        self._plans: OrderedDict[Any, Launch | None] = OrderedDict()
-        self._barrier: Launch | None = None
+        self.side = SideStream(2 * copy_engine.PIECES)
+        self._plans: OrderedDict[Any, Enqueue | None] = OrderedDict()
+        self._barrier: Enqueue | None = None
         _open.add(self)
         _in_use.append(self.backend)
+
+    def _fill_sentinels(self) -> None:
+        """Mark mailboxes as empty, before any peer may post to them."""
+        for region in layout(self.size).sentinels:
+            address = self.workspace.addresses[self.rank] + region.slots
+            self._group.backend.fill(address, region.end - region.slots, 0xFF)
 
     @property
     def guard(self) -> Guard:
@@ -236,7 +254,7 @@ class Communicator:
             stream: a Numba, cuda.core, CuPy or torch stream, or a handle. None: the
                 stream the array names, torch's or CuPy's current one for their
                 arrays, else ``comm.stream``.
-            algorithm: ``"one_shot_ll"`` or ``"one_shot_pull"``. None: the fastest.
+            algorithm: a name in ``collectives.select.ALL_REDUCE``. None: the fastest.
 
         Returns:
             ``out``, or the new array, of x's shape.
@@ -246,9 +264,7 @@ class Communicator:
             CollectiveTimeout: an earlier call of the communicator has failed.
             ClosedError: it was closed.
         """
-        launch, out, handle = self._prepared(x, op, out, stream, algorithm)
-        self._run(launch, handle)
-        return out
+        return self._call(ALL_REDUCE, x, op, out, stream, algorithm)
 
     def all_reduce_init(
         self,
@@ -263,86 +279,252 @@ class Communicator:
         Takes what :meth:`all_reduce` takes, and raises what it raises. Calling the
         plan is collective, making it is too in debug mode.
         """
-        launch, out, handle = self._prepared(x, op, out, stream, algorithm)
-        call = _described(arrays.view(x, "all_reduce"), op, algorithm)
-        return Plan(self, launch, (x, out), handle, call)
+        return self._init(ALL_REDUCE, x, op, out, stream, algorithm)
+
+    def all_gather(
+        self, x: Any, out: Any = None, stream: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """Give every rank the arrays of all.
+
+        Collective: every rank passes an array of equal shape and dtype. Asynchronous.
+
+        Args:
+            x: a device array in C order, of any dtype whose elements are at most 16
+                bytes. In place: ``out[rank]``.
+            out: where to: an array of shape ``(size, *x.shape)`` and x's dtype, in C
+                order. None: a new array of ordinary device memory.
+            stream: as for :meth:`all_reduce`.
+            algorithm: ``"ll"`` or ``"signalled"``. None: the fastest.
+
+        Returns:
+            ``out``, or the new array: ``out[r]`` is rank r's x, to the bit.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        return self._call(ALL_GATHER, x, None, out, stream, algorithm)
+
+    def all_to_all(
+        self, x: Any, out: Any = None, stream: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """Send each rank its part of ``x``, and give it every rank's part for it.
+
+        Collective: every rank passes an array of equal shape and dtype. Asynchronous.
+
+        Args:
+            x: a device array in C order, of any dtype whose elements are at most 16
+                bytes; the first axis' length is a multiple of the number of ranks. Its
+                r-th part goes to rank r.
+            out: where to: an array of x's shape and dtype, or x itself. None: a new
+                array of ordinary device memory.
+            stream: as for :meth:`all_reduce`.
+            algorithm: ``"ll"`` or ``"signalled"``. None: the fastest.
+
+        Returns:
+            ``out``, or the new array: its r-th part is rank r's part for this rank.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        return self._call(ALL_TO_ALL, x, None, out, stream, algorithm)
+
+    def reduce_scatter(
+        self,
+        x: Any,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce ``x`` over all ranks and give each rank its part of the result.
+
+        Collective: every rank passes an array of equal shape and dtype and the same
+        ``op``. Asynchronous.
+
+        Args:
+            x: a device array in C order, of a dtype that :meth:`all_reduce` takes; the
+                first axis' length is a multiple of the number of ranks.
+            op: as for :meth:`all_reduce`.
+            out: where to: an array of shape ``(x.shape[0] // size, *x.shape[1:])``,
+                or x's own part for this rank. None: a new array of ordinary device
+                memory.
+            stream: as for :meth:`all_reduce`.
+            algorithm: ``"sentinel"`` (floats), ``"ll"`` or ``"signalled"``. None: the
+                fastest.
+
+        Returns:
+            ``out``, or the new array: on rank r the r-th part of the reduction, the
+            same bits that :meth:`all_reduce` gives.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        return self._call(REDUCE_SCATTER, x, op, out, stream, algorithm)
+
+    def all_gather_init(
+        self, x: Any, out: Any = None, stream: Any = None, algorithm: str | None = None
+    ) -> Plan:
+        """Prepare an :meth:`all_gather`, as :meth:`all_reduce_init` does."""
+        return self._init(ALL_GATHER, x, None, out, stream, algorithm)
+
+    def all_to_all_init(
+        self, x: Any, out: Any = None, stream: Any = None, algorithm: str | None = None
+    ) -> Plan:
+        """Prepare an :meth:`all_to_all`, as :meth:`all_reduce_init` does."""
+        return self._init(ALL_TO_ALL, x, None, out, stream, algorithm)
+
+    def reduce_scatter_init(
+        self,
+        x: Any,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare a :meth:`reduce_scatter`, as :meth:`all_reduce_init` does."""
+        return self._init(REDUCE_SCATTER, x, op, out, stream, algorithm)
+
+    def _call(
+        self,
+        operation: Operation,
+        x: Any,
+        op: Any,
+        out: Any,
+        stream: Any,
+        algorithm: str | None,
+    ) -> Any:
+        launch, out, chosen = self._prepared(operation, x, op, out, stream, algorithm)
+        self._run(launch, chosen)
+        return out
+
+    def _init(
+        self,
+        operation: Operation,
+        x: Any,
+        op: Any,
+        out: Any,
+        stream: Any,
+        algorithm: str | None,
+    ) -> Plan:
+        launch, out, chosen = self._prepared(operation, x, op, out, stream, algorithm)
+        call = _described(operation, arrays.view(x, operation.name), op, algorithm)
+        return Plan(self, launch, (x, out), chosen, call)
 
     def _prepared(
-        self, x: Any, op: Any, out: Any, stream: Any, algorithm: str | None
-    ) -> tuple[Launch | None, Any, int]:
-        """Return an all-reduce's launch, its output and its stream's handle.
+        self,
+        operation: Operation,
+        x: Any,
+        op: Any,
+        out: Any,
+        stream: Any,
+        algorithm: str | None,
+    ) -> tuple[Enqueue | None, Any, tuple[int, Any]]:
+        """Return a call's launch, its output, its stream's handle and owner.
 
         In debug mode the ranks agree first, so that an error of one is all ranks'.
         """
         self.check()
         if not self._debug:
-            return self._bound(x, op, out, stream, algorithm)
+            return self._bound(operation, x, op, out, stream, algorithm)
         self.enter()
-        exchange, what = self._group.exchange, "all_reduce"
+        exchange, what = self._group.exchange, operation.name
         with exchange.agreed(what):
-            bound = self._bound(x, op, out, stream, algorithm)
-            call = _described(arrays.view(x, what), op, algorithm)
+            bound = self._bound(operation, x, op, out, stream, algorithm)
+            call = _described(operation, arrays.view(x, what), op, algorithm)
         exchange.agree_equal(call, what)
         return bound
 
     def _bound(
-        self, x: Any, op: Any, out: Any, stream: Any, algorithm: str | None
-    ) -> tuple[Launch | None, Any, int]:
-        source = arrays.dense(arrays.view(x, "all_reduce"), "all_reduce")
-        handle = self._stream_for(stream, source)
+        self,
+        operation: Operation,
+        x: Any,
+        op: Any,
+        out: Any,
+        stream: Any,
+        algorithm: str | None,
+    ) -> tuple[Enqueue | None, Any, tuple[int, Any]]:
+        what = operation.name
+        source = arrays.dense(arrays.view(x, what), what)
+        chosen = self._stream_for(stream, source)
         if out is None:
-            out = self._new_output(source, handle)
-        target = source if out is x else arrays.view(out, "all_reduce: out")
-        launch = self._all_reduce_plan(source, target, op, algorithm)
-        return launch, out, handle
+            out = self._new_output(operation, source, chosen[0])
+        target = source if out is x else arrays.view(out, f"{what}: out")
+        launch = self._plan(operation, source, target, op, algorithm)
+        return launch, out, chosen
 
-    def _new_output(self, source: ArrayView, handle: int) -> Any:
+    def _new_output(self, operation: Operation, source: ArrayView, handle: int) -> Any:
         if not SIMULATED and streams.is_capturing(handle):
             raise ArgumentError(
-                "all_reduce: pass out= while a stream is being captured into a graph; "
-                "memory cannot be allocated then"
+                f"{operation.name}: pass out= while a stream is being captured into a "
+                "graph; memory cannot be allocated then"
             )
-        return arrays.empty_like(source)
+        shape = operation.shape(source, self.size)
+        return arrays.empty_like(source._replace(shape=shape))
 
-    def _all_reduce_plan(
-        self, source: ArrayView, target: ArrayView, op: Any, algorithm: str | None
-    ) -> Launch | None:
-        op = dtypes.reduction(op, "all_reduce")
-        count, dtype = source.size, source.dtype
-        key = (algorithm, source.address, target.address, count, dtype, op)
-        if key in self._plans and _same(source, target):
+    def _plan(
+        self,
+        operation: Operation,
+        source: ArrayView,
+        target: ArrayView,
+        op: Any,
+        algorithm: str | None,
+    ) -> Enqueue | None:
+        """Return the packed launch, a remembered one if there is; None for no work."""
+        what = operation.name
+        op = dtypes.reduction(op if operation.reduces else "sum", what)
+        # All that a check below looks at.
+        read = (source.address, source.shape, source.dtype, source.order)
+        written = (target.address, target.size, target.order, target.readonly)
+        key = (what, algorithm, op, read, written)
+        if key in self._plans and target.dtype == source.dtype:
             self._plans.move_to_end(key)
             return self._plans[key]
-        element = dtypes.element(dtype, "all_reduce")
-        _check_output(source, target, "all_reduce")
-        name = select.named(algorithm, source.nbytes, self.size)
+        parts = operation.parts(self.size)
+        if operation.reduces:
+            element = self._reducible(source.dtype, op, what)
+            count = source.size // parts
+        else:
+            element, count = dtypes.moved(source.dtype, source.size // parts)
+        _check_output(operation, source, target, self.rank, self.size)
+        nbytes = source.nbytes // parts
+        name = operation.chosen(algorithm, nbytes, self.size, element)
         launch = None
         if count > 0:
             for view in (source, target):
-                arrays.check_device(view, self.device.ordinal, "all_reduce")
-            launch = select.ALL_REDUCE[name].bind(
-                self, source.address, target.address, count, element, op
-            )
+                arrays.check_device(view, self.device.ordinal, what)
+            with _compiling(op, element, what):
+                launch = operation.algorithms[name](
+                    self, source.address, target.address, count, element, op
+                )
         self._plans[key] = launch
         if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
         return launch
 
-    def _stream_for(self, stream: Any, array: ArrayView) -> int:
-        """Return the handle of the stream to use for an array."""
+    def _reducible(self, dtype: Any, op: dtypes.Op, what: str) -> dtypes.Element:
+        """Return the element type, or refuse what it or this GPU cannot do."""
+        element = dtypes.element(dtype, what)
+        dtypes.check(op, element, what)
+        if not SIMULATED:
+            capability, gpu = self.device.compute_capability, self.device.name
+            dtypes.check_capability(element, capability, gpu, what)
+        return element
+
+    def _stream_for(self, stream: Any, array: ArrayView) -> tuple[int, Any]:
+        """Return the handle of the stream to use for an array, and what keeps it."""
         if stream is None and array.stream is not None:
-            return array.stream
+            return array.stream, None
         return self._default_stream(stream)
 
-    def _default_stream(self, stream: Any) -> int:
+    def _default_stream(self, stream: Any) -> tuple[int, Any]:
         chosen = self.stream if stream is None else stream
-        return streams.LEGACY_DEFAULT if chosen is None else streams.handle_of(chosen)
+        return (streams.LEGACY_DEFAULT, None) if chosen is None else _owned(chosen)
 
-    def _run(self, launch: Launch | None, stream: int) -> None:
+    def _run(self, launch: Enqueue | None, stream: tuple[int, Any]) -> None:
         if launch is not None:
-            trail = self._order.enter(stream)
-            launch(stream)
-            trail.leave(stream)
+            trail = self._order.enter(*stream)
+            launch(stream[0])
+            trail.leave()
 
     def enter(self) -> None:
         """Wait for every rank to come here, or raise on all of them. Collective.
@@ -375,7 +557,7 @@ class Communicator:
             stream: None waits for ``comm.stream``.
         """
         if not SIMULATED and not self._group.closed:
-            streams.synchronize(self._default_stream(stream))
+            streams.synchronize(self._default_stream(stream)[0])
         self.check()
 
     def close(self) -> None:
@@ -415,6 +597,7 @@ class Communicator:
         self._plans.clear()
         self._barrier = None
         self._order.close()
+        self.side.close()
         self._memory = None
         if self.backend in _in_use:
             _in_use.remove(self.backend)
@@ -448,26 +631,48 @@ class Communicator:
         )
 
 
+def _owned(stream: Any) -> tuple[int, Any]:
+    """Return a stream's handle, and the object that keeps the stream, if any."""
+    return streams.handle_of(stream), None if isinstance(stream, int) else stream
+
+
 def _block_limit() -> int:
     """Return how many blocks of a call this GPU should hold at most.
 
-    A quarter of what it can run at once, counting one block a multiprocessor, so that
-    four communicators of a process can wait for their peers at the same time.
+    A quarter of what it can run at once, so that four communicators of a process can
+    wait for their peers at the same time.
     """
     if SIMULATED:
         return MAX_BLOCKS
     from cuda.core import Device
 
     multiprocessors = int(Device().properties.multiprocessor_count)
-    return min(MAX_BLOCKS, max(1, multiprocessors // 4))
+    resident = multiprocessors * (REGISTERS // BLOCK_REGISTERS)
+    return min(MAX_BLOCKS, resident // 4)
 
 
-def _described(x: ArrayView, op: Any, algorithm: str | None) -> str:
+@contextmanager
+def _compiling(op: dtypes.Op, element: dtypes.Element, what: str) -> Iterator[None]:
+    """Say whose function it is that Numba cannot compile."""
+    try:
+        yield
+    except NumbaError as error:
+        if not isinstance(op, dtypes.UserOperator):
+            raise
+        raise ArgumentError(
+            f"{what}: op={op} cannot be compiled for two {element.accumulate.name}; "
+            f"pass a function that numba.cuda compiles: {error}"
+        ) from error
+
+
+def _described(
+    operation: Operation, x: ArrayView, op: Any, algorithm: str | None
+) -> str:
     """Return what the ranks must agree on, in words."""
-    return (
-        f"{x.size} {x.dtype.name} in {x.order} order, "
-        f"op {dtypes.reduction(op, 'all_reduce')!r}, algorithm {algorithm!r}"
-    )
+    words = [f"{x.size} {x.dtype.name} in {x.order} order"]
+    if operation.reduces:
+        words.append(f"op {dtypes.reduction(op, operation.name)!r}")
+    return ", ".join([*words, f"algorithm {algorithm!r}"])
 
 
 def _checked_shape(shape: Any, what: str) -> tuple[int, ...]:
@@ -487,24 +692,16 @@ def _checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
     return found
 
 
-def _same(source: ArrayView, target: ArrayView) -> bool:
-    """Return whether a target can be of the plan that its address is the key of."""
-    return not target.readonly and (
-        target is source
-        or (
-            target.size == source.size
-            and target.dtype == source.dtype
-            and target.order == source.order
-        )
-    )
-
-
-def _check_output(source: ArrayView, target: ArrayView, what: str) -> None:
+def _check_output(
+    operation: Operation, source: ArrayView, target: ArrayView, rank: int, size: int
+) -> None:
+    what = operation.name
     arrays.dense(target, f"{what}: out")
-    if target.dtype != source.dtype or target.size != source.size:
+    wanted = math.prod(operation.shape(source, size))
+    if target.dtype != source.dtype or target.size != wanted:
         raise ArgumentError(
             f"{what}: out has {target.size} {target.dtype.name}, x has {source.size} "
-            f"{source.dtype.name}; they must match"
+            f"{source.dtype.name}; out must have {wanted} of x's type"
         )
     if target.order != source.order:
         raise ArgumentError(
@@ -513,10 +710,17 @@ def _check_output(source: ArrayView, target: ArrayView, what: str) -> None:
         )
     if target.readonly:
         raise ArgumentError(f"{what}: out is read-only")
-    apart = abs(target.address - source.address)
-    if 0 < apart < source.nbytes:
+    # In place, the smaller of the two is this rank's part of the larger.
+    small, large = sorted((source, target), key=lambda view: view.nbytes)
+    place = large.address + (rank * small.nbytes if large.size > small.size else 0)
+    apart = (
+        small.address >= large.address + large.nbytes
+        or large.address >= small.address + small.nbytes
+    )
+    if not apart and small.address != place:
         raise ArgumentError(
-            f"{what}: out overlaps x without being x; pass x itself or an array apart"
+            f"{what}: out overlaps x without being x, or this rank's part of it; pass "
+            "that, or an array apart"
         )
 
 

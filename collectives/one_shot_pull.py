@@ -20,48 +20,52 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
+from numba_symm.collectives import workspace
+from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.workspace import (
-    PULL_VECTORS,
+    ADDRESS,
+    PULL,
+    ROW,
     THREADS,
     divide_up,
+    follow_previous_grid,
+    is_ragged,
     layout,
-    reduction_arguments,
-    reduction_types,
 )
 from numba_symm.device.intrinsics import (
     ld_u32,
     ld_v2_u64,
-    st_release_sys_u32,
     st_u32,
     st_v2_u64,
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import ALL_REDUCE_PULL, wait_for_epoch, wait_record
-from numba_symm.dtypes import Element
+from numba_symm.device.signals import ONE_SHOT_PULL
+from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 
-def make_kernel(size: int, element: Element, op: str) -> Any:
+def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
-    unpack, pack, combine, load_word, store_word = make_lanes(element, op)
-    at = layout(size)
-    epochs, flags, slots = at.pull_epochs, at.pull_flags, at.pull_slots
-    half_bytes = 16 * PULL_VECTORS
-    per_vector = 2 * element.lanes
+    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    at = layout(size).pull
+    epochs, flags, slots = at.epochs, at.flags, at.slots
+    half_bytes = PULL.rows * ROW
+    tell, told = make_flags(size, ONE_SHOT_PULL)
 
     def one_shot_pull(
         guard: Any,
-        peers: Any,
+        early: bool,
+        ring: Any,
         own: int,
         source: int,
-        source_aligned: bool,
         target: int,
-        target_aligned: bool,
         count: int,
         vectors: int,
         share: int,
+        peers: Any,
     ) -> None:
+        follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
         low = cuda.local.array(size, types.int64)
@@ -77,42 +81,19 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
             end = min(start + share, vectors)
             for vector in range(start + thread, end, THREADS):
                 slot = own + half + 16 * (vector - start)
-                if source_aligned and (vector + 1) * per_vector <= count:
-                    st_v2_u64(slot, ld_v2_u64(source + 16 * vector))
-                else:
-                    first = load_word(source, 2 * vector, count, False)
-                    second = load_word(source, 2 * vector + 1, count, False)
-                    st_v2_u64(slot, (first, second))
-            # The block's part is staged before any of its flags says so.
-            cuda.syncthreads()
-            for r in range(size):
-                if thread == r % THREADS:
-                    flag = peers[r] + own_flags + 4 * guard.rank
-                    st_release_sys_u32(flag, epoch)
-            for r in range(size):
-                if thread == r % THREADS and not failed:
-                    record = wait_record(ALL_REDUCE_PULL, guard.rank, r, block, epoch)
-                    flag = own + own_flags + 4 * r
-                    failed = not wait_for_epoch(guard, flag, epoch, record)
-            # Every peer's part, acquired by one thread each, is visible to all.
-            cuda.syncthreads()
+                st_v2_u64(slot, load(source, vector, count))
+            tell(ring, own_flags, guard.rank, epoch)
+            failed = told(guard, own + own_flags, block, epoch, failed)
             for vector in range(start + thread, end, THREADS):
                 slot = half + 16 * (vector - start)
                 for r in range(size):
                     low[r], high[r] = ld_v2_u64(peers[r] + slot)
                 # In rank order on every rank: all get the same bits.
-                first_total = unpack(low[0])
-                second_total = unpack(high[0])
+                total = unpack(low[0], high[0])
                 for r in range(1, size):
-                    first_total = combine(first_total, unpack(low[r]))
-                    second_total = combine(second_total, unpack(high[r]))
-                first = pack(first_total)
-                second = pack(second_total)
-                if target_aligned and (vector + 1) * per_vector <= count:
-                    st_v2_u64(target + 16 * vector, (first, second))
-                else:
-                    store_word(target, 2 * vector, count, False, first)
-                    store_word(target, 2 * vector + 1, count, False, second)
+                    total = combine(total, unpack(low[r], high[r]))
+                result = pack(total)
+                store(target, vector, count, result[0], result[1])
             start += cuda.gridDim.x * share
         # All threads have read the epoch before it changes.
         cuda.syncthreads()
@@ -123,20 +104,27 @@ def make_kernel(size: int, element: Element, op: str) -> Any:
 
 
 @functools.cache
-def kernel(size: int, element: Element, op: str) -> Kernel:
+def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    signature = (*reduction_types(size), types.int64, types.int64)
-    return Kernel(make_kernel, (size, element, op), signature, THREADS)
+    constants = (size, element, op, ragged)
+    peers = types.UniTuple(ADDRESS, size)
+    arguments = (ADDRESS, ADDRESS, types.int64, types.int64, types.int64, peers)
+    return workspace.make_kernel(make_one_shot_pull, constants, *arguments)
 
 
 def bind(
-    comm: Any, source: int, target: int, count: int, element: Element, op: str
+    comm: Any, source: int, target: int, count: int, element: Element, op: Op
 ) -> Launch:
-    """Return the packed launch; see ``AllReduce.bind`` in ``select.py``."""
-    vectors = divide_up(count, 2 * element.lanes)
-    grid = min(divide_up(vectors, THREADS), comm.max_blocks)
+    """Return the packed launch; see ``Bind`` in ``select.py``."""
+    vectors = divide_up(count, element.lanes)
+    grid = min(divide_up(vectors, THREADS), comm.max_blocks, PULL.blocks)
     # Equal parts, of whole sweeps of the block, that fit the staging slots.
-    share = min(divide_up(divide_up(vectors, grid), THREADS) * THREADS, PULL_VECTORS)
+    sweeps = min(divide_up(divide_up(vectors, grid), THREADS), PULL.rows)
+    share = sweeps * THREADS
     grid = min(grid, divide_up(vectors, share))
-    arguments = reduction_arguments(comm, source, target, count, alignment=16)
-    return kernel(comm.size, element, op).bind(grid, *arguments, vectors, share)
+    ragged = is_ragged(source, target, count, element.lanes)
+    return workspace.launch(
+        kernel(comm.size, element, op, ragged),
+        *(comm, grid, source, target, count, vectors, share),
+        comm.workspace.addresses,
+    )

@@ -1,29 +1,39 @@
-"""The one table that picks an algorithm, by bytes and number of ranks."""
+"""The one table that picks an algorithm, by bytes, type and number of ranks."""
 
-from typing import Any, Protocol
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
-from numba_symm.collectives import one_shot_ll, one_shot_pull
-from numba_symm.dtypes import Element
+from numba_symm.collectives import (
+    copy_engine,
+    one_shot,
+    one_shot_pull,
+    two_shot,
+    two_shot_signalled,
+)
+from numba_symm.dtypes import Element, Op
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError
-from numba_symm.kernels import Launch
+
+Enqueue = Callable[[int], None]
+"""Enqueues a packed call on the stream of that handle."""
 
 
-class AllReduce(Protocol):
-    """What a file of an all-reduce algorithm offers."""
+class Bind(Protocol):
+    """Packs one all-reduce algorithm."""
 
-    def bind(
+    def __call__(
         self,
         comm: Any,
         source: int,
         target: int,
         count: int,
         element: Element,
-        op: str,
-    ) -> Launch:
-        """Return the launch that all-reduces ``count`` elements.
+        op: Op,
+    ) -> Enqueue:
+        """Return what all-reduces ``count`` elements.
 
-        Everything but the addresses is equal on all ranks; the grid follows from it.
+        Everything but the addresses is equal on all ranks; grid and slots follow from
+        it alone.
 
         Args:
             comm: the communicator (its guard, workspace and agreed grid are used).
@@ -31,42 +41,58 @@ class AllReduce(Protocol):
             target: address of the output; may be ``source``.
             count: number of elements, at least 1.
             element: their type.
-            op: the reduction's name.
+            op: the operator.
         """
         ...
 
 
-ALL_REDUCE: dict[str, AllReduce] = {
-    "one_shot_ll": one_shot_ll,
-    "one_shot_pull": one_shot_pull,
+ALL_REDUCE: dict[str, Bind] = {
+    "one_shot_sentinel": functools.partial(one_shot.bind, "sentinel"),
+    "one_shot_ll": functools.partial(one_shot.bind, "ll"),
+    "two_shot_sentinel": functools.partial(two_shot.bind, "sentinel"),
+    "two_shot_ll": functools.partial(two_shot.bind, "ll"),
+    "two_shot_signalled": two_shot_signalled.bind,
+    "copy_engine": copy_engine.bind,
+    "one_shot_pull": one_shot_pull.bind,
 }
 """Algorithms of all_reduce by name."""
 
-# Largest message, in bytes, that LL packets carry faster than the pull kernel does:
-# on H200s the two cross between 256 KiB and 1 MiB with 2, 3 and 4 ranks
-# (bench/results); with more, LL's traffic of 2 (n - 1) messages a rank tells earlier.
-_LL_LIMIT_FEW = 512 << 10
-_LL_LIMIT_MANY = 128 << 10
-# A simulated round costs milliseconds, whatever it carries: LL's are many and small.
-_LL_LIMIT_SIMULATED = 512
+
+class Limits(NamedTuple):
+    """The largest message, in bytes, of each kind of algorithm; larger: copies."""
+
+    one_shot: int
+    two_shot: int
+    signalled: int
 
 
-def all_reduce(nbytes: int, size: int) -> str:
+_K, _M = 1 << 10, 1 << 20
+
+# Measured on H200s with 2 and 4 ranks; see bench/README.md. By number of ranks: 2, 3 to
+# 4, 5 to 8.
+_SENTINEL = (
+    Limits(1 * _M, 8 * _M, 64 * _M),
+    Limits(128 * _K, 4 * _M, 32 * _M),
+    Limits(64 * _K, 4 * _M, 32 * _M),
+)
+_LL = (
+    Limits(128 * _K, 1 * _M, 64 * _M),
+    Limits(64 * _K, 512 * _K, 32 * _M),
+    Limits(32 * _K, 512 * _K, 32 * _M),
+)
+# A simulated round costs milliseconds, whatever it carries.
+_SIMULATED = Limits(512, 2048, 64 * _M)
+
+
+def all_reduce(nbytes: int, size: int, element: Element) -> str:
     """Return the name of the fastest algorithm for a message and a world size."""
-    limit = _LL_LIMIT_FEW if size <= 4 else _LL_LIMIT_MANY
+    transport = "sentinel" if element.floating else "ll"
+    by_size = _SENTINEL if element.floating else _LL
+    limits = by_size[0 if size <= 2 else 1 if size <= 4 else 2]
     if SIMULATED:
-        limit = _LL_LIMIT_SIMULATED
-    return "one_shot_ll" if nbytes <= limit else "one_shot_pull"
-
-
-def named(algorithm: str | None, nbytes: int, size: int) -> str:
-    """Return ``algorithm`` if there is one of that name; choose one for None."""
-    if algorithm is None:
-        return all_reduce(nbytes, size)
-    if algorithm not in ALL_REDUCE:
-        known = ", ".join(repr(name) for name in ALL_REDUCE)
-        raise ArgumentError(
-            f"all_reduce: algorithm={algorithm!r} is not known; use {known}, or None "
-            "to have the fastest one chosen"
-        )
-    return algorithm
+        limits = _SIMULATED
+    if nbytes <= limits.one_shot:
+        return f"one_shot_{transport}"
+    if nbytes <= limits.two_shot:
+        return f"two_shot_{transport}"
+    return "two_shot_signalled" if nbytes <= limits.signalled else "copy_engine"

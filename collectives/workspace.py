@@ -1,101 +1,213 @@
 """The symmetric memory that a communicator's kernels work in.
 
-One allocation a rank, zeroed before any peer can see it, with separate state for
-each protocol, so that calls of any size and algorithm may follow one another,
-eager or replayed. A slot's address follows from (protocol, block, parity, source,
-thread) and never from a message's size or alignment.
+One allocation a rank, at most 64 MiB, with separate state for each protocol, so that
+calls of any size and algorithm may follow one another, eager or replayed. A slot's
+address follows from (protocol, block, parity, source, step, thread) and never from a
+message's size or alignment.
 """
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba.cuda import types
 
+from numba_symm.device.intrinsics import (
+    device_function,
+    griddepcontrol_launch_dependents,
+    griddepcontrol_wait,
+)
 from numba_symm.environment import SIMULATED
-from numba_symm.kernels import GUARD
+from numba_symm.kernels import GUARD, Kernel, Launch
 
-THREADS = 8 if SIMULATED else 512
+THREADS = 8 if SIMULATED else 128
 """Threads a block in every protocol: part of the slots' addresses, so a constant.
-The simulator's threads are operating-system threads; a few show every race."""
+Few, so that a small message is spread over many multiprocessors. The simulator's
+threads are operating-system threads; a few show every race."""
 
-MAX_BLOCKS = 4 if SIMULATED else 64
+MAX_BLOCKS = 4 if SIMULATED else 256
 """Most blocks of one call; an agreed grid may be smaller on small GPUs."""
 
-PACKET = 16
-"""Bytes of an LL packet: 8 of data, and a 4-byte flag beside each 4 of them."""
+BLOCK_REGISTERS = 64 * THREADS
+"""Registers of a block, most kernels' share; their number limits how many blocks a
+multiprocessor holds."""
 
-PULL_VECTORS = (16 if SIMULATED else 2) * THREADS
-"""16-byte vectors a block stages at a time in the pull protocol."""
+VECTOR = 16
+"""Bytes that a thread moves at a time."""
+
+ROW = THREADS * VECTOR
+"""Bytes of one vector for each thread of a block."""
 
 _LINE = 128  # regions begin on cache lines of their own
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Byte offsets of each protocol's state in a workspace of ``size`` ranks.
+class Region:
+    """Byte offsets of one protocol's state.
 
-    ``*_epochs`` hold one uint32 a block, written by its own rank only: how many
-    rounds the block has finished. ``*_flags`` hold one uint32 for each block and
-    source rank, written by that source.
+    Attributes:
+        epochs: one uint32 a block, written by its own rank only: how many rounds the
+            block has finished.
+        flags: uint32 by (block, source rank), written by that source.
+        slots: what peers, or the rank for its peers, put here.
+        end: where the slots end.
     """
+
+    epochs: int
+    flags: int
+    slots: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each protocol's state lies in a workspace of ``size`` ranks."""
 
     size: int
-    barrier_epochs: int
-    barrier_flags: int
-    pull_epochs: int
-    pull_flags: int
-    pull_slots: int
-    ll_epochs: int
-    ll_slots: int
+    barrier: Region
+    agreement: Region
+    pull: Region
+    one_shot_sentinel: Region
+    one_shot_ll: Region
+    two_shot_sentinel: Region
+    two_shot_ll: Region
+    two_shot_signalled: Region
     nbytes: int
 
+    @property
+    def sentinels(self) -> tuple[Region, ...]:
+        """The regions whose slots are all ones while nothing has come."""
+        return self.one_shot_sentinel, self.two_shot_sentinel
 
+
+class Protocol(NamedTuple):
+    """How much of the workspace a protocol's slots take.
+
+    Attributes:
+        blocks: most blocks of a call.
+        rows: vectors that a thread has slots for in a half, all other ranks taken
+            together; more only if there are more ranks.
+    """
+
+    blocks: int
+    rows: int
+
+    def steps(self, size: int) -> int:
+        """Return how many vectors a thread has slots for of each other rank.
+
+        A power of 2, so that groups of them are whole.
+        """
+        return 1 << (max(1, self.rows // max(1, size - 1)).bit_length() - 1)
+
+    def needed(self, vectors: int, grid: int, size: int) -> int:
+        """Return how many of these steps a message takes, rounded to a power of 2."""
+        steps = divide_up(vectors, grid * THREADS)
+        return min(self.steps(size), 1 << (steps - 1).bit_length())
+
+
+def _blocks(blocks: int) -> int:
+    return min(blocks, MAX_BLOCKS)
+
+
+# The more, the larger the message that goes in one round; all together less than 64 MiB
+# on 8 ranks. Messages too large for one round go in several, more slowly.
+PULL = Protocol(_blocks(64), 16 if SIMULATED else 2)
+ONE_SHOT = {
+    "sentinel": Protocol(_blocks(256), 8),
+    "ll": Protocol(_blocks(32), 8),
+}
+TWO_SHOT = {
+    "sentinel": Protocol(_blocks(256), 8),
+    "ll": Protocol(_blocks(32), 8),
+}
+SIGNALLED = Protocol(_blocks(256), 16)
+
+
+@functools.cache
 def layout(size: int) -> Layout:
     """Return the layout for ``size`` ranks."""
-    flags = 4 * MAX_BLOCKS * size
-    regions = {
-        "barrier_epochs": 4,
-        "barrier_flags": 4 * size,
-        "pull_epochs": 4 * MAX_BLOCKS,
-        "pull_flags": flags,
-        "pull_slots": MAX_BLOCKS * 2 * PULL_VECTORS * 16,
-        "ll_epochs": 4 * MAX_BLOCKS,
-        "ll_slots": MAX_BLOCKS * 2 * size * THREADS * PACKET,
+
+    def taken(protocol: Protocol, vectors: int) -> int:
+        rows = (size - 1) * protocol.steps(size) * vectors
+        return protocol.blocks * 2 * rows * ROW
+
+    slots = {
+        "barrier": 0,
+        "agreement": 8 * size,
+        "pull": PULL.blocks * 2 * PULL.rows * ROW,
+        "one_shot_sentinel": taken(ONE_SHOT["sentinel"], 1),
+        "one_shot_ll": taken(ONE_SHOT["ll"], 2),
+        "two_shot_sentinel": taken(TWO_SHOT["sentinel"], 2),
+        "two_shot_ll": taken(TWO_SHOT["ll"], 4),
+        "two_shot_signalled": taken(SIGNALLED, 2),
     }
-    offsets: dict[str, Any] = {}
+    regions: dict[str, Any] = {}
     end = 0
-    for name, nbytes in regions.items():
-        offsets[name] = end
-        end += -(-nbytes // _LINE) * _LINE
-    return Layout(size=size, nbytes=end, **offsets)
+    for name, nbytes in slots.items():
+        epochs, end = end, end + _lines(4 * MAX_BLOCKS)
+        flags, end = end, end + _lines(2 * 4 * MAX_BLOCKS * size)
+        start, end = end, end + _lines(nbytes)
+        regions[name] = Region(epochs, flags, start, end)
+    return Layout(size=size, nbytes=end, **regions)
 
 
-def reduction_types(size: int) -> tuple[Any, ...]:
-    """Return the types of the arguments that all reducing kernels begin with."""
-    address = types.int64
-    workspaces = types.UniTuple(address, size)
-    array = (address, types.boolean)
-    return (GUARD, workspaces, address, *array, *array, types.int64)
+def _lines(nbytes: int) -> int:
+    return -(-nbytes // _LINE) * _LINE
 
 
-def reduction_arguments(
-    comm: Any, source: int, target: int, count: int, alignment: int
-) -> tuple[Any, ...]:
-    """Return those arguments: guard, workspaces, own one, input, output, count.
+ADDRESS = types.int64
 
-    Each array is its address and whether that is a multiple of ``alignment`` bytes.
+
+def make_kernel(
+    factory: Callable[..., Any],
+    constants: tuple[Any, ...],
+    *arguments: Any,
+    weight: int = 1,
+) -> Kernel:
+    """Return a collective's kernel; ``constants`` begin with the number of ranks.
+
+    Its function takes what ``launch`` passes, then ``arguments`` of those types, and
+    calls ``follow_previous_grid`` first. A block takes ``weight`` blocks' registers.
     """
+    size = constants[0]
+    ring = types.UniTuple(ADDRESS, max(1, size - 1))
+    common = (GUARD, types.boolean, ring, ADDRESS)
+    registers = weight * BLOCK_REGISTERS // THREADS
+    return Kernel(factory, constants, (*common, *arguments), THREADS, registers)
+
+
+def launch(kernel: Kernel, comm: Any, grid: int, *arguments: Any) -> Launch:
+    """Pack a launch: guard, whether it may be early, ring, own workspace, arguments.
+
+    The ring is the other ranks' workspaces, from the next rank on, so that the ranks
+    do not all turn to the same one first.
+
+    A grid may be launched while the one before it still runs, if both together take no
+    more room than the largest: four communicators at once count on that.
+    """
+    weight = kernel.registers * THREADS // BLOCK_REGISTERS
+    early = 2 * weight * grid <= comm.max_blocks
     addresses = comm.workspace.addresses
-    return (
-        comm.guard,
-        addresses,
-        addresses[comm.rank],
-        source,
-        source % alignment == 0,
-        target,
-        target % alignment == 0,
-        count,
-    )
+    own = addresses[comm.rank]
+    ring = (*addresses[comm.rank + 1 :], *addresses[: comm.rank]) or (own,)
+    return kernel.bind(grid, comm.guard, early, ring, own, *arguments, early=early)
+
+
+@device_function
+def follow_previous_grid(early: bool) -> None:
+    """Wait until all earlier work of the stream is done and visible.
+
+    Then the next grid may be launched, to wait here in its turn.
+    """
+    griddepcontrol_wait()
+    if early:
+        griddepcontrol_launch_dependents()
+
+
+def is_ragged(source: int, target: int, count: int, per_vector: int) -> bool:
+    """Return whether an array is not made of whole vectors on 16-byte boundaries."""
+    return (source | target) % VECTOR != 0 or count % per_vector != 0
 
 
 def divide_up(a: int, b: int) -> int:

@@ -6,8 +6,7 @@ is the one place that knows.
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
@@ -16,13 +15,13 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 
 
-@dataclass(frozen=True)
-class ArrayView:
+class ArrayView(NamedTuple):
     """Where an array lies and what it holds.
 
     Attributes:
         address: of its first element.
         shape: as given.
+        size: number of elements.
         dtype: NumPy's dtype.
         order: ``"C"`` or ``"F"`` if its elements fill its memory without gaps in that
             order, ``"C"`` if in both; None if there are gaps.
@@ -32,15 +31,11 @@ class ArrayView:
 
     address: int
     shape: tuple[int, ...]
+    size: int
     dtype: np.dtype[Any]
     order: str | None
     readonly: bool
     stream: int | None
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -64,11 +59,13 @@ def view(array: Any, what: str) -> ArrayView:
 
 
 def _view_numba(array: Any) -> ArrayView:
+    in_c = array.is_c_contiguous()
     return ArrayView(
-        address=int(array.device_ctypes_pointer.value or 0),
+        address=array.device_ctypes_pointer.value or 0,
         shape=tuple(array.shape),
+        size=array.size,
         dtype=array.dtype,
-        order=_order(array.is_c_contiguous(), array.is_f_contiguous()),
+        order="C" if in_c else _order(False, array.is_f_contiguous()),
         readonly=False,
         stream=_numba_stream(array),
     )
@@ -97,6 +94,7 @@ def _view_foreign(array: Any, what: str) -> ArrayView:
     return ArrayView(
         address=int(found.ptr),
         shape=tuple(found.shape),
+        size=math.prod(found.shape),
         dtype=dtype,
         order=_order_of(tuple(found.shape), found.strides),
         readonly=bool(found.readonly),
@@ -152,6 +150,7 @@ def _view_simulated(array: Any, what: str) -> ArrayView:
     return ArrayView(
         address=array.ctypes.data,
         shape=tuple(array.shape),
+        size=int(array.size),
         dtype=array.dtype,
         order=_order(flags.c_contiguous, flags.f_contiguous),
         readonly=not flags.writeable,
@@ -179,7 +178,9 @@ def dense(array: ArrayView, what: str) -> ArrayView:
             f"{what}: the array of shape {array.shape} is strided; pass a contiguous "
             "copy (numpy-style ascontiguousarray, .contiguous() in torch)"
         )
-    if array.address % array.dtype.itemsize:
+    # What kernels move at a time: 12-byte elements as 4 bytes, 16-byte ones as 8.
+    unit = min(8, array.dtype.itemsize & -array.dtype.itemsize) or 1
+    if array.address % unit:
         raise ArgumentError(
             f"{what}: the array at {array.address:#x} is not aligned to its "
             f"{array.dtype.itemsize}-byte elements"

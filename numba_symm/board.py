@@ -22,8 +22,14 @@ _OPERATIONS = {
     signals.PUT_SIGNAL: ("put_signal", "channel"),
     signals.WAIT_SIGNAL: ("wait_signal", "channel"),
     signals.BARRIER: ("barrier", "block"),
-    signals.ALL_REDUCE_PULL: ("all_reduce (one-shot pull)", "block"),
-    signals.ALL_REDUCE_LL: ("all_reduce (one-shot LL)", "block"),
+    signals.ONE_SHOT_PULL: ("all_reduce (one_shot_pull)", "block"),
+    signals.ONE_SHOT_SENTINEL: ("all_reduce (one_shot_sentinel)", "block"),
+    signals.ONE_SHOT_LL: ("all_reduce (one_shot_ll)", "block"),
+    signals.TWO_SHOT_SENTINEL: ("all_reduce (two_shot_sentinel)", "block"),
+    signals.TWO_SHOT_LL: ("all_reduce (two_shot_ll)", "block"),
+    signals.EXCHANGE: ("all_gather, all_to_all or reduce_scatter", "block"),
+    signals.AGREEMENT: ("all_reduce (copy_engine)", "block"),
+    signals.TWO_SHOT_SIGNALLED: ("all_reduce (two_shot_signalled)", "block"),
 }
 _CLOSE, _ABANDONED = 126, 127  # operations of the host, not of kernels
 _POLL_SECONDS = 2e-4
@@ -139,6 +145,12 @@ def describe(record: int) -> str:
         return f"rank {rank} left after an error of its own"
     if operation == _CLOSE:
         return f"rank {rank} waited for rank {peer} in close"
+    if operation == signals.MISMATCH:
+        return (
+            f"rank {rank}'s all_reduce differs from rank {peer}'s: count, dtype, op or "
+            "where the output lies (the same part of the same symmetric block on all "
+            "ranks, or in no block on any)"
+        )
     name, kind = _OPERATIONS[operation]
     at = f"{kind} {place}, epoch {epoch}" if epoch else f"{kind} {place}"
     return f"rank {rank} waited for rank {peer} in {name}, {at}"

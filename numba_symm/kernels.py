@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,10 +22,14 @@ from numba.cuda import types
 
 from numba_symm import driver
 from numba_symm.device.signals import Guard
+from numba_symm.dtypes import UserOperator
 from numba_symm.environment import SIMULATED
 
 GUARD = types.NamedTuple((types.int64,) * len(Guard._fields), Guard)
 """The Numba type of a :class:`numba_symm.device.Guard`."""
+
+REGISTERS = 65536
+"""Registers of a multiprocessor, of every compute capability from 8.0 on."""
 
 _SWITCH_INTERVAL = 1e-4  # seconds; a simulated thread that polls must let others run
 
@@ -37,6 +42,7 @@ class Kernel:
         constants: hashable and with a ``repr`` that tells them apart.
         signature: Numba types of the kernel's arguments: scalars and tuples of them.
         threads: threads a block, always.
+        registers: most registers a thread may take.
     """
 
     def __init__(
@@ -45,7 +51,9 @@ class Kernel:
         constants: tuple[Any, ...],
         signature: tuple[Any, ...],
         threads: int,
+        registers: int = 64,
     ):
+        self.registers = registers
         self.factory = factory
         self.constants = constants
         self.signature = signature
@@ -56,14 +64,29 @@ class Kernel:
         """The Python function that runs on the device."""
         return self.factory(*self.constants)
 
+    @property
+    def cacheable(self) -> bool:
+        """Whether its key says all about it, so that it may be kept on disk.
+
+        Nobody can tell what a user's own function depends on.
+        """
+        return not any(isinstance(each, UserOperator) for each in self.constants)
+
     @functools.cached_property
     def simulated(self) -> Any:
         """The function as a kernel of Numba's simulator."""
         return cuda.jit(self.function)
 
-    def bind(self, grid: int, *args: Any) -> "Launch":
-        """Pack ``args`` for launches of ``grid`` blocks."""
-        return Launch(self, grid, args)
+    def bind(self, grid: int, *args: Any, early: bool = False) -> "Launch":
+        """Pack ``args`` for launches of ``grid`` blocks.
+
+        Args:
+            grid: number of blocks.
+            args: the kernel's arguments.
+            early: whether to launch it while the kernel before it still runs; it must
+                begin with ``griddepcontrol.wait`` then.
+        """
+        return Launch(self, grid, args, early)
 
     def load(self) -> Any:
         """Return the kernel on the current device, as a ``CUfunction``.
@@ -85,8 +108,10 @@ class Kernel:
             abi="numba",
             cc=cc,
             output="ptx",
-            launch_bounds=self.threads,
+            launch_bounds=(self.threads, REGISTERS // self.registers // self.threads),
         )
+        if cc < (9, 0):  # there a grid begins when the one before it is over
+            return re.sub(r"griddepcontrol\.\w+;", "", str(text))
         return str(text)
 
     def cubin(self, cc: tuple[int, int]) -> bytes:
@@ -103,7 +128,7 @@ class Kernel:
             f"{self.factory.__module__}.{self.factory.__qualname__}",
             repr(self.constants),
             repr(self.signature),
-            repr(self.threads),
+            repr((self.threads, self.registers)),
             repr(cc),
             _versions(),
             _device_sources(),
@@ -114,27 +139,44 @@ class Kernel:
 class Launch:
     """A kernel with its arguments packed once, launched as often as one likes."""
 
-    def __init__(self, kernel: Kernel, grid: int, args: tuple[Any, ...]):
+    def __init__(self, kernel: Kernel, grid: int, args: tuple[Any, ...], early: bool):
         self._kernel = kernel
         self._grid = grid
         self._args = args
         if not SIMULATED:
             self._function = kernel.load()
             self._packed = _Packed(kernel.signature, args)
+            self._config = _config(grid, kernel.threads, early)
+            self._stream = -1
+            self._launch = driver.function("cuLaunchKernelEx")
 
     def __call__(self, stream: int) -> None:
         """Launch on the stream with that handle; returns at once on a GPU."""
         if SIMULATED:
             _simulate(self._kernel, self._grid, self._args)
             return
-        threads, params = self._kernel.threads, self._packed.address
-        driver.call(
-            "cuLaunchKernel",
-            self._function,
-            *(self._grid, 1, 1),
-            *(threads, 1, 1),
-            *(0, stream, params, 0),
-        )
+        if stream != self._stream:
+            self._config.hStream = self._stream = stream
+        (status,) = self._launch(self._config, self._function, self._packed.address, 0)
+        if status:
+            raise driver.failure("cuLaunchKernelEx", status)
+
+
+def _config(grid: int, threads: int, early: bool) -> Any:
+    """Return the driver's description of a launch, but for its stream."""
+    from cuda.bindings import driver as binding
+
+    config = binding.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    if early:
+        kinds = binding.CUlaunchAttributeID
+        attribute = binding.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs = [attribute]
+        config.numAttrs = 1
+    return config
 
 
 @functools.cache
@@ -142,17 +184,23 @@ def _loaded(kernel: Kernel, cc: tuple[int, int], device_id: int) -> Any:
     """Return the kernel from the cache or the compiler, loaded on a device."""
     from cuda.core import ObjectCode
 
+    code = _from_disk(kernel, cc) if kernel.cacheable else kernel.cubin(cc)
+    loaded = ObjectCode.from_cubin(code).get_kernel(_entry(code))
+    function = driver.call("cuKernelGetFunction", loaded.handle)
+    driver.call("cuFuncLoad", function)
+    _keep.append(loaded)
+    return function
+
+
+def _from_disk(kernel: Kernel, cc: tuple[int, int]) -> bytes:
+    """Return the machine code that is kept on disk, compiled if it is not there."""
     cache = _disk_cache()
     key = kernel.key(cc)
     code = cache.get(key)
     if code is None:
         code = kernel.cubin(cc)
         cache[key] = code
-    loaded = ObjectCode.from_cubin(bytes(code)).get_kernel(_entry(bytes(code)))
-    function = driver.call("cuKernelGetFunction", loaded.handle)
-    driver.call("cuFuncLoad", function)
-    _keep.append(loaded)
-    return function
+    return bytes(code)
 
 
 _keep: list[Any] = []  # a function lives as long as its library

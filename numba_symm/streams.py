@@ -1,5 +1,6 @@
 """Streams: finding the handle in what a caller passed, and ordering calls."""
 
+import ctypes
 import functools
 from typing import Any
 
@@ -45,17 +46,23 @@ class StreamOrder:
         self._captured = _Trail()
         self._capture = 0
 
-    def enter(self, stream: int) -> "_Trail":
-        """Make ``stream`` wait for the latest call; return what to leave after."""
-        capture = _capture_id(stream)
-        if capture == 0:
+    def enter(self, stream: int, owner: Any) -> "_Trail":
+        """Make ``stream`` wait for the latest call; return what to leave after.
+
+        Args:
+            stream: its handle.
+            owner: an object that keeps the stream, or None.
+        """
+        # The legacy stream cannot be captured, and must not be asked during a capture.
+        if stream in _LEGACY_DEFAULTS or not is_capturing(stream):
             trail = self._eager
         else:
             trail = self._captured
+            capture = int(driver.call("cuStreamGetCaptureInfo", stream)[1])
             if capture != self._capture:
                 self._capture = capture
                 trail.forget()
-        trail.enter(stream, _identity(stream, capture))
+        trail.enter(stream, owner)
         return trail
 
     def close(self) -> None:
@@ -67,71 +74,111 @@ class StreamOrder:
 class _Trail:
     """The latest of calls that follow one another.
 
-    Its event is recorded right after it, because its stream may be gone later; the
-    legacy default stream, which never goes, is asked when the need comes.
+    Its event is recorded right after it: its stream may be gone later, or have work
+    that must not be waited for. The legacy default stream, on which whatever follows
+    waits anyway, is asked when the need comes.
     """
 
     def __init__(self) -> None:
         self._last: int | None = None
+        self._owner: Any = None
 
     @functools.cached_property
     def _event(self) -> Any:
         return driver.call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
 
-    def enter(self, stream: int, identity: int) -> None:
-        """Make ``stream`` wait for the latest call, if that was on another one."""
-        if self._last is not None and identity != self._last:
-            if self._last == _LEGACY_ID:
+    def enter(self, stream: int, owner: Any) -> None:
+        """Make ``stream`` wait for the latest call, unless it surely follows it."""
+        if stream in _LEGACY_DEFAULTS:
+            stream = LEGACY_DEFAULT
+        # A new stream may have the handle of one that was destroyed; only an object
+        # that was kept since tells that it is the same one.
+        same = stream == self._last and (owner is self._owner is not None or not stream)
+        if self._last is not None and not same:
+            if self._last == LEGACY_DEFAULT:
                 driver.call("cuEventRecord", self._event, LEGACY_DEFAULT)
             driver.call("cuStreamWaitEvent", stream, self._event, 0)
-        self._last = identity
+        self._last = stream
+        self._owner = owner
 
-    def leave(self, stream: int) -> None:
-        """Note that ``stream`` has the latest call."""
-        if self._last != _LEGACY_ID:
-            driver.call("cuEventRecord", self._event, stream)
+    def leave(self) -> None:
+        """Note that the latest call was enqueued."""
+        if self._last != LEGACY_DEFAULT:
+            (status,) = driver.function("cuEventRecord")(self._event, self._last)
+            if status:
+                raise driver.failure("cuEventRecord", status)
 
     def forget(self) -> None:
         """Let the next call follow none."""
-        self._last = None
+        self._last = self._owner = None
 
     def close(self) -> None:
-        """Destroy the event."""
+        """Destroy the event, and let the stream go."""
+        self.forget()
         if "_event" in self.__dict__:
             driver.call("cuEventDestroy", self._event)
             del self._event
 
 
-_LEGACY_ID = -1
-
-
-def _identity(stream: int, capture: int) -> int:
-    """Return what tells a stream from all others of its trail."""
-    if stream in _LEGACY_DEFAULTS:
-        return _LEGACY_ID
-    if capture:
-        return stream  # it has no id while it is captured, and outlives the capture
-    # A new stream may have the handle of one that was destroyed, but not its id.
-    return int(driver.call("cuStreamGetId", stream))
-
-
-def _capture_id(stream: int) -> int:
-    """Return which capture the stream is part of, 0 for none."""
-    if not is_capturing(stream):
-        return 0
-    return int(driver.call("cuStreamGetCaptureInfo", stream)[1])
-
-
 def is_capturing(stream: int) -> bool:
     """Return whether the stream is being captured into a graph."""
-    # The legacy stream cannot be captured, and must not be asked during a capture.
     if stream in _LEGACY_DEFAULTS:
         return False
-    from cuda.bindings import driver as binding
+    status, found = driver.function("cuStreamIsCapturing")(stream)
+    if status:
+        raise driver.failure("cuStreamIsCapturing", status)
+    return bool(found)  # CU_STREAM_CAPTURE_STATUS_NONE is 0
 
-    status = driver.call("cuStreamIsCapturing", stream)
-    active = binding.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
-    return bool(status == active)
+
+def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Enqueue a copy between addresses of this process, by a copy engine."""
+    if SIMULATED:
+        ctypes.memmove(target, source, nbytes)
+    else:
+        driver.call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
+
+
+_NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
+
+
+class SideStream:
+    """A second stream for part of a call's work; its steps are marked by events.
+
+    Args:
+        events: how many there are.
+    """
+
+    def __init__(self, events: int):
+        self.stream = LEGACY_DEFAULT
+        self._events: list[Any] = []
+        if not SIMULATED:
+            self.stream = int(driver.call("cuStreamCreate", _NON_BLOCKING))
+            for _ in range(events):
+                self._events.append(driver.call("cuEventCreate", 2))  # no timing
+
+    def follow(self, stream: int, event: int) -> None:
+        """Let this stream's next work follow all work of another."""
+        if self._events:
+            driver.call("cuEventRecord", self._events[event], stream)
+            driver.call("cuStreamWaitEvent", self.stream, self._events[event], 0)
+
+    def mark(self, event: int) -> None:
+        """Record an event on this stream."""
+        if self._events:
+            driver.call("cuEventRecord", self._events[event], self.stream)
+
+    def lead(self, stream: int, event: int) -> None:
+        """Let another stream's next work follow an event of this one."""
+        if self._events:
+            driver.call("cuStreamWaitEvent", stream, self._events[event], 0)
+
+    def close(self) -> None:
+        """Destroy stream and events once their work is done."""
+        while self._events:
+            driver.call("cuEventDestroy", self._events.pop())
+        if self.stream != LEGACY_DEFAULT:
+            driver.call("cuStreamDestroy", self.stream)
+            self.stream = LEGACY_DEFAULT
 
 
 def synchronize(stream: int) -> None:

@@ -21,6 +21,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm import device as symm
 from numba_symm import memory
+from numba_symm.collectives import select
 from tests.spawned import outcomes, run_ranks
 
 AWAY = 1  # the rank that does not come
@@ -73,14 +74,20 @@ def attempt(call, *args):
 # returns a call of no arguments; what needs all ranks happens before.
 
 
-def all_reduce_ll(comm):
-    x = input_of(comm)
-    return lambda: comm.all_reduce(x, algorithm="one_shot_ll")
+def all_reduce(algorithm):
+    def prepare(comm):
+        x = input_of(comm)
+        return lambda: comm.all_reduce(x, algorithm=algorithm)
+
+    return prepare
 
 
-def all_reduce_pull(comm):
-    x = input_of(comm)
-    return lambda: comm.all_reduce(x, algorithm="one_shot_pull")
+def exchange(name, algorithm):
+    def prepare(comm):
+        x = cuda.to_device(np.ones(4 * comm.size, np.float32))
+        return lambda: getattr(comm, name)(x, algorithm=algorithm)
+
+    return prepare
 
 
 def plan(comm):
@@ -152,13 +159,16 @@ def own(kernel):
     return prepare
 
 
+ALGORITHMS = {
+    name: (all_reduce(name), rf"all_reduce \({name}\), block 0, epoch 1")
+    for name in select.ALL_REDUCE
+}
+EXCHANGED = r"all_gather, all_to_all or reduce_scatter, block 0, epoch 1"
 OPERATIONS = {
-    "all_reduce_ll": (all_reduce_ll, r"all_reduce \(one-shot LL\), block 0, epoch 1"),
-    "all_reduce_pull": (
-        all_reduce_pull,
-        r"all_reduce \(one-shot pull\), block 0, epoch 1",
-    ),
-    "plan": (plan, r"all_reduce \(one-shot LL\), block 0, epoch 1"),
+    **ALGORITHMS,
+    "all_gather": (exchange("all_gather", "ll"), EXCHANGED),
+    "reduce_scatter": (exchange("reduce_scatter", "signalled"), EXCHANGED),
+    "plan": (plan, r"all_reduce \(one_shot_ll\), block 0, epoch 1"),
     "barrier": (barrier, r"barrier, block 0, epoch 1"),
     "memory_barrier": (memory_barrier, r"wait_signal, channel 3"),
     "put_signal": (put_signal, r"put_signal, channel 5"),
@@ -172,7 +182,7 @@ OPERATIONS = {
 def one_rank_stays_away(world, name):
     prepare, _ = OPERATIONS[name]
     with ns.Communicator(world, timeout=PATIENT) as comm:
-        if name.startswith(("all_reduce", "plan", "barrier", "memory_barrier")):
+        if not name.startswith(("own", "put", "wait")):
             prepare(comm)()  # compiled before a second counts
             comm.synchronize()
     comm = ns.Communicator(world, timeout=1.0)

@@ -43,6 +43,24 @@ class Mpi:
         reduction = getattr(self._mpi, op.upper())
         return {"": Way(lambda stream: self._ranks.Allreduce(x, out, reduction))}
 
+    def all_gather(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-gather."""
+        x, out = x.view(np.uint8), out.view(np.uint8)
+        return {"": Way(lambda stream: self._ranks.Allgather(x, out))}
+
+    def reduce_scatter(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a reduce-scatter."""
+        if x.dtype.itemsize == 2:
+            return {"": f"MPI has no {x.dtype.name}"}
+        reduction = getattr(self._mpi, op.upper())
+        call = self._ranks.Reduce_scatter_block
+        return {"": Way(lambda stream: call(x, out, reduction))}
+
+    def all_to_all(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-to-all."""
+        x, out = x.view(np.uint8), out.view(np.uint8)
+        return {"": Way(lambda stream: self._ranks.Alltoall(x, out))}
+
     def close(self) -> None:
         """Free the communicator."""
         self._ranks.Free()

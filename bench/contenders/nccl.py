@@ -56,6 +56,22 @@ class Nccl:
         enqueue = partial(self._comm.allreduce, _named(x), _named(out), reduction)
         return {"": Way(lambda stream: enqueue(stream=stream))}
 
+    def all_gather(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-gather."""
+        enqueue = partial(self._comm.allgather, _named(x), _named(out))
+        return {"": Way(lambda stream: enqueue(stream=stream))}
+
+    def reduce_scatter(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a reduce-scatter."""
+        reduction = getattr(self._core.NcclRedOp, op.upper())
+        enqueue = partial(self._comm.reduce_scatter, _named(x), _named(out), reduction)
+        return {"": Way(lambda stream: enqueue(stream=stream))}
+
+    def all_to_all(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-to-all."""
+        enqueue = partial(self._comm.alltoall, _named(x), _named(out))
+        return {"": Way(lambda stream: enqueue(stream=stream))}
+
     def close(self) -> None:
         """Destroy the communicator."""
         self._comm.destroy()

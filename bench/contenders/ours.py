@@ -64,5 +64,17 @@ class Ours:
         """Return the ways of an all-reduce."""
         return self.ways(OPERATIONS["all_reduce"], x, out, op)
 
+    def all_gather(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the ways of an all-gather."""
+        return self.ways(OPERATIONS["all_gather"], x, out, op)
+
+    def reduce_scatter(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the ways of a reduce-scatter."""
+        return self.ways(OPERATIONS["reduce_scatter"], x, out, op)
+
+    def all_to_all(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the ways of an all-to-all."""
+        return self.ways(OPERATIONS["all_to_all"], x, out, op)
+
     def close(self) -> None:
         """Do nothing: who made the communicator closes it."""

@@ -100,7 +100,7 @@ def _instruction(asm: str, result: Any, *operands: Any) -> Any:
 
 
 _V2_I64 = types.UniTuple(_I64, 2)
-_V4_I32 = types.UniTuple(_I32, 4)
+_V2_F32 = types.UniTuple(_F32, 2)
 
 # Flags and records, shared with other GPUs and the host while kernels run.
 ld_relaxed_sys_u32 = _instruction("ld.relaxed.sys.global.u32 $0, [$1];", _I32, _I64)
@@ -120,13 +120,12 @@ st_release_sys_u64 = _instruction(
     "st.release.sys.global.u64 [$0], $1;", types.void, _I64, _I64
 )
 
-# Packets: 16 bytes that move together where the hardware can; the protocols
-# only rely on each 8-byte half arriving whole.
-ld_relaxed_sys_v4_u32 = _instruction(
-    "ld.relaxed.sys.global.v4.u32 {$0,$1,$2,$3}, [$4];", _V4_I32, _I64
+# Packets: 16 bytes, of which each 8 arrive whole; as fast as the hardware moves them.
+ld_relaxed_sys_v2_u64 = _instruction(
+    "ld.relaxed.sys.global.v2.u64 {$0,$1}, [$2];", _V2_I64, _I64
 )
-st_relaxed_sys_v4_u32 = _instruction(
-    "st.relaxed.sys.global.v4.u32 [$0], {$1,$2,$3,$4};", types.void, _I64, _V4_I32
+st_relaxed_sys_v2_u64 = _instruction(
+    "st.relaxed.sys.global.v2.u64 [$0], {$1,$2};", types.void, _I64, _V2_I64
 )
 
 # Data, ordered by the flags around it.
@@ -138,8 +137,14 @@ ld_u32 = _instruction("ld.global.u32 $0, [$1];", _I32, _I64)
 st_u32 = _instruction("st.global.u32 [$0], $1;", types.void, _I64, _I32)
 ld_u16 = _instruction("ld.global.u16 $0, [$1];", _I16, _I64)
 st_u16 = _instruction("st.global.u16 [$0], $1;", types.void, _I64, _I16)
+ld_u8 = _instruction("ld.global.u8 $0, [$1];", _I16, _I64)
+st_u8 = _instruction("st.global.u8 [$0], $1;", types.void, _I64, _I16)
 
 fence_acq_rel_sys = _instruction("fence.acq_rel.sys;", types.void)
+griddepcontrol_wait = _instruction("griddepcontrol.wait;", types.void)
+griddepcontrol_launch_dependents = _instruction(
+    "griddepcontrol.launch_dependents;", types.void
+)
 globaltimer = _instruction("mov.u64 $0, %globaltimer;", _I64)
 
 # Conversions between bits and numbers.
@@ -153,6 +158,34 @@ f32_of_bf16 = _instruction(
     "{.reg .b16 zero; mov.u16 zero, 0; mov.b32 $0, {zero, $1};}", _F32, _I16
 )
 bf16_of_f32 = _instruction("cvt.rn.bf16.f32 $0, $1;", _I16, _F32)
+
+
+def _f32x2_of(kind: str) -> Any:
+    """Return what widens two 8-bit floats, the lower one first; from sm_89 on."""
+    return _instruction(
+        "{.reg .b32 pair; .reg .b16 low, high;"
+        f" cvt.rn.f16x2.{kind}x2 pair, $2; mov.b32 {{low, high}}, pair;"
+        " cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;}",
+        *(_V2_F32, _I16),
+    )
+
+
+def _of_f32x2(kind: str) -> Any:
+    """Return what rounds two floats, the lower one first; from sm_89 on.
+
+    What is too large becomes the largest number: hardware knows no other way.
+    """
+    asm = f"cvt.rn.satfinite.{kind}x2.f32 $0, $2, $1;"
+    return _instruction(asm, _I16, _F32, _F32)
+
+
+f32x2_of_e4m3x2, f32x2_of_e5m2x2 = _f32x2_of("e4m3"), _f32x2_of("e5m2")
+e4m3x2_of_f32x2, e5m2x2_of_f32x2 = _of_f32x2("e4m3"), _of_f32x2("e5m2")
+
+# Products that are rounded before they are added to, as NumPy's are: with ``.rn`` a
+# compiler makes no fused multiply-add of them, which might differ between kernels.
+mul_rn_f32 = _instruction("mul.rn.f32 $0, $1, $2;", _F32, _F32, _F32)
+mul_rn_f64 = _instruction("mul.rn.f64 $0, $1, $2;", _F64, _F64, _F64)
 
 
 @device_function

@@ -73,7 +73,9 @@ class Context(NamedTuple):
 
 
 # What a kernel was doing when it gave up; the host turns it into words.
-PUT_SIGNAL, WAIT_SIGNAL, BARRIER, ALL_REDUCE_PULL, ALL_REDUCE_LL = range(1, 6)
+PUT_SIGNAL, WAIT_SIGNAL, BARRIER, ONE_SHOT_PULL = 1, 2, 3, 4
+ONE_SHOT_SENTINEL, ONE_SHOT_LL, TWO_SHOT_SENTINEL, TWO_SHOT_LL = 5, 6, 7, 8
+TWO_SHOT_SIGNALLED, AGREEMENT, MISMATCH, EXCHANGE = 9, 10, 11, 12
 
 
 @device_function

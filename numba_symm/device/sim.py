@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import ml_dtypes
 import numpy as np
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -42,6 +43,7 @@ def _store(ctype: Any) -> Callable[[int, int], None]:
     return store
 
 
+ld_u8, st_u8 = _load(ctypes.c_uint8), _store(ctypes.c_uint8)
 ld_u16, st_u16 = _load(ctypes.c_uint16), _store(ctypes.c_uint16)
 ld_u32, st_u32 = _load(ctypes.c_uint32), _store(ctypes.c_uint32)
 ld_u64, st_u64 = _load(ctypes.c_int64), _store(ctypes.c_uint64)
@@ -62,22 +64,27 @@ def st_v2_u64(address: int, words: tuple[int, int]) -> None:
     st_u64(address + 8, words[1])
 
 
-def ld_relaxed_sys_v4_u32(address: int) -> tuple[int, int, int, int]:
+def ld_relaxed_sys_v2_u64(address: int) -> tuple[int, int]:
     """Load 16 bytes, each 8-byte half in one piece."""
-    low, high = ld_u64(address), ld_u64(address + 8)
-    mask = 0xFFFFFFFF
-    return low & mask, low >> 32 & mask, high & mask, high >> 32 & mask
+    return ld_u64(address), ld_u64(address + 8)
 
 
-def st_relaxed_sys_v4_u32(address: int, words: tuple[int, int, int, int]) -> None:
+def st_relaxed_sys_v2_u64(address: int, words: tuple[int, int]) -> None:
     """Store 16 bytes, each 8-byte half in one piece."""
-    a, b, c, d = (int(word) & 0xFFFFFFFF for word in words)
-    st_u64(address, a | b << 32)
-    st_u64(address + 8, c | d << 32)
+    st_u64(address, words[0])
+    st_u64(address + 8, words[1])
 
 
 def fence_acq_rel_sys() -> None:
     """Do nothing: see the module's text."""
+
+
+def griddepcontrol_wait() -> None:
+    """Do nothing: the simulator runs one grid after another."""
+
+
+def griddepcontrol_launch_dependents() -> None:
+    """Do nothing."""
 
 
 def globaltimer() -> int:
@@ -128,6 +135,47 @@ def bf16_of_f32(value: Any) -> int:
         return 0x7FFF
     bits = bits_of_f32(value)
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def _f32x2_of(kind: Any) -> Callable[[int], tuple[Any, Any]]:
+    def widened(bits: int) -> tuple[Any, Any]:
+        """Widen two 8-bit floats, the lower one first."""
+        low, high = np.uint8(bits & 0xFF), np.uint8(bits >> 8 & 0xFF)
+        return np.float32(low.view(kind)), np.float32(high.view(kind))
+
+    return widened
+
+
+def _of_f32x2(kind: Any) -> Callable[[Any, Any], int]:
+    limits: Any = ml_dtypes.finfo
+    largest = np.float32(limits(kind).max)
+
+    def narrowed(low: Any, high: Any) -> int:
+        """Round two floats, the lower one first; what is too large to the largest."""
+        bits = []
+        for value in (low, high):
+            if value == value:
+                value = kind(min(max(value, -largest), largest))
+                bits.append(int(value.view(np.uint8)))
+            else:
+                bits.append(0x7F)  # the canonical NaN
+        return bits[0] | bits[1] << 8
+
+    return narrowed
+
+
+f32x2_of_e4m3x2 = _f32x2_of(ml_dtypes.float8_e4m3fn)
+f32x2_of_e5m2x2 = _f32x2_of(ml_dtypes.float8_e5m2)
+e4m3x2_of_f32x2 = _of_f32x2(ml_dtypes.float8_e4m3fn)
+e5m2x2_of_f32x2 = _of_f32x2(ml_dtypes.float8_e5m2)
+
+
+def mul_rn_f32(a: Any, b: Any) -> Any:
+    """Multiply two float32."""
+    return a * b
+
+
+mul_rn_f64 = mul_rn_f32
 
 
 def _thread() -> Any:

@@ -15,11 +15,17 @@ from numba_symm.device.sim import (  # noqa: F401
     bf16_of_f32,
     bits_of_f32,
     bits_of_f64,
+    e4m3x2_of_f32x2,
+    e5m2x2_of_f32x2,
     f16_of_f32,
     f32_of_bf16,
     f32_of_bits,
     f32_of_f16,
+    f32x2_of_e4m3x2,
+    f32x2_of_e5m2x2,
     f64_of_bits,
+    mul_rn_f32,
+    mul_rn_f64,
     word_of,
 )
 
@@ -51,6 +57,7 @@ def _access(nbytes: int, order: str) -> tuple[Any, Any]:
     return load, store
 
 
+ld_u8, st_u8 = _access(1, WEAK)
 ld_u16, st_u16 = _access(2, WEAK)
 ld_u32, st_u32 = _access(4, WEAK)
 ld_u64, st_u64 = _access(8, WEAK)
@@ -74,23 +81,29 @@ def st_v2_u64(address: int, words: Any) -> Generator[int, None, None]:
     _store(address + 8, 8, words[1], WEAK)
 
 
-def ld_relaxed_sys_v4_u32(address: int) -> Generator[int, None, tuple[int, ...]]:
+def ld_relaxed_sys_v2_u64(address: int) -> Generator[int, None, tuple[int, int]]:
     yield STEP
-    low = _load(address, 8, RELAXED)
-    high = _load(address + 8, 8, RELAXED)
-    return low & 0xFFFFFFFF, low >> 32, high & 0xFFFFFFFF, high >> 32
+    low = word_of(_load(address, 8, RELAXED))
+    return low, word_of(_load(address + 8, 8, RELAXED))
 
 
-def st_relaxed_sys_v4_u32(address: int, words: Any) -> Generator[int, None, None]:
-    a, b, c, d = (int(word) & 0xFFFFFFFF for word in words)
+def st_relaxed_sys_v2_u64(address: int, words: Any) -> Generator[int, None, None]:
     yield STEP
-    _store(address, 8, a | b << 32, RELAXED)
-    _store(address + 8, 8, c | d << 32, RELAXED)
+    _store(address, 8, words[0], RELAXED)
+    _store(address + 8, 8, words[1], RELAXED)
 
 
 def fence_acq_rel_sys() -> Generator[int, None, None]:
     yield STEP
     scheduler.machine.memory.fence(scheduler.current.observer)
+
+
+def griddepcontrol_wait() -> None:
+    pass
+
+
+def griddepcontrol_launch_dependents() -> None:
+    pass
 
 
 def globaltimer() -> int:

@@ -9,6 +9,9 @@ What it allows
   know better: it knows every store that happened before the load, and what any load
   that did has read (of one thread's loads, the last). Stores that it knows it sees
   even while they wait.
+- Two stores to one address, neither of which happened before the other, take effect in
+  any order, whichever reached memory first. But a kernel's end is a time: what its
+  threads did or heard of has taken effect then, before what anyone does later.
 - Happened before: in program order; by ``syncthreads``, for the threads of a block; by
   a kernel's start, for all earlier kernels of its rank; by an acquire that read what a
   release wrote, with fences in either place as well (relaxed store after a fence,
@@ -86,7 +89,9 @@ class Store:
     Attributes:
         writer: the thread's number, and ``time`` its count of accesses.
         release: what an acquire of this value learns; None: nothing.
-        order: its place among the stores to this address, once in memory.
+        known: up to which of every thread's accesses came before.
+        order: its place among the stores to this address, once in memory; before,
+            that of the last one which it comes after.
         priority: the scheduler's; some wait until nothing else can happen.
     """
 
@@ -96,8 +101,14 @@ class Store:
     time: int = 0
     weak: bool = False
     release: list[int] | None = None
-    order: int = 0
+    known: list[int] | None = None
+    order: float = 0.0
     priority: float = 0.0
+
+    def comes_after(self, other: "Store") -> bool:
+        """Return whether another store to the same address happened before."""
+        assert self.known is not None
+        return other.order <= self.order or other.time <= self.known[other.writer]
 
 
 class Place:
@@ -109,7 +120,17 @@ class Place:
         self.values = [Store(self, initial)]  # known to everyone
         self.waiting: list[Store] = []
         # The last load of each (thread, weak): its time, and the order of the value.
-        self.loads: dict[tuple[int, bool], tuple[int, int]] = {}
+        self.loads: dict[tuple[int, bool], tuple[int, float]] = {}
+
+    def put(self, new: Store, late: bool) -> None:
+        """Add a store after all that it has to come after; ``late``: after all."""
+        at = len(self.values)
+        while not late and at > 1 and not new.comes_after(self.values[at - 1]):
+            at -= 1
+        before = self.values[at - 1].order
+        after = self.values[at].order if at < len(self.values) else before + 2
+        new.order = (before + after) / 2
+        self.values.insert(at, new)
 
 
 class Memory:
@@ -127,6 +148,7 @@ class Memory:
         self.buffers: list[list[Store]] = [[] for _ in range(threads)]
         self.log: Callable[[str], None] | None = None
         self.races = True
+        self._over = [0] * threads  # up to which of their accesses have taken effect
         self._random = random
         self._regions: list[tuple[str, int, int | None]] = [("null", 0, None)]
         self._places: dict[int, Place] = {}
@@ -196,6 +218,10 @@ class Memory:
                 self._race(writer, "stores to", place, other)
         release = list(writer.known) if order is RELEASE else writer.fenced
         new = Store(place, value, writer.number, time, weak, release)
+        new.known = list(map(max, writer.known, self._over))
+        for (other, _), (when, found) in place.loads.items():
+            if when <= new.known[other]:
+                new.order = max(new.order, found)
         new.priority = self._random.random()
         if new.priority < _LAST:
             new.priority = -math.inf
@@ -211,6 +237,15 @@ class Memory:
         thread.heard.clear()
         thread.fenced = list(thread.known)
 
+    def end(self, threads: list[Observer]) -> None:
+        """Let all that these threads did take effect: their kernel is over."""
+        for thread in threads:
+            for store in list(self.buffers[thread.number]):
+                if store in self.buffers[thread.number]:
+                    self.send(store)
+            for known in (thread.known, *thread.heard):
+                self._over = list(map(max, self._over, known))
+
     def send(self, store: Store) -> None:
         """Send a waiting store to memory; its thread's earlier ones there go first."""
         place = store.place
@@ -218,8 +253,7 @@ class Memory:
             if earlier.writer == store.writer:
                 place.waiting.remove(earlier)
                 self.buffers[earlier.writer].remove(earlier)
-                earlier.order = place.values[-1].order + 1
-                place.values.append(earlier)
+                place.put(earlier, late=self._random.random() < 0.5)
                 self.changes += 1
                 if self.log:
                     self._log("memory", "gets", place, earlier.value)
@@ -242,8 +276,8 @@ class Memory:
                 self._race(reader, "loads", place, values[oldest].writer)
             oldest -= 1
         for (other, _), (when, order) in place.loads.items():
-            if when <= reader.known[other]:
-                oldest = max(oldest, order - values[0].order)
+            while when <= reader.known[other] and values[oldest].order < order:
+                oldest += 1
         return oldest
 
     def _place(self, address: int, nbytes: int) -> Place:

@@ -142,6 +142,7 @@ class Machine:
         running = self._running[rank]
         launch = next(self._streams[rank], None)
         known = [o for (r, _, _), o in self._observers.items() if r == rank]
+        self.memory.end(known)
         _meet(known)
         running.clear()
         if launch is None:

@@ -1,7 +1,7 @@
 """The device code's real text, executed as coroutines, with edits for broken variants.
 
 Modules are read from their files. In every device function (decorated as one, or made
-by ``make_kernel``) a call ``f(x)`` becomes, in effect, ``yield from f(x)`` where ``f``
+within a ``make_…``) a call ``f(x)`` becomes, in effect, ``yield from f(x)`` where ``f``
 may stop; nothing else changes. Imports of the intrinsics and of ``numba.cuda`` find the
 scheduler's, and the workspace is as small as the scheduler needs it.
 """
@@ -17,16 +17,21 @@ from typing import Any
 from explore import intrinsics
 from explore.scheduler import Launch
 
-THREADS, MAX_BLOCKS, PULL_VECTORS = 2, 2, 4
-"""A few show every race; a block stages more than one vector a thread."""
+THREADS, MAX_BLOCKS, ROWS = 2, 2, 2
+"""A few show every race; two ranks send two vectors at once, more ranks one."""
 
 _MODULES = (
     "numba_symm.collectives.workspace",
     "numba_symm.device.signals",
     "numba_symm.device.lanes",
+    "numba_symm.collectives.ring",
+    "numba_symm.collectives.mailboxes",
+    "numba_symm.collectives.flags",
     "numba_symm.collectives.barrier",
-    "numba_symm.collectives.one_shot_ll",
+    "numba_symm.collectives.one_shot",
     "numba_symm.collectives.one_shot_pull",
+    "numba_symm.collectives.two_shot",
+    "numba_symm.collectives.two_shot_signalled",
     "explore.programs",
 )
 """In the order of their imports."""
@@ -37,10 +42,13 @@ _NEVER_STOP = {"range", "len", "min", "max", "int", "word_of"}  # merely for spe
 class _Kernel:
     """In the place of ``numba_symm.kernels.Kernel``: its launches are ours."""
 
-    def __init__(self, factory: Any, constants: Any, signature: Any, threads: int):
+    def __init__(
+        self, factory: Any, constants: Any, signature: Any, threads: int, registers: int
+    ):
+        self.registers = registers
         self._function = factory(*constants)
 
-    def bind(self, grid: int, *args: Any) -> Launch:
+    def bind(self, grid: int, *args: Any, early: bool) -> Launch:
         return Launch(self._function, grid, args)
 
 
@@ -55,7 +63,7 @@ class _Stopping(ast.NodeTransformer):
         outer = self._kernels, self._device
         decorators = {getattr(d, "id", None) for d in node.decorator_list}
         self._device = self._kernels or "device_function" in decorators
-        self._kernels = node.name == "make_kernel"
+        self._kernels = node.name.startswith("make_")
         node.body = [self.visit(statement) for statement in node.body]
         self._kernels, self._device = outer
         return node
@@ -91,6 +99,7 @@ def _device_code(edits: tuple[tuple[str, str, str], ...]) -> SimpleNamespace:
     known = {
         "numba": numba,
         "numba_symm.device.intrinsics": intrinsics,
+        "numba_symm.collectives": ModuleType("collectives"),
         "numba_symm.environment": environment,
         "numba_symm.kernels": kernels,
     }
@@ -99,15 +108,27 @@ def _device_code(edits: tuple[tuple[str, str, str], ...]) -> SimpleNamespace:
         return known[name] if name in known else __import__(name, *rest)
 
     for name in _MODULES:
-        last = name.rpartition(".")[2]
+        package, _, last = name.rpartition(".")
         mine = [edit[1:] for edit in edits if edit[0] == last]
         known[name] = module = _execute(name, mine, find)
+        if package in known:
+            setattr(known[package], last, module)
         if last == "workspace":
-            module.THREADS, module.MAX_BLOCKS = THREADS, MAX_BLOCKS
-            module.PULL_VECTORS = PULL_VECTORS
+            _shrink(module)
+        if last == "two_shot":
+            module.LINE = 1  # shards of any number of vectors
     last_names = {name.rpartition(".")[2]: known[name] for name in _MODULES}
     assert {edit[0] for edit in edits} <= set(last_names)
     return SimpleNamespace(**last_names)
+
+
+def _shrink(workspace: ModuleType) -> None:
+    workspace.BLOCK_REGISTERS = workspace.BLOCK_REGISTERS // workspace.THREADS * THREADS
+    workspace.ROW = THREADS * workspace.VECTOR
+    workspace.THREADS, workspace.MAX_BLOCKS = THREADS, MAX_BLOCKS
+    small = workspace.Protocol(MAX_BLOCKS, ROWS)
+    workspace.PULL = workspace.SIGNALLED = small
+    workspace.ONE_SHOT = workspace.TWO_SHOT = {"sentinel": small, "ll": small}
 
 
 def _execute(name: str, edits: list[tuple[str, str]], find: Any) -> ModuleType:

@@ -7,36 +7,56 @@ With race reports switched off, what is broken must show in what comes out: wron
 unwritten words, or ranks that wait for ever.
 """
 
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from explore.memory import Finding
 from explore.scheduler import Launch, Machine, explore
 from explore.source import MAX_BLOCKS, THREADS, device_code
 from numba_symm import dtypes
+from numba_symm.collectives import two_shot_signalled
 
-INT64 = dtypes.element("int64", "test")
-COUNTS = [1, 2, 3, 5, 6, 7, 9, 13]  # 1 to 4 rounds of LL; full and partial ones
+INT64, FLOAT64 = (dtypes.element(name, "test") for name in ("int64", "float64"))
+ALGORITHMS = (
+    "one_shot_sentinel",
+    "one_shot_ll",
+    "two_shot_sentinel",
+    "two_shot_ll",
+    "two_shot_signalled",
+    "one_shot_pull",
+)
+MAILED = ALGORITHMS[:4]
+# With a block or two, 1 to 5 rounds; full and partial ones, whole vectors or not.
+COUNTS = [1, 2, 3, 5, 6, 8, 9, 13, 18, 21, 36]
 WORST = 400  # schedules in which a broken protocol must show; most need under 20
+ALL_ONES = 2**64 - 1
 
 by_anything_and_by_result = pytest.mark.parametrize(
     "races", [True, False], ids=["by anything", "by result"]
 )
 worlds = pytest.mark.parametrize("ranks", [2, 3])
+each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 class World:
     """Ranks with workspaces, boards and pads; their launches; what must come out."""
 
-    def __init__(self, machine, code, timeout=0):
+    def __init__(self, machine, code, timeout=0, blocks=2 * MAX_BLOCKS):
         self.machine, self.memory, self.random = machine, machine.memory, machine.random
         self.code = code
         self.size = machine.ranks
         self.layout = code.workspace.layout(self.size)
         self.streams = [[] for _ in range(self.size)]
-        self.expected = {}
+        self.expected = {}  # words by address; None: a NaN
+        self.alike = []  # addresses of words that must be the same on all ranks
         self.workspaces = self.map("workspace", self.layout.nbytes, fill=0)
+        for box in self.sentinels():
+            self.memory.plant(box, 8, ALL_ONES)
         self.board = self.memory.map("board", 8 * self.size, fill=0)
         self.buffers = self.map("buffer", 8 * 64)
         self.pads = self.map("pad", 4 * self.size * MAX_BLOCKS, fill=0)
@@ -53,7 +73,7 @@ class World:
             SimpleNamespace(
                 rank=guard.rank,
                 size=self.size,
-                max_blocks=MAX_BLOCKS,
+                max_blocks=blocks,
                 guard=guard,
                 workspace=workspace,
             )
@@ -67,12 +87,23 @@ class World:
             for rank in range(self.size)
         ]
 
-    def inputs(self, count):
+    def sentinels(self):
+        """Return the addresses of the words that are all ones while nothing comes."""
+        return [
+            address
+            for workspace in self.workspaces
+            for region in self.layout.sentinels
+            for address in range(workspace + region.slots, workspace + region.end, 8)
+        ]
+
+    def inputs(self, count, draw=None):
         """Return every rank's address of random words, and the words."""
         addresses = self.map("input", 8 * count + 8)
         # Now and then not aligned to 16 bytes.
         addresses = [base + self.random.choice([0, 8]) for base in addresses]
-        words = [[self.random.getrandbits(40) for _ in range(count)] for _ in addresses]
+        words = [
+            [(draw or an_integer)(self.random) for _ in range(count)] for _ in addresses
+        ]
         for address, mine in zip(addresses, words, strict=True):
             for i, word in enumerate(mine):
                 self.memory.plant(address + 8 * i, 8, word)
@@ -86,14 +117,20 @@ class World:
             self.expected[address + 8 * i] = word
 
     def all_reduce(self, algorithm, count):
-        sources, words = self.inputs(count)
+        module, _, transport = algorithm.rpartition("_")
+        bind = getattr(getattr(self.code, algorithm, None), "bind", None)
+        if bind is None:
+            bind = partial(getattr(self.code, module).bind, transport)
+        kind = FLOAT64 if transport == "sentinel" else self.random.choice(KINDS)
+        sources, words = self.inputs(count, DRAW[kind])
         in_place = self.random.random() < 0.5
         targets = sources if in_place else self.map("output", 8 * count)
-        total = [sum(column) for column in zip(*words, strict=True)]
+        total = [TOTAL[kind](column) for column in zip(*words, strict=True)]
         for comm, source, target in zip(self.comms, sources, targets, strict=True):
-            launch = algorithm.bind(comm, source, target, count, INT64, "sum")
+            launch = bind(comm, source, target, count, kind, "sum")
             self.streams[comm.rank].append(launch)
             self.expect(target, total)
+        self.alike += [[t + 8 * i for t in targets] for i in range(count)]
 
     def barrier(self):
         for comm in self.comms:
@@ -103,28 +140,76 @@ class World:
         self.machine.run(self.streams)
         for address, word in self.expected.items():
             found = self.memory.final(address, 8)
-            if found != word:
+            right = (
+                found == word
+                if word is not None
+                else float_of(found) != float_of(found)
+            )
+            if not right:
                 raise Finding("result", f"{found} at {address:#x} is not {word}")
-        at = self.layout
-        for start in (at.ll_epochs, at.pull_epochs, at.barrier_epochs):
-            blocks = 1 if start == at.barrier_epochs else MAX_BLOCKS
-            for epochs in range(start, start + 4 * blocks, 4):
-                found = [self.memory.final(w + epochs, 4) for w in self.workspaces]
-                if len(set(found)) > 1:
-                    raise Finding("result", f"epochs at {epochs} differ: {found}")
+        self.check_alike(self.alike, "results")
+        for region in (getattr(self.layout, name) for name in REGIONS):
+            blocks = 1 if region is self.layout.barrier else MAX_BLOCKS
+            epochs = range(region.epochs, region.epochs + 4 * blocks, 4)
+            places = [
+                [workspace + at for workspace in self.workspaces] for at in epochs
+            ]
+            self.check_alike(places, "epochs", 4)
+        for box in self.sentinels():
+            if self.memory.final(box, 8) != ALL_ONES:
+                raise Finding("result", f"a vector is left at {box:#x}")
         for pad in self.pads:
             for slot in range(self.size * MAX_BLOCKS):
                 if self.memory.final(pad + 4 * slot, 4) != 0:
                     raise Finding("result", f"slot {slot} of a pad is not 0")
+
+    def check_alike(self, places, what, nbytes=8):
+        for addresses in places:
+            found = [self.memory.final(address, nbytes) for address in addresses]
+            if len(set(found)) > 1:
+                raise Finding("result", f"{what} at {addresses} differ: {found}")
+
+
+REGIONS = (
+    "barrier",
+    *dict.fromkeys(name.replace("one_shot_pull", "pull") for name in ALGORITHMS),
+)
+
+
+def an_integer(random):
+    return random.getrandbits(40)
+
+
+def a_float(random):
+    """Return a float's bits: of a number, or now and then the NaN of all ones."""
+    return ALL_ONES if random.random() < 0.1 else bits_of(random.random())
+
+
+def bits_of(number):
+    return int(np.float64(number).view(np.uint64))
+
+
+def float_of(word):
+    return float(np.uint64(word).view(np.float64))
+
+
+def float_sum(words):
+    """Return the bits of the sum in that order, or None if it is a NaN."""
+    return None if ALL_ONES in words else bits_of(sum(map(float_of, words)))
+
+
+KINDS = INT64, FLOAT64
+DRAW = {INT64: an_integer, FLOAT64: a_float}
+TOTAL = {INT64: sum, FLOAT64: float_sum}
 
 
 def all_reduces(code, *algorithms):
     """Calls of any size, one right after the other."""
 
     def scenario(machine):
-        world = World(machine, code)
+        world = World(machine, code, blocks=a_limit(machine.random, algorithms))
         for _ in range(4):
-            algorithm = getattr(code, machine.random.choice(algorithms))
+            algorithm = machine.random.choice(algorithms)
             world.all_reduce(algorithm, machine.random.choice(COUNTS))
             if machine.random.random() < 0.1:
                 world.barrier()
@@ -133,34 +218,53 @@ def all_reduces(code, *algorithms):
     return scenario
 
 
-def all_reduces_at_the_wrap(code):
-    """Calls by LL as the epoch comes round, over packets of 2**32 rounds ago.
+def a_limit(random, algorithms):
+    """Return the most blocks of a communicator's calls: one of an algorithm or two."""
+    weight = 2 if any(name.endswith("_ll") for name in algorithms) else 1
+    return weight * random.choice([1, 2])
 
-    Slots that only large calls use still hold the packets of any old epoch, among them
-    those that follow the wrap.
+
+def all_reduces_at_the_wrap(code, algorithm):
+    """Calls as the epoch comes round, over packets of 2**32 rounds ago.
+
+    Mailboxes that only large calls use still hold the packets of any old epoch, among
+    them those that follow the wrap.
     """
 
     def scenario(machine):
-        world = World(machine, code)
-        at, random = world.layout, machine.random
-        last = device_code().one_shot_ll.LAST_EPOCH
-        epoch = last - 2 - random.randrange(3)
+        world = World(machine, code, blocks=a_limit(machine.random, [algorithm]))
+        region = getattr(world.layout, algorithm.replace("one_shot_pull", "pull"))
+        mailed = algorithm in MAILED
+        last = device_code().mailboxes.LAST_EPOCH if mailed else 2**32 - 1
+        epoch = last - 2 - machine.random.randrange(3)
         for workspace in world.workspaces:
-            for block in range(MAX_BLOCKS):
-                world.memory.plant(workspace + at.ll_epochs + 4 * block, 4, epoch)
-            for slot in range(MAX_BLOCKS * 2 * world.size * THREADS):
-                half = slot // (world.size * THREADS) % 2
-                old = random.choice([2, 4]) - half
-                for offset in (0, 8):
-                    address = workspace + at.ll_slots + 16 * slot + offset
-                    word = random.getrandbits(32) | old << 32
-                    world.memory.plant(address, 8, word)
+            for at in [
+                *range(region.epochs, region.epochs + 4 * MAX_BLOCKS, 4),
+                *range(region.flags, region.slots, 4),
+            ]:
+                world.memory.plant(workspace + at, 4, epoch)
+            if algorithm.endswith("_ll"):
+                plant_old_packets(world, workspace, region, algorithm)
         # Small calls leave old packets where the large ones find them.
         for _ in range(7):
-            world.all_reduce(code.one_shot_ll, random.choice([1, 2, 5, 13]))
+            world.all_reduce(algorithm, machine.random.choice([1, 2, 5, 9, 18]))
         world.run()
 
     return scenario
+
+
+def plant_old_packets(world, workspace, region, algorithm):
+    """Fill mailboxes with packets of the first epochs of their half."""
+    sets = 2 if algorithm.startswith("two") else 1
+    steps = world.code.workspace.ONE_SHOT["ll"].steps(world.size)
+    packets = sets * (world.size - 1) * steps * 2 * THREADS  # in a half
+    for packet in range(MAX_BLOCKS * 2 * packets):
+        half = packet // packets % 2
+        old = world.random.choice([2, 4]) - half
+        for word in range(2):
+            address = workspace + region.slots + 16 * packet + 8 * word
+            data = world.random.getrandbits(32)
+            world.memory.plant(address, 8, old << 32 | data)
 
 
 def exchanges_between_barriers(code):
@@ -249,7 +353,7 @@ def a_rank_that_never_calls(code, algorithm):
         machine.memory.races = False  # results are undefined after a deadline
         world = World(machine, code, timeout=50_000)
         for _ in range(2):
-            world.all_reduce(getattr(code, algorithm), machine.random.choice(COUNTS))
+            world.all_reduce(algorithm, machine.random.choice(COUNTS))
         world.streams[-1] = []
         machine.run(world.streams)
         for rank in range(world.size):
@@ -284,23 +388,20 @@ def breaks(scenario, ranks, races=True):
 
 
 @worlds
-def test_ll(ranks):
-    holds(all_reduces(device_code(), "one_shot_ll"), ranks, 400)
+@each_algorithm
+def test_calls_of_one_algorithm(algorithm, ranks):
+    holds(all_reduces(device_code(), algorithm), ranks, 200)
 
 
 @worlds
-def test_ll_as_its_epoch_comes_round(ranks):
-    holds(all_reduces_at_the_wrap(device_code()), ranks, 200)
+@each_algorithm
+def test_calls_as_the_epochs_come_round(algorithm, ranks):
+    holds(all_reduces_at_the_wrap(device_code(), algorithm), ranks, 60)
 
 
 @worlds
-def test_pull(ranks):
-    holds(all_reduces(device_code(), "one_shot_pull"), ranks, 400)
-
-
-@worlds
-def test_ll_and_pull_in_turns(ranks):
-    holds(all_reduces(device_code(), "one_shot_ll", "one_shot_pull"), ranks, 200)
+def test_calls_of_all_algorithms_in_turns(ranks):
+    holds(all_reduces(device_code(), *ALGORITHMS), ranks, 200)
 
 
 @worlds
@@ -319,78 +420,215 @@ def test_signals(ranks):
 
 
 @worlds
-@pytest.mark.parametrize("algorithm", ["one_shot_ll", "one_shot_pull"])
+@each_algorithm
 def test_every_rank_leaves_when_one_never_comes(algorithm, ranks):
-    holds(a_rank_that_never_calls(device_code(), algorithm), ranks, 50)
+    holds(a_rank_that_never_calls(device_code(), algorithm), ranks, 30)
 
 
-# What is broken, and the edits (text that must be there, text instead) that break it.
+# What is broken: the algorithms that it must spoil, and the edits (module, text that
+# must be there, text instead) that break them.
 
-LL_BROKEN = {
-    "one half": [("half = first + (epoch & 1) * half_stride", "half = first")],
-    "one flag": [(" | (word_of(flag2) ^ epoch)", "")],
-    "no syncthreads after a round": [
+FENCE, SYNC = "        fence_acq_rel_sys()\n", "        syncthreads()\n"
+NEXT_ROUND = SYNC + FENCE
+LAST = "LAST_EPOCH = 2**32 - 2"
+THREAD = "thread = thread_index()"
+STORE = "if thread == 0:\n            st_u32(epoch_at"
+RELAXED = (
+    ("signals", "while (ld_acquire_sys_u32(flag)", "while (ld_relaxed_sys_u32(flag)"),
+    (
+        "signals",
+        "    ld_acquire_sys_u32,",
+        "    ld_acquire_sys_u32, ld_relaxed_sys_u32,",
+    ),
+)
+
+
+def turns_parts():
+    """Return the three parts of a turn of two_shot_signalled."""
+    text = Path(two_shot_signalled.__file__).read_text()
+    ends = [
+        "if turn >= 2:",
+        "if turn < chunks:",
+        "if 1 <= turn <=",
+        "# All threads have",
+    ]
+    places = [text.rindex("\n", 0, text.index(end)) + 1 for end in ends]
+    return [text[a:b] for a, b in pairwise(places)]
+
+
+GATHER, SCATTER, REDUCE = turns_parts()
+
+SENTINEL, LL, NOT_TWO_LL = MAILED[::2], MAILED[1::2], MAILED[:3]
+FLAGGED = ALGORITHMS[4:]
+
+MAILBOXES_BROKEN = {
+    # By LL, two flights are in step without all this: a thread answers its twin only
+    # after it has read what the twin sent, and nothing is cleared.
+    "one half": (NOT_TWO_LL, ("mailboxes", "(2 * block + (epoch & 1))", "2 * block")),
+    "no syncthreads between rounds": (NOT_TWO_LL, ("mailboxes", NEXT_ROUND, FENCE)),
+    "no fence between rounds": (SENTINEL, ("mailboxes", NEXT_ROUND, SYNC)),
+    "a fence before the threads meet": (
+        SENTINEL,
+        ("mailboxes", NEXT_ROUND, FENCE + SYNC),
+    ),
+    "not cleared": (
+        SENTINEL,
+        ("mailboxes", "clear(first + k * rank_stride)", "pass"),
+    ),
+    "cleared after the next post": (
+        SENTINEL,
         (
-            "cuda.syncthreads()\n            if epoch >= LAST_EPOCH - 1:",
-            "if epoch >= LAST_EPOCH - 1:",
+            "mailboxes",
+            "clear(first + k * rank_stride)",
+            "clear(first + k * rank_stride + (1 - 2 * (epoch & 1)) * half_stride)",
         ),
-        # All threads have read the epoch before it changes: another reason for one.
+    ),
+    "one word not looked at": (SENTINEL, ("mailboxes", "(low == EMPTY) | ", "")),
+    "the other not looked at": (SENTINEL, ("mailboxes", " | (high == EMPTY)", "")),
+    "one word sent as it is": (SENTINEL, ("mailboxes", "if low == EMPTY", "if False")),
+    "the other sent as it is": (
+        SENTINEL,
+        ("mailboxes", "if high == EMPTY", "if False"),
+    ),
+    "the sender goes on with another NaN": (
+        SENTINEL,
+        ("one_shot", "= sent(words[0], words[1])", "= words"),
         (
-            "if thread == 0:\n            st_u32(epoch_at",
-            "cuda.syncthreads()\n        if thread == 0:\n            st_u32(epoch_at",
+            "two_shot",
+            "store(target, mine, count, result[0], result[1])",
+            "store(target, mine, count, packed[0], packed[1])",
         ),
-    ],
+    ),
+    **{
+        f"{name} flag not looked at": (LL, ("mailboxes", *edit))
+        for name, edit in {
+            "the first": ("(first ^ flag) | ", ""),
+            "the second": ("(second ^ flag) | ", ""),
+            "the third": ("(third ^ flag) | ", ""),
+            "the fourth": (" | (fourth ^ flag)", ""),
+        }.items()
+    },
+    "one set of mailboxes": (
+        ("two_shot_sentinel", "two_shot_ll"),
+        ("mailboxes", " + which * set_stride", ""),
+    ),
+}
+OF_TWO_RANKS = {  # who have more than one step
+    "one mailbox for all steps": (MAILED, ("mailboxes", " + step * row", "")),
+}
+OF_THREE_RANKS = {  # who have more than one neighbour
+    "one flag for all ranks": (
+        FLAGGED,
+        ("flags", "ring[k] + flags + 4 * rank", "ring[k] + flags"),
+        ("flags", "flags + 4 * peer", "flags"),
+    ),
+    "neighbours counted as their receiver does": (
+        MAILED,
+        ("mailboxes", "(others - 1 - k) * rank_stride", "k * rank_stride"),
+    ),
+    "vectors in the ring's order": (
+        ALGORITHMS[:-1],
+        ("ring", "turning = rank >> bit & 1 != 0", "turning = False"),
+    ),
+    "one mailbox for all ranks": (
+        MAILED,
+        ("mailboxes", "rank_stride = count * row", "rank_stride = 0"),
+    ),
+    "slots counted as their receiver does": (
+        ("two_shot_signalled",),
+        (
+            "two_shot_signalled",
+            "# The sender is its k-th neighbour's (n - 2 - k)-th.\n"
+            "                            there = slot + (others - 1 - k) * rank_stride",
+            "there = slot + k * rank_stride",
+        ),
+    ),
 }
 WRAP_BROKEN = {
-    "nothing cleared": [("if epoch >= LAST_EPOCH - 1:", "if False:")],
-    "one half cleared": [("if epoch >= LAST_EPOCH - 1:", "if epoch >= LAST_EPOCH:")],
-    "no fence after clearing": [("fence_acq_rel_sys()\n", "pass\n")],
-    "no syncthreads after clearing": [
-        ("fence_acq_rel_sys()\n                cuda.syncthreads()", "pass")
-    ],
-    "an odd last epoch": [("LAST_EPOCH = 2**32 - 2", "LAST_EPOCH = 2**32 - 1")],
-}
-PULL_BROKEN = {
-    "flag relaxed": [
-        ("    st_release_sys_u32,", "    st_relaxed_sys_u32 as st_release_sys_u32,")
-    ],
-    "no syncthreads before the flags": [
-        (
-            "cuda.syncthreads()\n            for r in range(size):\n"
-            "                if thread == r % THREADS:\n",
-            "for r in range(size):\n                if thread == r % THREADS:\n",
-        )
-    ],
-    "no syncthreads after the flags": [
-        (
-            "cuda.syncthreads()\n            for vector in range(start",
-            "for vector in range(start",
-        )
-    ],
-    "one half": [("(2 * block + (epoch & 1))", "2 * block")],
-    "slots by element": [
-        (
-            "half = slots + (2 * block + (epoch & 1)) * half_bytes",
-            f"half = slots + (epoch & 1) * {MAX_BLOCKS} * half_bytes"
-            f" + 16 * (start % ({MAX_BLOCKS} * PULL_VECTORS))",
-        )
-    ],
+    "nothing wiped": (LL, ("mailboxes", "if epoch >= last_epoch - 1:", "if False:")),
+    "one half wiped": (
+        LL,
+        ("mailboxes", "epoch >= last_epoch - 1:", "epoch >= last_epoch:"),
+    ),
+    "the other half wiped": (
+        LL,
+        ("mailboxes", "epoch >= last_epoch - 1:", "epoch == last_epoch - 1:"),
+    ),
+    "half a packet wiped": (
+        LL,
+        ("mailboxes", "    st_relaxed_sys_v2_u64(box + ROW, (0, 0))\n", ""),
+    ),
+    "one set wiped": (
+        ("two_shot_ll",),
+        ("mailboxes", "range(sets * others * count)", "range(others * count)"),
+    ),
+    "no fence between rounds": (LL, ("mailboxes", NEXT_ROUND, SYNC)),
+    "an odd last epoch": (MAILED, ("mailboxes", LAST, "LAST_EPOCH = 2**32 - 1")),
 }
 
-BARRIER_BROKEN = {
-    "flags relaxed": [
-        ("import ld_u32, st_release_sys_u32, st_u32", "import ld_u32, st_u32"),
+FLAGS_BROKEN = {
+    "no fence before the flags": (
+        FLAGGED,
+        ("flags", "            fence_acq_rel_sys()\n", "            pass\n"),
+    ),
+    "no syncthreads before the flags": (
+        FLAGGED,
+        ("flags", "syncthreads()\n        thread = thread_index()", THREAD),
+    ),
+    "flags loaded relaxed": (FLAGGED, *RELAXED),
+    "no syncthreads after the flags": (
+        FLAGGED,
         (
-            "from numba_symm.device.signals",
-            "from numba_symm.device.intrinsics import"
-            " st_relaxed_sys_u32 as st_release_sys_u32\n"
-            "from numba_symm.device.signals",
+            "flags",
+            "        syncthreads()\n        return failed",
+            "        return failed",
         ),
-    ],
-    "one flag for all": [
-        ("peers[r] + flags + 4 * guard.rank", "peers[r] + flags"),
-        ("own + flags + 4 * r,", "own + flags,"),
-    ],
+    ),
+    "one half": (
+        FLAGGED,
+        ("two_shot_signalled", "(2 * block + (epoch & 1))", "2 * block"),
+        ("one_shot_pull", "(2 * block + (epoch & 1))", "2 * block"),
+    ),
+    "slots by element": (
+        ("one_shot_pull",),
+        (
+            "one_shot_pull",
+            "half = slots + (2 * block + (epoch & 1)) * half_bytes",
+            f"half = slots + (epoch & 1) * {MAX_BLOCKS} * half_bytes"
+            f" + 16 * (start % ({MAX_BLOCKS} * PULL.rows * THREADS))",
+        ),
+    ),
+    "one set of slots": (
+        ("two_shot_signalled",),
+        ("two_shot_signalled", "half + which * set_stride", "half"),
+    ),
+    "one set of flags": (
+        ("two_shot_signalled",),
+        ("two_shot_signalled", "which * flag_set + ", ""),
+    ),
+    "scatter before gather": (
+        ("two_shot_signalled",),
+        ("two_shot_signalled", GATHER + SCATTER, SCATTER + GATHER),
+    ),
+    "gather last": (
+        ("two_shot_signalled",),
+        (
+            "two_shot_signalled",
+            GATHER + SCATTER + REDUCE,
+            SCATTER + REDUCE + GATHER,
+        ),
+    ),
+}
+EPOCH_BROKEN = {  # flags have a syncthreads of their own
+    "the epoch changed before all have read it": (
+        MAILED,
+        ("one_shot", f"cuda.syncthreads()\n        {STORE}", STORE),
+        ("two_shot", f"cuda.syncthreads()\n        {STORE}", STORE),
+    ),
+}
+BARRIER_BROKEN = {
+    "no fence before the flags": FLAGS_BROKEN["no fence before the flags"][1:],
+    "flags loaded relaxed": RELAXED,
 }
 SIGNALS_BROKEN = {
     "stored without waiting for 0": [
@@ -428,37 +666,54 @@ IN_KERNEL_BROKEN = {
 }
 
 
-def broken(module, *edits):
-    return device_code(*((module, *edit) for edit in edits))
+def each(table, ranks=(2, 3)):
+    """Run a test for each broken thing, algorithm that it must spoil, and world."""
+    cases = [
+        pytest.param(algorithm, edits, n, id=f"{what}-{algorithm}-{n}")
+        for what, (algorithms, *edits) in table.items()
+        for algorithm in algorithms
+        for n in ranks
+    ]
+    return pytest.mark.parametrize(("algorithm", "edits", "ranks"), cases)
 
 
-@worlds
-@pytest.mark.parametrize("what", LL_BROKEN)
-def test_ll_broken_is_found(what, ranks):
-    code = broken("one_shot_ll", *LL_BROKEN[what])
-    breaks(all_reduces(code, "one_shot_ll"), ranks)
+@each(MAILBOXES_BROKEN)
+def test_mailboxes_broken_are_found(algorithm, edits, ranks):
+    breaks(all_reduces(device_code(*edits), algorithm), ranks)
 
 
-@worlds
-@pytest.mark.parametrize("what", WRAP_BROKEN)
-def test_ll_broken_at_the_wrap_is_found(what, ranks):
-    code = broken("one_shot_ll", *WRAP_BROKEN[what])
-    breaks(all_reduces_at_the_wrap(code), ranks)
+@each(OF_TWO_RANKS, [2])
+def test_steps_broken_are_found(algorithm, edits, ranks):
+    breaks(all_reduces(device_code(*edits), algorithm), ranks)
 
 
-@worlds
 @by_anything_and_by_result
-@pytest.mark.parametrize("what", PULL_BROKEN)
-def test_pull_broken_is_found(what, races, ranks):
-    code = broken("one_shot_pull", *PULL_BROKEN[what])
-    breaks(all_reduces(code, "one_shot_pull"), ranks, races)
+@each(OF_THREE_RANKS, [3])
+def test_the_ring_broken_is_found(algorithm, edits, ranks, races):
+    breaks(all_reduces(device_code(*edits), algorithm), ranks, races)
+
+
+@each(WRAP_BROKEN)
+def test_what_is_broken_at_the_wrap_is_found(algorithm, edits, ranks):
+    breaks(all_reduces_at_the_wrap(device_code(*edits), algorithm), ranks)
+
+
+@by_anything_and_by_result
+@each(FLAGS_BROKEN)
+def test_flags_broken_are_found(algorithm, edits, ranks, races):
+    breaks(all_reduces(device_code(*edits), algorithm), ranks, races)
+
+
+@each(EPOCH_BROKEN)
+def test_an_epoch_changed_too_early_is_found(algorithm, edits, ranks):
+    breaks(all_reduces(device_code(*edits), algorithm), ranks)
 
 
 @worlds
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", BARRIER_BROKEN)
 def test_the_barrier_on_a_stream_broken_is_found(what, races, ranks):
-    code = broken("barrier", *BARRIER_BROKEN[what])
+    code = device_code(*BARRIER_BROKEN[what])
     breaks(plain_stores_between_barriers(code), ranks, races)
 
 
@@ -466,7 +721,7 @@ def test_the_barrier_on_a_stream_broken_is_found(what, races, ranks):
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", IN_KERNEL_BROKEN)
 def test_the_barrier_in_a_kernel_broken_is_found(what, races, ranks):
-    code = broken("signals", *IN_KERNEL_BROKEN[what])
+    code = device_code(*(("signals", *edit) for edit in IN_KERNEL_BROKEN[what]))
     breaks(exchanges_between_barriers(code), ranks, races)
 
 
@@ -474,5 +729,5 @@ def test_the_barrier_in_a_kernel_broken_is_found(what, races, ranks):
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", SIGNALS_BROKEN)
 def test_signals_broken_are_found(what, races, ranks):
-    code = broken("signals", *SIGNALS_BROKEN[what])
+    code = device_code(*(("signals", *edit) for edit in SIGNALS_BROKEN[what]))
     breaks(words_by_signals(code), ranks, races)

@@ -1,18 +1,20 @@
 """What the memory allows is seen, and what it forbids never is: classic small cases."""
 
+from itertools import product
+
 import pytest
 
 from explore.intrinsics import (
     fence_acq_rel_sys,
     ld_acquire_sys_u32,
     ld_relaxed_sys_u32,
-    ld_relaxed_sys_v4_u32,
+    ld_relaxed_sys_v2_u64,
     ld_u32,
     ld_u64,
     ld_v2_u64,
     poll_pause,
     st_relaxed_sys_u32,
-    st_relaxed_sys_v4_u32,
+    st_relaxed_sys_v2_u64,
     st_release_sys_u32,
     st_u32,
     st_u64,
@@ -20,7 +22,7 @@ from explore.intrinsics import (
     thread_index,
 )
 from explore.memory import Finding
-from explore.scheduler import Launch, Machine
+from explore.scheduler import STEP, Launch, Machine
 from explore.source import device_code
 
 SCHEDULES = 300
@@ -117,17 +119,61 @@ def test_a_store_may_arrive_after_a_later_load():
 
 def test_a_packet_comes_in_halves_but_its_halves_in_one_piece():
     def write(x, y, seen):
-        yield from st_relaxed_sys_v4_u32(x, (1, 1, 1, 1))
+        yield from st_relaxed_sys_v2_u64(x, (1 << 32 | 1, 1 << 32 | 1))
 
     def read(x, y, seen):
-        seen += yield from ld_relaxed_sys_v4_u32(x)
+        seen += yield from ld_relaxed_sys_v2_u64(x)
 
-    assert outcomes(write, read) == {
-        (0, 0, 0, 0),
-        (0, 0, 1, 1),
-        (1, 1, 0, 0),
-        (1, 1, 1, 1),
-    }
+    assert outcomes(write, read) == {*product((0, 1 << 32 | 1), repeat=2)}
+
+
+def two_stores(fence, by_kernel=False):
+    """Return what is in x when rank 0 has stored 1 and then rank 1, told of it, 2."""
+
+    def write(x, y):
+        yield from st_relaxed_sys_u32(x, 1)
+
+    def tell(x, y):
+        yield from fence()
+        yield from st_relaxed_sys_u32(y, 1)
+
+    def write_and_tell(x, y):
+        yield from write(x, y)
+        yield from tell(x, y)
+        while (yield from ld_relaxed_sys_u32(y)) != 2:  # its end would settle all
+            yield from poll_pause()
+
+    def follow(x, y):
+        while (yield from ld_relaxed_sys_u32(y)) == 0:
+            yield from poll_pause()
+        yield from fence()
+        yield from st_relaxed_sys_u32(x, 2)
+        yield from st_relaxed_sys_u32(y, 2)
+
+    first = [write, tell] if by_kernel else [write_and_tell]
+    found = set()
+    for seed in range(SCHEDULES):
+        machine = Machine(2, 1, 1, seed)
+        args = tuple(machine.memory.map(name, 4, fill=0) for name in "xy")
+        machine.run([[Launch(k, 1, args) for k in ks] for ks in (first, [follow])])
+        found.add(machine.memory.final(args[0], 4))
+    return found
+
+
+def no_fence():
+    yield STEP
+
+
+def test_stores_to_one_address_take_effect_in_any_order_without_fences():
+    assert two_stores(no_fence) == {1, 2}
+
+
+def test_stores_to_one_address_take_effect_in_the_order_that_fences_give():
+    assert two_stores(fence_acq_rel_sys) == {2}
+
+
+def test_a_kernels_stores_take_effect_before_its_rank_goes_on():
+    assert two_stores(no_fence, by_kernel=True) == {2}
 
 
 def both_threads(before, after):
@@ -216,4 +262,4 @@ def test_a_thread_that_leaves_the_others_at_syncthreads_is_reported():
 
 def test_an_edit_that_matches_nothing_is_refused():
     with pytest.raises(AssertionError, match="has 0 of"):
-        device_code(("one_shot_ll", "what is not there", ""))
+        device_code(("one_shot", "what is not there", ""))

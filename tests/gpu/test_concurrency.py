@@ -4,16 +4,29 @@ import random
 from contextlib import ExitStack
 
 import numpy as np
+import pytest
 from cuda.core import Device
 from numba import cuda
 
 import numba_symm as ns
+from numba_symm.collectives.select import ALL_REDUCE
 from tests.gpu.helpers import add, to_device
 
 MIB = 1 << 20
+INTEGERS = ("int32", "int64")
+FLOATS = ("one_shot_sentinel", "two_shot_sentinel")  # algorithms for floats only
+CHAIN = [name for name in ALL_REDUCE if name not in FLOATS]
 
 
-def test_four_communicators_in_different_orders(world):
+@pytest.mark.parametrize(
+    "algorithms",
+    [
+        ["one_shot_ll", "one_shot_pull", "one_shot_sentinel", "two_shot_ll"],
+        ["two_shot_sentinel", "two_shot_signalled", "two_shot_ll", "one_shot_pull"],
+    ],
+    ids=", ".join,
+)
+def test_four_communicators_in_different_orders(world, algorithms):
     """Each rank issues to them in its own order: all four must run at once."""
     with ExitStack() as stack:
         comms = [
@@ -25,7 +38,6 @@ def test_four_communicators_in_different_orders(world):
             to_device(np.full(count, world.rank + 1, np.float32)) for count in counts
         ]
         outputs = [cuda.device_array_like(x) for x in inputs]
-        algorithms = ["one_shot_ll", "one_shot_pull", "one_shot_ll", "one_shot_pull"]
 
         def issue(which):
             comms[which].all_reduce(
@@ -57,14 +69,16 @@ def test_a_thousand_mixed_calls(comm):
         for count in (1, 3, 130, 4096, 20_001, 150_000)
         for dtype in ("float16", "float32", "float64", "int32", "int64")
     }
+    choices = [None, *ALL_REDUCE]
     calls = [
         (
             *lot.choice(list(inputs)),
             lot.choice(["sum", "max", "min"]),
-            lot.choice([None, "one_shot_ll", "one_shot_pull"]),
+            lot.choice(choices),
         )
         for _ in range(1000)
     ]
+    calls = [call for call in calls if not (call[1] in INTEGERS and call[3] in FLOATS)]
     outputs = {call: to_device(np.full(call[0], -1, call[1])) for call in calls}
     for number, call in enumerate(calls):
         count, dtype, op, algorithm = call
@@ -92,7 +106,7 @@ def test_a_chain_of_calls_that_the_host_never_waits_for(comm):
     wanted = np.ones((), np.int64)
     with np.errstate(over="ignore"):
         for call in range(500):
-            algorithm = ("one_shot_ll", "one_shot_pull")[call % 3 == 2]
+            algorithm = CHAIN[call % len(CHAIN)]
             comm.all_reduce(x, out=x, algorithm=algorithm)
             add(x, 1)
             wanted = wanted * comm.size + 1

@@ -9,8 +9,11 @@ from cuda.core import Device
 from numba import cuda
 
 import numba_symm as ns
+from numba_symm.collectives.select import ALL_REDUCE
 from tests.gpu.helpers import add, context_is_alive, of_ranks, to_device
 from tests.ranks.helpers import check_works, refused
+
+ALGORITHMS = list(ALL_REDUCE)
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ def capturing(stream, mode="relaxed"):
 
 
 @pytest.mark.parametrize("count", [1, 1000, 300_001])
-@pytest.mark.parametrize("algorithm", ["one_shot_ll", "one_shot_pull"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_hundred_replays_with_new_inputs(comm, stream, algorithm, count):
     x = to_device(np.full(count, comm.rank, np.float64))
     y = cuda.device_array_like(x)
@@ -52,9 +55,12 @@ def test_several_calls_in_a_graph_and_others_between_replays(comm, stream):
     """Sizes, dtypes and algorithms may follow one another, eager or replayed."""
     kinds = [
         (10, np.int64, "one_shot_ll"),
+        (200_000, np.float32, "one_shot_sentinel"),
         (200_000, np.float32, "one_shot_pull"),
-        (5001, np.int32, "one_shot_ll"),
-        (77, np.float64, "one_shot_pull"),
+        (5001, np.int32, "two_shot_ll"),
+        (77, np.float64, "two_shot_sentinel"),
+        (300_000, np.float32, "two_shot_signalled"),
+        (8192, np.float32, "copy_engine"),
         (64 << 10, np.float32, None),
     ]
     inputs = [to_device(np.full(n, comm.rank, dtype)) for n, dtype, _ in kinds]
@@ -76,7 +82,7 @@ def test_several_calls_in_a_graph_and_others_between_replays(comm, stream):
         if replay % 3 == 0:
             found = [
                 comm.all_reduce(aside, stream=stream, algorithm=name)
-                for name in ("one_shot_ll", "one_shot_pull")
+                for name in ALGORITHMS
             ]
             comm.synchronize(stream)
             assert all((each.copy_to_host() == of_ranks(comm)).all() for each in found)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from numba import cuda
 
+from numba_symm.collectives.select import ALL_REDUCE
 from tests.gpu.helpers import pattern, write_pattern
 
 
@@ -21,11 +22,12 @@ def check(comm, array, start, end):
     ).all(), (start, end)
 
 
-def test_a_quarter_of_a_gibibyte(comm):
+@pytest.mark.parametrize("algorithm", ["two_shot_signalled", "one_shot_pull"])
+def test_a_quarter_of_a_gibibyte(comm, algorithm):
     count = 64 << 20
     x, y = comm.empty(count), cuda.device_array(count, np.float32)
     write_pattern(x, comm.rank)
-    comm.all_reduce(x, out=y, algorithm="one_shot_pull")
+    comm.all_reduce(x, out=y, algorithm=algorithm)
     comm.synchronize()
     check(comm, y, 0, count)
     comm.all_reduce(x, out=x)
@@ -33,8 +35,20 @@ def test_a_quarter_of_a_gibibyte(comm):
     check(comm, x, 0, count)
 
 
+@pytest.mark.parametrize("count", [64 << 20, (16 << 20) + 4, 8, 4])
+def test_copies_between_symmetric_arrays(comm, count):
+    """Whole shards of vectors, or not: then another algorithm takes over."""
+    x, y = comm.empty(count), comm.empty(count)
+    write_pattern(x, comm.rank)
+    for _ in range(3):
+        comm.all_reduce(x, out=y, algorithm="copy_engine")
+    comm.synchronize()
+    check(comm, y, 0, count)
+    assert (x[:4].copy_to_host() == pattern(np.arange(4), comm.rank)).all()
+
+
 @pytest.mark.parametrize("count", [2 << 20, (2 << 20) - 1, (3 << 20) + 12_345])
-@pytest.mark.parametrize("algorithm", ["one_shot_ll", "one_shot_pull"])
+@pytest.mark.parametrize("algorithm", ALL_REDUCE)
 def test_many_rounds(comm, algorithm, count):
     x = cuda.device_array(count + 3, np.float32)[3:]  # aligned to 4 bytes only
     write_pattern(x, comm.rank)

@@ -319,11 +319,11 @@ def test_the_default_stream_is_never_asked_whether_it_is_captured(stream, monkey
     asked = []
     active = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
 
-    def call(name, handle):
+    def is_capturing(handle):
         asked.append(handle)
-        return active
+        return driver.CUresult.CUDA_SUCCESS, active
 
-    monkeypatch.setattr(streams.driver, "call", call)
+    monkeypatch.setattr(streams.driver, "function", lambda name: is_capturing)
     ordinary = stream not in DEFAULT_STREAMS
     assert streams.is_capturing(stream) is ordinary
     assert asked == [stream] * ordinary

@@ -8,6 +8,7 @@ import pytest
 
 from numba_symm import board
 from numba_symm.board import Board, describe
+from numba_symm.collectives import select
 from numba_symm.device import signals
 from numba_symm.errors import DriverError, SymmError
 from numba_symm.launch.exchange import StoreExchange
@@ -18,8 +19,15 @@ TEXTS = {
     signals.PUT_SIGNAL: "put_signal, channel 5",
     signals.WAIT_SIGNAL: "wait_signal, channel 5",
     signals.BARRIER: "barrier, block 5",
-    signals.ALL_REDUCE_PULL: "all_reduce (one-shot pull), block 5",
-    signals.ALL_REDUCE_LL: "all_reduce (one-shot LL), block 5",
+    signals.ONE_SHOT_PULL: "all_reduce (one_shot_pull), block 5",
+    signals.ONE_SHOT_SENTINEL: "all_reduce (one_shot_sentinel), block 5",
+    signals.ONE_SHOT_LL: "all_reduce (one_shot_ll), block 5",
+    signals.TWO_SHOT_SENTINEL: "all_reduce (two_shot_sentinel), block 5",
+    signals.TWO_SHOT_LL: "all_reduce (two_shot_ll), block 5",
+    signals.TWO_SHOT_SIGNALLED: "all_reduce (two_shot_signalled), block 5",
+    signals.EXCHANGE: "all_gather, all_to_all or reduce_scatter, block 5",
+    signals.AGREEMENT: "all_reduce (copy_engine), block 5",
+    signals.EXCHANGE: "all_gather, all_to_all or reduce_scatter, block 5",
 }
 
 
@@ -35,9 +43,26 @@ def test_a_record_says_who_waited_for_whom_and_where(operation):
     assert describe(record(operation, epoch=77)) == f"{text}, epoch 77"
 
 
+def test_a_record_of_calls_that_differ_names_both_ranks():
+    text = describe(record(signals.MISMATCH))
+    assert text.startswith("rank 1's all_reduce differs from rank 2's: count, dtype")
+
+
 def test_every_operation_of_a_kernel_has_a_text():
     assert set(board._OPERATIONS) == set(TEXTS)
-    assert all(0 < operation < board._CLOSE for operation in TEXTS)
+    numbers = [*TEXTS, signals.MISMATCH, board._CLOSE, board._ABANDONED]
+    assert sorted(numbers) == sorted(set(numbers))
+    assert all(0 < number < 128 for number in numbers)
+
+
+def test_every_algorithm_is_named_as_its_caller_names_it():
+    names = [f"all_reduce ({name}), block 5" for name in select.ALL_REDUCE]
+    assert set(names) <= set(TEXTS.values())
+
+
+def test_a_mismatch_says_which_ranks_differ_and_in_what():
+    text = describe(record(signals.MISMATCH, 1, 2, 0, 9))
+    assert text.startswith("rank 1's all_reduce differs from rank 2's: count, dtype")
 
 
 @pytest.mark.parametrize(("rank", "peer"), [(0, 255), (255, 0), (7, 7)])
@@ -56,7 +81,7 @@ def test_what_is_too_wide_is_cut_and_spoils_nothing_else():
 
 
 def test_a_record_fits_the_signed_word_that_kernels_store():
-    for operation in (*TEXTS, board._CLOSE, board._ABANDONED):
+    for operation in (*TEXTS, signals.MISMATCH, board._CLOSE, board._ABANDONED):
         assert 0 < record(operation, 255, 255, 0xFFFF, 0xFFFFFF) < 1 << 63
 
 

@@ -4,18 +4,33 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from numba import cuda
 
 from numba_symm import dtypes
 from numba_symm.errors import ArgumentError
+from tests.operators import ELEMENTS, NUMPYS, PAIRS, random, same, special
 
-TABLE = {  # name: bytes, elements in 8 bytes, accumulated in
-    "float16": (2, 4, "float32"),
-    "bfloat16": (2, 4, "float32"),
-    "float32": (4, 2, "float32"),
-    "float64": (8, 1, "float64"),
-    "int32": (4, 2, "int64"),
-    "int64": (8, 1, "int64"),
+TABLE = {  # name: bytes, elements in 16 bytes, accumulated in
+    "bool": (1, 16, "bool"),
+    "int8": (1, 16, "int32"),
+    "int16": (2, 8, "int32"),
+    "int32": (4, 4, "int64"),
+    "int64": (8, 2, "int64"),
+    "uint8": (1, 16, "int32"),
+    "uint16": (2, 8, "int32"),
+    "uint32": (4, 4, "int64"),
+    "uint64": (8, 2, "uint64"),
+    "float8_e4m3fn": (1, 16, "float32"),
+    "float8_e5m2": (1, 16, "float32"),
+    "float16": (2, 8, "float32"),
+    "bfloat16": (2, 8, "float32"),
+    "float32": (4, 4, "float32"),
+    "float64": (8, 2, "float64"),
+    "complex64": (8, 2, "complex64"),
+    "complex128": (16, 1, "complex128"),
 }
+
+every_dtype = pytest.mark.parametrize("name", ELEMENTS)
 
 
 @pytest.mark.parametrize("name", TABLE)
@@ -31,15 +46,21 @@ def test_an_element_is_found_by_any_spelling_and_is_one_object():
     assert len({id(dtypes.element(each, "here")) for each in spellings}) == 1
 
 
+@every_dtype
+def test_floats_are_those_of_which_64_ones_are_nan_even_without_the_top_bit(name):
+    kind = ELEMENTS[name]
+    words = np.array([-1, 2**63 - 1] * 2, np.int64).view(kind.dtype)
+    assert kind.floating == bool(np.all(words != words))
+
+
 @pytest.mark.parametrize(
     ("dtype", "named"),
     [
-        (np.int8, "int8"),
-        (np.uint32, "uint32"),
-        (np.bool_, "bool"),
-        (np.complex64, "complex64"),
+        (np.longdouble, "float128"),
         (">f4", ">f4"),
-        (ml_dtypes.float8_e4m3fn, "float8_e4m3fn"),
+        ("M8[s]", r"datetime64\[s\]"),
+        (ml_dtypes.float8_e4m3fnuz, "float8_e4m3fnuz"),
+        (ml_dtypes.int4, "int4"),
         ([("a", "f4")], r"\[\('a', '<f4'\)\]"),
     ],
 )
@@ -47,24 +68,145 @@ def test_other_types_are_refused_with_those_there_are(dtype, named):
     with pytest.raises(
         ArgumentError,
         match=rf"^here: cannot reduce {named}; convert the array to one of float16, "
-        r"bfloat16, float32, float64, int32, int64$",
+        r"bfloat16, .*, bool, int8, .*, uint64, float8_e4m3fn, float8_e5m2$",
     ):
         dtypes.element(dtype, "here")
 
 
-def test_reductions_have_the_names_of_numpys_functions_or_mpis():
-    assert list(dtypes.REDUCTIONS) == ["sum", "prod", "min", "max"]
+@pytest.mark.parametrize("nbytes", [*range(1, 17)])
+def test_elements_of_any_size_are_moved_as_integers(nbytes):
+    found, count = dtypes.moved(np.dtype(f"V{nbytes}"), 3)
+    assert found.itemsize * count == 3 * nbytes
+    assert found.itemsize == min(8, nbytes & -nbytes)
+    assert not found.floating
+
+
+def test_operators_have_the_names_of_numpys_functions_or_mpis():
+    assert list(dtypes.REDUCTIONS) == list(NUMPYS)
     for name in dtypes.REDUCTIONS:
         assert dtypes.reduction(name, "here") == name
 
 
 @pytest.mark.parametrize("a", [1.5, -2.0, np.nan, np.inf])
 @pytest.mark.parametrize("b", [1.5, -3.0, np.nan, -np.inf])
-def test_reductions_treat_nan_as_numpy_does(a, b):
+def test_operators_treat_nan_as_numpy_does(a, b):
     with np.errstate(invalid="ignore"):
-        for name, function in [("min", np.minimum), ("max", np.maximum)]:
+        for name in ("sum", "min", "max", "land", "lor", "lxor"):
             found = dtypes.REDUCTIONS[name](np.float64(a), np.float64(b))
-            np.testing.assert_equal(found, function(a, b))
+            np.testing.assert_equal(found, NUMPYS[name](a, b))
+
+
+@pytest.mark.parametrize(("name", "op"), PAIRS)
+def test_what_is_done_with_whole_words_is_what_numpy_does(name, op):
+    kind = ELEMENTS[name]
+    bits = dtypes.bitwise(op, kind)
+    assert (bits is not None) == (name == "bool" or op in dtypes.BITWISE)
+    if bits is not None:
+        a, b = random(name, 64, 1), random(name, 64, 2)
+        words = dtypes.REDUCTIONS[bits](a.view(np.int64), b.view(np.int64))
+        np.testing.assert_array_equal(words.view(kind.dtype), NUMPYS[op](a, b))
+
+
+REFUSED = [(name, op) for name in ELEMENTS for op in NUMPYS if (name, op) not in PAIRS]
+
+
+def test_what_has_no_meaning_is_this():
+    floats = [name for name in ELEMENTS if TABLE[name][2].startswith("float")]
+    without = {(name, op) for name in floats for op in dtypes.BITWISE}
+    without |= {
+        (name, op)
+        for name in ("complex64", "complex128")
+        for op in ("min", "max", *dtypes.BITWISE, *dtypes.LOGICAL)
+    }
+    assert set(REFUSED) == without | {("bool", "avg")}
+
+
+@pytest.mark.parametrize(("name", "op"), REFUSED)
+def test_what_has_no_meaning_is_refused_with_what_there_is(name, op):
+    with pytest.raises(ArgumentError) as raised:
+        dtypes.check(op, ELEMENTS[name], "here")
+    text = str(raised.value)
+    assert text.startswith(f"here: op={op!r} means nothing for {name}; it has 'sum', ")
+    known = text.partition(";")[2]
+    assert all((repr(each) in known) == ((name, each) in PAIRS) for each in NUMPYS)
+
+
+@pytest.mark.parametrize(("name", "op"), PAIRS)
+def test_what_has_a_meaning_passes_and_has_an_identity(name, op):
+    kind = ELEMENTS[name]
+    dtypes.check(op, kind, "here")
+    neutral = dtypes.identity(op, kind.dtype)
+    assert neutral.dtype == kind.dtype
+    if op == "avg" or (op == "prod" and kind.complex):
+        return  # divided; inf * 0 is NaN
+    values = special(name)
+    found = np.array([neutral] * len(values), kind.dtype)
+    with np.errstate(all="ignore"):
+        for pair in ((found, values), (values, found)):
+            wide = [each.astype(kind.accumulate) for each in pair]
+            result = NUMPYS[op](*wide).astype(kind.dtype)
+            expected = values
+            if op in dtypes.LOGICAL:
+                expected = (values != 0).astype(kind.dtype)
+            if op in ("min", "max"):  # whose -0.0 may be 0.0 in NumPy
+                expected, result = expected + kind.dtype.type(0), result + 0
+                result = result.astype(kind.dtype)
+            assert same(result, expected).all()
+
+
+def test_8_bit_floats_need_a_gpu_that_converts_them():
+    for name in ELEMENTS:
+        for capability in [(8, 9), (9, 0), (10, 0)]:
+            dtypes.check_capability(ELEMENTS[name], capability, "a GPU", "here")
+        if not name.startswith("float8"):
+            dtypes.check_capability(ELEMENTS[name], (8, 0), "a GPU", "here")
+            continue
+        with pytest.raises(ArgumentError) as raised:
+            dtypes.check_capability(ELEMENTS[name], (8, 6), "NVIDIA A40", "here")
+        assert str(raised.value) == (
+            f"here: {name} needs a GPU of compute capability 8.9, and NVIDIA A40 has "
+            "8.6; convert the array to float16 or bfloat16"
+        )
+
+
+def larger(a, b):
+    return a if a > b else b
+
+
+def test_a_function_is_an_operator_equal_to_itself_only():
+    found = dtypes.reduction(larger, "here")
+    assert found == dtypes.reduction(larger, "there")
+    assert found.function is larger
+    other = dtypes.reduction(lambda a, b: a, "here")
+    assert found != other
+    assert len({found, other, dtypes.reduction(larger, "here")}) == 2
+    for name in ELEMENTS:
+        dtypes.check(found, ELEMENTS[name], "here")
+
+
+def test_a_function_is_called_by_its_qualified_name_without_an_address():
+    assert str(dtypes.reduction(larger, "here")) == f"{__name__}.larger"
+    inner = dtypes.reduction(lambda a, b: a, "here")
+    assert repr(inner).endswith("without_an_address.<locals>.<lambda>")
+
+
+def test_what_numba_has_decorated_is_its_plain_function():
+    compiled = cuda.jit(device=True)(larger)
+    assert dtypes.reduction(compiled, "here") == dtypes.UserOperator(larger)
+
+
+@pytest.mark.parametrize("function", [lambda: 0, lambda a: a, lambda a, b, c: a])
+def test_a_function_of_other_than_two_scalars_is_refused(function):
+    op = dtypes.reduction(function, "here")
+    with pytest.raises(ArgumentError, match=r"^here: op=.*cannot be called with two"):
+        dtypes.check(op, ELEMENTS["float32"], "here")
+
+
+def test_a_functions_identity_is_not_known():
+    with pytest.raises(ArgumentError, match=r"^identity: op=.*larger is a function"):
+        dtypes.identity(dtypes.UserOperator(larger), np.float32)
+    with pytest.raises(ArgumentError, match=r"^identity: op='min' means nothing for"):
+        dtypes.identity("min", np.complex64)
 
 
 class Op:
@@ -82,20 +224,21 @@ class Op:
 @pytest.fixture
 def mpi(monkeypatch):
     """A module like mpi4py.MPI, whose import would start MPI."""
-    names = ["SUM", "PROD", "MIN", "MAX", "BAND"]
+    names = ["SUM", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR"]
+    names += ["LAND", "LOR", "LXOR", "MAXLOC"]
     module = SimpleNamespace(Op=Op, **{name: Op(name) for name in names})
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
     return module
 
 
-@pytest.mark.parametrize("name", dtypes.REDUCTIONS)
+@pytest.mark.parametrize("name", [each for each in dtypes.REDUCTIONS if each != "avg"])
 def test_an_mpi_op_has_its_reductions_name(mpi, name):
     assert dtypes.reduction(Op(name.upper()), "here") == name
 
 
 def test_an_mpi_op_without_a_reduction_is_refused(mpi):
     with pytest.raises(ArgumentError, match=r"^here: op=<.*Op object.* is not known"):
-        dtypes.reduction(mpi.BAND, "here")
+        dtypes.reduction(mpi.MAXLOC, "here")
 
 
 @pytest.mark.parametrize("op", ["SUM", "mean", "", None, 0, np.add, ["sum"]])
@@ -103,8 +246,9 @@ def test_what_is_no_reduction_is_refused_with_those_there_are(op):
     with pytest.raises(ArgumentError) as raised:
         dtypes.reduction(op, "here")
     assert str(raised.value) == (
-        f"here: op={op!r} is not known; use 'sum', 'prod', 'min', 'max' or the MPI.Op "
-        "of that name"
+        f"here: op={op!r} is not known; use 'sum', 'prod', 'min', 'max', 'avg', "
+        "'band', 'bor', 'bxor', 'land', 'lor', 'lxor', the MPI.Op of that name, or a "
+        "function of two scalars"
     )
 
 

@@ -14,15 +14,29 @@ import pytest
 from numba.cuda import types
 
 from numba_symm import dtypes, kernels, pads
-from numba_symm.collectives import barrier, one_shot_ll, one_shot_pull
+from numba_symm.collectives import (
+    agreement,
+    barrier,
+    copy_engine,
+    one_shot,
+    one_shot_pull,
+    two_shot,
+    two_shot_signalled,
+)
 from numba_symm.device import Context, Guard, signals
 from numba_symm.kernels import GUARD, Kernel
 
 BFLOAT16 = dtypes.element(ml_dtypes.bfloat16, "test")
 FLOAT32 = dtypes.element(np.float32, "test")
 KERNELS = {
-    "ll": one_shot_ll.kernel(4, BFLOAT16, "sum"),
-    "pull": one_shot_pull.kernel(4, FLOAT32, "max"),
+    "one_shot_sentinel": one_shot.kernel(4, BFLOAT16, "sum", True, "sentinel", 2),
+    "one_shot_ll": one_shot.kernel(4, FLOAT32, "min", False, "ll", 1),
+    "two_shot_sentinel": two_shot.kernel(4, FLOAT32, "prod", False, "sentinel", 1),
+    "two_shot_ll": two_shot.kernel(4, BFLOAT16, "sum", True, "ll", 2),
+    "two_shot_signalled": two_shot_signalled.kernel(4, FLOAT32, "sum", False),
+    "one_shot_pull": one_shot_pull.kernel(4, FLOAT32, "max", True),
+    "copy_engine": copy_engine.kernel(4, FLOAT32, "sum"),
+    "agreement": agreement.kernel(4),
     "barrier": barrier.kernel(4),
     "pad_barrier": pads.barrier_kernel(4),
     "put_signal": pads.put_signal_kernel(4),
@@ -35,16 +49,19 @@ def other_factory(size):
 
 
 def changed(**fields):
-    own = {"factory": barrier.make_kernel, "constants": (2,), "threads": 512}
+    own = {"factory": barrier.make_barrier, "constants": (2,), "threads": 512}
     own["signature"] = (GUARD, types.UniTuple(types.int64, 2), types.int64)
     return Kernel(**(own | fields))
 
+
+FOR_ONE_RANK = {"signature": barrier.kernel(1).signature}
 
 CHANGES = {
     "factory": {"factory": other_factory},
     "constants": {"constants": (3,)},
     "signature": {"signature": (GUARD, types.UniTuple(types.int64, 3), types.int64)},
     "threads": {"threads": 256},
+    "registers": {"registers": 128},
 }
 
 
@@ -53,11 +70,14 @@ def test_the_key_changes_with_the_kernels(change):
     assert changed(**CHANGES[change]).key((9, 0)) != changed().key((9, 0))
 
 
-def test_the_key_changes_with_the_element_and_the_reduction():
+def test_the_key_changes_with_all_that_a_kernel_is_made_for():
     variants = [
-        one_shot_ll.kernel(2, element, op)
+        one_shot.kernel(2, element, op, ragged, transport, steps)
         for element in (BFLOAT16, FLOAT32)
         for op in dtypes.REDUCTIONS
+        for ragged in (False, True)
+        for transport in ("sentinel", "ll")
+        for steps in (1, 2)
     ]
     assert len({variant.key((9, 0)) for variant in variants}) == len(variants)
 
@@ -125,7 +145,8 @@ def modules_used_by(function, seen):
 @pytest.mark.parametrize("name", KERNELS)
 def test_the_sources_hold_every_module_that_a_kernel_runs(name):
     modules = set(modules_used_by(KERNELS[name].function, {}).values())
-    assert Path(signals.__file__) in {Path(module.__file__) for module in modules}
+    device = Path(signals.__file__).parent
+    assert device in {Path(module.__file__).parent for module in modules}
     for module in modules:
         assert Path(module.__file__).read_text() in kernels._device_sources()
 
@@ -146,6 +167,29 @@ def test_the_entry_is_the_kernels_name(name):
 
 def test_a_block_has_no_more_threads_than_the_kernel_was_compiled_for():
     assert ".maxntid 32" in KERNELS["put_signal"].ptx((9, 0))
+
+
+@pytest.mark.parametrize("registers", [64, 128])
+def test_the_compiler_is_told_how_many_blocks_must_fit(registers):
+    kernel = changed(constants=(1,), threads=128, registers=registers, **FOR_ONE_RANK)
+    assert f".minnctapersm {65536 // 128 // registers}" in kernel.ptx((9, 0))
+
+
+def test_grids_that_may_be_early_wait_where_the_gpu_can_launch_them_so():
+    kernel = KERNELS["barrier"]
+    for instruction in ("wait", "launch_dependents"):
+        assert f"griddepcontrol.{instruction};" in kernel.ptx((9, 0))
+        assert "griddepcontrol" not in kernel.ptx((8, 0))
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_an_early_launch_says_so_to_the_driver(early):
+    config = kernels._config(7, 128, early)
+    assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 1, 1)
+    assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (128, 1, 1)
+    allowed = [a.value.programmaticStreamSerializationAllowed for a in config.attrs]
+    assert allowed == ([1] if early else [])
+    assert config.numAttrs == len(allowed)
 
 
 def stored(packed):
@@ -169,7 +213,7 @@ def test_arguments_are_packed_member_by_member():
     ]
 
 
-@pytest.mark.parametrize("name", ["ll", "put_signal"])
+@pytest.mark.parametrize("name", ["one_shot_ll", "one_shot_pull", "put_signal"])
 def test_arguments_are_packed_as_the_compiled_kernel_reads_them(name):
     kernel = KERNELS[name]
     packed = kernels._Packed(kernel.signature, zeros(kernel.signature))

@@ -2,7 +2,8 @@
 
 SASS is read as nvdisasm prints it. A flag's load is ``LDG.E.STRONG.SYS``, a packet's
 ``LDG.E.128.STRONG.SYS``; an acquire adds ``CCTL.IVALL`` (drop what the L1 cache holds)
-after the load, a release ``MEMBAR.ALL.SYS`` before the store.
+after the load, a release ``MEMBAR.ALL.SYS`` before the store. ``ACQBULK`` waits for
+the grid before, ``PREEXIT`` lets the next one start.
 """
 
 import functools
@@ -19,20 +20,48 @@ import nvidia
 import pytest
 
 from numba_symm import dtypes, pads
-from numba_symm.collectives import barrier, one_shot_ll, one_shot_pull
+from numba_symm.collectives import (
+    barrier,
+    exchange,
+    exchange_signalled,
+    one_shot,
+    one_shot_pull,
+    two_shot,
+    two_shot_signalled,
+)
+from numba_symm.collectives.workspace import TWO_SHOT
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture here
 
-ALGORITHMS = {"ll": one_shot_ll, "pull": one_shot_pull}
+GATHER, SCATTER = (exchange.EXCHANGES[n] for n in ("all_gather", "reduce_scatter"))
+
+
+def two_shot_of(transport):
+    def make(n, element, op):
+        steps = TWO_SHOT[transport].steps(n)
+        return two_shot.kernel(n, element, op, False, transport, steps)
+
+    return make
+
+
+ALGORITHMS = {
+    "one_sentinel": lambda *a: one_shot.kernel(*a, False, "sentinel", 1),
+    "one_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1),
+    "two_sentinel": two_shot_of("sentinel"),
+    "two_ll": two_shot_of("ll"),
+    "signalled": lambda *a: two_shot_signalled.kernel(*a, False),
+    "pull": lambda *a: one_shot_pull.kernel(*a, False),
+    "gather_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, GATHER),
+    "scatter_sentinel": lambda *a: exchange.kernel(*a, False, "sentinel", 1, SCATTER),
+    "gather_signalled": lambda *a: exchange_signalled.kernel(*a, False, GATHER),
+}
+SPILLS = {("two_ll", 8), ("signalled", 8), ("gather_signalled", 8)}
+"""Eight ranks' vectors at once take a few registers more than a block's share; 160
+bytes of stack at most."""
+
 HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
-REDUCTIONS = [
-    (2, "float16", "sum"),
-    (2, "float32", "max"),
-    (2, "int64", "prod"),
-    (8, "bfloat16", "sum"),
-    (8, "int32", "min"),
-    (8, "float64", "sum"),
-]
+FLOATS = [(2, "float16", "sum"), (4, "float32", "sum"), (8, "bfloat16", "sum")]
+OTHERS = [(2, "int64", "prod"), (8, "bfloat16", "sum")]
 SIGNALS = {
     "barrier": barrier.kernel,
     "pad_barrier": pads.barrier_kernel,
@@ -40,30 +69,41 @@ SIGNALS = {
     "wait_signal": pads.wait_signal_kernel,
 }
 
-LL = [("ll", *case) for case in REDUCTIONS]
-PULL = [("pull", *case) for case in REDUCTIONS]
+
+def cases(*names):
+    return [
+        (name, *case)
+        for name in names
+        for case in (FLOATS if "sentinel" in name else OTHERS)
+    ]
+
+
+ONE_FLIGHT = cases("one_sentinel", "one_ll", "gather_ll", "scatter_sentinel")
+MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_ll")]
 PADS = [(name, n) for name in SIGNALS if name != "barrier" for n in (2, 8)]
-FLAGGED = [*PULL, ("barrier", 2), ("barrier", 8), *PADS]
-EVERY = [*LL, *FLAGGED]
+TOLD = [*cases("signalled", "pull", "gather_signalled"), ("barrier", 2), ("barrier", 8)]
+FLAGGED = [*TOLD, *PADS]
+COLLECTIVE = [*MAILBOXES, *TOLD]
+EVERY = [*MAILBOXES, *FLAGGED]
 
 
 def on(cases):
-    """Run a test for each kernel on each architecture."""
+    """Run a test for each kernel on Hopper, for the smallest on its neighbours too."""
+    chosen = [(case, (9, 0)) for case in cases]
+    chosen += [(case, cc) for cc in ((8, 0), (10, 0)) for case in cases if case[1] == 2]
 
-    def named(case):
-        return "-".join(map(str, case))
+    def named(value):
+        if isinstance(value[0], str):
+            return "-".join(map(str, value))
+        return f"sm_{value[0]}{value[1]}"
 
-    architectures = pytest.mark.parametrize(
-        "cc", [(8, 0), (9, 0), (10, 0)], ids=lambda cc: f"sm_{cc[0]}{cc[1]}"
-    )
-    kernels = pytest.mark.parametrize("case", cases, ids=named)
-    return lambda test: architectures(kernels(test))
+    return pytest.mark.parametrize(("case", "cc"), chosen, ids=named)
 
 
 def kernel(name, n, dtype=None, op=None):
     if name in SIGNALS:
         return SIGNALS[name](n)
-    return ALGORITHMS[name].kernel(n, element(dtype), op)
+    return ALGORITHMS[name](n, element(dtype), op)
 
 
 def element(dtype):
@@ -80,7 +120,7 @@ class Code:
     """The machine code of one kernel, and which instruction may follow which."""
 
     def __init__(self, case, cc):
-        self.threads = kernel(*case).threads
+        self.kernel = kernel(*case)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(kernel(*case).cubin(cc))
             file.flush()
@@ -166,9 +206,23 @@ def branches(instructions):
 @on(EVERY)
 def test_everything_stays_in_registers_and_a_block_fits(case, cc):
     code = compiled(case, cc)
-    assert code.usage["STACK"] == code.usage["LOCAL"] == "0"
-    assert int(code.usage["REG"]) * code.threads <= REGISTERS
-    assert not code.find(r"(LDL|STL)\b.*")
+    assert int(code.usage["REG"]) <= code.kernel.registers
+    assert code.usage["LOCAL"] == "0"
+    stack = int(code.usage["STACK"])
+    assert stack <= (160 if case[:2] in SPILLS else 0)
+
+
+@on(COLLECTIVE)
+def test_a_collective_waits_for_the_grid_before_it_touches_memory(case, cc):
+    code = compiled(case, cc)
+    waits, starts = code.find(r"ACQBULK.*"), code.find(r"PREEXIT.*")
+    if cc < (9, 0):
+        assert not waits
+        assert not starts
+    else:
+        assert len(waits) == len(starts) == 1
+        assert waits[0] < min(code.find(r"(LDG|STG)\b.*"))
+        assert waits[0] < starts[0]
 
 
 @on(EVERY)
@@ -187,11 +241,12 @@ def test_nothing_is_called(case, cc):
 
 @on(EVERY)
 def test_no_plain_load_is_polled(case, cc):
-    # A loop that loads data stores some; one that waits stores nothing.
+    # A loop that loads data stores some, or is that of rounds; one that waits does not.
     code = compiled(case, cc)
-    for load in code.find(r"LDG\b(?!.*STRONG\.SYS).*"):
+    # Vectors that are polled have a test of their own.
+    for load in code.find(r"LDG\b(?!.*(STRONG\.SYS|128)).*"):
         loop = code.loop(load)
-        assert loop is None or opcodes(loop, r"STG\b.*"), code.instructions[load]
+        assert loop is None or opcodes(loop, r"(STG|BAR)\b.*"), code.instructions[load]
 
 
 @on(FLAGGED)
@@ -217,14 +272,22 @@ def test_every_flag_is_loaded_with_acquire(case, cc):
 
 
 @on(FLAGGED)
-def test_every_flag_is_stored_with_release(case, cc):
+def test_every_flag_is_stored_after_a_fence(case, cc):
     code = compiled(case, cc)
     stores = code.find(r"STG\.E\.STRONG\.SYS")
     assert stores
     for store in stores:
         fence = max(i for i in code.find(r"MEMBAR\.(ALL|SC)\.SYS") if i < store)
-        assert code.instructions[fence].guard == code.instructions[store].guard
-        assert not opcodes(code.between(fence, store), r"(LDG|STG|BAR|BRA)\b.*")
+        data = r"(LDG|STG|BAR)\b(?!.*STRONG\.SYS).*"
+        assert not opcodes(code.between(fence, store), data)
+
+
+@on(TOLD)
+def test_all_flags_of_a_block_share_a_fence(case, cc):
+    code = compiled(case, cc)
+    flags = code.find(r"STG\.E\.STRONG\.SYS")
+    fences = code.find(r"MEMBAR\.(ALL|SC)\.SYS")
+    assert len(fences) * (case[1] - 1) == len(flags)
 
 
 @on(PADS)
@@ -241,43 +304,38 @@ def test_a_barrier_has_one_plain_load_and_store_for_its_own_epoch(case, cc):
     assert len(code.find(r"STG\b(?!.*STRONG).*")) == 1
 
 
-@on(LL)
-def test_ll_sends_one_packet_to_each_rank(case, cc):
+@on(ONE_FLIGHT)
+def test_one_flight_posts_a_vector_to_each_other_rank(case, cc):
     code = compiled(case, cc)
-    packets = [code.instructions[i] for i in code.find(r"STG\.E\.128\.STRONG\.SYS")]
-    cleared = [packet for packet in packets if packet.operands.split()[-1] == "RZ"]
-    assert len(packets) - len(cleared) == case[1]
-    assert cleared  # when the epochs come round
-    assert not code.find(r"STG\.E\.128")
+    stores = code.find(r"STG\.E\.128\.STRONG\.SYS")
+    packets = 2 if "ll" in case[0] else 1
+    # What comes before the first wait is what is posted; cleared is after it.
+    first_poll = code.find(r"LDG\.E\.128\.STRONG\.SYS")[0]
+    posted = [store for store in stores if store < first_poll]
+    assert len(posted) == packets * (case[1] - 1)
 
 
-@on(LL)
-def test_ll_polls_all_packets_at_once(case, cc):
+@on(MAILBOXES)
+def test_mailboxes_are_polled_all_at_once(case, cc):
     # Nothing waits between the loads: a round of polls takes one latency, not n.
     code = compiled(case, cc)
-    loads = code.find(r"LDG\.E\.128.*")
-    assert loads == code.find(r"LDG\.E\.128\.STRONG\.SYS")
-    assert len(loads) == case[1]
-    assert not branches(code.between(loads[0], loads[-1]))
-    assert all(
-        opcodes(code.loop(load), r"(LDG|STG|MEMBAR|BAR)\b.*")
-        == ["LDG.E.128.STRONG.SYS"] * case[1]
-        for load in loads
-    )
+    loads = code.find(r"LDG\.E\.128\.STRONG\.SYS")
+    at_once = (2 if "ll" in case[0] else 1) * (case[1] - 1)
+    polls = loads[:at_once]
+    assert not branches(code.between(polls[0], polls[-1]))
+    for load in polls:
+        accesses = opcodes(code.loop(load), r"(LDG|STG|MEMBAR|BAR)\b.*")
+        assert accesses == ["LDG.E.128.STRONG.SYS"] * at_once
 
 
-@on(LL)
-def test_ll_rounds_have_no_fence(case, cc):
+@on(MAILBOXES)
+def test_a_round_of_mailboxes_has_no_fence(case, cc):
     code = compiled(case, cc)
-    fences = code.find(r"MEMBAR\..*SYS")
-    assert len(fences) == 1  # when the epochs come round
-    sends = code.find(r"STG\.E\.128\.STRONG\.SYS")
-    round_trip = code.loop(sends[0])
-    assert opcodes(round_trip, r"BAR\b.*")
-    assert not opcodes(round_trip, r"MEMBAR\b.*")
+    assert len(code.find(r"MEMBAR\..*SYS")) == 1  # between rounds
+    assert len(code.find(r"BAR\..*")) == 2  # there, and before the epoch changes
 
 
-@on(PULL)
+@on(cases("pull"))
 def test_pull_reads_and_writes_16_bytes_at_a_time(case, cc):
     code = compiled(case, cc)
     loops = [code.loop(load) for load in code.find(r"LDG\.E\.128")]
@@ -287,14 +345,20 @@ def test_pull_reads_and_writes_16_bytes_at_a_time(case, cc):
     assert len(code.find(r"STG\.E\.128")) >= 2  # staged; reduced
 
 
-@on(PULL)
+@on(cases("pull"))
 def test_pull_reads_all_ranks_at_once(case, cc):
     code = compiled(case, cc)
     loads = code.find(r"LDG\.E\.128")[-case[1] :]
     assert not branches(code.between(loads[0], loads[-1]))
 
 
-@on([case for case in LL + PULL if case[2] in HALVES])
+@on(
+    [
+        case
+        for case in MAILBOXES + TOLD[:-2]
+        if case[2] in HALVES and "gather" not in case[0]
+    ]
+)
 def test_halves_are_rounded_by_the_hardware(case, cc):
     half = {"bfloat16": "BF16", "float16": "F16"}[case[2]]
     code = compiled(case, cc)
@@ -305,7 +369,7 @@ def test_halves_are_rounded_by_the_hardware(case, cc):
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("op", ["sum", "max"])
 def test_halves_accumulate_in_float32(dtype, op):
-    text = kernel("ll", 2, dtype, op).ptx((9, 0))
+    text = kernel("one_ll", 2, dtype, op).ptx((9, 0))
     instruction = {"sum": r"\badd\.(rn\.)?f32\b", "max": r"\bsetp\.\w+\.f32\b"}[op]
     assert len(re.findall(instruction, text)) >= 4
     assert not re.search(r"\b(add|mul|fma|min|max|setp)\.\S*\bb?f16(x2)?\b", text)

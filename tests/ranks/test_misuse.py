@@ -327,7 +327,7 @@ def test_algorithms_that_are_none_are_refused(comm, world, name):
             world,
             ns.ArgumentError,
             lambda f=call: f(x, algorithm=name),
-            f"algorithm={name!r} is not known; use 'one_shot_ll', 'one_shot_pull'",
+            f"algorithm={name!r} is not known; use 'one_shot_sentinel', ",
         )
     check_works(comm)
 

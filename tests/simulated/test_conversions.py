@@ -168,19 +168,12 @@ def test_a_vector_is_two_words(memory):
     assert written(array) == bytes(range(1, 17))
 
 
-def test_a_packet_is_four_parts_of_4_bytes(memory):
+def test_a_packet_is_two_signed_words(memory):
     array, address = memory
-    parts = (0x04030201, 0x08070605, 0x0C0B0A09, 0xF00F0E0D)
-    sim.st_relaxed_sys_v4_u32(address, parts)
-    assert written(array) == struct.pack("<4I", *parts)
-    assert sim.ld_relaxed_sys_v4_u32(address) == parts
-
-
-def test_a_packet_takes_the_low_halves_of_words(memory):
-    _, address = memory
-    sim.st_relaxed_sys_v4_u32(address, (-1, 1 << 32 | 5, 0, -2))
-    parts = (0xFFFFFFFF, 5, 0, 0xFFFFFFFE)
-    assert sim.ld_relaxed_sys_v4_u32(address) == parts
+    words = (0x0807060504030201, -0x0FF0F1F2F3F4F5F7)
+    sim.st_relaxed_sys_v2_u64(address, words)
+    assert written(array) == struct.pack("<2q", *words)
+    assert sim.ld_relaxed_sys_v2_u64(address) == words
 
 
 def test_an_array_views_its_address():

@@ -1,156 +1,193 @@
-"""Words of every dtype, as the simulator runs them, against NumPy."""
+"""Vectors of every dtype, as the simulator runs them, against NumPy."""
 
 import itertools
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from numba_symm import dtypes
 from numba_symm.device.lanes import make_lanes
+from tests.operators import ELEMENTS, PAIRS, random, same, special, wanted
 
-DTYPES = ["float16", "bfloat16", "float32", "float64", "int32", "int64"]
-OPS = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
 CANARY = 0xA5
 
-every_dtype = pytest.mark.parametrize("name", DTYPES)
+every_dtype = pytest.mark.parametrize("name", ELEMENTS)
+every_pair = pytest.mark.parametrize(("name", "op"), PAIRS)
 
 
-def element(name):
-    return dtypes.element(getattr(ml_dtypes, name, name), "test")
+def rows(name, size):
+    """Return ``size`` arrays of whole vectors: all special pairs, and random ones."""
+    values = special(name)
+    if len(values) > 20:
+        values = values[:: len(values) // 20]
+    tuples = np.array(list(itertools.product(values, repeat=2)), values.dtype)
+    found = []
+    for row in range(size):
+        array = np.append(tuples[:, row % 2], random(name, 800, row))
+        found.append(array[: len(array) // 16 * 16])
+    return found
 
 
-def special(dtype):
-    if dtype.kind == "i":
-        info = np.iinfo(dtype)
-        values = [0, 1, -1, info.min, info.max, info.max - 1, 2**16 + 1]
-    else:
-        info = ml_dtypes.finfo(dtype)
-        values = [0.0, -0.0, 1.5, -2.0, np.inf, -np.inf, np.nan, float(info.max)]
-        values += [float(info.tiny), float(info.smallest_subnormal)]
-    return np.array(values).astype(dtype)
+def vectors(array):
+    """Return the words of each vector, as a kernel's local arrays hold them."""
+    return list(array.view(np.int64).reshape(-1, 2))
 
 
-def operands(name):
-    """Return two arrays of whole words: random numbers, and all special pairs."""
-    dtype = element(name).dtype
-    pairs = np.array(list(itertools.product(special(dtype), repeat=2)))
-    random = np.random.default_rng(1).integers(0, 256, (2, 400 * dtype.itemsize))
-    a, b = random.astype(np.uint8).view(dtype)
-    a, b = np.append(a, pairs[:, 0]), np.append(b, pairs[:, 1])
-    whole = len(a) // 4 * 4
-    return a[:whole].astype(dtype), b[:whole].astype(dtype)
+def array_of(words, name):
+    return np.array(words, np.int64).reshape(-1).view(ELEMENTS[name].dtype)
 
 
-def words(array):
-    return array.view(np.int64).tolist()
+def reduced(inputs, name, op):
+    """Return what the device functions make of all ranks' inputs."""
+    lanes = make_lanes(ELEMENTS[name], op, False, len(inputs))
+    found = []
+    for words in zip(*map(vectors, inputs), strict=True):
+        total = lanes.unpack(*words[0])
+        for each in words[1:]:
+            total = lanes.combine(total, lanes.unpack(*each))
+        found.append(lanes.pack(total))
+    return array_of(found, name)
 
 
-def wide(array):
-    """Return an array in a type whose NaNs NumPy knows to be equal."""
-    with np.errstate(invalid="ignore"):  # a signalling NaN
-        return array.astype(np.int64 if array.dtype.kind == "i" else np.float64)
+def check(found, expected, inputs):
+    wrong = np.flatnonzero(~same(found, expected))
+    assert not wrong.size, (
+        f"{found[wrong[:5] % found.size]} instead of "
+        f"{expected[wrong[:5] % found.size]} at {wrong[:5]} of {wrong.size}"
+    )
 
 
-@every_dtype
-def test_a_word_unpacks_into_its_elements_in_the_accumulation_type(name):
-    lanes, kind = make_lanes(element(name), "sum"), element(name)
-    a, _ = operands(name)
-    found = np.array([lanes.unpack(word) for word in words(a)])
-    assert found.dtype == kind.accumulate
-    assert found.shape == (a.size // kind.lanes, kind.lanes)
-    np.testing.assert_array_equal(found.ravel(), a.astype(kind.accumulate))
+@every_pair
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_vectors_reduce_as_numpy_reduces_arrays(name, op, size):
+    inputs = rows(name, size)
+    check(reduced(inputs, name, op), wanted(inputs, op), inputs)
 
 
 @every_dtype
 def test_packing_undoes_unpacking(name):
-    lanes = make_lanes(element(name), "sum")
-    a, _ = operands(name)
-    a = a[wide(a) == wide(a)]  # a NaN's bits may change
-    a = a[: len(a) // 4 * 4]
-    assert [lanes.pack(lanes.unpack(word)) for word in words(a)] == words(a)
+    (a,) = rows(name, 1)
+    check(reduced([a], name, "sum"), a, [a])
 
 
 @every_dtype
-@pytest.mark.parametrize("op", OPS)
-def test_words_combine_as_numpy_combines_arrays(name, op):
-    kind = element(name)
-    lanes = make_lanes(kind, op)
-    a, b = operands(name)
-    found = [
-        lanes.pack(lanes.combine(lanes.unpack(x), lanes.unpack(y)))
-        for x, y in zip(words(a), words(b), strict=True)
-    ]
-    with np.errstate(all="ignore"):
-        wanted = OPS[op](a.astype(kind.accumulate), b.astype(kind.accumulate))
-        wanted = wanted.astype(kind.dtype)
-    found = np.array(found, np.int64).view(kind.dtype)
-    np.testing.assert_array_equal(wide(found), wide(wanted))
+def test_a_vector_unpacks_into_elements_in_the_accumulation_type(name):
+    kind = ELEMENTS[name]
+    (a,) = rows(name, 1)
+
+    def flat(elements):
+        if isinstance(elements, tuple):
+            return [each for part in elements for each in flat(part)]
+        return [elements]
+
+    lanes = make_lanes(kind, dtypes.UserOperator(lambda a, b: a), False, 2)
+    found = flat(lanes.unpack(*vectors(a)[3]))
+    assert {each.dtype for each in found} == {kind.accumulate}
+    part = a[3 * kind.lanes : 4 * kind.lanes].astype(kind.accumulate)
+    np.testing.assert_array_equal(found, part)
 
 
 @every_dtype
-def test_integers_wrap_and_halves_keep_their_sums_precision(name):
-    kind = element(name)
-    lanes = make_lanes(kind, "sum")
-    last = {"i": np.iinfo, "f": np.finfo}.get(kind.dtype.kind, ml_dtypes.finfo)(
-        kind.dtype
-    ).max
-    one = np.full(kind.lanes, last, kind.dtype)
-    (word,) = words(one)
-    total = lanes.unpack(word)
-    for _ in range(2):
-        total = lanes.combine(total, lanes.unpack(word))
-    found = np.array([lanes.pack(total)]).view(kind.dtype)
-    with np.errstate(all="ignore"):
-        wide = one.astype(kind.accumulate)
-        wanted = (wide + wide + wide).astype(kind.dtype)
-    assert np.array_equal(found, wanted)
+def test_a_users_function_gets_elements_and_its_result_is_cast(name):
+    kind = ELEMENTS[name]
+    seen = set()
+
+    def first(a, b):
+        seen.update({type(a), type(b)})
+        return a
+
+    inputs = rows(name, 3)
+    check(reduced(inputs, name, dtypes.UserOperator(first)), inputs[0], inputs)
+    assert seen == {kind.accumulate.type}
 
 
-def placed(kind, offset, count):
-    """Return memory full of canaries, and the address of an array in it."""
-    memory = np.full(16 + 3 * 8 + 16, CANARY, np.uint8)
-    start = 16 - memory.ctypes.data % 8 + offset * kind.itemsize
-    return memory, slice(start, start + count * kind.itemsize)
+def test_a_users_function_may_return_any_number():
+    for name, value, expected in [
+        ("int8", 2**40 + 3, 3),
+        ("float16", 1e300, np.inf),
+        ("uint64", -1, 2**64 - 1),
+        ("complex64", 2, 2),
+        ("bool", 7, True),
+    ]:
+        inputs = [np.zeros(16, ELEMENTS[name].dtype)] * 2
+        op = dtypes.UserOperator(lambda a, b, value=value: value)
+        assert set(reduced(inputs, name, op).tolist()) == {expected}, name
+
+
+@every_dtype
+def test_the_identity_changes_nothing(name):
+    kind = ELEMENTS[name]
+    (a,) = rows(name, 1)
+    for op in dtypes.operators(kind):
+        if op == "avg" or (op == "prod" and kind.complex):
+            continue  # divided; inf * 0 is NaN
+        neutral = np.full_like(a, dtypes.identity(op, kind.dtype))
+        expected = wanted([a], op)  # of a logical one 0 or 1
+        check(reduced([neutral, a], name, op), expected, [a])
+        check(reduced([a, neutral], name, op), expected, [a])
+
+
+def test_8_bit_floats_overflow_as_in_ml_dtypes():
+    for name, factors in [("float8_e4m3fn", (448, 1.0)), ("float8_e5m2", (57344, 2.0))]:
+        dtype = ELEMENTS[name].dtype
+        for step in range(64):
+            pair = [np.full(16, factors[0], dtype), np.full(16, step / 2, dtype)]
+            check(reduced(pair, name, "sum"), wanted(pair, "sum"), pair)
+            check(reduced(pair, name, "prod"), wanted(pair, "prod"), pair)
+
+
+def placed(offset, nbytes):
+    """Return memory full of canaries, and the part of it where an array lies."""
+    memory = np.full(16 + 16 + nbytes + 32, CANARY, np.uint8)
+    start = 16 - memory.ctypes.data % 16 + offset
+    return memory, slice(start, start + nbytes)
 
 
 def places(kind):
-    for offset in range(kind.lanes):
-        for count in range(1, 2 * kind.lanes + 2):
-            for word in range(-(-count // kind.lanes)):
-                yield offset, count, word
+    size, lanes = kind.itemsize, kind.lanes
+    for offset in range(0, 16, min(size, 8)):
+        for count in {1, 2, lanes - 1, lanes, lanes + 1, 2 * lanes + 1} - {0}:
+            for vector in range(-(-count // lanes)):
+                yield offset, count, vector
 
 
 @every_dtype
-def test_a_word_is_stored_and_nothing_else(name):
-    kind = element(name)
-    lanes = make_lanes(kind, "sum")
-    value = int.from_bytes(bytes([0xF1, 2, 3, 4, 5, 6, 7, 0xF8]), "little", signed=True)
-    pattern = value.to_bytes(8, "little", signed=True)
-    for offset, count, word in places(kind):
-        for aligned in {False, offset == 0}:
-            memory, part = placed(kind, offset, count)
-            wanted = memory.copy()
-            inside = slice(
-                part.start + 8 * word, min(part.start + 8 * (word + 1), part.stop)
-            )
-            size = inside.stop - inside.start
-            wanted[inside] = np.frombuffer(pattern[:size], np.uint8)
-            address = memory.ctypes.data + part.start
-            lanes.store_word(address, word, count, aligned, value)
-            assert np.array_equal(memory, wanted), (offset, count, word, aligned)
+def test_a_vector_is_stored_and_nothing_else(name):
+    kind = ELEMENTS[name]
+    lanes = make_lanes(kind, "sum", True, 2)
+    pattern = bytes(range(0xE1, 0xF1))
+    low, high = np.frombuffer(pattern, np.int64).tolist()
+    for offset, count, vector in places(kind):
+        memory, part = placed(offset, count * kind.itemsize)
+        expected = memory.copy()
+        start = part.start + 16 * vector
+        inside = slice(start, min(start + 16, part.stop))
+        size = inside.stop - inside.start
+        expected[inside] = np.frombuffer(pattern[:size], np.uint8)
+        address = memory.ctypes.data + part.start
+        lanes.store(address, vector, count, low, high)
+        assert np.array_equal(memory, expected), (offset, count, vector)
 
 
 @every_dtype
-def test_a_word_is_loaded_with_zeros_past_the_arrays_end(name):
-    kind = element(name)
-    lanes = make_lanes(kind, "sum")
-    for offset, count, word in places(kind):
-        for aligned in {False, offset == 0}:
-            memory, part = placed(kind, offset, count)
-            content = np.arange(0xE0, 0xE0 + part.stop - part.start, dtype=np.uint8)
-            memory[part] = content
-            wanted = content.tobytes()[8 * word : 8 * (word + 1)].ljust(8, b"\0")
-            address = memory.ctypes.data + part.start
-            found = lanes.load_word(address, word, count, aligned)
-            assert found.to_bytes(8, "little", signed=True) == wanted
+def test_a_vector_is_loaded_with_zeros_past_the_arrays_end(name):
+    kind = ELEMENTS[name]
+    lanes = make_lanes(kind, "sum", True, 2)
+    for offset, count, vector in places(kind):
+        memory, part = placed(offset, count * kind.itemsize)
+        memory[part] = np.arange(part.stop - part.start) + 0xC0
+        content = memory[part].tobytes()[16 * vector : 16 * (vector + 1)]
+        address = memory.ctypes.data + part.start
+        found = np.array(lanes.load(address, vector, count), np.int64).tobytes()
+        assert found == content.ljust(16, b"\0"), (offset, count, vector)
+
+
+@every_dtype
+def test_whole_vectors_are_loaded_and_stored(name):
+    lanes = make_lanes(ELEMENTS[name], "sum", False, 2)
+    memory, part = placed(0, 32)
+    memory[part] = np.arange(32)
+    address = memory.ctypes.data + part.start
+    low, high = lanes.load(address, 1, 0)
+    lanes.store(address, 0, 0, low, high)
+    assert memory[part].tolist() == [*range(16, 32)] * 2

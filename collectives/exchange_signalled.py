@@ -1,0 +1,174 @@
+"""All-gather, all-to-all and reduce-scatter with signals, for larger messages.
+
+As ``exchange.py``, but a block moves a chunk of rows at a time through the workspace
+and signals it with one flag a rank, as ``two_shot_signalled.py`` does, whose slots and
+flags these are: where that one sends back results, this one tells that it has read.
+
+Memory order. ``flags.py`` orders a chunk's stores before its flag and its reading after
+it. Chunk k+2 goes into the half of chunk k after every rank has told that it has read
+chunk k, this call's or an earlier one's.
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives import workspace
+from numba_symm.collectives.exchange import Exchange
+from numba_symm.collectives.flags import make_flags
+from numba_symm.collectives.ring import make_in_rank_order
+from numba_symm.collectives.workspace import (
+    ADDRESS,
+    MAX_BLOCKS,
+    ROW,
+    SIGNALLED,
+    THREADS,
+    VECTOR,
+    divide_up,
+    follow_previous_grid,
+    is_ragged,
+    layout,
+)
+from numba_symm.device.intrinsics import (
+    ld_u32,
+    ld_v2_u64,
+    st_u32,
+    st_v2_u64,
+    word_of,
+)
+from numba_symm.device.lanes import make_lanes
+from numba_symm.device.signals import EXCHANGE
+from numba_symm.dtypes import Element, Op
+from numba_symm.kernels import Kernel, Launch
+
+
+def make_exchange_signalled(
+    size: int, element: Element, op: Op, ragged: bool, kind: Exchange
+) -> Any:
+    """Return the kernel for ``size`` ranks, an element type and a reduction."""
+    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    in_rank_order = make_in_rank_order(size)
+    tell, told = make_flags(size, EXCHANGE)
+    at = layout(size).two_shot_signalled
+    epochs, flags, slots = at.epochs, at.flags, at.slots
+    rows = SIGNALLED.steps(size)
+    rank_stride = rows * ROW
+    half_stride = 2 * (size - 1) * rank_stride  # of which the first part is used here
+    read_flags = flags + 4 * size * MAX_BLOCKS
+    others = size - 1
+    parts_in, parts_out = kind
+
+    def exchange_signalled(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        source: int,
+        target: int,
+        part: int,
+        count: int,
+        vectors: int,
+        chunks: int,
+    ) -> None:
+        follow_previous_grid(early)
+        thread = cuda.threadIdx.x
+        block = cuda.blockIdx.x
+        low = cuda.local.array(size, types.int64)
+        high = cuda.local.array(size, types.int64)
+        spare = cuda.local.array(size, types.int64)
+        stride = cuda.gridDim.x * rows * THREADS
+        epoch_at = own + epochs + 4 * block
+        before = word_of(ld_u32(epoch_at))
+        first = block * rows * THREADS + thread
+        mine = source + guard.rank * part if parts_in else source
+        sent = flags + 4 * size * block
+        read = read_flags + 4 * size * block
+        failed = False
+        for turn in range(chunks + 2):
+            if turn >= 2:
+                epoch = (before + turn - 1) & 0xFFFFFFFF
+                failed = told(guard, own + read, block, epoch, failed)
+            if turn < chunks:
+                epoch = (before + turn + 1) & 0xFFFFFFFF
+                slot = slots + (2 * block + (epoch & 1)) * half_stride
+                for row in range(rows):
+                    vector = first + turn * stride + row * THREADS
+                    if vector < vectors:
+                        there = slot + VECTOR * thread + row * ROW
+                        if not parts_in:
+                            words = load(source, vector, count)
+                            for k in range(others):
+                                low[k], high[k] = words
+                        else:
+                            for k in range(others):
+                                r = (guard.rank + 1 + k) % size
+                                words = load(source + r * part, vector, count)
+                                low[k], high[k] = words
+                        for k in range(others):
+                            # The sender is its k-th neighbour's (n - 2 - k)-th.
+                            to = ring[k] + there + (others - 1 - k) * rank_stride
+                            st_v2_u64(to, (low[k], high[k]))
+                tell(ring, sent, guard.rank, epoch)
+            if 1 <= turn <= chunks:
+                epoch = (before + turn) & 0xFFFFFFFF
+                failed = told(guard, own + sent, block, epoch, failed)
+                slot = own + slots + (2 * block + (epoch & 1)) * half_stride
+                for row in range(rows):
+                    vector = first + (turn - 1) * stride + row * THREADS
+                    if vector < vectors:
+                        here = slot + VECTOR * thread + row * ROW
+                        low[0], high[0] = load(mine, vector, count)
+                        for k in range(others):
+                            words = ld_v2_u64(here + k * rank_stride)
+                            low[k + 1], high[k + 1] = words
+                        if parts_out:
+                            for j in range(size):
+                                there = target + (guard.rank + j) % size * part
+                                store(there, vector, count, low[j], high[j])
+                        else:
+                            in_rank_order(guard.rank, low, high, spare)
+                            total = unpack(low[0], high[0])
+                            for r in range(1, size):
+                                total = combine(total, unpack(low[r], high[r]))
+                            result = pack(total)
+                            store(target, vector, count, result[0], result[1])
+                # What this block has read of the chunk, it has read before it tells so.
+                tell(ring, read, guard.rank, epoch)
+        # All threads have read the epoch before it changes.
+        cuda.syncthreads()
+        if thread == 0:
+            st_u32(epoch_at, (before + chunks) & 0xFFFFFFFF)
+
+    return exchange_signalled
+
+
+@functools.cache
+def kernel(size: int, element: Element, op: Op, ragged: bool, kind: Exchange) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    constants = (size, element, op, ragged, kind)
+    arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
+    return workspace.make_kernel(make_exchange_signalled, constants, *arguments)
+
+
+def bind(
+    kind: Exchange,
+    comm: Any,
+    source: int,
+    target: int,
+    count: int,
+    element: Element,
+    op: Op,
+) -> Launch:
+    """Return the packed launch; see ``Bind`` in ``select_exchange.py``."""
+    vectors = divide_up(count, element.lanes)
+    rows = SIGNALLED.steps(comm.size)
+    grid = min(divide_up(vectors, rows * THREADS), comm.max_blocks, SIGNALLED.blocks)
+    ragged = is_ragged(source, target, count, element.lanes)
+    part = count * element.itemsize
+    return workspace.launch(
+        kernel(comm.size, element, op, ragged, kind),
+        *(comm, grid, source, target, part, count, vectors),
+        divide_up(vectors, grid * rows * THREADS),
+    )

@@ -1,0 +1,68 @@
+"""Flags between the blocks of one index: what a block tells all ranks, and awaits.
+
+Memory order. ``tell`` begins with ``syncthreads`` and a fence: what the whole block
+wrote or read before comes before its flags. ``told`` ends with an acquire by one thread
+for each rank and ``syncthreads``: what any rank's block wrote before it told is visible
+to the whole block.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba_symm.collectives.workspace import THREADS
+from numba_symm.device.intrinsics import (
+    device_function,
+    fence_acq_rel_sys,
+    st_relaxed_sys_u32,
+    syncthreads,
+    thread_index,
+)
+from numba_symm.device.signals import wait_for_epoch, wait_record
+
+
+class Flags(NamedTuple):
+    """Device functions for one protocol's flags; the whole block calls them.
+
+    Attributes:
+        tell: ``(ring, flags, rank, epoch)`` raises this rank's flag at all others;
+            ``flags`` is the offset of the block's flags in a workspace.
+        told: ``(guard, flags, block, epoch, failed)`` waits for all others' flags, from
+            the address ``flags``; nothing is awaited after a failure. Returns whether
+            this thread's wait, or an earlier one, has failed.
+    """
+
+    tell: Callable[[Any, int, int, int], None]
+    told: Callable[[Any, int, int, int, bool], bool]
+
+
+def make_flags(size: int, operation: int) -> Flags:
+    """Return the device functions for ``size`` ranks.
+
+    Args:
+        size: number of ranks.
+        operation: what a record of a wait given up names.
+    """
+
+    @device_function
+    def tell(ring: Any, flags: int, rank: int, epoch: int) -> None:
+        syncthreads()
+        thread = thread_index()
+        if thread < size - 1:
+            # One fence for all flags: the threads of a warp execute it together.
+            fence_acq_rel_sys()
+        for k in range(size - 1):
+            if thread == k % THREADS:
+                st_relaxed_sys_u32(ring[k] + flags + 4 * rank, epoch)
+
+    @device_function
+    def told(guard: Any, flags: int, block: int, epoch: int, failed: bool) -> bool:
+        peer = thread_index()
+        while peer < size and not failed:
+            if peer != guard.rank:
+                record = wait_record(operation, guard.rank, peer, block, epoch)
+                failed = not wait_for_epoch(guard, flags + 4 * peer, epoch, record)
+            peer += THREADS
+        syncthreads()
+        return failed
+
+    return Flags(tell, told)

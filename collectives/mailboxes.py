@@ -1,0 +1,282 @@
+"""Mailboxes: how vectors of 16 bytes reach a peer's waiting thread without a barrier.
+
+A thread has a mailbox in every peer's workspace for each half and step; what arrives
+says itself that it is there. Two ways of saying so:
+
+``sentinel``: the word of 64 ones means that nothing has come. As floats of any width it
+holds NaNs only, and a sender takes the top bit of such a word away, which leaves NaNs:
+every number keeps its bits. It goes on with what it sent, so that all ranks have the
+same bits of a NaN, too. The reader puts the ones back. For floats; integers have no
+value to spare.
+
+``ll``: packets with a flag, the round's epoch, beside each 4 bytes of data. For every
+type, at twice the traffic. Epochs are 32 bits wide and come round again: a mailbox that
+only large messages use could then hold a packet of the same epoch from 2**32 rounds
+ago, so the last two epochs each clear their half.
+
+Only 8-byte accesses are taken to be atomic, as PTX's memory model has it for each
+element of a vector.
+
+Memory order. A mailbox belongs to (block, half, source, step, thread), its half being
+the epoch's parity. In every round of a block its thread 0 exchanges with every peer,
+both ways. A rank posts round k+2 into the half of round k only after it has received
+round k+1 from every peer, which a peer posts only after all threads of its block have
+read round k and put the ones back: kernels end in between, or ``next_round`` does the
+same. So two halves suffice, however few of the other threads have anything to post.
+
+Source: the LL protocol of NCCL and of MSCCL++ (``LLPacket``); the Lamport protocol of
+TensorRT-LLM.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from numba_symm.collectives.workspace import ROW, VECTOR, Protocol, Region
+from numba_symm.device.intrinsics import (
+    device_function,
+    fence_acq_rel_sys,
+    globaltimer,
+    ld_relaxed_sys_v2_u64,
+    poll_pause,
+    st_relaxed_sys_v2_u64,
+    syncthreads,
+    word_of,
+)
+from numba_symm.device.signals import POLLS_PER_CHECK, must_give_up, wait_record
+
+EMPTY = -1
+"""The word that says that nothing has come."""
+
+LAST_EPOCH = 2**32 - 2
+"""The epoch after which 1 follows: even, so that halves go on alternating."""
+
+_NOT_THE_TOP_BIT = 0x7FFFFFFFFFFFFFFF
+_LOW = 0xFFFFFFFF
+
+
+class Transport(NamedTuple):
+    """One way of filling mailboxes.
+
+    Attributes:
+        packets: rows of memory that a vector takes.
+        weight: how many blocks' registers a block of its kernels takes.
+        sent: ``(low, high)`` returns what arrives of a vector.
+        post: ``(box, low, high, epoch)`` sends a vector.
+        peek: ``(box, epoch)`` returns ``low, high, missing``.
+        clear: ``(box)`` makes a mailbox that was read ready for the next vector.
+        wipe: ``(box)`` does so when the epochs come round; None: nothing to do.
+    """
+
+    packets: int
+    weight: int
+    sent: Callable[[int, int], Any]
+    post: Callable[[int, int, int, int], None]
+    peek: Callable[[int, int], Any]
+    clear: Callable[[int], None]
+    wipe: Any
+
+
+@device_function
+def _sent_sentinel(low: int, high: int) -> Any:
+    if low == EMPTY:
+        low = low & _NOT_THE_TOP_BIT
+    if high == EMPTY:
+        high = high & _NOT_THE_TOP_BIT
+    return low, high
+
+
+@device_function
+def _post_sentinel(box: int, low: int, high: int, epoch: int) -> None:
+    st_relaxed_sys_v2_u64(box, _sent_sentinel(low, high))
+
+
+@device_function
+def _peek_sentinel(box: int, epoch: int) -> Any:
+    low, high = ld_relaxed_sys_v2_u64(box)
+    return low, high, word_of((low == EMPTY) | (high == EMPTY))
+
+
+@device_function
+def _clear_sentinel(box: int) -> None:
+    st_relaxed_sys_v2_u64(box, (EMPTY, EMPTY))
+
+
+@device_function
+def _sent_ll(low: int, high: int) -> Any:
+    return low, high
+
+
+@device_function
+def _post_ll(box: int, low: int, high: int, epoch: int) -> None:
+    flag = word_of(epoch << 32)
+    first, second = (low & _LOW) | flag, (low >> 32 & _LOW) | flag
+    st_relaxed_sys_v2_u64(box, (first, second))
+    third, fourth = (high & _LOW) | flag, (high >> 32 & _LOW) | flag
+    st_relaxed_sys_v2_u64(box + ROW, (third, fourth))
+
+
+@device_function
+def _peek_ll(box: int, epoch: int) -> Any:
+    flag = word_of(epoch << 32)
+    first, second = ld_relaxed_sys_v2_u64(box)
+    third, fourth = ld_relaxed_sys_v2_u64(box + ROW)
+    wrong = (first ^ flag) | (second ^ flag) | (third ^ flag) | (fourth ^ flag)
+    low = word_of((first & _LOW) | second << 32)
+    high = word_of((third & _LOW) | fourth << 32)
+    return low, high, wrong >> 32
+
+
+@device_function
+def _clear_ll(box: int) -> None:
+    pass
+
+
+@device_function
+def _wipe_ll(box: int) -> None:
+    st_relaxed_sys_v2_u64(box, (0, 0))
+    st_relaxed_sys_v2_u64(box + ROW, (0, 0))
+
+
+TRANSPORTS = {
+    "sentinel": Transport(
+        *(1, 1, _sent_sentinel, _post_sentinel, _peek_sentinel, _clear_sentinel, None)
+    ),
+    "ll": Transport(2, 2, _sent_ll, _post_ll, _peek_ll, _clear_ll, _wipe_ll),
+}
+"""The ways of filling mailboxes, by name."""
+
+
+class Mailboxes(NamedTuple):
+    """Device functions for the mailboxes of one protocol.
+
+    ``k`` counts along the ring (``ring.py``).
+
+    Attributes:
+        next_epoch: ``(epoch)`` counts rounds.
+        box: ``(block, epoch, set, k, step, thread)`` returns the offset, in a
+            workspace, of the mailbox for the k-th of the ring.
+        sent: ``(low, high)`` returns what arrives of a vector, with which its sender
+            goes on where all ranks must have the same bits.
+        post: ``(ring, box, low, high, epoch)`` sends a vector to all others;
+            ``box`` is its mailbox 0.
+        post_one: ``(ring, k, box, low, high, epoch)`` sends one to the k-th.
+        receive: ``(guard, box, epoch, block, low, high)`` waits for a vector of every
+            other rank, from the address of mailbox 0, and fills two local arrays from
+            index 1 on; False if it gave up. The mailboxes are ready for the next
+            vector then.
+        wipe: ``(workspace, block, epoch, thread)`` clears a thread's mailboxes of a
+            round that is over, when the epochs come round.
+        next_round: called by the whole block between two rounds of a kernel.
+    """
+
+    next_epoch: Callable[[int], int]
+    box: Callable[..., int]
+    sent: Callable[[int, int], Any]
+    post: Callable[..., None]
+    post_one: Callable[..., None]
+    receive: Callable[..., bool]
+    wipe: Callable[..., None]
+    next_round: Callable[[], None]
+
+
+def make_mailboxes(
+    size: int,
+    transport: str,
+    region: Region,
+    protocol: Protocol,
+    sets: int,
+    operation: int,
+) -> Mailboxes:
+    """Return the device functions for a protocol.
+
+    Args:
+        size: number of ranks.
+        transport: a name of ``TRANSPORTS``.
+        region: where the protocol's state lies.
+        protocol: how many slots a thread has.
+        sets: how many vectors of a step a rank sends to each rank, one after another.
+        operation: what a record of a wait given up names.
+    """
+    packets, _, sent, post_to, peek, clear, wipe_box = TRANSPORTS[transport]
+    others = size - 1
+    count = protocol.steps(size)
+    row = packets * ROW
+    rank_stride = count * row
+    set_stride = others * rank_stride
+    half_stride = sets * set_stride
+    slots = region.slots
+    last_epoch = LAST_EPOCH
+
+    @device_function
+    def next_epoch(epoch: int) -> int:
+        return 1 if epoch >= last_epoch else epoch + 1
+
+    @device_function
+    def box(block: int, epoch: int, which: int, k: int, step: int, thread: int) -> int:
+        half = slots + (2 * block + (epoch & 1)) * half_stride + which * set_stride
+        return half + k * rank_stride + step * row + thread * VECTOR
+
+    @device_function
+    def post_one(
+        ring: Any, k: int, first: int, low: int, high: int, epoch: int
+    ) -> None:
+        # The sender is its k-th neighbour's (n - 2 - k)-th.
+        post_to(ring[k] + first + (others - 1 - k) * rank_stride, low, high, epoch)
+
+    @device_function
+    def post(ring: Any, first: int, low: int, high: int, epoch: int) -> None:
+        for k in range(others):
+            post_one(ring, k, first, low, high, epoch)
+
+    @device_function
+    def receive(
+        guard: Any, first: int, epoch: int, block: int, low: Any, high: Any
+    ) -> bool:
+        polls = 0
+        started = 0
+        arrived = False
+        given_up = False
+        while not arrived and not given_up:
+            # All mailboxes are loaded before any is looked at: a branch on one would
+            # make the next load wait for it.
+            missing = 0
+            for k in range(others):
+                low[k + 1], high[k + 1], gap = peek(first + k * rank_stride, epoch)
+                missing |= gap
+            arrived = missing == 0
+            if not arrived:
+                poll_pause()
+                polls += 1
+                if polls % POLLS_PER_CHECK == 0:
+                    if started == 0:
+                        started = globaltimer()
+                    late = 0
+                    for k in range(others):
+                        _, _, gap = peek(first + k * rank_stride, epoch)
+                        if gap != 0:
+                            late = (guard.rank + 1 + k) % size
+                    record = wait_record(operation, guard.rank, late, block, epoch)
+                    given_up = must_give_up(guard, started, record)
+        for k in range(others):
+            clear(first + k * rank_stride)
+        return arrived
+
+    @device_function
+    def keep(own: int, block: int, epoch: int, thread: int) -> None:
+        pass
+
+    @device_function
+    def wipe(own: int, block: int, epoch: int, thread: int) -> None:
+        if epoch >= last_epoch - 1:
+            for index in range(sets * others * count):
+                wipe_box(own + box(block, epoch, 0, 0, index, thread))
+
+    @device_function
+    def next_round() -> None:
+        # What the block has read and cleared comes before what any of its threads posts
+        # next, which lets the peers overwrite it; so the fence follows the meeting.
+        syncthreads()
+        fence_acq_rel_sys()
+
+    wiping = keep if wipe_box is None else wipe
+    return Mailboxes(next_epoch, box, sent, post, post_one, receive, wiping, next_round)

@@ -1,0 +1,152 @@
+"""All-reduce in one flight: every rank posts its whole input to every other rank.
+
+For small messages. Every thread posts its vectors to its twin in every other rank,
+waits for theirs, and reduces them with its own; ``mailboxes.py`` says how that needs no
+barrier, and orders the memory accesses.
+
+Source: the one-shot all-reduces of NCCL (LL), MSCCL++ and TensorRT-LLM (Lamport).
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives import workspace
+from numba_symm.collectives.mailboxes import TRANSPORTS, make_mailboxes
+from numba_symm.collectives.ring import make_in_rank_order
+from numba_symm.collectives.workspace import (
+    ADDRESS,
+    ONE_SHOT,
+    THREADS,
+    divide_up,
+    follow_previous_grid,
+    is_ragged,
+    layout,
+)
+from numba_symm.device.intrinsics import ld_u32, st_u32, word_of
+from numba_symm.device.lanes import make_lanes
+from numba_symm.device.signals import ONE_SHOT_LL, ONE_SHOT_SENTINEL
+from numba_symm.dtypes import Element, Op
+from numba_symm.kernels import Kernel, Launch
+
+_OPERATIONS = {"sentinel": ONE_SHOT_SENTINEL, "ll": ONE_SHOT_LL}
+
+
+def make_one_shot(
+    size: int, element: Element, op: Op, ragged: bool, transport: str, steps: int
+) -> Any:
+    """Return the kernel for ``size`` ranks, an element type and a reduction.
+
+    Args:
+        size: number of ranks.
+        element: the element type.
+        op: the operator.
+        ragged: see ``lanes.make_lanes``.
+        transport: a name of ``mailboxes.TRANSPORTS``.
+        steps: vectors that a thread has on the way at once.
+    """
+    at = layout(size)
+    region = {"sentinel": at.one_shot_sentinel, "ll": at.one_shot_ll}[transport]
+    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    mail = make_mailboxes(
+        size, transport, region, ONE_SHOT[transport], 1, _OPERATIONS[transport]
+    )
+    next_epoch, box, sent, post, _, receive, wipe, next_round = mail
+    in_rank_order = make_in_rank_order(size)
+    epochs = region.epochs
+
+    def one_shot(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        source: int,
+        target: int,
+        count: int,
+        vectors: int,
+    ) -> None:
+        follow_previous_grid(early)
+        thread = cuda.threadIdx.x
+        block = cuda.blockIdx.x
+        own_low = cuda.local.array(steps, types.int64)
+        own_high = cuda.local.array(steps, types.int64)
+        low = cuda.local.array(size, types.int64)
+        high = cuda.local.array(size, types.int64)
+        spare = cuda.local.array(size, types.int64)
+        stride = cuda.gridDim.x * THREADS
+        epoch_at = own + epochs + 4 * block
+        epoch = word_of(ld_u32(epoch_at))
+        start = block * THREADS + thread
+        first = block * THREADS
+        failed = False
+        while first < vectors:
+            epoch = next_epoch(epoch)
+            for step in range(steps):
+                vector = start + step * stride
+                if vector < vectors:
+                    words = load(source, vector, count)
+                    own_low[step], own_high[step] = sent(words[0], words[1])
+            for step in range(steps):
+                if start + step * stride < vectors:
+                    boxes = box(block, epoch, 0, 0, step, thread)
+                    post(ring, boxes, own_low[step], own_high[step], epoch)
+            for step in range(steps):
+                vector = start + step * stride
+                if vector < vectors and not failed:
+                    boxes = own + box(block, epoch, 0, 0, step, thread)
+                    failed = not receive(guard, boxes, epoch, block, low, high)
+                    low[0] = own_low[step]
+                    high[0] = own_high[step]
+                    in_rank_order(guard.rank, low, high, spare)
+                    # In rank order on every rank: all get the same bits.
+                    total = unpack(low[0], high[0])
+                    for r in range(1, size):
+                        total = combine(total, unpack(low[r], high[r]))
+                    result = pack(total)
+                    store(target, vector, count, result[0], result[1])
+            wipe(own, block, epoch, thread)
+            start += steps * stride
+            first += steps * stride
+            if first < vectors:
+                next_round()
+        # All threads have read the epoch before it changes.
+        cuda.syncthreads()
+        if thread == 0:
+            st_u32(epoch_at, epoch)
+
+    return one_shot
+
+
+@functools.cache
+def kernel(
+    size: int, element: Element, op: Op, ragged: bool, transport: str, steps: int
+) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    constants = (size, element, op, ragged, transport, steps)
+    arguments = (ADDRESS, ADDRESS, types.int64, types.int64)
+    weight = TRANSPORTS[transport].weight
+    return workspace.make_kernel(make_one_shot, constants, *arguments, weight=weight)
+
+
+def bind(
+    transport: str,
+    comm: Any,
+    source: int,
+    target: int,
+    count: int,
+    element: Element,
+    op: Op,
+) -> Launch:
+    """Return the packed launch; see ``Bind`` in ``select.py``."""
+    protocol = ONE_SHOT[transport]
+    vectors = divide_up(count, element.lanes)
+    most = min(comm.max_blocks // TRANSPORTS[transport].weight, protocol.blocks)
+    grid = min(divide_up(vectors, THREADS), most)
+    steps = protocol.needed(vectors, grid, comm.size)
+    ragged = is_ragged(source, target, count, element.lanes)
+    return workspace.launch(
+        kernel(comm.size, element, op, ragged, transport, steps),
+        *(comm, grid, source, target, count, vectors),
+    )

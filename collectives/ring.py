@@ -1,0 +1,39 @@
+"""The ring: how a rank counts the others, from the next one on.
+
+All ranks then turn to different ones at any time, and what a rank does with its k-th
+neighbour is written without knowing its own number. It is its k-th neighbour's
+(n - 2 - k)-th.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba_symm.device.intrinsics import device_function
+
+
+def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
+    """Return a device function that puts vectors in the order of their ranks.
+
+    ``(rank, low, high, spare)``: two local arrays of ``size`` words, of the own vector
+    and then the ring's, are turned; ``spare`` is another array of that size. What is
+    reduced in rank order gives the same bits on every rank.
+    """
+    turns = (size - 1).bit_length()
+
+    @device_function
+    def in_rank_order(rank: int, low: Any, high: Any, spare: Any) -> None:
+        # By 1, 2, 4 … places, so that every index is a constant: registers have none.
+        for bit in range(turns):
+            turning = rank >> bit & 1 != 0
+            for r in range(size):
+                before = (r + size - (1 << bit)) % size
+                spare[r] = low[before] if turning else low[r]
+            for r in range(size):
+                low[r] = spare[r]
+            for r in range(size):
+                before = (r + size - (1 << bit)) % size
+                spare[r] = high[before] if turning else high[r]
+            for r in range(size):
+                high[r] = spare[r]
+
+    return in_rank_order

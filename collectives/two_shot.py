@@ -1,0 +1,175 @@
+"""All-reduce in two flights: each rank reduces a shard, and posts it to all.
+
+For medium messages. The input is cut into one shard a rank. Every thread posts a vector
+of every shard to that shard's owner (scatter), reduces what it receives of its own
+rank's shard, posts the result to every other rank, and stores the results it receives
+(gather). ``mailboxes.py`` says how that needs no barrier, and orders the memory
+accesses: both flights of a round are exchanges of each pair, both ways.
+
+Each element is reduced by one rank, in rank order, so all ranks get the same bits.
+
+Source: the two-step packet all-reduce of MSCCL++.
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives import workspace
+from numba_symm.collectives.mailboxes import TRANSPORTS, make_mailboxes
+from numba_symm.collectives.ring import make_in_rank_order
+from numba_symm.collectives.workspace import (
+    ADDRESS,
+    THREADS,
+    TWO_SHOT,
+    divide_up,
+    follow_previous_grid,
+    is_ragged,
+    layout,
+)
+from numba_symm.device.intrinsics import ld_u32, st_u32, word_of
+from numba_symm.device.lanes import make_lanes
+from numba_symm.device.signals import TWO_SHOT_LL, TWO_SHOT_SENTINEL
+from numba_symm.dtypes import Element, Op
+from numba_symm.kernels import Kernel, Launch
+
+SCATTER, GATHER = 0, 1  # the two sets of mailboxes
+LOADS = 4  # vectors that a thread loads before it posts them
+LINE = 8  # vectors of 128 bytes; shards begin on lines, as far as the array does
+
+_OPERATIONS = {"sentinel": TWO_SHOT_SENTINEL, "ll": TWO_SHOT_LL}
+
+
+def make_two_shot(
+    size: int, element: Element, op: Op, ragged: bool, transport: str, steps: int
+) -> Any:
+    """Return the kernel; see ``one_shot.make_one_shot``."""
+    at = layout(size)
+    region = {"sentinel": at.two_shot_sentinel, "ll": at.two_shot_ll}[transport]
+    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    mail = make_mailboxes(
+        size, transport, region, TWO_SHOT[transport], 2, _OPERATIONS[transport]
+    )
+    next_epoch, box, sent, post, post_one, receive, wipe, next_round = mail
+    in_rank_order = make_in_rank_order(size)
+    epochs = region.epochs
+    others = size - 1
+    batch = min(steps, max(1, LOADS // size))
+    held = max(size, batch * others)
+
+    def two_shot(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        source: int,
+        target: int,
+        count: int,
+        share: int,
+    ) -> None:
+        follow_previous_grid(early)
+        thread = cuda.threadIdx.x
+        block = cuda.blockIdx.x
+        low = cuda.local.array(held, types.int64)
+        high = cuda.local.array(held, types.int64)
+        spare = cuda.local.array(size, types.int64)
+        stride = cuda.gridDim.x * THREADS
+        epoch_at = own + epochs + 4 * block
+        epoch = word_of(ld_u32(epoch_at))
+        start = block * THREADS + thread
+        first = block * THREADS
+        failed = False
+        while first < share:
+            epoch = next_epoch(epoch)
+            for group in range(0, steps, batch):
+                for step in range(batch):
+                    vector = start + (group + step) * stride
+                    if vector < share:
+                        for k in range(others):
+                            r = (guard.rank + 1 + k) % size
+                            at = step * others + k
+                            low[at], high[at] = load(source, r * share + vector, count)
+                for step in range(batch):
+                    if start + (group + step) * stride < share:
+                        boxes = box(block, epoch, SCATTER, 0, group + step, thread)
+                        for k in range(others):
+                            at = step * others + k
+                            post_one(ring, k, boxes, low[at], high[at], epoch)
+            for step in range(steps):
+                vector = start + step * stride
+                if vector < share and not failed:
+                    mine = guard.rank * share + vector
+                    boxes = own + box(block, epoch, SCATTER, 0, step, thread)
+                    low[0], high[0] = load(source, mine, count)
+                    failed = not receive(guard, boxes, epoch, block, low, high)
+                    in_rank_order(guard.rank, low, high, spare)
+                    total = unpack(low[0], high[0])
+                    for r in range(1, size):
+                        total = combine(total, unpack(low[r], high[r]))
+                    packed = pack(total)
+                    result = sent(packed[0], packed[1])
+                    boxes = box(block, epoch, GATHER, 0, step, thread)
+                    post(ring, boxes, result[0], result[1], epoch)
+                    store(target, mine, count, result[0], result[1])
+            for step in range(steps):
+                vector = start + step * stride
+                if vector < share and not failed:
+                    boxes = own + box(block, epoch, GATHER, 0, step, thread)
+                    failed = not receive(guard, boxes, epoch, block, low, high)
+                    for k in range(others):
+                        at = (guard.rank + 1 + k) % size * share + vector
+                        store(target, at, count, low[k + 1], high[k + 1])
+            wipe(own, block, epoch, thread)
+            start += steps * stride
+            first += steps * stride
+            if first < share:
+                next_round()
+        # All threads have read the epoch before it changes.
+        cuda.syncthreads()
+        if thread == 0:
+            st_u32(epoch_at, epoch)
+
+    return two_shot
+
+
+@functools.cache
+def kernel(
+    size: int, element: Element, op: Op, ragged: bool, transport: str, steps: int
+) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    constants = (size, element, op, ragged, transport, steps)
+    arguments = (ADDRESS, ADDRESS, types.int64, types.int64)
+    weight = TRANSPORTS[transport].weight
+    return workspace.make_kernel(make_two_shot, constants, *arguments, weight=weight)
+
+
+def shard(vectors: int, size: int) -> int:
+    """Return how many vectors each rank reduces; the last ranks may get fewer."""
+    return divide_up(divide_up(vectors, size), LINE) * LINE
+
+
+def bind(
+    transport: str,
+    comm: Any,
+    source: int,
+    target: int,
+    count: int,
+    element: Element,
+    op: Op,
+) -> Launch:
+    """Return the packed launch; see ``Bind`` in ``select.py``."""
+    protocol = TWO_SHOT[transport]
+    vectors = divide_up(count, element.lanes)
+    share = shard(vectors, comm.size)
+    most = min(comm.max_blocks // TRANSPORTS[transport].weight, protocol.blocks)
+    grid = min(divide_up(share, THREADS), most)
+    steps = protocol.needed(share, grid, comm.size)
+    ragged = share * comm.size != vectors or is_ragged(
+        source, target, count, element.lanes
+    )
+    return workspace.launch(
+        kernel(comm.size, element, op, ragged, transport, steps),
+        *(comm, grid, source, target, count, share),
+    )

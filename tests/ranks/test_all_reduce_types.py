@@ -1,0 +1,152 @@
+"""all_reduce of every dtype by every operator, and by users' own, to the bit."""
+
+import random as lots
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm.collectives import select
+from numba_symm.environment import SIMULATED
+from tests.operators import ELEMENTS, PAIRS, random, same, special, wanted
+from tests.ranks.helpers import digest, refused
+
+SAMPLED = 4 if SIMULATED else None
+"""Operators of a dtype: a simulated call costs 10 to 300 ms, a GPU's microseconds."""
+
+
+def inputs_of(name, count, size, seed):
+    """Return every rank's input: any bits, some of them special."""
+    found = []
+    for rank in range(size):
+        array = random(name, count, [seed, rank])
+        lot = np.random.default_rng([seed, rank, 1])
+        chosen = lot.integers(0, 2, count).astype(bool)
+        array[chosen] = lot.choice(special(name), count)[chosen]
+        found.append(array)
+    return found
+
+
+def symmetric(comm, host, offset):
+    """Return a symmetric array of those elements, ``offset`` elements in."""
+    array = comm.empty(len(host) + offset, host.dtype)[offset:]
+    array.view(np.uint8).copy_to_device(host.view(np.uint8))
+    return array
+
+
+def get(array):
+    return array.view(np.uint8).copy_to_host().view(array.dtype)
+
+
+def check(comm, world, inputs, op, expected, offset=0, algorithm=None):
+    """Reduce and compare; all ranks must have the same bits."""
+    x = symmetric(comm, inputs[comm.rank], offset)
+    out = symmetric(comm, inputs[comm.rank], 0)
+    comm.all_reduce(x, op, out=out, algorithm=algorithm)
+    comm.synchronize()
+    found = get(out)
+    wrong = np.flatnonzero(~same(found, expected))
+    ranks = world.allgather((digest(found), wrong.size))
+    where = f"{inputs[0].dtype} {op} {algorithm}, {len(found)} elements"
+    assert not wrong.size, f"{where}: {found} instead of {expected}"
+    assert len({bits for bits, _ in ranks}) == 1, where
+
+
+def algorithms(name):
+    return [
+        each
+        for each in select.ALL_REDUCE
+        if ELEMENTS[name].floating or not each.endswith("sentinel")
+    ]
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_every_dtype_and_operator_gives_numpys_bits(comm, world, name):
+    lot = lots.Random(f"{name} {comm.size}")
+    ops = [op for dtype, op in PAIRS if dtype == name]
+    for op in lot.sample(ops, SAMPLED or len(ops)) if len(ops) > 4 else ops:
+        for algorithm in lot.sample(algorithms(name), 1 if SIMULATED else 3):
+            count, offset = lot.choice([1, 16, 17, 48, 77]), lot.choice([0, 1])
+            inputs = inputs_of(name, count, comm.size, lot.getrandbits(20))
+            check(comm, world, inputs, op, wanted(inputs, op), offset, algorithm)
+
+
+def larger_magnitude(a, b):
+    return a if abs(a) > abs(b) else b
+
+
+@cuda.jit(device=True)
+def difference(a, b):
+    return a - b
+
+
+@pytest.mark.parametrize("name", ["float16", "int8", "float64", "uint64", "complex64"])
+def test_a_users_function_reduces_in_rank_order(comm, world, name):
+    inputs = inputs_of(name, 21, comm.size, 5)
+    for algorithm in algorithms(name)[:: 3 if SIMULATED else 1]:
+        kept = [array.astype(ELEMENTS[name].accumulate) for array in inputs]
+        with np.errstate(all="ignore"):
+            total = kept[0]
+            for each in kept[1:]:
+                total = total - each
+            expected = total.astype(inputs[0].dtype)
+        check(comm, world, inputs, difference, expected, 1, algorithm)
+
+
+def test_a_plain_function_and_a_lambda_are_operators(comm, world):
+    inputs = inputs_of("int32", 9, comm.size, 6)
+    wide = np.array(inputs, np.int64)[::-1]  # of equal ones the later rank's
+    best = np.argmax(np.abs(wide), axis=0)
+    expected = np.take_along_axis(wide, best[None], 0)[0].astype(np.int32)
+    check(comm, world, inputs, larger_magnitude, expected)
+    check(comm, world, inputs, lambda a, b: a, inputs[0])
+
+
+def test_an_average_divides_once_and_truncates_integers(comm, world):
+    size = comm.size
+    for dtype in (np.int8, np.int32, np.int64, np.uint8):
+        largest = np.iinfo(dtype).max
+        values = np.array([0, 1, largest] if size > 1 else [0, 1, 2], dtype)
+        if dtype != np.int64:  # which would wrap around
+            check(comm, world, [values] * size, "avg", values)
+        mine = [np.array([1 if r == 0 else 0], dtype) for r in range(size)]
+        check(comm, world, mine, "avg", np.array([1 // size], dtype))
+    below = [np.array([-1 if r == 0 else 0], np.int32) for r in range(size)]
+    check(comm, world, below, "avg", np.array([-(1 // size)], np.int32))
+    halves = [np.full(3, 60000, np.float16)] * size  # whose sum is infinite
+    check(comm, world, halves, "avg", halves[0])
+
+
+def test_every_mpi_operator_is_the_named_one(comm, world):
+    from mpi4py import MPI
+
+    inputs = inputs_of("uint8", 13, comm.size, 7)
+    for op in ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lxor"):
+        check(comm, world, inputs, getattr(MPI, op.upper()), wanted(inputs, op))
+
+
+def test_what_has_no_meaning_is_refused_on_every_rank(comm, world):
+    for dtype, op in [(np.float32, "band"), (np.complex64, "max"), (np.bool_, "avg")]:
+        x = comm.zeros(4, dtype)
+        text = f"all_reduce: op={op!r} means nothing for {np.dtype(dtype).name}"
+        refused(
+            world, ns.ArgumentError, lambda x=x, op=op: comm.all_reduce(x, op), text
+        )
+    x = comm.zeros(4, np.float32)
+    one = lambda a: a  # noqa: E731
+    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, one), "two scalars")
+    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, np.add), "not known")
+
+
+def test_in_debug_mode_functions_are_compared_by_name(world):
+    with ns.Communicator(world, timeout=60, debug=True) as comm:
+        x = comm.zeros(4, np.float32)
+        comm.all_reduce(x, larger_magnitude)
+        comm.synchronize()
+        if comm.size > 1:
+            op = larger_magnitude if comm.rank else difference
+            texts = refused(
+                world, ns.ArgumentError, lambda: comm.all_reduce(x, op), "difference"
+            )
+            assert "larger_magnitude" in texts[0]

@@ -1,0 +1,217 @@
+"""all_gather, all_to_all and reduce_scatter against NumPy, bit for bit."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm.collectives import operations
+from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS
+from numba_symm.environment import SIMULATED
+from tests.ranks.helpers import (
+    bits,
+    get,
+    ordinary,
+    put,
+    reduced,
+    same,
+    values,
+)
+
+FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
+DTYPES = [np.dtype(dtype) for dtype in (*FLOATS, np.int32, np.int64)]
+MOVED = [*DTYPES, np.dtype(np.complex128), np.dtype([("a", "i4"), ("b", "f8")])]
+NAMES = ("all_gather", "all_to_all", "reduce_scatter")
+ALGORITHMS = [
+    (name, algorithm)
+    for name in NAMES
+    for algorithm in getattr(operations, name.upper()).algorithms
+]
+
+by_algorithm = pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
+
+
+def meet(comm, world):
+    """Let every rank finish, so that a failure on one is the next step of none."""
+    comm.synchronize()
+    world.barrier()
+
+
+def edges(dtype, algorithm, size, blocks):
+    """Return counts of a part's elements around where another piece begins."""
+    lanes = 16 // dtype.itemsize
+    if algorithm == "signalled":
+        row, most = SIGNALLED.steps(size) * THREADS, blocks
+    else:
+        row, most = THREADS, min(blocks, ONE_SHOT[algorithm].blocks)
+        most *= ONE_SHOT[algorithm].steps(size)
+    found = {1, 2, 3, lanes, row * lanes, row * lanes * most}
+    if SIMULATED:  # where a round costs tens of milliseconds
+        found = {count for count in found if count * dtype.itemsize < 20_000}
+    return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
+
+
+def inputs_of(name, count, dtype, size, seed):
+    whole = count if name == "all_gather" else count * size
+    if dtype in DTYPES:
+        return [values([seed, rank], whole, dtype) for rank in range(size)]
+    random = np.random.default_rng(seed)
+    return [
+        random.integers(0, 256, whole * dtype.itemsize, np.uint8).view(dtype)
+        for _ in range(size)
+    ]
+
+
+def wanted_of(name, inputs, op, rank):
+    size = len(inputs)
+    if name == "all_gather":
+        return np.concatenate(inputs)
+    part = inputs[0].size // size
+    mine = slice(rank * part, (rank + 1) * part)
+    if name == "all_to_all":
+        return np.concatenate([each[mine] for each in inputs])
+    return reduced([each[mine] for each in inputs], op)
+
+
+def call(comm, name, x, op="sum", **options):
+    reducing = {"op": op} if name == "reduce_scatter" else {}
+    return getattr(comm, name)(x, **reducing, **options)
+
+
+def equal(actual, wanted):
+    if wanted.dtype in DTYPES:
+        return same(actual, wanted)
+    return actual.tobytes() == wanted.tobytes()
+
+
+def on_device(host, symmetric, comm):
+    x = comm.empty(host.size, host.dtype) if symmetric else None
+    if x is None:
+        x = ordinary(host.size, host.dtype)
+    x.copy_to_device(host) if host.dtype not in DTYPES else put(x, host)
+    return x
+
+
+def read(array, dtype):
+    return get(array) if dtype in DTYPES else array.copy_to_host()
+
+
+@by_algorithm
+@pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.int64)], ids=str)
+def test_every_edge_of_its_pieces(comm, world, name, algorithm, dtype):
+    if algorithm == "sentinel" and dtype.kind != "f":
+        pytest.skip("for floats")
+    calls = []
+    for count in edges(dtype, algorithm, comm.size, comm.max_blocks):
+        inputs = inputs_of(name, count, dtype, comm.size, count)
+        x = on_device(inputs[comm.rank], count % 2 == 0, comm)
+        calls.append((count, inputs, x, call(comm, name, x, algorithm=algorithm)))
+    comm.synchronize()
+    for count, inputs, x, result in calls:
+        wanted = wanted_of(name, inputs, "sum", comm.rank)
+        assert same(get(result).ravel(), wanted), count
+        assert same(get(x), inputs[comm.rank])
+    meet(comm, world)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_types_operators_and_orders_of_calls(comm, world, name):
+    random = np.random.default_rng(5)
+    calls = []
+    for step in range(16 if SIMULATED else 200):
+        algorithms = [None, *getattr(operations, name.upper()).algorithms]
+        algorithm = algorithms[random.integers(len(algorithms))]
+        kinds = DTYPES if name == "reduce_scatter" else MOVED
+        dtype = kinds[random.integers(len(kinds))]
+        if algorithm == "sentinel" and dtype.kind == "i":
+            algorithm = None
+        op = ("sum", "prod", "min", "max")[random.integers(4)]
+        count = int(random.integers(1, 90 if SIMULATED else 40_000))
+        inputs = inputs_of(name, count, dtype, comm.size, step)
+        x = on_device(inputs[comm.rank], bool(random.integers(2)), comm)
+        calls.append((inputs, op, call(comm, name, x, op, algorithm=algorithm)))
+        if step % 3 == 0:  # which uses the same mailboxes and slots
+            comm.all_reduce(on_device(np.ones(count, np.float32), False, comm))
+    comm.synchronize()
+    for inputs, op, result in calls:
+        wanted = wanted_of(name, inputs, op, comm.rank)
+        assert equal(read(result, wanted.dtype).ravel(), wanted), wanted.dtype
+    meet(comm, world)
+
+
+@pytest.mark.parametrize("algorithm", ["ll", "signalled"])
+def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
+    """Also a NaN of 64 ones, which says that nothing has come in other algorithms."""
+    host = np.full(100, -1, np.int64).view(np.float64)
+    x = comm.empty(100, np.float64)
+    put(x, host)
+    gathered = comm.all_gather(x, algorithm=algorithm)
+    comm.synchronize()
+    assert (bits(get(gathered)) == bits(host)).all()
+    meet(comm, world)
+
+
+@pytest.mark.parametrize("algorithm", [None, "ll", "signalled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_in_place(comm, world, name, algorithm):
+    part, dtype = 21, np.dtype(np.float32)
+    inputs = inputs_of(name, part, dtype, comm.size, 3)
+    whole = comm.empty(part * comm.size, dtype)
+    mine = whole[part * comm.rank : part * (comm.rank + 1)]
+    x, out = {
+        "all_gather": (mine, whole),
+        "all_to_all": (whole, whole),
+        "reduce_scatter": (whole, mine),
+    }[name]
+    put(x, inputs[comm.rank])
+    assert call(comm, name, x, out=out, algorithm=algorithm) is out
+    comm.synchronize()
+    assert same(get(out), wanted_of(name, inputs, "sum", comm.rank))
+    meet(comm, world)
+
+
+def test_shapes(comm, world):
+    x = comm.zeros((2 * comm.size, 3), np.int32)
+    assert comm.all_gather(x).shape == (comm.size, 2 * comm.size, 3)
+    assert comm.all_to_all(x).shape == (2 * comm.size, 3)
+    assert comm.reduce_scatter(x).shape == (2, 3)
+    empty = comm.zeros((0, 3), np.int32)
+    assert comm.all_gather(empty).shape == (comm.size, 0, 3)
+    assert comm.reduce_scatter(empty).shape == (0, 3)
+    meet(comm, world)
+
+
+def test_bad_calls(comm, world):
+    x = comm.zeros(2 * comm.size + 1, np.float32)
+    if comm.size > 1:
+        for name in ("all_to_all", "reduce_scatter"):
+            with pytest.raises(ns.ArgumentError, match="must be a multiple of"):
+                call(comm, name, x)
+    with pytest.raises(ns.ArgumentError, match="Fortran"):
+        comm.all_gather(ordinary((3, 4), np.float32, "F"))
+    with pytest.raises(ns.ArgumentError, match="out has"):
+        comm.all_gather(x, out=ordinary(1, np.float32))
+    with pytest.raises(ns.ArgumentError, match="'fast' is not known"):
+        comm.all_gather(x, algorithm="fast")
+    whole = comm.zeros((comm.size + 1) * 8, np.float32)
+    with pytest.raises(ns.ArgumentError, match="overlaps"):
+        comm.all_gather(whole[4:12], out=whole[: comm.size * 8])
+    meet(comm, world)
+
+
+def test_plans(comm, world):
+    part = 50
+    inputs = inputs_of("all_to_all", part, np.dtype(np.float32), comm.size, 9)
+    x = comm.empty(part * comm.size, np.float32)
+    put(x, inputs[comm.rank])
+    plans = [comm.all_gather_init, comm.all_to_all_init, comm.reduce_scatter_init]
+    outs = [comm.empty(part * comm.size**2), comm.empty(part * comm.size)]
+    outs.append(comm.empty(part))
+    made = [plan(x, out=out) for plan, out in zip(plans, outs, strict=True)]
+    for _ in range(3):
+        results = [plan() for plan in made]
+    comm.synchronize()
+    assert same(get(results[0]), np.concatenate(inputs))
+    for name, result in zip(NAMES[1:], results[1:], strict=True):
+        assert same(get(result), wanted_of(name, inputs, "sum", comm.rank))
+    meet(comm, world)
