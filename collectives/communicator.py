@@ -144,14 +144,15 @@ class Communicator:
             memory, self.workspace = self.heap.allocate(nbytes, "workspace")
             with self._group.exchange.agreed("preparing the workspace"):
                 self._fill_sentinels()
+                self.side = SideStream(2 * copy_engine.PIECES)
         except BaseException:  # on every rank
+            self.heap.close_locally()
             self._group.close()
             raise
         self.max_blocks = min(limits)
         self._memory: arrays.Memory | None = memory
         self._debug = debug
         self._order = StreamOrder()
-        self.side = SideStream(2 * copy_engine.PIECES)
         self._plans: OrderedDict[Any, Enqueue | None] = OrderedDict()
         self._barrier: Enqueue | None = None
         _open.add(self)
@@ -244,11 +245,28 @@ class Communicator:
         and the same ``algorithm``. All ranks get identical bits. Asynchronous.
 
         Args:
-            x: a contiguous device array of float16, bfloat16, float32, float64,
-                int32 or int64, of any shape; symmetric or not. 16-bit floats
-                accumulate in float32, integers wrap around.
-            op: ``"sum"``, ``"prod"``, ``"min"``, ``"max"`` or the MPI.Op. A NaN on
-                any rank gives NaN.
+            x: a contiguous device array of any shape; symmetric or not; of bool, an
+                integer of 8 to 64 bits, a float of 8 (e4m3fn and e5m2, from compute
+                capability 8.9 on) to 64, bfloat16, complex64 or complex128. Floats of
+                fewer than 32 bits accumulate in float32 and are rounded once; integers
+                wrap around, and of bool "sum" is "lor", as in NumPy.
+            op: one of
+
+                - ``"sum"``, ``"prod"``, ``"min"``, ``"max"``: a NaN on any rank gives
+                  NaN; of 0.0 and -0.0, equal to each other, the later rank's is the
+                  least and the greatest. Complex numbers have no "min" and "max".
+                - ``"avg"``: the sum, divided by the number of ranks before it is
+                  rounded; an integer's towards zero, and only sums of 64-bit ones
+                  wrap around before. Not for bool.
+                - ``"band"``, ``"bor"``, ``"bxor"``: of bool and integers, bit by bit.
+                - ``"land"``, ``"lor"``, ``"lxor"``: 0 or 1 in x's type; NaN is true.
+                  Not for complex numbers.
+                - the MPI.Op of one of these names.
+                - a function of two scalars of the type x accumulates in, plain or
+                  decorated by ``cuda.jit(device=True)``, that returns one; the result
+                  is cast to that type. It is applied in rank order, so it need not be
+                  commutative or associative. Each function object is compiled once
+                  in each process and kept: define it outside of loops.
             out: where to, of equal size, dtype and order (C or Fortran); ``x`` itself
                 for in place. None: a new array of ordinary device memory.
             stream: a Numba, cuda.core, CuPy or torch stream, or a handle. None: the
@@ -475,7 +493,8 @@ class Communicator:
         # All that a check below looks at.
         read = (source.address, source.shape, source.dtype, source.order)
         written = (target.address, target.size, target.order, target.readonly)
-        key = (what, algorithm, op, read, written)
+        # Plans hold peers' addresses, which go when a symmetric block does.
+        key = (what, algorithm, op, read, written, self.heap.generation)
         if key in self._plans and target.dtype == source.dtype:
             self._plans.move_to_end(key)
             return self._plans[key]
@@ -523,8 +542,10 @@ class Communicator:
     def _run(self, launch: Enqueue | None, stream: tuple[int, Any]) -> None:
         if launch is not None:
             trail = self._order.enter(*stream)
-            launch(stream[0])
-            trail.leave()
+            try:
+                launch(stream[0])
+            finally:  # part of it may have been enqueued
+                trail.leave()
 
     def enter(self) -> None:
         """Wait for every rank to come here, or raise on all of them. Collective.

@@ -13,9 +13,11 @@ is copied; copies follow one another on the call's stream, from the next rank on
 copies side by side share the links badly.
 
 Memory order. All ranks agree before the first copy, so nobody's output is written
-before that rank's stream has come here; a digest of the call makes sure that all mean
-the same array. Barriers follow each piece's scatter (what came is complete), each
-piece's reduction (what was staged may be overwritten by results), and the last gather.
+before that rank's stream has come here; a digest of the call tells whether all mean
+the same array. (Where that fails, the copies, already enqueued, follow all the same:
+what the outputs held is lost then, as the error says.) Barriers follow each piece's
+scatter (what came is complete), each piece's reduction (what was staged may be
+overwritten by results), and the last gather.
 
 Where the output is not symmetric, or also the input, or does not divide into whole
 vectors, the agreement is followed by ``two_shot_signalled.py``.
@@ -44,9 +46,10 @@ PIECES = 2  # of a shard; with more, the barriers cost more than they hide
 _BLOCKS = 1024  # this kernel waits for nobody, so its grid need not fit
 
 
-def make_reduce(size: int, element: Element, op: Op) -> Any:
+def make_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel that reduces a piece of this rank's shard."""
-    unpack, pack, combine, load, store = make_lanes(element, op, False, size)
+    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    lanes = element.lanes
 
     def reduce(rank: int, mine: int, staged: int, share: int, vectors: int) -> None:
         low = cuda.local.array(size, types.int64)
@@ -55,21 +58,22 @@ def make_reduce(size: int, element: Element, op: Op) -> Any:
         for vector in range(first, vectors, cuda.gridDim.x * THREADS):
             for r in range(size):
                 at = mine if r == rank else staged + VECTOR * share * r
-                low[r], high[r] = load(at, vector, 0)
+                low[r], high[r] = load(at, vector, vectors * lanes)
             total = unpack(low[0], high[0])
             for r in range(1, size):
                 total = combine(total, unpack(low[r], high[r]))
             result = pack(total)
-            store(staged + VECTOR * share * rank, vector, 0, result[0], result[1])
+            at = staged + VECTOR * share * rank
+            store(at, vector, vectors * lanes, result[0], result[1])
 
     return reduce
 
 
 @functools.cache
-def kernel(size: int, element: Element, op: Op) -> Kernel:
+def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the reducing kernel, compiled when first bound."""
     signature = (types.int64, ADDRESS, ADDRESS, types.int64, types.int64)
-    return Kernel(make_reduce, (size, element, op), signature, THREADS)
+    return Kernel(make_reduce, (size, element, op, ragged), signature, THREADS)
 
 
 class _Piece(NamedTuple):
@@ -130,9 +134,8 @@ def bind(
 ) -> Any:
     """Return what enqueues it; see ``Bind`` in ``select.py``."""
     vectors = divide_up(count, element.lanes)
-    whole = vectors % comm.size == 0 and not is_ragged(
-        source, target, count, element.lanes
-    )
+    # Equal on all ranks whose outputs lie alike, wherever their inputs lie.
+    whole = vectors % comm.size == 0 and not is_ragged(0, target, count, element.lanes)
     found = comm.heap.everywhere(target, count * element.itemsize)
     call = f"{count} {element.name} {op}"
     if source == target or not whole or found is None or comm.size == 1:
@@ -174,4 +177,6 @@ def _piece(
     staged = at(outputs[rank], 0)
     grid = min(divide_up(vectors, THREADS), _BLOCKS)
     args = (rank, at(source, rank), staged, share, vectors)
-    return _Piece(scatter, kernel(size, element, op).bind(grid, *args), gather)
+    ragged = source % VECTOR != 0
+    reduce = kernel(size, element, op, ragged).bind(grid, *args)
+    return _Piece(scatter, reduce, gather)

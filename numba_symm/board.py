@@ -149,7 +149,8 @@ def describe(record: int) -> str:
         return (
             f"rank {rank}'s all_reduce differs from rank {peer}'s: count, dtype, op or "
             "where the output lies (the same part of the same symmetric block on all "
-            "ranks, or in no block on any)"
+            "ranks, or in no block on any; in place on all, or on none); what peers' "
+            "outputs held may be lost"
         )
     name, kind = _OPERATIONS[operation]
     at = f"{kind} {place}, epoch {epoch}" if epoch else f"{kind} {place}"

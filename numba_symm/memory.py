@@ -237,6 +237,7 @@ class Heap:
         self.allocator = allocator_of(group.backend.name, group.gpu.ordinal)
         self._entries: dict[int, _Entry] = {}
         self._count = 0
+        self.generation = 0  # changes with what is mapped
         self._arenas: list[_Entry] = []
         self._free_pads: list[_Pad] = []
 
@@ -272,6 +273,7 @@ class Heap:
         block.mapped += 1
         self._entries[entry.number] = entry
         self._count += 1
+        self.generation += 1
         return entry
 
     def reclaim(self) -> None:
@@ -281,6 +283,7 @@ class Heap:
         numbers = sorted(set(mine).intersection(*map(set, dropped)))
         if not numbers:
             return
+        self.generation += 1
         entries = [self._entries.pop(number) for number in numbers]
         with self.group.exchange.agreed("unmapping dropped memory"):
             _unmap(entries)

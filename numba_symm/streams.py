@@ -75,8 +75,7 @@ class _Trail:
     """The latest of calls that follow one another.
 
     Its event is recorded right after it: its stream may be gone later, or have work
-    that must not be waited for. The legacy default stream, on which whatever follows
-    waits anyway, is asked when the need comes.
+    that must not be waited for.
     """
 
     def __init__(self) -> None:
@@ -95,18 +94,17 @@ class _Trail:
         # that was kept since tells that it is the same one.
         same = stream == self._last and (owner is self._owner is not None or not stream)
         if self._last is not None and not same:
-            if self._last == LEGACY_DEFAULT:
-                driver.call("cuEventRecord", self._event, LEGACY_DEFAULT)
             driver.call("cuStreamWaitEvent", stream, self._event, 0)
         self._last = stream
         self._owner = owner
 
     def leave(self) -> None:
         """Note that the latest call was enqueued."""
-        if self._last != LEGACY_DEFAULT:
-            (status,) = driver.function("cuEventRecord")(self._event, self._last)
-            if status:
-                raise driver.failure("cuEventRecord", status)
+        if SIMULATED:
+            return
+        (status,) = driver.function("cuEventRecord")(self._event, self._last)
+        if status:
+            raise driver.failure("cuEventRecord", status)
 
     def forget(self) -> None:
         """Let the next call follow none."""

@@ -85,7 +85,7 @@ class Broker:
             with caller:
                 try:
                     self._serve_one(caller)
-                except OSError as error:  # the caller has gone, or is stuck
+                except Exception as error:  # the caller has gone, or is stuck
                     log.info("a request for a shared array failed: %s", error)
 
     def _serve_one(self, caller: socket.socket) -> None:

@@ -54,10 +54,12 @@ class Guard:
         # Look again after releasing: a job may have come in the meantime.
         while self._jobs and self._lock.acquire(blocking=False):
             follow_ups: list[FollowUp] = []
+            self._owner = threading.get_ident()  # finalisers may run within a job
             try:
                 while self._jobs:
                     follow_ups.append(_logged(self._jobs.popleft()))
             finally:
+                self._owner = None
                 self._lock.release()
             for follow_up in follow_ups:
                 if follow_up is not None:

@@ -227,7 +227,7 @@ class _ImportedPools:
     """Other processes' pools: imported once each, while any allocation is mapped."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may close one within another
         self._handles: dict[tuple[Any, ...], Any] = {}
         self._users: dict[tuple[Any, ...], int] = {}
 
@@ -347,9 +347,11 @@ class _Rooms:
                 chunk = self._new(nbytes)
             elif chunk is None or chunk.end + nbytes > chunk.allocation.nbytes:
                 chunk = self._current = self._new(_CHUNK)
-            room = Memory(chunk.allocation.address + chunk.end, nbytes, chunk)
+            # Taken before anything is made: a finaliser may give rooms back then.
+            start = chunk.end
             chunk.end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
             chunk.rooms += 1
+            room = Memory(chunk.allocation.address + start, nbytes, chunk)
             weakref.finalize(room, self._leave, chunk).atexit = False
             return room
 

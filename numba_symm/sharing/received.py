@@ -91,8 +91,12 @@ def _open_here(handle: SharedHandle, stream: Any) -> tuple[Reference, Memory]:
     with producer.guard:
         sent = producer.find(handle.file, handle.slot, handle.serial)
         reference = Reference(handle, sent.file, producer.guard, stream)
-    if sent.event is not None:
-        sent.event.wait(stream)
+    try:
+        if sent.event is not None:
+            sent.event.wait(stream)
+    except BaseException:
+        reference.drop()
+        raise
     return reference, Memory(handle.base, handle.base_nbytes, sent.original_ptr)
 
 
