@@ -72,13 +72,13 @@ _K, _M = 1 << 10, 1 << 20
 # 4, 5 to 8.
 _SENTINEL = (
     Limits(1 * _M, 8 * _M, 64 * _M),
-    Limits(128 * _K, 4 * _M, 32 * _M),
-    Limits(64 * _K, 4 * _M, 32 * _M),
+    Limits(128 * _K, 4 * _M, 64 * _M),
+    Limits(64 * _K, 4 * _M, 64 * _M),
 )
 _LL = (
     Limits(128 * _K, 1 * _M, 64 * _M),
-    Limits(64 * _K, 512 * _K, 32 * _M),
-    Limits(32 * _K, 512 * _K, 32 * _M),
+    Limits(64 * _K, 512 * _K, 64 * _M),
+    Limits(32 * _K, 512 * _K, 64 * _M),
 )
 # A simulated round costs milliseconds, whatever it carries.
 _SIMULATED = Limits(512, 2048, 64 * _M)
