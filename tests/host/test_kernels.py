@@ -35,7 +35,7 @@ KERNELS = {
     "two_shot_ll": two_shot.kernel(4, BFLOAT16, "sum", True, "ll", 2),
     "two_shot_signalled": two_shot_signalled.kernel(4, FLOAT32, "sum", False),
     "one_shot_pull": one_shot_pull.kernel(4, FLOAT32, "max", True),
-    "copy_engine": copy_engine.kernel(4, FLOAT32, "sum"),
+    "copy_engine": copy_engine.kernel(4, FLOAT32, "sum", False),
     "agreement": agreement.kernel(4),
     "barrier": barrier.kernel(4),
     "pad_barrier": pads.barrier_kernel(4),
