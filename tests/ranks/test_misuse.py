@@ -4,7 +4,6 @@ import dataclasses
 import gc
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from numba import cuda
@@ -194,14 +193,8 @@ WRONG_ARRAYS = {
     "None": (lambda x: None, "NoneType is no device array"),
     "an object": (lambda x: Listed(), "Listed is no device array"),
     "strided": (lambda x: x[::2], "is strided; pass a contiguous copy"),
-    "int8": (lambda x: x.view(np.int8), "cannot reduce int8"),
-    "uint32": (lambda x: x.view(np.uint32), "float32, float64, int32, int64"),
-    "bool": (lambda x: ordinary(8, np.bool_), "cannot reduce bool"),
-    "complex": (lambda x: ordinary(8, np.complex64), "cannot reduce complex64"),
-    "float8": (
-        lambda x: x.view(np.uint8).view(ml_dtypes.float8_e4m3fn),
-        "cannot reduce float8_e4m3fn",
-    ),
+    "dates": (lambda x: ordinary(4, "M8[s]"), "cannot reduce datetime64"),
+    "records": (lambda x: ordinary(4, [("a", "f4")]), "cannot reduce"),
 }
 
 
@@ -293,7 +286,7 @@ def test_an_array_off_its_elements_alignment_is_refused(comm, world):
     assert not get(comm.all_reduce(shifted(4))).any()
 
 
-@pytest.mark.parametrize("op", ["avg", "SUM", "", None, 3, np.add, sum])
+@pytest.mark.parametrize("op", ["mean", "SUM", "", None, 3, np.add, sum])
 def test_operators_that_are_none_are_refused(comm, world, op):
     x = comm.empty(4, np.float32)
     for call in (comm.all_reduce, comm.all_reduce_init):
@@ -301,7 +294,7 @@ def test_operators_that_are_none_are_refused(comm, world, op):
             world,
             ns.ArgumentError,
             lambda f=call: f(x, op),
-            "is not known; use 'sum', 'prod', 'min', 'max' or the MPI.Op",
+            "is not known; use 'sum', 'prod', 'min', 'max', ",
         )
     check_works(comm)
 
@@ -311,7 +304,7 @@ def test_mpi_operators_that_are_not_supported_are_refused(comm, world):
 
     x = comm.empty(4, np.int32)
     own = MPI.Op.Create(lambda a, b, t: None)
-    for op in (MPI.LAND, MPI.BXOR, MPI.MAXLOC, MPI.OP_NULL, own):
+    for op in (MPI.MAXLOC, MPI.MINLOC, MPI.OP_NULL, own):
         refused(
             world, ns.ArgumentError, lambda o=op: comm.all_reduce(x, o), "is not known"
         )
@@ -399,7 +392,7 @@ def test_debug_mode_tells_all_of_one_ranks_error(careful, everywhere, last, wron
     arguments = {"x": x, "op": "sum", "algorithm": None, "out": ordinary(4, np.float32)}
     if last:
         arguments |= {
-            "op": {"op": "avg"},
+            "op": {"op": "mean"},
             "array": {"x": np.zeros(4, np.float32)},
             "algorithm": {"algorithm": "ring"},
             "out": {"out": ordinary(5, np.float32)},
