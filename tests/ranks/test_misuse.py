@@ -691,14 +691,14 @@ def open_files():
     return len([*Path("/proc/self/fd").iterdir()])
 
 
-@pytest.mark.parametrize("method", ["allocate", "export", "zero"])
+@pytest.mark.parametrize("method", ["allocate", "export", "fill"])
 def test_a_rendezvous_that_failed_can_be_tried_again(
     comm, world, everywhere, last, monkeypatch, method
 ):
     pointer = comm.allocator.alloc(80)
     with monkeypatch.context() as patch:
         if last:
-            backend = comm.allocator._backend if method != "zero" else None
+            backend = comm.allocator._backend if method != "fill" else None
             Broken(patch, backend or comm._group.backend, method)
         everywhere(
             ns.BackendError,
