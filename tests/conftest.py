@@ -57,10 +57,6 @@ def pytest_configure(config):
         config.pluginmanager.register(agreement, "agreement")
         # Numba's advice on speed; tests launch few blocks.
         config.addinivalue_line("filterwarnings", "ignore:Grid size")
-        # Ranks clear away old runs' temporary folders at the same time, and pytest
-        # leaves those that another one has just removed.
-        ignored = "ignore:unclosed scandir iterator:ResourceWarning"
-        config.addinivalue_line("filterwarnings", ignored)
 
 
 @pytest.fixture(scope="session")

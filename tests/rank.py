@@ -34,7 +34,9 @@ def main(folder, seconds, *arguments):
         faulthandler.dump_traceback_later(float(seconds), file=output)
         import pytest
 
-        code = int(pytest.main(list(arguments), plugins=[AtOnce]))
+        # Of its own: ranks that clear away old folders together trip over each other.
+        own = f"--basetemp={Path(folder, f'tmp{rank}')}"
+        code = int(pytest.main([own, *arguments], plugins=[AtOnce]))
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
     Path(folder, f"{rank}.code").write_text(str(code))
