@@ -146,8 +146,11 @@ class Communicator:
                 self._fill_sentinels()
                 self.side = SideStream(2 * copy_engine.PIECES)
         except BaseException:  # on every rank
-            self.heap.close_locally()
-            self._group.close()
+            with ExitStack() as steps:  # in reverse
+                steps.callback(self._group.close)
+                steps.callback(self.heap.close_locally)
+                if hasattr(self, "side"):
+                    steps.callback(self.side.close)
             raise
         self.max_blocks = min(limits)
         self._memory: arrays.Memory | None = memory

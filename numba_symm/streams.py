@@ -151,8 +151,12 @@ class SideStream:
         self._events: list[Any] = []
         if not SIMULATED:
             self.stream = int(driver.call("cuStreamCreate", _NON_BLOCKING))
-            for _ in range(events):
-                self._events.append(driver.call("cuEventCreate", 2))  # no timing
+            try:
+                for _ in range(events):
+                    self._events.append(driver.call("cuEventCreate", 2))  # no timing
+            except BaseException:
+                self.close()
+                raise
 
     def follow(self, stream: int, event: int) -> None:
         """Let this stream's next work follow all work of another."""
