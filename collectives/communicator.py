@@ -375,7 +375,7 @@ class Communicator:
 
         Returns:
             ``out``, or the new array: on rank r the r-th part of the reduction, the
-            same bits that :meth:`all_reduce` gives.
+            same bits that :meth:`all_reduce` gives, but for a NaN's.
 
         Raises:
             As :meth:`all_reduce`.
