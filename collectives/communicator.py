@@ -34,7 +34,7 @@ from numba_symm.kernels import REGISTERS
 from numba_symm.launch import ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.memory import Heap, SymmetricMemory, SymmetricMemoryAllocator
-from numba_symm.streams import SideStream, StreamOrder
+from numba_symm.streams import StreamOrder
 
 MAX_PLANS = 1024
 """Packed launches a communicator remembers; the least recently used one goes."""
@@ -136,6 +136,7 @@ class Communicator:
         self.peer_access = self._group.peer_access
         self.stream = stream
         self.heap = Heap(self._group)
+        self.order = StreamOrder(copy_engine.EVENTS)
         nbytes = layout(self.size).nbytes
         try:
             with self._group.exchange.agreed("Communicator"):
@@ -144,18 +145,14 @@ class Communicator:
             memory, self.workspace = self.heap.allocate(nbytes, "workspace")
             with self._group.exchange.agreed("preparing the workspace"):
                 self._fill_sentinels()
-                self.side = SideStream(2 * copy_engine.PIECES)
         except BaseException:  # on every rank
             with ExitStack() as steps:  # in reverse
                 steps.callback(self._group.close)
                 steps.callback(self.heap.close_locally)
-                if hasattr(self, "side"):
-                    steps.callback(self.side.close)
             raise
         self.max_blocks = min(limits)
         self._memory: arrays.Memory | None = memory
         self._debug = debug
-        self._order = StreamOrder()
         self._plans: OrderedDict[Any, Enqueue | None] = OrderedDict()
         self._barrier: Enqueue | None = None
         _open.add(self)
@@ -544,7 +541,7 @@ class Communicator:
 
     def _run(self, launch: Enqueue | None, stream: tuple[int, Any]) -> None:
         if launch is not None:
-            trail = self._order.enter(*stream)
+            trail = self.order.enter(*stream)
             try:
                 launch(stream[0])
             finally:  # part of it may have been enqueued
@@ -620,8 +617,7 @@ class Communicator:
         _open.discard(self)
         self._plans.clear()
         self._barrier = None
-        self._order.close()
-        self.side.close()
+        self.order.close()
         self._memory = None
         if self.backend in _in_use:
             _in_use.remove(self.backend)

@@ -43,6 +43,9 @@ from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 PIECES = 2  # of a shard; with more, the barriers cost more than they hide
+EVENTS = 2 * PIECES
+"""What a side stream needs: one when a piece was scattered, one when it is reduced."""
+
 _BLOCKS = 1024  # this kernel waits for nobody, so its grid need not fit
 
 
@@ -91,11 +94,11 @@ class Pipeline:
         self._agree = agree
         self._barrier = barrier.bind(comm)
         self._pieces = pieces
-        self._side = comm.side
+        self._order = comm.order
 
     def __call__(self, stream: int) -> None:
         """Enqueue all steps; ``stream`` has the last one."""
-        side, barrier = self._side, self._barrier
+        side, barrier = self._order.side, self._barrier
         self._agree(stream)
         for index, piece in enumerate(self._pieces):
             _copy(piece.scatter, stream)

@@ -16,11 +16,13 @@ import sys
 import time
 
 import numpy as np
-from numba import cuda
+from numba import config, cuda
 
 import numba_symm as ns
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.devices import visible_gpus
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the frames are small on purpose
 
 FRAMES = 24
 ROWS, COLUMNS = 32, 48

@@ -11,6 +11,7 @@ import mmap
 import os
 import time
 from contextlib import ExitStack
+from typing import Any
 
 from numba_symm import driver
 from numba_symm.device import signals
@@ -61,10 +62,11 @@ class Board:
                         memory = mmap.mmap(received, mmap.PAGESIZE)
                     finally:
                         os.close(received)
-                    # The map goes with the words, which keep it.
+                    undo_map.callback(memory.close)
+                    undo_map.callback(self._let_go)
                     words = ctypes.c_uint64 * self._size
-                    self._records = words.from_buffer(memory)
-                    self._steps = words.from_buffer(memory, 8 * self._size)
+                    self._records: Any = words.from_buffer(memory)
+                    self._steps: Any = words.from_buffer(memory, 8 * self._size)
                     self.address = ctypes.addressof(self._records)
                     if not SIMULATED:
                         self.address = _register(self.address, undo_map)
@@ -128,6 +130,10 @@ class Board:
     def close(self) -> None:
         """Give the board up, once no kernel uses it. Local and idempotent."""
         self._undo.close()
+
+    def _let_go(self) -> None:
+        """Drop what keeps the map from being closed."""
+        self._records = self._steps = None
 
 
 def _register(address: int, undo: ExitStack) -> int:

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections import OrderedDict
 from typing import Any
 
 from numba_symm import driver
@@ -39,12 +40,24 @@ class StreamOrder:
     Its kernels share state, so each must follow the one before: eager calls the
     latest eager call, calls in a capture the latest call of that capture. The caller
     orders a graph's replays against other calls.
+
+    Args:
+        events: how many a call's side stream needs.
     """
 
-    def __init__(self) -> None:
-        self._eager = _Trail()
-        self._captured = _Trail()
-        self._capture = 0
+    def __init__(self, events: int) -> None:
+        self._events = events
+        self._eager = _Trail(events)
+        self._captured: OrderedDict[int, _Trail] = OrderedDict()
+        self._latest = self._eager
+
+    @property
+    def side(self) -> "SideStream":
+        """The second stream for the call that was entered last.
+
+        Each capture has its own: one that a capture holds cannot run anything else.
+        """
+        return self._latest.side
 
     def enter(self, stream: int, owner: Any) -> "_Trail":
         """Make ``stream`` wait for the latest call; return what to leave after.
@@ -57,18 +70,27 @@ class StreamOrder:
         if stream in _LEGACY_DEFAULTS or not is_capturing(stream):
             trail = self._eager
         else:
-            trail = self._captured
             capture = int(driver.call("cuStreamGetCaptureInfo", stream)[1])
-            if capture != self._capture:
-                self._capture = capture
-                trail.forget()
+            trail = self._of_capture(capture)
+        self._latest = trail
         trail.enter(stream, owner)
         return trail
 
+    def _of_capture(self, capture: int) -> "_Trail":
+        if capture not in self._captured:
+            self._captured[capture] = _Trail(self._events)
+            if len(self._captured) > _CAPTURES:  # nobody tells when one ends
+                self._captured.popitem(last=False)[1].close()
+        return self._captured[capture]
+
     def close(self) -> None:
-        """Destroy the events; no call may follow."""
+        """Destroy events and streams once their work is done; no call may follow."""
         self._eager.close()
-        self._captured.close()
+        while self._captured:
+            self._captured.popitem()[1].close()
+
+
+_CAPTURES = 16  # of one communicator at the same time, at most
 
 
 class _Trail:
@@ -78,13 +100,19 @@ class _Trail:
     that must not be waited for.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, events: int) -> None:
+        self._events = events
         self._last: int | None = None
         self._owner: Any = None
 
     @functools.cached_property
     def _event(self) -> Any:
         return driver.call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
+
+    @functools.cached_property
+    def side(self) -> "SideStream":
+        """The second stream of these calls."""
+        return SideStream(self._events)
 
     def enter(self, stream: int, owner: Any) -> None:
         """Make ``stream`` wait for the latest call, unless it surely follows it."""
@@ -106,16 +134,15 @@ class _Trail:
         if status:
             raise driver.failure("cuEventRecord", status)
 
-    def forget(self) -> None:
-        """Let the next call follow none."""
-        self._last = self._owner = None
-
     def close(self) -> None:
-        """Destroy the event, and let the stream go."""
-        self.forget()
+        """Destroy event and side stream, and let the stream go."""
+        self._last = self._owner = None
         if "_event" in self.__dict__:
             driver.call("cuEventDestroy", self._event)
             del self._event
+        if "side" in self.__dict__:
+            self.side.close()
+            del self.side
 
 
 def is_capturing(stream: int) -> bool:

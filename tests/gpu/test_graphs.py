@@ -10,7 +10,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives.select import ALL_REDUCE
-from tests.gpu.helpers import add, context_is_alive, of_ranks, to_device
+from tests.gpu.helpers import add, context_is_alive, fill, of_ranks, to_device
 from tests.ranks.helpers import check_works, refused
 
 ALGORITHMS = list(ALL_REDUCE)
@@ -123,6 +123,38 @@ def test_calls_on_the_branches_of_a_capture_are_ordered(comm, stream):
     comm.synchronize(stream)
     wanted = comm.size * (comm.size - 1) // 2 + comm.size * 30
     assert all((y.copy_to_host() == wanted).all() for y in outputs)
+
+
+@pytest.mark.parametrize("algorithm", ["copy_engine", "two_shot_signalled"])
+def test_captures_may_take_turns_with_each_other_and_with_eager_calls(comm, algorithm):
+    """Each capture orders its own calls, on streams that no other work uses."""
+    count = 4096 * comm.size
+    streams = [Device().create_stream() for _ in range(4)]
+    x, y = comm.empty(count), comm.empty(count)
+    outputs = [comm.empty(count) for _ in range(2)]
+    fill(x, comm.rank + 1)
+    comm.all_reduce(x, out=y, algorithm=algorithm)
+    comm.synchronize()
+    builders = [each.create_graph_builder().begin_building() for each in streams[:2]]
+    branches = [builder.split(2) for builder in builders]
+    for turn in range(3):
+        for split, out in zip(branches, outputs, strict=True):
+            stream = split[turn % 2].stream
+            comm.all_reduce(x, out=out, stream=stream, algorithm=algorithm)
+        fill(y, 0, streams[2])
+        comm.all_reduce(x, out=y, stream=streams[2], algorithm=algorithm)
+        comm.synchronize(streams[2])
+        assert (y.copy_to_host() == of_ranks(comm)).all()
+    graphs = []
+    for split in branches:
+        graphs.append(type(split[0]).join(*split).end_building().complete())
+    for _ in range(10):
+        for graph, out in zip(graphs, outputs, strict=True):
+            fill(out, 0, streams[3])
+            graph.launch(streams[3])
+    comm.synchronize(streams[3])
+    for out in outputs:
+        assert (out.copy_to_host() == of_ranks(comm)).all()
 
 
 def test_a_builder_with_a_stream_of_its_own_may_be_closed(comm, stream):
