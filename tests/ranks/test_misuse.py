@@ -541,7 +541,7 @@ def one_gpu(world, monkeypatch):
     """Let all ranks believe that they see one and the same GPU."""
     with ns.Communicator(world, timeout=60) as comm:
         own = comm.device
-    seen = [dataclasses.replace(own, uuid=world.bcast(own.uuid))]
+    seen = [dataclasses.replace(own, uuid=world.bcast(own.uuid))] * (own.ordinal + 1)
     monkeypatch.setattr(devices, "visible_gpus", lambda: seen)
     return own.ordinal
 

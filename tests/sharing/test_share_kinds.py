@@ -197,10 +197,10 @@ def frees(comm):
     if comm.rank == 0:
         context = cuda.current_context()
         x = cuda.device_array(nbytes, np.uint8)
-        before = context.get_memory_info().free
         say(comm, ns.share(x))
+        comm.barrier()  # opened: the consumer's context has taken what it needs
+        before = context.get_memory_info().free
         del x
-        comm.barrier()
         context.memory_manager.deallocations.clear()
         held = context.get_memory_info().free < before + nbytes // 2
         comm.barrier()
