@@ -24,7 +24,9 @@ from numba_symm.collectives.operations import (
     REDUCE_SCATTER,
     Operation,
 )
+from numba_symm.collectives.point_to_point import Pending, Stream, Transfers
 from numba_symm.collectives.select import Enqueue
+from numba_symm.collectives.vector_forms import VectorForms
 from numba_symm.collectives.workspace import BLOCK_REGISTERS, MAX_BLOCKS, layout
 from numba_symm.device.signals import Guard
 from numba_symm.environment import SIMULATED
@@ -62,7 +64,7 @@ class Plan:
         comm: "Communicator",
         launch: Enqueue | None,
         arrays: tuple[Any, Any],
-        stream: tuple[int, Any],
+        stream: Stream,
         call: str,
     ):
         self._comm = comm
@@ -80,11 +82,11 @@ class Plan:
         self._comm.check()
         self._comm._agree("a plan", self._call)
         chosen = self._stream if stream is None else _owned(stream)
-        self._comm._run(self._launch, chosen)
+        self._comm._run(self._launch, chosen, self)
         return self._out
 
 
-class Communicator:
+class Communicator(VectorForms):
     """Collectives between the GPUs of the ranks of one host.
 
     Making one is collective, as are all its methods but ``check``, ``synchronize``
@@ -155,6 +157,7 @@ class Communicator:
         self._debug = debug
         self._plans: OrderedDict[Any, Enqueue | None] = OrderedDict()
         self._barrier: Enqueue | None = None
+        self._pending: Pending | None = None
         _open.add(self)
         _in_use.append(self.backend)
 
@@ -412,7 +415,7 @@ class Communicator:
         algorithm: str | None,
     ) -> Any:
         launch, out, chosen = self._prepared(operation, x, op, out, stream, algorithm)
-        self._run(launch, chosen)
+        self._run(launch, chosen, x, out)
         return out
 
     def _init(
@@ -436,7 +439,7 @@ class Communicator:
         out: Any,
         stream: Any,
         algorithm: str | None,
-    ) -> tuple[Enqueue | None, Any, tuple[int, Any]]:
+    ) -> tuple[Enqueue | None, Any, Stream]:
         """Return a call's launch, its output, its stream's handle and owner.
 
         In debug mode the ranks agree first, so that an error of one is all ranks'.
@@ -460,7 +463,7 @@ class Communicator:
         out: Any,
         stream: Any,
         algorithm: str | None,
-    ) -> tuple[Enqueue | None, Any, tuple[int, Any]]:
+    ) -> tuple[Enqueue | None, Any, Stream]:
         what = operation.name
         source = arrays.dense(arrays.view(x, what), what)
         chosen = self._stream_for(stream, source)
@@ -471,13 +474,19 @@ class Communicator:
         return launch, out, chosen
 
     def _new_output(self, operation: Operation, source: ArrayView, handle: int) -> Any:
+        shape = operation.shape(source, self.size)
+        return self._new(source, shape, handle, operation.name)
+
+    def _new(
+        self, like: ArrayView, shape: tuple[int, ...], handle: int, what: str
+    ) -> Any:
+        """Return a new array of that type and order, for work on a stream."""
         if not SIMULATED and streams.is_capturing(handle):
             raise ArgumentError(
-                f"{operation.name}: pass out= while a stream is being captured into a "
+                f"{what}: pass out= while a stream is being captured into a "
                 "graph; memory cannot be allocated then"
             )
-        shape = operation.shape(source, self.size)
-        return arrays.empty_like(source._replace(shape=shape))
+        return arrays.empty_like(like._replace(shape=shape))
 
     def _plan(
         self,
@@ -515,10 +524,35 @@ class Communicator:
                 launch = operation.algorithms[name](
                     self, source.address, target.address, count, element, op
                 )
+        return self._remembered(key, launch)
+
+    def _remembered(self, key: Any, launch: Enqueue | None) -> Enqueue | None:
         self._plans[key] = launch
         if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
         return launch
+
+    def _transfer(self, transfers: Transfers, stream: Stream, *keep: Any) -> None:
+        """Enqueue messages, or add them to the group that is open."""
+        if self._pending is not None:
+            self._pending.kept += keep
+            self._pending.add(transfers, stream)
+            return
+        key = transfers.key
+        if key in self._plans:
+            self._plans.move_to_end(key)
+            launch = self._plans[key]
+        else:
+            launch = self._remembered(key, transfers.bind(self))
+        self._run(launch, stream)
+
+    def _viewed(self, array: Any, what: str, written: bool = False) -> ArrayView:
+        """Return a dense array of this rank's GPU."""
+        found = arrays.dense(arrays.view(array, what), what)
+        arrays.check_device(found, self.device.ordinal, what)
+        if written and found.readonly:
+            raise ArgumentError(f"{what} is read-only")
+        return found
 
     def _reducible(self, dtype: Any, op: dtypes.Op, what: str) -> dtypes.Element:
         """Return the element type, or refuse what it or this GPU cannot do."""
@@ -529,18 +563,29 @@ class Communicator:
             dtypes.check_capability(element, capability, gpu, what)
         return element
 
-    def _stream_for(self, stream: Any, array: ArrayView) -> tuple[int, Any]:
+    def _stream_for(self, stream: Any, array: ArrayView) -> Stream:
         """Return the handle of the stream to use for an array, and what keeps it."""
         if stream is None and array.stream is not None:
             return array.stream, None
         return self._default_stream(stream)
 
-    def _default_stream(self, stream: Any) -> tuple[int, Any]:
+    def _default_stream(self, stream: Any) -> Stream:
         chosen = self.stream if stream is None else stream
         return (streams.LEGACY_DEFAULT, None) if chosen is None else _owned(chosen)
 
-    def _run(self, launch: Enqueue | None, stream: tuple[int, Any]) -> None:
-        if launch is not None:
+    def _run(self, launch: Enqueue | None, stream: Stream, *keep: Any) -> None:
+        """Enqueue a call, or add it to the group that is open.
+
+        Args:
+            launch: what enqueues it; None: nothing is to be done.
+            stream: where to.
+            keep: what must live until it is enqueued.
+        """
+        if self._pending is not None:
+            self._pending.kept += keep
+            if launch is not None:
+                self._pending.launches.append((launch, stream))
+        elif launch is not None:
             trail = self.order.enter(*stream)
             try:
                 launch(stream[0])
@@ -651,7 +696,7 @@ class Communicator:
         )
 
 
-def _owned(stream: Any) -> tuple[int, Any]:
+def _owned(stream: Any) -> Stream:
     """Return a stream's handle, and the object that keeps the stream, if any."""
     return streams.handle_of(stream), None if isinstance(stream, int) else stream
 

@@ -49,7 +49,7 @@ class Region:
     Attributes:
         epochs: one uint32 a block, written by its own rank only: how many rounds the
             block has finished.
-        flags: uint32 by (block, source rank), written by that source.
+        flags: what peers tell this rank's blocks, two uint32 for each block and rank.
         slots: what peers, or the rank for its peers, put here.
         end: where the slots end.
     """
@@ -73,6 +73,7 @@ class Layout:
     two_shot_sentinel: Region
     two_shot_ll: Region
     two_shot_signalled: Region
+    transfer: Region
     nbytes: int
 
     @property
@@ -123,6 +124,27 @@ TWO_SHOT = {
 }
 SIGNALLED = Protocol(_blocks(256), 16)
 
+LIMIT = 64 << 20
+"""Most bytes of a workspace."""
+
+DEPTH = 2
+"""Slots of a channel of ``transfer.py``."""
+
+_CHANNELS = _blocks(64)
+_MOST_ROWS = 2 if SIMULATED else 16
+
+
+def channels_of(size: int) -> int:
+    """Return how many channels each of a rank's peers has, each way."""
+    return max(1, min(_CHANNELS, MAX_BLOCKS // (2 * max(1, size - 1))))
+
+
+def transfer_rows(size: int) -> int:
+    """Return how many vectors of a thread a slot of ``transfer.py`` takes."""
+    region = layout(size).transfer
+    slots = DEPTH * max(1, size - 1) * channels_of(size)
+    return (region.end - region.slots) // (slots * ROW)
+
 
 @functools.cache
 def layout(size: int) -> Layout:
@@ -145,11 +167,21 @@ def layout(size: int) -> Layout:
     regions: dict[str, Any] = {}
     end = 0
     for name, nbytes in slots.items():
-        epochs, end = end, end + _lines(4 * MAX_BLOCKS)
-        flags, end = end, end + _lines(2 * 4 * MAX_BLOCKS * size)
-        start, end = end, end + _lines(nbytes)
-        regions[name] = Region(epochs, flags, start, end)
-    return Layout(size=size, nbytes=end, **regions)
+        regions[name] = _region(end, size, nbytes)
+        end = regions[name].end
+    # Transfers have what is left, as any size will do.
+    left = LIMIT - _region(end, size, 0).end
+    row = DEPTH * (size - 1) * channels_of(size) * ROW
+    rows = min(_MOST_ROWS, 1 << (left // max(1, row)).bit_length() - 1)
+    regions["transfer"] = _region(end, size, rows * row)
+    return Layout(size=size, nbytes=regions["transfer"].end, **regions)
+
+
+def _region(start: int, size: int, nbytes: int) -> Region:
+    epochs = start
+    flags = epochs + _lines(4 * max(MAX_BLOCKS, 2 * size))
+    slots = flags + _lines(2 * 4 * MAX_BLOCKS * size)
+    return Region(epochs, flags, slots, slots + _lines(nbytes))
 
 
 def _lines(nbytes: int) -> int:

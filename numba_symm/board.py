@@ -30,6 +30,7 @@ _OPERATIONS = {
     signals.TWO_SHOT_LL: ("all_reduce (two_shot_ll)", "block"),
     signals.EXCHANGE: ("all_gather, all_to_all or reduce_scatter", "block"),
     signals.AGREEMENT: ("all_reduce (copy_engine)", "block"),
+    signals.TRANSFER: ("a message or a collective made of them", "channel"),
     signals.TWO_SHOT_SIGNALLED: ("all_reduce (two_shot_signalled)", "block"),
 }
 _CLOSE, _ABANDONED = 126, 127  # operations of the host, not of kernels
@@ -157,6 +158,11 @@ def describe(record: int) -> str:
             "where the output lies (the same part of the same symmetric block on all "
             "ranks, or in no block on any; in place on all, or on none); what peers' "
             "outputs held may be lost"
+        )
+    if operation == signals.TRANSFER_MISMATCH:
+        return (
+            f"rank {rank} receives another number of bytes than rank {peer} sends it: "
+            "the two calls' counts or dtypes differ, or their order does"
         )
     name, kind = _OPERATIONS[operation]
     at = f"{kind} {place}, epoch {epoch}" if epoch else f"{kind} {place}"

@@ -1,0 +1,293 @@
+"""Messages between pairs of ranks: any number at a time, of any sizes, by one kernel.
+
+All that is not an exchange of every rank with every other is made of these: sends and
+receives, their groups, and the collectives whose ranks send different amounts.
+
+Each ordered pair of ranks has channels, a block at each end of each. A message is cut
+into pieces, which go to the channels in turn; a channel's pieces are numbered from 1 on
+for ever, by both ends alike, since a piece's size and channel follow from the bytes of
+its message alone. Piece e goes through slot e % DEPTH at the receiver:
+
+    sender      waits for the credit of piece e - DEPTH, writes piece e into the slot,
+                raises the slot's flag: e, and how many bytes the message has
+    receiver    waits for the flag, copies the slot into its array, gives credit for e
+
+Nothing else ties the ranks: a sender may be DEPTH pieces of each channel ahead. All
+pairs of a launch go on side by side, as each end of a channel has a block of its own.
+
+Memory order. The flag's release follows the whole block's stores of the piece, and the
+receiver's acquire comes before its whole block's loads. The credit's release follows
+the whole block's loads, and the sender's acquire comes before its next stores into the
+slot. Both ends' counts of pieces lie in their own workspaces, which only the block of
+that channel, in one launch after the other, touches.
+
+Source: the point-to-point kernels of NCCL.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm import dtypes
+from numba_symm.collectives import workspace
+from numba_symm.collectives.workspace import (
+    DEPTH,
+    ROW,
+    THREADS,
+    VECTOR,
+    channels_of,
+    divide_up,
+    follow_previous_grid,
+    layout,
+    transfer_rows,
+)
+from numba_symm.device.intrinsics import (
+    device_function,
+    fence_acq_rel_sys,
+    globaltimer,
+    ld_acquire_sys_u64,
+    ld_u32,
+    ld_v2_u64,
+    poll_pause,
+    st_relaxed_sys_u32,
+    st_relaxed_sys_u64,
+    st_u32,
+    st_v2_u64,
+    syncthreads,
+    thread_index,
+    word_of,
+)
+from numba_symm.device.lanes import make_lanes
+from numba_symm.device.signals import (
+    POLLS_PER_CHECK,
+    TRANSFER,
+    TRANSFER_MISMATCH,
+    must_give_up,
+    wait_for_epoch,
+    wait_record,
+)
+from numba_symm.kernels import Kernel, Launch
+
+MESSAGES = 8
+"""Most messages from one rank to one other in a launch; more take several."""
+
+LOADS = 4  # vectors that a thread loads before it stores them
+
+_LOW_HALF = 0xFFFFFFFF
+
+
+class Message(NamedTuple):
+    """What one rank sends to, or receives from, another.
+
+    Attributes:
+        peer: the other rank.
+        address: where it lies, or goes to.
+        nbytes: how much, equal at both ends.
+    """
+
+    peer: int
+    address: int
+    nbytes: int
+
+
+@device_function
+def _await_piece(guard: Any, flag: int, epoch: int, record: int) -> bool:
+    """Poll a slot's flag until it is piece ``epoch``'s (acquire)."""
+    polls = 0
+    started = 0
+    while ld_acquire_sys_u64(flag) & _LOW_HALF != epoch:
+        poll_pause()
+        polls += 1
+        if polls % POLLS_PER_CHECK == 0:
+            if started == 0:
+                started = globaltimer()
+            if must_give_up(guard, started, record):
+                return False
+    return True
+
+
+def make_transfer(
+    size: int, width: int, ragged: bool, messages: int, channels: int
+) -> Any:
+    """Return the kernel for ``size`` ranks.
+
+    Args:
+        size: number of ranks.
+        width: bytes that all addresses and lengths are multiples of: 1, 2, 4 or 8.
+        ragged: see ``lanes.make_lanes``.
+        messages: how many of a pair there may be in each direction.
+        channels: how many channels a pair has.
+    """
+    element = dtypes.element(f"int{8 * width}", "transfer")
+    _, _, _, load, store = make_lanes(element, "sum", ragged, size)
+    at = layout(size).transfer
+    others = size - 1
+    rows = transfer_rows(size)
+    slot_bytes = rows * ROW
+    epochs, slots, flags = at.epochs, at.slots, at.flags
+    stride = channels_of(size)  # in memory, however few are used
+    credits_at = flags + 8 * DEPTH * stride * others  # after the flags of all slots
+    batch = min(rows, LOADS)
+    whole_row = channels * THREADS
+
+    @device_function
+    def raise_flag(address: int, word: int) -> None:
+        # What the whole block has written of the piece comes before its flag.
+        syncthreads()
+        if thread_index() == 0:
+            fence_acq_rel_sys()
+            st_relaxed_sys_u64(address, word)
+
+    @device_function
+    def give_credit(address: int, epoch: int) -> None:
+        # What the whole block has read of the piece, it has read before it says so.
+        syncthreads()
+        if thread_index() == 0:
+            fence_acq_rel_sys()
+            st_relaxed_sys_u32(address, epoch)
+
+    def transfer(
+        guard: Any, early: bool, ring: Any, own: int, sends: Any, receives: Any
+    ) -> None:
+        follow_previous_grid(early)
+        thread = cuda.threadIdx.x
+        block = cuda.blockIdx.x
+        low = cuda.local.array(batch, types.int64)
+        high = cuda.local.array(batch, types.int64)
+        rank = guard.rank
+        # The blocks of a channel are in the order of (source, target) on all ranks, so
+        # that they could even run one after another, as the simulator's do.
+        channel = block // (2 * others)
+        place = block % (2 * others)
+        sending = rank <= place < rank + others
+        peer = place if place < rank else place - others + 1
+        if sending:
+            peer = place - rank if place - rank < rank else place - rank + 1
+        k = (peer + size - rank - 1) % size
+        there = own
+        for j in range(others):
+            if j == k:
+                there = ring[j]
+        # This rank is its k-th neighbour's (n - 2 - k)-th.
+        lane_here = k * stride + channel
+        lane_there = (others - 1 - k) * stride + channel
+        lane, receiver = (lane_there, there) if sending else (lane_here, own)
+        flag = receiver + flags + 8 * DEPTH * lane
+        slot = receiver + slots + DEPTH * slot_bytes * lane
+        lane, sender = (lane_here, own) if sending else (lane_there, there)
+        credit = sender + credits_at + 4 * lane
+        epoch_at = own + epochs + 4 * block
+        epoch = word_of(ld_u32(epoch_at))
+        failed = False
+        for message in range(messages):
+            address = 0
+            nbytes = 0
+            for j in range(others):
+                if j == k:
+                    index = 2 * (j * messages + message)
+                    address = sends[index] if sending else receives[index]
+                    nbytes = sends[index + 1] if sending else receives[index + 1]
+            vectors = (nbytes + VECTOR - 1) // VECTOR
+            count = nbytes // width
+            # A small message goes in thin pieces, through all channels.
+            piece_rows = min(rows, (vectors + whole_row - 1) // whole_row)
+            first = channel * piece_rows * THREADS
+            size_word = word_of((nbytes & _LOW_HALF) << 32)
+            while first < vectors:
+                epoch = (epoch + 1) & _LOW_HALF
+                record = wait_record(TRANSFER, rank, peer, channel, epoch)
+                flag_now = flag + 8 * (epoch % DEPTH)
+                slot_now = slot + slot_bytes * (epoch % DEPTH) + VECTOR * thread
+                word = word_of(size_word | epoch)
+                if thread == 0 and not failed:
+                    if sending:
+                        due = (epoch - DEPTH) & _LOW_HALF
+                        failed = not wait_for_epoch(guard, credit, due, record)
+                    else:
+                        failed = not _await_piece(guard, flag_now, epoch, record)
+                        if not failed and ld_acquire_sys_u64(flag_now) != word:
+                            failed = True
+                            record = wait_record(TRANSFER_MISMATCH, rank, peer, 0, 0)
+                            for r in range(size):
+                                st_relaxed_sys_u64(guard.board + 8 * r, record)
+                # What one thread has waited for, the whole block may use.
+                syncthreads()
+                for row in range(0, piece_rows, batch):
+                    for i in range(batch):
+                        vector = first + (row + i) * THREADS + thread
+                        if row + i < piece_rows and vector < vectors:
+                            if sending:
+                                words = load(address, vector, count)
+                            else:
+                                words = ld_v2_u64(slot_now + (row + i) * ROW)
+                            low[i], high[i] = words
+                    for i in range(batch):
+                        vector = first + (row + i) * THREADS + thread
+                        if row + i < piece_rows and vector < vectors:
+                            if sending:
+                                words = low[i], high[i]
+                                st_v2_u64(slot_now + (row + i) * ROW, words)
+                            else:
+                                store(address, vector, count, low[i], high[i])
+                if sending:
+                    raise_flag(flag_now, word)
+                else:
+                    give_credit(credit, epoch)
+                first += whole_row * piece_rows
+        # All threads have read the count before it changes.
+        cuda.syncthreads()
+        if thread == 0:
+            st_u32(epoch_at, epoch)
+
+    return transfer
+
+
+@functools.cache
+def kernel(size: int, width: int, ragged: bool, messages: int, channels: int) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    listed = types.UniTuple(types.int64, 2 * messages * (size - 1))
+    constants = (size, width, ragged, messages, channels)
+    return workspace.make_kernel(make_transfer, constants, listed, listed)
+
+
+def bind(comm: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Launch:
+    """Return the packed launch of messages of at least one byte.
+
+    The messages of a pair are matched in the order given, ``MESSAGES`` at most.
+    """
+    bits = 0
+    for message in (*sends, *receives):
+        bits |= message.address | message.nbytes
+    width, ragged = min(8, bits & -bits), bits % VECTOR != 0
+    out, into = _by_ring(comm, sends), _by_ring(comm, receives)
+    most = max(len(each) for each in (*out, *into))
+    messages = 1 << (most - 1).bit_length()
+    # Small GPUs have fewer; all ranks have agreed on the smallest.
+    pairs = 2 * (comm.size - 1)
+    channels = max(1, min(channels_of(comm.size), comm.max_blocks // pairs))
+    pieces = max(divide_up(each.nbytes, ROW) for each in (*sends, *receives))
+    return workspace.launch(
+        kernel(comm.size, width, ragged, messages, channels),
+        *(comm, pairs * min(channels, pieces)),
+        *(_listed(out, messages), _listed(into, messages)),
+    )
+
+
+def _by_ring(comm: Any, messages: Sequence[Message]) -> list[list[Message]]:
+    """Return each other rank's messages, along the ring."""
+    found: list[list[Message]] = [[] for _ in range(comm.size - 1)]
+    for message in messages:
+        found[(message.peer - comm.rank - 1) % comm.size].append(message)
+    return found
+
+
+def _listed(by_ring: list[list[Message]], most: int) -> tuple[int, ...]:
+    words: list[int] = []
+    for messages in by_ring:
+        for message in messages:
+            words += (message.address, message.nbytes)
+        words += [0, 0] * (most - len(messages))
+    return tuple(words)

@@ -1,0 +1,388 @@
+"""Sends and receives, their groups, and the collectives that are made of them."""
+
+import contextlib
+import random
+import time
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm.collectives.transfer import MESSAGES
+from numba_symm.collectives.workspace import (
+    DEPTH,
+    THREADS,
+    VECTOR,
+    channels_of,
+    transfer_rows,
+)
+from numba_symm.environment import SIMULATED
+from tests.ranks.helpers import Window, ordinary, put, refused
+
+TWELVE = np.dtype([("a", np.int32), ("b", np.float64)], align=False)
+DTYPES = [np.dtype(kind) for kind in (np.uint8, np.int16, np.float32, np.float64)]
+DTYPES += [np.dtype(np.complex128), TWELVE]
+needs_peers = pytest.mark.skipif(
+    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
+    reason="one rank alone has nobody to send to",
+)
+
+
+def content(count, dtype, *seed):
+    """Return elements of any bits, which all ranks can tell."""
+    random = np.random.default_rng([*seed, count])
+    return random.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
+
+
+class Part:
+    """Elements in the middle of device memory whose rest nobody may touch."""
+
+    def __init__(self, comm, count, dtype, host=None, symmetric=False, offset=0):
+        self.dtype = dtype
+        self.nbytes = count * dtype.itemsize
+        offset *= dtype.itemsize
+        size = offset + self.nbytes + Window.MARGIN
+        # Every rank allocates, whichever it uses: allocating is collective.
+        shared = comm.empty(1 << 12 if SIMULATED else 1 << 22, np.uint8)
+        whole = shared[:size] if symmetric and size <= shared.size else None
+        whole = ordinary(size, np.uint8) if whole is None else whole
+        self.window = Window(whole, offset, self.nbytes)
+        filled = np.zeros(self.nbytes, np.uint8) if host is None else host
+        self.window.fill(filled.view(np.uint8))
+        self.array = self.window.array.view(dtype) if count else ordinary(0, dtype)
+
+    def read(self):
+        return self.window.read().view(self.dtype)
+
+
+def edges(size):
+    """Return bytes of messages around where another piece or channel begins."""
+    row = THREADS * VECTOR
+    channels, rows = channels_of(size), transfer_rows(size)
+    whole = [row, row * channels, row * channels * rows, row * channels * rows * DEPTH]
+    found = {0, 1, 3, VECTOR, *(n + d for n in whole for d in (-1, 0, 1))}
+    return sorted(found | {3 * whole[-1] + 5})
+
+
+def right_and_left(comm):
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+def same(found, wanted):
+    return found.tobytes() == wanted.tobytes()
+
+
+def test_a_ring_of_every_size(comm, world):
+    right, left = right_and_left(comm)
+    calls = []
+    for nbytes in edges(comm.size):
+        dtype = DTYPES[0]
+        x = Part(comm, nbytes, dtype, content(nbytes, dtype, comm.rank))
+        out = Part(comm, nbytes, dtype)
+        calls.append((nbytes, x, out))
+    for _, x, out in calls:
+        assert comm.sendrecv(x.array, right, out.array, left) is out.array
+    comm.synchronize()
+    for nbytes, x, out in calls:
+        assert same(out.read(), content(nbytes, DTYPES[0], left)), nbytes
+        assert same(x.read(), content(nbytes, DTYPES[0], comm.rank))
+    world.barrier()
+
+
+def test_types_and_places(comm, world):
+    lot = random.Random(3)
+    right, left = right_and_left(comm)
+    calls = []
+    for step in range(12 if SIMULATED else 100):
+        dtype = DTYPES[step % len(DTYPES)]
+        count = lot.randrange(0, 300 if SIMULATED else 200_000)
+        # Where it lies differs between ranks, and changes nothing.
+        mine = random.Random(100 * step + comm.rank)
+        places = [
+            {"symmetric": mine.random() < 0.5, "offset": mine.choice([0, 0, 1, 3])}
+            for _ in range(2)
+        ]
+        x = Part(
+            comm, count, dtype, content(count, dtype, comm.rank, step), **places[0]
+        )
+        out = Part(comm, count, dtype, **places[1])
+        calls.append((count, dtype, step, out))
+        comm.sendrecv(x.array, right, out.array, left)
+        if step % 4 == 0:  # other kernels in between
+            comm.all_reduce(comm.zeros(50))
+    comm.synchronize()
+    for count, dtype, step, out in calls:
+        assert same(out.read(), content(count, dtype, left, step)), (count, dtype)
+    world.barrier()
+
+
+@needs_peers
+def test_a_sender_far_ahead_of_its_receivers(comm, world):
+    """Calls that nobody has received wait their turn, and none is lost."""
+    calls = 40 if SIMULATED else 1000
+    dtype, sizes = DTYPES[2], (3, 700, 40)
+    if comm.rank == 0:
+        for call in range(calls):
+            count = sizes[call % 3]
+            x = ordinary(count, dtype)
+            put(x, content(count, dtype, call))
+            for peer in range(1, comm.size):
+                comm.send(x, peer)
+        comm.synchronize()
+    else:
+        time.sleep(0.3 * comm.rank)
+        found = []
+        for call in range(calls):
+            found.append(ordinary(sizes[call % 3], dtype))
+            comm.recv(found[-1], 0)
+        comm.synchronize()
+        for call, array in enumerate(found):
+            wanted = content(sizes[call % 3], dtype, call)
+            assert same(array.copy_to_host(), wanted), call
+    world.barrier()
+
+
+@needs_peers
+def test_a_group_goes_on_together(comm, world):
+    """All send first, messages that no buffer holds; each to all, in a group."""
+    dtype = DTYPES[2]
+    count = edges(comm.size)[-1] // 4
+    outs = {}
+    with comm.group():
+        for peer in range(comm.size):
+            if peer != comm.rank:
+                x = Part(comm, count, dtype, content(count, dtype, comm.rank, peer))
+                comm.send(x.array, peer)
+        del x  # kept until it is sent
+        total = comm.all_reduce(comm.zeros(10))
+        for peer in reversed(range(comm.size)):
+            if peer != comm.rank:
+                outs[peer] = Part(comm, count, dtype)
+                comm.recv(outs[peer].array, peer)
+    comm.synchronize()
+    for peer, out in outs.items():
+        assert same(out.read(), content(count, dtype, peer, comm.rank)), peer
+    assert (total.copy_to_host() == 0).all()
+    world.barrier()
+
+
+@needs_peers
+@pytest.mark.parametrize("number", [2, 3, MESSAGES, 2 * MESSAGES + 1])
+def test_messages_of_a_pair_match_in_order(comm, world, number):
+    """Whether their ranks group them or not."""
+    right, left = right_and_left(comm)
+    dtype, counts = DTYPES[1], [5 + 7 * (i % 4) for i in range(number)]
+    xs = [ordinary(n, dtype) for n in counts]
+    outs = [ordinary(n, dtype) for n in counts]
+    for i, x in enumerate(xs):
+        put(x, content(counts[i], dtype, comm.rank, i))
+
+    def one_by_one():
+        for out in outs:
+            comm.recv(out, left)
+
+    if comm.rank % 2:
+        one_by_one()
+    with comm.group():
+        for x in xs:
+            comm.send(x, right)
+        if comm.rank % 2 == 0 and comm.rank % 4:
+            one_by_one()
+    if comm.rank % 4 == 0:
+        one_by_one()
+    comm.synchronize()
+    for i, out in enumerate(outs):
+        assert same(out.copy_to_host(), content(counts[i], dtype, left, i)), i
+    world.barrier()
+
+
+def test_nothing_of_a_group_is_started_after_an_error(comm, world):
+    right, left = right_and_left(comm)
+    x, out = comm.zeros(10), comm.zeros(10)
+    with contextlib.suppress(KeyError), comm.group():
+        comm.sendrecv(x, right, out, left)
+        raise KeyError("a user's")
+    put(x, np.full(10, comm.rank, np.float32))
+    comm.sendrecv(x, right, out, left)
+    comm.synchronize()
+    assert (out.copy_to_host() == left).all()
+    world.barrier()
+
+
+def test_groups_do_not_nest(comm, world):
+    with pytest.raises(ns.ArgumentError, match="nest"), comm.group(), comm.group():
+        pass
+    world.barrier()
+
+
+def test_a_line_has_ends(comm, world):
+    """A rank may send to nobody, or receive from nobody."""
+    x, out = comm.zeros(30), comm.zeros(30)
+    put(x, np.full(30, comm.rank, np.float32))
+    put(out, np.full(30, -1, np.float32))
+    right = comm.rank + 1 if comm.rank + 1 < comm.size else None
+    left = comm.rank - 1 if comm.rank > 0 else None
+    comm.sendrecv(x, right, out, left)
+    comm.synchronize()
+    assert (out.copy_to_host() == comm.rank - 1).all()
+    world.barrier()
+
+
+@pytest.mark.parametrize("uneven", [False, True])
+def test_gather_and_scatter(comm, world, uneven):
+    calls = []
+    for step, dtype in enumerate(DTYPES):
+        root = step % comm.size
+        counts = [3 + (r * 57 + step) % 91 * uneven for r in range(comm.size)]
+        counts[step % comm.size] *= step != 1  # one that has none
+        if not uneven:
+            counts = [17 + step] * comm.size
+        parts = [content(n, dtype, r, step) for r, n in enumerate(counts)]
+        wanted = np.concatenate(parts)
+        x = Part(comm, counts[comm.rank], dtype, parts[comm.rank])
+        back = Part(comm, counts[comm.rank], dtype)
+        out = Part(comm, wanted.size, dtype)
+        is_root = comm.rank == root
+        if uneven:
+            listed = counts if is_root else None
+            found = comm.gather_v(
+                x.array, listed, None, root, out.array if is_root else None
+            )
+            whole = found if is_root else None
+            comm.scatter_v(whole, listed, None, root, back.array)
+        else:
+            into = out.array if is_root else None
+            found = comm.gather(x.array, root, into)
+            comm.scatter(found, root, back.array)
+        assert found is (out.array if is_root else None)
+        calls.append((is_root, wanted, out, back, parts[comm.rank]))
+    comm.synchronize()
+    for is_root, wanted, out, back, part in calls:
+        assert same(out.read(), wanted if is_root else np.zeros_like(wanted))
+        assert same(back.read(), part)
+    world.barrier()
+
+
+def test_new_outputs_and_their_shapes(comm, world):
+    x = comm.zeros((2, 3), np.int16)
+    put(x, np.full((2, 3), comm.rank, np.int16))
+    found = comm.gather(x, root=comm.size - 1)
+    last = comm.rank == comm.size - 1
+    assert (found.shape if last else found) == ((comm.size, 2, 3) if last else None)
+    mine = ordinary((1, 2, 3), np.int16)
+    part = comm.scatter(found, comm.size - 1, None if last else mine)
+    assert part.shape == (1, 2, 3)
+    flat = comm.all_gather_v(x, [6] * comm.size)
+    assert flat.shape == (6 * comm.size,)
+    comm.synchronize()
+    assert (part.copy_to_host() == comm.rank).all()
+    assert (flat.copy_to_host() == np.repeat(np.arange(comm.size), 6)).all()
+    world.barrier()
+
+
+def test_gather_and_scatter_in_place(comm, world):
+    root, dtype = comm.size - 1, DTYPES[2]
+    whole = comm.zeros((comm.size, 21))
+    mine = whole[comm.rank]
+    put(mine, content(21, dtype, comm.rank))
+    comm.gather(mine, root, whole if comm.rank == root else None)
+    comm.synchronize()
+    wanted = np.stack([content(21, dtype, r) for r in range(comm.size)])
+    if comm.rank == root:
+        assert same(whole.copy_to_host(), wanted)
+    x = whole if comm.rank == root else None
+    comm.scatter(x, root, mine.reshape(1, 21))
+    comm.synchronize()
+    assert same(mine.copy_to_host(), content(21, dtype, comm.rank))
+    comm.all_gather_v(mine, [21] * comm.size, out=whole)
+    comm.synchronize()
+    assert same(whole.copy_to_host(), wanted)
+    world.barrier()
+
+
+def test_all_gather_v_and_all_to_all_v(comm, world):
+    lot = random.Random(17)
+    largest = 300 if SIMULATED else 100_000
+    calls = []
+    for step in range(6 if SIMULATED else 30):
+        dtype = DTYPES[step % len(DTYPES)]
+        table = [
+            [lot.choice([0, 1, lot.randrange(largest)]) for _ in range(comm.size)]
+            for _ in range(comm.size)
+        ]
+        gaps = lot.choice([0, 0, 2])
+        sent, taken = table[comm.rank], [row[comm.rank] for row in table]
+        there = [sum(taken[:r]) + gaps * r for r in range(comm.size)]
+        room = max(first + n for first, n in zip(there, taken, strict=True))
+        parts = [content(n, dtype, comm.rank, r, step) for r, n in enumerate(sent)]
+        x = Part(comm, sum(sent), dtype, np.concatenate(parts))
+        out = Part(comm, room, dtype)
+        comm.all_to_all_v(x.array, sent, taken, None, there, out.array)
+        wanted = np.zeros(room * dtype.itemsize, np.uint8).view(dtype)
+        for r, first in enumerate(there):
+            one = content(taken[r], dtype, r, comm.rank, step)
+            wanted[first : first + taken[r]] = one
+        calls.append((wanted, out))
+        counts = [row[0] for row in table]
+        y = Part(comm, counts[comm.rank], dtype, content(counts[comm.rank], dtype, 5))
+        gathered = Part(comm, sum(counts), dtype)
+        comm.all_gather_v(y.array, counts, None, gathered.array)
+        wanted = np.concatenate([content(n, dtype, 5) for n in counts])
+        calls.append((wanted, gathered))
+    comm.synchronize()
+    for step, (wanted, out) in enumerate(calls):
+        assert same(out.read(), wanted), step
+    world.barrier()
+
+
+@needs_peers
+def test_bad_messages(comm, world):
+    x, out = comm.zeros(8), comm.zeros(8)
+    for call, texts in [
+        (lambda: comm.send(x, comm.rank), ("itself", "sendrecv")),
+        (lambda: comm.send(x, comm.size), (f"dst={comm.size}", "give a rank")),
+        (lambda: comm.recv(x, -1), ("src=-1", "give a rank")),
+        (lambda: comm.recv(x, 1.0), ("src=1.0",)),
+        (lambda: comm.sendrecv(x, comm.rank, x, comm.rank), ("overlaps",)),
+        (lambda: comm.sendrecv(x, comm.rank, out, None), ("sends itself",)),
+        (lambda: comm.send(np.zeros(3), (comm.rank + 1) % comm.size), ("host",)),
+        (lambda: comm.gather(x, root=9), ("root=9",)),
+        (lambda: comm.scatter_v(x, [1], root=comm.rank), ("for each of",)),
+        (lambda: comm.scatter_v(x, root=comm.rank), ("counts=None",)),
+        (lambda: comm.all_gather_v(x, [7] * comm.size), ("counts[rank] is 7",)),
+        (lambda: comm.all_gather_v(x, [-8] * comm.size), ("integer from 0",)),
+        (
+            lambda: comm.all_gather_v(x, [8] * comm.size, out=out),
+            ("has 8 elements", f"reach to {8 * comm.size}"),
+        ),
+        (
+            lambda: comm.all_to_all_v(x, [1] * comm.size, [2] * comm.size),
+            ("sends itself 1", "receives 2"),
+        ),
+        (
+            lambda: comm.all_to_all_v(x, [1] * comm.size, [1] * comm.size, out=x),
+            ("overlaps",),
+        ),
+        (
+            lambda: comm.gather(comm.zeros((2, 2))[:, :1], root=0),
+            ("strided",),
+        ),
+    ]:
+        refused(world, ns.ArgumentError, call, *texts)
+    comm.barrier()
+    comm.synchronize()
+
+
+@needs_peers
+def test_another_number_of_bytes_is_told(world):
+    """Of all ranks, also those that were not in it."""
+    comm = ns.Communicator(world, timeout=60)
+    x = comm.zeros(10)
+    if comm.rank == 0:
+        comm.send(x, 1)
+    elif comm.rank == 1:
+        comm.recv(x[:4], 0)
+    world.barrier()
+    text = "rank 1 receives another number of bytes than rank 0 sends"
+    refused(world, ns.CollectiveTimeout, comm.synchronize, text)
+    refused(world, ns.CollectiveTimeout, comm.close, text)
