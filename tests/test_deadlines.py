@@ -163,7 +163,7 @@ ALGORITHMS = {
     name: (all_reduce(name), rf"all_reduce \({name}\), block 0, epoch 1")
     for name in select.ALL_REDUCE
 }
-EXCHANGED = r"all_gather, all_to_all or reduce_scatter, block 0, epoch 1"
+EXCHANGED = r"reduce_scatter, scan, exscan or reduce, block 0, epoch 1"
 OPERATIONS = {
     **ALGORITHMS,
     "all_gather": (exchange("all_gather", "ll"), EXCHANGED),
