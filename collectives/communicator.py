@@ -21,7 +21,10 @@ from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    EXSCAN,
+    REDUCE,
     REDUCE_SCATTER,
+    SCAN,
     Operation,
 )
 from numba_symm.collectives.point_to_point import Pending, Stream, Transfers
@@ -382,6 +385,91 @@ class Communicator(VectorForms):
         """
         return self._call(REDUCE_SCATTER, x, op, out, stream, algorithm)
 
+    def scan(
+        self,
+        x: Any,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce ``x`` over the ranks up to each: rank r gets that of ranks 0 to r.
+
+        Collective: every rank passes an array of equal count and dtype and the same
+        ``op``. Asynchronous.
+
+        Args:
+            x: a contiguous device array of any shape, of a dtype that
+                :meth:`all_reduce` takes.
+            op: as for :meth:`all_reduce`, but not ``"avg"``.
+            out: where to, of equal size, dtype and order; ``x`` itself for in place.
+                None: a new array of ordinary device memory.
+            stream: as for :meth:`all_reduce`.
+            algorithm: ``"sentinel"`` (floats), ``"ll"`` or ``"signalled"``. None: the
+                fastest.
+
+        Returns:
+            ``out``, or the new array, of x's shape. The last rank's is what
+            :meth:`all_reduce` gives, to the bit, but for a NaN's.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        return self._call(SCAN, x, op, out, stream, algorithm)
+
+    def exscan(
+        self,
+        x: Any,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce ``x`` over the ranks before each: rank r gets that of ranks 0 to r-1.
+
+        Takes what :meth:`scan` takes, and raises what it raises.
+
+        Returns:
+            ``out``, or the new array, of x's shape. On rank 0, where there is nothing
+            to reduce, it holds the operator's identity (``dtypes.identity``; of a sum
+            of floats -0.0). A function's identity is not known: with one, rank 0's
+            ``out`` is left as it is, and what a new array holds is not defined.
+        """
+        return self._call(EXSCAN, x, op, out, stream, algorithm)
+
+    def reduce(
+        self,
+        x: Any,
+        op: Any = "sum",
+        root: int = 0,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce ``x`` over all ranks, for one of them.
+
+        Collective: every rank passes an array of equal count and dtype, the same
+        ``op`` and the same ``root``. Asynchronous.
+
+        Args:
+            x: a contiguous device array of any shape, of a dtype that
+                :meth:`all_reduce` takes.
+            op: as for :meth:`all_reduce`.
+            root: the rank that gets the result.
+            out: on the root as for :meth:`all_reduce`; None on the other ranks.
+            stream: as for :meth:`all_reduce`.
+            algorithm: ``"sentinel"`` (floats), ``"ll"`` or ``"signalled"``. None: the
+                fastest.
+
+        Returns:
+            On the root ``out``, or the new array, of x's shape: the same bits that
+            :meth:`all_reduce` gives, but for a NaN's. None on the other ranks.
+
+        Raises:
+            As :meth:`all_reduce`; ArgumentError for a root that is no rank.
+        """
+        return self._call(REDUCE, x, op, out, stream, algorithm, root)
+
     def all_gather_init(
         self, x: Any, out: Any = None, stream: Any = None, algorithm: str | None = None
     ) -> Plan:
@@ -405,6 +493,40 @@ class Communicator(VectorForms):
         """Prepare a :meth:`reduce_scatter`, as :meth:`all_reduce_init` does."""
         return self._init(REDUCE_SCATTER, x, op, out, stream, algorithm)
 
+    def scan_init(
+        self,
+        x: Any,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare a :meth:`scan`, as :meth:`all_reduce_init` does."""
+        return self._init(SCAN, x, op, out, stream, algorithm)
+
+    def exscan_init(
+        self,
+        x: Any,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare an :meth:`exscan`, as :meth:`all_reduce_init` does."""
+        return self._init(EXSCAN, x, op, out, stream, algorithm)
+
+    def reduce_init(
+        self,
+        x: Any,
+        op: Any = "sum",
+        root: int = 0,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare a :meth:`reduce`, as :meth:`all_reduce_init` does."""
+        return self._init(REDUCE, x, op, out, stream, algorithm, root)
+
     def _call(
         self,
         operation: Operation,
@@ -413,8 +535,11 @@ class Communicator(VectorForms):
         out: Any,
         stream: Any,
         algorithm: str | None,
+        root: int | None = None,
     ) -> Any:
-        launch, out, chosen = self._prepared(operation, x, op, out, stream, algorithm)
+        launch, out, chosen = self._prepared(
+            operation, x, op, out, stream, algorithm, root
+        )
         self._run(launch, chosen, x, out)
         return out
 
@@ -426,9 +551,13 @@ class Communicator(VectorForms):
         out: Any,
         stream: Any,
         algorithm: str | None,
+        root: int | None = None,
     ) -> Plan:
-        launch, out, chosen = self._prepared(operation, x, op, out, stream, algorithm)
-        call = _described(operation, arrays.view(x, operation.name), op, algorithm)
+        launch, out, chosen = self._prepared(
+            operation, x, op, out, stream, algorithm, root
+        )
+        view = arrays.view(x, operation.name)
+        call = _described(operation, view, op, algorithm, root)
         return Plan(self, launch, (x, out), chosen, call)
 
     def _prepared(
@@ -439,6 +568,7 @@ class Communicator(VectorForms):
         out: Any,
         stream: Any,
         algorithm: str | None,
+        root: int | None = None,
     ) -> tuple[Enqueue | None, Any, Stream]:
         """Return a call's launch, its output, its stream's handle and owner.
 
@@ -446,12 +576,12 @@ class Communicator(VectorForms):
         """
         self.check()
         if not self._debug:
-            return self._bound(operation, x, op, out, stream, algorithm)
+            return self._bound(operation, x, op, out, stream, algorithm, root)
         self.enter()
         exchange, what = self._group.exchange, operation.name
         with exchange.agreed(what):
-            bound = self._bound(operation, x, op, out, stream, algorithm)
-            call = _described(operation, arrays.view(x, what), op, algorithm)
+            bound = self._bound(operation, x, op, out, stream, algorithm, root)
+            call = _described(operation, arrays.view(x, what), op, algorithm, root)
         exchange.agree_equal(call, what)
         return bound
 
@@ -463,14 +593,19 @@ class Communicator(VectorForms):
         out: Any,
         stream: Any,
         algorithm: str | None,
+        root: int | None = None,
     ) -> tuple[Enqueue | None, Any, Stream]:
         what = operation.name
         source = arrays.dense(arrays.view(x, what), what)
         chosen = self._stream_for(stream, source)
-        if out is None:
+        if operation.rooted:
+            _check_root(root, out, self.rank, self.size, what)
+        if out is None and (not operation.rooted or root == self.rank):
             out = self._new_output(operation, source, chosen[0])
-        target = source if out is x else arrays.view(out, f"{what}: out")
-        launch = self._plan(operation, source, target, op, algorithm)
+        target = None
+        if out is not None:
+            target = source if out is x else arrays.view(out, f"{what}: out")
+        launch = self._plan(operation, source, target, op, algorithm, root)
         return launch, out, chosen
 
     def _new_output(self, operation: Operation, source: ArrayView, handle: int) -> Any:
@@ -492,37 +627,48 @@ class Communicator(VectorForms):
         self,
         operation: Operation,
         source: ArrayView,
-        target: ArrayView,
+        target: ArrayView | None,
         op: Any,
         algorithm: str | None,
+        root: int | None,
     ) -> Enqueue | None:
-        """Return the packed launch, a remembered one if there is; None for no work."""
+        """Return the packed launch, a remembered one if there is; None for no work.
+
+        ``target`` is None on a rank that gets nothing.
+        """
         what = operation.name
         op = dtypes.reduction(op if operation.reduces else "sum", what)
         # All that a check below looks at.
         read = (source.address, source.shape, source.dtype, source.order)
-        written = (target.address, target.size, target.order, target.readonly)
+        written = None
+        if target is not None:
+            written = (target.address, target.size, target.order, target.readonly)
         # Plans hold peers' addresses, which go when a symmetric block does.
-        key = (what, algorithm, op, read, written, self.heap.generation)
-        if key in self._plans and target.dtype == source.dtype:
+        key = (what, algorithm, op, root, read, written, self.heap.generation)
+        alike = target is None or target.dtype == source.dtype
+        if key in self._plans and alike:
             self._plans.move_to_end(key)
             return self._plans[key]
         parts = operation.parts(self.size)
         if operation.reduces:
+            operation.check(op)
             element = self._reducible(source.dtype, op, what)
             count = source.size // parts
         else:
             element, count = dtypes.moved(source.dtype, source.size // parts)
-        _check_output(operation, source, target, self.rank, self.size)
+        if target is not None:
+            _check_output(operation, source, target, self.rank, self.size)
         nbytes = source.nbytes // parts
         name = operation.chosen(algorithm, nbytes, self.size, element)
         launch = None
         if count > 0:
-            for view in (source, target):
+            for view in filter(None, (source, target)):
                 arrays.check_device(view, self.device.ordinal, what)
+            address = 0 if target is None else target.address
+            rooted = {"root": root} if operation.rooted else {}
             with _compiling(op, element, what):
                 launch = operation.algorithms[name](
-                    self, source.address, target.address, count, element, op
+                    self, source.address, address, count, element, op, **rooted
                 )
         return self._remembered(key, launch)
 
@@ -731,12 +877,18 @@ def _compiling(op: dtypes.Op, element: dtypes.Element, what: str) -> Iterator[No
 
 
 def _described(
-    operation: Operation, x: ArrayView, op: Any, algorithm: str | None
+    operation: Operation,
+    x: ArrayView,
+    op: Any,
+    algorithm: str | None,
+    root: int | None,
 ) -> str:
     """Return what the ranks must agree on, in words."""
     words = [f"{x.size} {x.dtype.name} in {x.order} order"]
     if operation.reduces:
         words.append(f"op {dtypes.reduction(op, operation.name)!r}")
+    if operation.rooted:
+        words.append(f"root {root}")
     return ", ".join([*words, f"algorithm {algorithm!r}"])
 
 
@@ -755,6 +907,16 @@ def _checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
     if found.hasobject:
         raise ArgumentError(f"{what}: dtype={dtype!r}; a GPU has no Python objects")
     return found
+
+
+def _check_root(root: Any, out: Any, rank: int, size: int, what: str) -> None:
+    if not isinstance(root, int | np.integer) or not 0 <= root < size:
+        raise ArgumentError(f"{what}: root={root!r}; give a rank, 0 to {size - 1}")
+    if out is not None and rank != root:
+        raise ArgumentError(
+            f"{what}: out is not None on rank {rank}; only the root, rank {root}, gets "
+            "the result"
+        )
 
 
 def _check_output(

@@ -1,22 +1,29 @@
-"""All-gather, all-to-all and reduce-scatter in one flight, for small messages.
+"""All-gather, all-to-all and partial reductions in one flight, for small messages.
 
-All three are one exchange: every thread posts a vector to its twin in every other rank
-and takes what those post. They differ in what is sent (the same to all, or each rank
-its own part) and in what becomes of it (stored, or reduced):
+All are one exchange: every thread posts a vector to its twin in every other rank and
+takes what those post. They differ in what is sent (the same to all, or each rank its
+own part) and in what becomes of it (stored, or reduced in rank order):
 
     all_gather       the same to all      stored, by rank
     all_to_all       each its part        stored, by rank
-    reduce_scatter   each its part        reduced, in rank order
+    reduce_scatter   each its part        reduced
+    scan             the same to all      reduced, of the ranks up to this one
+    exscan           the same to all      reduced, of the ranks before this one
+    reduce           the same to all      reduced, on the root alone
 
 ``mailboxes.py`` says how that needs no barrier, and orders the memory accesses. The
-mailboxes are those of ``one_shot.py``: in every round each pair exchanges both ways.
+mailboxes are those of ``one_shot.py``: in every round each pair exchanges both ways,
+also where what is sent is needed by some only.
 
 In place is safe: a thread has loaded whatever it overwrites.
 """
 
+import enum
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 from numba import cuda
 from numba.cuda import types
 
@@ -32,11 +39,31 @@ from numba_symm.collectives.workspace import (
     is_ragged,
     layout,
 )
-from numba_symm.device.intrinsics import ld_u32, st_u32, word_of
-from numba_symm.device.lanes import make_lanes
+from numba_symm.device.intrinsics import device_function, ld_u32, st_u32, word_of
+from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.device.signals import EXCHANGE
-from numba_symm.dtypes import Element, Op
+from numba_symm.dtypes import Element, Op, UserOperator, identity
 from numba_symm.kernels import Kernel, Launch
+
+
+class Output(enum.Enum):
+    """What becomes of the ranks' vectors."""
+
+    PARTS = enum.auto()  # stored, by rank
+    REDUCED = enum.auto()  # all are reduced
+    UP_TO_THIS = enum.auto()  # those of this rank and the ranks before it are
+    BEFORE_THIS = enum.auto()  # those of the ranks before it are
+    AT_ROOT = enum.auto()  # all are, on the root; the other ranks have no output
+
+    def reduced(self, rank: int, size: int, root: int) -> int:
+        """Return of how many ranks, from rank 0 on, ``rank`` gets the reduction."""
+        return {
+            Output.PARTS: 0,
+            Output.REDUCED: size,
+            Output.UP_TO_THIS: rank + 1,
+            Output.BEFORE_THIS: rank,
+            Output.AT_ROOT: size if rank == root else 0,
+        }[self]
 
 
 class Exchange(NamedTuple):
@@ -44,19 +71,67 @@ class Exchange(NamedTuple):
 
     Attributes:
         parts_in: whether the input has a part for each rank, else one for all.
-        parts_out: whether the output has a part of each rank, else their reduction.
+        output: what is done with what came.
     """
 
     parts_in: bool
-    parts_out: bool
+    output: Output
 
 
 EXCHANGES = {
-    "all_gather": Exchange(False, True),
-    "all_to_all": Exchange(True, True),
-    "reduce_scatter": Exchange(True, False),
+    "all_gather": Exchange(False, Output.PARTS),
+    "all_to_all": Exchange(True, Output.PARTS),
+    "reduce_scatter": Exchange(True, Output.REDUCED),
+    "scan": Exchange(False, Output.UP_TO_THIS),
+    "exscan": Exchange(False, Output.BEFORE_THIS),
+    "reduce": Exchange(False, Output.AT_ROOT),
 }
-"""The three operations, by name."""
+"""The operations, by name."""
+
+
+def make_reduced(
+    size: int, lanes: Lanes, output: Output
+) -> Callable[[int, int, Any, Any, Any], Any]:
+    """Return a device function that reduces the ranks' vectors, in rank order.
+
+    ``(rank, ranks, low, high, spare)`` returns two words, of the first ``ranks`` ranks
+    where the output is that of some, at least 1. The arrays are ``in_rank_order``'s.
+    """
+    unpack, pack, combine, _, _ = lanes
+    in_rank_order = make_in_rank_order(size)
+
+    @device_function
+    def of_all(rank: int, ranks: int, low: Any, high: Any, spare: Any) -> Any:
+        in_rank_order(rank, low, high, spare)
+        total = unpack(low[0], high[0])
+        for r in range(1, size):
+            total = combine(total, unpack(low[r], high[r]))
+        return pack(total)
+
+    @device_function
+    def of_some(rank: int, ranks: int, low: Any, high: Any, spare: Any) -> Any:
+        in_rank_order(rank, low, high, spare)
+        total = unpack(low[0], high[0])
+        # All ranks are looked at: every index is a constant, as in ``ring.py``.
+        for r in range(1, size):
+            if r < ranks:
+                total = combine(total, unpack(low[r], high[r]))
+        return pack(total)
+
+    return of_some if output in (Output.UP_TO_THIS, Output.BEFORE_THIS) else of_all
+
+
+def of_none(element: Element, op: Op, output: Output) -> tuple[bool, int, int]:
+    """Return whether anything is stored where no rank is reduced, and its two words.
+
+    That is the operator's identity for the first rank of an exscan; nothing where it is
+    not known, or where there is no output.
+    """
+    if output is not Output.BEFORE_THIS or isinstance(op, UserOperator):
+        return False, 0, 0
+    vector = np.full(element.lanes, identity(op, element.dtype), element.dtype)
+    low, high = vector.view(np.int64).tolist()
+    return True, low, high
 
 
 def make_exchange(
@@ -71,13 +146,15 @@ def make_exchange(
     """Return the kernel; see ``one_shot.make_one_shot``."""
     at = layout(size)
     region = {"sentinel": at.one_shot_sentinel, "ll": at.one_shot_ll}[transport]
-    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    lanes = make_lanes(element, op, ragged, size)
+    load, store = lanes.load, lanes.store
     mail = make_mailboxes(size, transport, region, ONE_SHOT[transport], 1, EXCHANGE)
     next_epoch, box, _, _, post_one, receive, wipe, next_round = mail
-    in_rank_order = make_in_rank_order(size)
     epochs = region.epochs
     others = size - 1
-    parts_in, parts_out = kind
+    parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
+    reduced = make_reduced(size, lanes, kind.output)
+    none_stored, none_low, none_high = of_none(element, op, kind.output)
 
     def exchange(
         guard: Any,
@@ -89,6 +166,7 @@ def make_exchange(
         part: int,
         count: int,
         vectors: int,
+        ranks: int,
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
@@ -132,13 +210,11 @@ def make_exchange(
                         for j in range(size):
                             there = target + (guard.rank + j) % size * part
                             store(there, vector, count, low[j], high[j])
-                    else:
-                        in_rank_order(guard.rank, low, high, spare)
-                        total = unpack(low[0], high[0])
-                        for r in range(1, size):
-                            total = combine(total, unpack(low[r], high[r]))
-                        result = pack(total)
+                    elif ranks > 0:
+                        result = reduced(guard.rank, ranks, low, high, spare)
                         store(target, vector, count, result[0], result[1])
+                    elif none_stored:
+                        store(target, vector, count, none_low, none_high)
             wipe(own, block, epoch, thread)
             start += steps * stride
             first += steps * stride
@@ -164,7 +240,7 @@ def kernel(
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, transport, steps, kind)
-    arguments = (ADDRESS, ADDRESS, types.int64, types.int64, types.int64)
+    arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
     weight = TRANSPORTS[transport].weight
     return workspace.make_kernel(make_exchange, constants, *arguments, weight=weight)
 
@@ -178,8 +254,9 @@ def bind(
     count: int,
     element: Element,
     op: Op,
+    root: int = 0,
 ) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select_exchange.py``."""
+    """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``."""
     protocol = ONE_SHOT[transport]
     vectors = divide_up(count, element.lanes)
     most = min(comm.max_blocks // TRANSPORTS[transport].weight, protocol.blocks)
@@ -190,4 +267,5 @@ def bind(
     return workspace.launch(
         kernel(comm.size, element, op, ragged, transport, steps, kind),
         *(comm, grid, source, target, part, count, vectors),
+        kind.output.reduced(comm.rank, comm.size, root),
     )

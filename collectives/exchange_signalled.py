@@ -1,4 +1,4 @@
-"""All-gather, all-to-all and reduce-scatter with signals, for larger messages.
+"""All-gather, all-to-all and partial reductions with signals, for larger messages.
 
 As ``exchange.py``, but a block moves a chunk of rows at a time through the workspace
 and signals it with one flag a rank, as ``two_shot_signalled.py`` does, whose slots and
@@ -16,9 +16,8 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
-from numba_symm.collectives.exchange import Exchange
+from numba_symm.collectives.exchange import Exchange, Output, make_reduced, of_none
 from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.ring import make_in_rank_order
 from numba_symm.collectives.workspace import (
     ADDRESS,
     MAX_BLOCKS,
@@ -48,8 +47,10 @@ def make_exchange_signalled(
     size: int, element: Element, op: Op, ragged: bool, kind: Exchange
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
-    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
-    in_rank_order = make_in_rank_order(size)
+    lanes = make_lanes(element, op, ragged, size)
+    load, store = lanes.load, lanes.store
+    reduced = make_reduced(size, lanes, kind.output)
+    none_stored, none_low, none_high = of_none(element, op, kind.output)
     tell, told = make_flags(size, EXCHANGE)
     at = layout(size).two_shot_signalled
     epochs, flags, slots = at.epochs, at.flags, at.slots
@@ -58,7 +59,7 @@ def make_exchange_signalled(
     half_stride = 2 * (size - 1) * rank_stride  # of which the first part is used here
     read_flags = flags + 4 * size * MAX_BLOCKS
     others = size - 1
-    parts_in, parts_out = kind
+    parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
 
     def exchange_signalled(
         guard: Any,
@@ -70,6 +71,7 @@ def make_exchange_signalled(
         part: int,
         count: int,
         vectors: int,
+        ranks: int,
         chunks: int,
     ) -> None:
         follow_previous_grid(early)
@@ -127,13 +129,11 @@ def make_exchange_signalled(
                             for j in range(size):
                                 there = target + (guard.rank + j) % size * part
                                 store(there, vector, count, low[j], high[j])
-                        else:
-                            in_rank_order(guard.rank, low, high, spare)
-                            total = unpack(low[0], high[0])
-                            for r in range(1, size):
-                                total = combine(total, unpack(low[r], high[r]))
-                            result = pack(total)
+                        elif ranks > 0:
+                            result = reduced(guard.rank, ranks, low, high, spare)
                             store(target, vector, count, result[0], result[1])
+                        elif none_stored:
+                            store(target, vector, count, none_low, none_high)
                 # What this block has read of the chunk, it has read before it tells so.
                 tell(ring, read, guard.rank, epoch)
         # All threads have read the epoch before it changes.
@@ -148,7 +148,7 @@ def make_exchange_signalled(
 def kernel(size: int, element: Element, op: Op, ragged: bool, kind: Exchange) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, kind)
-    arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
+    arguments = (ADDRESS, ADDRESS, *5 * (types.int64,))
     return workspace.make_kernel(make_exchange_signalled, constants, *arguments)
 
 
@@ -161,7 +161,7 @@ def bind(
     element: Element,
     op: Op,
 ) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select_exchange.py``."""
+    """Return the packed launch; see ``Bind`` in ``select.py``."""
     vectors = divide_up(count, element.lanes)
     rows = SIGNALLED.steps(comm.size)
     grid = min(divide_up(vectors, rows * THREADS), comm.max_blocks, SIGNALLED.blocks)
@@ -170,5 +170,6 @@ def bind(
     return workspace.launch(
         kernel(comm.size, element, op, ragged, kind),
         *(comm, grid, source, target, part, count, vectors),
+        kind.output.reduced(comm.rank, comm.size, root=0),
         divide_up(vectors, grid * rows * THREADS),
     )

@@ -2,13 +2,18 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives import exchange, exchange_signalled, select
-from numba_symm.collectives.exchange import EXCHANGES
-from numba_symm.collectives.select import Bind
-from numba_symm.dtypes import Element
+from numba_symm.collectives import (
+    exchange,
+    exchange_signalled,
+    reduce_signalled,
+    select,
+)
+from numba_symm.collectives.exchange import EXCHANGES, Output
+from numba_symm.collectives.select import Enqueue
+from numba_symm.dtypes import Element, Op
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 
@@ -19,18 +24,32 @@ class Operation(NamedTuple):
     Attributes:
         name: as the communicator's method.
         reduces: whether it has an operator; without one, any dtype will do.
-        algorithms: by name; what they take as ``count`` is the elements of a part.
+        algorithms: by name, each a ``Bind`` (``select.py``); what they take as
+            ``count`` is the elements of a part. Those of an operation with a root
+            take ``root``, too, and 0 for the output of another rank.
         fastest: ``(bytes of a part, ranks, element)`` returns a name.
         shape: ``(input, ranks)`` returns the output's shape.
         parts: into how many parts the input is cut, for a number of ranks.
+        without: the operators that mean nothing for it.
+        rooted: whether only one rank, the root, has an output.
     """
 
     name: str
     reduces: bool
-    algorithms: dict[str, Bind]
+    algorithms: dict[str, Callable[..., Enqueue]]
     fastest: Callable[[int, int, Element], str]
     shape: Callable[[ArrayView, int], tuple[int, ...]]
     parts: Callable[[int], int]
+    without: tuple[str, ...] = ()
+    rooted: bool = False
+
+    def check(self, op: Op) -> None:
+        """Refuse an operator that the operation cannot have."""
+        if op in self.without:
+            raise ArgumentError(
+                f"{self.name}: op={op!r} means nothing for it, as its outputs reduce "
+                "different numbers of ranks; use 'sum' and divide"
+            )
 
     def chosen(
         self, algorithm: str | None, nbytes: int, size: int, element: Element
@@ -108,19 +127,23 @@ def _fastest_exchange(reduces: bool, nbytes: int, size: int, element: Element) -
 
 
 def _exchange(
-    name: str, shape: Callable[[ArrayView, int], tuple[int, ...]]
+    name: str,
+    shape: Callable[[ArrayView, int], tuple[int, ...]],
+    signalled: Callable[..., Enqueue] | None = None,
+    without: tuple[str, ...] = (),
 ) -> Operation:
     kind = EXCHANGES[name]
-    reduces = not kind.parts_out
-    algorithms: dict[str, Any] = {
+    reduces = kind.output is not Output.PARTS
+    algorithms: dict[str, Callable[..., Enqueue]] = {
         "ll": functools.partial(exchange.bind, "ll", kind),
-        "signalled": functools.partial(exchange_signalled.bind, kind),
+        "signalled": signalled or functools.partial(exchange_signalled.bind, kind),
     }
     if reduces:
         algorithms["sentinel"] = functools.partial(exchange.bind, "sentinel", kind)
     fastest = functools.partial(_fastest_exchange, reduces)
     parts = (lambda size: size) if kind.parts_in else (lambda size: 1)
-    return Operation(name, reduces, algorithms, fastest, shape, parts)
+    rooted = kind.output is Output.AT_ROOT
+    return Operation(name, reduces, algorithms, fastest, shape, parts, without, rooted)
 
 
 ALL_REDUCE = Operation(
@@ -134,3 +157,6 @@ ALL_REDUCE = Operation(
 ALL_GATHER = _exchange("all_gather", _gathered_shape)
 ALL_TO_ALL = _exchange("all_to_all", _exchanged_shape)
 REDUCE_SCATTER = _exchange("reduce_scatter", _scattered_shape)
+SCAN = _exchange("scan", _same_shape, without=("avg",))
+EXSCAN = _exchange("exscan", _same_shape, without=("avg",))
+REDUCE = _exchange("reduce", _same_shape, reduce_signalled.bind)

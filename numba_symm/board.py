@@ -28,7 +28,11 @@ _OPERATIONS = {
     signals.ONE_SHOT_LL: ("all_reduce (one_shot_ll)", "block"),
     signals.TWO_SHOT_SENTINEL: ("all_reduce (two_shot_sentinel)", "block"),
     signals.TWO_SHOT_LL: ("all_reduce (two_shot_ll)", "block"),
-    signals.EXCHANGE: ("all_gather, all_to_all or reduce_scatter", "block"),
+    signals.EXCHANGE: (
+        "all_gather, all_to_all, reduce_scatter, scan, exscan or reduce",
+        "block",
+    ),
+    signals.REDUCE_SIGNALLED: ("reduce (signalled)", "block"),
     signals.AGREEMENT: ("all_reduce (copy_engine)", "block"),
     signals.TRANSFER: ("a message or a collective made of them", "channel"),
     signals.TWO_SHOT_SIGNALLED: ("all_reduce (two_shot_signalled)", "block"),

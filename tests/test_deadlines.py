@@ -163,11 +163,17 @@ ALGORITHMS = {
     name: (all_reduce(name), rf"all_reduce \({name}\), block 0, epoch 1")
     for name in select.ALL_REDUCE
 }
-EXCHANGED = r"all_gather, all_to_all or reduce_scatter, block 0, epoch 1"
+EXCHANGED = "all_gather, all_to_all, reduce_scatter, scan, exscan or reduce"
+EXCHANGED += ", block 0, epoch 1"
 OPERATIONS = {
     **ALGORITHMS,
     "all_gather": (exchange("all_gather", "ll"), EXCHANGED),
     "reduce_scatter": (exchange("reduce_scatter", "signalled"), EXCHANGED),
+    "scan": (exchange("scan", "sentinel"), EXCHANGED),
+    "reduce": (
+        exchange("reduce", "signalled"),
+        r"reduce \(signalled\), block 0, epoch 1",
+    ),
     "plan": (plan, r"all_reduce \(one_shot_ll\), block 0, epoch 1"),
     "barrier": (barrier, r"barrier, block 0, epoch 1"),
     "memory_barrier": (memory_barrier, r"wait_signal, channel 3"),

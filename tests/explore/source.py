@@ -32,6 +32,9 @@ _MODULES = (
     "numba_symm.collectives.one_shot_pull",
     "numba_symm.collectives.two_shot",
     "numba_symm.collectives.two_shot_signalled",
+    "numba_symm.collectives.exchange",
+    "numba_symm.collectives.exchange_signalled",
+    "numba_symm.collectives.reduce_signalled",
     "explore.programs",
 )
 """In the order of their imports."""

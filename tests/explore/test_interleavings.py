@@ -19,7 +19,7 @@ from explore.memory import Finding
 from explore.scheduler import Launch, Machine, explore
 from explore.source import MAX_BLOCKS, THREADS, device_code
 from numba_symm import dtypes
-from numba_symm.collectives import two_shot_signalled
+from numba_symm.collectives import reduce_signalled, two_shot_signalled
 
 INT64, FLOAT64 = (dtypes.element(name, "test") for name in ("int64", "float64"))
 ALGORITHMS = (
@@ -132,6 +132,31 @@ class World:
             self.expect(target, total)
         self.alike += [[t + 8 * i for t in targets] for i in range(count)]
 
+    def reduce(self, count):
+        """Add a reduction to any root by ``reduce_signalled``."""
+        root = self.random.randrange(self.size)
+        kind = self.random.choice(KINDS)
+        sources, words = self.inputs(count, DRAW[kind])
+        target = self.random.choice([sources, self.map("output", 8 * count)])[root]
+        total = [TOTAL[kind](column) for column in zip(*words, strict=True)]
+        for comm in self.comms:
+            mine = target if comm.rank == root else 0
+            args = (comm, sources[comm.rank], mine, count, kind, "sum", root)
+            self.streams[comm.rank].append(self.code.reduce_signalled.bind(*args))
+        self.expect(target, total)
+
+    def scan(self, count):
+        """Add an inclusive scan by ``exchange_signalled``."""
+        kind = self.random.choice(KINDS)
+        exchanged = self.code.exchange.EXCHANGES["scan"]
+        sources, words = self.inputs(count, DRAW[kind])
+        targets = self.map("output", 8 * count)
+        for comm, source, target in zip(self.comms, sources, targets, strict=True):
+            args = (exchanged, comm, source, target, count, kind, "sum")
+            self.streams[comm.rank].append(self.code.exchange_signalled.bind(*args))
+            columns = zip(*words[: comm.rank + 1], strict=True)
+            self.expect(target, [TOTAL[kind](column) for column in columns])
+
     def barrier(self):
         for comm in self.comms:
             self.streams[comm.rank].append(self.code.barrier.bind(comm))
@@ -213,6 +238,23 @@ def all_reduces(code, *algorithms):
             world.all_reduce(algorithm, machine.random.choice(COUNTS))
             if machine.random.random() < 0.1:
                 world.barrier()
+        world.run()
+
+    return scenario
+
+
+def reduces(code, *others):
+    """Reductions to any root, among ``others`` that use the same slots and flags."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        for _ in range(4):
+            name = machine.random.choice(["reduce", *others])
+            count = machine.random.choice(COUNTS)
+            if name in ALGORITHMS:
+                world.all_reduce(name, count)
+            else:
+                getattr(world, name)(count)
         world.run()
 
     return scenario
@@ -405,6 +447,16 @@ def test_calls_of_all_algorithms_in_turns(ranks):
 
 
 @worlds
+def test_reductions_to_any_root(ranks):
+    holds(reduces(device_code()), ranks, 300)
+
+
+@worlds
+def test_reductions_among_others(ranks):
+    holds(reduces(device_code(), "scan", "two_shot_signalled"), ranks, 300)
+
+
+@worlds
 def test_the_barrier_on_a_stream(ranks):
     holds(plain_stores_between_barriers(device_code()), ranks, 300)
 
@@ -443,9 +495,9 @@ RELAXED = (
 )
 
 
-def turns_parts():
-    """Return the three parts of a turn of two_shot_signalled."""
-    text = Path(two_shot_signalled.__file__).read_text()
+def turns_parts(module):
+    """Return the three parts of a turn of two_shot_signalled or reduce_signalled."""
+    text = Path(module.__file__).read_text()
     ends = [
         "if turn >= 2:",
         "if turn < chunks:",
@@ -456,7 +508,8 @@ def turns_parts():
     return [text[a:b] for a, b in pairwise(places)]
 
 
-GATHER, SCATTER, REDUCE = turns_parts()
+GATHER, SCATTER, REDUCE = turns_parts(two_shot_signalled)
+TAKE, GIVE, OWN = turns_parts(reduce_signalled)
 
 SENTINEL, LL, NOT_TWO_LL = MAILED[::2], MAILED[1::2], MAILED[:3]
 FLAGGED = ALGORITHMS[4:]
@@ -619,6 +672,25 @@ FLAGS_BROKEN = {
         ),
     ),
 }
+REDUCE_BROKEN = {
+    "one half": ("(2 * block + (epoch & 1))", "2 * block"),
+    "one set of flags": ("which * flag_set + ", ""),
+    "given before all were told": (TAKE + GIVE, GIVE + TAKE),
+    "taken last": (TAKE + GIVE + OWN, GIVE + OWN + TAKE),
+    "ended before all were told": (
+        "for turn in range(chunks + 2)",
+        "for turn in range(chunks + (2 if target != 0 else 1))",
+    ),
+}
+REDUCE_OF_THREE_BROKEN = {
+    "one set of slots": ("half + which * set_stride", "half"),
+    "slots counted as their receiver does": (
+        "to = ring[k] + there + (others - 1 - k) * rank_stride",
+        "to = ring[k] + there + k * rank_stride",
+    ),
+    "the root forgotten": ("if k == root:", "if k == 0:"),
+    "shards counted from this rank": ("k * share + vector", "number * share + vector"),
+}
 EPOCH_BROKEN = {  # flags have a syncthreads of their own
     "the epoch changed before all have read it": (
         MAILED,
@@ -702,6 +774,21 @@ def test_what_is_broken_at_the_wrap_is_found(algorithm, edits, ranks):
 @each(FLAGS_BROKEN)
 def test_flags_broken_are_found(algorithm, edits, ranks, races):
     breaks(all_reduces(device_code(*edits), algorithm), ranks, races)
+
+
+@worlds
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", REDUCE_BROKEN)
+def test_reductions_broken_are_found(what, races, ranks):
+    code = device_code(("reduce_signalled", *REDUCE_BROKEN[what]))
+    breaks(reduces(code), ranks, races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", REDUCE_OF_THREE_BROKEN)
+def test_reductions_of_three_ranks_broken_are_found(what, races):
+    code = device_code(("reduce_signalled", *REDUCE_OF_THREE_BROKEN[what]))
+    breaks(reduces(code), 3, races)
 
 
 @each(EPOCH_BROKEN)

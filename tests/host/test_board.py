@@ -25,9 +25,11 @@ TEXTS = {
     signals.TWO_SHOT_SENTINEL: "all_reduce (two_shot_sentinel), block 5",
     signals.TWO_SHOT_LL: "all_reduce (two_shot_ll), block 5",
     signals.TWO_SHOT_SIGNALLED: "all_reduce (two_shot_signalled), block 5",
-    signals.EXCHANGE: "all_gather, all_to_all or reduce_scatter, block 5",
+    signals.EXCHANGE: (
+        "all_gather, all_to_all, reduce_scatter, scan, exscan or reduce, block 5"
+    ),
     signals.AGREEMENT: "all_reduce (copy_engine), block 5",
-    signals.EXCHANGE: "all_gather, all_to_all or reduce_scatter, block 5",
+    signals.REDUCE_SIGNALLED: "reduce (signalled), block 5",
 }
 
 

@@ -26,6 +26,7 @@ from numba_symm.collectives import (
     exchange_signalled,
     one_shot,
     one_shot_pull,
+    reduce_signalled,
     two_shot,
     two_shot_signalled,
 )
@@ -33,7 +34,10 @@ from numba_symm.collectives.workspace import TWO_SHOT
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture here
 
-GATHER, SCATTER = (exchange.EXCHANGES[n] for n in ("all_gather", "reduce_scatter"))
+GATHER, SCATTER, SCAN, EXSCAN, REDUCE = (
+    exchange.EXCHANGES[name]
+    for name in ("all_gather", "reduce_scatter", "scan", "exscan", "reduce")
+)
 
 
 def two_shot_of(transport):
@@ -54,6 +58,11 @@ ALGORITHMS = {
     "gather_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, GATHER),
     "scatter_sentinel": lambda *a: exchange.kernel(*a, False, "sentinel", 1, SCATTER),
     "gather_signalled": lambda *a: exchange_signalled.kernel(*a, False, GATHER),
+    "scan_sentinel": lambda *a: exchange.kernel(*a, False, "sentinel", 1, SCAN),
+    "exscan_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, EXSCAN),
+    "reduce_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, REDUCE),
+    "scan_signalled": lambda *a: exchange_signalled.kernel(*a, False, SCAN),
+    "reduce_signalled": lambda *a: reduce_signalled.kernel(*a, False),
 }
 SPILLS = {("two_ll", 8), ("signalled", 8), ("gather_signalled", 8)}
 """Eight ranks' vectors at once take a few registers more than a block's share; 160
@@ -78,10 +87,12 @@ def cases(*names):
     ]
 
 
-ONE_FLIGHT = cases("one_sentinel", "one_ll", "gather_ll", "scatter_sentinel")
+EXCHANGED = ("gather_ll", "scatter_sentinel", "scan_sentinel", "exscan_ll", "reduce_ll")
+ONE_FLIGHT = cases("one_sentinel", "one_ll", *EXCHANGED)
 MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_ll")]
 PADS = [(name, n) for name in SIGNALS if name != "barrier" for n in (2, 8)]
-TOLD = [*cases("signalled", "pull", "gather_signalled"), ("barrier", 2), ("barrier", 8)]
+TOLD = cases("signalled", "pull", "gather_signalled")
+TOLD += [*cases("scan_signalled", "reduce_signalled"), ("barrier", 2), ("barrier", 8)]
 FLAGGED = [*TOLD, *PADS]
 COLLECTIVE = [*MAILBOXES, *TOLD]
 EVERY = [*MAILBOXES, *FLAGGED]

@@ -7,6 +7,7 @@ import numpy as np
 from numba import cuda
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+UNSIGNED[16] = np.uint64  # two of them
 
 
 def bits(array):
@@ -27,6 +28,20 @@ def get(array):
     if not array.size:
         return np.empty(tuple(array.shape), array.dtype)
     return bits(array).copy_to_host().view(array.dtype).reshape(tuple(array.shape))
+
+
+def array_of(comm, host, symmetric):
+    """Return a new device array of a flat host array's contents."""
+    new = comm.empty if symmetric else ordinary
+    x = new(host.size, host.dtype)
+    put(x, host)
+    return x
+
+
+def meet(comm, world):
+    """Let every rank finish, so that a failure on one is the next step of none."""
+    comm.synchronize()
+    world.barrier()
 
 
 def ordinary(shape, dtype, order="C"):

@@ -11,6 +11,7 @@ from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import (
     bits,
     get,
+    meet,
     ordinary,
     put,
     reduced,
@@ -29,12 +30,6 @@ ALGORITHMS = [
 ]
 
 by_algorithm = pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
-
-
-def meet(comm, world):
-    """Let every rank finish, so that a failure on one is the next step of none."""
-    comm.synchronize()
-    world.barrier()
 
 
 def edges(dtype, algorithm, size, blocks):

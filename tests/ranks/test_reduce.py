@@ -1,0 +1,269 @@
+"""reduce against NumPy, bit for bit, to every root."""
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm import dtypes
+from numba_symm.collectives import operations
+from numba_symm.collectives.reduce_signalled import owners_of
+from numba_symm.collectives.two_shot import LINE
+from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS
+from numba_symm.environment import SIMULATED
+from tests import operators
+from tests.ranks.helpers import (
+    Window,
+    array_of,
+    check_works,
+    get,
+    meet,
+    ordinary,
+    refused,
+    same,
+    values,
+)
+
+ALGORITHMS = ("sentinel", "ll", "signalled")
+F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
+SOME = operators.PAIRS[:: 3 if SIMULATED else 1]
+
+by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+needs_peers = pytest.mark.skipif(
+    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
+    reason="one rank alone cannot differ from others",
+)
+
+
+def usable(algorithm, dtype):
+    floating = dtypes.element(dtype, "test").floating
+    return algorithm if floating or algorithm != "sentinel" else "ll"
+
+
+def edges(dtype, algorithm, size, blocks):
+    """Return counts around where another vector, row, shard or chunk begins."""
+    lanes = 16 // dtype.itemsize
+    if algorithm == "signalled":
+        shares = owners_of(size)
+        row, most = SIGNALLED.steps(size) * THREADS * shares, 2 * blocks
+    else:
+        protocol, shares = ONE_SHOT[algorithm], 1
+        row, most = THREADS, min(blocks, protocol.blocks) * protocol.steps(size)
+    found = {1, lanes, LINE * lanes * shares, row * lanes, row * lanes * most}
+    if SIMULATED:  # where a round costs tens of milliseconds
+        found = {count for count in found if count * dtype.itemsize < 40_000}
+    return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
+
+
+def check(comm, out, wanted, root, what=None):
+    if comm.rank == root:
+        assert operators.same(get(out), wanted).all(), what
+    else:
+        assert out is None
+
+
+@by_algorithm
+@pytest.mark.parametrize("dtype", [F4, I8], ids=str)
+def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
+    if algorithm == "sentinel" and dtype.kind != "f":
+        pytest.skip("for floats")
+    calls = []
+    for step, count in enumerate(edges(dtype, algorithm, comm.size, comm.max_blocks)):
+        root = step % comm.size
+        inputs = [values([count, rank], count, dtype) for rank in range(comm.size)]
+        x = array_of(comm, inputs[comm.rank], count % 2 == 0)
+        out = comm.reduce(x, root=root, algorithm=algorithm)
+        calls.append((root, inputs, x, out))
+    comm.synchronize()
+    for root, inputs, x, out in calls:
+        check(comm, out, operators.wanted(inputs, "sum"), root, x.size)
+        assert same(get(x), inputs[comm.rank])
+    meet(comm, world)
+
+
+def test_types_and_operators(comm, world):
+    calls = []
+    for step, (kind, op) in enumerate(SOME):
+        root = step % comm.size
+        inputs = [operators.random(kind, 33, [step, r]) for r in range(comm.size)]
+        x = array_of(comm, inputs[comm.rank], step % 2 == 0)
+        algorithm = usable(ALGORITHMS[step % 3], x.dtype)
+        out = comm.reduce(x, op, root, algorithm=algorithm)
+        calls.append((operators.wanted(inputs, op), root, out))
+    comm.synchronize()
+    for pair, (wanted, root, out) in zip(SOME, calls, strict=True):
+        check(comm, out, wanted, root, pair)
+    meet(comm, world)
+
+
+@by_algorithm
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_in_place_and_off_boundaries(comm, world, algorithm, offset):
+    count = 700
+    inputs = [values([9, rank], count, F4) for rank in range(comm.size)]
+    wanted = operators.wanted(inputs, "sum")
+    window = Window(comm.empty(count + offset + Window.MARGIN, F4), offset, count)
+    x = window.array
+    for root in range(comm.size):
+        window.fill(inputs[comm.rank])
+        out = comm.reduce(
+            x, root=root, out=x if comm.rank == root else None, algorithm=algorithm
+        )
+        comm.synchronize()
+        assert out is (x if comm.rank == root else None)
+        assert same(window.read(), wanted if out is x else inputs[comm.rank])
+    meet(comm, world)
+
+
+def first_less_second(a, b):
+    return a - 2 * b
+
+
+@by_algorithm
+def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
+    inputs = [values([4, rank], 21, F4) for rank in range(comm.size)]
+    x = array_of(comm, inputs[comm.rank], True)
+    root = comm.size - 1
+    out = comm.reduce(x, first_less_second, root, algorithm=algorithm)
+    comm.synchronize()
+    if comm.rank == root:
+        total = inputs[0].astype(np.float64)
+        for each in inputs[1:]:
+            total = total - 2 * each.astype(np.float64)
+        np.testing.assert_allclose(get(out), total, 1e-4, 1e-2)
+    meet(comm, world)
+
+
+def test_one_after_another_without_the_host(comm, world):
+    """Any root after any other, among operations on the same mailboxes and slots."""
+    random = np.random.default_rng(5)
+    calls = []
+    for step in range(20 if SIMULATED else 200):
+        count = int(random.integers(1, 900 if SIMULATED else 200_000))
+        dtype = (F4, I8)[random.integers(2)]
+        inputs = [values([step, rank], count, dtype) for rank in range(comm.size)]
+        x = array_of(comm, inputs[comm.rank], bool(random.integers(2)))
+        algorithm = usable((*ALGORITHMS, "signalled")[random.integers(4)], dtype)
+        root = int(random.integers(comm.size))
+        out = comm.reduce(x, root=root, algorithm=algorithm)
+        calls.append((operators.wanted(inputs, "sum"), root, out))
+        between = random.integers(4)
+        if between == 0:
+            comm.all_reduce(x, algorithm="two_shot_signalled")
+        elif between == 1:
+            comm.all_gather(x, algorithm="signalled")
+        elif between == 2:
+            comm.scan(x)
+    comm.synchronize()
+    for wanted, root, out in calls:
+        check(comm, out, wanted, root)
+    meet(comm, world)
+
+
+@by_algorithm
+def test_the_root_has_what_all_reduce_gives(comm, world, algorithm):
+    host = values([comm.rank], 900, F4, special=True)
+    x = array_of(comm, host, True)
+    found = comm.reduce(x, root=comm.size - 1, algorithm=algorithm)
+    everyones = comm.all_reduce(x)
+    comm.synchronize()
+    assert found is None or same(get(found), get(everyones))
+    meet(comm, world)
+
+
+def test_shapes(comm, world):
+    for order in "CF":
+        out = comm.reduce(ordinary((3, 5), np.int32, order), "max")
+        if comm.rank == 0:
+            assert out.shape == (3, 5)
+            assert out.is_c_contiguous() == (order == "C")
+    out = comm.reduce(comm.zeros((0, 3), np.int32))
+    assert out is None if comm.rank else out.shape == (0, 3)
+    meet(comm, world)
+
+
+def test_the_algorithm_follows_from_the_size(comm, world):
+    for kilobytes in (0, 2048):
+        count = 256 * kilobytes + 1
+        if SIMULATED:
+            count = min(count, 1500)
+        inputs = [values([5, rank], count, F4) for rank in range(comm.size)]
+        x = array_of(comm, inputs[comm.rank], True)
+        out = comm.reduce(x, "max", comm.size - 1)
+        comm.synchronize()
+        check(comm, out, operators.wanted(inputs, "max"), comm.size - 1)
+    meet(comm, world)
+
+
+@pytest.mark.parametrize("root", [-1, 99, 0.0, None, "0"])
+def test_a_root_that_is_no_rank(comm, world, root):
+    x = comm.zeros(8, np.float32)
+    refused(
+        world,
+        ns.ArgumentError,
+        lambda: comm.reduce(x, root=root),
+        f"reduce: root={root!r}; give a rank, 0 to {comm.size - 1}",
+    )
+    check_works(comm)
+    meet(comm, world)
+
+
+def test_bad_calls(comm, world):
+    x = comm.zeros(8, np.float32)
+    elsewhere = (comm.rank + 1) % comm.size
+    if comm.size > 1:
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda: comm.reduce(x, root=elsewhere, out=x),
+            "gets the result",
+        )
+    refused(
+        world,
+        ns.ArgumentError,
+        lambda: comm.reduce(x, root=comm.rank, out=ordinary(7, np.float32)),
+        "out has 7",
+    )
+    check_works(comm)
+    meet(comm, world)
+
+
+@pytest.fixture
+def careful(world, request):
+    with ns.Communicator(world, timeout=60, debug=True) as comm:
+        yield comm
+        agreement = request.config.pluginmanager.get_plugin("agreement")
+        agreement.agree(request.session, request.node.nodeid)
+
+
+@needs_peers
+@pytest.mark.parametrize("name", ["reduce", "reduce_init"])
+def test_debug_mode_tells_of_differing_roots(careful, world, name):
+    x = careful.zeros(8, np.float32)
+    mine = 1 if careful.rank == careful.size - 1 else 0
+    call = getattr(careful, name)
+    refused(
+        world, ns.ArgumentError, lambda: call(x, root=mine), "root 0", "root 1", "same"
+    )
+    refused(
+        world,
+        ns.ArgumentError,
+        lambda: call(x, root=-mine),
+        f"rank {careful.size - 1}: reduce: root=-1",
+    )
+    check_works(careful)
+
+
+def test_plans(comm, world):
+    inputs = [values([3, rank], 50, F4) for rank in range(comm.size)]
+    x = array_of(comm, inputs[comm.rank], True)
+    plans = [comm.reduce_init(x, "max", root) for root in range(comm.size)]
+    for _ in range(3):
+        results = [plan() for plan in plans]
+    comm.synchronize()
+    for root, out in enumerate(results):
+        check(comm, out, operators.wanted(inputs, "max"), root)
+    meet(comm, world)
+
+
+def test_every_algorithm_is_tested():
+    assert set(operations.REDUCE.algorithms) == set(ALGORITHMS)

@@ -1,0 +1,208 @@
+"""scan and exscan against NumPy, bit for bit."""
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm import dtypes
+from numba_symm.collectives import operations
+from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS
+from numba_symm.environment import SIMULATED
+from tests import operators
+from tests.ranks.helpers import (
+    Window,
+    array_of,
+    check_works,
+    get,
+    meet,
+    ordinary,
+    refused,
+    same,
+    values,
+)
+
+NAMES = ("scan", "exscan")
+ALGORITHMS = ("sentinel", "ll", "signalled")
+F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
+# Every element type, every operator but the average.
+PAIRS = [pair for pair in operators.PAIRS if pair[1] != "avg"]
+SOME = PAIRS[:: 3 if SIMULATED else 1]
+
+by_name = pytest.mark.parametrize("name", NAMES)
+by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+def wanted_of(name, inputs, op, rank):
+    """Return what is due on ``rank``."""
+    prefix = inputs[: rank + 1 if name == "scan" else rank]
+    if prefix:
+        return operators.wanted(prefix, op)
+    dtype = inputs[0].dtype
+    return np.full(inputs[0].shape, dtypes.identity(op, dtype), dtype)
+
+
+def usable(algorithm, dtype):
+    floating = dtypes.element(dtype, "test").floating
+    return algorithm if floating or algorithm != "sentinel" else "ll"
+
+
+def edges(dtype, algorithm, size, blocks):
+    """Return counts around where another vector, row or round begins."""
+    lanes = 16 // dtype.itemsize
+    if algorithm == "signalled":
+        row, most = SIGNALLED.steps(size) * THREADS, blocks
+    else:
+        protocol = ONE_SHOT[algorithm]
+        row, most = THREADS, min(blocks, protocol.blocks) * protocol.steps(size)
+    found = {1, lanes, row * lanes, row * lanes * most}
+    if SIMULATED:  # where a round costs tens of milliseconds
+        found = {count for count in found if count * dtype.itemsize < 20_000}
+    return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
+
+
+@by_name
+@by_algorithm
+@pytest.mark.parametrize("dtype", [F4, I8], ids=str)
+def test_every_edge_of_its_pieces(comm, world, name, algorithm, dtype):
+    if algorithm == "sentinel" and dtype.kind != "f":
+        pytest.skip("for floats")
+    calls = []
+    for count in edges(dtype, algorithm, comm.size, comm.max_blocks):
+        inputs = [values([count, rank], count, dtype) for rank in range(comm.size)]
+        x = array_of(comm, inputs[comm.rank], count % 2 == 0)
+        calls.append((inputs, x, getattr(comm, name)(x, algorithm=algorithm)))
+    comm.synchronize()
+    for inputs, x, out in calls:
+        assert same(get(out), wanted_of(name, inputs, "sum", comm.rank)), out.size
+        assert same(get(x), inputs[comm.rank])
+    meet(comm, world)
+
+
+@by_name
+def test_types_and_operators(comm, world, name):
+    calls = []
+    for step, (kind, op) in enumerate(SOME):
+        count = 33
+        inputs = [operators.random(kind, count, [step, r]) for r in range(comm.size)]
+        x = array_of(comm, inputs[comm.rank], step % 2 == 0)
+        algorithm = usable(ALGORITHMS[step % 3], x.dtype)
+        calls.append((inputs, op, getattr(comm, name)(x, op, algorithm=algorithm)))
+    comm.synchronize()
+    for (kind, op), (inputs, _, out) in zip(SOME, calls, strict=True):
+        wanted = wanted_of(name, inputs, op, comm.rank)
+        assert operators.same(get(out), wanted).all(), (kind, op)
+    meet(comm, world)
+
+
+@by_name
+@by_algorithm
+@pytest.mark.parametrize("offset", [0, 1, 3])
+def test_in_place_and_off_boundaries(comm, world, name, algorithm, offset):
+    count = 37
+    inputs = [values([9, rank], count, F4) for rank in range(comm.size)]
+    window = Window(comm.empty(count + offset + Window.MARGIN, F4), offset, count)
+    window.fill(inputs[comm.rank])
+    x = window.array
+    assert getattr(comm, name)(x, out=x, algorithm=algorithm) is x
+    comm.synchronize()
+    assert same(window.read(), wanted_of(name, inputs, "sum", comm.rank))
+    meet(comm, world)
+
+
+def first_less_second(a, b):
+    return a - 2 * b
+
+
+@by_algorithm
+def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
+    inputs = [values([4, rank], 21, F4) for rank in range(comm.size)]
+    x = array_of(comm, inputs[comm.rank], True)
+    out = array_of(comm, np.full(21, 7, F4), False)
+    scanned = comm.scan(x, first_less_second, algorithm=algorithm)
+    comm.exscan(x, first_less_second, out=out, algorithm=algorithm)
+    comm.synchronize()
+    totals = [inputs[0].astype(np.float64)]
+    for each in inputs[1:]:
+        totals.append(totals[-1] - 2 * each.astype(np.float64))
+    np.testing.assert_allclose(get(scanned), totals[comm.rank], 1e-4, 1e-2)
+    if comm.rank == 0:  # a function's identity is not known
+        assert (get(out) == 7).all()
+    else:
+        np.testing.assert_allclose(get(out), totals[comm.rank - 1], 1e-4, 1e-2)
+    meet(comm, world)
+
+
+def test_one_after_another_without_the_host(comm, world):
+    """All share the mailboxes and slots of other operations."""
+    random = np.random.default_rng(5)
+    calls = []
+    for step in range(16 if SIMULATED else 200):
+        count = int(random.integers(1, 300 if SIMULATED else 40_000))
+        dtype = (F4, I8)[random.integers(2)]
+        inputs = [values([step, rank], count, dtype) for rank in range(comm.size)]
+        x = array_of(comm, inputs[comm.rank], bool(random.integers(2)))
+        algorithm = usable(ALGORITHMS[random.integers(3)], dtype)
+        name = NAMES[random.integers(2)]
+        calls.append((name, inputs, getattr(comm, name)(x, algorithm=algorithm)))
+        if step % 3 == 0:
+            comm.all_reduce(x)
+        if step % 3 == 1:
+            comm.all_gather(x)
+    comm.synchronize()
+    for name, inputs, out in calls:
+        assert same(get(out), wanted_of(name, inputs, "sum", comm.rank))
+    meet(comm, world)
+
+
+def test_the_last_rank_has_what_all_reduce_gives(comm, world):
+    x = array_of(comm, values([comm.rank], 500, F4), True)
+    scanned, reduced = comm.scan(x), comm.all_reduce(x)
+    comm.synchronize()
+    assert comm.rank < comm.size - 1 or same(get(scanned), get(reduced))
+    meet(comm, world)
+
+
+@by_name
+def test_shapes(comm, world, name):
+    for order in "CF":
+        x = ordinary((3, 5), np.int32, order)
+        out = getattr(comm, name)(x, "max")
+        assert out.shape == (3, 5)
+        assert out.is_c_contiguous() == (order == "C")
+    assert getattr(comm, name)(comm.zeros((0, 3), np.int32)).shape == (0, 3)
+    meet(comm, world)
+
+
+@by_name
+def test_bad_calls(comm, world, name):
+    scan = getattr(comm, name)
+    x = comm.zeros(8, np.float32)
+    refused(world, ns.ArgumentError, lambda: scan(x, "avg"), name, "'avg' means")
+    refused(world, ns.ArgumentError, lambda: scan(x, "band"), name, "'band' means")
+    short = ordinary(7, np.float32)
+    refused(world, ns.ArgumentError, lambda: scan(x, out=short), "out has 7")
+    refused(
+        world,
+        ns.ArgumentError,
+        lambda: scan(x, algorithm="pull"),
+        "'pull' is not known",
+    )
+    check_works(comm)
+    meet(comm, world)
+
+
+def test_plans(comm, world):
+    inputs = [values([3, rank], 50, F4) for rank in range(comm.size)]
+    x = array_of(comm, inputs[comm.rank], True)
+    plans = {name: getattr(comm, f"{name}_init")(x, "max") for name in NAMES}
+    for _ in range(3):
+        results = {name: plan() for name, plan in plans.items()}
+    comm.synchronize()
+    for name, out in results.items():
+        assert same(get(out), wanted_of(name, inputs, "max", comm.rank))
+    meet(comm, world)
+
+
+def test_every_algorithm_is_tested():
+    for operation in (operations.SCAN, operations.EXSCAN):
+        assert set(operation.algorithms) == set(ALGORITHMS)
