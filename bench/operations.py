@@ -15,6 +15,9 @@ from numba_symm.collectives.communicator import Communicator
 
 Array = np.ndarray[Any, Any]
 
+Expected = Callable[[Sequence[Tiled], str, int], list[Tiled]]
+"""From (all ranks' inputs, reduction, rank) to that rank's output."""
+
 Call = Callable[[int], object]
 """Enqueues one collective on the stream of that handle."""
 
@@ -55,16 +58,20 @@ class Operation:
             is prepared once.
         call: the same, for a call that looks its arguments up each time.
         algorithms: the names of ours.
+        in_place: whether ours has its output for input.
+        apart: whether input and output may not be one.
     """
 
     name: str
     shapes: Callable[[int, int], tuple[int, int]]
     bus: Callable[[int], float]
     inputs: Callable[[np.random.Generator, int, str, np.dtype[Any]], Array]
-    expected: Callable[[Sequence[Tiled], str, int], list[Tiled]]
+    expected: Expected
     plan: Callable[[Communicator, Any, Any, str, str | None], Call]
     call: Callable[[Communicator, Any, Any, str, str | None], Call]
     algorithms: tuple[str, ...]
+    in_place: bool = False
+    apart: bool = False
 
 
 def reducible(
@@ -126,6 +133,31 @@ def _reduced_part(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
     return [_part(total, rank, len(inputs))]
 
 
+ROOT = 0
+"""The root of rooted operations."""
+
+
+def _at_root(expected: Expected) -> Expected:
+    """Return what is expected of an operation whose root alone has an output."""
+
+    def at_root(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+        return expected(inputs, op, rank) if rank == ROOT else []
+
+    return at_root
+
+
+def _roots(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+    return [inputs[ROOT]]
+
+
+def _roots_part(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+    return [_part(inputs[ROOT], rank, len(inputs))]
+
+
+def _lefts(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+    return [inputs[rank - 1]]
+
+
 def _parts(count: int, ranks: int) -> tuple[int, int]:
     """Return the elements of a part and of all, of about ``count``."""
     part = max(1, count // ranks)
@@ -158,6 +190,58 @@ def _moving(name: str, *, prepared: bool) -> Callable[..., Call]:
         return functools.partial(getattr(comm, name), x, out, algorithm=algorithm)
 
     return make
+
+
+def _reduce(*, prepared: bool) -> Callable[..., Call]:
+    """Return what makes a call of our reduce, whose root alone has an output."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> Call:
+        into = out if comm.rank == ROOT else None
+        if prepared:
+            plan: Call = comm.reduce_init(x, op, ROOT, into, algorithm=algorithm)
+            return plan
+        call = functools.partial(comm.reduce, x, op, ROOT, into, algorithm=algorithm)
+        return lambda stream: call(stream=stream)
+
+    return make
+
+
+def _broadcast(*, prepared: bool) -> Callable[..., Call]:
+    """Return what makes a call of our broadcast, which works in place."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> Call:
+        if prepared:
+            plan: Call = comm.broadcast_init(out, ROOT, algorithm=algorithm)
+            return plan
+        call = functools.partial(comm.broadcast, out, ROOT, algorithm=algorithm)
+        return lambda stream: call(stream=stream)
+
+    return make
+
+
+def _gather(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    into = out if comm.rank == ROOT else None
+    return lambda stream: comm.gather(x, ROOT, into, stream=stream)
+
+
+def _scatter(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    whole = x if comm.rank == ROOT else None
+    return lambda stream: comm.scatter(whole, ROOT, out, stream=stream)
+
+
+def _sendrecv(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return lambda stream: comm.sendrecv(x, right, out, left, stream=stream)
 
 
 OPERATIONS = {
@@ -200,5 +284,57 @@ OPERATIONS = {
         plan=_moving("all_to_all", prepared=True),
         call=_moving("all_to_all", prepared=False),
         algorithms=tuple(operations.ALL_TO_ALL.algorithms),
+    ),
+    "broadcast": Operation(
+        name="broadcast",
+        shapes=lambda count, ranks: (count, count),
+        bus=lambda ranks: 1,
+        inputs=reducible,
+        expected=_roots,
+        plan=_broadcast(prepared=True),
+        call=_broadcast(prepared=False),
+        algorithms=tuple(operations.BROADCAST.algorithms),
+        in_place=True,
+    ),
+    "reduce": Operation(
+        name="reduce",
+        shapes=lambda count, ranks: (count, count),
+        bus=lambda ranks: 1,
+        inputs=reducible,
+        expected=_at_root(_all_reduced),
+        plan=_reduce(prepared=True),
+        call=_reduce(prepared=False),
+        algorithms=tuple(operations.REDUCE.algorithms),
+    ),
+    "gather": Operation(
+        name="gather",
+        shapes=_parts,
+        bus=lambda ranks: (ranks - 1) / ranks,
+        inputs=reducible,
+        expected=_at_root(_gathered),
+        plan=_gather,
+        call=_gather,
+        algorithms=(),
+    ),
+    "scatter": Operation(
+        name="scatter",
+        shapes=lambda count, ranks: _parts(count, ranks)[::-1],
+        bus=lambda ranks: (ranks - 1) / ranks,
+        inputs=reducible,
+        expected=_roots_part,
+        plan=_scatter,
+        call=_scatter,
+        algorithms=(),
+    ),
+    "sendrecv": Operation(
+        name="sendrecv",
+        shapes=lambda count, ranks: (count, count),
+        bus=lambda ranks: 1,
+        inputs=reducible,
+        expected=_lefts,
+        plan=_sendrecv,
+        call=_sendrecv,
+        algorithms=(),
+        apart=True,
     ),
 }

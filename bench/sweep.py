@@ -167,7 +167,8 @@ class Sweep:
         skipped: list[Record] = []
         for contender in self._contenders:
             # In place there is a column for ours only, where input and output are one.
-            both = isinstance(contender, Ours) and row.counts[0] == row.counts[1]
+            same = row.counts[0] == row.counts[1] and not self._operation.apart
+            both = isinstance(contender, Ours) and same
             for in_place in (False, True) if both else (False,):
                 found = self._ways(row, contender, in_place)
                 lanes += found[0]

@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -21,15 +21,25 @@ from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
     ALL_TO_ALL,
+    BROADCAST,
     EXSCAN,
     REDUCE,
     REDUCE_SCATTER,
     SCAN,
     Operation,
 )
-from numba_symm.collectives.point_to_point import Pending, Stream, Transfers
+from numba_symm.collectives.point_to_point import (
+    Pending,
+    Stream,
+    Transfers,
+    check_rank,
+)
 from numba_symm.collectives.select import Enqueue
-from numba_symm.collectives.vector_forms import VectorForms
+from numba_symm.collectives.vector_forms import (
+    VectorForms,
+    check_length,
+    places_of,
+)
 from numba_symm.collectives.workspace import BLOCK_REGISTERS, MAX_BLOCKS, layout
 from numba_symm.device.signals import Guard
 from numba_symm.environment import SIMULATED
@@ -470,6 +480,29 @@ class Communicator(VectorForms):
         """
         return self._call(REDUCE, x, op, out, stream, algorithm, root)
 
+    def broadcast(
+        self, x: Any, root: int = 0, stream: Any = None, algorithm: str | None = None
+    ) -> Any:
+        """Give every rank what ``x`` holds on rank ``root``.
+
+        Collective: every rank passes an array of equal count and dtype and the same
+        ``root``. Asynchronous.
+
+        Args:
+            x: a contiguous device array of any shape, of any dtype whose elements are
+                at most 16 bytes: the root's is read, the others' are written.
+            root: the rank that has the contents.
+            stream: as for :meth:`all_reduce`.
+            algorithm: ``"ll"`` or ``"signalled"``. None: the fastest.
+
+        Returns:
+            ``x``.
+
+        Raises:
+            As :meth:`all_reduce`; ArgumentError for a root that is no rank.
+        """
+        return self._call(BROADCAST, x, None, x, stream, algorithm, root)
+
     def all_gather_init(
         self, x: Any, out: Any = None, stream: Any = None, algorithm: str | None = None
     ) -> Plan:
@@ -526,6 +559,59 @@ class Communicator(VectorForms):
     ) -> Plan:
         """Prepare a :meth:`reduce`, as :meth:`all_reduce_init` does."""
         return self._init(REDUCE, x, op, out, stream, algorithm, root)
+
+    def broadcast_init(
+        self, x: Any, root: int = 0, stream: Any = None, algorithm: str | None = None
+    ) -> Plan:
+        """Prepare a :meth:`broadcast`, as :meth:`all_reduce_init` does."""
+        return self._init(BROADCAST, x, None, x, stream, algorithm, root)
+
+    def reduce_scatter_v(
+        self,
+        x: Any,
+        counts: Sequence[int],
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Reduce ``x`` over all ranks and give each rank its part, of any length.
+
+        Collective: every rank passes an array of equal count and dtype, the same
+        ``counts`` and the same ``op``. Asynchronous. One :meth:`reduce` for each part.
+
+        Args:
+            x: a device array in C order, of a dtype that :meth:`all_reduce` takes.
+            counts: how many elements each rank gets; together as many as x has.
+            op: as for :meth:`all_reduce`.
+            out: where to: an array of ``counts[rank]`` elements of x's type, apart from
+                x or its own part. None: a new array of one axis.
+            stream: as for :meth:`all_reduce`.
+
+        Returns:
+            ``out``, or the new array.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        what = "reduce_scatter_v"
+        self.check()
+        source = self._flat(x, what)
+        places = places_of(counts, None, self.size, f"{what}: counts")
+        self._agree(what, f"{source.dtype.name}, counts {places}, op {op!r}")
+        check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
+        chosen = self._stream_for(stream, source)
+        if out is None:
+            shape = (places[self.rank][1],)
+            out = self._new(source, shape, chosen[0], what)
+        target = self._flat(out, f"{what}: out", written=True)
+        check_length(target, places[self.rank][1], f"{what}: out", "counts[rank]")
+        for root, (first, count) in enumerate(places):
+            address = source.address + first * source.dtype.itemsize
+            part = source._replace(address=address, shape=(count,), size=count)
+            into = target._replace(shape=(count,)) if root == self.rank else None
+            launch = self._plan(REDUCE, part, into, op, None, root)
+            self._run(launch, chosen, x, out)
+        return out
 
     def _call(
         self,
@@ -599,8 +685,8 @@ class Communicator(VectorForms):
         source = arrays.dense(arrays.view(x, what), what)
         chosen = self._stream_for(stream, source)
         if operation.rooted:
-            _check_root(root, out, self.rank, self.size, what)
-        if out is None and (not operation.rooted or root == self.rank):
+            _check_root(root, out, self.rank, self.size, operation)
+        if out is None and (not operation.at_root or root == self.rank):
             out = self._new_output(operation, source, chosen[0])
         target = None
         if out is not None:
@@ -909,10 +995,12 @@ def _checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
     return found
 
 
-def _check_root(root: Any, out: Any, rank: int, size: int, what: str) -> None:
-    if not isinstance(root, int | np.integer) or not 0 <= root < size:
-        raise ArgumentError(f"{what}: root={root!r}; give a rank, 0 to {size - 1}")
-    if out is not None and rank != root:
+def _check_root(
+    root: Any, out: Any, rank: int, size: int, operation: Operation
+) -> None:
+    what = operation.name
+    check_rank(root, size, f"{what}: root")
+    if operation.at_root and out is not None and rank != root:
         raise ArgumentError(
             f"{what}: out is not None on rank {rank}; only the root, rank {root}, gets "
             "the result"

@@ -10,6 +10,7 @@ own part) and in what becomes of it (stored, or reduced in rank order):
     scan             the same to all      reduced, of the ranks up to this one
     exscan           the same to all      reduced, of the ranks before this one
     reduce           the same to all      reduced, on the root alone
+    broadcast        the same to all      the root's is stored
 
 ``mailboxes.py`` says how that needs no barrier, and orders the memory accesses. The
 mailboxes are those of ``one_shot.py``: in every round each pair exchanges both ways,
@@ -54,15 +55,26 @@ class Output(enum.Enum):
     UP_TO_THIS = enum.auto()  # those of this rank and the ranks before it are
     BEFORE_THIS = enum.auto()  # those of the ranks before it are
     AT_ROOT = enum.auto()  # all are, on the root; the other ranks have no output
+    OF_ROOT = enum.auto()  # the root's is stored, on the other ranks
 
-    def reduced(self, rank: int, size: int, root: int) -> int:
-        """Return of how many ranks, from rank 0 on, ``rank`` gets the reduction."""
+    @property
+    def reduces(self) -> bool:
+        """Whether there is an operator."""
+        return self not in (Output.PARTS, Output.OF_ROOT)
+
+    def taken(self, rank: int, size: int, root: int) -> int:
+        """Return what ``rank`` needs to know for it, 0 if it stores nothing.
+
+        Of how many ranks, from rank 0 on, it gets the reduction; where it gets the
+        root's vector, how many places along the ring the root is.
+        """
         return {
             Output.PARTS: 0,
             Output.REDUCED: size,
             Output.UP_TO_THIS: rank + 1,
             Output.BEFORE_THIS: rank,
             Output.AT_ROOT: size if rank == root else 0,
+            Output.OF_ROOT: (root - rank) % size,
         }[self]
 
 
@@ -85,6 +97,7 @@ EXCHANGES = {
     "scan": Exchange(False, Output.UP_TO_THIS),
     "exscan": Exchange(False, Output.BEFORE_THIS),
     "reduce": Exchange(False, Output.AT_ROOT),
+    "broadcast": Exchange(False, Output.OF_ROOT),
 }
 """The operations, by name."""
 
@@ -92,16 +105,17 @@ EXCHANGES = {
 def make_reduced(
     size: int, lanes: Lanes, output: Output
 ) -> Callable[[int, int, Any, Any, Any], Any]:
-    """Return a device function that reduces the ranks' vectors, in rank order.
+    """Return a device function that makes one vector of the ranks' vectors.
 
-    ``(rank, ranks, low, high, spare)`` returns two words, of the first ``ranks`` ranks
-    where the output is that of some, at least 1. The arrays are ``in_rank_order``'s.
+    ``(rank, taken, low, high, spare)`` returns its two words: the reduction in rank
+    order, or the root's vector; ``taken`` is ``Output.taken``, at least 1. The arrays
+    are ``in_rank_order``'s.
     """
     unpack, pack, combine, _, _ = lanes
     in_rank_order = make_in_rank_order(size)
 
     @device_function
-    def of_all(rank: int, ranks: int, low: Any, high: Any, spare: Any) -> Any:
+    def of_all(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
         in_rank_order(rank, low, high, spare)
         total = unpack(low[0], high[0])
         for r in range(1, size):
@@ -109,15 +123,25 @@ def make_reduced(
         return pack(total)
 
     @device_function
-    def of_some(rank: int, ranks: int, low: Any, high: Any, spare: Any) -> Any:
+    def of_some(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
         in_rank_order(rank, low, high, spare)
         total = unpack(low[0], high[0])
         # All ranks are looked at: every index is a constant, as in ``ring.py``.
         for r in range(1, size):
-            if r < ranks:
+            if r < taken:
                 total = combine(total, unpack(low[r], high[r]))
         return pack(total)
 
+    @device_function
+    def of_root(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
+        words = low[0], high[0]
+        for k in range(1, size):
+            if k == taken:
+                words = low[k], high[k]
+        return words
+
+    if output is Output.OF_ROOT:
+        return of_root
     return of_some if output in (Output.UP_TO_THIS, Output.BEFORE_THIS) else of_all
 
 
@@ -166,7 +190,7 @@ def make_exchange(
         part: int,
         count: int,
         vectors: int,
-        ranks: int,
+        taken: int,
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
@@ -210,8 +234,8 @@ def make_exchange(
                         for j in range(size):
                             there = target + (guard.rank + j) % size * part
                             store(there, vector, count, low[j], high[j])
-                    elif ranks > 0:
-                        result = reduced(guard.rank, ranks, low, high, spare)
+                    elif taken > 0:
+                        result = reduced(guard.rank, taken, low, high, spare)
                         store(target, vector, count, result[0], result[1])
                     elif none_stored:
                         store(target, vector, count, none_low, none_high)
@@ -267,5 +291,5 @@ def bind(
     return workspace.launch(
         kernel(comm.size, element, op, ragged, transport, steps, kind),
         *(comm, grid, source, target, part, count, vectors),
-        kind.output.reduced(comm.rank, comm.size, root),
+        kind.output.taken(comm.rank, comm.size, root),
     )

@@ -71,7 +71,7 @@ def make_exchange_signalled(
         part: int,
         count: int,
         vectors: int,
-        ranks: int,
+        taken: int,
         chunks: int,
     ) -> None:
         follow_previous_grid(early)
@@ -129,8 +129,8 @@ def make_exchange_signalled(
                             for j in range(size):
                                 there = target + (guard.rank + j) % size * part
                                 store(there, vector, count, low[j], high[j])
-                        elif ranks > 0:
-                            result = reduced(guard.rank, ranks, low, high, spare)
+                        elif taken > 0:
+                            result = reduced(guard.rank, taken, low, high, spare)
                             store(target, vector, count, result[0], result[1])
                         elif none_stored:
                             store(target, vector, count, none_low, none_high)
@@ -170,6 +170,6 @@ def bind(
     return workspace.launch(
         kernel(comm.size, element, op, ragged, kind),
         *(comm, grid, source, target, part, count, vectors),
-        kind.output.reduced(comm.rank, comm.size, root=0),
+        kind.output.taken(comm.rank, comm.size, root=0),
         divide_up(vectors, grid * rows * THREADS),
     )

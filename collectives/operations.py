@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import (
+    broadcast_signalled,
     exchange,
     exchange_signalled,
     reduce_signalled,
@@ -26,12 +27,13 @@ class Operation(NamedTuple):
         reduces: whether it has an operator; without one, any dtype will do.
         algorithms: by name, each a ``Bind`` (``select.py``); what they take as
             ``count`` is the elements of a part. Those of an operation with a root
-            take ``root``, too, and 0 for the output of another rank.
+            take ``root``, too, and 0 for the output of a rank that has none.
         fastest: ``(bytes of a part, ranks, element)`` returns a name.
         shape: ``(input, ranks)`` returns the output's shape.
         parts: into how many parts the input is cut, for a number of ranks.
         without: the operators that mean nothing for it.
-        rooted: whether only one rank, the root, has an output.
+        rooted: whether one rank is the root.
+        at_root: whether only the root has an output.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Operation(NamedTuple):
     parts: Callable[[int], int]
     without: tuple[str, ...] = ()
     rooted: bool = False
+    at_root: bool = False
 
     def check(self, op: Op) -> None:
         """Refuse an operator that the operation cannot have."""
@@ -133,7 +136,7 @@ def _exchange(
     without: tuple[str, ...] = (),
 ) -> Operation:
     kind = EXCHANGES[name]
-    reduces = kind.output is not Output.PARTS
+    reduces = kind.output.reduces
     algorithms: dict[str, Callable[..., Enqueue]] = {
         "ll": functools.partial(exchange.bind, "ll", kind),
         "signalled": signalled or functools.partial(exchange_signalled.bind, kind),
@@ -142,8 +145,11 @@ def _exchange(
         algorithms["sentinel"] = functools.partial(exchange.bind, "sentinel", kind)
     fastest = functools.partial(_fastest_exchange, reduces)
     parts = (lambda size: size) if kind.parts_in else (lambda size: 1)
-    rooted = kind.output is Output.AT_ROOT
-    return Operation(name, reduces, algorithms, fastest, shape, parts, without, rooted)
+    at_root = kind.output is Output.AT_ROOT
+    rooted = at_root or kind.output is Output.OF_ROOT
+    return Operation(
+        *(name, reduces, algorithms, fastest, shape, parts, without, rooted, at_root)
+    )
 
 
 ALL_REDUCE = Operation(
@@ -160,3 +166,4 @@ REDUCE_SCATTER = _exchange("reduce_scatter", _scattered_shape)
 SCAN = _exchange("scan", _same_shape, without=("avg",))
 EXSCAN = _exchange("exscan", _same_shape, without=("avg",))
 REDUCE = _exchange("reduce", _same_shape, reduce_signalled.bind)
+BROADCAST = _exchange("broadcast", _same_shape, broadcast_signalled.bind)

@@ -134,8 +134,8 @@ class VectorForms(PointToPoint):
             message = Message(root, source.address, source.nbytes)
             self._transfer(Transfers([message], []), chosen, x)
             return None
-        places = _places(counts, displs, self.size, f"{what}: counts")
-        _check_length(source, places[root][1], f"{what}: x", f"counts[{root}]")
+        places = places_of(counts, displs, self.size, f"{what}: counts")
+        check_length(source, places[root][1], f"{what}: x", f"counts[{root}]")
         if out is None:
             out = self._new(source, shape or (_end(places),), chosen[0], what)
         target = self._flat(out, f"{what}: out", written=True)
@@ -245,7 +245,7 @@ class VectorForms(PointToPoint):
             self._transfer(Transfers([], [message]), chosen, out)
             return out
         source = self._flat(x, what)
-        places = _places(counts, displs, self.size, f"{what}: counts")
+        places = places_of(counts, displs, self.size, f"{what}: counts")
         _check_room(source, places, f"{what}: x")
         if out is None:
             chosen = self._stream_for(stream, source)
@@ -253,7 +253,7 @@ class VectorForms(PointToPoint):
         target = self._flat(out, f"{what}: out", written=True)
         chosen = self._stream_for(stream, target)
         _check_type(target, source, what)
-        _check_length(target, places[root][1], f"{what}: out", f"counts[{root}]")
+        check_length(target, places[root][1], f"{what}: out", f"counts[{root}]")
         pieces = [Piece(source, *place) for place in places]
         copies = _own_piece(pieces[root], target, source, what)
         copies = [(there, here, nbytes) for here, there, nbytes in copies]
@@ -289,8 +289,8 @@ class VectorForms(PointToPoint):
         self.check()
         source = self._flat(x, what)
         self._agree(what, f"counts {list(counts)}, {source.dtype.name}")
-        places = _places(counts, displs, self.size, f"{what}: counts")
-        _check_length(source, places[self.rank][1], f"{what}: x", "counts[rank]")
+        places = places_of(counts, displs, self.size, f"{what}: counts")
+        check_length(source, places[self.rank][1], f"{what}: x", "counts[rank]")
         chosen = self._stream_for(stream, source)
         if out is None:
             out = self._new(source, (_end(places),), chosen[0], what)
@@ -344,8 +344,8 @@ class VectorForms(PointToPoint):
         self.check()
         source = self._flat(x, what)
         self._agree(what, source.dtype.name)
-        given = _places(send_counts, send_displs, self.size, f"{what}: send_counts")
-        taken = _places(recv_counts, recv_displs, self.size, f"{what}: recv_counts")
+        given = places_of(send_counts, send_displs, self.size, f"{what}: send_counts")
+        taken = places_of(recv_counts, recv_displs, self.size, f"{what}: recv_counts")
         if given[self.rank][1] != taken[self.rank][1]:
             raise ArgumentError(
                 f"{what}: rank {self.rank} sends itself {given[self.rank][1]} elements "
@@ -371,7 +371,7 @@ class VectorForms(PointToPoint):
         return out
 
 
-def _places(
+def places_of(
     counts: Counts | None, displs: Counts | None, size: int, what: str
 ) -> list[tuple[int, int]]:
     """Return ``(first, count)`` for each rank, checked."""
@@ -443,7 +443,8 @@ def _check_type(target: ArrayView, source: ArrayView, what: str) -> None:
         )
 
 
-def _check_length(view: ArrayView, count: int, what: str, name: str) -> None:
+def check_length(view: ArrayView, count: int, what: str, name: str) -> None:
+    """Refuse an array of another number of elements."""
     if view.size != count:
         raise ArgumentError(f"{what} has {view.size} elements, and {name} is {count}")
 

@@ -29,11 +29,12 @@ _OPERATIONS = {
     signals.TWO_SHOT_SENTINEL: ("all_reduce (two_shot_sentinel)", "block"),
     signals.TWO_SHOT_LL: ("all_reduce (two_shot_ll)", "block"),
     signals.EXCHANGE: (
-        "all_gather, all_to_all, reduce_scatter, scan, exscan or reduce",
+        "all_gather, all_to_all, reduce_scatter, scan, exscan, reduce or broadcast",
         "block",
     ),
     signals.REDUCE_SIGNALLED: ("reduce (signalled)", "block"),
     signals.AGREEMENT: ("all_reduce (copy_engine)", "block"),
+    signals.BROADCAST: ("broadcast (signalled)", "block"),
     signals.TRANSFER: ("a message or a collective made of them", "channel"),
     signals.TWO_SHOT_SIGNALLED: ("all_reduce (two_shot_signalled)", "block"),
 }

@@ -1,10 +1,12 @@
 """MPI on host arrays, through mpi4py: runs everywhere, with no GPU too."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from numba_symm.bench.contenders import Way, Ways, no_context
+from numba_symm.bench.operations import ROOT
 
 
 def check() -> None:
@@ -60,6 +62,36 @@ class Mpi:
         """Return the one way of an all-to-all."""
         x, out = x.view(np.uint8), out.view(np.uint8)
         return {"": Way(lambda stream: self._ranks.Alltoall(x, out))}
+
+    def broadcast(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a broadcast, which works in place."""
+        call = partial(self._ranks.Bcast, out.view(np.uint8), ROOT)
+        return {"": Way(lambda stream: call(), in_place=True)}
+
+    def reduce(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a reduction to the root."""
+        if x.dtype.itemsize == 2:
+            return {"": f"MPI has no {x.dtype.name}"}
+        reduction = getattr(self._mpi, op.upper())
+        return {"": Way(lambda stream: self._ranks.Reduce(x, out, reduction, ROOT))}
+
+    def gather(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a gather."""
+        x, out = x.view(np.uint8), out.view(np.uint8)
+        return {"": Way(lambda stream: self._ranks.Gather(x, out, ROOT))}
+
+    def scatter(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a scatter."""
+        x, out = x.view(np.uint8), out.view(np.uint8)
+        return {"": Way(lambda stream: self._ranks.Scatter(x, out, ROOT))}
+
+    def sendrecv(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of sending to the right and receiving from the left."""
+        right = (self._ranks.rank + 1) % self._ranks.size
+        left = (self._ranks.rank - 1) % self._ranks.size
+        x, out = x.view(np.uint8), out.view(np.uint8)
+        call = partial(self._ranks.Sendrecv, x, right, 0, out, left)
+        return {"": Way(lambda stream: call())}
 
     def close(self) -> None:
         """Free the communicator."""

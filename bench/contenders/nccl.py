@@ -15,6 +15,7 @@ from numba_symm.bench.contenders import (
     need_gpus,
     no_context,
 )
+from numba_symm.bench.operations import ROOT
 
 CURE = "pip install nccl4py, and nvidia-nccl-cu13 (or nvidia-nccl-cu12) for NCCL itself"
 
@@ -41,6 +42,7 @@ class Nccl:
         self._core = core = imported("nccl.core", CURE)
         versions = core.get_version()
         self.version = f"NCCL {versions.libnccl.version}, nccl4py {versions.nccl4py}"
+        self._rank, self._size = ranks.rank, ranks.size
         unique = from_first_rank(ranks, core.get_unique_id)
         self._comm = core.Communicator.init(ranks.size, ranks.rank, unique)
 
@@ -71,6 +73,39 @@ class Nccl:
         """Return the one way of an all-to-all."""
         enqueue = partial(self._comm.alltoall, _named(x), _named(out))
         return {"": Way(lambda stream: enqueue(stream=stream))}
+
+    def broadcast(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a broadcast."""
+        enqueue = partial(self._comm.broadcast, _named(x), _named(out), ROOT)
+        return {"": Way(lambda stream: enqueue(stream=stream))}
+
+    def reduce(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a reduction to the root."""
+        reduction = getattr(self._core.NcclRedOp, op.upper())
+        enqueue = partial(self._comm.reduce, _named(x), _named(out), reduction, ROOT)
+        return {"": Way(lambda stream: enqueue(stream=stream))}
+
+    def gather(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a gather."""
+        enqueue = partial(self._comm.gather, _named(x), _named(out), ROOT)
+        return {"": Way(lambda stream: enqueue(stream=stream))}
+
+    def scatter(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a scatter."""
+        enqueue = partial(self._comm.scatter, _named(x), _named(out), ROOT)
+        return {"": Way(lambda stream: enqueue(stream=stream))}
+
+    def sendrecv(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of sending to the right and receiving from the left."""
+        rank, size = self._rank, self._size
+        source, target = _named(x), _named(out)
+
+        def enqueue(stream: int) -> None:
+            with self._core.group():
+                self._comm.send(source, (rank + 1) % size, stream=stream)
+                self._comm.recv(target, (rank - 1) % size, stream=stream)
+
+        return {"": Way(enqueue)}
 
     def close(self) -> None:
         """Destroy the communicator."""

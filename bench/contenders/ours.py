@@ -1,5 +1,6 @@
 """numba_symm itself: the plan that is measured, and the plain call beside it."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,12 +45,19 @@ class Ours:
 
     current = staticmethod(no_context)
 
+    def __getattr__(self, name: str) -> Callable[[Any, Any, str], Ways]:
+        if name not in OPERATIONS:
+            raise AttributeError(name)
+        return functools.partial(self.ways, OPERATIONS[name])
+
     def ways(self, operation: Operation, x: Any, out: Any, op: str) -> Ways:
         """Return the ways of an operation: plans, and the plain call."""
+        alone = operation.in_place
 
         def way(make: Callable[..., Call], algorithm: str | None, **more: Any) -> Any:
             try:
-                return Way(make(self._comm, x, out, op, algorithm), **more)
+                call = make(self._comm, x, out, op, algorithm)
+                return Way(call, in_place=alone, **more)
             except ArgumentError as error:  # not every algorithm takes every dtype
                 return str(error)
 
@@ -59,22 +67,6 @@ class Ours:
         for name in self._others:
             ways[name] = way(operation.plan, name)
         return ways
-
-    def all_reduce(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the ways of an all-reduce."""
-        return self.ways(OPERATIONS["all_reduce"], x, out, op)
-
-    def all_gather(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the ways of an all-gather."""
-        return self.ways(OPERATIONS["all_gather"], x, out, op)
-
-    def reduce_scatter(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the ways of a reduce-scatter."""
-        return self.ways(OPERATIONS["reduce_scatter"], x, out, op)
-
-    def all_to_all(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the ways of an all-to-all."""
-        return self.ways(OPERATIONS["all_to_all"], x, out, op)
 
     def close(self) -> None:
         """Do nothing: who made the communicator closes it."""

@@ -61,7 +61,7 @@ def edges(size):
     channels, rows = channels_of(size), transfer_rows(size)
     whole = [row, row * channels, row * channels * rows, row * channels * rows * DEPTH]
     found = {0, 1, 3, VECTOR, *(n + d for n in whole for d in (-1, 0, 1))}
-    return sorted(found | {3 * whole[-1] + 5})
+    return sorted(n for n in found | {3 * whole[-1] + 5} if n >= 0)
 
 
 def right_and_left(comm):

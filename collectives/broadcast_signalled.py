@@ -1,0 +1,203 @@
+"""Broadcast with signals, for larger messages: every link carries the message once.
+
+The message is cut into a shard for each rank but the root, its owner. In chunks:
+
+    scatter   the root puts each owner's piece into the owner's workspace
+    relay     the owner stores it, and puts it into the workspaces of the other owners
+    collect   everyone copies the others' pieces from its workspace into its array
+
+so the root sends the message once, and each other rank receives it once. Slots, flags
+and epochs are those of ``two_shot_signalled.py``, whose steps these are, with fewer
+senders; all ranks raise all flags, so that its memory order holds as it is.
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives import workspace
+from numba_symm.collectives.flags import make_flags
+from numba_symm.collectives.select import Enqueue
+from numba_symm.collectives.two_shot import shard
+from numba_symm.collectives.two_shot_signalled import REDUCED, SCATTERED
+from numba_symm.collectives.workspace import (
+    ADDRESS,
+    MAX_BLOCKS,
+    ROW,
+    SIGNALLED,
+    THREADS,
+    VECTOR,
+    divide_up,
+    follow_previous_grid,
+    is_ragged,
+    layout,
+)
+from numba_symm.device.intrinsics import (
+    device_function,
+    ld_u32,
+    ld_v2_u64,
+    st_u32,
+    st_v2_u64,
+    word_of,
+)
+from numba_symm.device.lanes import make_lanes
+from numba_symm.device.signals import BROADCAST
+from numba_symm.dtypes import Element, Op
+from numba_symm.kernels import Kernel
+
+LOADS = 4  # vectors that a thread loads before it stores them
+
+
+def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
+    """Return the kernel for ``size`` ranks and a type that is only moved."""
+    _, _, _, load, store = make_lanes(element, "sum", ragged, size)
+    at = layout(size).two_shot_signalled
+    epochs, flags, slots = at.epochs, at.flags, at.slots
+    rows = SIGNALLED.steps(size)
+    rank_stride = rows * ROW
+    set_stride = (size - 1) * rank_stride
+    half_stride = 2 * set_stride
+    flag_set = 4 * size * MAX_BLOCKS
+    others = size - 1
+    batch = min(rows, max(1, LOADS // size))
+    held = batch * others
+    tell, told = make_flags(size, BROADCAST)
+
+    @device_function
+    def place(block: int, epoch: int, which: int) -> int:
+        half = slots + (2 * block + (epoch & 1)) * half_stride
+        return half + which * set_stride
+
+    @device_function
+    def flag_place(block: int, which: int) -> int:
+        return flags + which * flag_set + 4 * size * block
+
+    def broadcast_signalled(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        root: int,
+        array: int,
+        count: int,
+        vectors: int,
+        share: int,
+        chunks: int,
+    ) -> None:
+        follow_previous_grid(early)
+        thread = cuda.threadIdx.x
+        block = cuda.blockIdx.x
+        low = cuda.local.array(held, types.int64)
+        high = cuda.local.array(held, types.int64)
+        rank = guard.rank
+        is_root = rank == root
+        # By the ring from the root on, whose own place is the last.
+        mine = (rank + size - root - 1) % size
+        to_root = (root + size - rank - 1) % size
+        stride = cuda.gridDim.x * rows * THREADS
+        epoch_at = own + epochs + 4 * block
+        before = word_of(ld_u32(epoch_at))
+        first = block * rows * THREADS + thread
+        failed = False
+        for turn in range(chunks + 2):
+            if turn >= 2:
+                epoch = (before + turn - 1) & 0xFFFFFFFF
+                flag = own + flag_place(block, REDUCED)
+                failed = told(guard, flag, block, epoch, failed)
+                slot = own + place(block, epoch, REDUCED) + VECTOR * thread
+                vector = first + (turn - 2) * stride
+                if not is_root:
+                    for row in range(0, rows, batch):
+                        for i in range(held):
+                            step, k = row + i // others, i % others
+                            if vector + step * THREADS < share:
+                                here = slot + k * rank_stride + step * ROW
+                                low[i], high[i] = ld_v2_u64(here)
+                        for i in range(held):
+                            step, k = row + i // others, i % others
+                            owner = (mine + 1 + k) % size
+                            there = owner * share + vector + step * THREADS
+                            inside = vector + step * THREADS < share and there < vectors
+                            if owner != others and inside:
+                                store(array, there, count, low[i], high[i])
+            if turn < chunks:
+                epoch = (before + turn + 1) & 0xFFFFFFFF
+                slot = place(block, epoch, SCATTERED) + VECTOR * thread
+                vector = first + turn * stride
+                if is_root:
+                    for row in range(0, rows, batch):
+                        for i in range(held):
+                            # The root's k-th neighbour owns shard k.
+                            step, k = row + i // others, i % others
+                            there = k * share + vector + step * THREADS
+                            if vector + step * THREADS < share and there < vectors:
+                                low[i], high[i] = load(array, there, count)
+                        for i in range(held):
+                            step, k = row + i // others, i % others
+                            if vector + step * THREADS < share:
+                                to = ring[k] + slot + (others - 1 - k) * rank_stride
+                                st_v2_u64(to + step * ROW, (low[i], high[i]))
+                tell(ring, flag_place(block, SCATTERED), rank, epoch)
+            if 1 <= turn <= chunks:
+                epoch = (before + turn) & 0xFFFFFFFF
+                flag = own + flag_place(block, SCATTERED)
+                failed = told(guard, flag, block, epoch, failed)
+                here = own + place(block, epoch, SCATTERED) + VECTOR * thread
+                here += to_root * rank_stride
+                slot = place(block, epoch, REDUCED) + VECTOR * thread
+                vector = first + (turn - 1) * stride
+                if not is_root:
+                    for row in range(rows):
+                        if vector + row * THREADS < share:
+                            words = ld_v2_u64(here + row * ROW)
+                            for k in range(others):
+                                to = ring[k] + slot + (others - 1 - k) * rank_stride
+                                if k != to_root:
+                                    st_v2_u64(to + row * ROW, words)
+                            there = mine * share + vector + row * THREADS
+                            if there < vectors:
+                                store(array, there, count, words[0], words[1])
+                tell(ring, flag_place(block, REDUCED), rank, epoch)
+        # All threads have read the epoch before it changes.
+        cuda.syncthreads()
+        if thread == 0:
+            st_u32(epoch_at, (before + chunks) & 0xFFFFFFFF)
+
+    return broadcast_signalled
+
+
+@functools.cache
+def kernel(size: int, element: Element, ragged: bool) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    arguments = (types.int64, ADDRESS, *4 * (types.int64,))
+    constants = (size, element, ragged)
+    return workspace.make_kernel(make_broadcast_signalled, constants, *arguments)
+
+
+def bind(
+    comm: Any,
+    source: int,
+    target: int,
+    count: int,
+    element: Element,
+    op: Op,
+    root: int,
+) -> Enqueue:
+    """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
+
+    ``source`` and ``target`` are one.
+    """
+    if comm.size == 1:
+        return lambda stream: None
+    vectors = divide_up(count, element.lanes)
+    share = shard(vectors, comm.size - 1)
+    rows = SIGNALLED.steps(comm.size)
+    grid = min(divide_up(share, rows * THREADS), comm.max_blocks, SIGNALLED.blocks)
+    ragged = is_ragged(source, target, count, element.lanes)
+    return workspace.launch(
+        kernel(comm.size, element, ragged),
+        *(comm, grid, root, target, count, vectors, share),
+        divide_up(share, grid * rows * THREADS),
+    )

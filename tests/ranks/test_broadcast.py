@@ -1,0 +1,142 @@
+"""broadcast from every root, and reduce_scatter_v, against NumPy."""
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm.collectives.two_shot import LINE
+from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS
+from numba_symm.environment import SIMULATED
+from tests import operators
+from tests.ranks.helpers import Window, array_of, get, meet, refused, values
+
+ALGORITHMS = ("ll", "signalled")
+F4 = np.dtype(np.float32)
+KINDS = [np.dtype(kind) for kind in (np.uint8, np.int16, F4, np.float64, np.complex128)]
+KINDS += [np.dtype([("a", np.int32), ("b", np.float64)])]
+
+by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+def content(count, dtype, *seed):
+    """Return elements of any bits, also those of a NaN that says "empty" elsewhere."""
+    random = np.random.default_rng([*seed, count])
+    found = random.integers(0, 256, count * dtype.itemsize, np.uint8)
+    found[random.integers(0, 2, found.size // 16 + 1).repeat(16)[: found.size] > 0] = (
+        255
+    )
+    return found.view(dtype)
+
+
+def edges(dtype, algorithm, comm):
+    """Return counts around where another vector, row, shard or chunk begins."""
+    lanes = max(1, 16 // dtype.itemsize)
+    if algorithm == "signalled":
+        shares = max(1, comm.size - 1)
+        row = SIGNALLED.steps(comm.size) * THREADS * shares
+        most = 2 * min(comm.max_blocks, SIGNALLED.blocks)
+    else:
+        protocol, shares = ONE_SHOT["ll"], 1
+        row = THREADS
+        most = min(comm.max_blocks, protocol.blocks) * protocol.steps(comm.size)
+    found = {1, lanes, LINE * lanes * shares, row * lanes, row * lanes * most}
+    if SIMULATED:  # where a round costs tens of milliseconds
+        found = {count for count in found if count * dtype.itemsize < 40_000}
+    return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
+
+
+@by_algorithm
+@pytest.mark.parametrize("dtype", [F4, KINDS[-1]], ids=["float32", "12 bytes"])
+def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
+    calls = []
+    for step, count in enumerate(edges(dtype, algorithm, comm)):
+        root, offset = step % comm.size, (0, 1, 3)[step % 3]
+        nbytes, before = count * dtype.itemsize, offset * dtype.itemsize
+        symmetric = comm.empty(before + nbytes + Window.MARGIN, np.uint8)
+        window = Window(symmetric, before, nbytes)
+        window.fill(content(count, dtype, comm.rank, step).view(np.uint8))
+        x = window.array.view(dtype)
+        assert comm.broadcast(x, root, algorithm=algorithm) is x
+        calls.append((window, content(count, dtype, root, step)))
+    comm.synchronize()
+    for window, wanted in calls:
+        assert window.read().tobytes() == wanted.tobytes(), wanted.size
+    meet(comm, world)
+
+
+def test_types_roots_and_orders_of_calls(comm, world):
+    """Other collectives, with other roots, use the same mailboxes and slots."""
+    random = np.random.default_rng(5)
+    calls = []
+    for step in range(16 if SIMULATED else 200):
+        root = int(random.integers(comm.size))
+        dtype = KINDS[random.integers(len(KINDS))]
+        algorithm = (None, *ALGORITHMS)[random.integers(3)]
+        count = int(random.integers(1, 300 if SIMULATED else 100_000))
+        x = array_of(comm, content(count, dtype, comm.rank, step).view(np.uint8), False)
+        comm.broadcast(x.view(dtype), root, algorithm=algorithm)
+        calls.append((x, content(count, dtype, root, step)))
+        y = array_of(comm, np.ones(count, np.float32), False)
+        other = int(random.integers(4))
+        if other == 0:
+            comm.reduce(y, root=(root + 1) % comm.size, algorithm=algorithm)
+        elif other == 1:
+            comm.all_reduce(y, out=y, algorithm="two_shot_signalled")
+        elif other == 2:
+            comm.all_gather(y, algorithm=algorithm)
+    comm.synchronize()
+    for x, wanted in calls:
+        assert get(x).tobytes() == wanted.tobytes(), (wanted.size, wanted.dtype)
+    meet(comm, world)
+
+
+def test_plans_and_empty_arrays(comm, world):
+    x = array_of(comm, np.full(100, comm.rank, np.int16), True)
+    plan = comm.broadcast_init(x, root=comm.size - 1)
+    for _ in range(3):
+        assert plan() is x
+    comm.broadcast(comm.zeros((0, 3)))
+    comm.synchronize()
+    assert (get(x) == comm.size - 1).all()
+    meet(comm, world)
+
+
+def test_bad_calls(comm, world):
+    x = comm.zeros(4)
+    for root in (-1, comm.size, 0.0, None):
+        refused(
+            world, ns.ArgumentError, lambda r=root: comm.broadcast(x, r), f"root={root}"
+        )
+    refused(
+        *(world, ns.ArgumentError),
+        lambda: comm.broadcast(x, algorithm="sentinel"),
+        "'sentinel' is not known",
+    )
+    refused(world, ns.ArgumentError, lambda: comm.broadcast(np.zeros(3)), "host")
+    meet(comm, world)
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "avg"])
+def test_reduce_scatter_v(comm, world, op):
+    calls = []
+    for step in range(3 if SIMULATED else 12):
+        counts = [(r * 77 + 19 * step) % (150 if SIMULATED else 9000) for r in range(8)]
+        counts = counts[: comm.size]
+        total = sum(counts)
+        inputs = [values([step, rank], total, F4) for rank in range(comm.size)]
+        x = array_of(comm, inputs[comm.rank], step % 2 == 0)
+        first = sum(counts[: comm.rank])
+        own = slice(first, first + counts[comm.rank])
+        out = x[own] if step % 3 == 1 and counts[comm.rank] else None
+        found = comm.reduce_scatter_v(x, counts, op, out)
+        calls.append((found, operators.wanted(inputs, op)[own]))
+    comm.synchronize()
+    for found, wanted in calls:
+        assert operators.same(get(found), wanted).all()
+    for counts, text in (([1], "for each of"), ([7] * comm.size, "the sum of counts")):
+        refused(
+            *(world, ns.ArgumentError),
+            lambda c=counts: comm.reduce_scatter_v(comm.zeros(5), c),
+            text if comm.size > 1 or counts == [7] else "",
+        )
+    meet(comm, world)
