@@ -75,8 +75,11 @@ def count_wrong(array: Any, expected: Sequence[Tiled]) -> int:
 
     Args:
         array: bytes.
-        expected: what they should be, one after another, of one dtype.
+        expected: what they should be, one after another, of one dtype; nothing where
+            a rank has no output.
     """
+    if not expected:
+        return 0
     unsigned = _UNSIGNED[expected[0].itemsize]
     itemsize = expected[0].itemsize
     most = min(CHUNK, max(part.count for part in expected))

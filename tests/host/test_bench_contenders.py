@@ -1,6 +1,7 @@
 import contextlib
 import importlib
 import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -310,9 +311,14 @@ def test_several_algorithms_are_measured_beside_the_chosen_one():
 
 
 def test_every_operation_says_how_to_call_ours():
+    ours = Ours(SimpleNamespace(backend="host"))
     for name, operation in OPERATIONS.items():
         assert operation.name == name
-        assert callable(getattr(Ours, name))
+        assert callable(getattr(ours, name))
+
+
+def test_ours_has_no_other_operations():
+    assert not hasattr(Ours(SimpleNamespace(backend="host")), "all_reduced")
 
 
 def test_contenders_that_need_no_context_get_an_empty_one():

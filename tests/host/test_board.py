@@ -26,10 +26,13 @@ TEXTS = {
     signals.TWO_SHOT_LL: "all_reduce (two_shot_ll), block 5",
     signals.TWO_SHOT_SIGNALLED: "all_reduce (two_shot_signalled), block 5",
     signals.EXCHANGE: (
-        "all_gather, all_to_all, reduce_scatter, scan, exscan or reduce, block 5"
+        "all_gather, all_to_all, reduce_scatter, scan, exscan, reduce or broadcast, "
+        "block 5"
     ),
     signals.AGREEMENT: "all_reduce (copy_engine), block 5",
     signals.REDUCE_SIGNALLED: "reduce (signalled), block 5",
+    signals.BROADCAST: "broadcast (signalled), block 5",
+    signals.TRANSFER: "a message or a collective made of them, channel 5",
 }
 
 
@@ -48,11 +51,19 @@ def test_a_record_says_who_waited_for_whom_and_where(operation):
 def test_a_record_of_calls_that_differ_names_both_ranks():
     text = describe(record(signals.MISMATCH))
     assert text.startswith("rank 1's all_reduce differs from rank 2's: count, dtype")
+    text = describe(record(signals.TRANSFER_MISMATCH))
+    assert text.startswith("rank 1 receives another number of bytes than rank 2 sends")
 
 
 def test_every_operation_of_a_kernel_has_a_text():
     assert set(board._OPERATIONS) == set(TEXTS)
-    numbers = [*TEXTS, signals.MISMATCH, board._CLOSE, board._ABANDONED]
+    numbers = [
+        *TEXTS,
+        signals.MISMATCH,
+        signals.TRANSFER_MISMATCH,
+        board._CLOSE,
+        board._ABANDONED,
+    ]
     assert sorted(numbers) == sorted(set(numbers))
     assert all(0 < number < 128 for number in numbers)
 
@@ -65,6 +76,8 @@ def test_every_algorithm_is_named_as_its_caller_names_it():
 def test_a_mismatch_says_which_ranks_differ_and_in_what():
     text = describe(record(signals.MISMATCH, 1, 2, 0, 9))
     assert text.startswith("rank 1's all_reduce differs from rank 2's: count, dtype")
+    text = describe(record(signals.TRANSFER_MISMATCH))
+    assert text.startswith("rank 1 receives another number of bytes than rank 2 sends")
 
 
 @pytest.mark.parametrize(("rank", "peer"), [(0, 255), (255, 0), (7, 7)])
