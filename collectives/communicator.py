@@ -198,7 +198,8 @@ class Communicator:
     def _symmetric(self, shape: Any, dtype: Any, what: str) -> Any:
         self.enter()
         with self._group.exchange.agreed(what):
-            shape, dtype = _checked_shape(shape, what), _checked_dtype(dtype, what)
+            shape = _checked_shape(shape, what)
+            dtype = arrays.checked_dtype(dtype, what)
         self._group.exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
         nbytes = math.prod(shape) * dtype.itemsize
         memory, _ = self.heap.allocate(nbytes, what)
@@ -760,16 +761,6 @@ def _checked_shape(shape: Any, what: str) -> tuple[int, ...]:
     if any(not isinstance(n, int | np.integer) or n < 0 for n in axes):
         raise ArgumentError(f"{what}: shape={shape!r}; give integers from 0")
     return tuple(int(n) for n in axes)
-
-
-def _checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
-    try:
-        found: np.dtype[Any] = np.dtype(dtype)
-    except TypeError as error:
-        raise ArgumentError(f"{what}: dtype={dtype!r}; {error}") from error
-    if found.hasobject:
-        raise ArgumentError(f"{what}: dtype={dtype!r}; a GPU has no Python objects")
-    return found
 
 
 def _check_output(
