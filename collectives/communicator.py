@@ -109,7 +109,8 @@ class Communicator(VectorForms):
 
     Args:
         comm: an ``mpi4py`` communicator, which is duplicated, or any object with
-            ``rank``, ``size``, ``allgather`` and ``barrier``.
+            ``rank``, ``size``, ``allgather`` and ``barrier``; :meth:`split` needs
+            its method ``split(color, key)``, too.
         device: ordinal of this rank's GPU. None: the device of the current CUDA
             context, else the GPU of this rank's number on its host.
         timeout: seconds that a kernel waits for a peer before it gives up, 0 for
@@ -213,7 +214,8 @@ class Communicator(VectorForms):
     def _symmetric(self, shape: Any, dtype: Any, what: str) -> Any:
         self.enter()
         with self._group.exchange.agreed(what):
-            shape, dtype = _checked_shape(shape, what), _checked_dtype(dtype, what)
+            shape = _checked_shape(shape, what)
+            dtype = arrays.checked_dtype(dtype, what)
         self._group.exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
         nbytes = math.prod(shape) * dtype.itemsize
         memory, _ = self.heap.allocate(nbytes, what)
@@ -234,6 +236,65 @@ class Communicator(VectorForms):
             view = arrays.view(array, "rendezvous")
             arrays.check_device(view, self.device.ordinal, "rendezvous")
         return self.heap.rendezvous(view.address, array)
+
+    def split(self, color: int | None, key: int = 0) -> "Communicator | None":
+        """Return a new communicator of the ranks that pass the same color.
+
+        Collective over this communicator, as MPI's Comm_split; fails on all its ranks
+        or on none, whatever their colors. The new one has this one's GPU, timeout,
+        stream and debug mode, and a workspace, a status board and failures of its
+        own; either may be closed first. Communicators may overlap, and may run at
+        once on streams of their own; set-up calls and closes that two ranks both
+        take part in come in the same order on the two.
+
+        Args:
+            color: which communicator this rank goes to, from 0 to 2**31 - 1. None,
+                or MPI.UNDEFINED: to none.
+            key: orders the ranks, those of equal key as they are here; 32 bits.
+
+        Returns:
+            The communicator, to be closed by all its ranks; None for color None.
+
+        Raises:
+            ArgumentError: color or key is none, or this communicator was made of an
+                object without a method ``split``.
+            CollectiveTimeout, ClosedError: this communicator has failed or is closed.
+            DeviceError, BackendError, ExchangeError: a new one cannot be made.
+        """
+        self.enter()
+        exchange, comm = self._group.exchange, self._group.comm
+        with exchange.agreed("split"):
+            number, order = ranks.checked_split(comm, color, key)
+        with ExitStack() as undo_part, ExitStack() as undo:
+            with exchange.agreed("split"):
+                part = ranks.split(comm, number, order)
+                undo_part.callback(ranks.release, part)  # the child has a duplicate
+            child = None
+            # It fails on all ranks of a color; here those of the others are told.
+            with exchange.agreed("split"):
+                if part is not None:
+                    child = self._alike(part)
+                    undo.callback(child.close)
+            undo.pop_all()
+        return child
+
+    def dup(self) -> "Communicator":
+        """Return a new communicator of the same ranks, in the same order.
+
+        Collective. What :meth:`split` says of a new communicator holds for it; what
+        this one was made of needs no method ``split``.
+
+        Raises:
+            CollectiveTimeout, ClosedError: this communicator has failed or is closed.
+            DeviceError, BackendError, ExchangeError: the new one cannot be made.
+        """
+        self.enter()
+        return self._alike(self._group.comm)
+
+    def _alike(self, comm: ranks.Comm) -> "Communicator":
+        return Communicator(
+            comm, self.device.ordinal, self.timeout, self.stream, self._debug
+        )
 
     def barrier(self, stream: Any = None) -> None:
         """Enqueue a barrier of all ranks; the host does not wait.
@@ -983,16 +1044,6 @@ def _checked_shape(shape: Any, what: str) -> tuple[int, ...]:
     if any(not isinstance(n, int | np.integer) or n < 0 for n in axes):
         raise ArgumentError(f"{what}: shape={shape!r}; give integers from 0")
     return tuple(int(n) for n in axes)
-
-
-def _checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
-    try:
-        found: np.dtype[Any] = np.dtype(dtype)
-    except TypeError as error:
-        raise ArgumentError(f"{what}: dtype={dtype!r}; {error}") from error
-    if found.hasobject:
-        raise ArgumentError(f"{what}: dtype={dtype!r}; a GPU has no Python objects")
-    return found
 
 
 def _check_root(

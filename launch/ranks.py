@@ -1,5 +1,6 @@
 """Who the ranks are: the communicator they arrive with and the hosts they run on."""
 
+import operator
 import socket
 import sys
 from collections.abc import Sequence
@@ -124,10 +125,58 @@ def duplicate(comm: Comm) -> Comm:
     return cast(Any, checked(comm)).Dup() if _is_mpi(comm) else checked(comm)
 
 
-def release(comm: Comm) -> None:
-    """Free a duplicate; nothing happens a second time or once MPI has finalized.
+def checked_split(comm: Comm, color: Any, key: Any) -> tuple[int | None, int]:
+    """Return a split's color, None for no group, and its key; not collective.
 
-    MPI calls freeing collective: every rank does it, in the same order.
+    Raises:
+        ArgumentError: they are no numbers that MPI takes, or ``comm`` cannot split.
+    """
+    if not _is_mpi(comm) and not hasattr(comm, "split"):
+        raise ArgumentError(
+            f"split: {comm!r} has no method split; give it split(color, key), "
+            "collective, which returns an object of its kind between the ranks of "
+            "equal color, ordered by key and then rank, and None where color is None"
+        )
+    number = _checked_int(key, -_MPI_INTS, "key", "an int of 32 bits")
+    undefined = getattr(sys.modules.get("mpi4py.MPI"), "UNDEFINED", None)
+    if color is None or (isinstance(color, int) and color == undefined):
+        return None, number
+    what = "an int of 0 to 2**31 - 1, or None for no group"
+    return _checked_int(color, 0, "color", what), number
+
+
+_MPI_INTS = 1 << 31  # MPI's are C's
+
+
+def _checked_int(value: Any, least: int, name: str, what: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = _MPI_INTS
+    if not least <= number < _MPI_INTS:
+        raise ArgumentError(f"split: {name}={value!r}; give {what}")
+    return number
+
+
+def split(comm: Comm, color: int | None, key: int) -> Comm | None:
+    """Return a communicator of the ranks that pass this color, None for color None.
+
+    Collective. Its ranks are ordered by ``key``, then by their rank in ``comm``. An
+    mpi4py communicator's is given to :func:`release` in the end.
+    """
+    if _is_mpi(comm):
+        undefined = sys.modules["mpi4py.MPI"].UNDEFINED
+        made = cast(Any, comm).Split(undefined if color is None else color, key)
+        return cast(Comm, made) if made else None  # MPI.COMM_NULL is false
+    made = cast(Any, comm).split(color, key)
+    return None if color is None else checked(made)
+
+
+def release(comm: Comm | None) -> None:
+    """Free a communicator that :func:`duplicate` or :func:`split` made.
+
+    Nothing happens to None, a second time or once MPI has finalized. MPI calls
+    freeing collective: every rank does it, in the same order.
     """
     if comm and _is_mpi(comm) and not sys.modules["mpi4py.MPI"].Is_finalized():
         cast(Any, comm).Free()

@@ -255,11 +255,27 @@ def _device_array(memory: Memory, shape: Any, dtype: Any, offset: int) -> Any:
 
 def empty_like(array: ArrayView) -> Any:
     """Return a new Numba array of that shape and order in ordinary device memory."""
-    if array.shape == () and not SIMULATED:  # numba-cuda 0.30 cannot make those
+    return empty(array.shape, array.dtype, array.order or "C")
+
+
+def empty(shape: tuple[int, ...], dtype: np.dtype[Any], order: str = "C") -> Any:
+    """Return a new Numba array in ordinary device memory."""
+    if shape == () and not SIMULATED:  # numba-cuda 0.30 cannot make those
         from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
-        return DeviceNDArray((), (), array.dtype)
-    return cuda.device_array(array.shape, array.dtype, order=array.order)
+        return DeviceNDArray((), (), dtype)
+    return cuda.device_array(shape, dtype, order=order)
+
+
+def checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
+    """Return NumPy's dtype, or raise ArgumentError if a GPU can hold none such."""
+    try:
+        found: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as error:
+        raise ArgumentError(f"{what}: dtype={dtype!r}; {error}") from error
+    if found.hasobject:
+        raise ArgumentError(f"{what}: dtype={dtype!r}; a GPU has no Python objects")
+    return found
 
 
 def check_device(array: ArrayView, ordinal: int, what: str) -> None:

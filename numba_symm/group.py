@@ -36,6 +36,7 @@ class Group:
 
     Attributes:
         timeout: the seconds, checked.
+        comm: what the ranks talk through: of an mpi4py communicator, a duplicate.
         world: this rank's place.
         exchange: the ranks' store.
         channel: sends descriptors between them.
@@ -51,11 +52,11 @@ class Group:
     def __init__(self, comm: ranks.Comm, device: int | None, timeout: float | None):
         self.closed = False
         with ExitStack() as undo_comm, ExitStack() as undo:
-            self._comm = ranks.duplicate(ranks.checked(comm))
+            self.comm = ranks.duplicate(ranks.checked(comm))
             # Collective, so for errors here, which every rank meets, and not later.
-            undo_comm.callback(ranks.release, self._comm)
-            self.world = ranks.discover(self._comm)
-            self.exchange = StoreExchange(self._comm, "communicator")
+            undo_comm.callback(ranks.release, self.comm)
+            self.world = ranks.discover(self.comm)
+            self.exchange = StoreExchange(self.comm, "communicator")
             with self.exchange.agreed("Communicator"):
                 self.timeout = environment.chosen_timeout(timeout)
             self.exchange.agree_equal(f"timeout={self.timeout:g}", "Communicator")
@@ -129,7 +130,7 @@ class Group:
         """Give up the board, the channel and the duplicated communicator."""
         self.closed = True
         self._undo.close()
-        ranks.release(self._comm)
+        ranks.release(self.comm)
 
     def close_locally(self) -> None:
         """Give up the board and the channel; freeing the duplicate is collective."""

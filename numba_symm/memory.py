@@ -10,7 +10,7 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -486,27 +486,140 @@ class SymmetricMemory:
             ArgumentError: there is no such rank, or the array does not fit.
         """
         self._check_open()
-        dtype = np.dtype(dtype)
-        axes = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-        shape = tuple(int(n) for n in axes)
-        if not 0 <= rank < self.world_size:
-            raise ArgumentError(
-                f"get_buffer: rank {rank}; there are ranks 0 to {self.world_size - 1}"
-            )
-        start = storage_offset * dtype.itemsize
-        end = start + math.prod(shape) * dtype.itemsize
-        if start < 0 or min((0, *shape)) < 0 or end > self.buffer_size:
-            raise ArgumentError(
-                f"get_buffer: shape {shape} of {dtype.name} from element "
-                f"{storage_offset} takes bytes {start} to {end} of a buffer of "
-                f"{self.buffer_size}"
-            )
+        dtype = arrays.checked_dtype(dtype, "get_buffer")
+        shape, start = self._place(rank, shape, dtype, storage_offset, "get_buffer")
         memory = Memory(
             self.buffer_ptrs[rank],
             self.buffer_size,
             (self._owner, self._peers.mappings[rank]),
         )
         return memory.array(shape, dtype, start)
+
+    def _place(
+        self, rank: int, shape: Any, dtype: Any, storage_offset: int, what: str
+    ) -> tuple[tuple[int, ...], int]:
+        """Return the shape as a tuple and the first byte, if an array fits there."""
+        if not isinstance(rank, int | np.integer) or not 0 <= rank < self.world_size:
+            raise ArgumentError(
+                f"{what}: rank {rank!r}; there are ranks 0 to {self.world_size - 1}"
+            )
+        axes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
+        if not all(isinstance(n, int | np.integer) for n in (*axes, storage_offset)):
+            raise ArgumentError(
+                f"{what}: shape={shape!r}, storage_offset={storage_offset!r}; give "
+                "integers"
+            )
+        shape = tuple(int(n) for n in axes)
+        start = int(storage_offset) * dtype.itemsize
+        end = start + math.prod(shape) * dtype.itemsize
+        if start < 0 or min((0, *shape)) < 0 or end > self.buffer_size:
+            raise ArgumentError(
+                f"{what}: shape {shape} of {dtype.name} from element "
+                f"{storage_offset} takes bytes {start} to {end} of a buffer of "
+                f"{self.buffer_size}"
+            )
+        return shape, start
+
+    def put(
+        self, x: Any, rank: int, storage_offset: int = 0, stream: Any = None
+    ) -> None:
+        """Enqueue a copy of ``x`` into rank ``rank``'s buffer, by a copy engine.
+
+        Not collective, and may be captured. It arrives where that rank's
+        ``get_buffer(rank, x.shape, x.dtype, storage_offset)`` looks. That it has come
+        is for a signal to tell: whoever takes one that this stream has put after the
+        copy, by :meth:`put_signal` or :meth:`barrier`, sees it. ``x`` must stay as it
+        is, and nobody may use its place at ``rank``, until then.
+
+        Args:
+            x: a device array of this rank's GPU, in C order, of any dtype.
+            rank: whose buffer, this rank's included.
+            storage_offset: elements of x's dtype from the buffer's start.
+            stream: where to; None is the legacy default stream, whichever ``x`` names.
+
+        Raises:
+            ArgumentError: there is no such rank, ``x`` is no such array, does not fit
+                or overlaps its place.
+            ClosedError: the communicator was closed, or the memory has gone.
+            CollectiveTimeout: the communicator has failed.
+        """
+        self._check_open()
+        source = self._contiguous(x, "put")
+        _, start = self._place(rank, source.shape, source.dtype, storage_offset, "put")
+        target = self.buffer_ptrs[rank] + start
+        _copy(target, source.address, source.nbytes, stream, "put")
+
+    def get(
+        self,
+        rank: int,
+        shape: Any,
+        dtype: Any,
+        storage_offset: int = 0,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Enqueue a copy from rank ``rank``'s buffer, by a copy engine.
+
+        Not collective, and may be captured. It takes what is there when the stream
+        comes to it: let the stream first take a signal that ``rank`` put after writing.
+
+        Args:
+            rank: whose buffer, this rank's included.
+            shape: the shape of what is there, an int or a tuple.
+            dtype: its dtype.
+            storage_offset: elements of ``dtype`` from the buffer's start.
+            out: where to: a device array of this rank's GPU of that shape and dtype,
+                in C order. None: a new array of ordinary device memory.
+            stream: where to enqueue; None is the legacy default stream.
+
+        Returns:
+            ``out``, or the new array; what is in it is defined once the stream's work
+            is done.
+
+        Raises:
+            ArgumentError: there is no such rank, nothing of that size, ``out`` is no
+                such array or overlaps it, or out=None in a capture.
+            ClosedError: the communicator was closed, or the memory has gone.
+            CollectiveTimeout: the communicator has failed.
+        """
+        self._check_open()
+        dtype = arrays.checked_dtype(dtype, "get")
+        shape, start = self._place(rank, shape, dtype, storage_offset, "get")
+        if out is None:
+            out = _new_array(shape, dtype, stream)
+        target = self._contiguous(out, "get: out")
+        if (target.shape, target.dtype) != (shape, dtype) or target.readonly:
+            raise ArgumentError(
+                f"get: out is{' read-only,' * target.readonly} of shape {target.shape} "
+                f"and {target.dtype.name}; pass an array of shape {shape} and "
+                f"{dtype.name} that may be written"
+            )
+        source = self.buffer_ptrs[rank] + start
+        _copy(target.address, source, target.nbytes, stream, "get")
+        return out
+
+    def _contiguous(self, array: Any, what: str) -> arrays.ArrayView:
+        view = arrays.dense(arrays.view(array, what), what)
+        if view.order != "C":
+            raise ArgumentError(
+                f"{what}: the array is in Fortran order; pass its transpose, which is "
+                "in C order"
+            )
+        arrays.check_device(view, self._group.gpu.ordinal, what)
+        return view
+
+    def fence(self, stream: Any = None) -> None:
+        """Enqueue a kernel whose one thread fences at system scope; not collective.
+
+        What the stream has put before is visible to a peer that takes a signal which
+        the stream puts after. :meth:`put_signal` and :meth:`barrier` see to that
+        without a fence: their kernels begin once the copies before them are done, and
+        release at system scope. So a fence between them adds no order; it says what
+        is meant, for one launch. It does not wait for a peer, and orders nothing
+        between streams, which events do.
+        """
+        self._check_open()
+        pads.fence_kernel().bind(1)(_handle(stream))
 
     def barrier(self, channel: int = 0, stream: Any = None) -> None:
         """Enqueue a barrier of all ranks on ``channel``. Every rank calls it.
@@ -534,10 +647,34 @@ class SymmetricMemory:
 
     def _launch(self, kernel: Any, stream: Any, *args: int) -> None:
         self._check_open()
-        handle = streams.LEGACY_DEFAULT if stream is None else streams.handle_of(stream)
-        kernel.bind(1, self.ctx, *args)(handle)
+        kernel.bind(1, self.ctx, *args)(_handle(stream))
 
     def _check_open(self) -> None:
         self._group.check()
         if self._peers.closed:
             raise ClosedError("this symmetric memory was closed by its communicator")
+
+
+def _handle(stream: Any) -> int:
+    return streams.LEGACY_DEFAULT if stream is None else streams.handle_of(stream)
+
+
+def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any) -> Any:
+    if not SIMULATED and streams.is_capturing(_handle(stream)):
+        raise ArgumentError(
+            "get: pass out= while a stream is being captured into a graph; memory "
+            "cannot be allocated then"
+        )
+    return arrays.empty(shape, dtype)
+
+
+def _copy(target: int, source: int, nbytes: int, stream: Any, what: str) -> None:
+    """Enqueue a copy between arrays that do not overlap."""
+    handle = _handle(stream)
+    if nbytes == 0:
+        return
+    if abs(target - source) < nbytes:
+        raise ArgumentError(
+            f"{what}: the array overlaps its place in the buffer; pass one apart"
+        )
+    streams.copy(target, source, nbytes, handle)

@@ -12,6 +12,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.device import signals
+from numba_symm.device.intrinsics import fence_acq_rel_sys
 from numba_symm.device.signals import Context
 from numba_symm.errors import ArgumentError
 from numba_symm.kernels import GUARD, Kernel
@@ -86,6 +87,16 @@ def make_wait_signal() -> Any:
     return pad_wait_signal
 
 
+def make_fence() -> Any:
+    """Return the kernel behind ``SymmetricMemory.fence``."""
+
+    def pad_fence() -> None:
+        if cuda.threadIdx.x == 0:
+            fence_acq_rel_sys()
+
+    return pad_fence
+
+
 @functools.cache
 def barrier_kernel(world_size: int) -> Kernel:
     """Return the barrier's kernel for ``world_size`` ranks."""
@@ -105,3 +116,9 @@ def wait_signal_kernel(world_size: int) -> Kernel:
     """Return wait_signal's kernel for ``world_size`` ranks."""
     signature = (context_type(world_size), types.int64, types.int64)
     return Kernel(make_wait_signal, (), signature, THREADS)
+
+
+@functools.cache
+def fence_kernel() -> Kernel:
+    """Return the fence's kernel, for any number of ranks."""
+    return Kernel(make_fence, (), (), THREADS)

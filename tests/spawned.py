@@ -51,6 +51,14 @@ class HubComm:
     def barrier(self) -> None:
         self.allgather(None)
 
+    def split(self, color: int | None, key: int) -> "HubComm | None":
+        """Return a communicator of the ranks of this color, ordered by (key, rank)."""
+        chosen = self.allgather((color, key))
+        if color is None:
+            return None
+        keys = {rank: key for rank, (other, key) in enumerate(chosen) if other == color}
+        return self.among(sorted(keys, key=keys.__getitem__))
+
     def among(self, ranks: Sequence[int]) -> "HubComm":
         """Return a communicator of some of this one's ranks; no message is sent."""
         return HubComm(self._hub, self._me, [self._members[rank] for rank in ranks])

@@ -485,6 +485,54 @@ def test_a_job_without_mpi():
     assert run_ranks(4, all_reduces) == [([True] * 3, [])] * 4
 
 
+def splits(world):
+    """Split a job without MPI: reversed, in two, one rank left out, and again."""
+    facts = []
+    with ns.Communicator(world, timeout=PATIENT) as comm:
+        with comm.split(0, -comm.rank) as back, back.split(back.rank // 2) as half:
+            facts += [back.rank, half.rank, half.size, reduced(half), reduced(back)]
+        rest = comm.split(None if comm.rank == 1 else 7)
+        other = comm.dup()
+    if rest is not None:  # the others live on without their parent
+        facts += [rest.rank, rest.size, reduced(rest)]
+        rest.close()
+    facts.append(reduced(other))
+    other.close()
+    return facts
+
+
+def test_communicators_split_without_mpi():
+    rest = {0: [0, 2, True], 1: [], 2: [1, 2, True]}
+    assert run_ranks(3, splits) == [
+        [2, 0, 1, True, True, *rest[0], True],
+        [1, 1, 2, True, True, *rest[1], True],
+        [0, 0, 2, True, True, *rest[2], True],
+    ]
+
+
+def stays_away_from_a_child(world):
+    """Ranks 1 and 2 have a child of theirs, to which rank 1 does not come."""
+    warm_up(world)
+    with ns.Communicator(world, timeout=1) as comm:
+        child = comm.split(min(comm.rank, AWAY))
+        error = ""
+        if comm.rank == 2:
+            error, _ = attempt(reduced, child, "one_shot_ll")
+        world.barrier()
+        failed, _ = attempt(child.close)
+        return error, failed, reduced(comm)
+
+
+def test_a_rank_that_does_not_come_fails_one_child_only():
+    waited = "CollectiveTimeout: rank 1 waited for rank 0 in all_reduce"
+    facts = run_ranks(3, stays_away_from_a_child)
+    assert [found[2] for found in facts] == [True] * 3
+    assert facts[0][:2] == ("", "")
+    assert facts[1][0] == ""
+    for text in (facts[1][1], facts[2][0], facts[2][1]):
+        assert text.startswith(waited), text
+
+
 def open_files():
     """Count this process' open files by name, the driver's own left out."""
     names = []

@@ -1,5 +1,6 @@
 """What the tests on GPUs share: slow kernels, patterns, arrays of other libraries."""
 
+import contextlib
 import warnings
 
 import numpy as np
@@ -104,3 +105,13 @@ def context_is_alive():
     x = to_device(np.zeros(1000, np.float32))
     add(x, 7)
     return bool((x.copy_to_host() == 7).all())
+
+
+@contextlib.contextmanager
+def capturing(stream, mode="relaxed"):
+    """Capture what happens on ``builder.stream``; ``graphs`` gets the graph."""
+    graphs = []
+    with cuda.defer_cleanup():  # Numba must free nothing meanwhile
+        builder = stream.create_graph_builder().begin_building(mode)
+        yield builder, graphs
+        graphs.append(builder.end_building().complete())

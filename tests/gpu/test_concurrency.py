@@ -60,6 +60,46 @@ def test_four_communicators_in_different_orders(world, algorithms):
         assert all((y.copy_to_host() == wanted).all() for y in outputs)
 
 
+def test_children_on_streams_of_their_own_run_at_once(comm):
+    """Each rank issues to its row, its column and all in an order of its own."""
+    colors = [comm.rank // 2, comm.rank % 2, 0]
+    with ExitStack() as stack:
+        children = [stack.enter_context(comm.split(color)) for color in colors]
+        streams = [Device().create_stream() for _ in children]
+        counts = [MIB // 4, 3 * MIB, 1000]
+        algorithms = ["two_shot_sentinel", "two_shot_signalled", "one_shot_ll"]
+        inputs = [
+            to_device(np.full(count, comm.rank + 1, np.float32)) for count in counts
+        ]
+        outputs = [cuda.device_array_like(x) for x in inputs]
+
+        def issue(which):
+            children[which].all_reduce(
+                inputs[which],
+                out=outputs[which],
+                stream=streams[which],
+                algorithm=algorithms[which],
+            )
+
+        for which in range(3):  # every kernel is loaded
+            issue(which)
+        cuda.synchronize()
+        order = random.Random(comm.rank)
+        for _ in range(25):
+            for which in order.sample(range(3), 3):
+                issue(which)
+        for child, stream in zip(children, streams, strict=True):
+            child.synchronize(stream)
+        everyone = range(comm.size)
+        wanted = [
+            sum(rank + 1 for rank in everyone if rank // 2 == comm.rank // 2),
+            sum(rank + 1 for rank in everyone if rank % 2 == comm.rank % 2),
+            sum(rank + 1 for rank in everyone),
+        ]
+        for y, value in zip(outputs, wanted, strict=True):
+            assert (y.copy_to_host() == value).all()
+
+
 def test_a_thousand_mixed_calls(comm):
     """The ranks run ahead of each other as they like; results are looked at last."""
     lot = random.Random(5)

@@ -10,7 +10,14 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives.select import ALL_REDUCE
-from tests.gpu.helpers import add, context_is_alive, fill, of_ranks, to_device
+from tests.gpu.helpers import (
+    add,
+    capturing,
+    context_is_alive,
+    fill,
+    of_ranks,
+    to_device,
+)
 from tests.ranks.helpers import check_works, refused
 
 ALGORITHMS = list(ALL_REDUCE)
@@ -21,16 +28,6 @@ def stream(comm):
     stream = Device().create_stream()
     yield stream
     stream.sync()
-
-
-@contextlib.contextmanager
-def capturing(stream, mode="relaxed"):
-    """Capture what happens on ``builder.stream``; ``graphs`` gets the graph."""
-    graphs = []
-    with cuda.defer_cleanup():  # Numba must free nothing meanwhile
-        builder = stream.create_graph_builder().begin_building(mode)
-        yield builder, graphs
-        graphs.append(builder.end_building().complete())
 
 
 @pytest.mark.parametrize("count", [1, 1000, 300_001])

@@ -41,6 +41,7 @@ KERNELS = {
     "pad_barrier": pads.barrier_kernel(4),
     "put_signal": pads.put_signal_kernel(4),
     "wait_signal": pads.wait_signal_kernel(4),
+    "fence": pads.fence_kernel(),
 }
 
 
@@ -167,6 +168,10 @@ def test_the_entry_is_the_kernels_name(name):
 
 def test_a_block_has_no_more_threads_than_the_kernel_was_compiled_for():
     assert ".maxntid 32" in KERNELS["put_signal"].ptx((9, 0))
+
+
+def test_a_fence_is_of_system_scope():
+    assert KERNELS["fence"].ptx((9, 0)).count("fence.acq_rel.sys;") == 1
 
 
 @pytest.mark.parametrize("registers", [64, 128])

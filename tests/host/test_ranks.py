@@ -86,6 +86,7 @@ def test_only_mpi_communicators_are_duplicated_and_freed():
 class FakeMPI:
     """The little of mpi4py.MPI that the module looks at."""
 
+    UNDEFINED = -7
     finalized = False
 
     class Comm(Alone):
@@ -97,6 +98,10 @@ class FakeMPI:
 
         def Dup(self):
             return FakeMPI.Comm("duplicate")
+
+        def Split(self, color, key):
+            undefined = color == FakeMPI.UNDEFINED
+            return FakeMPI.Comm("null" if undefined else f"color {color}, key {key}")
 
         def Free(self):
             assert self.name == "duplicate"
@@ -137,3 +142,50 @@ def test_null_and_intercommunicators_are_refused(mpi):
     inter.is_inter = True
     with pytest.raises(ArgumentError, match="intercommunicator"):
         ranks.duplicate(inter)
+
+
+class Divisible(Alone):
+    """What a user may make: its parts' color and key are looked at here."""
+
+    def split(self, color, key):
+        part = Alone()
+        part.asked = color, key
+        return part
+
+
+def test_an_mpi_communicator_is_split_by_mpi(mpi):
+    world = mpi.Comm("world")
+    assert ranks.split(world, 3, -2).name == "color 3, key -2"
+    assert ranks.split(world, None, 5) is None
+
+
+def test_another_communicator_is_split_by_its_own_method():
+    assert ranks.split(Divisible(), 3, -2).asked == (3, -2)
+    assert ranks.split(Divisible(), None, 5) is None
+
+
+def test_colors_and_keys_are_those_of_mpi(mpi):
+    for comm in (mpi.Comm("world"), Divisible()):
+        for color in (None, mpi.UNDEFINED):
+            assert ranks.checked_split(comm, color, 4) == (None, 4)
+        for color in (0, 2**31 - 1, True):
+            for key in (-(2**31), 2**31 - 1):
+                assert ranks.checked_split(comm, color, key) == (color, key)
+        for color in (-1, 2**31, 0.0, "0"):
+            with pytest.raises(ArgumentError, match=r"color=.*; give an int of 0 to"):
+                ranks.checked_split(comm, color, 0)
+        for key in (-(2**31) - 1, 2**31, 0.0, None):
+            with pytest.raises(ArgumentError, match=r"key=.*; give an int of 32 bits"):
+                ranks.checked_split(comm, 0, key)
+
+
+def test_without_mpi_there_is_no_undefined_color(monkeypatch):
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    assert ranks.checked_split(Divisible(), None, 0) == (None, 0)
+    with pytest.raises(ArgumentError, match="color=-32766"):
+        ranks.checked_split(Divisible(), -32766, 0)
+
+
+def test_what_cannot_be_split_is_refused():
+    with pytest.raises(ArgumentError, match="has no method split; give it split"):
+        ranks.checked_split(Alone(), 0, 0)

@@ -1,0 +1,312 @@
+"""Copies into and out of the peers' symmetric memory, ordered by signals."""
+
+import numpy as np
+import pytest
+from ml_dtypes import bfloat16
+from numba import cuda
+
+import numba_symm as ns
+from tests.ranks.helpers import check_works, get, ordinary, put, refused
+
+needs_peers = pytest.mark.skipif(
+    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
+    reason="one rank alone has no neighbours",
+)
+
+COUNT = 40
+
+
+def pattern(rank, count=COUNT):
+    return np.arange(count, dtype=np.float32) + 100 * rank
+
+
+def device(host):
+    """Return a copy in memory that no peer can reach."""
+    array = ordinary(host.shape, host.dtype)
+    put(array, host)
+    return array
+
+
+@pytest.fixture
+def x(comm):
+    """Symmetric memory that holds every rank's pattern."""
+    x = comm.empty(COUNT, np.float32)
+    put(x, pattern(comm.rank))
+    comm.barrier()
+    comm.synchronize()
+    return x
+
+
+@pytest.fixture
+def memory(comm, x):
+    return comm.rendezvous(x)
+
+
+@pytest.fixture
+def finished(comm, world):
+    """Return a function that waits until all ranks' work is done."""
+
+    def wait():
+        comm.synchronize()
+        world.barrier()
+
+    return wait
+
+
+@needs_peers
+def test_halos_go_round_a_ring(comm, finished):
+    """Each rank's cells move one to the right a step, through the neighbours' edges.
+
+    A halo may be written again once its rank has told that it was read. Signals that
+    go left have channels of their own: of two ranks, left and right are the same.
+    """
+    cells, steps = 6, 2 * comm.size
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    halo = comm.zeros(2, np.int64)  # what comes from the left, from the right
+    memory = comm.rendezvous(halo)
+
+    def tell(channel):
+        memory.put_signal(right, channel)
+        memory.put_signal(left, channel + 1)
+
+    def hear(channel):
+        memory.wait_signal(left, channel)
+        memory.wait_signal(right, channel + 1)
+
+    came, read = 3, 5
+    whole = np.arange(cells * comm.size)
+    mine = slice(cells * comm.rank, cells * (comm.rank + 1))
+    own, edges = whole[mine].copy(), ordinary(2, np.int64)
+    for step in range(steps):
+        put(edges, own[[-1, 0]])
+        if step > 0:
+            hear(read)
+        memory.put(edges[:1], right, 0)
+        memory.put(edges[1:], left, 1)
+        if step % 2:
+            memory.fence()
+        tell(came)
+        hear(came)
+        before, after = get(halo)
+        tell(read)
+        assert after == whole[mine.stop % whole.size], f"step {step}"
+        whole = np.roll(whole, 1)
+        own = np.array([before, *own[:-1]])
+        assert own.tolist() == whole[mine].tolist(), f"step {step}"
+    hear(read)
+    finished()
+
+
+def test_a_put_changes_its_place_and_nothing_else(comm, memory, x, finished):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    block = device(np.full((2, 3), comm.rank, np.float32))
+    memory.put(block, right, 7)
+    memory.put(device(np.array([comm.rank, 1], np.int16)), right, storage_offset=78)
+    memory.barrier()
+    wanted = pattern(comm.rank)
+    wanted[7:13] = left
+    wanted.view(np.int16)[78:] = left, 1
+    assert np.array_equal(get(x), wanted)
+    finished()
+
+
+def test_a_get_finds_what_the_peers_have(comm, memory, finished):
+    for rank in range(comm.size):
+        wanted = pattern(rank)
+        assert np.array_equal(get(memory.get(rank, COUNT, np.float32)), wanted)
+        found = memory.get(rank, (3, 5), "float32", 7)
+        assert found.shape == (3, 5)
+        assert np.array_equal(get(found), wanted[7:22].reshape(3, 5))
+        out = ordinary((2,), np.int16)
+        assert memory.get(rank, 2, np.int16, storage_offset=78, out=out) is out
+        assert get(out).tobytes() == wanted[39:].tobytes()
+    finished()
+
+
+def test_a_get_leaves_what_is_around_its_output(comm, memory, finished):
+    around = device(np.full(9, -7, np.float32))
+    memory.get(comm.size - 1, 5, np.float32, 30, out=around[2:7])
+    wanted = [-7, -7, *pattern(comm.size - 1)[30:35], -7, -7]
+    assert get(around).tolist() == wanted
+    finished()
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.bool_, bfloat16, np.float64])
+def test_bytes_of_any_dtype_are_moved(comm, dtype, finished):
+    dtype = np.dtype(dtype)
+    host = (np.arange(7 * dtype.itemsize, dtype=np.uint8) % 2).view(dtype)
+    memory = comm.rendezvous(comm.zeros(9, dtype))
+    memory.put(device(host), (comm.rank + 1) % comm.size, 2)
+    memory.barrier()
+    assert get(memory.get(comm.rank, 7, dtype, 2)).tobytes() == host.tobytes()
+    finished()
+
+
+def test_a_rendezvous_inside_an_array_begins_there(comm, x, finished):
+    memory = comm.rendezvous(x[10:])
+    memory.put(device(np.full(3, -1, np.float32)), comm.rank, 1)
+    wanted = pattern(comm.rank)
+    wanted[11:14] = -1
+    assert np.array_equal(get(x), wanted)
+    assert np.array_equal(get(memory.get(comm.rank, 4, np.float32)), wanted[10:14])
+    finished()
+
+
+def test_symmetric_arrays_may_be_sent_and_filled(comm, memory, x, finished):
+    y = comm.zeros(COUNT, np.float32)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    there = comm.rendezvous(y)
+    there.put(x, right)
+    there.barrier()
+    assert np.array_equal(get(y), pattern(left))
+    finished()
+    memory.get(right, COUNT, np.float32, out=y)
+    assert np.array_equal(get(y), pattern(right))
+    finished()
+
+
+def test_empty_arrays_are_moved_at_once(comm, memory, x, finished):
+    memory.put(ordinary(0, np.float32), 0, COUNT)
+    assert memory.get(0, (3, 0), np.float32, COUNT).shape == (3, 0)
+    finished()
+    assert np.array_equal(get(x), pattern(comm.rank))
+
+
+def test_what_has_no_axes_is_one_element(comm, memory, x, finished):
+    value = device(np.array([5.5], np.float32)).reshape(())
+    memory.put(value, comm.rank, 3)
+    assert get(x)[3] == 5.5
+    assert get(memory.get(comm.rank, (), np.float32, 3)) == 5.5
+    finished()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "start"),
+    [
+        (COUNT + 1, np.float32, 0),
+        (1, np.float32, COUNT),
+        ((7, 6), np.float32, 0),
+        (21, np.float64, 0),
+        (1, np.uint8, 4 * COUNT),
+        (1, np.float32, -1),
+        (0, np.float32, COUNT + 1),
+    ],
+)
+def test_what_does_not_fit_is_refused(comm, world, memory, x, shape, dtype, start):
+    array = ordinary(shape, dtype)
+    for name, call in (
+        ("put", lambda: memory.put(array, 0, start)),
+        ("get", lambda: memory.get(0, shape, dtype, start)),
+        ("get", lambda: memory.get(0, shape, dtype, start, out=array)),
+    ):
+        text = f"of {np.dtype(dtype).name} from element {start} takes bytes"
+        refused(world, ns.ArgumentError, call, f"{name}: ", text, "of a buffer of 160")
+    assert np.array_equal(get(x), pattern(comm.rank))
+
+
+def test_ranks_and_numbers_that_are_none_are_refused(comm, world, memory):
+    y = ordinary(1, np.float32)
+    for rank in (-1, comm.size, 1.0, "0", None):
+        text = f"rank {rank!r}; there are ranks 0 to {comm.size - 1}"
+        for call in (
+            lambda r=rank: memory.put(y, r),
+            lambda r=rank: memory.get(r, 1, np.float32),
+            lambda r=rank: memory.get_buffer(r, 1, np.float32),
+        ):
+            refused(world, ns.ArgumentError, call, text)
+    for call in (
+        lambda: memory.put(y, 0, 0.0),
+        lambda: memory.get(0, 1, np.float32, "1"),
+        lambda: memory.get(0, 1.5, np.float32),
+        lambda: memory.get_buffer(0, (1, 2.0), np.float32),
+    ):
+        refused(world, ns.ArgumentError, call, "give integers")
+    for call in (memory.get, memory.get_buffer):
+        for dtype in ("no such type", object):
+            args = (0, 1, dtype)
+            refused(world, ns.ArgumentError, lambda c=call, a=args: c(*a), "dtype=")
+    check_works(comm)
+
+
+def test_arrays_that_cannot_be_copied_are_refused(comm, world, memory, x):
+    host = np.zeros(4, np.float32)
+    matrix = ordinary((3, 4), np.float32)
+    cases = (
+        (host, "put", "lies in host memory"),
+        ("array", "put", "is no device array"),
+        (matrix[:, 1], "put", "is strided"),
+        (matrix.T, "put", "is in Fortran order"),
+        (x[1:5], "put", "overlaps its place"),
+        (x[:4], "put", "overlaps its place"),
+        (host, "get", "lies in host memory"),
+        (matrix[:, 1], "get", "is strided"),
+        (matrix.T, "get", "is in Fortran order"),
+        (matrix, "get", "of shape (3, 4) and float32; pass an array of shape (4,)"),
+        (ordinary(4, np.int32), "get", "of shape (4,) and int32; pass an array"),
+        (x[2:6], "get", "overlaps its place"),
+    )
+    for array, name, text in cases:
+        if name == "put":
+            call = lambda a=array: memory.put(a, comm.rank)  # noqa: E731
+        else:
+            call = lambda a=array: memory.get(  # noqa: E731
+                comm.rank, 4, np.float32, out=a
+            )
+        refused(world, ns.ArgumentError, call, f"{name}: ", text)
+    assert np.array_equal(get(x), pattern(comm.rank))
+    check_works(comm)
+
+
+def test_a_mistake_on_one_rank_is_its_own(comm, world, memory, x, finished):
+    """Nothing here is collective: the others' copies go on."""
+    target, error = (comm.rank + 1) % comm.size, None
+    try:
+        memory.put(device(pattern(-1, 3)), 1000 if comm.rank == 0 else target)
+    except ns.ArgumentError as found:
+        error = str(found)
+    assert (error is not None) == (comm.rank == 0)
+    finished()
+    left = (comm.rank - 1) % comm.size
+    wanted = pattern(comm.rank)
+    if left != 0:
+        wanted[:3] = pattern(-1, 3)
+    assert np.array_equal(get(x), wanted)
+    finished()
+
+
+def calls_of(memory):
+    y = cuda.to_device(np.zeros(1, np.float32))
+    return (
+        lambda: memory.put(y, 0),
+        lambda: memory.get(0, 1, np.float32),
+        memory.fence,
+    )
+
+
+def test_nothing_works_after_close(world):
+    comm = ns.Communicator(world, timeout=60)
+    memory = comm.rendezvous(comm.empty(5, np.float32))
+    comm.close()
+    for call in calls_of(memory):
+        refused(world, ns.ClosedError, call, "was closed")
+
+
+def test_nothing_works_once_the_memory_has_gone(comm, world):
+    pointer = comm.allocator.alloc(64)
+    memory = comm.allocator.rendezvous(pointer, comm)
+    comm.allocator.free(pointer)
+    keep = comm.empty(1, np.int8)
+    for call in calls_of(memory):
+        refused(world, ns.ClosedError, call, "was closed")
+    del keep
+
+
+def test_nothing_works_after_a_failure(world):
+    comm = ns.Communicator(world, timeout=60)
+    memory = comm.rendezvous(comm.empty(5, np.float32))
+    world.barrier()
+    comm._group.abandon()
+    world.barrier()
+    for call in calls_of(memory):
+        refused(world, ns.CollectiveTimeout, call, "left after an error")
+    refused(world, ns.CollectiveTimeout, comm.close, "left after an error")

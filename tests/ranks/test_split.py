@@ -1,0 +1,358 @@
+"""Communicators of some ranks: who is in them, how they live side by side and end."""
+
+import gc
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm.collectives import communicator
+from numba_symm.launch import ranks
+from tests.ranks.helpers import check_works, get, refused
+
+needs_peers = pytest.mark.skipif(
+    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
+    reason="one rank alone has nobody to leave out",
+)
+
+
+class ByHand:
+    """A communicator that is not mpi4py's, as a user may make one."""
+
+    def __init__(self, comm):
+        self._comm = comm
+        self.rank, self.size = comm.rank, comm.size
+        self.allgather, self.barrier = comm.allgather, comm.barrier
+
+    def split(self, color, key):
+        from mpi4py import MPI
+
+        split = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        return ByHand(split) if split else None
+
+
+class Undivided(ByHand):
+    split = property()  # which hasattr does not see
+
+
+@pytest.fixture(params=["mpi4py", "by hand"])
+def either(world, request):
+    """A communicator made of mpi4py's, and one made of an object made by hand."""
+    origin = ByHand(world) if request.param == "by hand" else world
+    comm = ns.Communicator(origin, timeout=60)
+    yield comm
+    agreement = request.config.pluginmanager.get_plugin("agreement")
+    agreement.agree(request.session, request.node.nodeid)
+    comm.close()
+
+
+@pytest.fixture
+def last(world):
+    """Whether this is the last rank, the one that errs."""
+    return world.rank == world.size - 1
+
+
+def members(child, world):
+    """Return the child's ranks by their ranks in ``world``, as a kernel sees them."""
+    mine = cuda.to_device(np.array([world.rank]))
+    return get(child.all_gather(mine)).ravel().tolist()
+
+
+def total(comm, world):
+    """Return the sum of what each rank of ``comm`` has: its rank in ``world``."""
+    return int(get(comm.all_reduce(cuda.to_device(np.array([world.rank]))))[0])
+
+
+def test_even_and_odd_ranks_reduce_apart_and_together(either, world):
+    fellows = [*range(world.rank % 2, world.size, 2)]
+    with either.split(world.rank % 2) as child:
+        assert (child.rank, child.size) == (world.rank // 2, len(fellows))
+        assert members(child, world) == fellows
+        for _ in range(3):
+            assert total(child, world) == sum(fellows)
+            assert total(either, world) == sum(range(world.size))
+            child.barrier()
+            either.barrier()
+        check_works(child)
+        check_works(either)
+    check_works(either)
+
+
+def test_a_child_has_what_its_parent_has(world):
+    stream = cuda.stream()
+    with ns.Communicator(world, timeout=59, stream=stream) as comm:
+        for child in (comm.split(0), comm.dup()):
+            with child:
+                assert child.device == comm.device
+                assert child.backend == comm.backend
+                assert child.timeout == 59
+                assert child.stream is stream
+                assert child.allocator is comm.allocator
+                assert child.workspace.addresses != comm.workspace.addresses
+                assert child.guard.board != comm.guard.board
+
+
+@needs_peers
+def test_a_child_is_as_strict_as_its_parent(world):
+    with ns.Communicator(world, timeout=60, debug=True) as comm, comm.split(0) as child:
+        x = cuda.to_device(np.ones(3 + world.rank, np.float32))
+        refused(world, ns.ArgumentError, lambda: child.all_reduce(x), "has 3 float32")
+
+
+def test_keys_order_the_ranks(either, world):
+    n = world.size
+    for keys in (
+        [*range(n)][::-1],
+        [-(2**31), *range(1, n)],
+        [r % 2 for r in range(n)],
+    ):
+        with either.split(0, keys[world.rank]) as child:
+            wanted = sorted(range(n), key=lambda rank, keys=keys: (keys[rank], rank))
+            assert members(child, world) == wanted
+            assert wanted[child.rank] == world.rank
+
+
+def test_equal_keys_keep_the_order(comm, world):
+    with comm.split(np.int64(2**31 - 1), key=np.int8(7)) as child:
+        assert members(child, world) == [*range(world.size)]
+
+
+def test_a_rank_may_stay_out(either, world, last):
+    from mpi4py import MPI
+
+    for none in (None, MPI.UNDEFINED):
+        child = either.split(none if last else 5)
+        assert (child is None) == last
+        if child is not None:
+            with child:
+                assert members(child, world) == [*range(world.size - 1)]
+                check_works(child)
+        check_works(either)
+        assert either.split(none) is None
+    check_works(either)
+
+
+def test_children_of_two_splits_overlap(either, world):
+    row, column = divmod(world.rank, 2)
+    rows = [r for r in range(world.size) if r // 2 == row]
+    columns = [r for r in range(world.size) if r % 2 == column]
+    with either.split(row) as across, either.split(column) as down:
+        for _ in range(3):
+            assert total(across, world) == sum(rows)
+            assert total(down, world) == sum(columns)
+        assert members(across, world) == rows
+        assert members(down, world) == columns
+        assert total(either, world) == sum(range(world.size))
+        check_works(across)
+        check_works(down)
+
+
+def test_a_split_of_a_split(either, world):
+    with (
+        either.split(world.rank // 2, -world.rank) as pair,
+        pair.split(pair.rank) as alone,
+        pair.split(0, pair.size - pair.rank) as back,
+    ):
+        assert members(alone, world) == [world.rank]
+        fellows = [r for r in range(world.size) if r // 2 == world.rank // 2]
+        assert members(pair, world) == fellows[::-1]
+        assert members(back, world) == fellows
+        check_works(alone)
+        check_works(back)
+        check_works(pair)
+
+
+def test_memory_belongs_to_the_communicator_it_was_made_with(comm, world):
+    with comm.split(world.rank % 2) as child:
+        x = child.zeros(4, np.int64)
+        memory = child.rendezvous(x)
+        assert memory.world_size == child.size
+        right = (child.rank + 1) % child.size
+        memory.get_buffer(right, 1, np.int64).copy_to_device(np.array([world.rank]))
+        child.barrier()
+        left = (child.rank - 1) % child.size
+        assert get(x)[0] == 2 * left + world.rank % 2
+
+
+def test_a_duplicate_works_beside_the_original(comm, world):
+    with comm.dup() as other, other.dup() as third:
+        assert (other.rank, other.size) == (comm.rank, comm.size)
+        for each in (comm, other, third, other, comm):
+            assert members(each, world) == [*range(world.size)]
+            check_works(each)
+
+
+def test_a_duplicate_needs_no_method_split(world):
+    with ns.Communicator(Undivided(world), timeout=60) as comm, comm.dup() as other:
+        check_works(other)
+        check_works(comm)
+
+
+# How they end
+
+
+def test_children_outlive_their_parent(either, world):
+    child, other = either.split(world.rank % 2), either.dup()
+    either.close()
+    check_works(child)
+    with child.split(0) as grandchild:
+        child.close()
+        check_works(grandchild)
+    check_works(other)
+    other.close()
+    refused(world, ns.ClosedError, lambda: either.split(0), "was closed")
+    refused(world, ns.ClosedError, either.dup, "was closed")
+
+
+def test_parents_outlive_their_children(comm, world):
+    for _ in range(3):
+        child, other = comm.split(world.rank % 2), comm.dup()
+        for each in (child, other):
+            each.close()
+            refused(world, ns.ClosedError, each.barrier, "was closed")
+        check_works(comm)
+
+
+def test_arrays_of_a_child_stay_readable_after_its_close(comm, world):
+    with comm.split(world.rank % 2) as child:
+        x = child.zeros(5, np.int64)
+    del child
+    gc.collect()
+    assert not get(x).any()
+
+
+@needs_peers
+def test_a_failure_is_its_communicators_alone(comm, world):
+    child, other = comm.split(world.rank % 2), comm.dup()
+    if world.rank == 0:
+        child._group.abandon()
+    world.barrier()
+    if world.rank % 2 == 0:
+        with pytest.raises(ns.CollectiveTimeout, match="rank 0 left"):
+            child.check()
+        with pytest.raises(ns.CollectiveTimeout, match="rank 0 left"):
+            child.split(0)
+        with pytest.raises(ns.CollectiveTimeout):
+            child.close()
+    else:
+        check_works(child)
+        child.close()
+    check_works(other)
+    check_works(comm)
+    world.barrier()  # nobody is still at work with it
+    comm._group.abandon()
+    world.barrier()
+    refused(world, ns.CollectiveTimeout, lambda: comm.split(0), "left after an error")
+    refused(world, ns.CollectiveTimeout, comm.dup, "left after an error")
+    check_works(other)
+    other.close()
+    refused(world, ns.CollectiveTimeout, comm.close, "left after an error")
+
+
+class Mistake(Exception):
+    pass
+
+
+def test_leaving_a_child_by_an_exception_leaves_the_parent(comm, world):
+    def err():
+        with comm.split(world.rank % 2):
+            raise Mistake
+
+    refused(world, Mistake, err)
+    check_works(comm)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """Every communicator that the library made of another one of MPI."""
+    found = []
+
+    def recorded(make):
+        def made(*args):
+            found.append(make(*args))
+            return found[-1]
+
+        return made
+
+    for name in ("duplicate", "split"):
+        monkeypatch.setattr(ranks, name, recorded(getattr(ranks, name)))
+    return found
+
+
+def test_mpis_communicators_are_freed(world, made):
+    with ns.Communicator(world, timeout=60) as comm:
+        with comm.split(0), comm.dup(), comm.split(world.rank):
+            assert [bool(each) for each in made] == [
+                True,  # the parent's
+                *(False, True),  # what was split off, and the child's duplicate of it
+                True,
+                *(False, True),
+            ]
+        assert [bool(each) for each in made] == [True] + [False] * 5
+    assert not any(made)
+
+
+# Mistakes
+
+
+def test_a_color_wrong_on_one_rank_is_refused_on_all(comm, world, last):
+    for color in (-1, 2**31, -(2**40), 1.0, "red", (1,)):
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda c=color: comm.split(c if last else 0),
+            "split failed on 1 of",
+            f"rank {world.size - 1}: split: color={color!r}; give an int of 0 to",
+        )
+    check_works(comm)
+
+
+def test_a_key_wrong_on_one_rank_is_refused_on_all(comm, world, last):
+    for key in (2**31, -(2**31) - 1, 0.5, None, "first"):
+        for color in (0, None):
+            refused(
+                world,
+                ns.ArgumentError,
+                lambda c=color, k=key: comm.split(c, k if last else 0),
+                f"rank {world.size - 1}: split: key={key!r}; give an int of 32 bits",
+            )
+    check_works(comm)
+
+
+def test_what_cannot_be_split_is_told(world):
+    with ns.Communicator(Undivided(world), timeout=60) as comm:
+        text = "has no method split; give it split(color, key)"
+        refused(world, ns.ArgumentError, lambda: comm.split(0), text)
+        check_works(comm)
+
+
+def test_a_split_that_gives_no_communicator_is_told(world, last):
+    class Broken(ByHand):
+        def split(self, color, key):
+            found = super().split(color, key)
+            return 3 if last else found
+
+    with ns.Communicator(Broken(world), timeout=60) as comm:
+        refused(world, ns.ArgumentError, lambda: comm.split(world.rank), "lacks rank")
+        check_works(comm)
+
+
+def test_a_child_that_cannot_be_made_fails_on_all_ranks(
+    either, world, last, made, monkeypatch
+):
+    def refuse():
+        raise ns.BackendError("no such grid")
+
+    before = len(communicator._open)
+    for call in (lambda: either.split(world.rank % 2), either.dup):
+        with monkeypatch.context() as patch:
+            if last:
+                patch.setattr(communicator, "_block_limit", refuse)
+            refused(world, ns.BackendError, call, "no such grid")
+        gc.collect()
+        assert len(communicator._open) == before
+        assert not any(isinstance(each, type(world)) and each for each in made)
+        check_works(either)
+    with either.split(world.rank % 2) as child:
+        check_works(child)
