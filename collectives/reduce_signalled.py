@@ -109,8 +109,8 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
         root: int,
         chunks: int,
     ) -> None:
-        # Owners are the ranks whose ``number`` is below ``owners``, and that of their
-        # shard; the k-th of the ring has the next but k. ``root`` counts along it, too.
+        # A rank whose ``number`` is below ``owners`` owns the shard of that number; the
+        # k-th of the ring has ``number + 1 + k``. The root is the ``root``-th of it.
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
