@@ -4,6 +4,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+
 from numba_symm import streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import transfer
@@ -248,7 +250,8 @@ class PointToPoint:
 
 def check_rank(rank: Any, size: int, what: str) -> None:
     """Refuse what is no rank."""
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < size:
+    integer = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
+    if not integer or not 0 <= rank < size:
         raise ArgumentError(f"{what}={rank!r}; give a rank from 0 to {size - 1}")
 
 

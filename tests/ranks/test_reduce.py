@@ -201,7 +201,7 @@ def test_a_root_that_is_no_rank(comm, world, root):
         world,
         ns.ArgumentError,
         lambda: comm.reduce(x, root=root),
-        f"reduce: root={root!r}; give a rank, 0 to {comm.size - 1}",
+        f"reduce: root={root!r}; give a rank from 0 to {comm.size - 1}",
     )
     check_works(comm)
     meet(comm, world)
