@@ -121,24 +121,24 @@ def test_a_sender_far_ahead_of_its_receivers(comm, world):
     """Calls that nobody has received wait their turn, and none is lost."""
     calls = 40 if SIMULATED else 1000
     dtype, sizes = DTYPES[2], (3, 700, 40)
+    arrays = [ordinary(sizes[call % 3], dtype) for call in range(calls)]
+    wanted = [content(each.size, dtype, call) for call, each in enumerate(arrays)]
     if comm.rank == 0:
-        for call in range(calls):
-            count = sizes[call % 3]
-            x = ordinary(count, dtype)
-            put(x, content(count, dtype, call))
+        for x, host in zip(arrays, wanted, strict=True):
+            put(x, host)
+        world.barrier()
+        for x in arrays:
             for peer in range(1, comm.size):
                 comm.send(x, peer)
         comm.synchronize()
     else:
+        world.barrier()
         time.sleep(0.3 * comm.rank)
-        found = []
-        for call in range(calls):
-            found.append(ordinary(sizes[call % 3], dtype))
-            comm.recv(found[-1], 0)
+        for out in arrays:
+            comm.recv(out, 0)
         comm.synchronize()
-        for call, array in enumerate(found):
-            wanted = content(sizes[call % 3], dtype, call)
-            assert same(array.copy_to_host(), wanted), call
+        for call, (out, host) in enumerate(zip(arrays, wanted, strict=True)):
+            assert same(out.copy_to_host(), host), call
     world.barrier()
 
 
