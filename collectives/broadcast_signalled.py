@@ -24,11 +24,13 @@ from numba_symm.collectives.two_shot import shard
 from numba_symm.collectives.two_shot_signalled import REDUCED, SCATTERED
 from numba_symm.collectives.workspace import (
     ADDRESS,
+    LOADS,
     MAX_BLOCKS,
     ROW,
     SIGNALLED,
     THREADS,
     VECTOR,
+    chunks_of,
     divide_up,
     follow_previous_grid,
     is_ragged,
@@ -47,8 +49,6 @@ from numba_symm.device.signals import BROADCAST
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
 
-LOADS = 4  # vectors that a thread loads before it stores them
-
 
 def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
@@ -62,7 +62,8 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
     flag_set = 4 * size * MAX_BLOCKS
     others = size - 1
     batch = min(rows, max(1, LOADS // size))
-    held = batch * others
+    held = max(batch * others, LOADS)
+    relayed = min(rows, LOADS)
     tell, told = make_flags(size, BROADCAST)
 
     @device_function
@@ -74,6 +75,15 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
     def flag_place(block: int, which: int) -> int:
         return flags + which * flag_set + 4 * size * block
 
+    @device_function
+    def inside(
+        owner: int, vector: int, step: int, height: int, share: int, vectors: int
+    ) -> bool:
+        # The root owns nothing, and the last owners' shards may be short.
+        at = vector + step * THREADS
+        mine = owner < others and step < height and at < share
+        return mine and owner * share + at < vectors
+
     def broadcast_signalled(
         guard: Any,
         early: bool,
@@ -84,6 +94,7 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
         count: int,
         vectors: int,
         share: int,
+        height: int,
         chunks: int,
     ) -> None:
         follow_previous_grid(early)
@@ -96,10 +107,10 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
         # By the ring from the root on, whose own place is the last.
         mine = (rank + size - root - 1) % size
         to_root = (root + size - rank - 1) % size
-        stride = cuda.gridDim.x * rows * THREADS
+        stride = cuda.gridDim.x * height * THREADS
         epoch_at = own + epochs + 4 * block
         before = word_of(ld_u32(epoch_at))
-        first = block * rows * THREADS + thread
+        first = block * height * THREADS + thread
         failed = False
         for turn in range(chunks + 2):
             if turn >= 2:
@@ -109,34 +120,34 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
                 slot = own + place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (turn - 2) * stride
                 if not is_root:
-                    for row in range(0, rows, batch):
-                        for i in range(held):
-                            step, k = row + i // others, i % others
-                            if vector + step * THREADS < share:
-                                here = slot + k * rank_stride + step * ROW
-                                low[i], high[i] = ld_v2_u64(here)
-                        for i in range(held):
+                    for row in range(0, height, batch):
+                        for i in range(batch * others):
                             step, k = row + i // others, i % others
                             owner = (mine + 1 + k) % size
-                            there = owner * share + vector + step * THREADS
-                            inside = vector + step * THREADS < share and there < vectors
-                            if owner != others and inside:
+                            if inside(owner, vector, step, height, share, vectors):
+                                here = slot + k * rank_stride + step * ROW
+                                low[i], high[i] = ld_v2_u64(here)
+                        for i in range(batch * others):
+                            step, k = row + i // others, i % others
+                            owner = (mine + 1 + k) % size
+                            if inside(owner, vector, step, height, share, vectors):
+                                there = owner * share + vector + step * THREADS
                                 store(array, there, count, low[i], high[i])
             if turn < chunks:
                 epoch = (before + turn + 1) & 0xFFFFFFFF
                 slot = place(block, epoch, SCATTERED) + VECTOR * thread
                 vector = first + turn * stride
                 if is_root:
-                    for row in range(0, rows, batch):
-                        for i in range(held):
+                    for row in range(0, height, batch):
+                        for i in range(batch * others):
                             # The root's k-th neighbour owns shard k.
                             step, k = row + i // others, i % others
-                            there = k * share + vector + step * THREADS
-                            if vector + step * THREADS < share and there < vectors:
+                            if inside(k, vector, step, height, share, vectors):
+                                there = k * share + vector + step * THREADS
                                 low[i], high[i] = load(array, there, count)
-                        for i in range(held):
+                        for i in range(batch * others):
                             step, k = row + i // others, i % others
-                            if vector + step * THREADS < share:
+                            if inside(k, vector, step, height, share, vectors):
                                 to = ring[k] + slot + (others - 1 - k) * rank_stride
                                 st_v2_u64(to + step * ROW, (low[i], high[i]))
                 tell(ring, flag_place(block, SCATTERED), rank, epoch)
@@ -149,15 +160,18 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
                 slot = place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (turn - 1) * stride
                 if not is_root:
-                    for row in range(rows):
-                        if vector + row * THREADS < share:
-                            words = ld_v2_u64(here + row * ROW)
-                            for k in range(others):
-                                to = ring[k] + slot + (others - 1 - k) * rank_stride
-                                if k != to_root:
-                                    st_v2_u64(to + row * ROW, words)
-                            there = mine * share + vector + row * THREADS
-                            if there < vectors:
+                    for row in range(0, height, relayed):
+                        for i in range(relayed):
+                            if inside(mine, vector, row + i, height, share, vectors):
+                                low[i], high[i] = ld_v2_u64(here + (row + i) * ROW)
+                        for i in range(relayed):
+                            if inside(mine, vector, row + i, height, share, vectors):
+                                words = low[i], high[i]
+                                for k in range(others):
+                                    to = slot + (others - 1 - k) * rank_stride
+                                    if k != to_root:
+                                        st_v2_u64(ring[k] + to + (row + i) * ROW, words)
+                                there = mine * share + vector + (row + i) * THREADS
                                 store(array, there, count, words[0], words[1])
                 tell(ring, flag_place(block, REDUCED), rank, epoch)
         # All threads have read the epoch before it changes.
@@ -171,7 +185,7 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
 @functools.cache
 def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    arguments = (types.int64, ADDRESS, *4 * (types.int64,))
+    arguments = (types.int64, ADDRESS, *5 * (types.int64,))
     constants = (size, element, ragged)
     return workspace.make_kernel(make_broadcast_signalled, constants, *arguments)
 
@@ -193,11 +207,9 @@ def bind(
         return lambda stream: None
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size - 1)
-    rows = SIGNALLED.steps(comm.size)
-    grid = min(divide_up(share, rows * THREADS), comm.max_blocks, SIGNALLED.blocks)
+    grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)
     ragged = is_ragged(source, target, count, element.lanes)
     return workspace.launch(
         kernel(comm.size, element, ragged),
-        *(comm, grid, root, target, count, vectors, share),
-        divide_up(share, grid * rows * THREADS),
+        *(comm, grid, root, target, count, vectors, share, height, chunks),
     )

@@ -20,11 +20,13 @@ from numba_symm.collectives.exchange import Exchange, Output, make_reduced, of_n
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.workspace import (
     ADDRESS,
+    LOADS,
     MAX_BLOCKS,
     ROW,
     SIGNALLED,
     THREADS,
     VECTOR,
+    chunks_of,
     divide_up,
     follow_previous_grid,
     is_ragged,
@@ -59,6 +61,8 @@ def make_exchange_signalled(
     half_stride = 2 * (size - 1) * rank_stride  # of which the first part is used here
     read_flags = flags + 4 * size * MAX_BLOCKS
     others = size - 1
+    batch = min(rows, max(1, LOADS // size))
+    held = batch * size
     parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
 
     def exchange_signalled(
@@ -72,18 +76,21 @@ def make_exchange_signalled(
         count: int,
         vectors: int,
         taken: int,
+        height: int,
         chunks: int,
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        low = cuda.local.array(size, types.int64)
-        high = cuda.local.array(size, types.int64)
+        low = cuda.local.array(held, types.int64)
+        high = cuda.local.array(held, types.int64)
+        own_low = cuda.local.array(size, types.int64)
+        own_high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
-        stride = cuda.gridDim.x * rows * THREADS
+        stride = cuda.gridDim.x * height * THREADS
         epoch_at = own + epochs + 4 * block
         before = word_of(ld_u32(epoch_at))
-        first = block * rows * THREADS + thread
+        first = block * height * THREADS + thread
         mine = source + guard.rank * part if parts_in else source
         sent = flags + 4 * size * block
         read = read_flags + 4 * size * block
@@ -95,45 +102,62 @@ def make_exchange_signalled(
             if turn < chunks:
                 epoch = (before + turn + 1) & 0xFFFFFFFF
                 slot = slots + (2 * block + (epoch & 1)) * half_stride
-                for row in range(rows):
-                    vector = first + turn * stride + row * THREADS
-                    if vector < vectors:
-                        there = slot + VECTOR * thread + row * ROW
-                        if not parts_in:
-                            words = load(source, vector, count)
-                            for k in range(others):
-                                low[k], high[k] = words
-                        else:
-                            for k in range(others):
+                vector = first + turn * stride
+                for row in range(0, height, batch):
+                    for i in range(batch * others):
+                        step, k = row + i // others, i % others
+                        at = vector + step * THREADS
+                        if step < height and at < vectors:
+                            if parts_in:
                                 r = (guard.rank + 1 + k) % size
-                                words = load(source + r * part, vector, count)
-                                low[k], high[k] = words
-                        for k in range(others):
+                                words = load(source + r * part, at, count)
+                                low[i], high[i] = words
+                            elif k == 0:
+                                words = load(source, at, count)
+                                low[i], high[i] = words
+                            else:
+                                low[i], high[i] = low[i - 1], high[i - 1]
+                    for i in range(batch * others):
+                        step, k = row + i // others, i % others
+                        if step < height and vector + step * THREADS < vectors:
                             # The sender is its k-th neighbour's (n - 2 - k)-th.
-                            to = ring[k] + there + (others - 1 - k) * rank_stride
-                            st_v2_u64(to, (low[k], high[k]))
+                            to = ring[k] + slot + (others - 1 - k) * rank_stride
+                            place = to + step * ROW + VECTOR * thread
+                            st_v2_u64(place, (low[i], high[i]))
                 tell(ring, sent, guard.rank, epoch)
             if 1 <= turn <= chunks:
                 epoch = (before + turn) & 0xFFFFFFFF
                 failed = told(guard, own + sent, block, epoch, failed)
                 slot = own + slots + (2 * block + (epoch & 1)) * half_stride
-                for row in range(rows):
-                    vector = first + (turn - 1) * stride + row * THREADS
-                    if vector < vectors:
-                        here = slot + VECTOR * thread + row * ROW
-                        low[0], high[0] = load(mine, vector, count)
-                        for k in range(others):
-                            words = ld_v2_u64(here + k * rank_stride)
-                            low[k + 1], high[k + 1] = words
-                        if parts_out:
+                slot += VECTOR * thread
+                vector = first + (turn - 1) * stride
+                for row in range(0, height, batch):
+                    for i in range(held):
+                        step, j = row + i // size, i % size
+                        at = vector + step * THREADS
+                        if step < height and at < vectors:
+                            if j == 0:
+                                low[i], high[i] = load(mine, at, count)
+                            else:
+                                here = slot + (j - 1) * rank_stride
+                                low[i], high[i] = ld_v2_u64(here + step * ROW)
+                    for i in range(batch):
+                        at = vector + (row + i) * THREADS
+                        if row + i < height and at < vectors:
                             for j in range(size):
-                                there = target + (guard.rank + j) % size * part
-                                store(there, vector, count, low[j], high[j])
-                        elif taken > 0:
-                            result = reduced(guard.rank, taken, low, high, spare)
-                            store(target, vector, count, result[0], result[1])
-                        elif none_stored:
-                            store(target, vector, count, none_low, none_high)
+                                own_low[j] = low[i * size + j]
+                                own_high[j] = high[i * size + j]
+                            if parts_out:
+                                for j in range(size):
+                                    to = target + (guard.rank + j) % size * part
+                                    store(to, at, count, own_low[j], own_high[j])
+                            elif taken > 0:
+                                words = reduced(
+                                    guard.rank, taken, own_low, own_high, spare
+                                )
+                                store(target, at, count, words[0], words[1])
+                            elif none_stored:
+                                store(target, at, count, none_low, none_high)
                 # What this block has read of the chunk, it has read before it tells so.
                 tell(ring, read, guard.rank, epoch)
         # All threads have read the epoch before it changes.
@@ -148,7 +172,7 @@ def make_exchange_signalled(
 def kernel(size: int, element: Element, op: Op, ragged: bool, kind: Exchange) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, kind)
-    arguments = (ADDRESS, ADDRESS, *5 * (types.int64,))
+    arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
     return workspace.make_kernel(make_exchange_signalled, constants, *arguments)
 
 
@@ -163,13 +187,11 @@ def bind(
 ) -> Launch:
     """Return the packed launch; see ``Bind`` in ``select.py``."""
     vectors = divide_up(count, element.lanes)
-    rows = SIGNALLED.steps(comm.size)
-    grid = min(divide_up(vectors, rows * THREADS), comm.max_blocks, SIGNALLED.blocks)
+    grid, height, chunks = chunks_of(vectors, comm.size, comm.max_blocks)
     ragged = is_ragged(source, target, count, element.lanes)
     part = count * element.itemsize
     return workspace.launch(
         kernel(comm.size, element, op, ragged, kind),
         *(comm, grid, source, target, part, count, vectors),
-        kind.output.taken(comm.rank, comm.size, root=0),
-        divide_up(vectors, grid * rows * THREADS),
+        *(kind.output.taken(comm.rank, comm.size, root=0), height, chunks),
     )

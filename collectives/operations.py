@@ -113,7 +113,7 @@ def _check_parts(x: ArrayView, size: int, what: str) -> None:
 
 # Guesses by analogy with all_reduce; only 2 and 4 ranks were ever measured.
 _K = 1 << 10
-_LL_LIMIT = 128 * _K  # bytes that a rank sends, without flags
+_LL_LIMIT = 256 * _K  # bytes that a rank sends, without flags
 _SENTINEL_LIMIT = 512 * _K
 _SIMULATED_LIMIT = 512
 

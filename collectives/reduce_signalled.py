@@ -41,11 +41,13 @@ from numba_symm.collectives.two_shot import shard
 from numba_symm.collectives.two_shot_signalled import REDUCED, SCATTERED
 from numba_symm.collectives.workspace import (
     ADDRESS,
+    LOADS,
     MAX_BLOCKS,
     ROW,
     SIGNALLED,
     THREADS,
     VECTOR,
+    chunks_of,
     divide_up,
     follow_previous_grid,
     is_ragged,
@@ -86,6 +88,8 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
     others = size - 1
     owners = owners_of(size)
     root_owns = owners == 1
+    batch = min(rows, max(1, LOADS // size))
+    held = batch * size
 
     @device_function
     def place(block: int, epoch: int, which: int) -> int:
@@ -107,6 +111,7 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
         share: int,
         number: int,
         root: int,
+        height: int,
         chunks: int,
     ) -> None:
         # A rank whose ``number`` is below ``owners`` owns the shard of that number; the
@@ -114,13 +119,15 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        low = cuda.local.array(size, types.int64)
-        high = cuda.local.array(size, types.int64)
+        low = cuda.local.array(held, types.int64)
+        high = cuda.local.array(held, types.int64)
+        own_low = cuda.local.array(size, types.int64)
+        own_high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
-        stride = cuda.gridDim.x * rows * THREADS
+        stride = cuda.gridDim.x * height * THREADS
         epoch_at = own + epochs + 4 * block
         before = word_of(ld_u32(epoch_at))
-        first = block * rows * THREADS + thread
+        first = block * height * THREADS + thread
         mine = number * share
         failed = False
         # The order of these steps is what the halves rest on.
@@ -130,32 +137,38 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
                 flag = own + flag_place(block, REDUCED)
                 failed = told(guard, flag, block, epoch, failed)
                 slot = own + place(block, epoch, REDUCED) + VECTOR * thread
-                for row in range(rows):
-                    vector = first + (turn - 2) * stride + row * THREADS
-                    if vector < share and target != 0 and not root_owns:
-                        here = slot + row * ROW
-                        for k in range(others):
-                            low[k], high[k] = ld_v2_u64(here + k * rank_stride)
-                        for k in range(others):
+                vector = first + (turn - 2) * stride
+                if target != 0 and not root_owns:
+                    for row in range(0, height, batch):
+                        for i in range(batch * others):
+                            step, k = row + i // others, i % others
+                            if step < height and vector + step * THREADS < share:
+                                here = slot + k * rank_stride + step * ROW
+                                low[i], high[i] = ld_v2_u64(here)
+                        for i in range(batch * others):
                             # The root's k-th neighbour has number k.
-                            store(target, k * share + vector, count, low[k], high[k])
+                            step, k = row + i // others, i % others
+                            at = vector + step * THREADS
+                            if step < height and at < share:
+                                store(target, k * share + at, count, low[i], high[i])
             if turn < chunks:
                 epoch = (before + turn + 1) & 0xFFFFFFFF
                 slot = place(block, epoch, SCATTERED) + VECTOR * thread
-                for row in range(rows):
-                    vector = first + turn * stride + row * THREADS
-                    if vector < share:
-                        there = slot + row * ROW
-                        for k in range(others):
-                            owner = (number + 1 + k) % size
-                            if owner < owners:
-                                at = owner * share + vector
-                                low[k], high[k] = load(source, at, count)
-                        for k in range(others):
-                            if (number + 1 + k) % size < owners:
-                                # The sender is its k-th neighbour's (n - 2 - k)-th.
-                                to = ring[k] + there + (others - 1 - k) * rank_stride
-                                st_v2_u64(to, (low[k], high[k]))
+                vector = first + turn * stride
+                for row in range(0, height, batch):
+                    for i in range(batch * others):
+                        step, k = row + i // others, i % others
+                        owner, at = (number + 1 + k) % size, vector + step * THREADS
+                        if step < height and at < share and owner < owners:
+                            words = load(source, owner * share + at, count)
+                            low[i], high[i] = words
+                    for i in range(batch * others):
+                        step, k = row + i // others, i % others
+                        owner, at = (number + 1 + k) % size, vector + step * THREADS
+                        if step < height and at < share and owner < owners:
+                            # The sender is its k-th neighbour's (n - 2 - k)-th.
+                            to = ring[k] + slot + (others - 1 - k) * rank_stride
+                            st_v2_u64(to + step * ROW, (low[i], high[i]))
                 tell(ring, flag_place(block, SCATTERED), guard.rank, epoch)
             if 1 <= turn <= chunks:
                 epoch = (before + turn) & 0xFFFFFFFF
@@ -163,20 +176,36 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
                 failed = told(guard, flag, block, epoch, failed)
                 here = own + place(block, epoch, SCATTERED) + VECTOR * thread
                 slot = place(block, epoch, REDUCED) + VECTOR * thread
-                for row in range(rows):
-                    vector = first + (turn - 1) * stride + row * THREADS
-                    if vector < share and number < owners:
-                        low[0], high[0] = load(source, mine + vector, count)
-                        for k in range(others):
-                            words = ld_v2_u64(here + row * ROW + k * rank_stride)
-                            low[k + 1], high[k + 1] = words
-                        result = reduced(guard.rank, size, low, high, spare)
-                        if root_owns:
-                            store(target, mine + vector, count, result[0], result[1])
-                        for k in range(others):
-                            if k == root:
-                                there = slot + (others - 1 - k) * rank_stride
-                                st_v2_u64(ring[k] + there + row * ROW, result)
+                vector = first + (turn - 1) * stride
+                if number < owners:
+                    for row in range(0, height, batch):
+                        for i in range(held):
+                            step, j = row + i // size, i % size
+                            at = vector + step * THREADS
+                            if step < height and at < share:
+                                if j == 0:
+                                    low[i], high[i] = load(source, mine + at, count)
+                                else:
+                                    from_k = here + (j - 1) * rank_stride
+                                    words = ld_v2_u64(from_k + step * ROW)
+                                    low[i], high[i] = words
+                        for i in range(batch):
+                            step = row + i
+                            at = vector + step * THREADS
+                            if step < height and at < share:
+                                for j in range(size):
+                                    own_low[j] = low[i * size + j]
+                                    own_high[j] = high[i * size + j]
+                                result = reduced(
+                                    guard.rank, size, own_low, own_high, spare
+                                )
+                                if root_owns:
+                                    at += mine
+                                    store(target, at, count, result[0], result[1])
+                                for k in range(others):
+                                    if k == root:
+                                        to = slot + (others - 1 - k) * rank_stride
+                                        st_v2_u64(ring[k] + to + step * ROW, result)
                 tell(ring, flag_place(block, REDUCED), guard.rank, epoch)
         # All threads have read the epoch before it changes.
         cuda.syncthreads()
@@ -190,7 +219,7 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
-    arguments = (ADDRESS, ADDRESS, *5 * (types.int64,))
+    arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
     return workspace.make_kernel(make_reduce_signalled, constants, *arguments)
 
 
@@ -207,8 +236,7 @@ def bind(
     vectors = divide_up(count, element.lanes)
     owners = owners_of(comm.size)
     share = shard(vectors, owners)
-    rows = SIGNALLED.steps(comm.size)
-    grid = min(divide_up(share, rows * THREADS), comm.max_blocks, SIGNALLED.blocks)
+    grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)
     ragged = share * owners != vectors or is_ragged(
         source, target, count, element.lanes
     )
@@ -217,6 +245,5 @@ def bind(
     return workspace.launch(
         kernel(comm.size, element, op, ragged),
         *(comm, grid, source, target, count, share),
-        *((comm.rank - first_owner) % comm.size, root_along_ring),
-        divide_up(share, grid * rows * THREADS),
+        *((comm.rank - first_owner) % comm.size, root_along_ring, height, chunks),
     )

@@ -49,6 +49,7 @@ from numba_symm.device.intrinsics import (
     fence_acq_rel_sys,
     globaltimer,
     ld_acquire_sys_u64,
+    ld_relaxed_sys_u64,
     ld_u32,
     ld_v2_u64,
     poll_pause,
@@ -208,7 +209,7 @@ def make_transfer(
                         failed = not wait_for_epoch(guard, credit, due, record)
                     else:
                         failed = not _await_piece(guard, flag_now, epoch, record)
-                        if not failed and ld_acquire_sys_u64(flag_now) != word:
+                        if not failed and ld_relaxed_sys_u64(flag_now) != word:
                             failed = True
                             record = wait_record(TRANSFER_MISMATCH, rank, peer, 0, 0)
                             for r in range(size):

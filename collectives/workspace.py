@@ -124,6 +124,32 @@ TWO_SHOT = {
 }
 SIGNALLED = Protocol(_blocks(256), 16)
 
+LOADS = 4
+"""Vectors that a thread of a signalled kernel loads before it stores them."""
+
+
+class Chunks(NamedTuple):
+    """How a signalled kernel cuts a message.
+
+    Attributes:
+        grid: number of blocks.
+        height: vectors of a thread in a chunk.
+        number: how many chunks each block has, one after another.
+    """
+
+    grid: int
+    height: int
+    number: int
+
+
+def chunks_of(vectors: int, size: int, max_blocks: int) -> Chunks:
+    """Return the chunks of ``vectors``: rather thin than in few blocks."""
+    most = min(max_blocks, SIGNALLED.blocks)
+    height = min(SIGNALLED.steps(size), divide_up(vectors, most * THREADS))
+    grid = min(divide_up(vectors, height * THREADS), most)
+    return Chunks(grid, height, divide_up(vectors, grid * height * THREADS))
+
+
 LIMIT = 64 << 20
 """Most bytes of a workspace."""
 

@@ -35,6 +35,8 @@ _MODULES = (
     "numba_symm.collectives.exchange",
     "numba_symm.collectives.exchange_signalled",
     "numba_symm.collectives.reduce_signalled",
+    "numba_symm.collectives.broadcast_signalled",
+    "numba_symm.collectives.transfer",
     "explore.programs",
 )
 """In the order of their imports."""
@@ -131,6 +133,7 @@ def _shrink(workspace: ModuleType) -> None:
     workspace.THREADS, workspace.MAX_BLOCKS = THREADS, MAX_BLOCKS
     small = workspace.Protocol(MAX_BLOCKS, ROWS)
     workspace.PULL = workspace.SIGNALLED = small
+    workspace._MOST_ROWS = ROWS
     workspace.ONE_SHOT = workspace.TWO_SHOT = {"sentinel": small, "ll": small}
 
 

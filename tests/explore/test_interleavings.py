@@ -19,7 +19,11 @@ from explore.memory import Finding
 from explore.scheduler import Launch, Machine, explore
 from explore.source import MAX_BLOCKS, THREADS, device_code
 from numba_symm import dtypes
-from numba_symm.collectives import reduce_signalled, two_shot_signalled
+from numba_symm.collectives import (
+    broadcast_signalled,
+    reduce_signalled,
+    two_shot_signalled,
+)
 
 INT64, FLOAT64 = (dtypes.element(name, "test") for name in ("int64", "float64"))
 ALGORITHMS = (
@@ -145,6 +149,33 @@ class World:
             self.streams[comm.rank].append(self.code.reduce_signalled.bind(*args))
         self.expect(target, total)
 
+    def broadcast(self, count):
+        """Add a broadcast from any root by ``broadcast_signalled``."""
+        root = self.random.randrange(self.size)
+        arrays, words = self.inputs(count)
+        for comm, array in zip(self.comms, arrays, strict=True):
+            args = (comm, array, array, count, INT64, "sum", root)
+            self.streams[comm.rank].append(self.code.broadcast_signalled.bind(*args))
+            self.expect(array, words[root])
+
+    def messages(self, *counts):
+        """Add messages of some lengths between any ranks, in one launch a rank."""
+        Message = self.code.transfer.Message
+        sends, receives = [], []
+        for count in counts:
+            src, dst = self.random.sample(range(self.size), 2)
+            arrays, words = self.inputs(count)
+            target = self.map("output", 8 * count)[dst]
+            sends.append((src, Message(dst, arrays[src], 8 * count)))
+            receives.append((dst, Message(src, target, 8 * count)))
+            self.expect(target, words[src])
+        for comm in self.comms:
+            lists = [
+                [m for r, m in found if r == comm.rank] for found in (sends, receives)
+            ]
+            if any(lists):
+                self.streams[comm.rank].append(self.code.transfer.bind(comm, *lists))
+
     def scan(self, count):
         """Add an inclusive scan by ``exchange_signalled``."""
         kind = self.random.choice(KINDS)
@@ -243,18 +274,32 @@ def all_reduces(code, *algorithms):
     return scenario
 
 
-def reduces(code, *others):
-    """Reductions to any root, among ``others`` that use the same slots and flags."""
+def calls_of(code, *names):
+    """Calls of collectives, of which some use the same slots and flags."""
 
     def scenario(machine):
         world = World(machine, code, blocks=machine.random.choice([1, 2]))
         for _ in range(4):
-            name = machine.random.choice(["reduce", *others])
+            name = machine.random.choice(names)
             count = machine.random.choice(COUNTS)
             if name in ALGORITHMS:
                 world.all_reduce(name, count)
             else:
                 getattr(world, name)(count)
+        world.run()
+
+    return scenario
+
+
+def messages(code):
+    """Launches of several messages each, between any ranks, and of none at some."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=machine.random.choice([2, 4]))
+        for _ in range(3):
+            lengths = [1, 2, 3, 8, 9, 17, 33]
+            number = machine.random.choice([1, 2, 2, 3])
+            world.messages(*(machine.random.choice(lengths) for _ in range(number)))
         world.run()
 
     return scenario
@@ -406,8 +451,11 @@ def a_rank_that_never_calls(code, algorithm):
 
 
 def search(scenario, ranks, schedules, races=True):
+    # Each end of a pair has a block for its messages, each way.
+    blocks = 2 * (ranks - 1) if scenario.__qualname__.startswith("messages") else 0
+
     def make(seed):
-        machine = Machine(ranks, MAX_BLOCKS, THREADS, seed)
+        machine = Machine(ranks, max(MAX_BLOCKS, blocks), THREADS, seed)
         machine.memory.races = races
         return machine
 
@@ -448,12 +496,26 @@ def test_calls_of_all_algorithms_in_turns(ranks):
 
 @worlds
 def test_reductions_to_any_root(ranks):
-    holds(reduces(device_code()), ranks, 300)
+    holds(calls_of(device_code(), "reduce"), ranks, 300)
 
 
 @worlds
 def test_reductions_among_others(ranks):
-    holds(reduces(device_code(), "scan", "two_shot_signalled"), ranks, 300)
+    holds(
+        calls_of(device_code(), "reduce", "scan", "broadcast", "two_shot_signalled"),
+        ranks,
+        300,
+    )
+
+
+@worlds
+def test_broadcasts(ranks):
+    holds(calls_of(device_code(), "broadcast"), ranks, 300)
+
+
+@worlds
+def test_messages_between_any_ranks(ranks):
+    holds(messages(device_code()), ranks, 300)
 
 
 @worlds
@@ -510,6 +572,7 @@ def turns_parts(module):
 
 GATHER, SCATTER, REDUCE = turns_parts(two_shot_signalled)
 TAKE, GIVE, OWN = turns_parts(reduce_signalled)
+COLLECT, SEND, RELAY = turns_parts(broadcast_signalled)
 
 SENTINEL, LL, NOT_TWO_LL = MAILED[::2], MAILED[1::2], MAILED[:3]
 FLAGGED = ALGORITHMS[4:]
@@ -672,6 +735,7 @@ FLAGS_BROKEN = {
         ),
     ),
 }
+FENCED = "fence_acq_rel_sys()\n            "
 REDUCE_BROKEN = {
     "one half": ("(2 * block + (epoch & 1))", "2 * block"),
     "one set of flags": ("which * flag_set + ", ""),
@@ -682,14 +746,61 @@ REDUCE_BROKEN = {
         "for turn in range(chunks + (2 if target != 0 else 1))",
     ),
 }
+BROADCAST_BROKEN = {
+    "one half": REDUCE_BROKEN["one half"],
+    "one set of flags": REDUCE_BROKEN["one set of flags"],
+    "scattered before all were told": (COLLECT + SEND, SEND + COLLECT),
+    "collected last": (COLLECT + SEND + RELAY, SEND + RELAY + COLLECT),
+}
+BROADCAST_OF_THREE_BROKEN = {
+    "one set of slots": ("half + which * set_stride", "half"),
+    "relayed to the next": ("if k != to_root:", "if k != 0:"),
+    "shards counted from the root": (
+        "there = owner * share + vector + step * THREADS",
+        "there = k * share + vector + step * THREADS",
+    ),
+}
+SYNCED = {
+    "the block does not wait": (
+        "# What one thread has waited for, the whole block may use.\n" + 16 * " "
+    ),
+    "a flag before all have written": (
+        "# What the whole block has written of the piece comes before its flag.\n"
+        + 8 * " "
+    ),
+    "a credit before all have read": (
+        "# What the whole block has read of the piece, it has read before it says so.\n"
+        + 8 * " "
+    ),
+}
+TRANSFER_BROKEN = {
+    "no credit": ("failed = not wait_for_epoch(guard, credit, due, record)", "pass"),
+    "too much credit": ("due = (epoch - DEPTH)", "due = (epoch - DEPTH - 1)"),
+    **{what: (text + "syncthreads()", "pass") for what, text in SYNCED.items()},
+    "no fence before a flag": (
+        FENCED + "st_relaxed_sys_u64",
+        "st_relaxed_sys_u64",
+    ),
+    "no fence before a credit": (
+        FENCED + "st_relaxed_sys_u32",
+        "st_relaxed_sys_u32",
+    ),
+    "a flag awaited relaxed": (
+        "while ld_acquire_sys_u64(flag)",
+        "while ld_relaxed_sys_u64(flag)",
+    ),
+}
 REDUCE_OF_THREE_BROKEN = {
     "one set of slots": ("half + which * set_stride", "half"),
     "slots counted as their receiver does": (
-        "to = ring[k] + there + (others - 1 - k) * rank_stride",
-        "to = ring[k] + there + k * rank_stride",
+        "to = ring[k] + slot + (others - 1 - k) * rank_stride",
+        "to = ring[k] + slot + k * rank_stride",
     ),
     "the root forgotten": ("if k == root:", "if k == 0:"),
-    "shards counted from this rank": ("k * share + vector", "number * share + vector"),
+    "shards counted from this rank": (
+        "target, k * share + at",
+        "target, number * share + at",
+    ),
 }
 EPOCH_BROKEN = {  # flags have a syncthreads of their own
     "the epoch changed before all have read it": (
@@ -781,14 +892,39 @@ def test_flags_broken_are_found(algorithm, edits, ranks, races):
 @pytest.mark.parametrize("what", REDUCE_BROKEN)
 def test_reductions_broken_are_found(what, races, ranks):
     code = device_code(("reduce_signalled", *REDUCE_BROKEN[what]))
-    breaks(reduces(code), ranks, races)
+    breaks(calls_of(code, "reduce"), ranks, races)
 
 
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", REDUCE_OF_THREE_BROKEN)
 def test_reductions_of_three_ranks_broken_are_found(what, races):
     code = device_code(("reduce_signalled", *REDUCE_OF_THREE_BROKEN[what]))
-    breaks(reduces(code), 3, races)
+    breaks(calls_of(code, "reduce"), 3, races)
+
+
+@worlds
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", BROADCAST_BROKEN)
+def test_broadcasts_broken_are_found(what, races, ranks):
+    code = device_code(("broadcast_signalled", *BROADCAST_BROKEN[what]))
+    breaks(calls_of(code, "broadcast"), ranks, races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", BROADCAST_OF_THREE_BROKEN)
+def test_broadcasts_of_three_ranks_broken_are_found(what, races):
+    code = device_code(("broadcast_signalled", *BROADCAST_OF_THREE_BROKEN[what]))
+    breaks(calls_of(code, "broadcast"), 3, races)
+
+
+@worlds
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", TRANSFER_BROKEN)
+def test_messages_broken_are_found(what, races, ranks):
+    if what == "no fence before a credit" and not races:
+        pytest.skip("loads are never late here, so that no result is wrong")
+    code = device_code(("transfer", *TRANSFER_BROKEN[what]))
+    breaks(messages(code), ranks, races)
 
 
 @each(EPOCH_BROKEN)
