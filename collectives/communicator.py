@@ -6,7 +6,7 @@ import sys
 import warnings
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, Self
@@ -32,12 +32,15 @@ from numba_symm.collectives.point_to_point import (
     Pending,
     Stream,
     Transfers,
+    check_apart,
     check_rank,
 )
 from numba_symm.collectives.select import Enqueue
 from numba_symm.collectives.vector_forms import (
+    Call,
     VectorForms,
     check_length,
+    check_type,
     places_of,
 )
 from numba_symm.collectives.workspace import BLOCK_REGISTERS, MAX_BLOCKS, layout
@@ -289,6 +292,9 @@ class Communicator(VectorForms):
             DeviceError, BackendError, ExchangeError: the new one cannot be made.
         """
         self.enter()
+        # Ranks that are in another call are told, and not left in MPI.
+        with self._group.exchange.agreed("dup"):
+            pass
         return self._alike(self._group.comm)
 
     def _alike(self, comm: ranks.Comm) -> "Communicator":
@@ -656,23 +662,45 @@ class Communicator(VectorForms):
         """
         what = "reduce_scatter_v"
         self.check()
-        source = self._flat(x, what)
-        places = places_of(counts, None, self.size, f"{what}: counts")
-        self._agree(what, f"{source.dtype.name}, counts {places}, op {op!r}")
-        check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
-        chosen = self._stream_for(stream, source)
-        if out is None:
-            shape = (places[self.rank][1],)
-            out = self._new(source, shape, chosen[0], what)
-        target = self._flat(out, f"{what}: out", written=True)
-        check_length(target, places[self.rank][1], f"{what}: out", "counts[rank]")
-        for root, (first, count) in enumerate(places):
-            address = source.address + first * source.dtype.itemsize
-            part = source._replace(address=address, shape=(count,), size=count)
-            into = target._replace(shape=(count,)) if root == self.rank else None
-            launch = self._plan(REDUCE, part, into, op, None, root)
+        if self._debug:
+            self.enter()
+            with self._group.exchange.agreed(what):
+                prepared = self._parts(what, x, counts, op, out, stream)
+            self._group.exchange.agree_equal(prepared[0], what)
+        else:
+            prepared = self._parts(what, x, counts, op, out, stream)
+        _, launches, chosen, out = prepared
+        for launch in launches:
             self._run(launch, chosen, x, out)
         return out
+
+    def _parts(
+        self, what: str, x: Any, counts: Sequence[int], op: Any, out: Any, stream: Any
+    ) -> tuple[str, list[Enqueue | None], Stream, Any]:
+        """Return the reductions of all ranks' parts, in words and as launches."""
+        source = self._flat(x, what)
+        places = places_of(counts, None, self.size, f"{what}: counts")
+        check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
+        first, count = places[self.rank]
+        chosen = self._stream_for(stream, source)
+        if out is None:
+            out = self._new(source, (count,), chosen[0], what)
+        target = self._flat(out, f"{what}: out", written=True)
+        check_length(target, count, f"{what}: out", "counts[rank]")
+        check_type(target, source, what)
+        itemsize = source.dtype.itemsize
+        if target.address != source.address + first * itemsize:
+            # Another rank's part is reduced after this one's was written.
+            check_apart(source, target, what)
+        launches = []
+        for root, (first, count) in enumerate(places):
+            address = source.address + first * itemsize
+            part = source._replace(address=address, shape=(count,), size=count)
+            into = target._replace(shape=(count,)) if root == self.rank else None
+            launches.append(self._plan(REDUCE, part, into, op, None, root))
+        op = dtypes.reduction(op, what)
+        words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
+        return words, launches, chosen, out
 
     def _call(
         self,
@@ -746,7 +774,7 @@ class Communicator(VectorForms):
         source = arrays.dense(arrays.view(x, what), what)
         chosen = self._stream_for(stream, source)
         if operation.rooted:
-            _check_root(root, out, self.rank, self.size, operation)
+            root = _checked_root(root, out, self.rank, self.size, operation)
         if out is None and (not operation.at_root or root == self.rank):
             out = self._new_output(operation, source, chosen[0])
         target = None
@@ -805,6 +833,10 @@ class Communicator(VectorForms):
             element, count = dtypes.moved(source.dtype, source.size // parts)
         if target is not None:
             _check_output(operation, source, target, self.rank, self.size)
+            # A broadcast's root only reads it.
+            reads = operation.rooted and not operation.at_root and root == self.rank
+            if target.readonly and not reads:
+                raise ArgumentError(f"{what}: out is read-only")
         nbytes = source.nbytes // parts
         name = operation.chosen(algorithm, nbytes, self.size, element)
         launch = None
@@ -824,6 +856,22 @@ class Communicator(VectorForms):
         if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
         return launch
+
+    def _collected(self, what: str, prepare: Callable[..., Call], *args: Any) -> Any:
+        """Enqueue a collective that ``prepare(what, *args)`` makes, return its result.
+
+        In debug mode the ranks agree first, so that an error of one is all ranks'.
+        """
+        self.check()
+        if self._debug:
+            self.enter()
+            with self._group.exchange.agreed(what):
+                call = prepare(what, *args)
+            self._group.exchange.agree_equal(call.words, what)
+        else:
+            call = prepare(what, *args)
+        self._transfer(call.transfers, call.stream, *call.keep)
+        return call.result
 
     def _transfer(self, transfers: Transfers, stream: Stream, *keep: Any) -> None:
         """Enqueue messages, or add them to the group that is open."""
@@ -915,6 +963,7 @@ class Communicator(VectorForms):
         Args:
             stream: None waits for ``comm.stream``.
         """
+        self.refuse_in_group("synchronize")
         if not SIMULATED and not self._group.closed:
             streams.synchronize(self._default_stream(stream)[0])
         self.check()
@@ -930,6 +979,7 @@ class Communicator(VectorForms):
         """
         if self._group.closed:
             return
+        self.refuse_in_group("close")
         try:
             if not SIMULATED:
                 streams.synchronize_device()
@@ -1046,16 +1096,17 @@ def _checked_shape(shape: Any, what: str) -> tuple[int, ...]:
     return tuple(int(n) for n in axes)
 
 
-def _check_root(
-    root: Any, out: Any, rank: int, size: int, operation: Operation
-) -> None:
+def _checked_root(
+    asked: Any, out: Any, rank: int, size: int, operation: Operation
+) -> int:
     what = operation.name
-    check_rank(root, size, f"{what}: root")
+    root = check_rank(asked, size, f"{what}: root")
     if operation.at_root and out is not None and rank != root:
         raise ArgumentError(
             f"{what}: out is not None on rank {rank}; only the root, rank {root}, gets "
             "the result"
         )
+    return root
 
 
 def _check_output(
@@ -1074,8 +1125,6 @@ def _check_output(
             f"{what}: x is in {source.order} order and out in {target.order} order, so "
             "their elements do not correspond; pass both in one order"
         )
-    if target.readonly:
-        raise ArgumentError(f"{what}: out is read-only")
     # In place, the smaller of the two is this rank's part of the larger.
     small, large = sorted((source, target), key=lambda view: view.nbytes)
     place = large.address + (rank * small.nbytes if large.size > small.size else 0)

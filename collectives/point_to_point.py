@@ -32,8 +32,8 @@ class Transfers:
         receives: Sequence[Message],
         copies: Sequence[tuple[int, int, int]] = (),
     ):
-        self.sends = tuple(each for each in sends if each.nbytes)
-        self.receives = tuple(each for each in receives if each.nbytes)
+        self.sends = tuple(sends)
+        self.receives = tuple(receives)
         self.copies = tuple(each for each in copies if each[2] and each[0] != each[1])
 
     @property
@@ -43,55 +43,61 @@ class Transfers:
 
     def bind(self, comm: Any) -> Enqueue | None:
         """Return what enqueues it, or None if there is nothing to do."""
-        launches = [transfer.bind(comm, *wave) for wave in self._waves()]
-        if not launches and not self.copies:
+        launch = None
+        if self.sends or self.receives:
+            launch = transfer.bind(comm, self.sends, self.receives)
+        elif not self.copies:
             return None
 
         def enqueue(stream: int) -> None:
             for target, source, nbytes in self.copies:
                 streams.copy(target, source, nbytes, stream)
-            for launch in launches:
+            if launch is not None:
                 launch(stream)
 
         return enqueue
 
-    def _waves(self) -> list[tuple[list[Message], list[Message]]]:
-        """Return the messages of each launch: so many of a pair it can take."""
-        found: list[tuple[list[Message], list[Message]]] = []
-        for which, messages in enumerate((self.sends, self.receives)):
-            seen: dict[int, int] = {}
-            for message in messages:
-                wave = seen.get(message.peer, 0) // transfer.MESSAGES
-                seen[message.peer] = seen.get(message.peer, 0) + 1
-                while len(found) <= wave:
-                    found.append(([], []))
-                found[wave][which].append(message)
-        return found
-
 
 class Pending:
-    """The calls of a group that is open: messages by stream, and all else in order."""
+    """The calls of a group that is open: messages, and all else in order.
 
-    def __init__(self) -> None:
-        self.transfers: dict[int, tuple[Stream, list[Transfers]]] = {}
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.transfers = Transfers([], [])
+        self.stream: Stream | None = None
         self.launches: list[tuple[Enqueue, Stream]] = []
         self.kept: list[Any] = []
+        self._most = transfer.most_messages(size)
 
-    def add(self, transfers: Transfers, stream: Stream) -> None:
-        """Add a call's messages."""
-        self.transfers.setdefault(stream[0], (stream, []))[1].append(transfers)
+    def add(self, more: Transfers, stream: Stream) -> None:
+        """Add a call's messages.
 
-    def together(self) -> Iterator[tuple[Transfers, Stream]]:
-        """Give all messages of each stream as one."""
-        for stream, calls in self.transfers.values():
-            yield (
-                Transfers(
-                    [each for call in calls for each in call.sends],
-                    [each for call in calls for each in call.receives],
-                    [each for call in calls for each in call.copies],
-                ),
-                stream,
+        Raises:
+            ArgumentError: on another stream than those before, or too many.
+        """
+        stream = streams.named(stream[0]), stream[1]
+        if self.stream is not None and stream[0] != self.stream[0]:
+            raise ArgumentError(
+                "group: its sends and receives are on several streams, and so could "
+                "not go on together; pass the same stream= to all of them"
             )
+        both = Transfers(
+            self.transfers.sends + more.sends,
+            self.transfers.receives + more.receives,
+            self.transfers.copies + more.copies,
+        )
+        for messages in (both.sends, both.receives):
+            for peer in {message.peer for message in messages}:
+                number = sum(message.peer == peer for message in messages)
+                if number > self._most:
+                    raise ArgumentError(
+                        f"group: more than {self._most} messages to or from rank "
+                        f"{peer}; use several groups, on both ranks alike"
+                    )
+        self.transfers, self.stream = both, stream
 
 
 class PointToPoint:
@@ -135,7 +141,7 @@ class PointToPoint:
             ClosedError: it was closed.
         """
         self.check()
-        self._check_other(dst, "send: dst")
+        dst = self._check_other(dst, "send: dst")
         found = self._viewed(x, "send")
         messages = [Message(dst, found.address, found.nbytes)]
         self._transfer(Transfers(messages, []), self._stream_for(stream, found), x)
@@ -156,7 +162,7 @@ class PointToPoint:
             As :meth:`send`.
         """
         self.check()
-        self._check_other(src, "recv: src")
+        src = self._check_other(src, "recv: src")
         found = self._viewed(out, "recv: out", written=True)
         messages = [Message(src, found.address, found.nbytes)]
         self._transfer(Transfers([], messages), self._stream_for(stream, found), out)
@@ -184,9 +190,10 @@ class PointToPoint:
             As :meth:`send`.
         """
         self.check()
-        for peer, name in ((dst, "dst"), (src, "src")):
-            if peer is not None:
-                check_rank(peer, self.size, f"sendrecv: {name}")
+        if dst is not None:
+            dst = check_rank(dst, self.size, "sendrecv: dst")
+        if src is not None:
+            src = check_rank(src, self.size, "sendrecv: src")
         if (dst == self.rank) != (src == self.rank):
             raise ArgumentError(
                 f"sendrecv: dst={dst} and src={src} on rank {self.rank}; what a rank "
@@ -215,44 +222,55 @@ class PointToPoint:
     def group(self) -> Iterator[None]:
         """Start the calls within a ``with`` block together, at its end.
 
-        Sends, receives and the collectives made of them (``gather``, ``scatter`` and
-        the vector forms) go on side by side in one kernel a stream, whatever their
-        order: so two ranks may both send first. Other calls follow, in their order.
-        After an exception within the block nothing is started.
+        Until then nothing has happened, and no result may be used. Sends, receives and
+        the collectives made of them (``gather``, ``scatter``, ``gather_v``,
+        ``scatter_v``, ``all_gather_v``, ``all_to_all_v``) go on side by side in one
+        kernel, whatever their order: so two ranks may both send first. They are on one
+        stream. All other calls come after them, in their order. After an exception
+        within the block nothing is started.
 
-        Ranks need not group alike, but their messages to each other match in the order
-        of the calls. Not collective by itself.
+        Ranks need not group their messages alike: those of two ranks to each other
+        match in the order of the calls. Other collectives, however, are in the group
+        of all ranks or of none. Not collective by itself.
 
         Raises:
-            ArgumentError: groups are nested.
+            ArgumentError: groups are nested; at a call, messages are on several streams
+                or too many between two ranks (16 with 8 ranks, 64 with 2).
             CollectiveTimeout, ClosedError: as for any call.
         """
         self.check()
-        if self._pending is not None:
-            raise ArgumentError("group: a group is open already; they do not nest")
-        pending = self._pending = Pending()
+        self.refuse_in_group("group")
+        pending = self._pending = Pending(self.size)
         try:
             yield
         finally:
             self._pending = None
-        for transfers, stream in pending.together():
-            self._transfer(transfers, stream)
+        self.check()
+        if pending.stream is not None:
+            self._transfer(pending.transfers, pending.stream)
         for launch, stream in pending.launches:
             self._run(launch, stream)
 
-    def _check_other(self, peer: Any, what: str) -> None:
-        check_rank(peer, self.size, what)
+    def refuse_in_group(self, what: str) -> None:
+        """Refuse what makes no sense before a group's calls have started."""
+        if self._pending is not None:
+            raise ArgumentError(f"{what}: a group is open; leave its with block first")
+
+    def _check_other(self, asked: Any, what: str) -> int:
+        peer = check_rank(asked, self.size, what)
         if peer == self.rank:
             raise ArgumentError(
                 f"{what}={peer} is this rank itself; use sendrecv, or copy the array"
             )
+        return peer
 
 
-def check_rank(rank: Any, size: int, what: str) -> None:
-    """Refuse what is no rank."""
+def check_rank(rank: Any, size: int, what: str) -> int:
+    """Return a rank as a plain integer, or refuse what is none."""
     integer = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
     if not integer or not 0 <= rank < size:
         raise ArgumentError(f"{what}={rank!r}; give a rank from 0 to {size - 1}")
+    return int(rank)
 
 
 def check_apart(source: ArrayView, target: ArrayView, what: str) -> None:

@@ -72,8 +72,16 @@ from numba_symm.device.signals import (
 )
 from numba_symm.kernels import Kernel, Launch
 
-MESSAGES = 8
-"""Most messages from one rank to one other in a launch; more take several."""
+ABSENT = -1
+"""In the place of a message's bytes, where there is none."""
+
+_ARGUMENTS = 3584  # bytes of a kernel's arguments that may be messages, of 4096
+
+
+def most_messages(size: int) -> int:
+    """Return how many messages a pair may have in a launch, each way."""
+    return 1 << (_ARGUMENTS // (32 * max(1, size - 1))).bit_length() - 1
+
 
 LOADS = 4  # vectors that a thread loads before it stores them
 
@@ -185,7 +193,7 @@ def make_transfer(
         failed = False
         for message in range(messages):
             address = 0
-            nbytes = 0
+            nbytes = ABSENT
             for j in range(others):
                 if j == k:
                     index = 2 * (j * messages + message)
@@ -194,10 +202,12 @@ def make_transfer(
             vectors = (nbytes + VECTOR - 1) // VECTOR
             count = nbytes // width
             # A small message goes in thin pieces, through all channels.
-            piece_rows = min(rows, (vectors + whole_row - 1) // whole_row)
+            piece_rows = max(1, min(rows, (vectors + whole_row - 1) // whole_row))
             first = channel * piece_rows * THREADS
+            # An empty one is a piece, too: the receiver may expect another.
+            end = 1 if nbytes == 0 else vectors
             size_word = word_of((nbytes & _LOW_HALF) << 32)
-            while first < vectors:
+            while first < end:
                 epoch = (epoch + 1) & _LOW_HALF
                 record = wait_record(TRANSFER, rank, peer, channel, epoch)
                 flag_now = flag + 8 * (epoch % DEPTH)
@@ -255,21 +265,21 @@ def kernel(size: int, width: int, ragged: bool, messages: int, channels: int) ->
 
 
 def bind(comm: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Launch:
-    """Return the packed launch of messages of at least one byte.
+    """Return the packed launch of at least one message.
 
-    The messages of a pair are matched in the order given, ``MESSAGES`` at most.
+    The messages of a pair are matched in the order given, ``most_messages`` at most.
     """
     bits = 0
     for message in (*sends, *receives):
         bits |= message.address | message.nbytes
-    width, ragged = min(8, bits & -bits), bits % VECTOR != 0
+    width, ragged = min(8, bits & -bits) or 8, bits % VECTOR != 0
     out, into = _by_ring(comm, sends), _by_ring(comm, receives)
     most = max(len(each) for each in (*out, *into))
     messages = 1 << (most - 1).bit_length()
     # Small GPUs have fewer; all ranks have agreed on the smallest.
     pairs = 2 * (comm.size - 1)
     channels = max(1, min(channels_of(comm.size), comm.max_blocks // pairs))
-    pieces = max(divide_up(each.nbytes, ROW) for each in (*sends, *receives))
+    pieces = max(1, *(divide_up(each.nbytes, ROW) for each in (*sends, *receives)))
     return workspace.launch(
         kernel(comm.size, width, ragged, messages, channels),
         *(comm, pairs * min(channels, pieces)),
@@ -290,5 +300,5 @@ def _listed(by_ring: list[list[Message]], most: int) -> tuple[int, ...]:
     for messages in by_ring:
         for message in messages:
             words += (message.address, message.nbytes)
-        words += [0, 0] * (most - len(messages))
+        words += [0, ABSENT] * (most - len(messages))
     return tuple(words)

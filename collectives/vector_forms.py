@@ -5,14 +5,15 @@ Counts and displacements are MPI's: in elements of the flattened arrays.
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives.point_to_point import (
     PointToPoint,
+    Stream,
     Transfers,
     check_apart,
     check_rank,
@@ -32,10 +33,28 @@ class Piece:
         self.nbytes = count * itemsize
 
 
+class Call(NamedTuple):
+    """A collective made of messages, ready to be enqueued.
+
+    Attributes:
+        words: what the ranks must agree on.
+        transfers: this rank's messages.
+        stream: where to.
+        keep: arrays that must live until they are enqueued.
+        result: what the call returns.
+    """
+
+    words: str
+    transfers: Transfers
+    stream: Stream
+    keep: tuple[Any, ...]
+    result: Any
+
+
 class VectorForms(PointToPoint):
     """The part of a communicator whose collectives are made of messages."""
 
-    def _agree(self, what: str, call: str) -> None:
+    def _collected(self, what: str, prepare: Callable[..., Call], *args: Any) -> Any:
         raise NotImplementedError
 
     def _new(
@@ -72,10 +91,7 @@ class VectorForms(PointToPoint):
         Raises:
             As :meth:`all_reduce`.
         """
-        source = self._flat(x, "gather")
-        counts = [source.size] * self.size
-        shape = (self.size, *source.shape)
-        return self._gather("gather", x, source, counts, None, root, out, shape, stream)
+        return self._collected("gather", self._gather, x, None, None, root, out, stream)
 
     def gather_v(
         self,
@@ -104,48 +120,44 @@ class VectorForms(PointToPoint):
         Raises:
             As :meth:`all_reduce`.
         """
-        source = self._flat(x, "gather_v")
-        check_rank(root, self.size, "gather_v: root")
-        if self.rank != root:
-            counts, displs = [source.size] * self.size, None
-        return self._gather(
-            "gather_v", x, source, counts, displs, root, out, None, stream
+        return self._collected(
+            "gather_v", self._gather, x, counts, displs, root, out, stream
         )
 
     def _gather(
         self,
         what: str,
         x: Any,
-        source: ArrayView,
         counts: Counts | None,
         displs: Counts | None,
         root: int,
         out: Any,
-        shape: tuple[int, ...] | None,
         stream: Any,
-    ) -> Any:
-        self.check()
-        check_rank(root, self.size, f"{what}: root")
-        same = f"{source.size} " if what == "gather" else ""
-        self._agree(what, f"{same}{source.dtype.name}, root {root}")
+    ) -> Call:
+        root = check_rank(root, self.size, f"{what}: root")
+        source = self._flat(x, what)
         chosen = self._stream_for(stream, source)
+        even = what == "gather"
+        call = f"{source.dtype.name}, root {root}"
+        call = f"{source.size} {call}" if even else call
         if self.rank != root:
             _refuse_output(out, what, root)
             message = Message(root, source.address, source.nbytes)
-            self._transfer(Transfers([message], []), chosen, x)
-            return None
+            return Call(call, Transfers([message], []), chosen, (x,), None)
+        counts = [source.size] * self.size if even else counts
         places = places_of(counts, displs, self.size, f"{what}: counts")
+        _refuse_overlap(places, f"{what}: displs")
         check_length(source, places[root][1], f"{what}: x", f"counts[{root}]")
         if out is None:
-            out = self._new(source, shape or (_end(places),), chosen[0], what)
+            shape = (self.size, *source.shape) if even else (_end(places),)
+            out = self._new(source, shape, chosen[0], what)
         target = self._flat(out, f"{what}: out", written=True)
-        _check_type(target, source, what)
-        _check_room(target, places, f"{what}: out")
+        check_type(target, source, what)
+        _check_room(target, places, f"{what}: out", exact=even)
         pieces = [Piece(target, *place) for place in places]
-        receives = _messages(pieces, root)
         copies = _own_piece(pieces[root], source, target, what)
-        self._transfer(Transfers([], receives, copies), chosen, x, out)
-        return out
+        transfers = Transfers([], _messages(pieces, root), copies)
+        return Call(call, transfers, chosen, (x, out), out)
 
     def scatter(
         self, x: Any = None, root: int = 0, out: Any = None, stream: Any = None
@@ -162,7 +174,7 @@ class VectorForms(PointToPoint):
             out: where to: an array of the part's size and x's dtype, required on other
                 ranks than root. On root None gives a new array of shape
                 ``(x.shape[0] // size, *x.shape[1:])``; in place: x's own part.
-            stream: as for :meth:`all_reduce`; None takes the one of ``out``, or of x.
+            stream: as for :meth:`all_reduce`; None takes x's on root, else out's.
 
         Returns:
             ``out``, or the new array.
@@ -170,19 +182,9 @@ class VectorForms(PointToPoint):
         Raises:
             As :meth:`all_reduce`.
         """
-        check_rank(root, self.size, "scatter: root")
-        counts = shape = None
-        if self.rank == root:
-            source = self._flat(x, "scatter")
-            if not source.shape or source.shape[0] % self.size:
-                raise ArgumentError(
-                    f"scatter: x has shape {source.shape}; the first axis is cut into "
-                    f"a part for each rank, so its length must be a multiple of "
-                    f"{self.size}"
-                )
-            counts = [source.size // self.size] * self.size
-            shape = (source.shape[0] // self.size, *source.shape[1:])
-        return self._scatter("scatter", x, counts, None, root, out, shape, stream)
+        return self._collected(
+            "scatter", self._scatter, x, None, None, root, out, stream
+        )
 
     def scatter_v(
         self,
@@ -204,7 +206,7 @@ class VectorForms(PointToPoint):
             root: the rank that has x.
             out: where to: an array of as many elements, required on other ranks than
                 root. On root None gives a new array of one axis.
-            stream: as for :meth:`all_reduce`; None takes the one of ``out``, or of x.
+            stream: as for :meth:`all_reduce`; None takes x's on root, else out's.
 
         Returns:
             ``out``, or the new array.
@@ -212,8 +214,9 @@ class VectorForms(PointToPoint):
         Raises:
             As :meth:`all_reduce`.
         """
-        check_rank(root, self.size, "scatter_v: root")
-        return self._scatter("scatter_v", x, counts, displs, root, out, None, stream)
+        return self._collected(
+            "scatter_v", self._scatter, x, counts, displs, root, out, stream
+        )
 
     def _scatter(
         self,
@@ -223,42 +226,50 @@ class VectorForms(PointToPoint):
         displs: Counts | None,
         root: int,
         out: Any,
-        shape: tuple[int, ...] | None,
         stream: Any,
-    ) -> Any:
-        self.check()
-        self._agree(what, f"root {root}")
+    ) -> Call:
+        root = check_rank(root, self.size, f"{what}: root")
+        call = f"root {root}"
         if self.rank != root:
-            if x is not None:
-                raise ArgumentError(
-                    f"{what}: x is given on rank {self.rank}, and rank {root} is root; "
-                    "pass x=None and out= there"
-                )
-            if out is None:
-                raise ArgumentError(
-                    f"{what}: pass out= on other ranks than root, which alone knows "
-                    "how much there is"
-                )
-            target = self._flat(out, f"{what}: out", written=True)
-            message = Message(root, target.address, target.nbytes)
-            chosen = self._stream_for(stream, target)
-            self._transfer(Transfers([], [message]), chosen, out)
-            return out
+            return self._scattered(what, x, root, out, stream, call)
         source = self._flat(x, what)
+        even = what == "scatter"
+        if even:
+            counts = [_share(source, self.size)] * self.size
         places = places_of(counts, displs, self.size, f"{what}: counts")
         _check_room(source, places, f"{what}: x")
+        chosen = self._stream_for(stream, source)
         if out is None:
-            chosen = self._stream_for(stream, source)
-            out = self._new(source, shape or (places[root][1],), chosen[0], what)
+            shape: tuple[int, ...] = (places[root][1],)
+            if even:
+                shape = (source.shape[0] // self.size, *source.shape[1:])
+            out = self._new(source, shape, chosen[0], what)
         target = self._flat(out, f"{what}: out", written=True)
-        chosen = self._stream_for(stream, target)
-        _check_type(target, source, what)
+        check_type(target, source, what)
         check_length(target, places[root][1], f"{what}: out", f"counts[{root}]")
         pieces = [Piece(source, *place) for place in places]
-        copies = _own_piece(pieces[root], target, source, what)
-        copies = [(there, here, nbytes) for here, there, nbytes in copies]
-        self._transfer(Transfers(_messages(pieces, root), [], copies), chosen, x, out)
-        return out
+        own = _own_piece(pieces[root], target, source, what)
+        copies = [(there, here, nbytes) for here, there, nbytes in own]
+        transfers = Transfers(_messages(pieces, root), [], copies)
+        return Call(call, transfers, chosen, (x, out), out)
+
+    def _scattered(
+        self, what: str, x: Any, root: int, out: Any, stream: Any, call: str
+    ) -> Call:
+        if x is not None:
+            raise ArgumentError(
+                f"{what}: x is given on rank {self.rank}, and rank {root} is root; "
+                "pass x=None and out= there"
+            )
+        if out is None:
+            raise ArgumentError(
+                f"{what}: pass out= on other ranks than root, which alone knows how "
+                "much there is"
+            )
+        target = self._flat(out, f"{what}: out", written=True)
+        message = Message(root, target.address, target.nbytes)
+        chosen = self._stream_for(stream, target)
+        return Call(call, Transfers([], [message]), chosen, (out,), out)
 
     def all_gather_v(
         self,
@@ -285,17 +296,28 @@ class VectorForms(PointToPoint):
         Raises:
             As :meth:`all_reduce`.
         """
-        what = "all_gather_v"
-        self.check()
+        return self._collected(
+            "all_gather_v", self._all_gather, x, counts, displs, out, stream
+        )
+
+    def _all_gather(
+        self,
+        what: str,
+        x: Any,
+        counts: Counts,
+        displs: Counts | None,
+        out: Any,
+        stream: Any,
+    ) -> Call:
         source = self._flat(x, what)
-        self._agree(what, f"counts {list(counts)}, {source.dtype.name}")
         places = places_of(counts, displs, self.size, f"{what}: counts")
+        _refuse_overlap(places, f"{what}: displs")
         check_length(source, places[self.rank][1], f"{what}: x", "counts[rank]")
         chosen = self._stream_for(stream, source)
         if out is None:
             out = self._new(source, (_end(places),), chosen[0], what)
         target = self._flat(out, f"{what}: out", written=True)
-        _check_type(target, source, what)
+        check_type(target, source, what)
         _check_room(target, places, f"{what}: out")
         pieces = [Piece(target, *place) for place in places]
         sends = [
@@ -304,9 +326,9 @@ class VectorForms(PointToPoint):
             if peer != self.rank
         ]
         copies = _own_piece(pieces[self.rank], source, target, what)
-        receives = _messages(pieces, self.rank)
-        self._transfer(Transfers(sends, receives, copies), chosen, x, out)
-        return out
+        transfers = Transfers(sends, _messages(pieces, self.rank), copies)
+        call = f"counts {[count for _, count in places]}, {source.dtype.name}"
+        return Call(call, transfers, chosen, (x, out), out)
 
     def all_to_all_v(
         self,
@@ -340,12 +362,24 @@ class VectorForms(PointToPoint):
         Raises:
             As :meth:`all_reduce`.
         """
-        what = "all_to_all_v"
-        self.check()
+        return self._collected(
+            *("all_to_all_v", self._all_to_all, x, (send_counts, send_displs)),
+            *((recv_counts, recv_displs), out, stream),
+        )
+
+    def _all_to_all(
+        self,
+        what: str,
+        x: Any,
+        sent: tuple[Counts, Counts | None],
+        received: tuple[Counts, Counts | None],
+        out: Any,
+        stream: Any,
+    ) -> Call:
         source = self._flat(x, what)
-        self._agree(what, source.dtype.name)
-        given = places_of(send_counts, send_displs, self.size, f"{what}: send_counts")
-        taken = places_of(recv_counts, recv_displs, self.size, f"{what}: recv_counts")
+        given = places_of(*sent, self.size, f"{what}: send_counts")
+        taken = places_of(*received, self.size, f"{what}: recv_counts")
+        _refuse_overlap(taken, f"{what}: recv_displs")
         if given[self.rank][1] != taken[self.rank][1]:
             raise ArgumentError(
                 f"{what}: rank {self.rank} sends itself {given[self.rank][1]} elements "
@@ -356,7 +390,7 @@ class VectorForms(PointToPoint):
         if out is None:
             out = self._new(source, (_end(taken),), chosen[0], what)
         target = self._flat(out, f"{what}: out", written=True)
-        _check_type(target, source, what)
+        check_type(target, source, what)
         _check_room(target, taken, f"{what}: out")
         check_apart(source, target, what)
         outgoing = [Piece(source, *place) for place in given]
@@ -367,8 +401,17 @@ class VectorForms(PointToPoint):
             _messages(incoming, self.rank),
             [(into.address, own.address, own.nbytes)],
         )
-        self._transfer(transfers, chosen, x, out)
-        return out
+        return Call(source.dtype.name, transfers, chosen, (x, out), out)
+
+
+def _share(source: ArrayView, size: int) -> int:
+    """Return the elements of each rank's part of an array."""
+    if not source.shape or source.shape[0] % size:
+        raise ArgumentError(
+            f"scatter: x has shape {source.shape}; the first axis is cut into a part "
+            f"for each rank, so its length must be a multiple of {size}"
+        )
+    return source.size // size
 
 
 def places_of(
@@ -386,7 +429,7 @@ def places_of(
 
 
 def _integers(given: Counts, size: int, what: str) -> list[int]:
-    found = list(given)
+    found = list(given) if isinstance(given, Iterable) else []
     if len(found) != size or any(
         not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 0
         for n in found
@@ -435,7 +478,8 @@ def _refuse_output(out: Any, what: str, root: int) -> None:
         )
 
 
-def _check_type(target: ArrayView, source: ArrayView, what: str) -> None:
+def check_type(target: ArrayView, source: ArrayView, what: str) -> None:
+    """Refuse arrays of two types."""
     if target.dtype != source.dtype:
         raise ArgumentError(
             f"{what}: out is of {target.dtype.name} and x of {source.dtype.name}; pass "
@@ -449,8 +493,19 @@ def check_length(view: ArrayView, count: int, what: str, name: str) -> None:
         raise ArgumentError(f"{what} has {view.size} elements, and {name} is {count}")
 
 
-def _check_room(view: ArrayView, places: list[tuple[int, int]], what: str) -> None:
-    if view.size < _end(places):
+def _refuse_overlap(places: list[tuple[int, int]], what: str) -> None:
+    """Refuse parts of an output that are written twice."""
+    taken = sorted(place for place in places if place[1])
+    for (first, count), (following, _) in itertools.pairwise(taken):
+        if first + count > following:
+            raise ArgumentError(f"{what}: the parts of two ranks overlap in out")
+
+
+def _check_room(
+    view: ArrayView, places: list[tuple[int, int]], what: str, exact: bool = False
+) -> None:
+    """Refuse an array that is too small or, if asked, too large."""
+    if view.size < _end(places) or (exact and view.size > _end(places)):
         raise ArgumentError(
             f"{what} has {view.size} elements, and counts and displacements reach to "
             f"{_end(places)}"

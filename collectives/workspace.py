@@ -198,7 +198,8 @@ def layout(size: int) -> Layout:
     # Transfers have what is left, as any size will do.
     left = LIMIT - _region(end, size, 0).end
     row = DEPTH * (size - 1) * channels_of(size) * ROW
-    rows = min(_MOST_ROWS, 1 << (left // max(1, row)).bit_length() - 1)
+    fitting = max(1, left // max(1, row))
+    rows = min(_MOST_ROWS, 1 << fitting.bit_length() - 1)
     regions["transfer"] = _region(end, size, rows * row)
     return Layout(size=size, nbytes=regions["transfer"].end, **regions)
 

@@ -176,7 +176,8 @@ def dense(array: ArrayView, what: str) -> ArrayView:
     if array.order is None:
         raise ArgumentError(
             f"{what}: the array of shape {array.shape} is strided; pass a contiguous "
-            "copy (numpy-style ascontiguousarray, .contiguous() in torch)"
+            "copy (cupy.ascontiguousarray, .contiguous() in torch; with Numba copy it "
+            "in a kernel, or by way of the host)"
         )
     # What kernels move at a time: 12-byte elements as 4 bytes, 16-byte ones as 8.
     unit = min(8, array.dtype.itemsize & -array.dtype.itemsize) or 1

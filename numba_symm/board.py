@@ -129,6 +129,8 @@ class Board:
         self._report(_ABANDONED << 56 | self._rank << 48)
 
     def _report(self, record: int) -> None:
+        if self._records is None:  # closed
+            return
         for rank in range(self._size):
             if not self._records[rank]:
                 self._records[rank] = record

@@ -9,7 +9,9 @@
 """
 
 import os
+from typing import Any
 
+import numpy as np
 from numba.core import config
 
 from numba_symm.errors import ArgumentError
@@ -62,8 +64,9 @@ def chosen_timeout(asked: float | None) -> float:
     return timeout() if asked is None else checked_timeout(asked, f"timeout={asked!r}")
 
 
-def checked_timeout(seconds: float, asked: str) -> float:
+def checked_timeout(seconds: Any, asked: str) -> float:
     """Return ``seconds``, or raise :class:`ArgumentError` naming what was ``asked``."""
-    if not 0 <= seconds < 1e9:  # also refuses NaN
+    number = isinstance(seconds, int | float | np.number)
+    if not number or not 0 <= seconds < 1e9:  # also refuses NaN
         raise ArgumentError(f"{asked}: give seconds from 0 (wait for ever) to 1e9")
     return float(seconds)

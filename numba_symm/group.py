@@ -117,6 +117,11 @@ class Group:
             ". If that rank was not late, their calls differed: "
             "Communicator(…, debug=True) says where"
         )
+        if " a message " in reason:
+            hint = (
+                ". If that rank was not late, it sends or receives something else: "
+                "two ranks that both send first do so by sendrecv or in a group"
+            )
         return CollectiveTimeout(
             f"{reason}{timeout}; results since the last check are undefined. Close "
             f"this communicator and make a new one{hint if waited else ''}"

@@ -34,6 +34,11 @@ def handle_of(stream: Any) -> int:
     )
 
 
+def named(stream: int) -> int:
+    """Return a stream's handle, the legacy default stream's always the same one."""
+    return LEGACY_DEFAULT if stream in _LEGACY_DEFAULTS else stream
+
+
 class StreamOrder:
     """Orders the calls of one communicator, whichever streams they run on.
 
@@ -81,6 +86,7 @@ class StreamOrder:
             self._captured[capture] = _Trail(self._events)
             if len(self._captured) > _CAPTURES:  # nobody tells when one ends
                 self._captured.popitem(last=False)[1].close()
+        self._captured.move_to_end(capture)
         return self._captured[capture]
 
     def close(self) -> None:
@@ -116,8 +122,7 @@ class _Trail:
 
     def enter(self, stream: int, owner: Any) -> None:
         """Make ``stream`` wait for the latest call, unless it surely follows it."""
-        if stream in _LEGACY_DEFAULTS:
-            stream = LEGACY_DEFAULT
+        stream = named(stream)
         # A new stream may have the handle of one that was destroyed; only an object
         # that was kept since tells that it is the same one.
         same = stream == self._last and (owner is self._owner is not None or not stream)

@@ -163,7 +163,7 @@ ALGORITHMS = {
     name: (all_reduce(name), rf"all_reduce \({name}\), block 0, epoch 1")
     for name in select.ALL_REDUCE
 }
-EXCHANGED = "all_gather, all_to_all, reduce_scatter, scan, exscan or reduce"
+EXCHANGED = "all_gather, all_to_all, reduce_scatter, scan, exscan, reduce or broadcast"
 EXCHANGED += ", block 0, epoch 1"
 OPERATIONS = {
     **ALGORITHMS,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm.collectives.transfer import MESSAGES
+from numba_symm.collectives.transfer import most_messages
 from numba_symm.collectives.workspace import (
     DEPTH,
     THREADS,
@@ -167,7 +167,7 @@ def test_a_group_goes_on_together(comm, world):
 
 
 @needs_peers
-@pytest.mark.parametrize("number", [2, 3, MESSAGES, 2 * MESSAGES + 1])
+@pytest.mark.parametrize("number", [2, 3, 9])
 def test_messages_of_a_pair_match_in_order(comm, world, number):
     """Whether their ranks group them or not."""
     right, left = right_and_left(comm)
@@ -196,6 +196,112 @@ def test_messages_of_a_pair_match_in_order(comm, world, number):
     world.barrier()
 
 
+@needs_peers
+def test_empty_messages_are_messages(comm, world):
+    """They take their turn; in the vector forms, too, where counts are 0."""
+    right, left = right_and_left(comm)
+    nothing, x, out = comm.zeros(0), comm.zeros(5), comm.zeros(5)
+    put(x, np.full(5, comm.rank, np.float32))
+    comm.sendrecv(nothing, right, comm.zeros(0), left)
+    comm.sendrecv(x, right, out, left)
+    counts = [0] * comm.size
+    comm.all_to_all_v(nothing, counts, counts)
+    comm.gather(nothing)
+    comm.synchronize()
+    assert (out.copy_to_host() == left).all()
+    world.barrier()
+
+
+@needs_peers
+def test_a_group_takes_so_many_messages_of_a_pair(comm, world):
+    right, left = right_and_left(comm)
+    most = most_messages(comm.size)
+    x, outs = comm.zeros(1), [comm.zeros(1) for _ in range(most)]
+    put(x, np.full(1, comm.rank, np.float32))
+    with comm.group():
+        for out in outs:
+            comm.send(x, right)
+            comm.recv(out, left)
+    comm.synchronize()
+    assert all(out.copy_to_host()[0] == left for out in outs)
+
+    def one_more():
+        with comm.group():
+            for _ in range(most + 1):
+                comm.send(x, right)
+
+    refused(world, ns.ArgumentError, one_more, f"more than {most} messages")
+
+
+@needs_peers
+def test_numpys_integers_are_ranks(comm, world):
+    """Also unsigned ones, with which nobody must calculate."""
+    right, left = (np.uint8(rank) for rank in right_and_left(comm))
+    x, out = comm.zeros(5), comm.zeros(5)
+    put(x, np.full(5, comm.rank, np.float32))
+    comm.sendrecv(x, right, out, left)
+    for root in range(comm.size):
+        y = comm.zeros(5)
+        put(y, np.full(5, comm.rank, np.float32))
+        for algorithm in ("ll", "signalled"):
+            comm.broadcast(y, np.uint8(root), algorithm=algorithm)
+        found = comm.reduce(y, root=np.uint8(root))
+        gathered = comm.gather(x, root=np.uint8(root))
+        comm.synchronize()
+        assert (y.copy_to_host() == root).all()
+        if comm.rank == root:
+            assert (found.copy_to_host() == root * comm.size).all()
+            assert (gathered.copy_to_host()[:, 0] == np.arange(comm.size)).all()
+    comm.synchronize()
+    assert (out.copy_to_host() == left).all()
+    world.barrier()
+
+
+def test_what_an_open_group_refuses(comm, world):
+    for what in ("close", "synchronize", "group"):
+        with contextlib.ExitStack() as open_group:
+            open_group.enter_context(comm.group())
+            calls = {
+                "close": comm.close,
+                "synchronize": comm.synchronize,
+                "group": comm.group().__enter__,
+            }
+            refused(world, ns.ArgumentError, calls[what], f"{what}: a group is open")
+    comm.barrier()
+    comm.synchronize()
+
+
+@needs_peers
+def test_debug_mode_tells_of_one_ranks_mistake(world):
+    """On all ranks, whatever it is, and of calls that differ."""
+    with ns.Communicator(world, timeout=60, debug=True) as comm:
+        size, last = comm.size, comm.rank == comm.size - 1
+        x, odd = comm.zeros(2 * size), comm.zeros(3 * size + 1)
+        root, even = size - 1, [2 * size] * size
+
+        def scatter():
+            comm.scatter(odd if last else None, root, x[:3])
+
+        def reduce_scatter_v():
+            comm.reduce_scatter_v(x, [2] * size, out=x[1:3] if last else None)
+
+        for call, text in [
+            (lambda: comm.gather(x[::2] if last else x), "strided"),
+            (scatter, "must be a multiple"),
+            (lambda: comm.all_gather_v(x, 8 if last else even), "for each"),
+            (reduce_scatter_v, "overlaps"),
+            (lambda: comm.gather(x, root=int(last)), "root 0"),
+        ]:
+            refused(world, ns.ArgumentError, call, text)
+        counts = np.full(size, 2) if last else [2] * size
+        comm.all_gather_v(x[:2], counts)
+        comm.reduce_scatter_v(x, counts, added)
+
+
+def added(a, b):
+    return a + b
+
+
 def test_nothing_of_a_group_is_started_after_an_error(comm, world):
     right, left = right_and_left(comm)
     x, out = comm.zeros(10), comm.zeros(10)
@@ -206,12 +312,6 @@ def test_nothing_of_a_group_is_started_after_an_error(comm, world):
     comm.sendrecv(x, right, out, left)
     comm.synchronize()
     assert (out.copy_to_host() == left).all()
-    world.barrier()
-
-
-def test_groups_do_not_nest(comm, world):
-    with pytest.raises(ns.ArgumentError, match="nest"), comm.group(), comm.group():
-        pass
     world.barrier()
 
 
@@ -351,6 +451,11 @@ def test_bad_messages(comm, world):
         (lambda: comm.scatter_v(x, root=comm.rank), ("counts=None",)),
         (lambda: comm.all_gather_v(x, [7] * comm.size), ("counts[rank] is 7",)),
         (lambda: comm.all_gather_v(x, [-8] * comm.size), ("integer from 0",)),
+        (lambda: comm.all_gather_v(x, 8), ("integer from 0",)),
+        (
+            lambda: comm.all_gather_v(x, [8] * comm.size, [1] * comm.size),
+            ("parts of two ranks overlap",),
+        ),
         (
             lambda: comm.all_gather_v(x, [8] * comm.size, out=out),
             ("has 8 elements", f"reach to {8 * comm.size}"),

@@ -1,0 +1,27 @@
+"""The layout of the workspace, as GPUs have it."""
+
+import itertools
+
+import pytest
+
+from numba_symm.collectives import workspace
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_every_number_of_ranks_has_room(size):
+    at = workspace.layout(size)
+    regions = [region for region in vars(at).values() if hasattr(region, "slots")]
+    assert all(one.end <= two.epochs for one, two in itertools.pairwise(regions))
+    assert regions[-1].end == at.nbytes
+    assert at.nbytes <= workspace.LIMIT or size > 11
+    if size > 1:
+        assert workspace.transfer_rows(size) in (1, 2, 4, 8, 16)
+
+
+def test_a_thin_message_is_spread_over_all_blocks():
+    most = workspace.SIGNALLED.blocks
+    grid, height, number = workspace.chunks_of(most * workspace.THREADS, 2, most)
+    assert (grid, height, number) == (most, 1, 1)
+    grid, height, number = workspace.chunks_of(10**6, 2, most)
+    assert height == workspace.SIGNALLED.steps(2)
+    assert grid * height * number * workspace.THREADS >= 10**6
