@@ -25,7 +25,7 @@ demo: $(VENV)/demo.installed
 	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
 
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 check: $(VENV)/dev.installed
 	$(BIN)/ruff check

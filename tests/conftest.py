@@ -5,6 +5,7 @@ hand: ``numba-symm run -n 3 -m pytest tests/ranks``.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,24 @@ class Agreement:
         result = yield
         self.agree(item.session, item.nodeid)
         return result
+
+
+ALONE = ("explore", "host", "simulated")
+"""Folders whose tests need one processor, and no other process."""
+
+
+def pytest_collection_modifyitems(config, items):
+    """Under pytest-xdist, run what starts processes in one worker, and that first.
+
+    It takes the longest; side by side, such tests would wait for each other's ranks.
+    """
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    here = Path(__file__).parent
+    busy = [i for i in items if i.path.relative_to(here).parts[0] not in ALONE]
+    for item in busy:
+        item.add_marker(pytest.mark.xdist_group("processes"))
+    items.sort(key=lambda item: item not in busy)
 
 
 def pytest_configure(config):

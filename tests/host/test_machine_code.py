@@ -65,6 +65,7 @@ ALGORITHMS = {
     "reduce_signalled": lambda *a: reduce_signalled.kernel(*a, False),
 }
 SPILLS = {("two_ll", 8), ("signalled", 8), ("gather_signalled", 8)}
+SPILLS |= {("scan_signalled", 8), ("reduce_signalled", 8)}
 """Eight ranks' vectors at once take a few registers more than a block's share; 160
 bytes of stack at most."""
 
