@@ -164,10 +164,17 @@ def is_simulated(array: Any) -> bool:
 
 
 def _host_array(array: Any, what: str) -> ArgumentError:
+    advice = (
+        "copy it to the device first: x = cuda.to_device(array), or x = "
+        "comm.empty(array.shape, array.dtype) and x.copy_to_device(array)"
+    )
+    if what.endswith("out"):
+        advice = (
+            "pass out=cuda.device_array(array.shape, array.dtype), or out=None, and "
+            "then the result's copy_to_host()"
+        )
     return ArgumentError(
-        f"{what}: {type(array).__name__} lies in host memory; copy it to the device "
-        "first: x = cuda.to_device(array), or x = comm.empty(array.shape, "
-        "array.dtype) and x.copy_to_device(array)"
+        f"{what}: {type(array).__name__} lies in host memory; {advice}"
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from numba_symm import driver, streams
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError, DriverError
+from numba_symm.errors import ArgumentError, DeviceError, DriverError
 
 HANDLE_BYTES = 64
 """The size of an event's inter-process handle."""
@@ -42,11 +42,21 @@ def _is_done(query: str, handle: Any) -> bool:
 
 
 def current_device() -> Any:
-    """Return the thread's current device, as cuda.core's; Numba chooses if none is."""
+    """Return the thread's current device, as cuda.core's; Numba chooses if none is.
+
+    Raises:
+        DeviceError: there is no GPU.
+    """
     from cuda.core import Device
     from numba import cuda
+    from numba.cuda.cudadrv.error import CudaSupportError
 
-    cuda.current_context()
+    try:
+        cuda.current_context()
+    except CudaSupportError as error:
+        raise DeviceError(
+            f"no GPU can be used: {error}; NUMBA_ENABLE_CUDASIM=1 runs without GPUs"
+        ) from error
     device = Device(int(driver.call("cuCtxGetDevice")))
     device.set_current()  # it is; cuda.core wants to be told
     return device

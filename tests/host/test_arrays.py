@@ -150,7 +150,7 @@ def test_a_pointer_unknown_to_the_driver_is_refused(monkeypatch):
         {"mask": object()},
         {"data": None},
     ],
-    ids=str,
+    ids=lambda broken: next(iter(broken)),
 )
 def test_a_broken_interface_is_refused(changes):
     with pytest.raises(ArgumentError, match=r"^here: Interface is no device array"):
@@ -216,7 +216,9 @@ def test_a_producer_that_raises_is_refused_with_its_reason():
 
 
 @pytest.mark.parametrize(
-    "array", [np.zeros(3), np.zeros(()), DLPack(np.zeros(3), HOST)], ids=repr
+    "array",
+    [np.zeros(3), np.zeros(()), DLPack(np.zeros(3), HOST)],
+    ids=["array", "0-d", "DLPack"],
 )
 def test_host_arrays_are_refused_with_what_to_do(array):
     with pytest.raises(ArgumentError, match=r"^here: .* in host memory; copy it to"):
