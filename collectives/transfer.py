@@ -168,7 +168,9 @@ def make_transfer(
         high = cuda.local.array(batch, types.int64)
         rank = guard.rank
         # The blocks of a channel are in the order of (source, target) on all ranks, so
-        # that they could even run one after another, as the simulator's do.
+        # that they could even run one after another, as the simulator's do, where all
+        # ranks' messages are in one launch each. (Where they are not, large messages
+        # may wait for each other there, around three ranks, that a GPU delivers.)
         channel = block // (2 * others)
         place = block % (2 * others)
         sending = rank <= place < rank + others
