@@ -493,8 +493,8 @@ def shares_on(comm):
     right = are(x, SIZE) and are(y, 100, 100)
     mappings = sharing.stats().mappings
     comm.barrier()
+    comm.barrier()  # A has looked
     del x, y
-    comm.barrier()
     comm.barrier()
     return right, mappings, nothing_is_shared()
 
