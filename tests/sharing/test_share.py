@@ -299,8 +299,8 @@ def cancels(comm):
     facts.append(error_of(ns.open_shared, handles[2]))
     another = ns.open_shared(handles[0])  # the first is still out
     facts.append(are(another, SIZE) and are(x, SIZE))
+    comm.barrier()  # the producer has looked
     del x, another
-    comm.barrier()
     comm.barrier()
     return facts, nothing_is_shared()
 
