@@ -6,9 +6,9 @@ The message is cut into a shard for each rank but the root, its owner. In chunks
     relay     the owner stores it, and puts it into the workspaces of the other owners
     collect   everyone copies the others' pieces from its workspace into its array
 
-so the root sends the message once, and each other rank receives it once. Slots, flags
-and epochs are those of ``two_shot_signalled.py``, whose steps these are, with fewer
-senders; all ranks raise all flags, so that its memory order holds as it is.
+so the root sends the message once, and each other rank receives it once. This is the
+reverse of ``reduce_signalled.py``, and as ordered: turns, slots, flags and epochs are
+the same. Two ranks have one owner and nothing to relay: a call ends a turn earlier.
 """
 
 import functools
@@ -19,13 +19,12 @@ from numba.cuda import types
 
 from numba_symm.collectives import workspace
 from numba_symm.collectives.flags import make_flags
+from numba_symm.collectives.reduce_signalled import after
 from numba_symm.collectives.select import Enqueue
 from numba_symm.collectives.two_shot import shard
-from numba_symm.collectives.two_shot_signalled import REDUCED, SCATTERED
 from numba_symm.collectives.workspace import (
     ADDRESS,
     LOADS,
-    MAX_BLOCKS,
     ROW,
     SIGNALLED,
     THREADS,
@@ -59,21 +58,17 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
     rank_stride = rows * ROW
     set_stride = (size - 1) * rank_stride
     half_stride = 2 * set_stride
-    flag_set = 4 * size * MAX_BLOCKS
     others = size - 1
     batch = min(rows, max(1, LOADS // size))
     held = max(batch * others, LOADS)
     relayed = min(rows, LOADS)
+    hops = 2 if size > 2 else 1
     tell, told = make_flags(size, BROADCAST)
 
     @device_function
-    def place(block: int, epoch: int, which: int) -> int:
-        half = slots + (2 * block + (epoch & 1)) * half_stride
-        return half + which * set_stride
-
-    @device_function
-    def flag_place(block: int, which: int) -> int:
-        return flags + which * flag_set + 4 * size * block
+    def place(block: int, before: int, chunk: int) -> int:
+        half = (before + 1 + (chunk >> 1)) & 1
+        return slots + (2 * block + half) * half_stride + (chunk & 1) * set_stride
 
     @device_function
     def inside(
@@ -111,73 +106,68 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
         epoch_at = own + epochs + 4 * block
         before = word_of(ld_u32(epoch_at))
         first = block * height * THREADS + thread
+        flag = flags + 4 * size * block
         failed = False
-        for turn in range(chunks + 2):
-            if turn >= 2:
-                epoch = (before + turn - 1) & 0xFFFFFFFF
-                flag = own + flag_place(block, REDUCED)
-                failed = told(guard, flag, block, epoch, failed)
-                slot = own + place(block, epoch, REDUCED) + VECTOR * thread
-                vector = first + (turn - 2) * stride
-                if not is_root:
-                    for row in range(0, height, batch):
-                        for i in range(batch * others):
-                            step, k = row + i // others, i % others
-                            owner = (mine + 1 + k) % size
-                            if inside(owner, vector, step, height, share, vectors):
-                                here = slot + k * rank_stride + step * ROW
-                                low[i], high[i] = ld_v2_u64(here)
-                        for i in range(batch * others):
-                            step, k = row + i // others, i % others
-                            owner = (mine + 1 + k) % size
-                            if inside(owner, vector, step, height, share, vectors):
-                                there = owner * share + vector + step * THREADS
-                                store(array, there, count, low[i], high[i])
-            if turn < chunks:
-                epoch = (before + turn + 1) & 0xFFFFFFFF
-                slot = place(block, epoch, SCATTERED) + VECTOR * thread
+        for turn in range(chunks + hops):
+            epoch = (before + turn + 1) & 0xFFFFFFFF
+            if turn < chunks and is_root:
+                slot = place(block, before, turn) + VECTOR * thread
                 vector = first + turn * stride
-                if is_root:
-                    for row in range(0, height, batch):
-                        for i in range(batch * others):
-                            # The root's k-th neighbour owns shard k.
-                            step, k = row + i // others, i % others
-                            if inside(k, vector, step, height, share, vectors):
-                                there = k * share + vector + step * THREADS
-                                low[i], high[i] = load(array, there, count)
-                        for i in range(batch * others):
-                            step, k = row + i // others, i % others
-                            if inside(k, vector, step, height, share, vectors):
-                                to = ring[k] + slot + (others - 1 - k) * rank_stride
-                                st_v2_u64(to + step * ROW, (low[i], high[i]))
-                tell(ring, flag_place(block, SCATTERED), rank, epoch)
-            if 1 <= turn <= chunks:
-                epoch = (before + turn) & 0xFFFFFFFF
-                flag = own + flag_place(block, SCATTERED)
-                failed = told(guard, flag, block, epoch, failed)
-                here = own + place(block, epoch, SCATTERED) + VECTOR * thread
+                for row in range(0, height, batch):
+                    for i in range(batch * others):
+                        # The root's k-th neighbour owns shard k.
+                        step, k = row + i // others, i % others
+                        if inside(k, vector, step, height, share, vectors):
+                            there = k * share + vector + step * THREADS
+                            low[i], high[i] = load(array, there, count)
+                    for i in range(batch * others):
+                        step, k = row + i // others, i % others
+                        if inside(k, vector, step, height, share, vectors):
+                            to = ring[k] + slot + (others - 1 - k) * rank_stride
+                            st_v2_u64(to + step * ROW, (low[i], high[i]))
+            if turn >= 1:
+                last = (before + turn) & 0xFFFFFFFF
+                failed = told(guard, own + flag, block, last, failed)
+            if 1 <= turn <= chunks and not is_root:
+                here = own + place(block, before, turn - 1) + VECTOR * thread
                 here += to_root * rank_stride
-                slot = place(block, epoch, REDUCED) + VECTOR * thread
+                slot = place(block, before, turn - 1) + VECTOR * thread
                 vector = first + (turn - 1) * stride
-                if not is_root:
-                    for row in range(0, height, relayed):
-                        for i in range(relayed):
-                            if inside(mine, vector, row + i, height, share, vectors):
-                                low[i], high[i] = ld_v2_u64(here + (row + i) * ROW)
-                        for i in range(relayed):
-                            if inside(mine, vector, row + i, height, share, vectors):
-                                words = low[i], high[i]
-                                for k in range(others):
-                                    to = slot + (others - 1 - k) * rank_stride
-                                    if k != to_root:
-                                        st_v2_u64(ring[k] + to + (row + i) * ROW, words)
-                                there = mine * share + vector + (row + i) * THREADS
-                                store(array, there, count, words[0], words[1])
-                tell(ring, flag_place(block, REDUCED), rank, epoch)
+                for row in range(0, height, relayed):
+                    for i in range(relayed):
+                        if inside(mine, vector, row + i, height, share, vectors):
+                            low[i], high[i] = ld_v2_u64(here + (row + i) * ROW)
+                    for i in range(relayed):
+                        if inside(mine, vector, row + i, height, share, vectors):
+                            words = low[i], high[i]
+                            for k in range(others):
+                                to = slot + (others - 1 - k) * rank_stride
+                                if k != to_root:
+                                    st_v2_u64(ring[k] + to + (row + i) * ROW, words)
+                            there = mine * share + vector + (row + i) * THREADS
+                            store(array, there, count, words[0], words[1])
+            if turn >= hops and not is_root:
+                slot = own + place(block, before, turn - 2) + VECTOR * thread
+                vector = first + (turn - 2) * stride
+                for row in range(0, height, batch):
+                    for i in range(batch * others):
+                        step, k = row + i // others, i % others
+                        owner = (mine + 1 + k) % size
+                        if inside(owner, vector, step, height, share, vectors):
+                            here = slot + k * rank_stride + step * ROW
+                            low[i], high[i] = ld_v2_u64(here)
+                    for i in range(batch * others):
+                        step, k = row + i // others, i % others
+                        owner = (mine + 1 + k) % size
+                        if inside(owner, vector, step, height, share, vectors):
+                            there = owner * share + vector + step * THREADS
+                            store(array, there, count, low[i], high[i])
+            if turn < chunks + hops - 1:
+                tell(ring, flag, rank, epoch)
         # All threads have read the epoch before it changes.
         cuda.syncthreads()
         if thread == 0:
-            st_u32(epoch_at, (before + chunks) & 0xFFFFFFFF)
+            st_u32(epoch_at, after(before, chunks, hops))
 
     return broadcast_signalled
 

@@ -102,6 +102,36 @@ EXCHANGES = {
 """The operations, by name."""
 
 
+def make_total(
+    size: int, lanes: Lanes, output: Output
+) -> Callable[[int, Any, Any, int], Any]:
+    """Return a device function that reduces one vector of each rank, in rank order.
+
+    ``(taken, low, high, first)`` returns the two words of the result; the words of rank
+    r are in the local arrays at ``first + r``; ``taken`` is ``Output.taken``, at least
+    1.
+    """
+    unpack, pack, combine, _, _ = lanes
+
+    @device_function
+    def of_all(taken: int, low: Any, high: Any, first: int) -> Any:
+        total = unpack(low[first], high[first])
+        for r in range(1, size):
+            total = combine(total, unpack(low[first + r], high[first + r]))
+        return pack(total)
+
+    @device_function
+    def of_some(taken: int, low: Any, high: Any, first: int) -> Any:
+        total = unpack(low[first], high[first])
+        # All ranks are looked at: every index is a constant, as in ``ring.py``.
+        for r in range(1, size):
+            if r < taken:
+                total = combine(total, unpack(low[first + r], high[first + r]))
+        return pack(total)
+
+    return of_some if output in (Output.UP_TO_THIS, Output.BEFORE_THIS) else of_all
+
+
 def make_reduced(
     size: int, lanes: Lanes, output: Output
 ) -> Callable[[int, int, Any, Any, Any], Any]:
@@ -111,26 +141,13 @@ def make_reduced(
     order, or the root's vector; ``taken`` is ``Output.taken``, at least 1. The arrays
     are ``in_rank_order``'s.
     """
-    unpack, pack, combine, _, _ = lanes
     in_rank_order = make_in_rank_order(size)
+    total = make_total(size, lanes, output)
 
     @device_function
-    def of_all(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
+    def reduced(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
         in_rank_order(rank, low, high, spare)
-        total = unpack(low[0], high[0])
-        for r in range(1, size):
-            total = combine(total, unpack(low[r], high[r]))
-        return pack(total)
-
-    @device_function
-    def of_some(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
-        in_rank_order(rank, low, high, spare)
-        total = unpack(low[0], high[0])
-        # All ranks are looked at: every index is a constant, as in ``ring.py``.
-        for r in range(1, size):
-            if r < taken:
-                total = combine(total, unpack(low[r], high[r]))
-        return pack(total)
+        return total(taken, low, high, 0)
 
     @device_function
     def of_root(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
@@ -140,9 +157,7 @@ def make_reduced(
                 words = low[k], high[k]
         return words
 
-    if output is Output.OF_ROOT:
-        return of_root
-    return of_some if output in (Output.UP_TO_THIS, Output.BEFORE_THIS) else of_all
+    return of_root if output is Output.OF_ROOT else reduced
 
 
 def of_none(element: Element, op: Op, output: Output) -> tuple[bool, int, int]:

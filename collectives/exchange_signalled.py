@@ -1,12 +1,22 @@
 """All-gather, all-to-all and partial reductions with signals, for larger messages.
 
 As ``exchange.py``, but a block moves a chunk of rows at a time through the workspace
-and signals it with one flag a rank, as ``two_shot_signalled.py`` does, whose slots and
-flags these are: where that one sends back results, this one tells that it has read.
+and signals it with one flag a rank. Slots, flags and epochs are those of
+``two_shot_signalled.py``; the four parts of a block's slots, two sets in each half, hold
+one chunk each, in turn.
 
 Memory order. ``flags.py`` orders a chunk's stores before its flag and its reading after
-it. Chunk k+2 goes into the half of chunk k after every rank has told that it has read
-chunk k, this call's or an earlier one's.
+it. A rank writes its chunk, tells all, and only then waits for the others' chunks
+before: a block has its next chunk on the way while it reads one. So the flag of chunk k
+also tells that chunk k-2 was read, and chunk k+4 may go where chunk k was, as every
+rank has then told chunk k+2.
+
+Between calls. Chunks 0 and 1 of a call go into the half that the call before did not
+use last, of which all ranks have read everything when that call ends; chunks 2 and 3 go
+into the other one after all have told chunk 0, and so have left the call before. This
+call itself ends before a rank knows that the others have read its last two chunks. That
+these share a half, and the next call begins in the other one, there are one chunk or an
+even number of them, and an epoch more is counted if it must be.
 """
 
 import functools
@@ -16,12 +26,11 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
-from numba_symm.collectives.exchange import Exchange, Output, make_reduced, of_none
+from numba_symm.collectives.exchange import Exchange, Output, make_total, of_none
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.workspace import (
     ADDRESS,
     LOADS,
-    MAX_BLOCKS,
     ROW,
     SIGNALLED,
     THREADS,
@@ -33,6 +42,7 @@ from numba_symm.collectives.workspace import (
     layout,
 )
 from numba_symm.device.intrinsics import (
+    device_function,
     ld_u32,
     ld_v2_u64,
     st_u32,
@@ -51,19 +61,30 @@ def make_exchange_signalled(
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
-    reduced = make_reduced(size, lanes, kind.output)
+    total = make_total(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
     tell, told = make_flags(size, EXCHANGE)
     at = layout(size).two_shot_signalled
     epochs, flags, slots = at.epochs, at.flags, at.slots
     rows = SIGNALLED.steps(size)
     rank_stride = rows * ROW
-    half_stride = 2 * (size - 1) * rank_stride  # of which the first part is used here
-    read_flags = flags + 4 * size * MAX_BLOCKS
+    set_stride = (size - 1) * rank_stride
+    half_stride = 2 * set_stride
     others = size - 1
-    batch = min(rows, max(1, LOADS // size))
-    held = batch * size
     parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
+    # What a row of a thread is made of, as it is sent and as it is received: of the
+    # parts of others, or one for all; and the own one, which comes last.
+    sent = (others if parts_in else 0) + (1 if parts_out or not parts_in else 0)
+    mine = sent - 1 if parts_out or not parts_in else 0
+    received = others if parts_out else size
+    batch_out = min(rows, max(1, LOADS // sent))
+    batch_in = min(rows, max(1, LOADS // received))
+    held = max(batch_out * sent, batch_in * received)
+
+    @device_function
+    def place(block: int, before: int, chunk: int) -> int:
+        half = (before + 1 + (chunk >> 1)) & 1
+        return slots + (2 * block + half) * half_stride + (chunk & 1) * set_stride
 
     def exchange_signalled(
         guard: Any,
@@ -84,86 +105,83 @@ def make_exchange_signalled(
         block = cuda.blockIdx.x
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
-        own_low = cuda.local.array(size, types.int64)
-        own_high = cuda.local.array(size, types.int64)
-        spare = cuda.local.array(size, types.int64)
+        own_low = cuda.local.array(batch_in, types.int64)
+        own_high = cuda.local.array(batch_in, types.int64)
+        rank = guard.rank
         stride = cuda.gridDim.x * height * THREADS
         epoch_at = own + epochs + 4 * block
         before = word_of(ld_u32(epoch_at))
         first = block * height * THREADS + thread
-        mine = source + guard.rank * part if parts_in else source
-        sent = flags + 4 * size * block
-        read = read_flags + 4 * size * block
+        here = source + rank * part if parts_in else source
+        there = target + rank * part if parts_out else target
+        chunk_flags = flags + 4 * size * block
         failed = False
-        for turn in range(chunks + 2):
-            if turn >= 2:
-                epoch = (before + turn - 1) & 0xFFFFFFFF
-                failed = told(guard, own + read, block, epoch, failed)
+        for turn in range(chunks + 1):
             if turn < chunks:
                 epoch = (before + turn + 1) & 0xFFFFFFFF
-                slot = slots + (2 * block + (epoch & 1)) * half_stride
+                slot = place(block, before, turn) + VECTOR * thread
                 vector = first + turn * stride
-                for row in range(0, height, batch):
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
+                for row in range(0, height, batch_out):
+                    for i in range(batch_out * sent):
+                        step, k = row + i // sent, i % sent
                         at = vector + step * THREADS
                         if step < height and at < vectors:
-                            if parts_in:
-                                r = (guard.rank + 1 + k) % size
-                                words = load(source + r * part, at, count)
-                                low[i], high[i] = words
-                            elif k == 0:
-                                words = load(source, at, count)
-                                low[i], high[i] = words
-                            else:
-                                low[i], high[i] = low[i - 1], high[i - 1]
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        if step < height and vector + step * THREADS < vectors:
-                            # The sender is its k-th neighbour's (n - 2 - k)-th.
-                            to = ring[k] + slot + (others - 1 - k) * rank_stride
-                            place = to + step * ROW + VECTOR * thread
-                            st_v2_u64(place, (low[i], high[i]))
-                tell(ring, sent, guard.rank, epoch)
-            if 1 <= turn <= chunks:
+                            r = (rank + 1 + k) % size
+                            array = source + r * part if parts_in else source
+                            low[i], high[i] = load(array, at, count)
+                    for i in range(batch_out):
+                        step = row + i
+                        at = vector + step * THREADS
+                        if step < height and at < vectors:
+                            for k in range(others):
+                                j = i * sent + (k if parts_in else 0)
+                                # The sender is its k-th neighbour's (n - 2 - k)-th.
+                                to = ring[k] + slot + (others - 1 - k) * rank_stride
+                                st_v2_u64(to + step * ROW, (low[j], high[j]))
+                            if parts_out:
+                                j = i * sent + mine
+                                store(there, at, count, low[j], high[j])
+                tell(ring, chunk_flags, rank, epoch)
+            if turn >= 1:
                 epoch = (before + turn) & 0xFFFFFFFF
-                failed = told(guard, own + sent, block, epoch, failed)
-                slot = own + slots + (2 * block + (epoch & 1)) * half_stride
-                slot += VECTOR * thread
+                failed = told(guard, own + chunk_flags, block, epoch, failed)
+                slot = own + place(block, before, turn - 1) + VECTOR * thread
                 vector = first + (turn - 1) * stride
-                for row in range(0, height, batch):
-                    for i in range(held):
-                        step, j = row + i // size, i % size
+                for row in range(0, height, batch_in):
+                    if not parts_out:
+                        for i in range(batch_in):
+                            at = vector + (row + i) * THREADS
+                            if row + i < height and at < vectors:
+                                own_low[i], own_high[i] = load(here, at, count)
+                    for i in range(batch_in * received):
+                        step, j = row + i // received, i % received
                         at = vector + step * THREADS
                         if step < height and at < vectors:
-                            if j == 0:
-                                low[i], high[i] = load(mine, at, count)
+                            # Along the ring, or by rank where the order matters.
+                            k = j if parts_out else (j + others - rank) % size
+                            if k < others:
+                                words = ld_v2_u64(slot + k * rank_stride + step * ROW)
+                                low[i], high[i] = words
                             else:
-                                here = slot + (j - 1) * rank_stride
-                                low[i], high[i] = ld_v2_u64(here + step * ROW)
-                    for i in range(batch):
+                                low[i] = own_low[i // received]
+                                high[i] = own_high[i // received]
+                    for i in range(batch_in):
                         at = vector + (row + i) * THREADS
                         if row + i < height and at < vectors:
-                            for j in range(size):
-                                own_low[j] = low[i * size + j]
-                                own_high[j] = high[i * size + j]
+                            j = i * received
                             if parts_out:
-                                for j in range(size):
-                                    to = target + (guard.rank + j) % size * part
-                                    store(to, at, count, own_low[j], own_high[j])
+                                for k in range(others):
+                                    to = target + (rank + 1 + k) % size * part
+                                    store(to, at, count, low[j + k], high[j + k])
                             elif taken > 0:
-                                words = reduced(
-                                    guard.rank, taken, own_low, own_high, spare
-                                )
+                                words = total(taken, low, high, j)
                                 store(target, at, count, words[0], words[1])
                             elif none_stored:
                                 store(target, at, count, none_low, none_high)
-                # What this block has read of the chunk, it has read before it tells so.
-                tell(ring, read, guard.rank, epoch)
         # All threads have read the epoch before it changes.
         cuda.syncthreads()
         if thread == 0:
-            st_u32(epoch_at, (before + chunks) & 0xFFFFFFFF)
+            st_u32(epoch_at, (before + chunks + (chunks >> 1 & 1)) & 0xFFFFFFFF)
 
     return exchange_signalled
 
@@ -188,6 +206,8 @@ def bind(
     """Return the packed launch; see ``Bind`` in ``select.py``."""
     vectors = divide_up(count, element.lanes)
     grid, height, chunks = chunks_of(vectors, comm.size, comm.max_blocks)
+    if chunks > 1:
+        chunks += chunks % 2  # the last one may be empty
     ragged = is_ragged(source, target, count, element.lanes)
     part = count * element.itemsize
     return workspace.launch(

@@ -1,29 +1,28 @@
-"""Reduce with signals: to one rank, for larger messages.
+"""Reduce with signals: to one rank, for larger messages; of three ranks and more.
 
 The ranks but the root each own a shard: every rank sends each owner that one's shard,
 the owners reduce and send to the root. So no link carries more than the message once
-in each direction. Of two ranks the root owns everything.
+in each direction, where ``two_shot_signalled.py`` needs more. Slots, flags and epochs
+are that one's. A block moves a chunk of rows at a time; in turn t each rank
 
-A block moves a chunk of rows at a time and signals it with one flag a rank, as
-``two_shot_signalled.py`` does, whose slots, flags and epochs these are. All ranks tell
-all others after each of two steps, those also that had nothing to send: the protocol
-is the same on every rank, and what root follows what root does not matter.
+    scatters  chunk t to its owners
+    waits     until all have told that turn t-1 is over
+    reduces   what was scattered of chunk t-1, and sends the results to the root
+    collects  the results of chunk t-2, on the root
+    tells     all that its turn t is over
 
-Memory order. ``flags.py`` orders what comes before a flag and after it. Of a chunk k
+those also that had nothing to send: the protocol is the same on every rank, and what
+root follows what root does not matter.
 
-    1. all ranks write into the owners' first slots, and tell all ("scattered")
-    2. told so by all, owners read these, write into the root's second slots; all tell
-       all ("reduced")
-    3. told so by all, the root reads its second slots
+Memory order. ``flags.py`` orders what a block did in a turn before its flag, and what
+the others did in theirs after it. No slot is both scattered into and sent results, so
+chunks have the four parts of the slots in turn, two sets in each half. Chunk t is
+scattered into the part of chunk t-4 after all have told turn t-2; they read what was
+there in turn t-3, the owners, or t-2, the root.
 
-in which a block turns to step 3 of chunk k before step 1 of chunk k+2, and to that
-before step 2 of chunk k+1. Chunks alternate between two halves; the ones before this
-call's are another call's, of this kernel or another on these slots. First slots of
-chunk k+2 lie where those of chunk k did: a rank writes them after all have told
-"reduced" of chunk k, having read them. Second slots of chunk k+2 are written after the
-root has told "scattered" of it, having read those of chunk k. A call ends with all
-ranks told "reduced" of its last chunk, so the next one begins with its first slots
-free, as ``exchange_signalled.py`` ends and needs it.
+Between calls: as ``exchange_signalled.py``. Of the last chunk's results alone a rank
+does not know when it leaves that the root has read them: so many epochs are counted
+that the next call begins in the other half.
 
 Each element is reduced by one rank, in rank order: to the bits of an all-reduce.
 """
@@ -34,15 +33,13 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import workspace
-from numba_symm.collectives.exchange import Output, make_reduced
+from numba_symm.collectives import two_shot_signalled, workspace
+from numba_symm.collectives.exchange import Output, make_total
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.two_shot import shard
-from numba_symm.collectives.two_shot_signalled import REDUCED, SCATTERED
 from numba_symm.collectives.workspace import (
     ADDRESS,
     LOADS,
-    MAX_BLOCKS,
     ROW,
     SIGNALLED,
     THREADS,
@@ -67,16 +64,26 @@ from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 
-def owners_of(size: int) -> int:
-    """Return how many of ``size`` ranks own a shard: the root only if it must."""
-    return size - 1 if size > 2 else 1
+@device_function
+def after(before: int, chunks: int, hops: int) -> int:
+    """Return the epoch that follows a call that began after epoch ``before``.
+
+    Args:
+        before: the epoch.
+        chunks: how many the call had.
+        hops: in how many a chunk went, each with a turn of its own.
+    """
+    told = chunks + hops - 1
+    # Another one if the next call would begin in the half of the last chunk.
+    more = (told + 1 + (chunks - 1 >> 1)) & 1
+    return (before + told + more) & 0xFFFFFFFF
 
 
 def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
-    reduced = make_reduced(size, lanes, Output.AT_ROOT)
+    total = make_total(size, lanes, Output.AT_ROOT)
     tell, told = make_flags(size, REDUCE_SIGNALLED)
     at = layout(size).two_shot_signalled
     epochs, flags, slots = at.epochs, at.flags, at.slots
@@ -84,21 +91,14 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
     rank_stride = rows * ROW
     set_stride = (size - 1) * rank_stride
     half_stride = 2 * set_stride
-    flag_set = 4 * size * MAX_BLOCKS
     others = size - 1
-    owners = owners_of(size)
-    root_owns = owners == 1
     batch = min(rows, max(1, LOADS // size))
     held = batch * size
 
     @device_function
-    def place(block: int, epoch: int, which: int) -> int:
-        half = slots + (2 * block + (epoch & 1)) * half_stride
-        return half + which * set_stride
-
-    @device_function
-    def flag_place(block: int, which: int) -> int:
-        return flags + which * flag_set + 4 * size * block
+    def place(block: int, before: int, chunk: int) -> int:
+        half = (before + 1 + (chunk >> 1)) & 1
+        return slots + (2 * block + half) * half_stride + (chunk & 1) * set_stride
 
     def reduce_signalled(
         guard: Any,
@@ -110,107 +110,97 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
         count: int,
         share: int,
         number: int,
-        root: int,
         height: int,
         chunks: int,
     ) -> None:
-        # A rank whose ``number`` is below ``owners`` owns the shard of that number; the
-        # k-th of the ring has ``number + 1 + k``. The root is the ``root``-th of it.
+        # Ranks are numbered from the one after the root on: number k owns shard k, and
+        # the root, which has the last number, none.
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
-        own_low = cuda.local.array(size, types.int64)
-        own_high = cuda.local.array(size, types.int64)
-        spare = cuda.local.array(size, types.int64)
+        own_low = cuda.local.array(batch, types.int64)
+        own_high = cuda.local.array(batch, types.int64)
+        rank = guard.rank
+        root = others - 1 - number  # its place in the ring
         stride = cuda.gridDim.x * height * THREADS
         epoch_at = own + epochs + 4 * block
         before = word_of(ld_u32(epoch_at))
         first = block * height * THREADS + thread
         mine = number * share
+        flag = flags + 4 * size * block
         failed = False
-        # The order of these steps is what the halves rest on.
         for turn in range(chunks + 2):
-            if turn >= 2:
-                epoch = (before + turn - 1) & 0xFFFFFFFF
-                flag = own + flag_place(block, REDUCED)
-                failed = told(guard, flag, block, epoch, failed)
-                slot = own + place(block, epoch, REDUCED) + VECTOR * thread
-                vector = first + (turn - 2) * stride
-                if target != 0 and not root_owns:
-                    for row in range(0, height, batch):
-                        for i in range(batch * others):
-                            step, k = row + i // others, i % others
-                            if step < height and vector + step * THREADS < share:
-                                here = slot + k * rank_stride + step * ROW
-                                low[i], high[i] = ld_v2_u64(here)
-                        for i in range(batch * others):
-                            # The root's k-th neighbour has number k.
-                            step, k = row + i // others, i % others
-                            at = vector + step * THREADS
-                            if step < height and at < share:
-                                store(target, k * share + at, count, low[i], high[i])
+            epoch = (before + turn + 1) & 0xFFFFFFFF
             if turn < chunks:
-                epoch = (before + turn + 1) & 0xFFFFFFFF
-                slot = place(block, epoch, SCATTERED) + VECTOR * thread
+                slot = place(block, before, turn) + VECTOR * thread
                 vector = first + turn * stride
                 for row in range(0, height, batch):
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
                         owner, at = (number + 1 + k) % size, vector + step * THREADS
-                        if step < height and at < share and owner < owners:
+                        if step < height and at < share and owner < others:
                             words = load(source, owner * share + at, count)
                             low[i], high[i] = words
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
                         owner, at = (number + 1 + k) % size, vector + step * THREADS
-                        if step < height and at < share and owner < owners:
+                        if step < height and at < share and owner < others:
                             # The sender is its k-th neighbour's (n - 2 - k)-th.
                             to = ring[k] + slot + (others - 1 - k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
-                tell(ring, flag_place(block, SCATTERED), guard.rank, epoch)
-            if 1 <= turn <= chunks:
-                epoch = (before + turn) & 0xFFFFFFFF
-                flag = own + flag_place(block, SCATTERED)
-                failed = told(guard, flag, block, epoch, failed)
-                here = own + place(block, epoch, SCATTERED) + VECTOR * thread
-                slot = place(block, epoch, REDUCED) + VECTOR * thread
+            if turn >= 1:
+                last = (before + turn) & 0xFFFFFFFF
+                failed = told(guard, own + flag, block, last, failed)
+            if 1 <= turn <= chunks and number < others:
+                here = own + place(block, before, turn - 1) + VECTOR * thread
+                slot = place(block, before, turn - 1) + VECTOR * thread
                 vector = first + (turn - 1) * stride
-                if number < owners:
-                    for row in range(0, height, batch):
-                        for i in range(held):
-                            step, j = row + i // size, i % size
-                            at = vector + step * THREADS
-                            if step < height and at < share:
-                                if j == 0:
-                                    low[i], high[i] = load(source, mine + at, count)
-                                else:
-                                    from_k = here + (j - 1) * rank_stride
-                                    words = ld_v2_u64(from_k + step * ROW)
-                                    low[i], high[i] = words
-                        for i in range(batch):
-                            step = row + i
-                            at = vector + step * THREADS
-                            if step < height and at < share:
-                                for j in range(size):
-                                    own_low[j] = low[i * size + j]
-                                    own_high[j] = high[i * size + j]
-                                result = reduced(
-                                    guard.rank, size, own_low, own_high, spare
-                                )
-                                if root_owns:
-                                    at += mine
-                                    store(target, at, count, result[0], result[1])
-                                for k in range(others):
-                                    if k == root:
-                                        to = slot + (others - 1 - k) * rank_stride
-                                        st_v2_u64(ring[k] + to + step * ROW, result)
-                tell(ring, flag_place(block, REDUCED), guard.rank, epoch)
+                for row in range(0, height, batch):
+                    for i in range(batch):
+                        at = vector + (row + i) * THREADS
+                        if row + i < height and at < share:
+                            own_low[i], own_high[i] = load(source, mine + at, count)
+                    for i in range(batch * size):
+                        step, r = row + i // size, i % size
+                        if step < height and vector + step * THREADS < share:
+                            k = (r + others - rank) % size
+                            if k < others:
+                                words = ld_v2_u64(here + k * rank_stride + step * ROW)
+                                low[i], high[i] = words
+                            else:
+                                low[i] = own_low[i // size]
+                                high[i] = own_high[i // size]
+                    for i in range(batch):
+                        step = row + i
+                        if step < height and vector + step * THREADS < share:
+                            result = total(size, low, high, i * size)
+                            for k in range(others):
+                                if k == root:
+                                    to = slot + (others - 1 - k) * rank_stride
+                                    st_v2_u64(ring[k] + to + step * ROW, result)
+            if turn >= 2 and target != 0:
+                slot = own + place(block, before, turn - 2) + VECTOR * thread
+                vector = first + (turn - 2) * stride
+                for row in range(0, height, batch):
+                    for i in range(batch * others):
+                        step, k = row + i // others, i % others
+                        if step < height and vector + step * THREADS < share:
+                            words = ld_v2_u64(slot + k * rank_stride + step * ROW)
+                            low[i], high[i] = words
+                    for i in range(batch * others):
+                        # The root's k-th neighbour has number k.
+                        step, k = row + i // others, i % others
+                        at = vector + step * THREADS
+                        if step < height and at < share:
+                            store(target, k * share + at, count, low[i], high[i])
+            if turn <= chunks:
+                tell(ring, flag, rank, epoch)
         # All threads have read the epoch before it changes.
         cuda.syncthreads()
         if thread == 0:
-            st_u32(epoch_at, (before + chunks) & 0xFFFFFFFF)
+            st_u32(epoch_at, after(before, chunks, 2))
 
     return reduce_signalled
 
@@ -219,7 +209,7 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
-    arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
+    arguments = (ADDRESS, ADDRESS, *5 * (types.int64,))
     return workspace.make_kernel(make_reduce_signalled, constants, *arguments)
 
 
@@ -233,17 +223,18 @@ def bind(
     root: int,
 ) -> Launch:
     """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``."""
+    if comm.size <= 2:
+        # Its owners are all ranks, of which only the root has an output.
+        return two_shot_signalled.bind(comm, source, target, count, element, op)
     vectors = divide_up(count, element.lanes)
-    owners = owners_of(comm.size)
+    owners = comm.size - 1
     share = shard(vectors, owners)
     grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)
     ragged = share * owners != vectors or is_ragged(
         source, target, count, element.lanes
     )
-    root_along_ring = (root - comm.rank - 1) % comm.size
-    first_owner = root if owners == 1 else root + 1
     return workspace.launch(
         kernel(comm.size, element, op, ragged),
         *(comm, grid, source, target, count, share),
-        *((comm.rank - first_owner) % comm.size, root_along_ring, height, chunks),
+        *((comm.rank - root - 1) % comm.size, height, chunks),
     )

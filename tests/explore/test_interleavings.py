@@ -7,6 +7,7 @@ With race reports switched off, what is broken must show in what comes out: wron
 unwritten words, or ranks that wait for ever.
 """
 
+import re
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -187,6 +188,17 @@ class World:
             self.streams[comm.rank].append(self.code.exchange_signalled.bind(*args))
             columns = zip(*words[: comm.rank + 1], strict=True)
             self.expect(target, [TOTAL[kind](column) for column in columns])
+
+    def gather(self, count):
+        """Add an all-gather by ``exchange_signalled``."""
+        exchanged = self.code.exchange.EXCHANGES["all_gather"]
+        sources, words = self.inputs(count)
+        targets = self.map("output", 8 * count * self.size + 8)
+        for comm, source, target in zip(self.comms, sources, targets, strict=True):
+            args = (exchanged, comm, source, target, count, INT64, "sum")
+            self.streams[comm.rank].append(self.code.exchange_signalled.bind(*args))
+            for rank, mine in enumerate(words):
+                self.expect(target + 8 * count * rank, mine)
 
     def barrier(self):
         for comm in self.comms:
@@ -500,12 +512,14 @@ def test_reductions_to_any_root(ranks):
 
 
 @worlds
-def test_reductions_among_others(ranks):
-    holds(
-        calls_of(device_code(), "reduce", "scan", "broadcast", "two_shot_signalled"),
-        ranks,
-        300,
-    )
+def test_exchanges(ranks):
+    holds(calls_of(device_code(), "gather", "scan"), ranks, 300)
+
+
+@worlds
+def test_calls_on_shared_slots(ranks):
+    names = "reduce", "scan", "gather", "broadcast", "two_shot_signalled"
+    holds(calls_of(device_code(), *names), ranks, 400)
 
 
 @worlds
@@ -557,22 +571,28 @@ RELAXED = (
 )
 
 
-def turns_parts(module):
-    """Return the three parts of a turn of two_shot_signalled or reduce_signalled."""
+def turns_parts(module, *starts):
+    """Return the five parts of a turn of a kernel of two hops, which start so."""
     text = Path(module.__file__).read_text()
-    ends = [
-        "if turn >= 2:",
-        "if turn < chunks:",
-        "if 1 <= turn <=",
+    begins = [
+        *starts,
+        "if turn >= (2|hops)",
+        r"if turn (<= chunks:|< chunks \+)",
         "# All threads have",
     ]
-    places = [text.rindex("\n", 0, text.index(end)) + 1 for end in ends]
+    places = [re.search(r"\n *" + begin, text).start() + 1 for begin in begins]
     return [text[a:b] for a, b in pairwise(places)]
 
 
-GATHER, SCATTER, REDUCE = turns_parts(two_shot_signalled)
-TAKE, GIVE, OWN = turns_parts(reduce_signalled)
-COLLECT, SEND, RELAY = turns_parts(broadcast_signalled)
+WAITS, WORKS = "if turn >= 1:", "if 1 <= turn <= chunks"
+SENDS = "if turn < chunks( and is_root)?:"
+AWAIT, REDUCE, SCATTER, GATHER, TELL = turns_parts(
+    two_shot_signalled, WAITS, WORKS, SENDS
+)
+PARTS = {
+    module: turns_parts(module, SENDS, WAITS, WORKS)
+    for module in (reduce_signalled, broadcast_signalled)
+}
 
 SENTINEL, LL, NOT_TWO_LL = MAILED[::2], MAILED[1::2], MAILED[:3]
 FLAGGED = ALGORITHMS[4:]
@@ -643,21 +663,32 @@ OF_THREE_RANKS = {  # who have more than one neighbour
         ("mailboxes", "(others - 1 - k) * rank_stride", "k * rank_stride"),
     ),
     "vectors in the ring's order": (
-        ALGORITHMS[:-1],
+        MAILED,
         ("ring", "turning = rank >> bit & 1 != 0", "turning = False"),
     ),
     "one mailbox for all ranks": (
         MAILED,
         ("mailboxes", "rank_stride = count * row", "rank_stride = 0"),
     ),
+    "slots in the ring's order": (
+        ("two_shot_signalled",),
+        (
+            "two_shot_signalled",
+            "k = (r + others - rank) % size",
+            "k = (r + others) % size",
+        ),
+    ),
     "slots counted as their receiver does": (
         ("two_shot_signalled",),
         (
             "two_shot_signalled",
-            "# The sender is its k-th neighbour's (n - 2 - k)-th.\n"
-            "                            there = slot + (others - 1 - k) * rank_stride",
-            "there = slot + k * rank_stride",
+            "to = ring[k] + slot + (others - 1 - k) * rank_stride",
+            "to = ring[k] + slot + k * rank_stride",
         ),
+    ),
+    "told before the results are gathered": (
+        ("two_shot_signalled",),
+        ("two_shot_signalled", GATHER + TELL, TELL + GATHER),
     ),
 }
 WRAP_BROKEN = {
@@ -718,47 +749,70 @@ FLAGS_BROKEN = {
         ("two_shot_signalled",),
         ("two_shot_signalled", "half + which * set_stride", "half"),
     ),
-    "one set of flags": (
-        ("two_shot_signalled",),
-        ("two_shot_signalled", "which * flag_set + ", ""),
-    ),
-    "scatter before gather": (
-        ("two_shot_signalled",),
-        ("two_shot_signalled", GATHER + SCATTER, SCATTER + GATHER),
-    ),
-    "gather last": (
+    "scattered before all have told": (
         ("two_shot_signalled",),
         (
             "two_shot_signalled",
-            GATHER + SCATTER + REDUCE,
-            SCATTER + REDUCE + GATHER,
+            AWAIT + REDUCE + SCATTER,
+            SCATTER + AWAIT + REDUCE,
         ),
     ),
 }
 FENCED = "fence_acq_rel_sys()\n            "
+
+
+def halves_and_turns_broken(module):
+    """Return what breaks a kernel whose chunks have four parts of the slots."""
+    _, wait, work, collect, tell = PARTS[module]
+    return {
+        "one half": ("half = (before + 1 + (chunk >> 1)) & 1", "half = 1"),
+        "one set of slots": ("(chunk & 1) * set_stride", "0"),
+        "told before the work": (
+            work + collect + tell,
+            tell + work + collect,
+        ),
+        "used before all have told": (wait + work, work + wait),
+    }
+
+
 REDUCE_BROKEN = {
-    "one half": ("(2 * block + (epoch & 1))", "2 * block"),
-    "one set of flags": ("which * flag_set + ", ""),
-    "given before all were told": (TAKE + GIVE, GIVE + TAKE),
-    "taken last": (TAKE + GIVE + OWN, GIVE + OWN + TAKE),
-    "ended before all were told": (
-        "for turn in range(chunks + 2)",
-        "for turn in range(chunks + (2 if target != 0 else 1))",
+    **halves_and_turns_broken(reduce_signalled),
+    "slots counted as their receiver does": (
+        "to = ring[k] + slot + (others - 1 - k) * rank_stride",
+        "to = ring[k] + slot + k * rank_stride",
+    ),
+    "the root forgotten": ("if k == root:", "if k == 0:"),
+    "shards counted from this rank": (
+        "target, k * share + at",
+        "target, number * share + at",
     ),
 }
-BROADCAST_BROKEN = {
-    "one half": REDUCE_BROKEN["one half"],
-    "one set of flags": REDUCE_BROKEN["one set of flags"],
-    "scattered before all were told": (COLLECT + SEND, SEND + COLLECT),
-    "collected last": (COLLECT + SEND + RELAY, SEND + RELAY + COLLECT),
-}
+BROADCAST_BROKEN = halves_and_turns_broken(broadcast_signalled)
 BROADCAST_OF_THREE_BROKEN = {
-    "one set of slots": ("half + which * set_stride", "half"),
     "relayed to the next": ("if k != to_root:", "if k != 0:"),
     "shards counted from the root": (
         "there = owner * share + vector + step * THREADS",
         "there = k * share + vector + step * THREADS",
     ),
+}
+EXCHANGE_BROKEN = {
+    "one half": ("(before + 1 + (chunk >> 1)) & 1", "1"),
+    "one set of slots": ("(chunk & 1) * set_stride", "0"),
+    "chunks in turn in the halves": (
+        "half = (before + 1 + (chunk >> 1)) & 1",
+        "half = (before + 1 + chunk) & 1",
+    ),
+    "an odd number of chunks": ("chunks += chunks % 2", "pass"),
+    "flags of the chunk before": (
+        "epoch = (before + turn) & 0xFFFFFFFF\n                failed",
+        "epoch = (before + turn - 1) & 0xFFFFFFFF\n                failed",
+    ),
+}
+NEXT_BROKEN = {  # calls that begin in the half that the call before used last
+    "two_shot_signalled": ("before + chunks + 2)", "before + chunks + 1)"),
+    "gather": ("(chunks >> 1 & 1)", "0"),
+    "reduce": ("more = (told", "more = 0 * (told"),
+    "broadcast": ("more = (told", "more = 0 * (told"),
 }
 SYNCED = {
     "the block does not wait": (
@@ -788,18 +842,6 @@ TRANSFER_BROKEN = {
     "a flag awaited relaxed": (
         "while ld_acquire_sys_u64(flag)",
         "while ld_relaxed_sys_u64(flag)",
-    ),
-}
-REDUCE_OF_THREE_BROKEN = {
-    "one set of slots": ("half + which * set_stride", "half"),
-    "slots counted as their receiver does": (
-        "to = ring[k] + slot + (others - 1 - k) * rank_stride",
-        "to = ring[k] + slot + k * rank_stride",
-    ),
-    "the root forgotten": ("if k == root:", "if k == 0:"),
-    "shards counted from this rank": (
-        "target, k * share + at",
-        "target, number * share + at",
     ),
 }
 EPOCH_BROKEN = {  # flags have a syncthreads of their own
@@ -887,19 +929,31 @@ def test_flags_broken_are_found(algorithm, edits, ranks, races):
     breaks(all_reduces(device_code(*edits), algorithm), ranks, races)
 
 
-@worlds
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", REDUCE_BROKEN)
-def test_reductions_broken_are_found(what, races, ranks):
+def test_reductions_broken_are_found(what, races):
     code = device_code(("reduce_signalled", *REDUCE_BROKEN[what]))
-    breaks(calls_of(code, "reduce"), ranks, races)
+    breaks(calls_of(code, "reduce"), 3, races)
+
+
+@worlds
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", EXCHANGE_BROKEN)
+def test_exchanges_broken_are_found(what, races, ranks):
+    code = device_code(("exchange_signalled", *EXCHANGE_BROKEN[what]))
+    breaks(calls_of(code, "gather", "scan", "two_shot_signalled"), ranks, races)
 
 
 @by_anything_and_by_result
-@pytest.mark.parametrize("what", REDUCE_OF_THREE_BROKEN)
-def test_reductions_of_three_ranks_broken_are_found(what, races):
-    code = device_code(("reduce_signalled", *REDUCE_OF_THREE_BROKEN[what]))
-    breaks(calls_of(code, "reduce"), 3, races)
+@pytest.mark.parametrize("name", NEXT_BROKEN)
+def test_a_call_begun_in_the_wrong_half_is_found(name, races):
+    module = {
+        "gather": "exchange_signalled",
+        "reduce": "reduce_signalled",
+        "broadcast": "reduce_signalled",
+    }.get(name, name)
+    code = device_code((module, *NEXT_BROKEN[name]))
+    breaks(calls_of(code, name, "gather"), 3, races)
 
 
 @worlds
