@@ -35,7 +35,7 @@ from numba_symm.collectives.point_to_point import (
     check_apart,
     check_rank,
 )
-from numba_symm.collectives.select import Enqueue
+from numba_symm.collectives.launches import Enqueue
 from numba_symm.collectives.vector_forms import (
     Call,
     VectorForms,

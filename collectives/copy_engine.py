@@ -38,6 +38,7 @@ from numba_symm.collectives.workspace import (
     divide_up,
     is_ragged,
 )
+from numba_symm.collectives.launches import InTurn
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -121,17 +122,6 @@ def _copy(copies: list[tuple[int, int, int]], stream: int) -> None:
         streams.copy(target, source, nbytes, stream)
 
 
-class _InTurn:
-    """Launches one after another."""
-
-    def __init__(self, *launches: Launch):
-        self._launches = launches
-
-    def __call__(self, stream: int) -> None:
-        for launch in self._launches:
-            launch(stream)
-
-
 def bind(
     comm: Any, source: int, target: int, count: int, element: Element, op: Op
 ) -> Any:
@@ -144,7 +134,7 @@ def bind(
     if source == target or not whole or found is None or comm.size == 1:
         agree = agreement.bind(comm, f"{call}, output staged")
         args = (comm, source, target, count, element, op)
-        return _InTurn(agree, two_shot_signalled.bind(*args))
+        return InTurn(agree, two_shot_signalled.bind(*args))
     number, offset, outputs = found
     agree = agreement.bind(comm, f"{call}, output in block {number} at {offset}")
     share = vectors // comm.size

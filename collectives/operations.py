@@ -2,18 +2,21 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import (
     broadcast_signalled,
     exchange,
+    exchange_copies,
     exchange_signalled,
     reduce_signalled,
     select,
+    two_shot,
 )
 from numba_symm.collectives.exchange import EXCHANGES, Output
-from numba_symm.collectives.select import Enqueue
+from numba_symm.collectives.launches import Enqueue
+from numba_symm.collectives.mailboxes import TRANSPORTS
 from numba_symm.dtypes import Element, Op
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
@@ -111,22 +114,45 @@ def _check_parts(x: ArrayView, size: int, what: str) -> None:
         )
 
 
-# Guesses by analogy with all_reduce; only 2 and 4 ranks were ever measured.
-_K = 1 << 10
-_LL_LIMIT = 256 * _K  # bytes that a rank sends, without flags
-_SENTINEL_LIMIT = 512 * _K
-_SIMULATED_LIMIT = 512
+_K, _M = 1 << 10, 1 << 20
 
 
-def _fastest_exchange(reduces: bool, nbytes: int, size: int, element: Element) -> str:
+class Limits(NamedTuple):
+    """The most bytes that a rank sends by each kind of algorithm; larger: copies."""
+
+    sentinel: int
+    ll: int
+    signalled: int
+
+
+# Measured on H200s with 2 and 4 ranks; see bench/README.md.
+_LIMITS = Limits(512 * _K, 256 * _K, 8 * _M)
+# A simulated round costs milliseconds, whatever it carries.
+_SIMULATED = Limits(512, 512, 64 * _M)
+
+
+def _fastest_exchange(
+    reduces: bool, copied: bool, nbytes: int, size: int, element: Element
+) -> str:
+    limits = _SIMULATED if SIMULATED else _LIMITS
+    sent = nbytes * (size - 1)
     # A sentinel changes a NaN's bits: for what is only moved, flags.
-    sentinel = reduces and element.floating
-    limit = _SENTINEL_LIMIT if sentinel else _LL_LIMIT
-    if SIMULATED:
-        limit = _SIMULATED_LIMIT
-    if nbytes * (size - 1) > limit:
-        return "signalled"
-    return "sentinel" if sentinel else "ll"
+    if sent <= limits.sentinel and reduces and element.floating:
+        return "sentinel"
+    if sent <= limits.ll:
+        return "ll"
+    return "copy_engine" if copied and sent > limits.signalled else "signalled"
+
+
+def _fastest_broadcast(nbytes: int, size: int, element: Element) -> str:
+    return _fastest_exchange(False, size <= 2, nbytes, size, element)
+
+
+def _fastest_reduce(nbytes: int, size: int, element: Element) -> str:
+    limits, transport = select.limits_of(size, element), select.transport_of(element)
+    if nbytes <= limits.one_shot:
+        return transport
+    return f"two_shot_{transport}" if nbytes <= limits.two_shot else "signalled"
 
 
 def _exchange(
@@ -143,13 +169,29 @@ def _exchange(
     }
     if reduces:
         algorithms["sentinel"] = functools.partial(exchange.bind, "sentinel", kind)
-    fastest = functools.partial(_fastest_exchange, reduces)
+    else:
+        algorithms["copy_engine"] = functools.partial(exchange_copies.bind, name)
+    fastest = functools.partial(_fastest_exchange, reduces, not reduces)
     parts = (lambda size: size) if kind.parts_in else (lambda size: 1)
     at_root = kind.output is Output.AT_ROOT
     rooted = at_root or kind.output is Output.OF_ROOT
     return Operation(
         *(name, reduces, algorithms, fastest, shape, parts, without, rooted, at_root)
     )
+
+
+def _reduce_in_two_shots(
+    transport: str,
+    comm: Any,
+    source: int,
+    target: int,
+    count: int,
+    element: Element,
+    op: Op,
+    root: int,
+) -> Enqueue:
+    """Bind an all-reduce whose result only the root keeps: only it has a target."""
+    return two_shot.bind(transport, comm, source, target, count, element, op)
 
 
 ALL_REDUCE = Operation(
@@ -165,5 +207,14 @@ ALL_TO_ALL = _exchange("all_to_all", _exchanged_shape)
 REDUCE_SCATTER = _exchange("reduce_scatter", _scattered_shape)
 SCAN = _exchange("scan", _same_shape, without=("avg",))
 EXSCAN = _exchange("exscan", _same_shape, without=("avg",))
-REDUCE = _exchange("reduce", _same_shape, reduce_signalled.bind)
-BROADCAST = _exchange("broadcast", _same_shape, broadcast_signalled.bind)
+_REDUCE = _exchange("reduce", _same_shape, reduce_signalled.bind)
+REDUCE = _REDUCE._replace(
+    fastest=_fastest_reduce,
+    algorithms=_REDUCE.algorithms
+    | {
+        f"two_shot_{transport}": functools.partial(_reduce_in_two_shots, transport)
+        for transport in TRANSPORTS
+    },
+)
+_BROADCAST = _exchange("broadcast", _same_shape, broadcast_signalled.bind)
+BROADCAST = _BROADCAST._replace(fastest=_fastest_broadcast)

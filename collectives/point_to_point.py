@@ -9,7 +9,7 @@ import numpy as np
 from numba_symm import streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import transfer
-from numba_symm.collectives.select import Enqueue
+from numba_symm.collectives.launches import Enqueue
 from numba_symm.collectives.transfer import Message
 from numba_symm.errors import ArgumentError
 

@@ -1,7 +1,6 @@
 """The one table that picks an algorithm, by bytes, type and number of ranks."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from numba_symm.collectives import (
@@ -11,11 +10,9 @@ from numba_symm.collectives import (
     two_shot,
     two_shot_signalled,
 )
+from numba_symm.collectives.launches import Enqueue
 from numba_symm.dtypes import Element, Op
 from numba_symm.environment import SIMULATED
-
-Enqueue = Callable[[int], None]
-"""Enqueues a packed call on the stream of that handle."""
 
 
 class Bind(Protocol):
@@ -84,13 +81,22 @@ _LL = (
 _SIMULATED = Limits(512, 2048, 64 * _M)
 
 
+def transport_of(element: Element) -> str:
+    """Return the faster transport of ``mailboxes.py`` for a type that is reduced."""
+    return "sentinel" if element.floating else "ll"
+
+
+def limits_of(size: int, element: Element) -> Limits:
+    """Return the limits for a number of ranks and a type."""
+    if SIMULATED:
+        return _SIMULATED
+    by_size = _SENTINEL if element.floating else _LL
+    return by_size[0 if size <= 2 else 1 if size <= 4 else 2]
+
+
 def all_reduce(nbytes: int, size: int, element: Element) -> str:
     """Return the name of the fastest algorithm for a message and a world size."""
-    transport = "sentinel" if element.floating else "ll"
-    by_size = _SENTINEL if element.floating else _LL
-    limits = by_size[0 if size <= 2 else 1 if size <= 4 else 2]
-    if SIMULATED:
-        limits = _SIMULATED
+    limits, transport = limits_of(size, element), transport_of(element)
     if nbytes <= limits.one_shot:
         return f"one_shot_{transport}"
     if nbytes <= limits.two_shot:

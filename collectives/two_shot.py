@@ -6,7 +6,8 @@ rank's shard, posts the result to every other rank, and stores the results it re
 (gather). ``mailboxes.py`` says how that needs no barrier, and orders the memory
 accesses: both flights of a round are exchanges of each pair, both ways.
 
-Each element is reduced by one rank, in rank order, so all ranks get the same bits.
+Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
+rank without an output, in a reduction to one rank, stores nothing.
 
 Source: the two-step packet all-reduce of MSCCL++.
 """
@@ -112,15 +113,17 @@ def make_two_shot(
                     result = sent(packed[0], packed[1])
                     boxes = box(block, epoch, GATHER, 0, step, thread)
                     post(ring, boxes, result[0], result[1], epoch)
-                    store(target, mine, count, result[0], result[1])
+                    if target != 0:
+                        store(target, mine, count, result[0], result[1])
             for step in range(steps):
                 vector = start + step * stride
                 if vector < share and not failed:
                     boxes = own + box(block, epoch, GATHER, 0, step, thread)
                     failed = not receive(guard, boxes, epoch, block, low, high)
-                    for k in range(others):
-                        at = (guard.rank + 1 + k) % size * share + vector
-                        store(target, at, count, low[k + 1], high[k + 1])
+                    if target != 0:
+                        for k in range(others):
+                            at = (guard.rank + 1 + k) % size * share + vector
+                            store(target, at, count, low[k + 1], high[k + 1])
             wipe(own, block, epoch, thread)
             start += steps * stride
             first += steps * stride

@@ -25,7 +25,8 @@ and so have left the call before. This call ends before a rank knows that the ot
 have read the last chunk's results; so it counts one more epoch than it has turns, that
 the next call begins in the other half.
 
-Each element is reduced by one rank, in rank order, so all ranks get the same bits.
+Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
+rank without an output, in a reduction to one rank, stores nothing.
 """
 
 import functools

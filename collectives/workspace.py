@@ -115,8 +115,8 @@ def _blocks(blocks: int) -> int:
 # on 8 ranks. Messages too large for one round go in several, more slowly.
 PULL = Protocol(_blocks(64), 16 if SIMULATED else 2)
 ONE_SHOT = {
-    "sentinel": Protocol(_blocks(256), 8),
-    "ll": Protocol(_blocks(32), 8),
+    "sentinel": Protocol(_blocks(256), 4),
+    "ll": Protocol(_blocks(128), 4),
 }
 TWO_SHOT = {
     "sentinel": Protocol(_blocks(256), 8),

@@ -33,7 +33,7 @@ _OPERATIONS = {
         "block",
     ),
     signals.REDUCE_SIGNALLED: ("reduce (signalled)", "block"),
-    signals.AGREEMENT: ("all_reduce (copy_engine)", "block"),
+    signals.AGREEMENT: ("a call by copy engines", "block"),
     signals.BROADCAST: ("broadcast (signalled)", "block"),
     signals.TRANSFER: ("a message or a collective made of them", "channel"),
     signals.TWO_SHOT_SIGNALLED: ("all_reduce (two_shot_signalled)", "block"),
@@ -161,10 +161,10 @@ def describe(record: int) -> str:
         return f"rank {rank} waited for rank {peer} in close"
     if operation == signals.MISMATCH:
         return (
-            f"rank {rank}'s all_reduce differs from rank {peer}'s: count, dtype, op or "
-            "where the output lies (the same part of the same symmetric block on all "
-            "ranks, or in no block on any; in place on all, or on none); what peers' "
-            "outputs held may be lost"
+            f"rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, "
+            "op, root or where the output lies (the same part of the same symmetric "
+            "block on all ranks, or in no block on any; in place on all, or on none); "
+            "what peers' outputs held may be lost"
         )
     if operation == signals.TRANSFER_MISMATCH:
         return (

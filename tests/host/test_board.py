@@ -29,7 +29,7 @@ TEXTS = {
         "all_gather, all_to_all, reduce_scatter, scan, exscan, reduce or broadcast, "
         "block 5"
     ),
-    signals.AGREEMENT: "all_reduce (copy_engine), block 5",
+    signals.AGREEMENT: "a call by copy engines, block 5",
     signals.REDUCE_SIGNALLED: "reduce (signalled), block 5",
     signals.BROADCAST: "broadcast (signalled), block 5",
     signals.TRANSFER: "a message or a collective made of them, channel 5",
@@ -50,7 +50,9 @@ def test_a_record_says_who_waited_for_whom_and_where(operation):
 
 def test_a_record_of_calls_that_differ_names_both_ranks():
     text = describe(record(signals.MISMATCH))
-    assert text.startswith("rank 1's all_reduce differs from rank 2's: count, dtype")
+    assert text.startswith(
+        "rank 1's call differs from rank 2's: operation, count, dtype"
+    )
     text = describe(record(signals.TRANSFER_MISMATCH))
     assert text.startswith("rank 1 receives another number of bytes than rank 2 sends")
 
@@ -75,7 +77,9 @@ def test_every_algorithm_is_named_as_its_caller_names_it():
 
 def test_a_mismatch_says_which_ranks_differ_and_in_what():
     text = describe(record(signals.MISMATCH, 1, 2, 0, 9))
-    assert text.startswith("rank 1's all_reduce differs from rank 2's: count, dtype")
+    assert text.startswith(
+        "rank 1's call differs from rank 2's: operation, count, dtype"
+    )
     text = describe(record(signals.TRANSFER_MISMATCH))
     assert text.startswith("rank 1 receives another number of bytes than rank 2 sends")
 

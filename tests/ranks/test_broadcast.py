@@ -10,7 +10,7 @@ from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import Window, array_of, get, meet, refused, values
 
-ALGORITHMS = ("ll", "signalled")
+ALGORITHMS = ("ll", "signalled", "copy_engine")
 F4 = np.dtype(np.float32)
 KINDS = [np.dtype(kind) for kind in (np.uint8, np.int16, F4, np.float64, np.complex128)]
 KINDS += [np.dtype([("a", np.int32), ("b", np.float64)])]
@@ -31,10 +31,10 @@ def content(count, dtype, *seed):
 def edges(dtype, algorithm, comm):
     """Return counts around where another vector, row, shard or chunk begins."""
     lanes = max(1, 16 // dtype.itemsize)
-    if algorithm == "signalled":
+    if algorithm != "ll":
         shares = max(1, comm.size - 1)
         row = SIGNALLED.steps(comm.size) * THREADS * shares
-        most = 2 * min(comm.max_blocks, SIGNALLED.blocks)
+        most = 5 * min(comm.max_blocks, SIGNALLED.blocks)
     else:
         protocol, shares = ONE_SHOT["ll"], 1
         row = THREADS

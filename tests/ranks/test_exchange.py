@@ -35,8 +35,8 @@ by_algorithm = pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
 def edges(dtype, algorithm, size, blocks):
     """Return counts of a part's elements around where another piece begins."""
     lanes = 16 // dtype.itemsize
-    if algorithm == "signalled":
-        row, most = SIGNALLED.steps(size) * THREADS, blocks
+    if algorithm not in ONE_SHOT:
+        row, most = SIGNALLED.steps(size) * THREADS, 5 * blocks
     else:
         row, most = THREADS, min(blocks, ONE_SHOT[algorithm].blocks)
         most *= ONE_SHOT[algorithm].steps(size)
@@ -100,7 +100,10 @@ def test_every_edge_of_its_pieces(comm, world, name, algorithm, dtype):
     for count in edges(dtype, algorithm, comm.size, comm.max_blocks):
         inputs = inputs_of(name, count, dtype, comm.size, count)
         x = on_device(inputs[comm.rank], count % 2 == 0, comm)
-        calls.append((count, inputs, x, call(comm, name, x, algorithm=algorithm)))
+        wanted = wanted_of(name, inputs, "sum", comm.rank)
+        out = comm.empty(wanted.size, dtype) if algorithm == "copy_engine" else None
+        result = call(comm, name, x, out=out, algorithm=algorithm)
+        calls.append((count, inputs, x, result))
     comm.synchronize()
     for count, inputs, x, result in calls:
         wanted = wanted_of(name, inputs, "sum", comm.rank)
@@ -134,21 +137,24 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
     meet(comm, world)
 
 
-@pytest.mark.parametrize("algorithm", ["ll", "signalled"])
+@pytest.mark.parametrize("algorithm", ["ll", "signalled", "copy_engine"])
 def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
     """Also a NaN of 64 ones, which says that nothing has come in other algorithms."""
     host = np.full(100, -1, np.int64).view(np.float64)
     x = comm.empty(100, np.float64)
     put(x, host)
-    gathered = comm.all_gather(x, algorithm=algorithm)
+    out = comm.empty((comm.size, 100), np.float64)
+    gathered = comm.all_gather(x, out=out, algorithm=algorithm)
     comm.synchronize()
     assert (bits(get(gathered)) == bits(host)).all()
     meet(comm, world)
 
 
-@pytest.mark.parametrize("algorithm", [None, "ll", "signalled"])
+@pytest.mark.parametrize("algorithm", [None, "ll", "signalled", "copy_engine"])
 @pytest.mark.parametrize("name", NAMES)
 def test_in_place(comm, world, name, algorithm):
+    if algorithm not in (None, *getattr(operations, name.upper()).algorithms):
+        pytest.skip("for what is only moved")
     part, dtype = 21, np.dtype(np.float32)
     inputs = inputs_of(name, part, dtype, comm.size, 3)
     whole = comm.empty(part * comm.size, dtype)

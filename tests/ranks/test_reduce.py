@@ -6,9 +6,8 @@ import pytest
 import numba_symm as ns
 from numba_symm import dtypes
 from numba_symm.collectives import operations
-from numba_symm.collectives.reduce_signalled import owners_of
 from numba_symm.collectives.two_shot import LINE
-from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS
+from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS, TWO_SHOT
 from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import (
@@ -23,7 +22,7 @@ from tests.ranks.helpers import (
     values,
 )
 
-ALGORITHMS = ("sentinel", "ll", "signalled")
+ALGORITHMS = ("sentinel", "ll", "two_shot_sentinel", "two_shot_ll", "signalled")
 F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
 SOME = operators.PAIRS[:: 5 if SIMULATED else 7]  # compiling takes seconds
 
@@ -36,18 +35,23 @@ needs_peers = pytest.mark.skipif(
 
 def usable(algorithm, dtype):
     floating = dtypes.element(dtype, "test").floating
-    return algorithm if floating or algorithm != "sentinel" else "ll"
+    return algorithm if floating else algorithm.replace("sentinel", "ll")
 
 
 def edges(dtype, algorithm, size, blocks):
     """Return counts around where another vector, row, shard or chunk begins."""
     lanes = 16 // dtype.itemsize
     if algorithm == "signalled":
-        shares = owners_of(size)
-        row, most = SIGNALLED.steps(size) * THREADS * shares, 2 * blocks
+        shares = size - 1 if size > 2 else size
+        row, most = SIGNALLED.steps(size) * THREADS * shares, 5 * blocks
     else:
-        protocol, shares = ONE_SHOT[algorithm], 1
-        row, most = THREADS, min(blocks, protocol.blocks) * protocol.steps(size)
+        two = algorithm.startswith("two_shot")
+        protocol = (TWO_SHOT if two else ONE_SHOT)[algorithm.rpartition("_")[2]]
+        shares = size if two else 1
+        row, most = (
+            THREADS * shares,
+            min(blocks, protocol.blocks) * protocol.steps(size),
+        )
     found = {1, lanes, LINE * lanes * shares, row * lanes, row * lanes * most}
     if SIMULATED:  # where a round costs tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 40_000}
@@ -64,7 +68,7 @@ def check(comm, out, wanted, root, what=None):
 @by_algorithm
 @pytest.mark.parametrize("dtype", [F4, I8], ids=str)
 def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
-    if algorithm == "sentinel" and dtype.kind != "f":
+    if algorithm.endswith("sentinel") and dtype.kind != "f":
         pytest.skip("for floats")
     calls = []
     for step, count in enumerate(edges(dtype, algorithm, comm.size, comm.max_blocks)):
@@ -86,7 +90,7 @@ def test_types_and_operators(comm, world):
         root = step % comm.size
         inputs = [operators.random(kind, 33, [step, r]) for r in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], step % 2 == 0)
-        algorithm = usable(ALGORITHMS[step % 3], x.dtype)
+        algorithm = usable(ALGORITHMS[step % 5], x.dtype)
         out = comm.reduce(x, op, root, algorithm=algorithm)
         calls.append((operators.wanted(inputs, op), root, out))
     comm.synchronize()
