@@ -89,7 +89,9 @@ def bind(
         comm, source, target, count, element, op, root: as there.
     """
     part = count * element.itemsize
-    found = comm.heap.everywhere(target, part if name == "broadcast" else part * comm.size)
+    found = comm.heap.everywhere(
+        target, part if name == "broadcast" else part * comm.size
+    )
     call = f"{name} of {count} {element.name} from {root}"
     one_way = name == "broadcast" and comm.size > 2
     overwritten = name == "all_to_all" and source == target

@@ -125,8 +125,8 @@ class Limits(NamedTuple):
     signalled: int
 
 
-# Measured on H200s with 2 and 4 ranks; see bench/README.md.
-_LIMITS = Limits(512 * _K, 256 * _K, 8 * _M)
+# Measured on H200s with 2 and 4 ranks; see bench/README.md. Of 2 ranks, and of more.
+_LIMITS = Limits(32 * _M, 768 * _K, 40 * _M), Limits(3 * _M, 768 * _K, 40 * _M)
 # A simulated round costs milliseconds, whatever it carries.
 _SIMULATED = Limits(512, 512, 64 * _M)
 
@@ -134,7 +134,7 @@ _SIMULATED = Limits(512, 512, 64 * _M)
 def _fastest_exchange(
     reduces: bool, copied: bool, nbytes: int, size: int, element: Element
 ) -> str:
-    limits = _SIMULATED if SIMULATED else _LIMITS
+    limits = _SIMULATED if SIMULATED else _LIMITS[0 if size <= 2 else 1]
     sent = nbytes * (size - 1)
     # A sentinel changes a NaN's bits: for what is only moved, flags.
     if sent <= limits.sentinel and reduces and element.floating:
@@ -152,7 +152,9 @@ def _fastest_reduce(nbytes: int, size: int, element: Element) -> str:
     limits, transport = select.limits_of(size, element), select.transport_of(element)
     if nbytes <= limits.one_shot:
         return transport
-    return f"two_shot_{transport}" if nbytes <= limits.two_shot else "signalled"
+    # Its own kernel with signals is of three ranks and more, and starts slowly.
+    more = 1 if size <= 2 or SIMULATED else 4 if transport == "sentinel" else 2
+    return f"two_shot_{transport}" if nbytes <= more * limits.two_shot else "signalled"
 
 
 def _exchange(

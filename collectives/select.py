@@ -73,7 +73,7 @@ _SENTINEL = (
     Limits(64 * _K, 4 * _M, 64 * _M),
 )
 _LL = (
-    Limits(128 * _K, 1 * _M, 64 * _M),
+    Limits(1 * _M, 1 * _M, 64 * _M),
     Limits(64 * _K, 512 * _K, 64 * _M),
     Limits(32 * _K, 512 * _K, 64 * _M),
 )

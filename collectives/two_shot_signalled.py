@@ -1,29 +1,23 @@
 """All-reduce in two flights with signals: for large messages of any type.
 
 As ``two_shot.py``, but a block moves a chunk of rows at a time and signals it with one
-flag a rank, so that nothing but data crosses the links. A block's rounds overlap. In
-turn t each rank
+flag a rank, so that nothing but data crosses the links. A block's rounds overlap: while
+a chunk is reduced, the next one is on its way, as are the results of the one before.
 
-    waits     until all have told that turn t-1 is over
-    reduces   what was scattered of chunk t-1, and sends the results to all
-    scatters  chunk t to its owners
-    gathers   the results of chunk t-2
-    tells     all that its turn t is over
-
-Memory order. ``flags.py`` orders what a block did in a turn before its flag, and what
-the others did in theirs after it. Chunks alternate between two halves of the slots,
-each with a set for what is scattered and one for results. Chunk t is scattered into the
-half of chunk t-2 after all have told turn t-1, in which they read what was there.
-Results of chunk t are sent, in turn t+1, into the half of chunk t-2 after all have told
-turn t, in which they read those.
+Memory order. ``syncthreads`` puts the whole block's stores before the release of its
+flags; each flag is acquired by one thread, and ``syncthreads`` makes it everybody's.
+Chunks alternate between two halves. Chunk k+2 is scattered into the half of chunk k
+after the results of chunk k came from every rank, each of which had read its part of
+chunk k then. Results of chunk k+2 are sent into the half of chunk k after every rank's
+part of chunk k+2 came, which it sends after it has read the results of chunk k.
 
 Between calls, of this kernel and the others that have these slots, flags and epochs
 (``broadcast_signalled.py``, ``reduce_signalled.py``, ``exchange_signalled.py``): a
 call's first chunk goes into the half that follows from its first epoch, of which every
-rank has read everything by then; anything else is written after all have told turn 0,
-and so have left the call before. This call ends before a rank knows that the others
-have read the last chunk's results; so it counts one more epoch than it has turns, that
-the next call begins in the other half.
+rank has read everything by then; anything else is written after all have told that they
+are in this call, and so have left the one before. Here a call ends before a rank knows
+that the others have read the last chunk's results; the next one begins in the other
+half.
 
 Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
 rank without an output, in a reduction to one rank, stores nothing.
@@ -36,17 +30,17 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
-from numba_symm.collectives.exchange import Output, make_total
 from numba_symm.collectives.flags import make_flags
+from numba_symm.collectives.ring import make_in_rank_order
 from numba_symm.collectives.two_shot import shard
 from numba_symm.collectives.workspace import (
     ADDRESS,
     LOADS,
+    MAX_BLOCKS,
     ROW,
     SIGNALLED,
     THREADS,
     VECTOR,
-    chunks_of,
     divide_up,
     follow_previous_grid,
     is_ragged,
@@ -65,21 +59,19 @@ from numba_symm.device.signals import TWO_SHOT_SIGNALLED
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
-SCATTERED, REDUCED = 0, 1  # what a set of slots holds
+SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags tells of
 
 
 def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
-    lanes = make_lanes(element, op, ragged, size)
-    load, store = lanes.load, lanes.store
-    total = make_total(size, lanes, Output.REDUCED)
-    tell, told = make_flags(size, TWO_SHOT_SIGNALLED)
+    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
     at = layout(size).two_shot_signalled
     epochs, flags, slots = at.epochs, at.flags, at.slots
     rows = SIGNALLED.steps(size)
     rank_stride = rows * ROW
     set_stride = (size - 1) * rank_stride
     half_stride = 2 * set_stride
+    flag_set = 4 * size * MAX_BLOCKS
     others = size - 1
     batch = min(rows, max(1, LOADS // size))
     held = batch * size
@@ -88,6 +80,13 @@ def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -
     def place(block: int, epoch: int, which: int) -> int:
         half = slots + (2 * block + (epoch & 1)) * half_stride
         return half + which * set_stride
+
+    @device_function
+    def flag_place(block: int, which: int) -> int:
+        return flags + which * flag_set + 4 * size * block
+
+    tell, told = make_flags(size, TWO_SHOT_SIGNALLED)
+    in_rank_order = make_in_rank_order(size)
 
     def two_shot_signalled(
         guard: Any,
@@ -98,7 +97,6 @@ def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -
         target: int,
         count: int,
         share: int,
-        height: int,
         chunks: int,
     ) -> None:
         follow_previous_grid(early)
@@ -106,88 +104,97 @@ def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -
         block = cuda.blockIdx.x
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
-        own_low = cuda.local.array(batch, types.int64)
-        own_high = cuda.local.array(batch, types.int64)
-        rank = guard.rank
-        stride = cuda.gridDim.x * height * THREADS
+        own_low = cuda.local.array(size, types.int64)
+        own_high = cuda.local.array(size, types.int64)
+        spare = cuda.local.array(size, types.int64)
+        stride = cuda.gridDim.x * rows * THREADS
         epoch_at = own + epochs + 4 * block
         before = word_of(ld_u32(epoch_at))
-        first = block * height * THREADS + thread
-        mine = rank * share
-        flag = flags + 4 * size * block
+        first = block * rows * THREADS + thread
         failed = False
+        # In each turn: results of the chunk before last, the next one's input, and the
+        # reduction of the last one that was sent. The order is what the halves rest on.
         for turn in range(chunks + 2):
-            epoch = (before + turn + 1) & 0xFFFFFFFF
-            if turn >= 1:
-                last = (before + turn) & 0xFFFFFFFF
-                failed = told(guard, own + flag, block, last, failed)
-            if 1 <= turn <= chunks:
-                here = own + place(block, epoch - 1, SCATTERED) + VECTOR * thread
-                slot = place(block, epoch - 1, REDUCED) + VECTOR * thread
-                vector = first + (turn - 1) * stride
-                for row in range(0, height, batch):
-                    for i in range(batch):
-                        at = vector + (row + i) * THREADS
-                        if row + i < height and at < share:
-                            own_low[i], own_high[i] = load(source, mine + at, count)
-                    for i in range(batch * size):
-                        step, r = row + i // size, i % size
-                        if step < height and vector + step * THREADS < share:
-                            k = (r + others - rank) % size
-                            if k < others:
-                                words = ld_v2_u64(here + k * rank_stride + step * ROW)
-                                low[i], high[i] = words
-                            else:
-                                low[i] = own_low[i // size]
-                                high[i] = own_high[i // size]
-                    for i in range(batch):
-                        step = row + i
-                        at = vector + step * THREADS
-                        if step < height and at < share:
-                            result = total(size, low, high, i * size)
-                            for k in range(others):
-                                # The sender is its k-th neighbour's (n - 2 - k)-th.
-                                there = slot + (others - 1 - k) * rank_stride
-                                st_v2_u64(ring[k] + there + step * ROW, result)
-                            if target != 0:
-                                at += mine
-                                store(target, at, count, result[0], result[1])
-            if turn < chunks:
-                slot = place(block, epoch, SCATTERED) + VECTOR * thread
-                vector = first + turn * stride
-                for row in range(0, height, batch):
+            if turn >= 2:
+                epoch = (before + turn - 1) & 0xFFFFFFFF
+                flag = own + flag_place(block, REDUCED)
+                failed = told(guard, flag, block, epoch, failed)
+                slot = own + place(block, epoch, REDUCED) + VECTOR * thread
+                vector = first + (turn - 2) * stride
+                for row in range(0, rows, batch):
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
-                        at = vector + step * THREADS
-                        if step < height and at < share:
-                            at += (rank + 1 + k) % size * share
+                        if vector + step * THREADS < share:
+                            at = slot + k * rank_stride + step * ROW
+                            low[i], high[i] = ld_v2_u64(at)
+                    for i in range(batch * others):
+                        at, k = vector + (row + i // others) * THREADS, i % others
+                        if at < share and target != 0:
+                            at += (guard.rank + 1 + k) % size * share
+                            store(target, at, count, low[i], high[i])
+            if turn == 1:
+                # All ranks have left the call before.
+                epoch = (before + turn) & 0xFFFFFFFF
+                flag = own + flag_place(block, SCATTERED)
+                failed = told(guard, flag, block, epoch, failed)
+            if turn < chunks:
+                epoch = (before + turn + 1) & 0xFFFFFFFF
+                slot = place(block, epoch, SCATTERED) + VECTOR * thread
+                vector = first + turn * stride
+                for row in range(0, rows, batch):
+                    for i in range(batch * others):
+                        at, k = vector + (row + i // others) * THREADS, i % others
+                        if at < share:
+                            at += (guard.rank + 1 + k) % size * share
                             low[i], high[i] = load(source, at, count)
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
-                        if step < height and vector + step * THREADS < share:
-                            to = ring[k] + slot + (others - 1 - k) * rank_stride
-                            st_v2_u64(to + step * ROW, (low[i], high[i]))
-            if turn >= 2 and target != 0:
-                slot = own + place(block, epoch - 2, REDUCED) + VECTOR * thread
-                vector = first + (turn - 2) * stride
-                for row in range(0, height, batch):
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        if step < height and vector + step * THREADS < share:
-                            words = ld_v2_u64(slot + k * rank_stride + step * ROW)
-                            low[i], high[i] = words
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
+                        if vector + step * THREADS < share:
+                            # The sender is its k-th neighbour's (n - 2 - k)-th.
+                            there = slot + (others - 1 - k) * rank_stride
+                            words = low[i], high[i]
+                            st_v2_u64(ring[k] + there + step * ROW, words)
+                tell(ring, flag_place(block, SCATTERED), guard.rank, epoch)
+            if 1 <= turn <= chunks:
+                epoch = (before + turn) & 0xFFFFFFFF
+                flag = own + flag_place(block, SCATTERED)
+                failed = told(guard, flag, block, epoch, failed)
+                here = own + place(block, epoch, SCATTERED) + VECTOR * thread
+                slot = place(block, epoch, REDUCED) + VECTOR * thread
+                vector = first + (turn - 1) * stride
+                mine = guard.rank * share
+                for row in range(0, rows, batch):
+                    for i in range(batch * size):
+                        step, j = row + i // size, i % size
                         at = vector + step * THREADS
-                        if step < height and at < share:
-                            at += (rank + 1 + k) % size * share
-                            store(target, at, count, low[i], high[i])
-            if turn <= chunks:
-                tell(ring, flag, rank, epoch)
+                        if at < share:
+                            if j == 0:
+                                low[i], high[i] = load(source, mine + at, count)
+                            else:
+                                from_k = here + (j - 1) * rank_stride
+                                low[i], high[i] = ld_v2_u64(from_k + step * ROW)
+                    for step in range(batch):
+                        at = vector + (row + step) * THREADS
+                        if at < share:
+                            for j in range(size):
+                                own_low[j] = low[step * size + j]
+                                own_high[j] = high[step * size + j]
+                            in_rank_order(guard.rank, own_low, own_high, spare)
+                            total = unpack(own_low[0], own_high[0])
+                            for r in range(1, size):
+                                total = combine(total, unpack(own_low[r], own_high[r]))
+                            result = pack(total)
+                            for k in range(others):
+                                there = slot + (others - 1 - k) * rank_stride
+                                st_v2_u64(ring[k] + there + (row + step) * ROW, result)
+                            if target != 0:
+                                at += mine
+                                store(target, at, count, result[0], result[1])
+                tell(ring, flag_place(block, REDUCED), guard.rank, epoch)
         # All threads have read the epoch before it changes.
         cuda.syncthreads()
         if thread == 0:
-            st_u32(epoch_at, (before + chunks + 2) & 0xFFFFFFFF)
+            st_u32(epoch_at, (before + chunks) & 0xFFFFFFFF)
 
     return two_shot_signalled
 
@@ -196,7 +203,7 @@ def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
-    arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
+    arguments = (ADDRESS, ADDRESS, types.int64, types.int64, types.int64)
     return workspace.make_kernel(make_two_shot_signalled, constants, *arguments)
 
 
@@ -206,11 +213,13 @@ def bind(
     """Return the packed launch; see ``Bind`` in ``select.py``."""
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size)
-    grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)
+    rows = SIGNALLED.steps(comm.size)
+    grid = min(divide_up(share, rows * THREADS), comm.max_blocks, SIGNALLED.blocks)
     ragged = share * comm.size != vectors or is_ragged(
         source, target, count, element.lanes
     )
     return workspace.launch(
         kernel(comm.size, element, op, ragged),
-        *(comm, grid, source, target, count, share, height, chunks),
+        *(comm, grid, source, target, count, share),
+        divide_up(share, grid * rows * THREADS),
     )

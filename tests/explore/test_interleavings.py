@@ -571,26 +571,30 @@ RELAXED = (
 )
 
 
-def turns_parts(module, *starts):
-    """Return the five parts of a turn of a kernel of two hops, which start so."""
+def turns_parts(module, *begins):
+    """Return the parts of a kernel's turns, which begin so."""
     text = Path(module.__file__).read_text()
-    begins = [
-        *starts,
-        "if turn >= (2|hops)",
-        r"if turn (<= chunks:|< chunks \+)",
-        "# All threads have",
-    ]
+    begins = [*begins, "# All threads have"]
     places = [re.search(r"\n *" + begin, text).start() + 1 for begin in begins]
     return [text[a:b] for a, b in pairwise(places)]
 
 
-WAITS, WORKS = "if turn >= 1:", "if 1 <= turn <= chunks"
-SENDS = "if turn < chunks( and is_root)?:"
-AWAIT, REDUCE, SCATTER, GATHER, TELL = turns_parts(
-    two_shot_signalled, WAITS, WORKS, SENDS
+GATHER, AWAIT, SCATTER, REDUCE = turns_parts(
+    two_shot_signalled,
+    "if turn >= 2:",
+    "if turn == 1:",
+    "if turn < chunks:",
+    "if 1 <= turn <= chunks:",
 )
 PARTS = {
-    module: turns_parts(module, SENDS, WAITS, WORKS)
+    module: turns_parts(
+        module,
+        "if turn < chunks( and is_root)?:",
+        "if turn >= 1:",
+        "if 1 <= turn <= chunks and",
+        "if turn >= (2|hops) and",
+        r"if turn (<= chunks:|< chunks \+)",
+    )
     for module in (reduce_signalled, broadcast_signalled)
 }
 
@@ -663,32 +667,21 @@ OF_THREE_RANKS = {  # who have more than one neighbour
         ("mailboxes", "(others - 1 - k) * rank_stride", "k * rank_stride"),
     ),
     "vectors in the ring's order": (
-        MAILED,
+        ALGORITHMS[:-1],
         ("ring", "turning = rank >> bit & 1 != 0", "turning = False"),
     ),
     "one mailbox for all ranks": (
         MAILED,
         ("mailboxes", "rank_stride = count * row", "rank_stride = 0"),
     ),
-    "slots in the ring's order": (
-        ("two_shot_signalled",),
-        (
-            "two_shot_signalled",
-            "k = (r + others - rank) % size",
-            "k = (r + others) % size",
-        ),
-    ),
     "slots counted as their receiver does": (
         ("two_shot_signalled",),
         (
             "two_shot_signalled",
-            "to = ring[k] + slot + (others - 1 - k) * rank_stride",
-            "to = ring[k] + slot + k * rank_stride",
+            "# The sender is its k-th neighbour's (n - 2 - k)-th.\n"
+            "                            there = slot + (others - 1 - k) * rank_stride",
+            "there = slot + k * rank_stride",
         ),
-    ),
-    "told before the results are gathered": (
-        ("two_shot_signalled",),
-        ("two_shot_signalled", GATHER + TELL, TELL + GATHER),
     ),
 }
 WRAP_BROKEN = {
@@ -749,12 +742,24 @@ FLAGS_BROKEN = {
         ("two_shot_signalled",),
         ("two_shot_signalled", "half + which * set_stride", "half"),
     ),
-    "scattered before all have told": (
+    "one set of flags": (
+        ("two_shot_signalled",),
+        ("two_shot_signalled", "which * flag_set + ", ""),
+    ),
+    "scatter before gather": (
         ("two_shot_signalled",),
         (
             "two_shot_signalled",
-            AWAIT + REDUCE + SCATTER,
-            SCATTER + AWAIT + REDUCE,
+            GATHER + AWAIT + SCATTER,
+            AWAIT + SCATTER + GATHER,
+        ),
+    ),
+    "gather last": (
+        ("two_shot_signalled",),
+        (
+            "two_shot_signalled",
+            GATHER + AWAIT + SCATTER + REDUCE,
+            AWAIT + SCATTER + REDUCE + GATHER,
         ),
     ),
 }
@@ -808,11 +813,11 @@ EXCHANGE_BROKEN = {
         "epoch = (before + turn - 1) & 0xFFFFFFFF\n                failed",
     ),
 }
-NEXT_BROKEN = {  # calls that begin in the half that the call before used last
-    "two_shot_signalled": ("before + chunks + 2)", "before + chunks + 1)"),
-    "gather": ("(chunks >> 1 & 1)", "0"),
-    "reduce": ("more = (told", "more = 0 * (told"),
-    "broadcast": ("more = (told", "more = 0 * (told"),
+NEXT_BROKEN = {  # calls that disturb the next one, or the one before
+    "two_shot_signalled": ("two_shot_signalled", AWAIT, ""),
+    "gather": ("exchange_signalled", "(chunks >> 1 & 1)", "0"),
+    "reduce": ("reduce_signalled", "more = (told", "more = 0 * (told"),
+    "broadcast": ("reduce_signalled", "more = (told", "more = 0 * (told"),
 }
 SYNCED = {
     "the block does not wait": (
@@ -946,13 +951,8 @@ def test_exchanges_broken_are_found(what, races, ranks):
 
 @by_anything_and_by_result
 @pytest.mark.parametrize("name", NEXT_BROKEN)
-def test_a_call_begun_in_the_wrong_half_is_found(name, races):
-    module = {
-        "gather": "exchange_signalled",
-        "reduce": "reduce_signalled",
-        "broadcast": "reduce_signalled",
-    }.get(name, name)
-    code = device_code((module, *NEXT_BROKEN[name]))
+def test_calls_that_disturb_each_other_are_found(name, races):
+    code = device_code(NEXT_BROKEN[name])
     breaks(calls_of(code, name, "gather"), 3, races)
 
 

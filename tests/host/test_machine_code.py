@@ -22,6 +22,7 @@ import pytest
 from numba_symm import dtypes, pads
 from numba_symm.collectives import (
     barrier,
+    broadcast_signalled,
     exchange,
     exchange_signalled,
     one_shot,
@@ -63,9 +64,10 @@ ALGORITHMS = {
     "reduce_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, REDUCE),
     "scan_signalled": lambda *a: exchange_signalled.kernel(*a, False, SCAN),
     "reduce_signalled": lambda *a: reduce_signalled.kernel(*a, False),
+    "broadcast_signalled": lambda n, e, op: broadcast_signalled.kernel(n, e, False),
 }
-SPILLS = {("two_ll", 8), ("signalled", 8), ("gather_signalled", 8)}
-SPILLS |= {("scan_signalled", 8), ("reduce_signalled", 8)}
+SPILLS = {("two_ll", 8), ("signalled", 8), ("reduce_signalled", 8)}
+SPILLS |= {("broadcast_signalled", 8)}
 """Eight ranks' vectors at once take a few registers more than a block's share; 160
 bytes of stack at most."""
 
@@ -89,13 +91,25 @@ def cases(*names):
 
 
 EXCHANGED = ("gather_ll", "scatter_sentinel", "scan_sentinel", "exscan_ll", "reduce_ll")
-ALIKE = (*EXCHANGED, "gather_signalled", "scan_signalled", "reduce_signalled")
+SIGNALLED = (
+    "gather_signalled",
+    "scan_signalled",
+    "reduce_signalled",
+    "broadcast_signalled",
+)
+ALIKE = (*EXCHANGED, *SIGNALLED)
 """Kernels made of the same parts as others: they are not looked at everywhere."""
 ONE_FLIGHT = cases("one_sentinel", "one_ll", *EXCHANGED)
 MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_ll")]
 PADS = [(name, n) for name in SIGNALS if name != "barrier" for n in (2, 8)]
-TOLD = cases("signalled", "pull", "gather_signalled")
-TOLD += [*cases("scan_signalled", "reduce_signalled"), ("barrier", 2), ("barrier", 8)]
+MOVING = ("gather_ll", "gather_signalled", "broadcast_signalled")
+# The reduction is of three ranks and more.
+TOLD = [
+    case
+    for case in cases("signalled", "pull", *SIGNALLED)
+    if case[0] != "reduce_signalled" or case[1] > 2
+]
+TOLD += [("barrier", 2), ("barrier", 8)]
 FLAGGED = [*TOLD, *PADS]
 COLLECTIVE = [*MAILBOXES, *TOLD]
 EVERY = [*MAILBOXES, *FLAGGED]
@@ -371,7 +385,7 @@ def test_pull_reads_all_ranks_at_once(case, cc):
     [
         case
         for case in MAILBOXES + TOLD[:-2]
-        if case[2] in HALVES and "gather" not in case[0]
+        if case[2] in HALVES and case[0] not in MOVING
     ]
 )
 def test_halves_are_rounded_by_the_hardware(case, cc):
