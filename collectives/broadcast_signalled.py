@@ -19,8 +19,8 @@ from numba.cuda import types
 
 from numba_symm.collectives import workspace
 from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.reduce_signalled import after
 from numba_symm.collectives.launches import Enqueue
+from numba_symm.collectives.reduce_signalled import after
 from numba_symm.collectives.two_shot import shard
 from numba_symm.collectives.workspace import (
     ADDRESS,

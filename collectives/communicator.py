@@ -17,6 +17,7 @@ from numba.core.errors import NumbaError
 from numba_symm import arrays, dtypes, environment, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import barrier, copy_engine
+from numba_symm.collectives.launches import Enqueue
 from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -35,7 +36,6 @@ from numba_symm.collectives.point_to_point import (
     check_apart,
     check_rank,
 )
-from numba_symm.collectives.launches import Enqueue
 from numba_symm.collectives.vector_forms import (
     Call,
     VectorForms,

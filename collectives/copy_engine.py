@@ -31,6 +31,7 @@ from numba.cuda import types
 
 from numba_symm import streams
 from numba_symm.collectives import agreement, barrier, two_shot_signalled
+from numba_symm.collectives.launches import InTurn
 from numba_symm.collectives.workspace import (
     ADDRESS,
     THREADS,
@@ -38,7 +39,6 @@ from numba_symm.collectives.workspace import (
     divide_up,
     is_ragged,
 )
-from numba_symm.collectives.launches import InTurn
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch

@@ -84,9 +84,7 @@ def bind(
 ) -> Enqueue:
     """Return what enqueues it; see ``Bind`` in ``select.py``, ``operations.py``.
 
-    Args:
-        name: ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
-        comm, source, target, count, element, op, root: as there.
+    ``name`` is ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
     """
     part = count * element.itemsize
     found = comm.heap.everywhere(

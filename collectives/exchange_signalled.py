@@ -2,8 +2,8 @@
 
 As ``exchange.py``, but a block moves a chunk of rows at a time through the workspace
 and signals it with one flag a rank. Slots, flags and epochs are those of
-``two_shot_signalled.py``; the four parts of a block's slots, two sets in each half, hold
-one chunk each, in turn.
+``two_shot_signalled.py``; the four parts of a block's slots, two sets in each half,
+hold one chunk each, in turn.
 
 Memory order. ``flags.py`` orders a chunk's stores before its flag and its reading after
 it. A rank writes its chunk, tells all, and only then waits for the others' chunks
