@@ -20,7 +20,7 @@ from numba.cuda import types
 from numba_symm.collectives import workspace
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.launches import Enqueue
-from numba_symm.collectives.reduce_signalled import after
+from numba_symm.collectives.parts import after, make_place
 from numba_symm.collectives.two_shot import shard
 from numba_symm.collectives.workspace import (
     ADDRESS,
@@ -53,22 +53,16 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
     at = layout(size).two_shot_signalled
-    epochs, flags, slots = at.epochs, at.flags, at.slots
+    epochs, flags = at.epochs, at.flags
+    place = make_place(size)
     rows = SIGNALLED.steps(size)
     rank_stride = rows * ROW
-    set_stride = (size - 1) * rank_stride
-    half_stride = 2 * set_stride
     others = size - 1
     batch = min(rows, max(1, LOADS // size))
     held = max(batch * others, LOADS)
     relayed = min(rows, LOADS)
     hops = 2 if size > 2 else 1
     tell, told = make_flags(size, BROADCAST)
-
-    @device_function
-    def place(block: int, before: int, chunk: int) -> int:
-        half = (before + 1 + (chunk >> 1)) & 1
-        return slots + (2 * block + half) * half_stride + (chunk & 1) * set_stride
 
     @device_function
     def inside(

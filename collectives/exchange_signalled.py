@@ -1,22 +1,19 @@
 """All-gather, all-to-all and partial reductions with signals, for larger messages.
 
 As ``exchange.py``, but a block moves a chunk of rows at a time through the workspace
-and signals it with one flag a rank. Slots, flags and epochs are those of
-``two_shot_signalled.py``; the four parts of a block's slots, two sets in each half,
-hold one chunk each, in turn.
+and signals it with one flag a rank. In turn t each rank
 
-Memory order. ``flags.py`` orders a chunk's stores before its flag and its reading after
-it. A rank writes its chunk, tells all, and only then waits for the others' chunks
-before: a block has its next chunk on the way while it reads one. So the flag of chunk k
-also tells that chunk k-2 was read, and chunk k+4 may go where chunk k was, as every
-rank has then told chunk k+2.
+    sends     chunk t to all others
+    waits     until all have told that turn t-1 is over
+    takes     what came of chunk t-1
+    tells     all that its turn t is over
 
-Between calls. Chunks 0 and 1 of a call go into the half that the call before did not
-use last, of which all ranks have read everything when that call ends; chunks 2 and 3 go
-into the other one after all have told chunk 0, and so have left the call before. This
-call itself ends before a rank knows that the others have read its last two chunks. That
-these share a half, and the next call begins in the other one, there are one chunk or an
-even number of them, and an epoch more is counted if it must be.
+so that a block has its next chunk on the way while it waits for one and reads it.
+
+Memory order. ``flags.py`` orders what a block did in a turn before its flag, and what
+the others did in theirs after it. Chunks have four parts of the slots in turn
+(``parts.py``). Chunk t goes where chunk t-4 was, after all have told turn t-2, and so
+have read that.
 """
 
 import functools
@@ -28,6 +25,7 @@ from numba.cuda import types
 from numba_symm.collectives import workspace
 from numba_symm.collectives.exchange import Exchange, Output, make_total, of_none
 from numba_symm.collectives.flags import make_flags
+from numba_symm.collectives.parts import after, make_place
 from numba_symm.collectives.workspace import (
     ADDRESS,
     LOADS,
@@ -42,7 +40,6 @@ from numba_symm.collectives.workspace import (
     layout,
 )
 from numba_symm.device.intrinsics import (
-    device_function,
     ld_u32,
     ld_v2_u64,
     st_u32,
@@ -65,11 +62,10 @@ def make_exchange_signalled(
     none_stored, none_low, none_high = of_none(element, op, kind.output)
     tell, told = make_flags(size, EXCHANGE)
     at = layout(size).two_shot_signalled
-    epochs, flags, slots = at.epochs, at.flags, at.slots
+    epochs, flags = at.epochs, at.flags
+    place = make_place(size)
     rows = SIGNALLED.steps(size)
     rank_stride = rows * ROW
-    set_stride = (size - 1) * rank_stride
-    half_stride = 2 * set_stride
     others = size - 1
     parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
     # What a row of a thread is made of, as it is sent and as it is received: of the
@@ -80,11 +76,6 @@ def make_exchange_signalled(
     batch_out = min(rows, max(1, LOADS // sent))
     batch_in = min(rows, max(1, LOADS // received))
     held = max(batch_out * sent, batch_in * received)
-
-    @device_function
-    def place(block: int, before: int, chunk: int) -> int:
-        half = (before + 1 + (chunk >> 1)) & 1
-        return slots + (2 * block + half) * half_stride + (chunk & 1) * set_stride
 
     def exchange_signalled(
         guard: Any,
@@ -114,11 +105,11 @@ def make_exchange_signalled(
         first = block * height * THREADS + thread
         here = source + rank * part if parts_in else source
         there = target + rank * part if parts_out else target
-        chunk_flags = flags + 4 * size * block
+        flag = flags + 4 * size * block
         failed = False
         for turn in range(chunks + 1):
+            epoch = (before + turn + 1) & 0xFFFFFFFF
             if turn < chunks:
-                epoch = (before + turn + 1) & 0xFFFFFFFF
                 slot = place(block, before, turn) + VECTOR * thread
                 vector = first + turn * stride
                 for row in range(0, height, batch_out):
@@ -141,10 +132,9 @@ def make_exchange_signalled(
                             if parts_out:
                                 j = i * sent + mine
                                 store(there, at, count, low[j], high[j])
-                tell(ring, chunk_flags, rank, epoch)
             if turn >= 1:
-                epoch = (before + turn) & 0xFFFFFFFF
-                failed = told(guard, own + chunk_flags, block, epoch, failed)
+                last = (before + turn) & 0xFFFFFFFF
+                failed = told(guard, own + flag, block, last, failed)
                 slot = own + place(block, before, turn - 1) + VECTOR * thread
                 vector = first + (turn - 1) * stride
                 for row in range(0, height, batch_in):
@@ -178,10 +168,12 @@ def make_exchange_signalled(
                                 store(target, at, count, words[0], words[1])
                             elif none_stored:
                                 store(target, at, count, none_low, none_high)
+            if turn < chunks:
+                tell(ring, flag, rank, epoch)
         # All threads have read the epoch before it changes.
         cuda.syncthreads()
         if thread == 0:
-            st_u32(epoch_at, (before + chunks + (chunks >> 1 & 1)) & 0xFFFFFFFF)
+            st_u32(epoch_at, after(before, chunks, 1))
 
     return exchange_signalled
 
@@ -206,8 +198,6 @@ def bind(
     """Return the packed launch; see ``Bind`` in ``select.py``."""
     vectors = divide_up(count, element.lanes)
     grid, height, chunks = chunks_of(vectors, comm.size, comm.max_blocks)
-    if chunks > 1:
-        chunks += chunks % 2  # the last one may be empty
     ragged = is_ragged(source, target, count, element.lanes)
     part = count * element.itemsize
     return workspace.launch(

@@ -16,13 +16,9 @@ root follows what root does not matter.
 
 Memory order. ``flags.py`` orders what a block did in a turn before its flag, and what
 the others did in theirs after it. No slot is both scattered into and sent results, so
-chunks have the four parts of the slots in turn, two sets in each half. Chunk t is
-scattered into the part of chunk t-4 after all have told turn t-2; they read what was
-there in turn t-3, the owners, or t-2, the root.
-
-Between calls: as ``exchange_signalled.py``. Of the last chunk's results alone a rank
-does not know when it leaves that the root has read them: so many epochs are counted
-that the next call begins in the other half.
+chunks have four parts of the slots in turn (``parts.py``). Chunk t is scattered into
+the part of chunk t-4 after all have told turn t-2; owners read what was there in turn
+t-3, and the root the results in turn t-2.
 
 Each element is reduced by one rank, in rank order: to the bits of an all-reduce.
 """
@@ -36,6 +32,7 @@ from numba.cuda import types
 from numba_symm.collectives import two_shot_signalled, workspace
 from numba_symm.collectives.exchange import Output, make_total
 from numba_symm.collectives.flags import make_flags
+from numba_symm.collectives.parts import after, make_place
 from numba_symm.collectives.two_shot import shard
 from numba_symm.collectives.workspace import (
     ADDRESS,
@@ -51,7 +48,6 @@ from numba_symm.collectives.workspace import (
     layout,
 )
 from numba_symm.device.intrinsics import (
-    device_function,
     ld_u32,
     ld_v2_u64,
     st_u32,
@@ -64,21 +60,6 @@ from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 
-@device_function
-def after(before: int, chunks: int, hops: int) -> int:
-    """Return the epoch that follows a call that began after epoch ``before``.
-
-    Args:
-        before: the epoch.
-        chunks: how many the call had.
-        hops: in how many a chunk went, each with a turn of its own.
-    """
-    told = chunks + hops - 1
-    # Another one if the next call would begin in the half of the last chunk.
-    more = (told + 1 + (chunks - 1 >> 1)) & 1
-    return (before + told + more) & 0xFFFFFFFF
-
-
 def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
@@ -86,19 +67,13 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
     total = make_total(size, lanes, Output.AT_ROOT)
     tell, told = make_flags(size, REDUCE_SIGNALLED)
     at = layout(size).two_shot_signalled
-    epochs, flags, slots = at.epochs, at.flags, at.slots
+    epochs, flags = at.epochs, at.flags
+    place = make_place(size)
     rows = SIGNALLED.steps(size)
     rank_stride = rows * ROW
-    set_stride = (size - 1) * rank_stride
-    half_stride = 2 * set_stride
     others = size - 1
     batch = min(rows, max(1, LOADS // size))
     held = batch * size
-
-    @device_function
-    def place(block: int, before: int, chunk: int) -> int:
-        half = (before + 1 + (chunk >> 1)) & 1
-        return slots + (2 * block + half) * half_stride + (chunk & 1) * set_stride
 
     def reduce_signalled(
         guard: Any,

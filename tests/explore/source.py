@@ -32,6 +32,7 @@ _MODULES = (
     "numba_symm.collectives.one_shot_pull",
     "numba_symm.collectives.two_shot",
     "numba_symm.collectives.exchange",
+    "numba_symm.collectives.parts",
     "numba_symm.collectives.two_shot_signalled",
     "numba_symm.collectives.exchange_signalled",
     "numba_symm.collectives.reduce_signalled",

@@ -22,6 +22,7 @@ from explore.source import MAX_BLOCKS, THREADS, device_code
 from numba_symm import dtypes
 from numba_symm.collectives import (
     broadcast_signalled,
+    exchange_signalled,
     reduce_signalled,
     two_shot_signalled,
 )
@@ -586,7 +587,13 @@ GATHER, AWAIT, SCATTER, REDUCE = turns_parts(
     "if turn < chunks:",
     "if 1 <= turn <= chunks:",
 )
-PARTS = {
+_, EXCHANGE_TAKE, EXCHANGE_TELL = turns_parts(
+    exchange_signalled,
+    r"if turn < chunks:\n +slot",
+    "if turn >= 1:",
+    r"if turn < chunks:\n +tell",
+)
+TURNS = {
     module: turns_parts(
         module,
         "if turn < chunks( and is_root)?:",
@@ -766,22 +773,25 @@ FLAGS_BROKEN = {
 FENCED = "fence_acq_rel_sys()\n            "
 
 
-def halves_and_turns_broken(module):
-    """Return what breaks a kernel whose chunks have four parts of the slots."""
-    _, wait, work, collect, tell = PARTS[module]
+PARTS_BROKEN = {
+    "one half": ("half = (before + 1 + (chunk >> 1)) & 1", "half = 1"),
+    "one set of slots": (" + (chunk & 1)", ""),
+    "chunks in turn in the halves": ("(chunk >> 1)) & 1", "chunk) & 1"),
+}
+
+
+def turns_broken(module):
+    """Return what breaks the turns of a kernel that has parts of the slots in turn."""
+    _, wait, *work, tell = TURNS[module]
+    work = "".join(work)
     return {
-        "one half": ("half = (before + 1 + (chunk >> 1)) & 1", "half = 1"),
-        "one set of slots": ("(chunk & 1) * set_stride", "0"),
-        "told before the work": (
-            work + collect + tell,
-            tell + work + collect,
-        ),
+        "told before the work": (work + tell, tell + work),
         "used before all have told": (wait + work, work + wait),
     }
 
 
 REDUCE_BROKEN = {
-    **halves_and_turns_broken(reduce_signalled),
+    **turns_broken(reduce_signalled),
     "slots counted as their receiver does": (
         "to = ring[k] + slot + (others - 1 - k) * rank_stride",
         "to = ring[k] + slot + k * rank_stride",
@@ -792,7 +802,7 @@ REDUCE_BROKEN = {
         "target, number * share + at",
     ),
 }
-BROADCAST_BROKEN = halves_and_turns_broken(broadcast_signalled)
+BROADCAST_BROKEN = turns_broken(broadcast_signalled)
 BROADCAST_OF_THREE_BROKEN = {
     "relayed to the next": ("if k != to_root:", "if k != 0:"),
     "shards counted from the root": (
@@ -801,23 +811,20 @@ BROADCAST_OF_THREE_BROKEN = {
     ),
 }
 EXCHANGE_BROKEN = {
-    "one half": ("(before + 1 + (chunk >> 1)) & 1", "1"),
-    "one set of slots": ("(chunk & 1) * set_stride", "0"),
-    "chunks in turn in the halves": (
-        "half = (before + 1 + (chunk >> 1)) & 1",
-        "half = (before + 1 + chunk) & 1",
+    "the chunk before awaited": (
+        "own + flag, block, last, failed",
+        "own + flag, block, last - 1, failed",
     ),
-    "an odd number of chunks": ("chunks += chunks % 2", "pass"),
-    "flags of the chunk before": (
-        "epoch = (before + turn) & 0xFFFFFFFF\n                failed",
-        "epoch = (before + turn - 1) & 0xFFFFFFFF\n                failed",
+    "told before it is taken": (
+        EXCHANGE_TAKE + EXCHANGE_TELL,
+        EXCHANGE_TELL + EXCHANGE_TAKE,
     ),
 }
 NEXT_BROKEN = {  # calls that disturb the next one, or the one before
     "two_shot_signalled": ("two_shot_signalled", AWAIT, ""),
-    "gather": ("exchange_signalled", "(chunks >> 1 & 1)", "0"),
-    "reduce": ("reduce_signalled", "more = (told", "more = 0 * (told"),
-    "broadcast": ("reduce_signalled", "more = (told", "more = 0 * (told"),
+    "gather": ("parts", "more = (told", "more = 0 * (told"),
+    "reduce": ("parts", "more = (told", "more = 0 * (told"),
+    "broadcast": ("parts", "more = (told", "more = 0 * (told"),
 }
 SYNCED = {
     "the block does not wait": (
@@ -947,6 +954,14 @@ def test_reductions_broken_are_found(what, races):
 def test_exchanges_broken_are_found(what, races, ranks):
     code = device_code(("exchange_signalled", *EXCHANGE_BROKEN[what]))
     breaks(calls_of(code, "gather", "scan", "two_shot_signalled"), ranks, races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("name", ["gather", "reduce", "broadcast"])
+@pytest.mark.parametrize("what", PARTS_BROKEN)
+def test_parts_broken_are_found(what, name, races):
+    code = device_code(("parts", *PARTS_BROKEN[what]))
+    breaks(calls_of(code, name), 3, races)
 
 
 @by_anything_and_by_result
