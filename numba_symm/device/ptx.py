@@ -147,17 +147,33 @@ griddepcontrol_launch_dependents = _instruction(
 )
 globaltimer = _instruction("mov.u64 $0, %globaltimer;", _I64)
 
+
+
+def _rounded_to(kind: str) -> Any:
+    """Return what rounds a float32 to 16 bits.
+
+    As one of a pair: where the float is a predicate's 0 or 1, ptxas (13.0) loses the
+    conversion of one alone, and stores the integer's bits.
+    """
+    return _instruction(
+        "{.reg .b32 pair; .reg .b16 high;"
+        f" cvt.rn.{kind}x2.f32 pair, 0f00000000, $1;"
+        " mov.b32 {$0, high}, pair;}",
+        *(_I16, _F32),
+    )
+
+
 # Conversions between bits and numbers.
 f32_of_bits = _instruction("mov.b32 $0, $1;", _F32, _I32)
 bits_of_f32 = _instruction("mov.b32 $0, $1;", _I32, _F32)
 f64_of_bits = _instruction("mov.b64 $0, $1;", _F64, _I64)
 bits_of_f64 = _instruction("mov.b64 $0, $1;", _I64, _F64)
 f32_of_f16 = _instruction("cvt.f32.f16 $0, $1;", _F32, _I16)
-f16_of_f32 = _instruction("cvt.rn.f16.f32 $0, $1;", _I16, _F32)
+f16_of_f32 = _rounded_to("f16")
 f32_of_bf16 = _instruction(
     "{.reg .b16 zero; mov.u16 zero, 0; mov.b32 $0, {zero, $1};}", _F32, _I16
 )
-bf16_of_f32 = _instruction("cvt.rn.bf16.f32 $0, $1;", _I16, _F32)
+bf16_of_f32 = _rounded_to("bf16")
 
 
 def _f32x2_of(kind: str) -> Any:
