@@ -14,7 +14,7 @@ from numba_symm.bench.contenders.mpi import Mpi
 from numba_symm.bench.contenders.nccl import Nccl
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.contenders.torch import Torch
-from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.operations import OPERATIONS, REDUCTIONS
 from numba_symm.errors import ArgumentError
 
 
@@ -107,7 +107,7 @@ def core(monkeypatch):
         calls=calls,
         Communicator=types.SimpleNamespace(init=lambda *words: comm),
         NcclRedOp=types.SimpleNamespace(
-            SUM="sum!", PROD="prod!", MIN="min!", MAX="max!"
+            SUM="sum!", PROD="prod!", MIN="min!", MAX="max!", AVG="avg!"
         ),
         get_unique_id=lambda: "unique",
         get_version=lambda: versions,
@@ -125,20 +125,17 @@ def test_nccl_without_its_library_is_missing(core):
         nccl_module.check()
 
 
-def test_nccl_reduces_on_the_stream_it_is_given(core):
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_nccl_reduces_on_the_stream_it_is_given(core, op):
     nccl = Nccl(Ranks())
     assert nccl.version == "NCCL 2.28.9, nccl4py 0.6.0"
     x, out = np.zeros(4, np.float32), np.zeros(4, np.float32)
-    way = nccl.all_reduce(x, out, "max")[""]
+    way = nccl.all_reduce(x, out, op)[""]
     way.call(99)
     assert not way.in_place
-    (((source, target, op), more),) = core.calls
-    assert (source is x, target is out, op, more) == (
-        True,
-        True,
-        "max!",
-        {"stream": 99},
-    )
+    (((source, target, reduction), more),) = core.calls
+    assert (source is x, target is out) == (True, True)
+    assert (reduction, more) == (f"{op}!", {"stream": 99})
     nccl.close()
     assert core.calls[-1] == "destroyed"
 
@@ -248,12 +245,15 @@ def test_torch_refuses_what_its_kernels_do_not_do(torch, dtype, op):
     assert "sum float32 and bfloat16 only" in reason
 
 
-def test_mpi_has_no_16_bit_floats():
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "reduce"])
+def test_mpi_has_no_16_bit_floats_and_no_average(name):
     pytest.importorskip("mpi4py.MPI")
     ranks = Ranks()
     mpi = Mpi(ranks)
-    half = np.zeros(4, np.float16)
-    assert mpi.all_reduce(half, half, "sum") == {"": "MPI has no float16"}
+    reduction = getattr(mpi, name)
+    half, single = np.zeros(4, np.float16), np.zeros(4, np.float32)
+    assert reduction(half, half, "sum") == {"": "MPI has no float16"}
+    assert reduction(single, single, "avg") == {"": "MPI has no avg"}
     assert not mpi.captures
     mpi.close()
     assert ranks.freed
