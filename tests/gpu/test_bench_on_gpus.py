@@ -51,6 +51,10 @@ def test_every_type_and_reduction_is_right(measured, placement):
     assert code == 0
     kinds = {(each["type"], each["op"]) for each in records(found)}
     assert len(kinds) == len(TYPES) * len(REDUCTIONS)
+    skipped = {
+        each["column"] for each in itertools.chain(*found["rows"]) if "skipped" in each
+    }
+    assert "nccl" not in skipped
 
 
 def test_without_graphs_there_are_eager_times(measured):

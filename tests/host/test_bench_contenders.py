@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cuda.core.utils import StridedMemoryView
 
 from numba_symm.bench import contenders
 from numba_symm.bench.contenders import CONTENDERS, Missing, load
@@ -14,7 +15,7 @@ from numba_symm.bench.contenders.mpi import Mpi
 from numba_symm.bench.contenders.nccl import Nccl
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.contenders.torch import Torch
-from numba_symm.bench.operations import OPERATIONS, REDUCTIONS
+from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES
 from numba_symm.errors import ArgumentError
 
 
@@ -140,6 +141,33 @@ def test_nccl_reduces_on_the_stream_it_is_given(core, op):
     assert core.calls[-1] == "destroyed"
 
 
+class HostView:
+    """A stand-in for cuda.core's views of device memory: of NumPy's, without a GPU."""
+
+    @staticmethod
+    def from_buffer(memory, shape, *, dtype):
+        if dtype.name == "bfloat16":  # as the real one's, which is made all the same
+            return SimpleNamespace(__dlpack__=raising(BufferError("bfloat16")))
+        return StridedMemoryView.from_dlpack(memory.owner.view(dtype), stream_ptr=-1)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_nccl_gets_the_address_and_type_of_an_array_by_dlpack(name, monkeypatch):
+    monkeypatch.setattr("cuda.core.utils.StridedMemoryView", HostView)
+    monkeypatch.setattr(
+        "cuda.core.Buffer",
+        SimpleNamespace(from_handle=lambda *words, owner: SimpleNamespace(owner=owner)),
+    )
+    array = np.arange(6).astype(TYPES[name]).view(Owned)
+    named = nccl_module._named(array)
+    for _ in range(2):  # a capsule is taken once, a view often
+        found = StridedMemoryView.from_any_interface(named, stream_ptr=-1)
+        assert (found.dtype, found.shape) == (array.dtype, array.shape)
+        assert found.ptr == array.ctypes.data
+        del found
+    assert (array == np.arange(6)).all()
+
+
 class Tensor:
     """Some of a stand-in for torch's tensors: a storage, an offset and a type."""
 
@@ -170,6 +198,14 @@ class DeviceArray:
     def __init__(self, address, nbytes, dtype):
         self.device_ctypes_pointer = types.SimpleNamespace(value=address)
         self.nbytes, self.dtype = nbytes, np.dtype(dtype)
+
+
+class Owned(np.ndarray):
+    """NumPy's array, with an address as Numba's has it."""
+
+    @property
+    def device_ctypes_pointer(self):
+        return types.SimpleNamespace(value=self.ctypes.data)
 
 
 @pytest.fixture
