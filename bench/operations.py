@@ -40,6 +40,9 @@ _REDUCE: dict[str, np.ufunc] = {
 }
 REDUCTIONS = tuple(_REDUCE)
 
+NO_REDUCTION = "none"
+"""What nccl-tests calls the reduction of an operation that only moves data."""
+
 _finfo: Callable[[Any], Any] = ml_dtypes.finfo  # it has no types
 
 
@@ -61,6 +64,7 @@ class Operation:
         algorithms: the names of ours.
         in_place: whether ours has its output for input.
         apart: whether input and output may not be one.
+        reduces: whether it has a reduction.
     """
 
     name: str
@@ -73,6 +77,7 @@ class Operation:
     algorithms: tuple[str, ...]
     in_place: bool = False
     apart: bool = False
+    reduces: bool = False
 
 
 def reducible(
@@ -277,6 +282,7 @@ OPERATIONS = {
         plan=_reducing("all_reduce", prepared=True),
         call=_reducing("all_reduce", prepared=False),
         algorithms=tuple(operations.ALL_REDUCE.algorithms),
+        reduces=True,
     ),
     "all_gather": Operation(
         name="all_gather",
@@ -297,6 +303,7 @@ OPERATIONS = {
         plan=_reducing("reduce_scatter", prepared=True),
         call=_reducing("reduce_scatter", prepared=False),
         algorithms=tuple(operations.REDUCE_SCATTER.algorithms),
+        reduces=True,
     ),
     "all_to_all": Operation(
         name="all_to_all",
@@ -328,6 +335,7 @@ OPERATIONS = {
         plan=_reduce(prepared=True),
         call=_reduce(prepared=False),
         algorithms=tuple(operations.REDUCE.algorithms),
+        reduces=True,
     ),
     "gather": Operation(
         name="gather",

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from numba_symm.bench.contenders import CONTENDERS
-from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES, Operation
+from numba_symm.bench.operations import (
+    NO_REDUCTION,
+    OPERATIONS,
+    REDUCTIONS,
+    TYPES,
+    Operation,
+)
 from numba_symm.environment import SIMULATED
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -82,14 +88,17 @@ def _add(
         help=f"types of elements, of {', '.join(TYPES)}, or all "
         "(default float; with --shuffle: all)",
     )
-    add(
-        "-o",
-        dest="reductions",
-        metavar="OP,…",
-        type=_names(REDUCTIONS),
-        help=f"reductions, of {', '.join(REDUCTIONS)}, or all "
-        "(default sum; with --shuffle: all)",
-    )
+    if operation.reduces:
+        add(
+            "-o",
+            dest="reductions",
+            metavar="OP,…",
+            type=_names(REDUCTIONS),
+            help=f"reductions, of {', '.join(REDUCTIONS)}, or all "
+            "(default sum; with --shuffle: all)",
+        )
+    else:
+        parser.set_defaults(reductions=(NO_REDUCTION,))
     add(
         "-n",
         dest="calls",

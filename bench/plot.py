@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from numba_symm.bench.contenders.ours import NAME
-from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS
 from numba_symm.bench.report import algorithm_bandwidth, best, microseconds
 
 OURS = {"color": "#d62728", "linewidth": 2.6, "marker": "o", "zorder": 10}
@@ -26,7 +26,7 @@ def lines(run: Mapping[str, Any]) -> dict[str, Points]:
         Points of (bytes, microseconds, bus bandwidth in GB/s), out of place.
     """
     bus = OPERATIONS[run["operation"]].bus(run["facts"]["ranks"])
-    several = len({(row[0]["type"], row[0]["op"]) for row in run["rows"]}) > 1
+    several = len({_kind(row[0]) for row in run["rows"]}) > 1
     columns = dict.fromkeys(each["column"] for row in run["rows"] for each in row)
     found: dict[str, Points] = {}
     for column in sorted(columns, key=lambda name: name != NAME):
@@ -34,7 +34,7 @@ def lines(run: Mapping[str, Any]) -> dict[str, Points]:
             record = best(row, column)
             if record is None:
                 continue
-            kind = f", {record['type']} {record['op']}" if several else ""
+            kind = f", {_kind(record)}" if several else ""
             bandwidth = algorithm_bandwidth(record) * bus
             point = (record["bytes"], microseconds(record), bandwidth)
             found.setdefault(column + kind, []).append(point)
@@ -78,10 +78,16 @@ def title(run: Mapping[str, Any]) -> str:
     """Return what was measured, and where."""
     facts = run["facts"]
     devices = list(dict.fromkeys(name.split(",")[0] for name in facts["devices"]))
-    kinds = {(row[0]["type"], row[0]["op"]) for row in run["rows"]}
-    kind = " ".join(next(iter(kinds))) if len(kinds) == 1 else "several types"
+    kinds = {_kind(row[0]) for row in run["rows"]}
+    kind = kinds.pop() if len(kinds) == 1 else "several types"
     where = " and ".join(devices)
     return f"{run['operation']}, {kind}, {facts['ranks']} x {where}"
+
+
+def _kind(record: Mapping[str, Any]) -> str:
+    """Return the elements' type, and the reduction if there is one."""
+    kind, op = str(record["type"]), record["op"]
+    return kind if op == NO_REDUCTION else f"{kind} {op}"
 
 
 def human(size: float) -> str:

@@ -161,6 +161,11 @@ def test_a_recorded_run_is_drawn_again_without_mpi(tmp_path, monkeypatch):
 
 def test_the_title_says_what_was_measured_where():
     assert plot.title(RUN) == "all_reduce, float sum, 4 x NVIDIA H200"
+    moved = RUN | {"operation": "broadcast", "rows": [row(op="none")]}
+    assert plot.title(moved) == "broadcast, float, 4 x NVIDIA H200"
+    moved["rows"] += [row(op="none", type="half")]
+    assert plot.title(moved) == "broadcast, several types, 4 x NVIDIA H200"
+    assert {"numba_symm, float", "numba_symm, half"} <= set(plot.lines(moved))
 
 
 @pytest.mark.parametrize(
