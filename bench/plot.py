@@ -1,6 +1,7 @@
 """Draws a run: latency and bus bandwidth against message size, a line a contender."""
 
 import itertools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,32 @@ THEIRS = {"linewidth": 1.4, "marker": "s", "markersize": 4}
 COLORS = ("#1f77b4", "#76b900", "#7f7f7f", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
 
 Points = list[tuple[int, float, float]]
+
+
+class NoRun(Exception):
+    """A file holds no run that could be drawn; the text says what is wrong."""
+
+
+def load(file: Path) -> dict[str, Any]:
+    """Return what ``--json`` has written.
+
+    Raises:
+        NoRun: it is no such file.
+    """
+    try:
+        run: dict[str, Any] = json.loads(file.read_text())
+    except OSError as error:
+        raise NoRun(f"{file}: {error.strerror}") from error
+    except ValueError as error:
+        raise NoRun(f"{file} is no JSON: {error}") from error
+    try:
+        title(run)
+        drawable = bool(lines(run))
+    except Exception:  # whatever is missing, or is something else than in a run
+        drawable = False
+    if not drawable:
+        raise NoRun(f"{file} holds no run; give a file that --json has written")
+    return run
 
 
 def lines(run: Mapping[str, Any]) -> dict[str, Points]:

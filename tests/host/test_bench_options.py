@@ -96,7 +96,8 @@ def test_each_run_has_a_seed_of_its_own_unless_told():
         ("all_reduce --shuffle 5 --plot r.png", "--shuffle measures nothing"),
         ("all_reduce -q", "unrecognized arguments: -q"),
         ("plot r.json", "arguments are required: image"),
-        ("plot /not/there.json r.png", "there is no file /not/there.json"),
+        ("plot /not/there.json r.png", "/not/there.json: No such file or directory"),
+        ("plot / r.png", "/: Is a directory"),
     ],
 )
 def test_wrong_usage_ends_with_code_2_and_says_why(line, said, capsys):
