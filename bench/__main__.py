@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plot"]:  # needs no MPI
         asked = options.parse(argv)
-        plot.draw(json.loads(asked.json.read_text()), asked.image)
+        plot.draw(asked.run, asked.image)
         return 0
     from mpi4py import MPI
 

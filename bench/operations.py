@@ -36,8 +36,12 @@ _REDUCE: dict[str, np.ufunc] = {
     "prod": np.multiply,
     "min": np.minimum,
     "max": np.maximum,
+    "avg": np.add,  # divided by the number of ranks at the end
 }
 REDUCTIONS = tuple(_REDUCE)
+
+NO_REDUCTION = "none"
+"""What nccl-tests calls the reduction of an operation that only moves data."""
 
 _finfo: Callable[[Any], Any] = ml_dtypes.finfo  # it has no types
 
@@ -60,6 +64,7 @@ class Operation:
         algorithms: the names of ours.
         in_place: whether ours has its output for input.
         apart: whether input and output may not be one.
+        reduces: whether it has a reduction.
     """
 
     name: str
@@ -72,6 +77,7 @@ class Operation:
     algorithms: tuple[str, ...]
     in_place: bool = False
     apart: bool = False
+    reduces: bool = False
 
 
 def reducible(
@@ -79,20 +85,27 @@ def reducible(
 ) -> Array:
     """Return a pattern a rank; reduced in any order, the result is exact.
 
-    Integers are any, since they wrap around. Floats are integers so small that their
-    sum is exact, or for a product one of them any number and the others powers of 2.
+    Integers are any, since they wrap around, but for an average their sum does not.
+    Floats are integers so small that their sum is exact, or for a product one of them
+    any number and the others powers of 2. For an average they are powers of 2, times
+    the number of ranks: NCCL divides each before it adds them.
     """
     shape = (ranks, PERIOD)
     if dtype.kind == "i":
         limits = np.iinfo(dtype)
-        return random.integers(limits.min, limits.max, shape, dtype, endpoint=True)
+        least, most = int(limits.min), int(limits.max)
+        if op == "avg":
+            least, most = -(most // ranks), most // ranks
+        return random.integers(least, most, shape, dtype, endpoint=True)
     if op == "sum":
         digits = int(_finfo(dtype).nmant) + 1
         limit = 2 ** (digits - math.ceil(math.log2(ranks)))
         return random.integers(-limit, limit, shape, endpoint=True).astype(dtype)
+    if op == "avg":
+        return (ranks * _powers(random, shape)).astype(dtype)
     numbers = _signs(random, shape) * random.uniform(1, 2, shape)
     if op == "prod":
-        powers = _signs(random, shape) * 2.0 ** random.integers(-1, 2, shape)
+        powers = _powers(random, shape)
         alone = np.arange(ranks)[:, None] == random.integers(0, ranks, PERIOD)
         numbers = np.where(alone, numbers, powers)
     return numbers.astype(dtype)
@@ -102,12 +115,27 @@ def _signs(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
     return random.choice([-1.0, 1.0], shape)
 
 
+def _powers(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    powers: Array = _signs(random, shape) * 2.0 ** random.integers(-1, 2, shape)
+    return powers
+
+
 def reduced(patterns: Array, op: str) -> Array:
     """Reduce the first axis: integers as such, floats in float64, rounded once."""
     dtype = patterns.dtype
     kept = dtype if dtype.kind == "i" else np.dtype(np.float64)
     total: Array = _REDUCE[op].reduce(patterns.astype(kept), axis=0)
+    if op == "avg":
+        total = _divided(total, len(patterns))
     return total.astype(dtype)
+
+
+def _divided(total: Array, ranks: int) -> Array:
+    """Return the quotients, those of integers rounded towards 0."""
+    if total.dtype.kind == "i":
+        total = total - np.fmod(total, ranks)
+        return total // ranks
+    return total / ranks
 
 
 def _all_reduced(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
@@ -254,6 +282,7 @@ OPERATIONS = {
         plan=_reducing("all_reduce", prepared=True),
         call=_reducing("all_reduce", prepared=False),
         algorithms=tuple(operations.ALL_REDUCE.algorithms),
+        reduces=True,
     ),
     "all_gather": Operation(
         name="all_gather",
@@ -274,6 +303,7 @@ OPERATIONS = {
         plan=_reducing("reduce_scatter", prepared=True),
         call=_reducing("reduce_scatter", prepared=False),
         algorithms=tuple(operations.REDUCE_SCATTER.algorithms),
+        reduces=True,
     ),
     "all_to_all": Operation(
         name="all_to_all",
@@ -305,6 +335,7 @@ OPERATIONS = {
         plan=_reduce(prepared=True),
         call=_reduce(prepared=False),
         algorithms=tuple(operations.REDUCE.algorithms),
+        reduces=True,
     ),
     "gather": Operation(
         name="gather",

@@ -7,7 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from numba_symm.bench.contenders import CONTENDERS
-from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES, Operation
+from numba_symm.bench.operations import (
+    NO_REDUCTION,
+    OPERATIONS,
+    REDUCTIONS,
+    TYPES,
+    Operation,
+)
+from numba_symm.bench.plot import NoRun, load
 from numba_symm.environment import SIMULATED
 
 UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -20,7 +27,8 @@ all_reduce -e 1G"""
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Return the options, or raise SystemExit after argparse's usual help or usage.
 
-    ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names.
+    ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names; a
+    ``plot`` has what is to be drawn in ``run``.
     """
     parser = argparse.ArgumentParser(
         "python -m numba_symm.bench", description=DESCRIPTION
@@ -33,8 +41,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.command in operations:
         _complete(operations[options.command], options)
-    elif not options.json.is_file():
-        plot.error(f"there is no file {options.json}")
+    else:
+        _complete_plot(plot, options)
     return options
 
 
@@ -82,14 +90,17 @@ def _add(
         help=f"types of elements, of {', '.join(TYPES)}, or all "
         "(default float; with --shuffle: all)",
     )
-    add(
-        "-o",
-        dest="reductions",
-        metavar="OP,…",
-        type=_names(REDUCTIONS),
-        help=f"reductions, of {', '.join(REDUCTIONS)}, or all "
-        "(default sum; with --shuffle: all)",
-    )
+    if operation.reduces:
+        add(
+            "-o",
+            dest="reductions",
+            metavar="OP,…",
+            type=_names(REDUCTIONS),
+            help=f"reductions, of {', '.join(REDUCTIONS)}, or all "
+            "(default sum; with --shuffle: all)",
+        )
+    else:
+        parser.set_defaults(reductions=(NO_REDUCTION,))
     add(
         "-n",
         dest="calls",
@@ -161,18 +172,39 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     """Refuse what does not fit together, and fill in what depends on other options."""
     if options.first > options.last:
         parser.error(f"-b {options.first} is more than -e {options.last}")
-    for file in filter(None, (options.json, options.plot)):
-        if not file.absolute().parent.is_dir():
-            parser.error(f"there is no folder {file.parent} to write {file.name} to")
+    if options.json:
+        _check_folder(parser, options.json)
+    if options.plot:
+        _check_image(parser, options.plot)
     if options.shuffle and (options.json or options.plot):
         parser.error("--shuffle measures nothing that --json or --plot could show")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plot needs matplotlib: pip install matplotlib")
     shuffled = options.shuffle is not None
     options.types = options.types or (tuple(TYPES) if shuffled else ("float",))
     options.reductions = options.reductions or (REDUCTIONS if shuffled else ("sum",))
     if options.seed is None:
         options.seed = secrets.randbits(32)
+
+
+def _complete_plot(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> None:
+    """Read the run, or refuse what is none."""
+    try:
+        options.run = load(options.json)
+    except NoRun as error:
+        parser.error(str(error))
+    _check_image(parser, options.image)
+
+
+def _check_folder(parser: argparse.ArgumentParser, file: Path) -> None:
+    if not file.absolute().parent.is_dir():
+        parser.error(f"there is no folder {file.parent} to write {file.name} to")
+
+
+def _check_image(parser: argparse.ArgumentParser, image: Path) -> None:
+    _check_folder(parser, image)
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error(f"{image} needs matplotlib: pip install matplotlib")
 
 
 def nbytes(text: str) -> int:

@@ -1,12 +1,13 @@
 """Draws a run: latency and bus bandwidth against message size, a line a contender."""
 
 import itertools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from numba_symm.bench.contenders.ours import NAME
-from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS
 from numba_symm.bench.report import algorithm_bandwidth, best, microseconds
 
 OURS = {"color": "#d62728", "linewidth": 2.6, "marker": "o", "zorder": 10}
@@ -14,6 +15,32 @@ THEIRS = {"linewidth": 1.4, "marker": "s", "markersize": 4}
 COLORS = ("#1f77b4", "#76b900", "#7f7f7f", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
 
 Points = list[tuple[int, float, float]]
+
+
+class NoRun(Exception):
+    """A file holds no run that could be drawn; the text says what is wrong."""
+
+
+def load(file: Path) -> dict[str, Any]:
+    """Return what ``--json`` has written.
+
+    Raises:
+        NoRun: it is no such file.
+    """
+    try:
+        run: dict[str, Any] = json.loads(file.read_text())
+    except OSError as error:
+        raise NoRun(f"{file}: {error.strerror}") from error
+    except ValueError as error:
+        raise NoRun(f"{file} is no JSON: {error}") from error
+    try:
+        title(run)
+        drawable = bool(lines(run))
+    except Exception:  # whatever is missing, or is something else than in a run
+        drawable = False
+    if not drawable:
+        raise NoRun(f"{file} holds no run; give a file that --json has written")
+    return run
 
 
 def lines(run: Mapping[str, Any]) -> dict[str, Points]:
@@ -26,7 +53,7 @@ def lines(run: Mapping[str, Any]) -> dict[str, Points]:
         Points of (bytes, microseconds, bus bandwidth in GB/s), out of place.
     """
     bus = OPERATIONS[run["operation"]].bus(run["facts"]["ranks"])
-    several = len({(row[0]["type"], row[0]["op"]) for row in run["rows"]}) > 1
+    several = len({_kind(row[0]) for row in run["rows"]}) > 1
     columns = dict.fromkeys(each["column"] for row in run["rows"] for each in row)
     found: dict[str, Points] = {}
     for column in sorted(columns, key=lambda name: name != NAME):
@@ -34,7 +61,7 @@ def lines(run: Mapping[str, Any]) -> dict[str, Points]:
             record = best(row, column)
             if record is None:
                 continue
-            kind = f", {record['type']} {record['op']}" if several else ""
+            kind = f", {_kind(record)}" if several else ""
             bandwidth = algorithm_bandwidth(record) * bus
             point = (record["bytes"], microseconds(record), bandwidth)
             found.setdefault(column + kind, []).append(point)
@@ -78,10 +105,16 @@ def title(run: Mapping[str, Any]) -> str:
     """Return what was measured, and where."""
     facts = run["facts"]
     devices = list(dict.fromkeys(name.split(",")[0] for name in facts["devices"]))
-    kinds = {(row[0]["type"], row[0]["op"]) for row in run["rows"]}
-    kind = " ".join(next(iter(kinds))) if len(kinds) == 1 else "several types"
+    kinds = {_kind(row[0]) for row in run["rows"]}
+    kind = kinds.pop() if len(kinds) == 1 else "several types"
     where = " and ".join(devices)
     return f"{run['operation']}, {kind}, {facts['ranks']} x {where}"
+
+
+def _kind(record: Mapping[str, Any]) -> str:
+    """Return the elements' type, and the reduction if there is one."""
+    kind, op = str(record["type"]), record["op"]
+    return kind if op == NO_REDUCTION else f"{kind} {op}"
 
 
 def human(size: float) -> str:

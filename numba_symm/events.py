@@ -136,15 +136,17 @@ class Event:
         Args:
             stream: any library's, or a handle; None: the legacy default stream.
         """
+        handle = _handle_of(stream)
         if SIMULATED:
             self._recorded = time.perf_counter()
             return
-        driver.call("cuEventRecord", self._handle, _handle_of(stream))
+        driver.call("cuEventRecord", self._handle, handle)
 
     def wait(self, stream: Any = None) -> None:
         """Have what ``stream`` gets from now on wait for the latest record."""
+        handle = _handle_of(stream)
         if not SIMULATED:
-            driver.call("cuStreamWaitEvent", _handle_of(stream), self._handle, 0)
+            driver.call("cuStreamWaitEvent", handle, self._handle, 0)
 
     def query(self) -> bool:
         """Return whether all work before the latest record is done."""
@@ -308,8 +310,9 @@ class Stream:
         Args:
             stream: any library's, or a handle; None: the legacy default stream.
         """
+        handle = _handle_of(stream)
         if not SIMULATED:
-            _join(self.handle, _handle_of(stream))
+            _join(self.handle, handle)
 
     def _new_event(self) -> Event:
         if SIMULATED:

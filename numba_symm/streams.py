@@ -5,6 +5,8 @@ import functools
 from collections import OrderedDict
 from typing import Any
 
+from numba import cuda
+
 from numba_symm import driver
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
@@ -16,9 +18,18 @@ _LEGACY_DEFAULTS = (LEGACY_DEFAULT, 1)  # __cuda_array_interface__ names it 1
 
 
 def handle_of(stream: Any) -> int:
-    """Return the handle of a Numba, cuda.core, CuPy or torch stream, or of an int."""
-    if SIMULATED:
-        return LEGACY_DEFAULT
+    """Return the handle of a Numba, cuda.core, CuPy or torch stream, or of an int.
+
+    In the simulator it is always the legacy default stream's.
+    """
+    if not SIMULATED:
+        return _found_in(stream)
+    if not isinstance(stream, cuda.stream):  # the simulator's own have no handle
+        _found_in(stream)
+    return LEGACY_DEFAULT
+
+
+def _found_in(stream: Any) -> int:
     if isinstance(stream, int):
         return stream
     protocol = getattr(stream, "__cuda_stream__", None)

@@ -40,10 +40,7 @@ class Mpi:
 
     def all_reduce(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of an all-reduce."""
-        if x.dtype.itemsize == 2:
-            return {"": f"MPI has no {x.dtype.name}"}
-        reduction = getattr(self._mpi, op.upper())
-        return {"": Way(lambda stream: self._ranks.Allreduce(x, out, reduction))}
+        return self._reducing("Allreduce", x, out, op)
 
     def all_gather(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of an all-gather."""
@@ -52,11 +49,7 @@ class Mpi:
 
     def reduce_scatter(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of a reduce-scatter."""
-        if x.dtype.itemsize == 2:
-            return {"": f"MPI has no {x.dtype.name}"}
-        reduction = getattr(self._mpi, op.upper())
-        call = self._ranks.Reduce_scatter_block
-        return {"": Way(lambda stream: call(x, out, reduction))}
+        return self._reducing("Reduce_scatter_block", x, out, op)
 
     def all_to_all(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of an all-to-all."""
@@ -70,10 +63,17 @@ class Mpi:
 
     def reduce(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of a reduction to the root."""
+        return self._reducing("Reduce", x, out, op, root=ROOT)
+
+    def _reducing(self, name: str, x: Any, out: Any, op: str, **more: Any) -> Ways:
+        """Return the one way of a reduction, or what MPI lacks for it."""
         if x.dtype.itemsize == 2:
             return {"": f"MPI has no {x.dtype.name}"}
+        if op == "avg":
+            return {"": "MPI has no avg"}
         reduction = getattr(self._mpi, op.upper())
-        return {"": Way(lambda stream: self._ranks.Reduce(x, out, reduction, ROOT))}
+        call = partial(getattr(self._ranks, name), x, out, reduction, **more)
+        return {"": Way(lambda stream: call())}
 
     def gather(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of a gather."""

@@ -1,5 +1,6 @@
 """NCCL through nccl4py, on ordinary device memory."""
 
+import ctypes
 from functools import partial
 from typing import Any
 
@@ -123,4 +124,35 @@ def _named(array: Any) -> Any:
 
     address = int(array.device_ctypes_pointer.value)
     memory = Buffer.from_handle(address, array.nbytes, owner=array)
-    return StridedMemoryView.from_buffer(memory, array.shape, dtype=array.dtype)
+    if array.dtype.name != "bfloat16":
+        return StridedMemoryView.from_buffer(memory, array.shape, dtype=array.dtype)
+    bits = np.dtype(np.uint16)
+    return _Bfloat16(StridedMemoryView.from_buffer(memory, array.shape, dtype=bits))
+
+
+_pointer_of = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+_TYPE_CODE, _BFLOAT16 = 20, 4  # DLPack's DLTensor.dtype.code, and kDLBfloat
+
+
+class _Bfloat16:
+    """A view of uint16 that says through DLPack that it is one of bfloat16.
+
+    cuda.core reads bfloat16 by DLPack, but does not export it.
+    """
+
+    def __init__(self, bits: Any):
+        self._bits = bits
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._bits.__dlpack_device__()
+        return device
+
+    def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
+        # Whatever version is asked for: this capsule begins with its DLTensor.
+        capsule = self._bits.__dlpack__(stream=stream)
+        tensor = _pointer_of(capsule, b"dltensor")
+        ctypes.c_uint8.from_address(tensor + _TYPE_CODE).value = _BFLOAT16
+        return capsule

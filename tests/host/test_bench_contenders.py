@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from cuda.core.utils import StridedMemoryView
 
 from numba_symm.bench import contenders
 from numba_symm.bench.contenders import CONTENDERS, Missing, load
@@ -14,7 +15,7 @@ from numba_symm.bench.contenders.mpi import Mpi
 from numba_symm.bench.contenders.nccl import Nccl
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.contenders.torch import Torch
-from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES
 from numba_symm.errors import ArgumentError
 
 
@@ -107,7 +108,7 @@ def core(monkeypatch):
         calls=calls,
         Communicator=types.SimpleNamespace(init=lambda *words: comm),
         NcclRedOp=types.SimpleNamespace(
-            SUM="sum!", PROD="prod!", MIN="min!", MAX="max!"
+            SUM="sum!", PROD="prod!", MIN="min!", MAX="max!", AVG="avg!"
         ),
         get_unique_id=lambda: "unique",
         get_version=lambda: versions,
@@ -125,22 +126,46 @@ def test_nccl_without_its_library_is_missing(core):
         nccl_module.check()
 
 
-def test_nccl_reduces_on_the_stream_it_is_given(core):
+@pytest.mark.parametrize("op", REDUCTIONS)
+def test_nccl_reduces_on_the_stream_it_is_given(core, op):
     nccl = Nccl(Ranks())
     assert nccl.version == "NCCL 2.28.9, nccl4py 0.6.0"
     x, out = np.zeros(4, np.float32), np.zeros(4, np.float32)
-    way = nccl.all_reduce(x, out, "max")[""]
+    way = nccl.all_reduce(x, out, op)[""]
     way.call(99)
     assert not way.in_place
-    (((source, target, op), more),) = core.calls
-    assert (source is x, target is out, op, more) == (
-        True,
-        True,
-        "max!",
-        {"stream": 99},
-    )
+    (((source, target, reduction), more),) = core.calls
+    assert (source is x, target is out) == (True, True)
+    assert (reduction, more) == (f"{op}!", {"stream": 99})
     nccl.close()
     assert core.calls[-1] == "destroyed"
+
+
+class HostView:
+    """A stand-in for cuda.core's views of device memory: of NumPy's, without a GPU."""
+
+    @staticmethod
+    def from_buffer(memory, shape, *, dtype):
+        if dtype.name == "bfloat16":  # as the real one's, which is made all the same
+            return SimpleNamespace(__dlpack__=raising(BufferError("bfloat16")))
+        return StridedMemoryView.from_dlpack(memory.owner.view(dtype), stream_ptr=-1)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_nccl_gets_the_address_and_type_of_an_array_by_dlpack(name, monkeypatch):
+    monkeypatch.setattr("cuda.core.utils.StridedMemoryView", HostView)
+    monkeypatch.setattr(
+        "cuda.core.Buffer",
+        SimpleNamespace(from_handle=lambda *words, owner: SimpleNamespace(owner=owner)),
+    )
+    array = np.arange(6).astype(TYPES[name]).view(Owned)
+    named = nccl_module._named(array)
+    for _ in range(2):  # a capsule is taken once, a view often
+        found = StridedMemoryView.from_any_interface(named, stream_ptr=-1)
+        assert (found.dtype, found.shape) == (array.dtype, array.shape)
+        assert found.ptr == array.ctypes.data
+        del found
+    assert (array == np.arange(6)).all()
 
 
 class Tensor:
@@ -173,6 +198,14 @@ class DeviceArray:
     def __init__(self, address, nbytes, dtype):
         self.device_ctypes_pointer = types.SimpleNamespace(value=address)
         self.nbytes, self.dtype = nbytes, np.dtype(dtype)
+
+
+class Owned(np.ndarray):
+    """NumPy's array, with an address as Numba's has it."""
+
+    @property
+    def device_ctypes_pointer(self):
+        return types.SimpleNamespace(value=self.ctypes.data)
 
 
 @pytest.fixture
@@ -248,12 +281,15 @@ def test_torch_refuses_what_its_kernels_do_not_do(torch, dtype, op):
     assert "sum float32 and bfloat16 only" in reason
 
 
-def test_mpi_has_no_16_bit_floats():
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "reduce"])
+def test_mpi_has_no_16_bit_floats_and_no_average(name):
     pytest.importorskip("mpi4py.MPI")
     ranks = Ranks()
     mpi = Mpi(ranks)
-    half = np.zeros(4, np.float16)
-    assert mpi.all_reduce(half, half, "sum") == {"": "MPI has no float16"}
+    reduction = getattr(mpi, name)
+    half, single = np.zeros(4, np.float16), np.zeros(4, np.float32)
+    assert reduction(half, half, "sum") == {"": "MPI has no float16"}
+    assert reduction(single, single, "avg") == {"": "MPI has no avg"}
     assert not mpi.captures
     mpi.close()
     assert ranks.freed

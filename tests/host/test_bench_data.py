@@ -5,10 +5,17 @@ import pytest
 
 from numba_symm.bench import data
 from numba_symm.bench.data import CHUNK, PERIOD, Tiled
-from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES, reducible
+from numba_symm.bench.operations import (
+    OPERATIONS,
+    REDUCTIONS,
+    TYPES,
+    reduced,
+    reducible,
+)
 
 ALL_REDUCE = OPERATIONS["all_reduce"]
 UFUNC = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+UFUNC["avg"] = np.add
 
 
 def pattern(dtype=np.int32):
@@ -88,6 +95,10 @@ def test_results_are_exact_in_any_order(type_, op, ranks):
     for _ in range(4):
         order = shuffled.permutation(ranks)
         total = functools.reduce(UFUNC[op], (patterns[rank] for rank in order))
+        if op == "avg" and dtype.kind == "i":
+            total = np.sign(total) * (np.abs(total) // ranks)
+        elif op == "avg":
+            total = total / ranks
         assert total.astype(dtype).tobytes() == wanted.pattern.tobytes()
 
 
@@ -101,6 +112,25 @@ def test_inputs_vary_so_that_a_missing_rank_is_seen(type_, op):
     # A quarter of the least or greatest come from any one rank; powers of 2 from one
     # rank of a product are 1 as often as not.
     assert differing > PERIOD / 5
+
+
+@pytest.mark.parametrize("type_", ["half", "bfloat16", "float", "double"])
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_an_average_is_exact_too_if_each_is_divided_first(type_, ranks):
+    """As by NCCL, which multiplies by a reciprocal of the elements' type."""
+    dtype = TYPES[type_]
+    patterns = reducible(np.random.default_rng(1), ranks, "avg", dtype)
+    everyone = [Tiled(each, 0, PERIOD) for each in patterns]
+    (wanted,) = ALL_REDUCE.expected(everyone, "avg", 0)
+    divided = patterns * np.array(1 / ranks).astype(dtype)
+    total = functools.reduce(np.add, divided)
+    assert total.astype(dtype).tobytes() == wanted.pattern.tobytes()
+
+
+def test_an_average_of_integers_is_rounded_towards_0():
+    patterns = np.array([[1, -1, 7, -7, 2**62, -(2**62)], [2, -2, 0, 0, 2**62 - 1, 0]])
+    wanted = [1, -1, 3, -3, 2**62 - 1, -(2**61)]
+    assert reduced(patterns, "avg").tolist() == wanted
 
 
 def test_integers_wrap_around():

@@ -6,6 +6,8 @@ from numba_symm.bench import options
 from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES
 from numba_symm.launch import cli
 
+REDUCING = ["all_reduce", "reduce", "reduce_scatter"]
+
 
 @pytest.mark.parametrize(
     ("text", "wanted"),
@@ -55,6 +57,21 @@ def test_shuffling_takes_every_type_and_reduction_unless_told():
     assert (asked.types, asked.reductions) == (("half",), ("min", "max"))
 
 
+@pytest.mark.parametrize("more", [[], ["--shuffle", "9"]])
+@pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - REDUCING))
+def test_an_operation_that_only_moves_data_has_no_reduction(name, more, capsys):
+    assert options.parse([name, *more]).reductions == ("none",)
+    with pytest.raises(SystemExit) as ended:
+        options.parse([name, *more, "-o", "max"])
+    assert ended.value.code == 2
+    assert "unrecognized arguments: -o max" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", REDUCING)
+def test_an_operation_that_reduces_has_a_choice(name):
+    assert options.parse([name, "-o", "max,avg"]).reductions == ("max", "avg")
+
+
 def test_each_run_has_a_seed_of_its_own_unless_told():
     seeds = {options.parse(["all_reduce"]).seed for _ in range(4)}
     assert len(seeds) > 1
@@ -79,7 +96,8 @@ def test_each_run_has_a_seed_of_its_own_unless_told():
         ("all_reduce --shuffle 5 --plot r.png", "--shuffle measures nothing"),
         ("all_reduce -q", "unrecognized arguments: -q"),
         ("plot r.json", "arguments are required: image"),
-        ("plot /not/there.json r.png", "there is no file /not/there.json"),
+        ("plot /not/there.json r.png", "/not/there.json: No such file or directory"),
+        ("plot / r.png", "/: Is a directory"),
     ],
 )
 def test_wrong_usage_ends_with_code_2_and_says_why(line, said, capsys):

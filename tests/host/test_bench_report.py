@@ -159,8 +159,47 @@ def test_a_recorded_run_is_drawn_again_without_mpi(tmp_path, monkeypatch):
     assert "<svg" in drawn
 
 
+EMPTY = {"operation": "reduce", "facts": {"ranks": 2, "devices": []}, "rows": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is no JSON: Expecting value"),
+        (b"# numba_symm.bench all_reduce", "is no JSON: Expecting value"),
+        (b"\x89PNG\r\n", "is no JSON: 'utf-8' codec"),
+        (b"[]", "holds no run; give a file that --json has written"),
+        (b"3", "holds no run"),
+        (b'{"name": "something else"}', "holds no run"),
+        (json.dumps(RUN | {"operation": "median"}).encode(), "holds no run"),
+        (json.dumps(EMPTY).encode(), "holds no run"),
+    ],
+)
+def test_what_is_no_run_is_not_drawn(content, said, tmp_path, capsys):
+    file = tmp_path / "r.json"
+    file.write_bytes(content)
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["plot", str(file), str(tmp_path / "r.png")])
+    assert ended.value.code == 2
+    assert f"error: {file} {said}" in capsys.readouterr().err
+
+
+def test_a_run_is_not_drawn_into_a_folder_that_is_not_there(tmp_path, capsys):
+    file = tmp_path / "r.json"
+    file.write_text(json.dumps(RUN))
+    with pytest.raises(SystemExit) as ended:
+        bench.main(["plot", str(file), "/not/there/r.png"])
+    assert ended.value.code == 2
+    assert "error: there is no folder /not/there" in capsys.readouterr().err
+
+
 def test_the_title_says_what_was_measured_where():
     assert plot.title(RUN) == "all_reduce, float sum, 4 x NVIDIA H200"
+    moved = RUN | {"operation": "broadcast", "rows": [row(op="none")]}
+    assert plot.title(moved) == "broadcast, float, 4 x NVIDIA H200"
+    moved["rows"] += [row(op="none", type="half")]
+    assert plot.title(moved) == "broadcast, several types, 4 x NVIDIA H200"
+    assert {"numba_symm, float", "numba_symm, half"} <= set(plot.lines(moved))
 
 
 @pytest.mark.parametrize(

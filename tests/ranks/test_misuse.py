@@ -325,7 +325,6 @@ def test_algorithms_that_are_none_are_refused(comm, world, name):
     check_works(comm)
 
 
-@pytest.mark.skipif(SIMULATED, reason="the simulator has no streams to be told from")
 def test_streams_that_are_none_are_refused(comm, world):
     x = comm.empty(4, np.float32)
     for stream in ("0", 1.5, object()):

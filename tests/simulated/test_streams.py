@@ -1,0 +1,59 @@
+"""What is a stream on a GPU is one in the simulator, and nothing else is."""
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm import streams
+from numba_symm.errors import ArgumentError
+
+RUBBISH = ["a", 1.0, object(), [1]]
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        0,
+        123,
+        ns.Stream(),
+        cuda.stream(),
+        cuda.default_stream(),
+        SimpleNamespace(__cuda_stream__=lambda: (0, 11)),
+        SimpleNamespace(cuda_stream=13),  # torch's
+        SimpleNamespace(ptr=14),  # CuPy's
+        SimpleNamespace(handle=ctypes.c_void_p(16)),  # Numba's, on a GPU
+    ],
+)
+def test_every_librarys_stream_is_the_default_one(stream):
+    assert streams.handle_of(stream) == streams.LEGACY_DEFAULT
+    assert ns.open_shared(ns.share(cuda.to_device(np.arange(3)), stream=stream))[2] == 2
+
+
+@pytest.mark.parametrize("rubbish", [*RUBBISH, None, cuda.stream])
+def test_what_is_no_stream_is_refused(rubbish):
+    with pytest.raises(ArgumentError) as raised:
+        streams.handle_of(rubbish)
+    assert str(raised.value) == (
+        f"stream={rubbish!r} is no stream: pass one of Numba, cuda.core, CuPy or "
+        "torch, or its handle as an int"
+    )
+
+
+@pytest.mark.parametrize("rubbish", RUBBISH)
+def test_every_call_refuses_it(rubbish):
+    array = cuda.to_device(np.arange(3))
+    handle = ns.share(array)
+    for call in (
+        ns.Event().record,
+        ns.Event().wait,
+        ns.Stream().wait_stream,
+        lambda stream: ns.share(array, stream=stream),
+        lambda stream: ns.open_shared(handle, stream=stream),
+    ):
+        with pytest.raises(ArgumentError, match="is no stream"):
+            call(rubbish)
+    handle.cancel()
