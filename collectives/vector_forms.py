@@ -190,7 +190,7 @@ class VectorForms(PointToPoint):
         Args:
             x: on root: a device array in C order whose first axis' length is a
                 multiple of the number of ranks; its r-th part goes to rank r.
-                Elsewhere None.
+                Elsewhere ignored, as in MPI.
             root: the rank that has x.
             out: where to: an array of the part's size and x's dtype, required on other
                 ranks than root. On root None gives a new array of shape
@@ -221,7 +221,7 @@ class VectorForms(PointToPoint):
         Collective: every rank passes the same ``root``. Asynchronous.
 
         Args:
-            x: on root: a device array in C order. Elsewhere None.
+            x: on root: a device array in C order. Elsewhere ignored, as in MPI.
             counts: on root: how many elements each rank gets. Elsewhere ignored.
             displs: on root: where in ``x`` each rank's begin; None: one after another.
             root: the rank that has x.
@@ -254,11 +254,6 @@ class VectorForms(PointToPoint):
             even = what == "scatter"
             table = None if even else self._table(counts, displs, f"{what}: counts")
             return self._formed(_SCATTER, what, x, out, stream, root, table)
-        if x is not None:
-            raise ArgumentError(
-                f"{what}: x is given on rank {self.rank}, and rank {root} is root; "
-                "pass x=None and out= there"
-            )
         if out is None:
             raise ArgumentError(
                 f"{what}: pass out= on other ranks than root, which alone knows how "

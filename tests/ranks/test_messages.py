@@ -407,6 +407,21 @@ def test_gather_and_scatter_in_place(comm, world):
     world.barrier()
 
 
+def test_scatter_ignores_what_others_than_the_root_pass(comm, world):
+    """As MPI does: programs pass the same to all."""
+    root = comm.size - 1
+    whole, out = comm.zeros(2 * comm.size), comm.zeros(2)
+    put(whole, np.full(2 * comm.size, comm.rank, np.float32))
+    for x in (whole, np.zeros(3), "nothing"):
+        put(out, np.full(2, -1, np.float32))
+        x = whole if comm.rank == root else x
+        comm.scatter(x, root, out)
+        comm.scatter_v(x, [2] * comm.size, None, root, out)
+        comm.synchronize()
+        assert (out.copy_to_host() == root).all()
+    world.barrier()
+
+
 @pytest.fixture
 def packed(monkeypatch):
     """The messages of all calls that were worked out, and not only remembered."""
