@@ -31,6 +31,7 @@ from numba_symm.collectives.operations import (
 )
 from numba_symm.collectives.point_to_point import (
     Pending,
+    Planned,
     Stream,
     Transfers,
     check_apart,
@@ -42,6 +43,7 @@ from numba_symm.collectives.vector_forms import (
     check_length,
     check_type,
     places_of,
+    table_of,
 )
 from numba_symm.collectives.workspace import BLOCK_REGISTERS, MAX_BLOCKS, layout
 from numba_symm.device.signals import Guard
@@ -55,7 +57,7 @@ from numba_symm.memory import Heap, SymmetricMemory, SymmetricMemoryAllocator
 from numba_symm.streams import StreamOrder
 
 MAX_PLANS = 1024
-"""Packed launches a communicator remembers; the least recently used one goes."""
+"""Calls that a communicator remembers; the least recently used one goes."""
 
 _open: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 _in_use: list[str] = []
@@ -172,7 +174,7 @@ class Communicator(VectorForms):
         self.max_blocks = min(limits)
         self._memory: arrays.Memory | None = memory
         self._debug = debug
-        self._plans: OrderedDict[Any, Enqueue | None] = OrderedDict()
+        self._plans: OrderedDict[Any, Any] = OrderedDict()
         self._barrier: Enqueue | None = None
         self._pending: Pending | None = None
         _open.add(self)
@@ -678,14 +680,14 @@ class Communicator(VectorForms):
         self, what: str, x: Any, counts: Sequence[int], op: Any, out: Any, stream: Any
     ) -> tuple[str, list[Enqueue | None], Stream, Any]:
         """Return the reductions of all ranks' parts, in words and as launches."""
-        source = self._flat(x, what)
-        places = places_of(counts, None, self.size, f"{what}: counts")
+        source = self._flat(arrays.view(x, what), what)
+        places = places_of(table_of(counts, None, self.size, f"{what}: counts"))
         check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
         first, count = places[self.rank]
         chosen = self._stream_for(stream, source)
         if out is None:
             out = self._new(source, (count,), chosen[0], what)
-        target = self._flat(out, f"{what}: out", written=True)
+        target = self._flat(arrays.view(out, f"{what}: out"), f"{what}: out", True)
         check_length(target, count, f"{what}: out", "counts[rank]")
         check_type(target, source, what)
         itemsize = source.dtype.itemsize
@@ -823,7 +825,8 @@ class Communicator(VectorForms):
         alike = target is None or target.dtype == source.dtype
         if key in self._plans and alike:
             self._plans.move_to_end(key)
-            return self._plans[key]
+            known: Enqueue | None = self._plans[key]
+            return known
         parts = operation.parts(self.size)
         if operation.reduces:
             operation.check(op)
@@ -851,11 +854,11 @@ class Communicator(VectorForms):
                 )
         return self._remembered(key, launch)
 
-    def _remembered(self, key: Any, launch: Enqueue | None) -> Enqueue | None:
-        self._plans[key] = launch
+    def _remembered(self, key: Any, plan: Planned) -> Planned:
+        self._plans[key] = plan
         if len(self._plans) > MAX_PLANS:
             self._plans.popitem(last=False)
-        return launch
+        return plan
 
     def _collected(self, what: str, prepare: Callable[..., Call], *args: Any) -> Any:
         """Enqueue a collective that ``prepare(what, *args)`` makes, return its result.
@@ -867,7 +870,7 @@ class Communicator(VectorForms):
             self.enter()
             with self._group.exchange.agreed(what):
                 call = prepare(what, *args)
-            self._group.exchange.agree_equal(call.words, what)
+            self._group.exchange.agree_equal(call.transfers.words, what)
         else:
             call = prepare(what, *args)
         self._transfer(call.transfers, call.stream, *call.keep)
@@ -879,21 +882,27 @@ class Communicator(VectorForms):
             self._pending.kept += keep
             self._pending.add(transfers, stream)
             return
-        key = transfers.key
-        if key in self._plans:
-            self._plans.move_to_end(key)
-            launch = self._plans[key]
-        else:
-            launch = self._remembered(key, transfers.bind(self))
-        self._run(launch, stream)
+        self._run(transfers.packed(self), stream)
 
-    def _viewed(self, array: Any, what: str, written: bool = False) -> ArrayView:
-        """Return a dense array of this rank's GPU."""
-        found = arrays.dense(arrays.view(array, what), what)
-        arrays.check_device(found, self.device.ordinal, what)
-        if written and found.readonly:
-            raise ArgumentError(f"{what} is read-only")
+    def _planned(self, plan: Callable[..., Planned], *given: Any) -> Planned:
+        """Return what ``plan(self, *given)`` returns, which is never None, remembered.
+
+        It may look at nothing else that changes, and keep no array.
+        """
+        # What its checks have found of memory holds as long as what is mapped.
+        key = (plan, given, self.heap.generation)
+        found: Planned | None = self._plans.get(key)
+        if found is None:
+            return self._remembered(key, plan(self, *given))
+        self._plans.move_to_end(key)
         return found
+
+    def _usable(self, view: ArrayView, what: str, written: bool = False) -> ArrayView:
+        """Return a dense array of this rank's GPU, or refuse what is none."""
+        arrays.check_device(arrays.dense(view, what), self.device.ordinal, what)
+        if written and view.readonly:
+            raise ArgumentError(f"{what} is read-only")
+        return view
 
     def _reducible(self, dtype: Any, op: dtypes.Op, what: str) -> dtypes.Element:
         """Return the element type, or refuse what it or this GPU cannot do."""

@@ -1,20 +1,26 @@
 """Sends and receives between two ranks, and groups of calls that go on together."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
-from numba_symm import streams
+from numba_symm import arrays, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import transfer
-from numba_symm.collectives.launches import Enqueue
+from numba_symm.collectives.launches import Enqueue, InTurn
 from numba_symm.collectives.transfer import Message
 from numba_symm.errors import ArgumentError
 
 Stream = tuple[int, Any]
 """A stream's handle, and what keeps the stream."""
+
+Copy = tuple[int, int, int]
+"""What a rank sends itself: target, source, bytes."""
+
+Planned = TypeVar("Planned")
 
 
 class Transfers:
@@ -23,39 +29,34 @@ class Transfers:
     Attributes:
         sends: to other ranks.
         receives: from other ranks.
-        copies: ``(target, source, bytes)`` of what a rank sends itself.
+        copies: within this rank.
+        words: what the ranks of a collective must agree on.
     """
 
     def __init__(
         self,
         sends: Sequence[Message],
         receives: Sequence[Message],
-        copies: Sequence[tuple[int, int, int]] = (),
+        copies: Sequence[Copy] = (),
+        words: str = "",
     ):
         self.sends = tuple(sends)
         self.receives = tuple(receives)
         self.copies = tuple(each for each in copies if each[2] and each[0] != each[1])
+        self.words = words
+        self._enqueue: Enqueue | None = None
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What its packed launches depend on."""
-        return "transfers", self.sends, self.receives, self.copies
+    def packed(self, comm: Any) -> Enqueue | None:
+        """Return what enqueues them, made once, or None if there is nothing to do."""
+        if self._enqueue is None and (self.sends or self.receives or self.copies):
+            self._enqueue = self._pack(comm)
+        return self._enqueue
 
-    def bind(self, comm: Any) -> Enqueue | None:
-        """Return what enqueues it, or None if there is nothing to do."""
-        launch = None
+    def _pack(self, comm: Any) -> Enqueue:
+        calls: list[Enqueue] = [partial(streams.copy, *each) for each in self.copies]
         if self.sends or self.receives:
-            launch = transfer.bind(comm, self.sends, self.receives)
-        elif not self.copies:
-            return None
-
-        def enqueue(stream: int) -> None:
-            for target, source, nbytes in self.copies:
-                streams.copy(target, source, nbytes, stream)
-            if launch is not None:
-                launch(stream)
-
-        return enqueue
+            calls.append(transfer.bind(comm, self.sends, self.receives))
+        return calls[0] if len(calls) == 1 else InTurn(*calls)
 
 
 class Pending:
@@ -66,11 +67,14 @@ class Pending:
     """
 
     def __init__(self, size: int) -> None:
-        self.transfers = Transfers([], [])
+        self.sends: list[Message] = []
+        self.receives: list[Message] = []
+        self.copies: list[Copy] = []
         self.stream: Stream | None = None
         self.launches: list[tuple[Enqueue, Stream]] = []
         self.kept: list[Any] = []
         self._most = transfer.most_messages(size)
+        self._sent, self._received = [0] * size, [0] * size  # by peer
 
     def add(self, more: Transfers, stream: Stream) -> None:
         """Add a call's messages.
@@ -84,24 +88,32 @@ class Pending:
                 "group: its sends and receives are on several streams, and so could "
                 "not go on together; pass the same stream= to all of them"
             )
-        both = Transfers(
-            self.transfers.sends + more.sends,
-            self.transfers.receives + more.receives,
-            self.transfers.copies + more.copies,
-        )
-        for messages in (both.sends, both.receives):
-            for peer in {message.peer for message in messages}:
-                number = sum(message.peer == peer for message in messages)
-                if number > self._most:
-                    raise ArgumentError(
-                        f"group: more than {self._most} messages to or from rank "
-                        f"{peer}; use several groups, on both ranks alike"
-                    )
-        self.transfers, self.stream = both, stream
+        sent = self._counted(self._sent, more.sends)
+        received = self._counted(self._received, more.receives)
+        self._sent, self._received, self.stream = sent, received, stream
+        self.sends += more.sends
+        self.receives += more.receives
+        self.copies += more.copies
+
+    def _counted(self, before: list[int], messages: Sequence[Message]) -> list[int]:
+        """Return how many messages each peer has with these, refusing too many."""
+        numbers = before.copy()
+        for message in messages:
+            numbers[message.peer] += 1
+            if numbers[message.peer] > self._most:
+                raise ArgumentError(
+                    f"group: more than {self._most} messages to or from rank "
+                    f"{message.peer}; use several groups, on both ranks alike"
+                )
+        return numbers
 
 
 class PointToPoint:
-    """The part of a communicator that sends messages between two ranks."""
+    """The part of a communicator that sends messages between two ranks.
+
+    What follows from a call's arguments is worked out by a function that ``_planned``
+    calls for new arguments only.
+    """
 
     rank: int
     size: int
@@ -111,7 +123,10 @@ class PointToPoint:
         """See :class:`~numba_symm.Communicator`."""
         raise NotImplementedError
 
-    def _viewed(self, array: Any, what: str, written: bool = False) -> ArrayView:
+    def _planned(self, plan: Callable[..., Planned], *given: Any) -> Planned:
+        raise NotImplementedError
+
+    def _usable(self, view: ArrayView, what: str, written: bool = False) -> ArrayView:
         raise NotImplementedError
 
     def _stream_for(self, stream: Any, array: ArrayView) -> Stream:
@@ -142,9 +157,9 @@ class PointToPoint:
         """
         self.check()
         dst = self._check_other(dst, "send: dst")
-        found = self._viewed(x, "send")
-        messages = [Message(dst, found.address, found.nbytes)]
-        self._transfer(Transfers(messages, []), self._stream_for(stream, found), x)
+        given = arrays.view(x, "send")
+        transfers = self._planned(_sent, given, dst)
+        self._transfer(transfers, self._stream_for(stream, given), x)
 
     def recv(self, out: Any, src: int, stream: Any = None) -> Any:
         """Receive into ``out`` what rank ``src`` sends by :meth:`send`. Asynchronous.
@@ -163,9 +178,9 @@ class PointToPoint:
         """
         self.check()
         src = self._check_other(src, "recv: src")
-        found = self._viewed(out, "recv: out", written=True)
-        messages = [Message(src, found.address, found.nbytes)]
-        self._transfer(Transfers([], messages), self._stream_for(stream, found), out)
+        taken = arrays.view(out, "recv: out")
+        transfers = self._planned(_received, taken, src)
+        self._transfer(transfers, self._stream_for(stream, taken), out)
         return out
 
     def sendrecv(
@@ -194,27 +209,9 @@ class PointToPoint:
             dst = check_rank(dst, self.size, "sendrecv: dst")
         if src is not None:
             src = check_rank(src, self.size, "sendrecv: src")
-        if (dst == self.rank) != (src == self.rank):
-            raise ArgumentError(
-                f"sendrecv: dst={dst} and src={src} on rank {self.rank}; what a rank "
-                "sends itself, it must receive in the same call"
-            )
-        given = self._viewed(x, "sendrecv")
-        taken = self._viewed(out, "sendrecv: out", written=True)
-        check_apart(given, taken, "sendrecv")
-        if dst == self.rank and given.nbytes != taken.nbytes:
-            raise ArgumentError(
-                f"sendrecv: {given.nbytes} bytes are sent and {taken.nbytes} received"
-            )
-        sends, receives, copies = [], [], []
-        if dst == self.rank:
-            copies.append((taken.address, given.address, given.nbytes))
-        else:
-            if dst is not None:
-                sends.append(Message(dst, given.address, given.nbytes))
-            if src is not None:
-                receives.append(Message(src, taken.address, taken.nbytes))
-        transfers = Transfers(sends, receives, copies)
+        given = arrays.view(x, "sendrecv")
+        taken = arrays.view(out, "sendrecv: out")
+        transfers = self._planned(_exchanged, given, dst, taken, src)
         self._transfer(transfers, self._stream_for(stream, given), x, out)
         return out
 
@@ -247,7 +244,11 @@ class PointToPoint:
             self._pending = None
         self.check()
         if pending.stream is not None:
-            self._transfer(pending.transfers, pending.stream)
+            transfers = self._planned(
+                *(_grouped, tuple(pending.sends), tuple(pending.receives)),
+                tuple(pending.copies),
+            )
+            self._transfer(transfers, pending.stream)
         for launch, stream in pending.launches:
             self._run(launch, stream)
 
@@ -265,12 +266,61 @@ class PointToPoint:
         return peer
 
 
+def _sent(comm: PointToPoint, x: ArrayView, dst: int) -> Transfers:
+    x = comm._usable(x, "send")
+    return Transfers([Message(dst, x.address, x.nbytes)], [])
+
+
+def _received(comm: PointToPoint, out: ArrayView, src: int) -> Transfers:
+    out = comm._usable(out, "recv: out", written=True)
+    return Transfers([], [Message(src, out.address, out.nbytes)])
+
+
+def _exchanged(
+    comm: PointToPoint, x: ArrayView, dst: int | None, out: ArrayView, src: int | None
+) -> Transfers:
+    if (dst == comm.rank) != (src == comm.rank):
+        raise ArgumentError(
+            f"sendrecv: dst={dst} and src={src} on rank {comm.rank}; what a rank "
+            "sends itself, it must receive in the same call"
+        )
+    x = comm._usable(x, "sendrecv")
+    out = comm._usable(out, "sendrecv: out", written=True)
+    check_apart(x, out, "sendrecv")
+    if dst == comm.rank:
+        if x.nbytes != out.nbytes:
+            raise ArgumentError(
+                f"sendrecv: {x.nbytes} bytes are sent and {out.nbytes} received"
+            )
+        return Transfers([], [], [(out.address, x.address, x.nbytes)])
+    sends = [] if dst is None else [Message(dst, x.address, x.nbytes)]
+    receives = [] if src is None else [Message(src, out.address, out.nbytes)]
+    return Transfers(sends, receives)
+
+
+def _grouped(
+    comm: PointToPoint,
+    sends: Sequence[Message],
+    receives: Sequence[Message],
+    copies: Sequence[Copy],
+) -> Transfers:
+    return Transfers(sends, receives, copies)
+
+
 def check_rank(rank: Any, size: int, what: str) -> int:
     """Return a rank as a plain integer, or refuse what is none."""
-    integer = isinstance(rank, int | np.integer) and not isinstance(rank, bool)
-    if not integer or not 0 <= rank < size:
+    if not is_integer(rank) or not 0 <= rank < size:
         raise ArgumentError(f"{what}={rank!r}; give a rank from 0 to {size - 1}")
     return int(rank)
+
+
+def is_integer(number: Any) -> bool:
+    """Return whether a number is Python's or NumPy's, and no truth value."""
+    kind = type(number)
+    return kind is int or (isinstance(number, _INTEGERS) and kind is not bool)
+
+
+_INTEGERS = (int, np.integer)
 
 
 def check_apart(source: ArrayView, target: ArrayView, what: str) -> None:

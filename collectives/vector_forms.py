@@ -8,20 +8,27 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from numba_symm import arrays
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives.point_to_point import (
+    Copy,
     PointToPoint,
     Stream,
     Transfers,
     check_apart,
     check_rank,
+    is_integer,
 )
 from numba_symm.collectives.transfer import Message
 from numba_symm.errors import ArgumentError
 
 Counts = Sequence[int]
+
+Table = tuple[tuple[int, ...], tuple[int, ...] | None]
+"""Counts and displacements, checked; None: one after another."""
+
+Place = tuple[int, int]
+"""Where a rank's part begins, and how long it is, in elements."""
 
 
 class Piece:
@@ -37,18 +44,31 @@ class Call(NamedTuple):
     """A collective made of messages, ready to be enqueued.
 
     Attributes:
-        words: what the ranks must agree on.
         transfers: this rank's messages.
         stream: where to.
         keep: arrays that must live until they are enqueued.
         result: what the call returns.
     """
 
-    words: str
     transfers: Transfers
     stream: Stream
     keep: tuple[Any, ...]
     result: Any
+
+
+class Form(NamedTuple):
+    """What is worked out for new arguments of a call that reads x and writes out.
+
+    Both take the communicator, the operation's name and x, the second out, then what
+    else the call was given. Nothing else that changes may enter.
+
+    Attributes:
+        shape: checks all but out, and returns the shape of a new one.
+        transfers: checks all, and returns the messages.
+    """
+
+    shape: Callable[..., tuple[int, ...]]
+    transfers: Callable[..., Transfers]
 
 
 class VectorForms(PointToPoint):
@@ -62,15 +82,28 @@ class VectorForms(PointToPoint):
     ) -> Any:
         raise NotImplementedError
 
-    def _flat(self, array: Any, what: str, written: bool = False) -> ArrayView:
-        """Return an array whose elements are counted in C order."""
-        found = self._viewed(array, what, written)
+    def _flat(self, view: ArrayView, what: str, written: bool = False) -> ArrayView:
+        """Return an array whose elements are counted in C order, or refuse it."""
+        found = self._usable(view, what, written)
         if found.order != "C":
             raise ArgumentError(
                 f"{what} is in Fortran order, in which a rank's part is not "
                 "contiguous; pass it in C order, or its transpose"
             )
         return found
+
+    def _formed(
+        self, form: Form, what: str, x: Any, out: Any, stream: Any, *given: Any
+    ) -> Call:
+        """Return a call that reads x and writes out, which it makes if it is None."""
+        source = arrays.view(x, what)
+        chosen = self._stream_for(stream, source)
+        if out is None:
+            shape = self._planned(form.shape, what, source, *given)
+            out = self._new(source, shape, chosen[0], what)
+        target = arrays.view(out, f"{what}: out")
+        transfers = self._planned(form.transfers, what, source, target, *given)
+        return Call(transfers, chosen, (x, out), out)
 
     def gather(self, x: Any, root: int = 0, out: Any = None, stream: Any = None) -> Any:
         """Bring every rank's array to rank ``root``.
@@ -135,29 +168,17 @@ class VectorForms(PointToPoint):
         stream: Any,
     ) -> Call:
         root = check_rank(root, self.size, f"{what}: root")
-        source = self._flat(x, what)
-        chosen = self._stream_for(stream, source)
-        even = what == "gather"
-        call = f"{source.dtype.name}, root {root}"
-        call = f"{source.size} {call}" if even else call
-        if self.rank != root:
-            _refuse_output(out, what, root)
-            message = Message(root, source.address, source.nbytes)
-            return Call(call, Transfers([message], []), chosen, (x,), None)
-        counts = [source.size] * self.size if even else counts
-        places = places_of(counts, displs, self.size, f"{what}: counts")
-        _refuse_overlap(places, f"{what}: displs")
-        check_length(source, places[root][1], f"{what}: x", f"counts[{root}]")
-        if out is None:
-            shape = (self.size, *source.shape) if even else (_end(places),)
-            out = self._new(source, shape, chosen[0], what)
-        target = self._flat(out, f"{what}: out", written=True)
-        check_type(target, source, what)
-        _check_room(target, places, f"{what}: out", exact=even)
-        pieces = [Piece(target, *place) for place in places]
-        copies = _own_piece(pieces[root], source, target, what)
-        transfers = Transfers([], _messages(pieces, root), copies)
-        return Call(call, transfers, chosen, (x, out), out)
+        if self.rank == root:
+            even = what == "gather"
+            table = None if even else self._table(counts, displs, f"{what}: counts")
+            return self._formed(_GATHER, what, x, out, stream, root, table)
+        _refuse_output(out, what, root)
+        source = arrays.view(x, what)
+        transfers = self._planned(_contributed, what, source, root)
+        return Call(transfers, self._stream_for(stream, source), (x,), None)
+
+    def _table(self, counts: Counts | None, displs: Counts | None, what: str) -> Table:
+        return table_of(counts, displs, self.size, what)
 
     def scatter(
         self, x: Any = None, root: int = 0, out: Any = None, stream: Any = None
@@ -169,7 +190,7 @@ class VectorForms(PointToPoint):
         Args:
             x: on root: a device array in C order whose first axis' length is a
                 multiple of the number of ranks; its r-th part goes to rank r.
-                Elsewhere None.
+                Elsewhere ignored, as in MPI.
             root: the rank that has x.
             out: where to: an array of the part's size and x's dtype, required on other
                 ranks than root. On root None gives a new array of shape
@@ -200,7 +221,7 @@ class VectorForms(PointToPoint):
         Collective: every rank passes the same ``root``. Asynchronous.
 
         Args:
-            x: on root: a device array in C order. Elsewhere None.
+            x: on root: a device array in C order. Elsewhere ignored, as in MPI.
             counts: on root: how many elements each rank gets. Elsewhere ignored.
             displs: on root: where in ``x`` each rank's begin; None: one after another.
             root: the rank that has x.
@@ -229,47 +250,18 @@ class VectorForms(PointToPoint):
         stream: Any,
     ) -> Call:
         root = check_rank(root, self.size, f"{what}: root")
-        call = f"root {root}"
-        if self.rank != root:
-            return self._scattered(what, x, root, out, stream, call)
-        source = self._flat(x, what)
-        even = what == "scatter"
-        if even:
-            counts = [_share(source, self.size)] * self.size
-        places = places_of(counts, displs, self.size, f"{what}: counts")
-        _check_room(source, places, f"{what}: x")
-        chosen = self._stream_for(stream, source)
-        if out is None:
-            shape: tuple[int, ...] = (places[root][1],)
-            if even:
-                shape = (source.shape[0] // self.size, *source.shape[1:])
-            out = self._new(source, shape, chosen[0], what)
-        target = self._flat(out, f"{what}: out", written=True)
-        check_type(target, source, what)
-        check_length(target, places[root][1], f"{what}: out", f"counts[{root}]")
-        pieces = [Piece(source, *place) for place in places]
-        own = _own_piece(pieces[root], target, source, what)
-        copies = [(there, here, nbytes) for here, there, nbytes in own]
-        transfers = Transfers(_messages(pieces, root), [], copies)
-        return Call(call, transfers, chosen, (x, out), out)
-
-    def _scattered(
-        self, what: str, x: Any, root: int, out: Any, stream: Any, call: str
-    ) -> Call:
-        if x is not None:
-            raise ArgumentError(
-                f"{what}: x is given on rank {self.rank}, and rank {root} is root; "
-                "pass x=None and out= there"
-            )
+        if self.rank == root:
+            even = what == "scatter"
+            table = None if even else self._table(counts, displs, f"{what}: counts")
+            return self._formed(_SCATTER, what, x, out, stream, root, table)
         if out is None:
             raise ArgumentError(
                 f"{what}: pass out= on other ranks than root, which alone knows how "
                 "much there is"
             )
-        target = self._flat(out, f"{what}: out", written=True)
-        message = Message(root, target.address, target.nbytes)
-        chosen = self._stream_for(stream, target)
-        return Call(call, Transfers([], [message]), chosen, (out,), out)
+        target = arrays.view(out, f"{what}: out")
+        transfers = self._planned(_taken, what, target, root)
+        return Call(transfers, self._stream_for(stream, target), (out,), out)
 
     def all_gather_v(
         self,
@@ -309,26 +301,8 @@ class VectorForms(PointToPoint):
         out: Any,
         stream: Any,
     ) -> Call:
-        source = self._flat(x, what)
-        places = places_of(counts, displs, self.size, f"{what}: counts")
-        _refuse_overlap(places, f"{what}: displs")
-        check_length(source, places[self.rank][1], f"{what}: x", "counts[rank]")
-        chosen = self._stream_for(stream, source)
-        if out is None:
-            out = self._new(source, (_end(places),), chosen[0], what)
-        target = self._flat(out, f"{what}: out", written=True)
-        check_type(target, source, what)
-        _check_room(target, places, f"{what}: out")
-        pieces = [Piece(target, *place) for place in places]
-        sends = [
-            Message(peer, source.address, source.nbytes)
-            for peer in range(self.size)
-            if peer != self.rank
-        ]
-        copies = _own_piece(pieces[self.rank], source, target, what)
-        transfers = Transfers(sends, _messages(pieces, self.rank), copies)
-        call = f"counts {[count for _, count in places]}, {source.dtype.name}"
-        return Call(call, transfers, chosen, (x, out), out)
+        table = self._table(counts, displs, f"{what}: counts")
+        return self._formed(_ALL_GATHER, what, x, out, stream, table)
 
     def all_to_all_v(
         self,
@@ -376,71 +350,210 @@ class VectorForms(PointToPoint):
         out: Any,
         stream: Any,
     ) -> Call:
-        source = self._flat(x, what)
-        given = places_of(*sent, self.size, f"{what}: send_counts")
-        taken = places_of(*received, self.size, f"{what}: recv_counts")
-        _refuse_overlap(taken, f"{what}: recv_displs")
-        if given[self.rank][1] != taken[self.rank][1]:
-            raise ArgumentError(
-                f"{what}: rank {self.rank} sends itself {given[self.rank][1]} elements "
-                f"and receives {taken[self.rank][1]} from itself"
-            )
-        _check_room(source, given, f"{what}: x")
-        chosen = self._stream_for(stream, source)
-        if out is None:
-            out = self._new(source, (_end(taken),), chosen[0], what)
-        target = self._flat(out, f"{what}: out", written=True)
-        check_type(target, source, what)
-        _check_room(target, taken, f"{what}: out")
-        check_apart(source, target, what)
-        outgoing = [Piece(source, *place) for place in given]
-        incoming = [Piece(target, *place) for place in taken]
-        own, into = outgoing[self.rank], incoming[self.rank]
-        transfers = Transfers(
-            _messages(outgoing, self.rank),
-            _messages(incoming, self.rank),
-            [(into.address, own.address, own.nbytes)],
+        given = self._table(*sent, f"{what}: send_counts")
+        taken = self._table(*received, f"{what}: recv_counts")
+        return self._formed(_ALL_TO_ALL, what, x, out, stream, given, taken)
+
+
+def _gathered_shape(
+    comm: VectorForms, what: str, x: ArrayView, root: int, table: Table | None
+) -> tuple[int, ...]:
+    x = comm._flat(x, what)
+    if table is None:
+        return comm.size, *x.shape
+    places = places_of(table)
+    _refuse_overlap(places, f"{what}: displs")
+    check_length(x, places[root][1], f"{what}: x", f"counts[{root}]")
+    return (_end(places),)
+
+
+def _gathered(
+    comm: VectorForms,
+    what: str,
+    x: ArrayView,
+    out: ArrayView,
+    root: int,
+    table: Table | None,
+) -> Transfers:
+    _gathered_shape(comm, what, x, root, table)
+    places = places_of(table or ((x.size,) * comm.size, None))
+    out = _output(comm, out, x, what)
+    _check_room(out, places, f"{what}: out", exact=table is None)
+    pieces = [Piece(out, *place) for place in places]
+    copies = _own_piece(pieces[root], x, out, what)
+    words = _contribution(what, x, root)
+    return Transfers([], _messages(pieces, root), copies, words)
+
+
+def _contributed(comm: VectorForms, what: str, x: ArrayView, root: int) -> Transfers:
+    """Return what another rank than the root sends in a gather."""
+    x = comm._flat(x, what)
+    words = _contribution(what, x, root)
+    return Transfers([Message(root, x.address, x.nbytes)], [], words=words)
+
+
+def _contribution(what: str, x: ArrayView, root: int) -> str:
+    words = f"{x.dtype.name}, root {root}"
+    return f"{x.size} {words}" if what == "gather" else words
+
+
+def _scattered_shape(
+    comm: VectorForms, what: str, x: ArrayView, root: int, table: Table | None
+) -> tuple[int, ...]:
+    x = comm._flat(x, what)
+    if table is None:
+        _check_shares(x, comm.size)
+        return x.shape[0] // comm.size, *x.shape[1:]
+    places = places_of(table)
+    _check_room(x, places, f"{what}: x")
+    return (places[root][1],)
+
+
+def _scattered(
+    comm: VectorForms,
+    what: str,
+    x: ArrayView,
+    out: ArrayView,
+    root: int,
+    table: Table | None,
+) -> Transfers:
+    _scattered_shape(comm, what, x, root, table)
+    places = places_of(table or ((x.size // comm.size,) * comm.size, None))
+    out = _output(comm, out, x, what)
+    check_length(out, places[root][1], f"{what}: out", f"counts[{root}]")
+    pieces = [Piece(x, *place) for place in places]
+    own = _own_piece(pieces[root], out, x, what)
+    copies = [(there, here, nbytes) for here, there, nbytes in own]
+    return Transfers(_messages(pieces, root), [], copies, f"root {root}")
+
+
+def _taken(comm: VectorForms, what: str, out: ArrayView, root: int) -> Transfers:
+    """Return what another rank than the root receives in a scatter."""
+    out = comm._flat(out, f"{what}: out", written=True)
+    message = Message(root, out.address, out.nbytes)
+    return Transfers([], [message], words=f"root {root}")
+
+
+def _all_gathered_shape(
+    comm: VectorForms, what: str, x: ArrayView, table: Table
+) -> tuple[int, ...]:
+    x = comm._flat(x, what)
+    places = places_of(table)
+    _refuse_overlap(places, f"{what}: displs")
+    check_length(x, places[comm.rank][1], f"{what}: x", "counts[rank]")
+    return (_end(places),)
+
+
+def _all_gathered(
+    comm: VectorForms, what: str, x: ArrayView, out: ArrayView, table: Table
+) -> Transfers:
+    _all_gathered_shape(comm, what, x, table)
+    places = places_of(table)
+    out = _output(comm, out, x, what)
+    _check_room(out, places, f"{what}: out")
+    pieces = [Piece(out, *place) for place in places]
+    sends = [
+        Message(peer, x.address, x.nbytes)
+        for peer in range(comm.size)
+        if peer != comm.rank
+    ]
+    copies = _own_piece(pieces[comm.rank], x, out, what)
+    words = f"counts {list(table[0])}, {x.dtype.name}"
+    return Transfers(sends, _messages(pieces, comm.rank), copies, words)
+
+
+def _exchanged_shape(
+    comm: VectorForms, what: str, x: ArrayView, given: Table, taken: Table
+) -> tuple[int, ...]:
+    x = comm._flat(x, what)
+    outgoing, incoming = places_of(given), places_of(taken)
+    _refuse_overlap(incoming, f"{what}: recv_displs")
+    (_, sent), (_, received) = outgoing[comm.rank], incoming[comm.rank]
+    if sent != received:
+        raise ArgumentError(
+            f"{what}: rank {comm.rank} sends itself {sent} elements and receives "
+            f"{received} from itself"
         )
-        return Call(source.dtype.name, transfers, chosen, (x, out), out)
+    _check_room(x, outgoing, f"{what}: x")
+    return (_end(incoming),)
 
 
-def _share(source: ArrayView, size: int) -> int:
-    """Return the elements of each rank's part of an array."""
+def _exchanged(
+    comm: VectorForms,
+    what: str,
+    x: ArrayView,
+    out: ArrayView,
+    given: Table,
+    taken: Table,
+) -> Transfers:
+    _exchanged_shape(comm, what, x, given, taken)
+    out = _output(comm, out, x, what)
+    _check_room(out, places_of(taken), f"{what}: out")
+    check_apart(x, out, what)
+    outgoing = [Piece(x, *place) for place in places_of(given)]
+    incoming = [Piece(out, *place) for place in places_of(taken)]
+    own, into = outgoing[comm.rank], incoming[comm.rank]
+    return Transfers(
+        _messages(outgoing, comm.rank),
+        _messages(incoming, comm.rank),
+        [(into.address, own.address, own.nbytes)],
+        x.dtype.name,
+    )
+
+
+_GATHER = Form(_gathered_shape, _gathered)
+_SCATTER = Form(_scattered_shape, _scattered)
+_ALL_GATHER = Form(_all_gathered_shape, _all_gathered)
+_ALL_TO_ALL = Form(_exchanged_shape, _exchanged)
+
+
+def _output(comm: VectorForms, out: ArrayView, x: ArrayView, what: str) -> ArrayView:
+    """Return the output of a call that reads x, or refuse it."""
+    out = comm._flat(out, f"{what}: out", written=True)
+    check_type(out, x, what)
+    return out
+
+
+def _check_shares(source: ArrayView, size: int) -> None:
+    """Refuse an array that cannot be cut into a part for each rank."""
     if not source.shape or source.shape[0] % size:
         raise ArgumentError(
             f"scatter: x has shape {source.shape}; the first axis is cut into a part "
             f"for each rank, so its length must be a multiple of {size}"
         )
-    return source.size // size
 
 
-def places_of(
+def table_of(
     counts: Counts | None, displs: Counts | None, size: int, what: str
-) -> list[tuple[int, int]]:
-    """Return ``(first, count)`` for each rank, checked."""
+) -> Table:
+    """Return counts and displacements, which may be anything, as a table, checked."""
     if counts is None:
         raise ArgumentError(f"{what}=None; give a number of elements for each rank")
     lengths = _integers(counts, size, what)
     if displs is None:
-        starts = [0, *itertools.accumulate(lengths)][:size]
-    else:
-        starts = _integers(displs, size, what.replace("counts", "displs"))
+        return lengths, None
+    return lengths, _integers(displs, size, what.replace("counts", "displs"))
+
+
+def places_of(table: Table) -> list[Place]:
+    """Return every rank's place."""
+    lengths, starts = table
+    if starts is None:
+        starts = (0, *itertools.accumulate(lengths[:-1]))
     return list(zip(starts, lengths, strict=True))
 
 
-def _integers(given: Counts, size: int, what: str) -> list[int]:
-    found = list(given) if isinstance(given, Iterable) else []
-    if len(found) != size or any(
-        not isinstance(n, int | np.integer) or isinstance(n, bool) or n < 0
-        for n in found
-    ):
+def _integers(given: Counts, size: int, what: str) -> tuple[int, ...]:
+    found = tuple(given) if isinstance(given, Iterable) else ()
+    integers = len(found) == size and all(map(is_integer, found))
+    if not integers or min(found) < 0:
         raise ArgumentError(
             f"{what}={given!r}; give an integer from 0 for each of {size} ranks"
         )
-    return [int(n) for n in found]
+    return tuple(map(int, found))
 
 
-def _end(places: list[tuple[int, int]]) -> int:
+def _end(places: list[Place]) -> int:
     return max(first + count for first, count in places)
 
 
@@ -455,7 +568,7 @@ def _messages(pieces: list[Piece], but: int) -> list[Message]:
 
 def _own_piece(
     piece: Piece, alone: ArrayView, whole: ArrayView, what: str
-) -> list[tuple[int, int, int]]:
+) -> list[Copy]:
     """Return the copy of what a rank has for itself: none where it is in place.
 
     Args:
@@ -493,7 +606,7 @@ def check_length(view: ArrayView, count: int, what: str, name: str) -> None:
         raise ArgumentError(f"{what} has {view.size} elements, and {name} is {count}")
 
 
-def _refuse_overlap(places: list[tuple[int, int]], what: str) -> None:
+def _refuse_overlap(places: list[Place], what: str) -> None:
     """Refuse parts of an output that are written twice."""
     taken = sorted(place for place in places if place[1])
     for (first, count), (following, _) in itertools.pairwise(taken):
@@ -502,7 +615,7 @@ def _refuse_overlap(places: list[tuple[int, int]], what: str) -> None:
 
 
 def _check_room(
-    view: ArrayView, places: list[tuple[int, int]], what: str, exact: bool = False
+    view: ArrayView, places: list[Place], what: str, exact: bool = False
 ) -> None:
     """Refuse an array that is too small or, if asked, too large."""
     if view.size < _end(places) or (exact and view.size > _end(places)):

@@ -1,6 +1,7 @@
 """Sends and receives, their groups, and the collectives that are made of them."""
 
 import contextlib
+import gc
 import random
 import time
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
+from numba_symm.collectives import transfer
 from numba_symm.collectives.transfer import most_messages
 from numba_symm.collectives.workspace import (
     DEPTH,
@@ -17,7 +19,7 @@ from numba_symm.collectives.workspace import (
     transfer_rows,
 )
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import Window, ordinary, put, refused
+from tests.ranks.helpers import Window, meet, ordinary, put, refused
 
 TWELVE = np.dtype([("a", np.int32), ("b", np.float64)], align=False)
 DTYPES = [np.dtype(kind) for kind in (np.uint8, np.int16, np.float32, np.float64)]
@@ -222,6 +224,8 @@ def test_a_group_takes_so_many_messages_of_a_pair(comm, world):
         for out in outs:
             comm.send(x, right)
             comm.recv(out, left)
+        with pytest.raises(ns.ArgumentError, match="more than"):
+            comm.send(x, right)  # and is not among them
     comm.synchronize()
     assert all(out.copy_to_host()[0] == left for out in outs)
 
@@ -285,13 +289,16 @@ def test_debug_mode_tells_of_one_ranks_mistake(world):
         def reduce_scatter_v():
             comm.reduce_scatter_v(x, [2] * size, out=x[1:3] if last else None)
 
-        for call, text in [
+        for root_of_all in range(size):
+            comm.gather(x, root_of_all)  # remembered; what follows differs all the same
+        mistakes = [
             (lambda: comm.gather(x[::2] if last else x), "strided"),
             (scatter, "must be a multiple"),
             (lambda: comm.all_gather_v(x, 8 if last else even), "for each"),
             (reduce_scatter_v, "overlaps"),
             (lambda: comm.gather(x, root=int(last)), "root 0"),
-        ]:
+        ]
+        for call, text in 2 * mistakes:
             refused(world, ns.ArgumentError, call, text)
         counts = np.full(size, 2) if last else [2] * size
         comm.all_gather_v(x[:2], counts)
@@ -398,6 +405,170 @@ def test_gather_and_scatter_in_place(comm, world):
     comm.synchronize()
     assert same(whole.copy_to_host(), wanted)
     world.barrier()
+
+
+def test_scatter_ignores_what_others_than_the_root_pass(comm, world):
+    """As MPI does: programs pass the same to all."""
+    root = comm.size - 1
+    whole, out = comm.zeros(2 * comm.size), comm.zeros(2)
+    put(whole, np.full(2 * comm.size, comm.rank, np.float32))
+    for x in (whole, np.zeros(3), "nothing"):
+        put(out, np.full(2, -1, np.float32))
+        x = whole if comm.rank == root else x
+        comm.scatter(x, root, out)
+        comm.scatter_v(x, [2] * comm.size, None, root, out)
+        comm.synchronize()
+        assert (out.copy_to_host() == root).all()
+    world.barrier()
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """The messages of all calls that were worked out, and not only remembered."""
+    found, bind = [], transfer.bind
+    spy = lambda *args: found.append(args[1:]) or bind(*args)  # noqa: E731
+    monkeypatch.setattr(transfer, "bind", spy)
+    return found
+
+
+@needs_peers
+def test_a_call_is_worked_out_once(comm, world, packed):
+    right, left = right_and_left(comm)
+    size, rank, root = comm.size, comm.rank, 1
+    x, out = comm.zeros(size), comm.zeros(size)
+    whole = comm.zeros(size * size)
+    into = whole if rank == root else None
+    counts, ones = [size] * size, np.ones(size, int)
+
+    def group():
+        with comm.group():
+            comm.send(x, right)
+            comm.recv(out, left)
+
+    for call in [
+        lambda: comm.sendrecv(x, right, out, left),
+        lambda: comm.gather(x, root, into),
+        lambda: comm.gather_v(x, counts, None, root, into),
+        lambda: comm.scatter(into, root, out),
+        lambda: comm.scatter_v(into, counts, None, root, out),
+        lambda: comm.all_gather_v(x, counts, out=whole),
+        lambda: comm.all_to_all_v(x, ones, ones, out=out),
+        group,
+    ]:
+        call()
+        before = len(packed)
+        call()
+        assert len(packed) == before
+        comm.synchronize()
+    world.barrier()
+
+
+@needs_peers
+def test_remembered_calls_are_told_apart(comm, world):
+    """Those of equal addresses: by count, type, shape, peer, root, displacements."""
+    right, left = right_and_left(comm)
+    size, rank = comm.size, comm.rank
+    x, out = comm.zeros(240, np.uint8), comm.zeros(240 * size, np.uint8)
+    calls = [(n, dtype) for n in (5, 3) for dtype in (np.uint8, np.int16, np.float64)]
+    calls = [(n, np.dtype(dtype)) for n, dtype in calls]
+    for step, (count, dtype) in enumerate(2 * calls):
+        mine, all_in = x.view(dtype)[:count], out.view(dtype)[: size * count]
+
+        def cleared():
+            out.copy_to_device(np.full(240 * size, 0xA5, np.uint8))
+
+        def holds(places, count=count, dtype=dtype, step=step):
+            """Check what is in ``out``: at each of these elements, that rank's."""
+            wanted = np.full(240 * size, 0xA5, np.uint8).view(dtype)
+            for first, r in places:
+                wanted[first : first + count] = content(count, dtype, r, step)
+            assert same(out.copy_to_host(), wanted), (count, dtype)
+
+        put(mine, content(count, dtype, rank, step))
+        for to, source in [(right, left), (left, right)]:
+            cleared()
+            comm.sendrecv(mine, to, all_in[:count], source)
+            comm.synchronize()
+            holds([(0, source)])
+        for root in range(size):
+            cleared()
+            comm.gather(mine, root, all_in if rank == root else None)
+            comm.synchronize()
+            holds([(r * count, r) for r in range(size)] if rank == root else [])
+            cleared()
+            comm.scatter(all_in if rank == root else None, root, mine)
+            comm.synchronize()
+            assert (mine.view(np.uint8).copy_to_host() == 0xA5).all()
+            put(mine, content(count, dtype, rank, step))
+        for order in (range(size), range(size)[::-1]):
+            cleared()
+            displs = [place * count for place in order]
+            comm.all_gather_v(mine, [count] * size, displs, all_in)
+            comm.synchronize()
+            holds(list(zip(displs, range(size), strict=True)))
+    world.barrier()
+
+
+@needs_peers
+def test_remembered_calls_make_new_outputs(comm, world):
+    size, x = comm.size, comm.zeros(6)
+    kept = []
+    for step in range(4):
+        shape = (6,) if step % 2 else (2, 3)
+        put(x, np.full(6, step + comm.rank, np.float32))
+        kept.append((step, shape, comm.gather(x.reshape(shape)), comm.rank == 0))
+        kept.append((step, (6,), comm.all_gather_v(x, [6] * size), True))
+        comm.synchronize()
+    meet(comm, world)
+    for step, shape, found, here in kept:
+        assert (found is None) != here
+        if here:
+            assert found.size == 6 * size
+            assert found.shape in ((size, *shape), (6 * size,))
+            every = found.copy_to_host().reshape(size, 6)
+            assert (every == step + np.arange(size)[:, None]).all()
+
+
+@needs_peers
+def test_what_equals_remembered_arguments_is_refused_all_the_same(comm, world):
+    """1.0 and True are 1 to a dictionary."""
+    right, left = right_and_left(comm)
+    x, out, size = comm.zeros(1), comm.zeros(1), comm.size
+    for _ in range(2):
+        comm.sendrecv(x, right, out, left)
+        comm.gather(x, 1)
+        comm.all_gather_v(x, [1] * size)
+        for call in [
+            lambda: comm.sendrecv(x, float(right), out, left),
+            lambda: comm.gather(x, True),
+            lambda: comm.gather(x, 1.0),
+            lambda: comm.all_gather_v(x, [True] * size),
+            lambda: comm.all_gather_v(x, [1.0] * size),
+            lambda: comm.all_gather_v(x, [[1]] * size),
+        ]:
+            refused(world, ns.ArgumentError, call, "give a")
+    comm.synchronize()
+    world.barrier()
+
+
+@needs_peers
+def test_memory_freed_and_allocated_anew(comm, world, packed):
+    """Mostly at the same address: what is remembered is of the old memory."""
+    right, left = right_and_left(comm)
+    out = ordinary(100, np.float32)
+    for step in range(5):
+        gc.collect()
+        x = comm.zeros(100)  # frees the one before, of which nothing is kept
+        assert len(comm.heap._entries) == 2  # the other is the workspace
+        put(x, np.full(100, step + comm.rank, np.float32))
+        before = len(packed)
+        for _ in range(2):
+            comm.sendrecv(x, right, out, left)
+        assert len(packed) == before + 1
+        comm.synchronize()
+        assert (out.copy_to_host() == step + left).all()
+        world.barrier()
+        del x
 
 
 def test_all_gather_v_and_all_to_all_v(comm, world):
