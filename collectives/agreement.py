@@ -27,7 +27,6 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.signals import (
-    AGREEMENT,
     MISMATCH,
     POLLS_PER_CHECK,
     must_give_up,
@@ -40,7 +39,9 @@ def make_agreement(size: int) -> Any:
     """Return the kernel for ``size`` ranks."""
     epochs, flags = layout(size).agreement.epochs, layout(size).agreement.slots
 
-    def agreement(guard: Any, early: bool, ring: Any, own: int, digest: int) -> None:
+    def agreement(
+        guard: Any, early: bool, ring: Any, own: int, digest: int, operation: int
+    ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         epoch = (word_of(ld_u32(own + epochs)) + 1) & 0xFFFFFFFF
@@ -63,7 +64,7 @@ def make_agreement(size: int) -> Any:
                     if polls % POLLS_PER_CHECK == 0:
                         if started == 0:
                             started = globaltimer()
-                        record = wait_record(AGREEMENT, guard.rank, r, 0, epoch)
+                        record = wait_record(operation, guard.rank, r, 0, epoch)
                         given_up = must_give_up(guard, started, record)
                     found = ld_acquire_sys_u64(own + flags + 8 * r)
                 if found != mine and not given_up:
@@ -81,10 +82,16 @@ def make_agreement(size: int) -> Any:
 @functools.cache
 def kernel(size: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    return workspace.make_kernel(make_agreement, (size,), types.int64)
+    return workspace.make_kernel(make_agreement, (size,), types.int64, types.int64)
 
 
-def bind(comm: Any, call: str) -> Launch:
-    """Return the launch that makes sure that all ranks are in the same ``call``."""
+def bind(comm: Any, operation: int, call: str) -> Launch:
+    """Return the launch that makes sure that all ranks are in the same call.
+
+    Args:
+        comm: the communicator.
+        operation: what a record of a wait given up names.
+        call: what must be equal, in words.
+    """
     digest = zlib.crc32(call.encode())
-    return workspace.launch(kernel(comm.size), comm, 1, digest)
+    return workspace.launch(kernel(comm.size), comm, 1, digest, operation)

@@ -40,6 +40,7 @@ from numba_symm.collectives.workspace import (
     is_ragged,
 )
 from numba_symm.device.lanes import make_lanes
+from numba_symm.device.signals import AGREEMENT
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
@@ -132,11 +133,13 @@ def bind(
     found = comm.heap.everywhere(target, count * element.itemsize)
     call = f"{count} {element.name} {op}"
     if source == target or not whole or found is None or comm.size == 1:
-        agree = agreement.bind(comm, f"{call}, output staged")
+        agree = agreement.bind(comm, AGREEMENT, f"{call}, output staged")
         args = (comm, source, target, count, element, op)
         return InTurn(agree, two_shot_signalled.bind(*args))
     number, offset, outputs = found
-    agree = agreement.bind(comm, f"{call}, output in block {number} at {offset}")
+    agree = agreement.bind(
+        comm, AGREEMENT, f"{call}, output in block {number} at {offset}"
+    )
     share = vectors // comm.size
     step = divide_up(share, PIECES)
     pieces = []

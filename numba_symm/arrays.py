@@ -173,9 +173,9 @@ def _host_array(array: Any, what: str) -> ArgumentError:
             "pass out=cuda.device_array(array.shape, array.dtype), or out=None, and "
             "then the result's copy_to_host()"
         )
-    return ArgumentError(
-        f"{what}: {type(array).__name__} lies in host memory; {advice}"
-    )
+    name = type(array).__name__
+    memory = "managed" if name == "ManagedNDArray" else "host"  # Numba's, on both
+    return ArgumentError(f"{what}: {name} lies in {memory} memory; {advice}")
 
 
 def dense(array: ArrayView, what: str) -> ArrayView:

@@ -33,7 +33,11 @@ _OPERATIONS = {
         "block",
     ),
     signals.REDUCE_SIGNALLED: ("reduce (signalled)", "block"),
-    signals.AGREEMENT: ("a call by copy engines", "block"),
+    signals.AGREEMENT: ("all_reduce (copy_engine)", "block"),
+    signals.EXCHANGE_COPIES: (
+        "all_gather, all_to_all or broadcast (copy_engine)",
+        "block",
+    ),
     signals.BROADCAST: ("broadcast (signalled)", "block"),
     signals.TRANSFER: ("a message or a collective made of them", "channel"),
     signals.TWO_SHOT_SIGNALLED: ("all_reduce (two_shot_signalled)", "block"),

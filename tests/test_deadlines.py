@@ -169,6 +169,10 @@ OPERATIONS = {
     **ALGORITHMS,
     "all_gather": (exchange("all_gather", "ll"), EXCHANGED),
     "reduce_scatter": (exchange("reduce_scatter", "signalled"), EXCHANGED),
+    "all_to_all": (
+        exchange("all_to_all", "copy_engine"),
+        r"all_gather, all_to_all or broadcast \(copy_engine\), block 0, epoch 1",
+    ),
     "scan": (exchange("scan", "sentinel"), EXCHANGED),
     "reduce": (
         exchange("reduce", "signalled"),

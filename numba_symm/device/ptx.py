@@ -148,7 +148,6 @@ griddepcontrol_launch_dependents = _instruction(
 globaltimer = _instruction("mov.u64 $0, %globaltimer;", _I64)
 
 
-
 def _rounded_to(kind: str) -> Any:
     """Return what rounds a float32 to 16 bits.
 

@@ -29,7 +29,7 @@ TEXTS = {
         "all_gather, all_to_all, reduce_scatter, scan, exscan, reduce or broadcast, "
         "block 5"
     ),
-    signals.AGREEMENT: "a call by copy engines, block 5",
+    signals.AGREEMENT: "all_reduce (copy_engine), block 5",
     signals.REDUCE_SIGNALLED: "reduce (signalled), block 5",
     signals.BROADCAST: "broadcast (signalled), block 5",
     signals.TRANSFER: "a message or a collective made of them, channel 5",

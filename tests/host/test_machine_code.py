@@ -381,6 +381,12 @@ def test_pull_reads_all_ranks_at_once(case, cc):
     assert not branches(code.between(loads[0], loads[-1]))
 
 
+ROUNDS = {  # two floats to 16 bits; on sm_80 float16's has no name
+    "bfloat16": r"F2FP\.BF16(\.F32)?\.PACK_AB",
+    "float16": r"F2FP(\.F16\.F32)?\.PACK_AB",
+}
+
+
 @on(
     [
         case
@@ -389,10 +395,18 @@ def test_pull_reads_all_ranks_at_once(case, cc):
     ]
 )
 def test_halves_are_rounded_by_the_hardware(case, cc):
-    half = {"bfloat16": "BF16", "float16": "F16"}[case[2]]
     code = compiled(case, cc)
-    assert code.find(rf"F2FP?\.{half}(\.F32)?(\.PACK_AB)?")
+    assert code.find(ROUNDS[case[2]])
     assert code.find(r"FADD(2|\.FTZ)?")
+
+
+@pytest.mark.parametrize("cc", [(8, 0), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("op", ["land", "lxor"])
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_predicates_0_or_1_is_rounded_too(dtype, op, cc):
+    """Of a conversion of one float alone ptxas (13.0) keeps the predicate only."""
+    code = compiled(("one_ll", 2, dtype, op), cc)
+    assert len(code.find(ROUNDS[dtype])) >= 8
 
 
 @pytest.mark.parametrize("dtype", HALVES)

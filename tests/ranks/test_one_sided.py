@@ -231,16 +231,17 @@ def test_ranks_and_numbers_that_are_none_are_refused(comm, world, memory):
 def test_arrays_that_cannot_be_copied_are_refused(comm, world, memory, x):
     host = np.zeros(4, np.float32)
     matrix = ordinary((3, 4), np.float32)
+    columns = ordinary((3, 4), np.float32, "F")
     cases = (
         (host, "put", "lies in host memory"),
         ("array", "put", "is no device array"),
         (matrix[:, 1], "put", "is strided"),
-        (matrix.T, "put", "is in Fortran order"),
+        (columns, "put", "is in Fortran order"),
         (x[1:5], "put", "overlaps its place"),
         (x[:4], "put", "overlaps its place"),
         (host, "get", "lies in host memory"),
         (matrix[:, 1], "get", "is strided"),
-        (matrix.T, "get", "is in Fortran order"),
+        (columns, "get", "is in Fortran order"),
         (matrix, "get", "of shape (3, 4) and float32; pass an array of shape (4,)"),
         (ordinary(4, np.int32), "get", "of shape (4,) and int32; pass an array"),
         (x[2:6], "get", "overlaps its place"),

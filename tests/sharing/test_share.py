@@ -169,7 +169,7 @@ def opens_what_is_being_written(comm):
             stream.synchronize()
             right.append(y.copy_to_host().tolist() == [value] * SIZE)
     comm.barrier()
-    return right, nothing_is_shared()
+    return right, becomes(nothing_is_shared)
 
 
 def test_a_consumer_reads_after_the_producers_slow_kernel():
