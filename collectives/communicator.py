@@ -5,7 +5,6 @@ import math
 import sys
 import warnings
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -54,10 +53,11 @@ from numba_symm.kernels import REGISTERS
 from numba_symm.launch import ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.memory import Heap, SymmetricMemory, SymmetricMemoryAllocator
+from numba_symm.remembered import UNKNOWN, Remembered
 from numba_symm.streams import StreamOrder
 
 MAX_PLANS = 1024
-"""Calls that a communicator remembers; the least recently used one goes."""
+"""Calls that a communicator remembers, of those made last."""
 
 _open: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
 _in_use: list[str] = []
@@ -174,7 +174,7 @@ class Communicator(VectorForms):
         self.max_blocks = min(limits)
         self._memory: arrays.Memory | None = memory
         self._debug = debug
-        self._plans: OrderedDict[Any, Any] = OrderedDict()
+        self._plans = Remembered(MAX_PLANS)
         self._barrier: Enqueue | None = None
         self._pending: Pending | None = None
         _open.add(self)
@@ -823,9 +823,8 @@ class Communicator(VectorForms):
         # Plans hold peers' addresses, which go when a symmetric block does.
         key = (what, algorithm, op, root, read, written, self.heap.generation)
         alike = target is None or target.dtype == source.dtype
-        if key in self._plans and alike:
-            self._plans.move_to_end(key)
-            known: Enqueue | None = self._plans[key]
+        known: Enqueue | None = self._plans.get(key)
+        if known is not UNKNOWN and alike:
             return known
         parts = operation.parts(self.size)
         if operation.reduces:
@@ -852,13 +851,8 @@ class Communicator(VectorForms):
                 launch = operation.algorithms[name](
                     self, source.address, address, count, element, op, **rooted
                 )
-        return self._remembered(key, launch)
-
-    def _remembered(self, key: Any, plan: Planned) -> Planned:
-        self._plans[key] = plan
-        if len(self._plans) > MAX_PLANS:
-            self._plans.popitem(last=False)
-        return plan
+        self._plans.put(key, launch)
+        return launch
 
     def _collected(self, what: str, prepare: Callable[..., Call], *args: Any) -> Any:
         """Enqueue a collective that ``prepare(what, *args)`` makes, return its result.
@@ -885,16 +879,16 @@ class Communicator(VectorForms):
         self._run(transfers.packed(self), stream)
 
     def _planned(self, plan: Callable[..., Planned], *given: Any) -> Planned:
-        """Return what ``plan(self, *given)`` returns, which is never None, remembered.
+        """Return what ``plan(self, *given)`` returns, remembered.
 
         It may look at nothing else that changes, and keep no array.
         """
         # What its checks have found of memory holds as long as what is mapped.
         key = (plan, given, self.heap.generation)
-        found: Planned | None = self._plans.get(key)
-        if found is None:
-            return self._remembered(key, plan(self, *given))
-        self._plans.move_to_end(key)
+        found: Planned = self._plans.get(key)
+        if found is UNKNOWN:
+            found = plan(self, *given)
+            self._plans.put(key, found)
         return found
 
     def _usable(self, view: ArrayView, what: str, written: bool = False) -> ArrayView:

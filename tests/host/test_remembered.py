@@ -1,0 +1,25 @@
+"""The cache of packed launches."""
+
+from numba_symm.remembered import UNKNOWN, Remembered
+
+
+def test_what_is_used_stays_and_what_is_not_goes():
+    cache = Remembered(10)
+    cache.put("used", 0)
+    cache.put("unused", None)
+    for number in range(100):
+        cache.put(number, number)
+        assert cache.get("used") == 0
+        assert len(cache) <= 21
+    assert cache.get("unused") is UNKNOWN
+    assert [cache.get(number) for number in range(91, 100)] == list(range(91, 100))
+
+
+def test_none_is_a_value_and_nothing_is_left_after_clear():
+    cache = Remembered(2)
+    for number in range(4):
+        cache.put(number, None)
+        assert cache.get(number) is None
+    cache.clear()
+    assert len(cache) == 0
+    assert cache.get(3) is UNKNOWN
