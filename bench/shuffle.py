@@ -129,11 +129,13 @@ class Shuffle:
         nbytes = round(math.exp(random.uniform(least, most)))
         count = max(1, nbytes // TYPES[type_].itemsize)
         shifts = random.integers(0, MISALIGNED, 2)
+        counts = self._operation.shapes(count, self._comm.size)
+        either = counts[0] == counts[1] and not self._operation.apart
         return Drawn(
-            counts=self._operation.shapes(count, self._comm.size),
+            counts=counts,
             type=type_,
             op=str(random.choice(options.reductions)),
-            in_place=bool(random.integers(2)),
+            in_place=self._operation.in_place or (either and bool(random.integers(2))),
             planned=bool(random.integers(2)),
             algorithm=self._algorithms[random.integers(len(self._algorithms))],
             shifts=(int(shifts[0]), int(shifts[1])),

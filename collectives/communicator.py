@@ -967,8 +967,9 @@ class Communicator(VectorForms):
             stream: None waits for ``comm.stream``.
         """
         self.refuse_in_group("synchronize")
+        handle, _ = self._default_stream(stream)
         if not SIMULATED and not self._group.closed:
-            streams.synchronize(self._default_stream(stream)[0])
+            streams.synchronize(handle)
         self.check()
 
     def close(self) -> None:

@@ -70,9 +70,9 @@ def make_exchange_signalled(
     parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
     # What a row of a thread is made of, as it is sent and as it is received: of the
     # parts of others, or one for all; and the own one, which comes last.
-    sent = (others if parts_in else 0) + (1 if parts_out or not parts_in else 0)
-    mine = sent - 1 if parts_out or not parts_in else 0
-    received = others if parts_out else size
+    sent = max(1, others * parts_in + (parts_out or not parts_in))
+    mine = sent - 1
+    received = max(1, others if parts_out else size)
     batch_out = min(rows, max(1, LOADS // sent))
     batch_in = min(rows, max(1, LOADS // received))
     held = max(batch_out * sent, batch_in * received)

@@ -142,7 +142,9 @@ def bind(
     """Return the packed launch; see ``Bind`` in ``select.py``."""
     protocol = ONE_SHOT[transport]
     vectors = divide_up(count, element.lanes)
-    most = min(comm.max_blocks // TRANSPORTS[transport].weight, protocol.blocks)
+    most = min(
+        comm.max_blocks // TRANSPORTS[transport].weight, protocol.most(comm.size)
+    )
     grid = min(divide_up(vectors, THREADS), most)
     steps = protocol.needed(vectors, grid, comm.size)
     ragged = is_ragged(source, target, count, element.lanes)

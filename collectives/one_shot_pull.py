@@ -117,7 +117,7 @@ def bind(
 ) -> Launch:
     """Return the packed launch; see ``Bind`` in ``select.py``."""
     vectors = divide_up(count, element.lanes)
-    grid = min(divide_up(vectors, THREADS), comm.max_blocks, PULL.blocks)
+    grid = min(divide_up(vectors, THREADS), comm.max_blocks, PULL.most(comm.size))
     # Equal parts, of whole sweeps of the block, that fit the staging slots.
     sweeps = min(divide_up(divide_up(vectors, grid), THREADS), PULL.rows)
     share = sweeps * THREADS

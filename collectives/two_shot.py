@@ -166,7 +166,9 @@ def bind(
     protocol = TWO_SHOT[transport]
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size)
-    most = min(comm.max_blocks // TRANSPORTS[transport].weight, protocol.blocks)
+    most = min(
+        comm.max_blocks // TRANSPORTS[transport].weight, protocol.most(comm.size)
+    )
     grid = min(divide_up(share, THREADS), most)
     steps = protocol.needed(share, grid, comm.size)
     ragged = share * comm.size != vectors or is_ragged(

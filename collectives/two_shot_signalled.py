@@ -214,7 +214,8 @@ def bind(
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size)
     rows = SIGNALLED.steps(comm.size)
-    grid = min(divide_up(share, rows * THREADS), comm.max_blocks, SIGNALLED.blocks)
+    most = min(comm.max_blocks, SIGNALLED.most(comm.size))
+    grid = min(divide_up(share, rows * THREADS), most)
     ragged = share * comm.size != vectors or is_ragged(
         source, target, count, element.lanes
     )

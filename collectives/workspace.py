@@ -86,13 +86,17 @@ class Protocol(NamedTuple):
     """How much of the workspace a protocol's slots take.
 
     Attributes:
-        blocks: most blocks of a call.
+        blocks: most blocks of a call of 8 ranks.
         rows: vectors that a thread has slots for in a half, all other ranks taken
             together; more only if there are more ranks.
     """
 
     blocks: int
     rows: int
+
+    def most(self, size: int) -> int:
+        """Return the most blocks of a call: of many ranks fewer, for want of room."""
+        return self.blocks if size <= 8 else self.blocks // 2
 
     def steps(self, size: int) -> int:
         """Return how many vectors a thread has slots for of each other rank.
@@ -144,7 +148,7 @@ class Chunks(NamedTuple):
 
 def chunks_of(vectors: int, size: int, max_blocks: int) -> Chunks:
     """Return the chunks of ``vectors``: rather thin than in few blocks."""
-    most = min(max_blocks, SIGNALLED.blocks)
+    most = min(max_blocks, SIGNALLED.most(size))
     height = min(SIGNALLED.steps(size), divide_up(vectors, most * THREADS))
     grid = min(divide_up(vectors, height * THREADS), most)
     return Chunks(grid, height, divide_up(vectors, grid * height * THREADS))
@@ -178,12 +182,12 @@ def layout(size: int) -> Layout:
 
     def taken(protocol: Protocol, vectors: int) -> int:
         rows = (size - 1) * protocol.steps(size) * vectors
-        return protocol.blocks * 2 * rows * ROW
+        return protocol.most(size) * 2 * rows * ROW
 
     slots = {
         "barrier": 0,
         "agreement": 8 * size,
-        "pull": PULL.blocks * 2 * PULL.rows * ROW,
+        "pull": PULL.most(size) * 2 * PULL.rows * ROW,
         "one_shot_sentinel": taken(ONE_SHOT["sentinel"], 1),
         "one_shot_ll": taken(ONE_SHOT["ll"], 2),
         "two_shot_sentinel": taken(TWO_SHOT["sentinel"], 2),

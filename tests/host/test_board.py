@@ -30,6 +30,9 @@ TEXTS = {
         "block 5"
     ),
     signals.AGREEMENT: "all_reduce (copy_engine), block 5",
+    signals.EXCHANGE_COPIES: (
+        "all_gather, all_to_all or broadcast (copy_engine), block 5"
+    ),
     signals.REDUCE_SIGNALLED: "reduce (signalled), block 5",
     signals.BROADCAST: "broadcast (signalled), block 5",
     signals.TRANSFER: "a message or a collective made of them, channel 5",

@@ -24,6 +24,7 @@ from numba_symm.collectives.workspace import (
     layout,
 )
 from numba_symm.environment import SIMULATED
+from numba_symm.remembered import Remembered
 from tests.ranks.helpers import (
     Window,
     bits,
@@ -495,15 +496,13 @@ def test_a_plan_in_place_repeats_its_effect(comm):
 
 
 def test_more_different_calls_than_a_communicator_remembers(comm, monkeypatch):
-    from numba_symm.collectives import communicator
-
-    monkeypatch.setattr(communicator, "MAX_PLANS", 4)
+    monkeypatch.setattr(comm, "_plans", Remembered(4))
     x = comm.empty(12, np.int32)
     put(x, np.full(12, 2, np.int32))
     for count in [*range(1, 9), *range(1, 9)]:
         found = get(comm.all_reduce(x[:count], algorithm="one_shot_ll"))
         assert found.tolist() == [2 * comm.size] * count
-    assert len(comm._plans) == 4
+    assert len(comm._plans) == 8
 
 
 def test_none_takes_the_algorithm_of_the_table(comm, monkeypatch):

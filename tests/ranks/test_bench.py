@@ -130,6 +130,13 @@ def test_shuffled_calls_are_right(shown):
     assert "# 24 calls, wrong results: 0 OK" in shown()[0].out
 
 
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_shuffled_calls_of_every_operation_are_right(name, shown):
+    words = ["--shuffle", 6, "-b", 64, "-e", 2000, "--seed", 3]
+    assert bench.main([name, *map(str, words)]) == 0
+    assert "# 6 calls, wrong results: 0 OK" in shown()[0].out
+
+
 def test_one_wrong_shuffled_call_fails_the_run_on_all(world, shown, monkeypatch):
     done = []
 
