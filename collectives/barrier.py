@@ -21,7 +21,7 @@ from numba_symm.kernels import Kernel, Launch
 def make_barrier(size: int) -> Any:
     """Return the kernel for ``size`` ranks."""
     epochs, flags = layout(size).barrier.epochs, layout(size).barrier.flags
-    tell, told = make_flags(size, BARRIER)
+    tell, told, _ = make_flags(size, BARRIER)
 
     def barrier(guard: Any, early: bool, ring: Any, own: int) -> None:
         follow_previous_grid(early)

@@ -62,7 +62,7 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
     held = max(batch * others, LOADS)
     relayed = min(rows, LOADS)
     hops = 2 if size > 2 else 1
-    tell, told = make_flags(size, BROADCAST)
+    tell, told, _ = make_flags(size, BROADCAST)
 
     @device_function
     def inside(

@@ -397,7 +397,7 @@ class Communicator(VectorForms):
             out: where to: an array of shape ``(size, *x.shape)`` and x's dtype, in C
                 order. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"ll"`` or ``"signalled"``. None: the fastest.
+            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the fastest.
 
         Returns:
             ``out``, or the new array: ``out[r]`` is rank r's x, to the bit.
@@ -421,7 +421,7 @@ class Communicator(VectorForms):
             out: where to: an array of x's shape and dtype, or x itself. None: a new
                 array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"ll"`` or ``"signalled"``. None: the fastest.
+            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the fastest.
 
         Returns:
             ``out``, or the new array: its r-th part is rank r's part for this rank.
@@ -537,8 +537,8 @@ class Communicator(VectorForms):
             root: the rank that gets the result.
             out: on the root as for :meth:`all_reduce`; None on the other ranks.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"sentinel"`` (floats), ``"ll"`` or ``"signalled"``. None: the
-                fastest.
+            algorithm: ``"sentinel"`` and ``"two_shot_sentinel"`` (floats), ``"ll"``,
+                ``"two_shot_ll"`` or ``"signalled"``. None: the fastest.
 
         Returns:
             On the root ``out``, or the new array, of x's shape: the same bits that
@@ -562,7 +562,7 @@ class Communicator(VectorForms):
                 at most 16 bytes: the root's is read, the others' are written.
             root: the rank that has the contents.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"ll"`` or ``"signalled"``. None: the fastest.
+            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the fastest.
 
         Returns:
             ``x``.
@@ -883,7 +883,8 @@ class Communicator(VectorForms):
 
         It may look at nothing else that changes, and keep no array.
         """
-        # What its checks have found of memory holds as long as what is mapped.
+        # Peers' addresses hold as long as what is mapped. Whose memory lies at an
+        # address is not asked again.
         key = (plan, given, self.heap.generation)
         found: Planned = self._plans.get(key)
         if found is UNKNOWN:

@@ -15,8 +15,8 @@ copies side by side share the links badly.
 Memory order. All ranks agree before the first copy, so nobody's output is written
 before that rank's stream has come here; a digest of the call tells whether all mean
 the same array. (Where that fails, the copies, already enqueued, follow all the same:
-what the outputs held is lost then, as the error says.) Barriers follow each piece's
-scatter (what came is complete), each piece's reduction (what was staged may be
+what lay there on any rank is lost then, as the error says.) Barriers follow each
+piece's scatter (what came is complete), each piece's reduction (what was staged may be
 overwritten by results), and the last gather.
 
 Where the output is not symmetric, or also the input, or does not divide into whole

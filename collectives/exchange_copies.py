@@ -8,8 +8,8 @@ part it copies meanwhile on a side stream.
 Memory order. All ranks agree before the first copy, so nobody's output is written
 before that rank's stream has come here; a digest of the call tells whether all mean
 the same array. (Where that fails, the copies, already enqueued, follow all the same:
-what the outputs held is lost then, as the error says.) A barrier follows the copies:
-what all ranks have copied is there.
+what lay there on any rank is lost then, as the error says.) A barrier follows the
+copies: what all ranks have copied is there.
 
 Where the output is not symmetric, for an all-to-all in place, whose input would be
 overwritten, and for a broadcast to more than one rank, which would send the message

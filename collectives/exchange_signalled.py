@@ -60,7 +60,7 @@ def make_exchange_signalled(
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
-    tell, told = make_flags(size, EXCHANGE)
+    tell, told, _ = make_flags(size, EXCHANGE)
     at = layout(size).two_shot_signalled
     epochs, flags = at.epochs, at.flags
     place = make_place(size)

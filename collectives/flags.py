@@ -29,10 +29,13 @@ class Flags(NamedTuple):
         told: ``(guard, flags, block, epoch, failed)`` waits for all others' flags, from
             the address ``flags``; nothing is awaited after a failure. Returns whether
             this thread's wait, or an earlier one, has failed.
+        renew: ``(ring, flags, rank, epoch)`` raises this rank's flag at all others to
+            an epoch that says nothing new, which orders nothing.
     """
 
     tell: Callable[[Any, int, int, int], None]
     told: Callable[[Any, int, int, int, bool], bool]
+    renew: Callable[[Any, int, int, int], None]
 
 
 def make_flags(size: int, operation: int) -> Flags:
@@ -44,15 +47,20 @@ def make_flags(size: int, operation: int) -> Flags:
     """
 
     @device_function
+    def renew(ring: Any, flags: int, rank: int, epoch: int) -> None:
+        thread = thread_index()
+        for k in range(size - 1):
+            if thread == k % THREADS:
+                st_relaxed_sys_u32(ring[k] + flags + 4 * rank, epoch)
+
+    @device_function
     def tell(ring: Any, flags: int, rank: int, epoch: int) -> None:
         syncthreads()
         thread = thread_index()
         if thread < size - 1:
             # One fence for all flags: the threads of a warp execute it together.
             fence_acq_rel_sys()
-        for k in range(size - 1):
-            if thread == k % THREADS:
-                st_relaxed_sys_u32(ring[k] + flags + 4 * rank, epoch)
+        renew(ring, flags, rank, epoch)
 
     @device_function
     def told(guard: Any, flags: int, block: int, epoch: int, failed: bool) -> bool:
@@ -65,4 +73,4 @@ def make_flags(size: int, operation: int) -> Flags:
         syncthreads()
         return failed
 
-    return Flags(tell, told)
+    return Flags(tell, told, renew)

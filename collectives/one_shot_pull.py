@@ -51,7 +51,7 @@ def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any
     at = layout(size).pull
     epochs, flags, slots = at.epochs, at.flags, at.slots
     half_bytes = PULL.rows * ROW
-    tell, told = make_flags(size, ONE_SHOT_PULL)
+    tell, told, _ = make_flags(size, ONE_SHOT_PULL)
 
     def one_shot_pull(
         guard: Any,

@@ -65,7 +65,7 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes, Output.AT_ROOT)
-    tell, told = make_flags(size, REDUCE_SIGNALLED)
+    tell, told, _ = make_flags(size, REDUCE_SIGNALLED)
     at = layout(size).two_shot_signalled
     epochs, flags = at.epochs, at.flags
     place = make_place(size)

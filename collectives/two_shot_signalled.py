@@ -85,7 +85,7 @@ def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -
     def flag_place(block: int, which: int) -> int:
         return flags + which * flag_set + 4 * size * block
 
-    tell, told = make_flags(size, TWO_SHOT_SIGNALLED)
+    tell, told, renew = make_flags(size, TWO_SHOT_SIGNALLED)
     in_rank_order = make_in_rank_order(size)
 
     def two_shot_signalled(
@@ -154,6 +154,10 @@ def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -
                             there = slot + (others - 1 - k) * rank_stride
                             words = low[i], high[i]
                             st_v2_u64(ring[k] + there + step * ROW, words)
+                if turn == 0:
+                    # The other kernels do not raise these: 2**31 epochs later they
+                    # would seem to be ahead. Awaited below after this turn's flags.
+                    renew(ring, flag_place(block, REDUCED), guard.rank, before)
                 tell(ring, flag_place(block, SCATTERED), guard.rank, epoch)
             if 1 <= turn <= chunks:
                 epoch = (before + turn) & 0xFFFFFFFF

@@ -168,7 +168,7 @@ def describe(record: int) -> str:
             f"rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, "
             "op, root or where the output lies (the same part of the same symmetric "
             "block on all ranks, or in no block on any; in place on all, or on none); "
-            "what peers' outputs held may be lost"
+            "what any rank's symmetric memory held there may be lost"
         )
     if operation == signals.TRANSFER_MISMATCH:
         return (

@@ -346,11 +346,14 @@ class Heap:
     ) -> tuple[int, int, tuple[int, ...]] | None:
         """Return where symmetric memory lies: block, offset in it, all addresses.
 
-        Not collective. None: the bytes from ``address`` on are not in one block.
+        Not collective. None: the bytes from ``address`` on are not in one block of this
+        library's. In an allocation that was registered there may be ordinary arrays,
+        at another place on each rank.
         """
         for entry in self._entries.values():
             offset = address - entry.block.address
-            if offset >= 0 and offset + nbytes <= entry.block.nbytes:
+            inside = offset >= 0 and offset + nbytes <= entry.block.nbytes
+            if inside and entry.block.own:
                 places = (base + offset for base in entry.peers.addresses)
                 return entry.number, offset, tuple(places)
         return None

@@ -304,6 +304,50 @@ def calls_of(code, *names):
     return scenario
 
 
+def calls_after_many(code, lag):
+    """All-reduces after calls that raise one set of flags only, for so many epochs."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        region = world.layout.two_shot_signalled
+        first_set = 4 * world.size * MAX_BLOCKS
+        for workspace in world.workspaces:
+            for at in [
+                *range(region.epochs, region.epochs + 4 * MAX_BLOCKS, 4),
+                *range(region.flags, region.flags + first_set, 4),
+            ]:
+                world.memory.plant(workspace + at, 4, lag)
+        for _ in range(2):
+            world.all_reduce("two_shot_signalled", machine.random.choice(COUNTS))
+        world.run()
+
+    return scenario
+
+
+def calls_at_the_wrap(code, *names):
+    """Calls on the same slots as the epochs come round."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        region = world.layout.two_shot_signalled
+        epoch = 2**32 - 1 - machine.random.randrange(12)
+        for workspace in world.workspaces:
+            for at in [
+                *range(region.epochs, region.epochs + 4 * MAX_BLOCKS, 4),
+                *range(region.flags, region.slots, 4),
+            ]:
+                world.memory.plant(workspace + at, 4, epoch)
+        for _ in range(4):
+            name, count = machine.random.choice(names), machine.random.choice(COUNTS)
+            if name in ALGORITHMS:
+                world.all_reduce(name, count)
+            else:
+                getattr(world, name)(count)
+        world.run()
+
+    return scenario
+
+
 def messages(code):
     """Launches of several messages each, between any ranks, and of none at some."""
 
@@ -521,6 +565,25 @@ def test_exchanges(ranks):
 def test_calls_on_shared_slots(ranks):
     names = "reduce", "scan", "gather", "broadcast", "two_shot_signalled"
     holds(calls_of(device_code(), *names), ranks, 400)
+
+
+@worlds
+def test_calls_on_shared_slots_as_the_epochs_come_round(ranks):
+    names = "reduce", "scan", "gather", "broadcast", "two_shot_signalled"
+    holds(calls_at_the_wrap(device_code(), *names), ranks, 150)
+
+
+@worlds
+@pytest.mark.parametrize("lag", [2**31 - 100, 2**31 + 10])
+def test_flags_that_were_not_raised_for_long(lag, ranks):
+    holds(calls_after_many(device_code(), lag), ranks, 60)
+
+
+@worlds
+@by_anything_and_by_result
+def test_flags_that_were_never_renewed_are_found(races, ranks):
+    edit = ("two_shot_signalled", "if turn == 0:", "if turn == -1:")
+    breaks(calls_after_many(device_code(edit), 2**31 + 10), ranks, races)
 
 
 @worlds
