@@ -397,7 +397,8 @@ class Communicator(VectorForms):
             out: where to: an array of shape ``(size, *x.shape)`` and x's dtype, in C
                 order. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the fastest.
+            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the
+                fastest.
 
         Returns:
             ``out``, or the new array: ``out[r]`` is rank r's x, to the bit.
@@ -421,7 +422,8 @@ class Communicator(VectorForms):
             out: where to: an array of x's shape and dtype, or x itself. None: a new
                 array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the fastest.
+            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the
+                fastest.
 
         Returns:
             ``out``, or the new array: its r-th part is rank r's part for this rank.
@@ -562,7 +564,8 @@ class Communicator(VectorForms):
                 at most 16 bytes: the root's is read, the others' are written.
             root: the rank that has the contents.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the fastest.
+            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the
+                fastest.
 
         Returns:
             ``x``.

@@ -90,6 +90,32 @@ def test_several_calls_in_a_graph_and_others_between_replays(comm, stream):
     assert (outputs[0].copy_to_host() == first + comm.size * 30).all()
 
 
+def test_exchanges_by_copy_engines_in_a_graph(comm, stream):
+    part, copies = 4096, {"algorithm": "copy_engine"}
+    x = comm.empty(part * comm.size, np.float32)
+    x.copy_to_device(np.full(x.size, comm.rank, np.float32))
+    gathered = comm.zeros((comm.size, part), np.float32)
+    swapped = comm.zeros(part * comm.size, np.float32)
+    spread = comm.zeros(part, np.float32)
+    add(x, 0, stream)  # compiled
+    with capturing(stream) as (builder, graphs):
+        on = builder.stream
+        add(x, 1, on)
+        comm.all_gather(x[:part], out=gathered, stream=on, **copies)
+        comm.all_gather(gathered[comm.rank], out=gathered, stream=on, **copies)
+        comm.all_to_all(x, out=swapped, stream=on, **copies)
+        add(spread, 1 if comm.rank == 0 else 7, on)
+        comm.broadcast(spread, root=0, stream=on, **copies)
+    for replay in range(1, 31):
+        graphs[0].launch(stream)
+        if replay in (1, 2, 30):
+            comm.synchronize(stream)
+            wanted = np.arange(comm.size).repeat(part) + replay
+            assert (gathered.copy_to_host().ravel() == wanted).all()
+            assert (swapped.copy_to_host() == wanted).all()
+            assert (spread.copy_to_host() == replay).all()
+
+
 @pytest.mark.parametrize("mode", ["relaxed", "thread_local", "global"])
 def test_a_kernel_may_be_captured_that_never_ran(comm, stream, mode):
     op = {"relaxed": "prod", "thread_local": "min", "global": "max"}[mode]
