@@ -54,7 +54,7 @@ def edges(dtype, algorithm, size, blocks):
         )
     found = {1, lanes, LINE * lanes * shares, row * lanes, row * lanes * most}
     if SIMULATED:  # where a round costs tens of milliseconds
-        found = {count for count in found if count * dtype.itemsize < 40_000}
+        found = {count for count in found if count * dtype.itemsize < 20_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
 
 
