@@ -469,7 +469,7 @@ def test_remembered_calls_are_told_apart(comm, world):
     right, left = right_and_left(comm)
     size, rank = comm.size, comm.rank
     x, out = comm.zeros(240, np.uint8), comm.zeros(240 * size, np.uint8)
-    calls = [(n, dtype) for n in (5, 3) for dtype in (np.uint8, np.int16, np.float64)]
+    calls = [(n, dtype) for n in (5, 3) for dtype in (np.uint8, np.float64)]
     calls = [(n, np.dtype(dtype)) for n, dtype in calls]
     for step, (count, dtype) in enumerate(2 * calls):
         mine, all_in = x.view(dtype)[:count], out.view(dtype)[: size * count]
@@ -490,7 +490,7 @@ def test_remembered_calls_are_told_apart(comm, world):
             comm.sendrecv(mine, to, all_in[:count], source)
             comm.synchronize()
             holds([(0, source)])
-        for root in range(size):
+        for root in (0, size - 1):
             cleared()
             comm.gather(mine, root, all_in if rank == root else None)
             comm.synchronize()
