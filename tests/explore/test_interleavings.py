@@ -558,19 +558,19 @@ def test_reductions_to_any_root(ranks):
 
 @worlds
 def test_exchanges(ranks):
-    holds(calls_of(device_code(), "gather", "scan"), ranks, 300)
+    holds(calls_of(device_code(), "gather", "scan"), ranks, 200)
 
 
 @worlds
 def test_calls_on_shared_slots(ranks):
     names = "reduce", "scan", "gather", "broadcast", "two_shot_signalled"
-    holds(calls_of(device_code(), *names), ranks, 400)
+    holds(calls_of(device_code(), *names), ranks, 300)
 
 
 @worlds
 def test_calls_on_shared_slots_as_the_epochs_come_round(ranks):
     names = "reduce", "scan", "gather", "broadcast", "two_shot_signalled"
-    holds(calls_at_the_wrap(device_code(), *names), ranks, 150)
+    holds(calls_at_the_wrap(device_code(), *names), ranks, 100)
 
 
 @worlds
