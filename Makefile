@@ -18,6 +18,7 @@ CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA [UMD ]*Version: \(1[23
 EXTRAS_demo := mpi,demo$(CUDA)
 EXTRAS_test := test
 EXTRAS_dev := dev
+ALSO_dev := $(VENV)/test.installed # dev has all that test has
 
 .PHONY: demo test check clean
 
@@ -42,4 +43,4 @@ $(BIN)/python:
 $(VENV)/%.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install -qq --disable-pip-version-check \
 		--editable '.[$(EXTRAS_$*)]'
-	touch $@
+	touch $@ $(ALSO_$*)

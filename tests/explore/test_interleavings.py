@@ -558,7 +558,7 @@ def test_reductions_to_any_root(ranks):
 
 @worlds
 def test_exchanges(ranks):
-    holds(calls_of(device_code(), "gather", "scan"), ranks, 200)
+    holds(calls_of(device_code(), "gather", "scan"), ranks, 150)
 
 
 @worlds
@@ -570,7 +570,7 @@ def test_calls_on_shared_slots(ranks):
 @worlds
 def test_calls_on_shared_slots_as_the_epochs_come_round(ranks):
     names = "reduce", "scan", "gather", "broadcast", "two_shot_signalled"
-    holds(calls_at_the_wrap(device_code(), *names), ranks, 100)
+    holds(calls_at_the_wrap(device_code(), *names), ranks, 60)
 
 
 @worlds
@@ -1020,7 +1020,7 @@ def test_exchanges_broken_are_found(what, races, ranks):
 
 
 @by_anything_and_by_result
-@pytest.mark.parametrize("name", ["gather", "reduce", "broadcast"])
+@pytest.mark.parametrize("name", ["gather", "reduce"])
 @pytest.mark.parametrize("what", PARTS_BROKEN)
 def test_parts_broken_are_found(what, name, races):
     code = device_code(("parts", *PARTS_BROKEN[what]))
