@@ -174,8 +174,10 @@ def _host_array(array: Any, what: str) -> ArgumentError:
             "then the result's copy_to_host()"
         )
     name = type(array).__name__
-    memory = "managed" if name == "ManagedNDArray" else "host"  # Numba's, on both
-    return ArgumentError(f"{what}: {name} lies in {memory} memory; {advice}")
+    memory = "host memory"
+    if name == "ManagedNDArray":  # Numba's
+        memory = "managed memory, which the host shares"
+    return ArgumentError(f"{what}: {name} lies in {memory}; {advice}")
 
 
 def dense(array: ArrayView, what: str) -> ArrayView:

@@ -57,6 +57,7 @@ def pytest_collection_modifyitems(config, items):
     """Under pytest-xdist, run what starts processes in one worker, and that first.
 
     It takes the longest; side by side, such tests would wait for each other's ranks.
+    All tests of one kernel's machine code share a worker: it compiles that kernel once.
     """
     if not config.pluginmanager.hasplugin("xdist"):
         return
@@ -64,6 +65,9 @@ def pytest_collection_modifyitems(config, items):
     busy = [i for i in items if i.path.relative_to(here).parts[0] not in ALONE]
     for item in busy:
         item.add_marker(pytest.mark.xdist_group("processes"))
+    for item in items:
+        if item.path.stem == "test_machine_code" and hasattr(item, "callspec"):
+            item.add_marker(pytest.mark.xdist_group(item.callspec.id))
     items.sort(key=lambda item: item not in busy)
 
 

@@ -34,12 +34,14 @@ def edges(dtype, algorithm, comm):
     if algorithm != "ll":
         shares = max(1, comm.size - 1)
         row = SIGNALLED.steps(comm.size) * THREADS * shares
-        most = 5 * min(comm.max_blocks, SIGNALLED.blocks)
+        blocks = min(comm.max_blocks, SIGNALLED.blocks)
+        most = (2 * blocks, 5 * blocks)
     else:
         protocol, shares = ONE_SHOT["ll"], 1
         row = THREADS
-        most = min(comm.max_blocks, protocol.blocks) * protocol.steps(comm.size)
-    found = {1, lanes, LINE * lanes * shares, row * lanes, row * lanes * most}
+        most = (min(comm.max_blocks, protocol.blocks) * protocol.steps(comm.size),)
+    found = {1, lanes, LINE * lanes * shares}
+    found |= {row * lanes * rounds for rounds in (1, *most)}
     if SIMULATED:  # where a round costs tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 40_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})

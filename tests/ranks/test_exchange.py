@@ -36,11 +36,12 @@ def edges(dtype, algorithm, size, blocks):
     """Return counts of a part's elements around where another piece begins."""
     lanes = 16 // dtype.itemsize
     if algorithm not in ONE_SHOT:
-        row, most = SIGNALLED.steps(size) * THREADS, 5 * blocks
+        row, most = SIGNALLED.steps(size) * THREADS, (blocks, 5 * blocks)
     else:
-        row, most = THREADS, min(blocks, ONE_SHOT[algorithm].blocks)
-        most *= ONE_SHOT[algorithm].steps(size)
-    found = {1, 2, 3, lanes, row * lanes, row * lanes * most}
+        protocol, row = ONE_SHOT[algorithm], THREADS
+        most = (min(blocks, protocol.blocks) * protocol.steps(size),)
+    found = {1, 2, 3, lanes}
+    found |= {row * lanes * rounds for rounds in (1, *most)}
     if SIMULATED:  # where a round costs tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 20_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
