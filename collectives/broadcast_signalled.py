@@ -18,6 +18,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
+from numba_symm.collectives.direct import make_refused
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.launches import Enqueue
 from numba_symm.collectives.parts import after, make_place
@@ -63,6 +64,7 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
     relayed = min(rows, LOADS)
     hops = 2 if size > 2 else 1
     tell, told, _ = make_flags(size, BROADCAST)
+    refused = make_refused(size)
 
     @device_function
     def inside(
@@ -85,8 +87,11 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
         share: int,
         height: int,
         chunks: int,
+        left_over: int,
     ) -> None:
         follow_previous_grid(early)
+        if left_over != 0 and not refused(own, 0):
+            return
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
         low = cuda.local.array(held, types.int64)
@@ -169,7 +174,7 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
 @functools.cache
 def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    arguments = (types.int64, ADDRESS, *5 * (types.int64,))
+    arguments = (types.int64, ADDRESS, *6 * (types.int64,))
     constants = (size, element, ragged)
     return workspace.make_kernel(make_broadcast_signalled, constants, *arguments)
 
@@ -182,10 +187,12 @@ def bind(
     element: Element,
     op: Op,
     root: int,
+    left_over: bool = False,
 ) -> Enqueue:
     """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
 
-    ``source`` and ``target`` are one.
+    ``source`` and ``target`` are one. ``left_over``: it follows ``broadcast_direct``,
+    and does what that one has not done.
     """
     if comm.size == 1:
         return lambda stream: None
@@ -196,4 +203,5 @@ def bind(
     return workspace.launch(
         kernel(comm.size, element, ragged),
         *(comm, grid, root, target, count, vectors, share, height, chunks),
+        int(left_over),
     )

@@ -107,23 +107,35 @@ def _sent_ll(low: int, high: int) -> Any:
 
 
 @device_function
-def _post_ll(box: int, low: int, high: int, epoch: int) -> None:
+def post_packets(box: int, stride: int, low: int, high: int, epoch: int) -> None:
+    """Send a vector as two packets, ``stride`` bytes apart."""
     flag = word_of(epoch << 32)
     first, second = (low & _LOW) | flag, (low >> 32 & _LOW) | flag
     st_relaxed_sys_v2_u64(box, (first, second))
     third, fourth = (high & _LOW) | flag, (high >> 32 & _LOW) | flag
-    st_relaxed_sys_v2_u64(box + ROW, (third, fourth))
+    st_relaxed_sys_v2_u64(box + stride, (third, fourth))
 
 
 @device_function
-def _peek_ll(box: int, epoch: int) -> Any:
+def peek_packets(box: int, stride: int, epoch: int) -> Any:
+    """Return a vector's two words, and 0 if both packets are of that epoch."""
     flag = word_of(epoch << 32)
     first, second = ld_relaxed_sys_v2_u64(box)
-    third, fourth = ld_relaxed_sys_v2_u64(box + ROW)
+    third, fourth = ld_relaxed_sys_v2_u64(box + stride)
     wrong = (first ^ flag) | (second ^ flag) | (third ^ flag) | (fourth ^ flag)
     low = word_of((first & _LOW) | second << 32)
     high = word_of((third & _LOW) | fourth << 32)
     return low, high, wrong >> 32
+
+
+@device_function
+def _post_ll(box: int, low: int, high: int, epoch: int) -> None:
+    post_packets(box, ROW, low, high, epoch)
+
+
+@device_function
+def _peek_ll(box: int, epoch: int) -> Any:
+    return peek_packets(box, ROW, epoch)
 
 
 @device_function

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import (
+    broadcast_direct,
     broadcast_signalled,
     exchange,
     exchange_copies,
     exchange_signalled,
+    reduce_direct,
     reduce_signalled,
     select,
     two_shot,
@@ -213,10 +215,14 @@ _REDUCE = _exchange("reduce", _same_shape, reduce_signalled.bind)
 REDUCE = _REDUCE._replace(
     fastest=_fastest_reduce,
     algorithms=_REDUCE.algorithms
+    | {"direct": reduce_direct.bind}
     | {
         f"two_shot_{transport}": functools.partial(_reduce_in_two_shots, transport)
         for transport in TRANSPORTS
     },
 )
 _BROADCAST = _exchange("broadcast", _same_shape, broadcast_signalled.bind)
-BROADCAST = _BROADCAST._replace(fastest=_fastest_broadcast)
+BROADCAST = _BROADCAST._replace(
+    fastest=_fastest_broadcast,
+    algorithms=_BROADCAST.algorithms | {"direct": broadcast_direct.bind},
+)

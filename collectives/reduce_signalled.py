@@ -30,6 +30,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import two_shot_signalled, workspace
+from numba_symm.collectives.direct import make_refused
 from numba_symm.collectives.exchange import Output, make_total
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.parts import after, make_place
@@ -66,6 +67,7 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes, Output.AT_ROOT)
     tell, told, _ = make_flags(size, REDUCE_SIGNALLED)
+    refused = make_refused(size)
     at = layout(size).two_shot_signalled
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
@@ -87,10 +89,13 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
         number: int,
         height: int,
         chunks: int,
+        left_over: int,
     ) -> None:
         # Ranks are numbered from the one after the root on: number k owns shard k, and
         # the root, which has the last number, none.
         follow_previous_grid(early)
+        if left_over != 0 and not refused(own, 0):
+            return
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
         low = cuda.local.array(held, types.int64)
@@ -184,7 +189,7 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
-    arguments = (ADDRESS, ADDRESS, *5 * (types.int64,))
+    arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
     return workspace.make_kernel(make_reduce_signalled, constants, *arguments)
 
 
@@ -196,8 +201,12 @@ def bind(
     element: Element,
     op: Op,
     root: int,
+    left_over: bool = False,
 ) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``."""
+    """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
+
+    ``left_over``: it follows ``reduce_direct``, and does what that one has not done.
+    """
     if comm.size <= 2:
         # Its owners are all ranks, of which only the root has an output.
         return two_shot_signalled.bind(comm, source, target, count, element, op)
@@ -212,4 +221,5 @@ def bind(
         kernel(comm.size, element, op, ragged),
         *(comm, grid, source, target, count, share),
         *((comm.rank - root - 1) % comm.size, height, chunks),
+        int(left_over),
     )

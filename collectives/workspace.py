@@ -67,6 +67,7 @@ class Layout:
     size: int
     barrier: Region
     agreement: Region
+    direct: Region
     pull: Region
     one_shot_sentinel: Region
     one_shot_ll: Region
@@ -187,6 +188,7 @@ def layout(size: int) -> Layout:
     slots = {
         "barrier": 0,
         "agreement": 8 * size,
+        "direct": MAX_BLOCKS * 3 * VECTOR * (size - 1),
         "pull": PULL.most(size) * 2 * PULL.rows * ROW,
         "one_shot_sentinel": taken(ONE_SHOT["sentinel"], 1),
         "one_shot_ll": taken(ONE_SHOT["ll"], 2),

@@ -205,6 +205,7 @@ class Peers:
 
     Attributes:
         addresses: by rank; this rank's own copy where it was allocated.
+        seen: by rank, at which address that one sees this rank's.
         mappings: what keeps each peer's mapped; None for this rank.
         closed: whether they were unmapped.
     """
@@ -212,10 +213,12 @@ class Peers:
     def __init__(
         self,
         addresses: tuple[int, ...],
+        seen: tuple[int, ...],
         mappings: list[Mapping | None],
         undo: ExitStack,
     ):
         self.addresses = addresses
+        self.seen = seen
         self.mappings = mappings
         self.closed = False
         self._undo = undo
@@ -284,4 +287,6 @@ def _map_peers(
                         mapping = backend.open(handles[r], nbytes)
                         mapped.callback(backend.close, mapping)
                         mappings[r], addresses[r] = mapping, mapping.address
-            return Peers(tuple(addresses), mappings, mapped.pop_all())
+            everyone = exchange.all_gather(tuple(addresses), f"{what}: where it is")
+            seen = tuple(theirs[rank] for theirs in everyone)
+            return Peers(tuple(addresses), seen, mappings, mapped.pop_all())

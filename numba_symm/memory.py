@@ -358,6 +358,18 @@ class Heap:
                 return entry.number, offset, tuple(places)
         return None
 
+    def seen(self, address: int, nbytes: int) -> tuple[int, ...] | None:
+        """Return at which address each rank sees the symmetric memory that begins here.
+
+        Not collective, and other ranks' arrays may lie elsewhere. None: the bytes from
+        ``address`` on are not in one block.
+        """
+        for entry in self._entries.values():
+            offset = address - entry.block.address
+            if offset >= 0 and offset + nbytes <= entry.block.nbytes:
+                return tuple(base + offset for base in entry.peers.seen)
+        return None
+
     def _take_pad(self, what: str) -> _Pad:
         nbytes = pads.pad_nbytes(self.group.world.size)
         if not self._free_pads:

@@ -33,10 +33,13 @@ _MODULES = (
     "numba_symm.collectives.two_shot",
     "numba_symm.collectives.exchange",
     "numba_symm.collectives.parts",
+    "numba_symm.collectives.direct",
     "numba_symm.collectives.two_shot_signalled",
     "numba_symm.collectives.exchange_signalled",
     "numba_symm.collectives.reduce_signalled",
     "numba_symm.collectives.broadcast_signalled",
+    "numba_symm.collectives.broadcast_direct",
+    "numba_symm.collectives.reduce_direct",
     "numba_symm.collectives.transfer",
     "explore.programs",
 )

@@ -26,6 +26,7 @@ from numba_symm.collectives import (
     reduce_signalled,
     two_shot_signalled,
 )
+from numba_symm.collectives.launches import InTurn
 
 INT64, FLOAT64 = (dtypes.element(name, "test") for name in ("int64", "float64"))
 ALGORITHMS = (
@@ -160,6 +161,21 @@ class World:
             self.streams[comm.rank].append(self.code.broadcast_signalled.bind(*args))
             self.expect(array, words[root])
 
+    def on_own_arrays(self, name, root, arrays, count, refusing=None):
+        """Add a call of a kernel that works on all ranks' arrays, in place.
+
+        Another one goes through the workspace if rank ``refusing`` has another kind of
+        memory.
+        """
+        for comm, array in zip(self.comms, arrays, strict=True):
+            seen = None if comm.rank == refusing else (array,) * self.size
+            comm.heap = SimpleNamespace(seen=lambda *_, seen=seen: seen)
+            target = array if "broadcast" in name or comm.rank == root else 0
+            args = (comm, array, target, count, INT64, "sum", root)
+            bound = getattr(self.code, name).bind(*args)
+            launches = bound._calls if isinstance(bound, InTurn) else [bound]
+            self.streams[comm.rank] += launches
+
     def messages(self, *counts):
         """Add messages of some lengths between any ranks, in one launch a rank."""
         Message = self.code.transfer.Message
@@ -241,6 +257,7 @@ class World:
 
 REGIONS = (
     "barrier",
+    "direct",
     *dict.fromkeys(name.replace("one_shot_pull", "pull") for name in ALGORITHMS),
 )
 
@@ -299,6 +316,53 @@ def calls_of(code, *names):
                 world.all_reduce(name, count)
             else:
                 getattr(world, name)(count)
+        world.run()
+
+    return scenario
+
+
+def calls_on_own_arrays(code, epochs=0):
+    """Broadcasts and reductions of the same arrays, one right after the other."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        region = world.layout.direct
+        for workspace in world.workspaces if epochs else ():
+            for at in [
+                *range(region.epochs, region.epochs + 4 * MAX_BLOCKS, 4),
+                *range(region.flags, region.slots, 4),
+            ]:
+                world.memory.plant(workspace + at, 4, epochs)
+            packets = MAX_BLOCKS * 4 * (world.size - 1)
+            for at in range(region.slots, region.slots + 8 * packets, 8):
+                world.memory.plant(workspace + at, 8, epochs << 32 | 77)
+        count = machine.random.choice(COUNTS)
+        arrays = world.map("array", 8 * count + 8)
+        if machine.random.random() < 0.1:
+            arrays[0] += 8  # not aligned to 16 bytes
+        words = [[an_integer(machine.random) for _ in range(count)] for _ in arrays]
+        for array, mine in zip(arrays, words, strict=True):
+            for i, word in enumerate(mine):
+                world.memory.plant(array + 8 * i, 8, word)
+        for _ in range(4):
+            root = machine.random.randrange(world.size)
+            name = machine.random.choice(["broadcast_direct", "reduce_direct"])
+            refusing = machine.random.choice([None, None, None, *range(world.size)])
+            world.on_own_arrays(name, root, arrays, count, refusing)
+            if name == "broadcast_direct":
+                words = [words[root]] * world.size
+            else:
+                total = [sum(column) for column in zip(*words, strict=True)]
+                words = [*words[:root], total, *words[root + 1 :]]
+            # What follows on each stream reads and writes the array at once.
+            copies = world.map("copy", 8 * count)
+            inputs, new = world.inputs(count)
+            for rank, array in enumerate(arrays):
+                args = (copies[rank], array, count)
+                world.launch(rank, code.programs.write, 1, *args)
+                world.expect(copies[rank], words[rank])
+                world.launch(rank, code.programs.write, 1, array, inputs[rank], count)
+            words = new
         world.run()
 
     return scenario
@@ -589,6 +653,16 @@ def test_flags_that_were_never_renewed_are_found(races, ranks):
 @worlds
 def test_broadcasts(ranks):
     holds(calls_of(device_code(), "broadcast"), ranks, 300)
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_calls_on_the_ranks_own_arrays(ranks):
+    holds(calls_on_own_arrays(device_code()), ranks, 300)
+
+
+def test_calls_on_the_ranks_own_arrays_as_the_epochs_come_round():
+    for epochs in range(2**32 - 4, 2**32):
+        holds(calls_on_own_arrays(device_code(), epochs), 3, 25)
 
 
 @worlds
@@ -919,6 +993,45 @@ TRANSFER_BROKEN = {
         "while ld_relaxed_sys_u64(flag)",
     ),
 }
+DIRECT_BROKEN = {
+    "no fence before the addresses": (
+        "direct",
+        "fence_acq_rel_sys()\n        for k",
+        "pass\n        for k",
+    ),
+    "no fence after them": (
+        "direct",
+        "fence_acq_rel_sys()\n        syncthreads()",
+        "pass\n        syncthreads()",
+    ),
+    "not all threads wait": (
+        "direct",
+        "fence_acq_rel_sys()\n        syncthreads()",
+        "fence_acq_rel_sys()",
+    ),
+    "a refusal of one's own forgotten": ("direct", "if first[k] == 0:", "if False:"),
+    "another's refusal forgotten": ("direct", "or first == 0", ""),
+    "what was refused left undone": (
+        "reduce_signalled",
+        "not refused(own, 0)",
+        "True",
+    ),
+    "what was not refused done twice": (
+        "reduce_signalled",
+        "not refused(own, 0)",
+        "False",
+    ),
+    "nobody waits for the others' stores": (
+        "broadcast_direct",
+        "told(guard, own + flags + 4 * size * block, block, epoch, False)",
+        "pass",
+    ),
+    "nobody waits for the others' loads": (
+        "reduce_direct",
+        "told(guard, own + flags + 4 * size * block, block, epoch, False)",
+        "pass",
+    ),
+}
 EPOCH_BROKEN = {  # flags have a syncthreads of their own
     "the epoch changed before all have read it": (
         MAILED,
@@ -1047,6 +1160,13 @@ def test_broadcasts_broken_are_found(what, races, ranks):
 def test_broadcasts_of_three_ranks_broken_are_found(what, races):
     code = device_code(("broadcast_signalled", *BROADCAST_OF_THREE_BROKEN[what]))
     breaks(calls_of(code, "broadcast"), 3, races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", DIRECT_BROKEN)
+def test_calls_on_own_arrays_broken_are_found(what, races):
+    code = device_code(DIRECT_BROKEN[what])
+    breaks(calls_on_own_arrays(code), 3, races)
 
 
 @worlds

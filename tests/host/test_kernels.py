@@ -17,9 +17,11 @@ from numba_symm import dtypes, kernels, pads
 from numba_symm.collectives import (
     agreement,
     barrier,
+    broadcast_direct,
     copy_engine,
     one_shot,
     one_shot_pull,
+    reduce_direct,
     two_shot,
     two_shot_signalled,
 )
@@ -36,6 +38,8 @@ KERNELS = {
     "two_shot_signalled": two_shot_signalled.kernel(4, FLOAT32, "sum", False),
     "one_shot_pull": one_shot_pull.kernel(4, FLOAT32, "max", True),
     "copy_engine": copy_engine.kernel(4, FLOAT32, "sum", False),
+    "broadcast_direct": broadcast_direct.kernel(4, FLOAT32, True),
+    "reduce_direct": reduce_direct.kernel(4, BFLOAT16, "sum", True),
     "agreement": agreement.kernel(4),
     "barrier": barrier.kernel(4),
     "pad_barrier": pads.barrier_kernel(4),

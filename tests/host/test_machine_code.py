@@ -22,11 +22,13 @@ import pytest
 from numba_symm import dtypes, pads
 from numba_symm.collectives import (
     barrier,
+    broadcast_direct,
     broadcast_signalled,
     exchange,
     exchange_signalled,
     one_shot,
     one_shot_pull,
+    reduce_direct,
     reduce_signalled,
     two_shot,
     two_shot_signalled,
@@ -65,6 +67,8 @@ ALGORITHMS = {
     "scan_signalled": lambda *a: exchange_signalled.kernel(*a, False, SCAN),
     "reduce_signalled": lambda *a: reduce_signalled.kernel(*a, False),
     "broadcast_signalled": lambda n, e, op: broadcast_signalled.kernel(n, e, False),
+    "reduce_direct": lambda *a: reduce_direct.kernel(*a, False),
+    "broadcast_direct": lambda n, e, op: broadcast_direct.kernel(n, e, False),
 }
 SPILLS = {("two_ll", 8), ("signalled", 8), ("reduce_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8)}
@@ -110,8 +114,14 @@ TOLD = [
     if case[0] != "reduce_signalled" or case[1] > 2
 ]
 TOLD += [("barrier", 2), ("barrier", 8)]
-FLAGGED = [*TOLD, *PADS]
-COLLECTIVE = [*MAILBOXES, *TOLD]
+DIRECT = [
+    (name, *case)
+    for name in ("reduce_direct", "broadcast_direct")
+    for case in FLOATS
+    if case[0] > 2
+]
+FLAGGED = [*TOLD, *DIRECT, *PADS]
+COLLECTIVE = [*MAILBOXES, *TOLD, *DIRECT]
 EVERY = [*MAILBOXES, *FLAGGED]
 
 

@@ -8,9 +8,18 @@ from numba_symm.collectives.two_shot import LINE
 from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS
 from numba_symm.environment import SIMULATED
 from tests import operators
-from tests.ranks.helpers import Window, array_of, get, meet, refused, values
+from tests.ranks.helpers import (
+    Window,
+    array_of,
+    get,
+    meet,
+    ordinary,
+    put,
+    refused,
+    values,
+)
 
-ALGORITHMS = ("ll", "signalled", "copy_engine")
+ALGORITHMS = ("ll", "signalled", "copy_engine", "direct")
 F4 = np.dtype(np.float32)
 KINDS = [np.dtype(kind) for kind in (np.uint8, np.int16, F4, np.float64, np.complex128)]
 KINDS += [np.dtype([("a", np.int32), ("b", np.float64)])]
@@ -63,6 +72,26 @@ def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
     comm.synchronize()
     for window, wanted in calls:
         assert window.read().tobytes() == wanted.tobytes(), wanted.size
+    meet(comm, world)
+
+
+def test_any_rank_may_have_any_memory(comm, world):
+    """What works on the ranks' own arrays tells them, and one is enough to refuse."""
+    calls = []
+    for step in range(2 * comm.size + 4):
+        root, other = step % comm.size, step // 2
+        symmetric = comm.empty(400, np.float32)
+        # Symmetric on all ranks first; on the other ranks elsewhere, now and then off
+        # 16-byte boundaries; then on one rank ordinary.
+        x = symmetric[12 * comm.rank + step // 3 :][:300]
+        if comm.rank == other - 2:
+            x = ordinary(300, np.float32)
+        put(x, content(300, F4, comm.rank, step))
+        comm.broadcast(x, root, algorithm="direct")
+        calls.append((x, content(300, F4, root, step)))
+    comm.synchronize()
+    for x, wanted in calls:
+        assert get(x).tobytes() == wanted.tobytes()
     meet(comm, world)
 
 

@@ -174,9 +174,12 @@ def test_a_failed_construction_leaves_nothing(world, monkeypatch, step):
 
 
 def kept():
-    """Return what a rank that leaves alone cannot give back: peers may still use it."""
+    """Return what a rank that leaves alone cannot give back: peers may still use it.
+
+    The driver's own mappings are of the memory.
+    """
     safe = all(allocator._backend.frees_while_mapped for allocator in allocators)
-    return () if safe else ("GPU memory",)
+    return () if safe else ("GPU memory", "GPU mappings")
 
 
 class Mistake(Exception):

@@ -17,12 +17,14 @@ from tests.ranks.helpers import (
     get,
     meet,
     ordinary,
+    put,
     refused,
     same,
     values,
 )
 
 ALGORITHMS = ("sentinel", "ll", "two_shot_sentinel", "two_shot_ll", "signalled")
+ALGORITHMS += ("direct",)
 F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
 SOME = operators.PAIRS[:: 3 if SIMULATED else 7]  # compiling takes seconds
 
@@ -41,7 +43,7 @@ def usable(algorithm, dtype):
 def edges(dtype, algorithm, size, blocks):
     """Return counts around where another vector, row, shard or chunk begins."""
     lanes = 16 // dtype.itemsize
-    if algorithm == "signalled":
+    if algorithm in ("signalled", "direct"):
         shares = size - 1 if size > 2 else size
         row, most = SIGNALLED.steps(size) * THREADS * shares, (2 * blocks, 5 * blocks)
     else:
@@ -89,7 +91,7 @@ def test_types_and_operators(comm, world):
         root = step % comm.size
         inputs = [operators.random(kind, 33, [step, r]) for r in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], step % 2 == 0)
-        algorithm = usable(ALGORITHMS[step % 5], x.dtype)
+        algorithm = usable(ALGORITHMS[step % 6], x.dtype)
         out = comm.reduce(x, op, root, algorithm=algorithm)
         calls.append((operators.wanted(inputs, op), root, out))
     comm.synchronize()
@@ -170,6 +172,26 @@ def test_the_root_has_what_all_reduce_gives(comm, world, algorithm):
     everyones = comm.all_reduce(x)
     comm.synchronize()
     assert found is None or same(get(found), get(everyones))
+    meet(comm, world)
+
+
+def test_any_rank_may_have_any_memory(comm, world):
+    """What works on the ranks' own arrays tells them, and one is enough to refuse."""
+    calls = []
+    for step in range(2 * comm.size + 4):
+        root, other = step % comm.size, step // 2
+        inputs = [values([step, rank], 300, F4) for rank in range(comm.size)]
+        # Symmetric on all ranks first; on the other ranks elsewhere; the output, too.
+        x, out = comm.empty(400, F4)[12 * comm.rank :][:300], comm.empty(300, F4)
+        if comm.rank == other - 2:
+            x = ordinary(300, F4)
+        put(x, inputs[comm.rank])
+        out = (x, out, None)[step % 3] if comm.rank == root else None
+        out = comm.reduce(x, root=root, out=out, algorithm="direct")
+        calls.append((operators.wanted(inputs, "sum"), root, out))
+    comm.synchronize()
+    for wanted, root, out in calls:
+        check(comm, out, wanted, root)
     meet(comm, world)
 
 

@@ -1,0 +1,142 @@
+"""How kernels work on the ranks' own arrays, without the workspace between.
+
+Block by block, each rank tells every other at which addresses that one sees its arrays,
+in packets of mailboxes (``mailboxes.py``) with the call's epoch. A rank whose array is
+not symmetric, or not on a 16-byte boundary, tells 0 instead: then all ranks leave the
+call to the kernel that follows on the stream, which goes through the workspace.
+
+Memory order. A fence before the packets puts what the rank's stream did before, which
+the start of this kernel has made visible to the thread, before them; a fence after they
+have come, and ``syncthreads``, puts what the block does with the others' arrays after
+them. So nobody reads an array before it is written, or writes one that is in use.
+
+A mailbox is used again in the next call, in which a rank is only after all others have
+read it: this kernel, or the one that follows it, ends by waiting for them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba_symm.collectives.mailboxes import peek_packets, post_packets
+from numba_symm.collectives.workspace import MAX_BLOCKS, THREADS, VECTOR, layout
+from numba_symm.device.intrinsics import (
+    device_function,
+    fence_acq_rel_sys,
+    globaltimer,
+    ld_v2_u64,
+    poll_pause,
+    st_v2_u64,
+    syncthreads,
+    thread_index,
+)
+from numba_symm.device.signals import POLLS_PER_CHECK, must_give_up, wait_record
+
+
+def make_meet(
+    size: int, operation: int
+) -> Callable[[Any, Any, int, int, int, Any, Any], None]:
+    """Return the device function in which a block of all ranks meets.
+
+    ``(guard, ring, own, block, epoch, first, second)`` tells the others the addresses
+    at which they see this rank's two arrays, tuples along the ring, and waits for
+    theirs; 0 in ``first`` refuses. The whole block calls it.
+
+    Args:
+        size: number of ranks, two at least.
+        operation: what a record of a wait given up names.
+    """
+    slots = layout(size).direct.slots
+    others = size - 1
+    where = make_where(size)
+
+    @device_function
+    def box(block: int, k: int) -> int:
+        return slots + (block * others + k) * 2 * VECTOR
+
+    @device_function
+    def told(guard: Any, mail: int, epoch: int, record: int) -> Any:
+        polls = 0
+        started = 0
+        first, second, missing = peek_packets(mail, VECTOR, epoch)
+        while missing != 0:
+            poll_pause()
+            polls += 1
+            if polls % POLLS_PER_CHECK == 0:
+                if started == 0:
+                    started = globaltimer()
+                if must_give_up(guard, started, record):
+                    return 0, 0
+            first, second, missing = peek_packets(mail, VECTOR, epoch)
+        return first, second
+
+    @device_function
+    def meet(
+        guard: Any, ring: Any, own: int, block: int, epoch: int, first: Any, second: Any
+    ) -> None:
+        thread = thread_index()
+        if thread < others:
+            fence_acq_rel_sys()
+        for k in range(others):
+            if thread == k % THREADS:
+                # The sender is its k-th neighbour's (n - 2 - k)-th.
+                mail = ring[k] + box(block, others - 1 - k)
+                post_packets(mail, VECTOR, first[k], second[k], epoch)
+        for k in range(others):
+            if thread == k % THREADS:
+                peer = (guard.rank + 1 + k) % size
+                record = wait_record(operation, guard.rank, peer, block, epoch)
+                mail = own + box(block, k)
+                theirs, output = told(guard, mail, epoch, record)
+                if first[k] == 0:  # who refuses finds refusals, too
+                    theirs = 0
+                st_v2_u64(own + where(block, k), (theirs, output))
+        if thread < others:
+            fence_acq_rel_sys()
+        syncthreads()
+
+    return meet
+
+
+def make_where(size: int) -> Callable[[int, int], int]:
+    """Return a device function for ``size`` ranks.
+
+    ``(block, k)`` returns the offset in the workspace of the two addresses that the
+    k-th neighbour has told a block.
+    """
+    slots = layout(size).direct.slots
+    others = size - 1
+    places = slots + MAX_BLOCKS * others * 2 * VECTOR
+
+    @device_function
+    def where(block: int, k: int) -> int:
+        return places + (block * others + k) * VECTOR
+
+    return where
+
+
+def make_refused(size: int) -> Callable[[int, int], bool]:
+    """Return a device function for ``size`` ranks.
+
+    ``(own, block)`` returns whether a rank refused when the block met last, or one did
+    not come: the same on all ranks, and in all blocks, unless a wait was given up.
+    """
+    others = size - 1
+    where = make_where(size)
+
+    @device_function
+    def refused(own: int, block: int) -> bool:
+        found = False
+        for k in range(others):
+            first, _ = ld_v2_u64(own + where(block, k))
+            found = found or first == 0
+        return found
+
+    return refused
+
+
+def offered(comm: Any, address: int, nbytes: int) -> tuple[int, ...]:
+    """Return at which addresses the ring's ranks see an array, or zeros to refuse."""
+    seen = comm.heap.seen(address, nbytes) if address % VECTOR == 0 else None
+    if seen is None:
+        seen = (0,) * comm.size
+    return (*seen[comm.rank + 1 :], *seen[: comm.rank])

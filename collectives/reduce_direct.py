@@ -1,0 +1,158 @@
+"""Reduce between the ranks' own arrays: for larger messages, of three ranks or more.
+
+The ranks but the root each own a shard. An owner reads it in all ranks' inputs, reduces
+it in rank order, and stores the result in the root's output, vector by vector: so no
+link carries more than the message once in each direction, and nothing waits between the
+first vector and the last. The inputs and the root's output must be symmetric:
+``direct.py`` says how the ranks learn where they are, and what happens if one is not.
+
+Memory order: as ``broadcast_direct.py``. In place, the thread that reads a vector of
+the root's input stores that vector of its output afterwards, and no other touches it.
+
+Each element is reduced by one rank, in rank order: to the bits of an all-reduce.
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives import reduce_signalled, workspace
+from numba_symm.collectives.direct import (
+    make_meet,
+    make_refused,
+    make_where,
+    offered,
+)
+from numba_symm.collectives.exchange import Output, make_total
+from numba_symm.collectives.flags import make_flags
+from numba_symm.collectives.launches import Enqueue, InTurn
+from numba_symm.collectives.two_shot import shard
+from numba_symm.collectives.workspace import (
+    ADDRESS,
+    SIGNALLED,
+    THREADS,
+    divide_up,
+    follow_previous_grid,
+    layout,
+)
+from numba_symm.device.intrinsics import ld_u32, ld_v2_u64, st_u32, word_of
+from numba_symm.device.lanes import make_lanes
+from numba_symm.device.signals import REDUCE_SIGNALLED
+from numba_symm.dtypes import Element, Op
+from numba_symm.kernels import Kernel
+
+LOADS = 8  # vectors that a thread loads before it reduces them
+
+
+def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any:
+    """Return the kernel for ``size`` ranks, an element type and a reduction."""
+    lanes = make_lanes(element, op, ragged, size)
+    load, store = lanes.load, lanes.store
+    total = make_total(size, lanes, Output.AT_ROOT)
+    meet = make_meet(size, REDUCE_SIGNALLED)
+    refused, where = make_refused(size), make_where(size)
+    tell, told, _ = make_flags(size, REDUCE_SIGNALLED)
+    at = layout(size).direct
+    epochs, flags = at.epochs, at.flags
+    others = size - 1
+    batch = max(1, LOADS // size)
+    held = batch * size
+
+    def reduce_direct(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        source: int,
+        count: int,
+        vectors: int,
+        share: int,
+        root: int,
+        inputs: Any,
+        outputs: Any,
+    ) -> None:
+        follow_previous_grid(early)
+        thread = cuda.threadIdx.x
+        block = cuda.blockIdx.x
+        low = cuda.local.array(held, types.int64)
+        high = cuda.local.array(held, types.int64)
+        theirs = cuda.local.array(size, types.int64)
+        epoch_at = own + epochs + 4 * block
+        epoch = word_of((ld_u32(epoch_at) + 1) & 0xFFFFFFFF)
+        meet(guard, ring, own, block, epoch, inputs, outputs)
+        if not refused(own, block):
+            # Owners are numbered from the one after the root on.
+            owner = (guard.rank + others - root) % size
+            first = owner * share
+            mine = min(share, vectors - first)
+            if owner < others:
+                _, target = ld_v2_u64(own + where(block, others - 1 - owner))
+                for r in range(size):
+                    # By rank: the order of the reduction.
+                    k = (r + others - guard.rank) % size
+                    theirs[r] = source
+                    if k < others:
+                        theirs[r], _ = ld_v2_u64(own + where(block, k))
+                stride = cuda.gridDim.x * THREADS
+                start = block * THREADS + thread
+                while start < mine:
+                    for i in range(held):
+                        vector = start + i // size * stride
+                        if vector < mine:
+                            array = word_of(theirs[i % size])
+                            low[i], high[i] = load(array, first + vector, count)
+                    for i in range(batch):
+                        vector = start + i * stride
+                        if vector < mine:
+                            words = total(size, low, high, i * size)
+                            store(target, first + vector, count, words[0], words[1])
+                    start += batch * stride
+            tell(ring, flags + 4 * size * block, guard.rank, epoch)
+            told(guard, own + flags + 4 * size * block, block, epoch, False)
+        # All threads have read the epoch before it changes.
+        cuda.syncthreads()
+        if thread == 0:
+            st_u32(epoch_at, epoch)
+
+    return reduce_direct
+
+
+@functools.cache
+def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    seen = types.UniTuple(ADDRESS, size - 1)
+    arguments = (ADDRESS, *4 * (types.int64,), seen, seen)
+    constants = (size, element, op, ragged)
+    return workspace.make_kernel(make_reduce_direct, constants, *arguments)
+
+
+def bind(
+    comm: Any,
+    source: int,
+    target: int,
+    count: int,
+    element: Element,
+    op: Op,
+    root: int,
+) -> Enqueue:
+    """Return what enqueues it; see ``Bind`` in ``select.py``, ``operations.py``."""
+    args = (comm, source, target, count, element, op, root)
+    if comm.size <= 2:
+        return reduce_signalled.bind(*args)
+    nbytes = count * element.itemsize
+    inputs = outputs = offered(comm, source, nbytes)
+    if comm.rank == root:
+        outputs = offered(comm, target, nbytes)
+        if outputs[0] == 0:
+            inputs = outputs
+    vectors = divide_up(count, element.lanes)
+    share = shard(vectors, comm.size - 1)
+    most = min(comm.max_blocks, SIGNALLED.most(comm.size))
+    direct = workspace.launch(
+        kernel(comm.size, element, op, count % element.lanes != 0),
+        *(comm, min(divide_up(share, THREADS), most)),
+        *(source, count, vectors, share, root, inputs, outputs),
+    )
+    return InTurn(direct, reduce_signalled.bind(*args, left_over=True))
