@@ -53,6 +53,7 @@ ALONE = ("explore", "host", "simulated")
 """Folders whose tests need one processor, and no other process."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist's own looks at the groups
 def pytest_collection_modifyitems(config, items):
     """Under pytest-xdist, run what starts processes in one worker, and that first.
 

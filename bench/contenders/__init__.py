@@ -153,6 +153,12 @@ def need_gpus() -> None:
         raise Missing("needs GPUs, and this run is in Numba's simulator")
 
 
+def need_a_gpu_each(comm: Any, ranks: Any) -> None:
+    """Raise Missing on all ranks if two of them share a GPU. Collective."""
+    if len(set(ranks.allgather(comm.device.uuid))) < ranks.size:
+        raise Missing("needs a GPU for each rank, and ranks share one")
+
+
 def imported(name: str, cure: str) -> Any:
     """Return a module, or raise Missing with the command that would bring it."""
     try:

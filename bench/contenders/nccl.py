@@ -13,6 +13,7 @@ from numba_symm.bench.contenders import (
     Ways,
     from_first_rank,
     imported,
+    need_a_gpu_each,
     need_gpus,
     no_context,
 )
@@ -30,6 +31,7 @@ def check() -> None:
 
 def make(comm: Any, ranks: Any) -> "Nccl":
     """Return the contender. Collective."""
+    need_a_gpu_each(comm, ranks)
     return Nccl(ranks)
 
 

@@ -18,6 +18,7 @@ from numba_symm.bench.contenders import (
     Ways,
     from_first_rank,
     imported,
+    need_a_gpu_each,
     need_gpus,
 )
 
@@ -44,6 +45,7 @@ def check() -> None:
 
 def make(comm: Any, ranks: Any) -> "Torch":
     """Return the contender. Collective."""
+    need_a_gpu_each(comm, ranks)
     return Torch(comm.device.ordinal, ranks)
 
 
