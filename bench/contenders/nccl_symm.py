@@ -4,6 +4,7 @@ from typing import Any
 
 from numba import cuda
 
+from numba_symm.bench.contenders import need_a_gpu_each
 from numba_symm.bench.contenders.nccl import Nccl, check
 
 __all__ = ["NcclSymm", "check", "make"]
@@ -11,6 +12,7 @@ __all__ = ["NcclSymm", "check", "make"]
 
 def make(comm: Any, ranks: Any) -> "NcclSymm":
     """Return the contender. Collective."""
+    need_a_gpu_each(comm, ranks)
     return NcclSymm(ranks)
 
 
