@@ -5,7 +5,6 @@ hand: ``numba-symm run -n 3 -m pytest tests/ranks``.
 """
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -49,27 +48,12 @@ class Agreement:
         return result
 
 
-ALONE = ("explore", "host", "simulated")
-"""Folders whose tests need one processor, and no other process."""
+def pytest_collection_modifyitems(items):
+    """Run first what takes the longest; each file's tests stay together.
 
-
-@pytest.hookimpl(tryfirst=True)  # xdist's own looks at the groups
-def pytest_collection_modifyitems(config, items):
-    """Under pytest-xdist, run what starts processes in one worker, and that first.
-
-    It takes the longest; side by side, such tests would wait for each other's ranks.
-    All tests of one kernel's machine code share a worker: it compiles that kernel once.
+    So one of two workers does these, side by side with all the rest on the other.
     """
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    here = Path(__file__).parent
-    busy = [i for i in items if i.path.relative_to(here).parts[0] not in ALONE]
-    for item in busy:
-        item.add_marker(pytest.mark.xdist_group("processes"))
-    for item in items:
-        if item.path.stem == "test_machine_code" and hasattr(item, "callspec"):
-            item.add_marker(pytest.mark.xdist_group(item.callspec.id))
-    items.sort(key=lambda item: item not in busy)
+    items.sort(key=lambda item: item.path.stem != "test_mpirun")
 
 
 def pytest_configure(config):

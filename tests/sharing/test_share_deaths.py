@@ -91,8 +91,10 @@ def test_a_consumer_that_ends_with_arrays_open():
 def is_killed_while_busy(comm):
     if comm.rank == 0:
         x = numbers(SIZE)
-        handle = say(comm, ns.share(x, opens=comm.size))
+        handle = ns.share(x, opens=comm.size)
+        # Before the others, who open it more often than they may: then it is gone.
         mine = ns.open_shared(handle)
+        say(comm, handle)
         del x
 
         def only_mine():
