@@ -19,6 +19,7 @@ from numba.cuda import types
 
 from numba_symm.collectives import broadcast_signalled, workspace
 from numba_symm.collectives.direct import (
+    digest_of,
     make_meet,
     make_refused,
     make_where,
@@ -37,7 +38,7 @@ from numba_symm.collectives.workspace import (
 )
 from numba_symm.device.intrinsics import ld_u32, ld_v2_u64, st_u32, word_of
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import BROADCAST
+from numba_symm.device.signals import BROADCAST_DIRECT
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
 
@@ -47,9 +48,9 @@ BATCH = 4  # vectors that a thread loads before it stores them
 def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
-    meet = make_meet(size, BROADCAST)
+    meet = make_meet(size, BROADCAST_DIRECT)
     refused, where = make_refused(size), make_where(size)
-    tell, told, _ = make_flags(size, BROADCAST)
+    tell, told, renew = make_flags(size, BROADCAST_DIRECT)
     at = layout(size).direct
     epochs, flags = at.epochs, at.flags
     others = size - 1
@@ -64,6 +65,7 @@ def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
         vectors: int,
         share: int,
         root: int,
+        digest: int,
         seen: Any,
     ) -> None:
         follow_previous_grid(early)
@@ -73,8 +75,9 @@ def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
         high = cuda.local.array(BATCH, types.int64)
         theirs = cuda.local.array(others, types.int64)
         epoch_at = own + epochs + 4 * block
+        flag = flags + 4 * size * block
         epoch = word_of((ld_u32(epoch_at) + 1) & 0xFFFFFFFF)
-        meet(guard, ring, own, block, epoch, seen, seen)
+        meet(guard, ring, own, block, epoch, digest, seen, seen)
         if not refused(own, block):
             # Owners are numbered from the one after the root on.
             owner = (guard.rank + others - root) % size
@@ -102,10 +105,12 @@ def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
                                     into = word_of(theirs[k])
                                     store(into, there, count, low[i], high[i])
                     start += BATCH * stride
-            tell(ring, flags + 4 * size * block, guard.rank, epoch)
-            told(guard, own + flags + 4 * size * block, block, epoch, False)
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
+            tell(ring, flag, guard.rank, epoch)
+            told(guard, own + flag, block, epoch, False)
+        else:
+            # Or they would seem to be ahead, 2**31 such calls later.
+            renew(ring, flag, guard.rank, epoch)
+        # All threads have read the epoch before they met.
         if thread == 0:
             st_u32(epoch_at, epoch)
 
@@ -116,7 +121,7 @@ def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
 def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     seen = types.UniTuple(ADDRESS, size - 1)
-    arguments = (ADDRESS, *4 * (types.int64,), seen)
+    arguments = (ADDRESS, *5 * (types.int64,), seen)
     constants = (size, element, ragged)
     return workspace.make_kernel(make_broadcast_direct, constants, *arguments)
 
@@ -137,13 +142,14 @@ def bind(
     args = (comm, source, target, count, element, op, root)
     if comm.size <= 2:  # nothing is relayed
         return broadcast_signalled.bind(*args)
+    call = f"broadcast of {count} {element.name} from {root}"
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size - 1)
     most = min(comm.max_blocks, SIGNALLED.most(comm.size))
     direct = workspace.launch(
         kernel(comm.size, element, count % element.lanes != 0),
         *(comm, min(divide_up(share, THREADS), most)),
-        *(target, count, vectors, share, root),
+        *(target, count, vectors, share, root, digest_of(call)),
         offered(comm, target, count * element.itemsize),
     )
     return InTurn(direct, broadcast_signalled.bind(*args, left_over=True))

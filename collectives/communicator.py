@@ -540,7 +540,8 @@ class Communicator(VectorForms):
             out: on the root as for :meth:`all_reduce`; None on the other ranks.
             stream: as for :meth:`all_reduce`.
             algorithm: ``"sentinel"`` and ``"two_shot_sentinel"`` (floats), ``"ll"``,
-                ``"two_shot_ll"`` or ``"signalled"``. None: the fastest.
+                ``"two_shot_ll"``, ``"signalled"`` or ``"direct"`` (between symmetric
+                arrays of this communicator). None: the fastest.
 
         Returns:
             On the root ``out``, or the new array, of x's shape: the same bits that
@@ -564,8 +565,8 @@ class Communicator(VectorForms):
                 at most 16 bytes: the root's is read, the others' are written.
             root: the rank that has the contents.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the
-                fastest.
+            algorithm: ``"ll"``, ``"signalled"``, ``"direct"`` (between symmetric
+                arrays of this communicator) or ``"copy_engine"``. None: the fastest.
 
         Returns:
             ``x``.

@@ -10,10 +10,15 @@ the start of this kernel has made visible to the thread, before them; a fence af
 have come, and ``syncthreads``, puts what the block does with the others' arrays after
 them. So nobody reads an array before it is written, or writes one that is in use.
 
+A digest of the call comes with the addresses, as others' arrays are written: ranks that
+differ fail together, before any is. A rank that comes when others have given up writes
+nothing either; only a failure while it is past its look at the board comes too late.
+
 A mailbox is used again in the next call, in which a rank is only after all others have
 read it: this kernel, or the one that follows it, ends by waiting for them.
 """
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,23 +28,33 @@ from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
     globaltimer,
+    ld_relaxed_sys_u64,
     ld_v2_u64,
     poll_pause,
+    st_relaxed_sys_u64,
     st_v2_u64,
     syncthreads,
     thread_index,
 )
-from numba_symm.device.signals import POLLS_PER_CHECK, must_give_up, wait_record
+from numba_symm.device.signals import (
+    MISMATCH,
+    POLLS_PER_CHECK,
+    must_give_up,
+    wait_record,
+)
+
+_BOX = 4 * VECTOR  # two vectors as packets
 
 
 def make_meet(
     size: int, operation: int
-) -> Callable[[Any, Any, int, int, int, Any, Any], None]:
+) -> Callable[[Any, Any, int, int, int, int, Any, Any], None]:
     """Return the device function in which a block of all ranks meets.
 
-    ``(guard, ring, own, block, epoch, first, second)`` tells the others the addresses
-    at which they see this rank's two arrays, tuples along the ring, and waits for
-    theirs; 0 in ``first`` refuses. The whole block calls it.
+    ``(guard, ring, own, block, epoch, digest, first, second)`` tells the others the
+    call's digest and the addresses at which they see this rank's two arrays, tuples
+    along the ring, and waits for theirs; 0 in ``first`` refuses. The whole block calls
+    it, and all of it waits for it.
 
     Args:
         size: number of ranks, two at least.
@@ -51,29 +66,42 @@ def make_meet(
 
     @device_function
     def box(block: int, k: int) -> int:
-        return slots + (block * others + k) * 2 * VECTOR
+        return slots + (block * others + k) * _BOX
 
     @device_function
     def told(guard: Any, mail: int, epoch: int, record: int) -> Any:
         polls = 0
         started = 0
+        digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
         first, second, missing = peek_packets(mail, VECTOR, epoch)
-        while missing != 0:
+        while missing | late != 0:
             poll_pause()
             polls += 1
             if polls % POLLS_PER_CHECK == 0:
                 if started == 0:
                     started = globaltimer()
                 if must_give_up(guard, started, record):
-                    return 0, 0
+                    return 0, 0, 0, False
+            digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
             first, second, missing = peek_packets(mail, VECTOR, epoch)
-        return first, second
+        return first, second, digest, True
 
     @device_function
     def meet(
-        guard: Any, ring: Any, own: int, block: int, epoch: int, first: Any, second: Any
+        guard: Any,
+        ring: Any,
+        own: int,
+        block: int,
+        epoch: int,
+        digest: int,
+        first: Any,
+        second: Any,
     ) -> None:
         thread = thread_index()
+        # Looked at now, as the board is far away: what came long ago finds it changed.
+        failure = 0
+        if thread < others:
+            failure = ld_relaxed_sys_u64(guard.board + 8 * guard.rank)
         if thread < others:
             fence_acq_rel_sys()
         for k in range(others):
@@ -81,13 +109,20 @@ def make_meet(
                 # The sender is its k-th neighbour's (n - 2 - k)-th.
                 mail = ring[k] + box(block, others - 1 - k)
                 post_packets(mail, VECTOR, first[k], second[k], epoch)
+                post_packets(mail + 2 * VECTOR, VECTOR, digest, 0, epoch)
         for k in range(others):
             if thread == k % THREADS:
                 peer = (guard.rank + 1 + k) % size
                 record = wait_record(operation, guard.rank, peer, block, epoch)
                 mail = own + box(block, k)
-                theirs, output = told(guard, mail, epoch, record)
-                if first[k] == 0:  # who refuses finds refusals, too
+                theirs, output, call, came = told(guard, mail, epoch, record)
+                if came and call != digest:
+                    record = wait_record(MISMATCH, guard.rank, peer, 0, epoch)
+                    for r in range(size):
+                        st_relaxed_sys_u64(guard.board + 8 * r, record)
+                    theirs = 0
+                # Who refuses finds refusals, too.
+                if first[k] == 0 or failure != 0:
                     theirs = 0
                 st_v2_u64(own + where(block, k), (theirs, output))
         if thread < others:
@@ -105,7 +140,7 @@ def make_where(size: int) -> Callable[[int, int], int]:
     """
     slots = layout(size).direct.slots
     others = size - 1
-    places = slots + MAX_BLOCKS * others * 2 * VECTOR
+    places = slots + MAX_BLOCKS * others * _BOX
 
     @device_function
     def where(block: int, k: int) -> int:
@@ -132,6 +167,11 @@ def make_refused(size: int) -> Callable[[int, int], bool]:
         return found
 
     return refused
+
+
+def digest_of(call: str) -> int:
+    """Return what must be equal on all ranks, of a call in words."""
+    return zlib.crc32(call.encode())
 
 
 def offered(comm: Any, address: int, nbytes: int) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from numba.cuda import types
 
 from numba_symm.collectives import reduce_signalled, workspace
 from numba_symm.collectives.direct import (
+    digest_of,
     make_meet,
     make_refused,
     make_where,
@@ -39,7 +40,7 @@ from numba_symm.collectives.workspace import (
 )
 from numba_symm.device.intrinsics import ld_u32, ld_v2_u64, st_u32, word_of
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import REDUCE_SIGNALLED
+from numba_symm.device.signals import REDUCE_DIRECT
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
 
@@ -51,9 +52,9 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes, Output.AT_ROOT)
-    meet = make_meet(size, REDUCE_SIGNALLED)
+    meet = make_meet(size, REDUCE_DIRECT)
     refused, where = make_refused(size), make_where(size)
-    tell, told, _ = make_flags(size, REDUCE_SIGNALLED)
+    tell, told, renew = make_flags(size, REDUCE_DIRECT)
     at = layout(size).direct
     epochs, flags = at.epochs, at.flags
     others = size - 1
@@ -70,6 +71,7 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
         vectors: int,
         share: int,
         root: int,
+        digest: int,
         inputs: Any,
         outputs: Any,
     ) -> None:
@@ -80,8 +82,9 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
         high = cuda.local.array(held, types.int64)
         theirs = cuda.local.array(size, types.int64)
         epoch_at = own + epochs + 4 * block
+        flag = flags + 4 * size * block
         epoch = word_of((ld_u32(epoch_at) + 1) & 0xFFFFFFFF)
-        meet(guard, ring, own, block, epoch, inputs, outputs)
+        meet(guard, ring, own, block, epoch, digest, inputs, outputs)
         if not refused(own, block):
             # Owners are numbered from the one after the root on.
             owner = (guard.rank + others - root) % size
@@ -109,10 +112,12 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
                             words = total(size, low, high, i * size)
                             store(target, first + vector, count, words[0], words[1])
                     start += batch * stride
-            tell(ring, flags + 4 * size * block, guard.rank, epoch)
-            told(guard, own + flags + 4 * size * block, block, epoch, False)
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
+            tell(ring, flag, guard.rank, epoch)
+            told(guard, own + flag, block, epoch, False)
+        else:
+            # Or they would seem to be ahead, 2**31 such calls later.
+            renew(ring, flag, guard.rank, epoch)
+        # All threads have read the epoch before they met.
         if thread == 0:
             st_u32(epoch_at, epoch)
 
@@ -123,7 +128,7 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     seen = types.UniTuple(ADDRESS, size - 1)
-    arguments = (ADDRESS, *4 * (types.int64,), seen, seen)
+    arguments = (ADDRESS, *5 * (types.int64,), seen, seen)
     constants = (size, element, op, ragged)
     return workspace.make_kernel(make_reduce_direct, constants, *arguments)
 
@@ -147,12 +152,13 @@ def bind(
         outputs = offered(comm, target, nbytes)
         if outputs[0] == 0:
             inputs = outputs
+    call = f"reduce of {count} {element.name} by {op!r} to {root}"
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size - 1)
     most = min(comm.max_blocks, SIGNALLED.most(comm.size))
     direct = workspace.launch(
         kernel(comm.size, element, op, count % element.lanes != 0),
         *(comm, min(divide_up(share, THREADS), most)),
-        *(source, count, vectors, share, root, inputs, outputs),
+        *(source, count, vectors, share, root, digest_of(call), inputs, outputs),
     )
     return InTurn(direct, reduce_signalled.bind(*args, left_over=True))

@@ -50,7 +50,7 @@ class Region:
         epochs: one uint32 a block, written by its own rank only: how many rounds the
             block has finished.
         flags: what peers tell this rank's blocks, two uint32 for each block and rank.
-        slots: what peers, or the rank for its peers, put here.
+        slots: what peers put here, or the rank for its peers or for itself.
         end: where the slots end.
     """
 
@@ -188,7 +188,7 @@ def layout(size: int) -> Layout:
     slots = {
         "barrier": 0,
         "agreement": 8 * size,
-        "direct": MAX_BLOCKS * 3 * VECTOR * (size - 1),
+        "direct": MAX_BLOCKS * 5 * VECTOR * (size - 1),
         "pull": PULL.most(size) * 2 * PULL.rows * ROW,
         "one_shot_sentinel": taken(ONE_SHOT["sentinel"], 1),
         "one_shot_ll": taken(ONE_SHOT["ll"], 2),

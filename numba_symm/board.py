@@ -39,6 +39,8 @@ _OPERATIONS = {
         "block",
     ),
     signals.BROADCAST: ("broadcast (signalled)", "block"),
+    signals.BROADCAST_DIRECT: ("broadcast (direct)", "block"),
+    signals.REDUCE_DIRECT: ("reduce (direct)", "block"),
     signals.TRANSFER: ("a message or a collective made of them", "channel"),
     signals.TWO_SHOT_SIGNALLED: ("all_reduce (two_shot_signalled)", "block"),
 }

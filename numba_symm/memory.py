@@ -228,8 +228,8 @@ class _Pad:
 class Heap:
     """The symmetric memory of one communicator.
 
-    All public methods but ``close_locally`` are collective: every rank calls them
-    with equal sizes, in the same order.
+    All public methods but ``close_locally``, ``everywhere`` and ``seen`` are
+    collective: every rank calls them with equal sizes, in the same order.
     """
 
     def __init__(self, group: Group):
@@ -362,11 +362,12 @@ class Heap:
         """Return at which address each rank sees the symmetric memory that begins here.
 
         Not collective, and other ranks' arrays may lie elsewhere. None: the bytes from
-        ``address`` on are not in one block.
+        ``address`` on are not in one block that is kept as long as it is mapped.
         """
         for entry in self._entries.values():
             offset = address - entry.block.address
-            if offset >= 0 and offset + nbytes <= entry.block.nbytes:
+            inside = offset >= 0 and offset + nbytes <= entry.block.nbytes
+            if inside and (entry.block.own or entry.owner() is not None):
                 return tuple(base + offset for base in entry.peers.seen)
         return None
 

@@ -49,9 +49,9 @@ class Agreement:
 
 
 def pytest_collection_modifyitems(items):
-    """Run first what takes the longest; each file's tests stay together.
+    """Run first what takes the longest.
 
-    So one of two workers does these, side by side with all the rest on the other.
+    One of two workers begins with these, the other takes over what is left at the end.
     """
     items.sort(key=lambda item: item.path.stem != "test_mpirun")
 

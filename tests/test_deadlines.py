@@ -22,6 +22,7 @@ import numba_symm as ns
 from numba_symm import device as symm
 from numba_symm import memory
 from numba_symm.collectives import select
+from numba_symm.collectives.operations import BROADCAST
 from tests.spawned import outcomes, run_ranks
 
 AWAY = 1  # the rank that does not come
@@ -86,6 +87,15 @@ def exchange(name, algorithm):
     def prepare(comm):
         x = cuda.to_device(np.ones(4 * comm.size, np.float32))
         return lambda: getattr(comm, name)(x, algorithm=algorithm)
+
+    return prepare
+
+
+def direct(name, root=0):
+    def prepare(comm, count=100):
+        x = comm.zeros(100, np.float32)[:count]
+        out = {"out": x} if (name, comm.rank) == ("reduce", root) else {}
+        return lambda: getattr(comm, name)(x, root=root, algorithm="direct", **out)
 
     return prepare
 
@@ -178,6 +188,11 @@ OPERATIONS = {
         exchange("reduce", "signalled"),
         r"reduce \(signalled\), block 0, epoch 1",
     ),
+    "reduce (direct)": (direct("reduce"), r"reduce \(direct\), block 0, epoch 1"),
+    "broadcast (direct)": (
+        direct("broadcast"),
+        r"broadcast \(direct\), block 0, epoch 1",
+    ),
     "plan": (plan, r"all_reduce \(one_shot_ll\), block 0, epoch 1"),
     "barrier": (barrier, r"barrier, block 0, epoch 1"),
     "memory_barrier": (memory_barrier, r"wait_signal, channel 3"),
@@ -253,6 +268,70 @@ def test_a_rank_that_does_not_come(name):
         assert call == check
         assert close == ""
         assert fact["again"]
+
+
+def comes_when_the_others_have_left(world):
+    comm = ns.Communicator(world, timeout=1.0)
+    x = comm.zeros(100, np.float32)
+    world.barrier()
+
+    args = (BROADCAST, x, "sum", x, None, "direct", 0)
+    launch, _, (stream, _) = comm._bound(*args)  # enqueued in time, but started late
+
+    def call():
+        launch(stream)
+        comm.synchronize()
+
+    error = "" if world.rank == AWAY else attempt(call)[0]
+    x.copy_to_device(np.full(100, 5 + world.rank, np.float32))
+    world.barrier()
+    if world.rank == AWAY:
+        error = attempt(call)[0]
+        x.copy_to_device(np.full(100, 5 + world.rank, np.float32))
+    world.barrier()
+    kept = x.copy_to_host().tolist() == [5.0 + world.rank] * 100
+    world.barrier()
+    attempt(comm.close)
+    return error, kept
+
+
+def test_nobody_s_array_is_written_by_a_rank_that_comes_too_late():
+    """Its peers may use theirs again: they were told that the call has failed."""
+    for error, kept in run_ranks(3, comes_when_the_others_have_left):
+        assert error.startswith("CollectiveTimeout: ")
+        assert kept
+
+
+def calls_differ(world, name, counts, roots):
+    comm = ns.Communicator(world, timeout=PATIENT)
+    x = comm.zeros(100, np.float32)
+    x.copy_to_device(np.full(100, 5 + world.rank, np.float32))
+    part, root = x[: counts[world.rank]], roots[world.rank]
+    out = {"out": part} if (name, world.rank) == ("reduce", root) else {}
+    call = getattr(comm, name)
+    world.barrier()
+    error, seconds = attempt(
+        lambda: (call(part, root=root, algorithm="direct", **out), comm.synchronize())
+    )
+    world.barrier()
+    rest = x[part.size :].copy_to_host().tolist()
+    attempt(comm.close)
+    return error, seconds, rest == [5.0 + world.rank] * len(rest)
+
+
+@pytest.mark.parametrize("name", ["broadcast", "reduce"])
+@pytest.mark.parametrize(
+    ("counts", "roots"),
+    [((100, 100, 60), (0, 0, 0)), ((80, 80, 80), (2, 1, 2))],
+    ids=["counts", "roots"],
+)
+def test_calls_that_differ_are_told_and_touch_no_more_than_they_were_given(
+    name, counts, roots
+):
+    for error, seconds, kept in run_ranks(3, calls_differ, name, counts, roots):
+        assert re.match(r"CollectiveTimeout: rank \d's call differs from rank", error)
+        assert seconds < PATIENT / 2
+        assert kept
 
 
 @cuda.jit

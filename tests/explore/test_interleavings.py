@@ -321,8 +321,11 @@ def calls_of(code, *names):
     return scenario
 
 
-def calls_on_own_arrays(code, epochs=0):
-    """Broadcasts and reductions of the same arrays, one right after the other."""
+def calls_on_own_arrays(code, epochs=0, lag=0):
+    """Broadcasts and reductions of the same arrays, one right after the other.
+
+    After so many ``epochs``, as which the flags are, or older by ``lag``.
+    """
 
     def scenario(machine):
         world = World(machine, code, blocks=machine.random.choice([1, 2]))
@@ -330,10 +333,11 @@ def calls_on_own_arrays(code, epochs=0):
         for workspace in world.workspaces if epochs else ():
             for at in [
                 *range(region.epochs, region.epochs + 4 * MAX_BLOCKS, 4),
-                *range(region.flags, region.slots, 4),
             ]:
                 world.memory.plant(workspace + at, 4, epochs)
-            packets = MAX_BLOCKS * 4 * (world.size - 1)
+            for at in range(region.flags, region.slots, 4):
+                world.memory.plant(workspace + at, 4, epochs - lag)
+            packets = MAX_BLOCKS * 8 * (world.size - 1)
             for at in range(region.slots, region.slots + 8 * packets, 8):
                 world.memory.plant(workspace + at, 8, epochs << 32 | 77)
         count = machine.random.choice(COUNTS)
@@ -663,6 +667,7 @@ def test_calls_on_the_ranks_own_arrays(ranks):
 def test_calls_on_the_ranks_own_arrays_as_the_epochs_come_round():
     for epochs in range(2**32 - 4, 2**32):
         holds(calls_on_own_arrays(device_code(), epochs), 3, 25)
+    holds(calls_on_own_arrays(device_code(), 2**31, 2**31 - 1), 3, 60)
 
 
 @worlds
@@ -1009,7 +1014,7 @@ DIRECT_BROKEN = {
         "fence_acq_rel_sys()\n        syncthreads()",
         "fence_acq_rel_sys()",
     ),
-    "a refusal of one's own forgotten": ("direct", "if first[k] == 0:", "if False:"),
+    "a refusal of one's own forgotten": ("direct", "if first[k] == 0 or", "if"),
     "another's refusal forgotten": ("direct", "or first == 0", ""),
     "what was refused left undone": (
         "reduce_signalled",
@@ -1021,14 +1026,15 @@ DIRECT_BROKEN = {
         "not refused(own, 0)",
         "False",
     ),
+    "the digest not looked at": ("direct", " | late", ""),
     "nobody waits for the others' stores": (
         "broadcast_direct",
-        "told(guard, own + flags + 4 * size * block, block, epoch, False)",
+        "told(guard, own + flag, block, epoch, False)",
         "pass",
     ),
     "nobody waits for the others' loads": (
         "reduce_direct",
-        "told(guard, own + flags + 4 * size * block, block, epoch, False)",
+        "told(guard, own + flag, block, epoch, False)",
         "pass",
     ),
 }
@@ -1167,6 +1173,15 @@ def test_broadcasts_of_three_ranks_broken_are_found(what, races):
 def test_calls_on_own_arrays_broken_are_found(what, races):
     code = device_code(DIRECT_BROKEN[what])
     breaks(calls_on_own_arrays(code), 3, races)
+
+
+@by_anything_and_by_result
+def test_flags_that_refused_calls_did_not_renew_are_found(races):
+    renewed = "renew(ring, flag, guard.rank, epoch)"
+    code = device_code(
+        *((name, renewed, "pass") for name in ("reduce_direct", "broadcast_direct"))
+    )
+    breaks(calls_on_own_arrays(code, 2**31, 2**31 - 1), 3, races)
 
 
 @worlds

@@ -35,6 +35,8 @@ TEXTS = {
     ),
     signals.REDUCE_SIGNALLED: "reduce (signalled), block 5",
     signals.BROADCAST: "broadcast (signalled), block 5",
+    signals.BROADCAST_DIRECT: "broadcast (direct), block 5",
+    signals.REDUCE_DIRECT: "reduce (direct), block 5",
     signals.TRANSFER: "a message or a collective made of them, channel 5",
 }
 
