@@ -50,7 +50,7 @@ def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
     meet = make_meet(size, BROADCAST_DIRECT)
     refused, where = make_refused(size), make_where(size)
-    tell, told, renew = make_flags(size, BROADCAST_DIRECT)
+    tell, told, _ = make_flags(size, BROADCAST_DIRECT)
     at = layout(size).direct
     epochs, flags = at.epochs, at.flags
     others = size - 1
@@ -78,7 +78,8 @@ def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
         flag = flags + 4 * size * block
         epoch = word_of((ld_u32(epoch_at) + 1) & 0xFFFFFFFF)
         meet(guard, ring, own, block, epoch, digest, seen, seen)
-        if not refused(own, block):
+        direct = not refused(own, block)
+        if direct:
             # Owners are numbered from the one after the root on.
             owner = (guard.rank + others - root) % size
             first = owner * share
@@ -105,11 +106,10 @@ def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
                                     into = word_of(theirs[k])
                                     store(into, there, count, low[i], high[i])
                     start += BATCH * stride
-            tell(ring, flag, guard.rank, epoch)
+        # After a refusal, too: flags must not be 2**31 calls old.
+        tell(ring, flag, guard.rank, epoch)
+        if direct:
             told(guard, own + flag, block, epoch, False)
-        else:
-            # Or they would seem to be ahead, 2**31 such calls later.
-            renew(ring, flag, guard.rank, epoch)
         # All threads have read the epoch before they met.
         if thread == 0:
             st_u32(epoch_at, epoch)

@@ -54,7 +54,7 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
     total = make_total(size, lanes, Output.AT_ROOT)
     meet = make_meet(size, REDUCE_DIRECT)
     refused, where = make_refused(size), make_where(size)
-    tell, told, renew = make_flags(size, REDUCE_DIRECT)
+    tell, told, _ = make_flags(size, REDUCE_DIRECT)
     at = layout(size).direct
     epochs, flags = at.epochs, at.flags
     others = size - 1
@@ -85,7 +85,8 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
         flag = flags + 4 * size * block
         epoch = word_of((ld_u32(epoch_at) + 1) & 0xFFFFFFFF)
         meet(guard, ring, own, block, epoch, digest, inputs, outputs)
-        if not refused(own, block):
+        direct = not refused(own, block)
+        if direct:
             # Owners are numbered from the one after the root on.
             owner = (guard.rank + others - root) % size
             first = owner * share
@@ -112,11 +113,10 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
                             words = total(size, low, high, i * size)
                             store(target, first + vector, count, words[0], words[1])
                     start += batch * stride
-            tell(ring, flag, guard.rank, epoch)
+        # After a refusal, too: flags must not be 2**31 calls old.
+        tell(ring, flag, guard.rank, epoch)
+        if direct:
             told(guard, own + flag, block, epoch, False)
-        else:
-            # Or they would seem to be ahead, 2**31 such calls later.
-            renew(ring, flag, guard.rank, epoch)
         # All threads have read the epoch before they met.
         if thread == 0:
             st_u32(epoch_at, epoch)

@@ -1177,9 +1177,12 @@ def test_calls_on_own_arrays_broken_are_found(what, races):
 
 @by_anything_and_by_result
 def test_flags_that_refused_calls_did_not_renew_are_found(races):
-    renewed = "renew(ring, flag, guard.rank, epoch)"
+    told = "tell(ring, flag, guard.rank, epoch)"
     code = device_code(
-        *((name, renewed, "pass") for name in ("reduce_direct", "broadcast_direct"))
+        *(
+            (name, told, f"if direct:\n            {told}")
+            for name in ("reduce_direct", "broadcast_direct")
+        )
     )
     breaks(calls_on_own_arrays(code, 2**31, 2**31 - 1), 3, races)
 
