@@ -26,7 +26,7 @@ demo: $(VENV)/demo.installed
 	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
 
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/dev.installed
 	$(BIN)/ruff check

@@ -49,10 +49,7 @@ class Agreement:
 
 
 def pytest_collection_modifyitems(items):
-    """Run first what takes the longest.
-
-    One of two workers begins with these, the other takes over what is left at the end.
-    """
+    """Run first what takes the longest: one of two workers does that and no more."""
     items.sort(key=lambda item: item.path.stem != "test_mpirun")
 
 

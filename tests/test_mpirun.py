@@ -1,7 +1,9 @@
-"""Runs every file of tests/ranks and tests/gpu under mpirun, on 1 to 4 ranks.
+"""Runs every file of tests/ranks and tests/gpu under mpirun, on 2 to 4 ranks.
 
 Without a GPU the ranks run in Numba's CUDA simulator, and tests/gpu is skipped. This
 process never does: the simulator disables the compiling that other tests need.
+
+On one rank test_one_rank.py does.
 
 NUMBA_SYMM_TEST_RANKS     the numbers of ranks, such as "4" or "1,2,8"
 NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take
@@ -35,9 +37,17 @@ PYTEST = ["-vs", "--no-header", "--no-summary"]
 PYTEST += ["-pno:cacheprovider", "-pno:faulthandler"]  # rank.py has its own
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+@pytest.mark.parametrize("ranks", [number for number in RANKS if number > 1])
+@by_file
 def test_on_ranks(file, ranks, tmp_path):
+    check(file, ranks, tmp_path)
+
+
+def check(file, ranks, tmp_path):
+    """Run a file's tests on that many ranks, or skip them."""
     environ = environment(ranks)
     if file.parent.name == "gpu" and environ.get("NUMBA_ENABLE_CUDASIM") == "1":
         pytest.skip("no NVIDIA GPU")

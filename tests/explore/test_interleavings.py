@@ -661,7 +661,7 @@ def test_broadcasts(ranks):
 
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_calls_on_the_ranks_own_arrays(ranks):
-    holds(calls_on_own_arrays(device_code()), ranks, 300)
+    holds(calls_on_own_arrays(device_code()), ranks, 600 // ranks)
 
 
 def test_calls_on_the_ranks_own_arrays_as_the_epochs_come_round():
