@@ -82,6 +82,7 @@ def live(world):
         allocators.add(comm.allocator)
         x, y = comm.empty(33, np.float32), comm.zeros(5, np.int64)
         memory = comm.rendezvous(x)
+        memory.barrier()
         put(x, np.ones(33, np.float32))
         memory.get_buffer(0, 33, np.float32)
         assert get(comm.all_reduce(x, out=x)).tolist() == [comm.size] * 33
