@@ -189,6 +189,9 @@ def job_environment(environ: Mapping[str, str], *, simulate: bool) -> dict[str, 
     job = dict(environ)
     if simulate:
         job["NUMBA_ENABLE_CUDASIM"] = "1"
+        # Ranks that wait in MPI leave the cores to those that simulate. Open MPI does
+        # so by itself only for more ranks than cores.
+        job.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     folder = environ.get("TMPDIR", "")
     if len(os.fsencode(folder)) > LONGEST_TMPDIR or not Path(folder).is_dir():
         # Only Open MPI's own files move; the ranks keep TMPDIR. (Open MPI 4; 5)

@@ -109,8 +109,10 @@ def test_too_few_gpus_are_refused_unless_ranks_may_share_them(monkeypatch):
 def test_the_job_keeps_the_environment(tmp_path):
     environ = {"TMPDIR": "/tmp", "NUMBA_SYMM_TIMEOUT": "5"}
     assert cli.job_environment(environ, simulate=False) == environ
-    simulated = environ | {"NUMBA_ENABLE_CUDASIM": "1"}
-    assert cli.job_environment(environ, simulate=True) == simulated
+    own = {"NUMBA_ENABLE_CUDASIM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert cli.job_environment(environ, simulate=True) == environ | own
+    spinning = environ | {"OMPI_MCA_mpi_yield_when_idle": "0"}
+    assert cli.job_environment(spinning, simulate=True) == spinning | own | spinning
 
 
 @pytest.mark.parametrize("folder", ["/tmp/" + "x" * 99, "/not/there"])
