@@ -22,6 +22,10 @@ SHORT, LONG = 2000.0, 4000.0
 """Microseconds that the calls timed at a time take, at least and at most, as far as
 their number can be chosen."""
 
+PATIENCE = 100_000.0
+"""Microseconds that a graph takes at most, by its calls' eager times: where ranks share
+a GPU, a call of microseconds takes milliseconds."""
+
 CACHE = 128 << 20
 """Bytes of different buffers that calls go through in turn: more than the 50 MB of
 second-level cache of an H100 or H200 keep."""
@@ -79,16 +83,18 @@ def buffers(nbytes: int) -> int:
     return max(1, min(MOST_BUFFERS, -(-CACHE // nbytes)))
 
 
-def calls_per_graph(nbytes: int, wanted: int, of: int) -> int:
+def calls_per_graph(nbytes: int, wanted: int, of: int, eager: float) -> int:
     """Return how many calls a graph holds: the same for all contenders.
 
     Args:
         nbytes: of a message.
         wanted: at least, while they do not take too long.
         of: the number of buffers; all of them are used equally often.
+        eager: microseconds of the fastest contender's call from the host.
     """
     guess = 4 + nbytes / 170e3  # microseconds a call, as on 4 H200s
-    count = max(2, min(max(wanted, SHORT / guess), LONG / guess))
+    count = min(max(wanted, SHORT / guess), LONG / guess, PATIENCE / eager)
+    count = max(2, count)
     return of * -(-int(count) // of)
 
 

@@ -74,11 +74,6 @@ class Kernel:
         """
         return not any(isinstance(each, UserOperator) for each in self.constants)
 
-    @functools.cached_property
-    def simulated(self) -> Any:
-        """The function as a kernel of Numba's simulator."""
-        return cuda.jit(self.function)
-
     def bind(self, grid: int, *args: Any, early: bool = False) -> "Launch":
         """Pack ``args`` for launches of ``grid`` blocks.
 
@@ -305,9 +300,11 @@ _CTYPES = {
 
 def _simulate(kernel: Kernel, grid: int, args: tuple[Any, ...]) -> None:
     """Run a kernel in Numba's simulator, block after block."""
+    from numba_symm import simulator  # which exists for the simulator only
+
     interval = sys.getswitchinterval()
     sys.setswitchinterval(min(interval, _SWITCH_INTERVAL))
     try:
-        kernel.simulated[grid, kernel.threads](*args)
+        simulator.run(kernel.function, grid, kernel.threads, args)
     finally:
         sys.setswitchinterval(interval)
