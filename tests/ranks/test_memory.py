@@ -274,6 +274,7 @@ def test_a_pad_is_zero_when_it_is_used_again(comm, world):
         if memory.signal_pad_ptrs == used:
             break
     assert memory.signal_pad_ptrs == used, "it was not used again"
+    world.Barrier()  # all have looked: what comes next writes into peers' pads
     memory.barrier()
     comm.synchronize()
 
