@@ -107,9 +107,10 @@ class Plan:
 class Communicator(VectorForms):
     """Collectives between the GPUs of the ranks of one host.
 
-    Making one is collective, as are all its methods but ``check``, ``synchronize``
-    and the properties: every rank calls them in the same order with arguments that
-    agree as each method says. A context manager; leaving it by an exception closes
+    Making one is collective, as are all its methods but messages (``send``, ``recv``,
+    ``sendrecv``, ``group``), ``check``, ``synchronize`` and the properties: every rank
+    calls them in the same order with arguments that agree as each method says. A
+    context manager; leaving it by an exception closes
     it on this rank alone and makes the other ranks' calls fail.
 
     Args:
@@ -357,7 +358,9 @@ class Communicator(VectorForms):
             stream: a Numba, cuda.core, CuPy or torch stream, or a handle. None: the
                 stream the array names, torch's or CuPy's current one for their
                 arrays, else ``comm.stream``.
-            algorithm: a name in ``collectives.select.ALL_REDUCE``. None: the fastest.
+            algorithm: ``"one_shot_sentinel"`` and ``"two_shot_sentinel"`` (floats),
+                ``"one_shot_ll"``, ``"two_shot_ll"``, ``"two_shot_signalled"``,
+                ``"copy_engine"`` or ``"one_shot_pull"``. None: the fastest.
 
         Returns:
             ``out``, or the new array, of x's shape.

@@ -91,9 +91,16 @@ def _positive(text: str) -> int:
 def _run(options: argparse.Namespace) -> int:
     """Become mpirun: its exit code and its signals are the job's."""
     simulate = simulation_needed(options.ranks, ask=options.simulate)
-    program = ["-m"] if options.module else []
+    # mpi4py's own -m ends the job when a rank leaves by an exception: the others may
+    # be waiting for it in MPI.
+    program = ["-m", "mpi4py", *["-m"] * options.module]
     program += [options.program, *options.arguments]
     command = mpirun_command(options.ranks, program, find_mpirun())
+    if not options.module and not Path(options.program).is_file():
+        raise SymmError(
+            f"there is no file {options.program!r}; give a Python script, without "
+            "`python` before it, or -m and a module"
+        )
     if simulate and not (options.simulate or SIMULATED):
         _tell("numba-symm: no GPU here; kernels run in Numba's CUDA simulator")
     sys.stdout.flush()

@@ -1,5 +1,6 @@
 """What ``numba-symm info`` shows: versions, GPUs, peer access, the backend."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from numba_symm import environment
 from numba_symm.environment import BACKENDS, SIMULATED, requested_backend
+from numba_symm.errors import ArgumentError
 from numba_symm.launch.devices import GPU, visible_gpus
 
 PACKAGES = (
@@ -48,6 +51,34 @@ def report(console: Console) -> None:
     for name, value in sorted(os.environ.items()):
         if name.startswith(VARIABLES):
             console.print(f"[bold]Set[/]      {escape(f'{name}={value}')}")
+    for text in wrong_settings(len(gpus)):
+        console.print(f"[bold red]Wrong[/]    {escape(text)}")
+
+
+def wrong_settings(gpus: int) -> list[str]:
+    """Return what is wrong with the environment variables of this library.
+
+    Args:
+        gpus: the number of GPUs this process sees.
+    """
+    found = [
+        f"{name} is not known; there are {', '.join(environment.VARIABLES)}"
+        for name in sorted(os.environ)
+        if name.startswith("NUMBA_SYMM_")
+        and not name.startswith("NUMBA_SYMM_TEST_")  # those of tests/test_mpirun.py
+        and name not in environment.VARIABLES
+    ]
+    simulated = SIMULATED or gpus == 0
+    for check in (
+        functools.partial(requested_backend, simulated=simulated),
+        environment.timeout,
+        environment.allow_overlapping_devices,
+    ):
+        try:
+            check()
+        except ArgumentError as error:
+            found.append(str(error))
+    return found
 
 
 def backend_and_reason(gpus: int) -> str:
@@ -60,7 +91,7 @@ def backend_and_reason(gpus: int) -> str:
         return "host: NUMBA_ENABLE_CUDASIM=1 asks for Numba's CUDA simulator"
     if gpus == 0:
         return "host: without a GPU, `numba-symm run` uses Numba's CUDA simulator"
-    asked = requested_backend()
+    asked = os.environ.get("NUMBA_SYMM_BACKEND")
     if asked is not None:
         return f"{asked}: NUMBA_SYMM_BACKEND asks for it"
     first, *rest = BACKENDS

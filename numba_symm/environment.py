@@ -19,21 +19,39 @@ from numba_symm.errors import ArgumentError
 SIMULATED = bool(config.ENABLE_CUDASIM)
 """True where kernels run in Numba's CUDA simulator; fixed when numba is imported."""
 
-BACKENDS = ("host",) if SIMULATED else ("vmm", "ipc")
+VARIABLES = (
+    "NUMBA_SYMM_BACKEND",
+    "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES",
+    "NUMBA_SYMM_TIMEOUT",
+)
+"""The library's own."""
+
+
+def backends_of(*, simulated: bool) -> tuple[str, ...]:
+    """Return the backends that a process can use, best first."""
+    return ("host",) if simulated else ("vmm", "ipc")
+
+
+BACKENDS = backends_of(simulated=SIMULATED)
 """The backends this process can use, best first."""
 
 DEFAULT_TIMEOUT = 300.0
 
 
-def requested_backend() -> str | None:
-    """Return the backend that ``NUMBA_SYMM_BACKEND`` asks for, or None."""
+def requested_backend(*, simulated: bool = SIMULATED) -> str | None:
+    """Return the backend that ``NUMBA_SYMM_BACKEND`` asks for, or None.
+
+    Args:
+        simulated: kernels run in the simulator, as they do in this process or not.
+    """
     name = os.environ.get("NUMBA_SYMM_BACKEND")
-    if name is None or name in BACKENDS:
+    backends = backends_of(simulated=simulated)
+    if name is None or name in backends:
         return name
-    where = "Numba's CUDA simulator" if SIMULATED else "a process with GPUs"
+    where = "Numba's CUDA simulator" if simulated else "a process with GPUs"
     raise ArgumentError(
         f"NUMBA_SYMM_BACKEND={name!r} cannot be used: in {where} it may be "
-        f"{' or '.join(BACKENDS)}; correct it or unset it"
+        f"{' or '.join(backends)}; correct it or unset it"
     )
 
 

@@ -39,9 +39,10 @@ class DriverError(BackendError):
 
 
 class CollectiveTimeout(SymmError, TimeoutError):
-    """A kernel waited for a peer past its deadline and gave up.
+    """A kernel gave up: a peer did not come before the deadline, or never will.
 
-    The text names who waited for whom, in which operation. The CUDA context is
+    The text names who waited for whom, in which operation; or which rank has left by
+    an exception, or whose call differs, which needs no deadline. The CUDA context is
     alive; results since the last successful check are undefined.
     """
 

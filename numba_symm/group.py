@@ -117,6 +117,8 @@ class Group:
             ". If that rank was not late, their calls differed: "
             "Communicator(…, debug=True) says where"
         )
+        if "_signal," in reason:
+            hint = ". If that rank was not late, it has no call that answers this one"
         if " a message " in reason:
             hint = (
                 ". If that rank was not late, it sends or receives something else: "

@@ -442,7 +442,6 @@ class SymmetricMemory:
         signal_pad_size: bytes of a signal pad.
         buffer_ptrs: address of every rank's buffer in this process.
         signal_pad_ptrs: address of every rank's signal pad in this process.
-        ctx: the same for kernels: an ordinary argument of any ``@cuda.jit`` kernel.
 
     Source: ``CUDASymmetricMemory`` of PyTorch.
     """
@@ -455,7 +454,7 @@ class SymmetricMemory:
         self.signal_pad_size = pads.pad_nbytes(self.world_size)
         self.buffer_ptrs = [base + offset for base in peers.addresses]
         self.signal_pad_ptrs = list(pad.addresses())
-        self.ctx = Context(
+        self._ctx = Context(
             self.rank,
             self.world_size,
             tuple(self.buffer_ptrs),
@@ -466,6 +465,17 @@ class SymmetricMemory:
         self._peers = peers
         # What keeps this rank's memory; arrays over it keep that, too.
         self._owner = (entry.owner(), array)
+
+    @property
+    def ctx(self) -> Context:
+        """The same for kernels: an ordinary argument of any ``@cuda.jit`` kernel.
+
+        Raises:
+            ClosedError: the communicator was closed, or the memory has gone.
+        """
+        if self._peers.closed:
+            raise ClosedError("this symmetric memory was closed by its communicator")
+        return self._ctx
 
     @functools.cached_property
     def _pointer_arrays(self) -> tuple[Any, Any]:
@@ -642,6 +652,15 @@ class SymmetricMemory:
 
         What any rank's stream wrote before is visible to all ranks' streams after.
         ``stream=None`` here, and for signals, is the legacy default stream.
+
+        Args:
+            channel: 0 to 127; a (pair, channel) has one user at a time.
+            stream: where to enqueue.
+
+        Raises:
+            ArgumentError: there is no such channel.
+            ClosedError: the communicator was closed, or the memory has gone.
+            CollectiveTimeout: the communicator has failed.
         """
         pads.check_channel(channel, "barrier")
         self._launch(pads.barrier_kernel(self.world_size), stream, channel)
@@ -649,21 +668,26 @@ class SymmetricMemory:
     def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
         """Enqueue a signal to rank ``dst``, once it has taken the one before.
 
-        What this rank's stream wrote before is visible to whoever takes it.
+        What this rank's stream wrote before is visible to whoever takes it. Channels,
+        streams and errors are those of :meth:`barrier`; ``dst`` is another rank.
         """
         pads.check_channel(channel, "put_signal")
         pads.check_peer(dst, self.rank, self.world_size, "put_signal")
         self._launch(pads.put_signal_kernel(self.world_size), stream, dst, channel)
 
     def wait_signal(self, src: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a wait for rank ``src``'s signal, which takes it."""
+        """Enqueue a wait for rank ``src``'s signal, which takes it.
+
+        Channels, streams and errors are those of :meth:`barrier`; ``src`` is another
+        rank.
+        """
         pads.check_channel(channel, "wait_signal")
         pads.check_peer(src, self.rank, self.world_size, "wait_signal")
         self._launch(pads.wait_signal_kernel(self.world_size), stream, src, channel)
 
     def _launch(self, kernel: Any, stream: Any, *args: int) -> None:
         self._check_open()
-        kernel.bind(1, self.ctx, *args)(_handle(stream))
+        kernel.bind(1, self._ctx, *args)(_handle(stream))
 
     def _check_open(self) -> None:
         self._group.check()

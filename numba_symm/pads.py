@@ -13,12 +13,9 @@ from numba.cuda import types
 
 from numba_symm.device import signals
 from numba_symm.device.intrinsics import fence_acq_rel_sys
-from numba_symm.device.signals import Context
+from numba_symm.device.signals import MAX_CHANNELS, Context
 from numba_symm.errors import ArgumentError
 from numba_symm.kernels import GUARD, Kernel
-
-MAX_CHANNELS = 128
-"""Channels of a pad: enough for one a block of the largest grids in use."""
 
 PADS_PER_ARENA = 64
 """Pads carved from one allocation, which may be no smaller than 2 MiB."""
@@ -54,6 +51,7 @@ def check_peer(peer: int, rank: int, world_size: int, what: str) -> int:
         others = [r for r in range(world_size) if r != rank]
         raise ArgumentError(
             f"{what}: rank {peer!r}; rank {rank} can signal to and from {others}"
+            + ("" if others else ", as it is alone: a signal to oneself orders nothing")
         )
     return peer
 

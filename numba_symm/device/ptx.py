@@ -229,6 +229,13 @@ def word_of(bits: int) -> int:
 
 
 @device_function
+def check_slot(
+    owner: int, channel: int, source: int, world_size: int, channels: int
+) -> None:
+    """Check nothing: a GPU has no time for it."""
+
+
+@device_function
 def poll_pause() -> None:
     """Let other threads run between two polls; a GPU does so by itself."""
 

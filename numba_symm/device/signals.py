@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from numba_symm.device.intrinsics import (
     array_at,
     block_size,
+    check_slot,
     device_function,
     globaltimer,
     ld_acquire_sys_u32,
@@ -28,6 +29,9 @@ from numba_symm.device.intrinsics import (
     thread_index,
 )
 from numba_symm.environment import SIMULATED
+
+MAX_CHANNELS = 128
+"""Channels of a pad: enough for one a block of the largest grids in use."""
 
 POLLS_PER_CHECK = 8 if SIMULATED else 4096
 """Polls between two looks at the clock and the board: some milliseconds on a GPU.
@@ -143,17 +147,24 @@ def _wait_for_slot(guard: Any, slot: int, value: int, record: int) -> bool:
 
 
 @device_function
+def _slot(ctx: Any, owner: int, channel: int, source: int) -> int:
+    """Return the address of a slot of rank ``owner``'s pad."""
+    check_slot(owner, channel, source, ctx.world_size, MAX_CHANNELS)
+    return ctx.pads[owner] + 4 * (ctx.world_size * channel + source)  # type: ignore[no-any-return]
+
+
+@device_function
 def put_signal(ctx: Any, dst: int, channel: int) -> bool:
     """Signal rank ``dst`` on ``channel``, once it has taken the signal before.
 
     One thread calls it. Its own earlier writes, and those it has synchronised with
     (``syncthreads``), are visible to the thread that takes the signal (release).
-    Nothing checks ``channel`` here: it must be below ``pads.MAX_CHANNELS``, 128.
+    ``channel`` is 0 to 127; on a GPU nothing checks it, or ``dst``.
 
     Returns:
         False if the deadline passed first, or another rank had failed.
     """
-    slot = ctx.pads[dst] + 4 * (ctx.world_size * channel + ctx.rank)
+    slot = _slot(ctx, dst, channel, ctx.rank)
     record = wait_record(PUT_SIGNAL, ctx.rank, dst, channel, 0)
     taken = _wait_for_slot(ctx.guard, slot, 0, record)
     if taken:
@@ -166,12 +177,13 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
     """Wait for rank ``src``'s signal on ``channel``, and take it.
 
     One thread calls it; with ``syncthreads`` after it, its whole block sees what
-    ``src`` wrote before it signalled (acquire). ``channel`` is 0 to 127.
+    ``src`` wrote before it signalled (acquire). ``channel`` is 0 to 127; on a GPU
+    nothing checks it, or ``src``.
 
     Returns:
         False if the deadline passed first, or another rank had failed.
     """
-    slot = ctx.pads[ctx.rank] + 4 * (ctx.world_size * channel + src)
+    slot = _slot(ctx, ctx.rank, channel, src)
     record = wait_record(WAIT_SIGNAL, ctx.rank, src, channel, 0)
     arrived = _wait_for_slot(ctx.guard, slot, 1, record)
     if arrived:
@@ -184,7 +196,8 @@ def barrier(ctx: Any, channel: int) -> bool:
     """Meet the same block of every rank on ``channel``.
 
     Every thread of one block calls it, on every rank. What any thread of any of
-    these blocks wrote before is visible to all of them after. ``channel`` is 0 to 127.
+    these blocks wrote before is visible to all of them after. ``channel`` is 0 to 127;
+    on a GPU nothing checks it. It is made of signals, which a timeout's text names.
 
     Returns:
         False, in the threads that waited, if the deadline passed or a rank failed.

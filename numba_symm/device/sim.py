@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
+from numba_symm.errors import ArgumentError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 _POLL_PAUSE = 100e-6  # seconds: long enough for the peers to get the core
@@ -201,6 +203,19 @@ def block_size() -> int:
 def word_of(bits: int) -> int:
     """Return bits as an 8-byte word: a signed integer, as ``ptx.py`` has them."""
     return ((int(bits) & 0xFFFFFFFFFFFFFFFF) ^ 1 << 63) - (1 << 63)
+
+
+def check_slot(
+    owner: int, channel: int, source: int, world_size: int, channels: int
+) -> None:
+    """Refuse a signal pad's slot that does not exist."""
+    ranks = max(owner, source) < world_size and min(owner, source) >= 0
+    if not ranks or not 0 <= channel < channels:
+        raise ArgumentError(
+            f"a signal to rank {owner} from rank {source} on channel {channel}: there "
+            f"are ranks 0 to {world_size - 1} and channels 0 to {channels - 1}; on a "
+            "GPU nobody would have noticed"
+        )
 
 
 def poll_pause() -> None:

@@ -142,6 +142,30 @@ def test_run_hands_on_arguments_environment_and_exit_code(tmp_path):
     assert ended.returncode == 5
 
 
+RAISES = """
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    raise RuntimeError("that was it")
+MPI.COMM_WORLD.Barrier()
+"""
+
+
+def test_a_rank_that_leaves_by_an_exception_ends_those_that_wait_in_mpi(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(RAISES)
+    ended = start("run", "-n", 2, "--simulate", script)
+    assert ended.returncode == 1
+    assert "RuntimeError: that was it" in ended.stderr
+
+
+def test_a_missing_script_is_named_before_ranks_start(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(cli, "find_mpirun", lambda: fake_mpirun(tmp_path, MPICH))
+    assert cli.main(["run", "-n", "2", "--simulate", "python", "script.py"]) == 1
+    told = capfd.readouterr().err
+    assert "no file 'python'" in told
+    assert "without `python` before it" in told
+
+
 def test_run_starts_a_module(tmp_path):
     (tmp_path / "reporter.py").write_text(REPORT)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
@@ -168,6 +192,25 @@ def test_info_without_a_gpu(monkeypatch, capsys):
     shown = capsys.readouterr().out
     for words in ("numba-cuda", "Some MPI 1.0", "simulator", "NUMBA_SYMM_TIMEOUT=12"):
         assert words in shown
+    assert "Wrong" not in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("NUMBA_SYMM_TIMEOUT", "abc", "NUMBA_SYMM_TIMEOUT='abc': give seconds"),
+        ("NUMBA_SYMM_TIMEOUT", "-1", "NUMBA_SYMM_TIMEOUT='-1': give seconds"),
+        ("NUMBA_SYMM_BACKEND", "ipc", "in Numba's CUDA simulator it may be host"),
+        ("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "yes", "set it to 0 or 1"),
+        ("NUMBA_SYMM_TIMEOT", "3", "NUMBA_SYMM_TIMEOT is not known; there are "),
+    ],
+)
+def test_info_tells_what_is_set_wrong(monkeypatch, name, value, told):
+    monkeypatch.setenv(name, value)
+    (text,) = info.wrong_settings(0)
+    assert told in text
+    if value == "ipc":
+        assert info.wrong_settings(2) == []
 
 
 def test_info_shows_gpus_and_peer_access(monkeypatch, capsys):

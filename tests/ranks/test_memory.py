@@ -444,6 +444,7 @@ def test_a_block_of_the_allocator_is_unmapped_once_all_have_freed_it(comm, world
     for call in (
         memory.barrier,
         lambda: memory.get_buffer(comm.rank, 1, np.uint8),
+        lambda: memory.ctx,
     ):
         refused(world, ns.ClosedError, call, "closed")
     del keep
@@ -485,6 +486,7 @@ def test_nothing_works_after_close(world):
         lambda: comm.all_reduce_init(x),
         lambda: comm.allocator.rendezvous(pointer, comm),
         lambda: memory.get_buffer(0, 1, np.float32),
+        lambda: memory.ctx,
     ]
     if world.size > 1:
         other = (world.rank + 1) % world.size

@@ -7,7 +7,8 @@ import pytest
 from numba import cuda
 
 from numba_symm import simulator
-from numba_symm.device import sim
+from numba_symm.device import Context, signals, sim
+from numba_symm.errors import ArgumentError
 
 THREADS = 8
 
@@ -130,3 +131,16 @@ def test_a_forked_process_has_threads_of_its_own():
         os._exit(7)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 7
+
+
+@pytest.mark.parametrize(
+    ("dst", "channel"), [(0, signals.MAX_CHANNELS), (0, -1), (2, 0), (-1, 0)]
+)
+def test_signals_that_a_gpu_would_write_anywhere_are_refused(dst, channel):
+    ctx = Context(0, 2, (0, 0), (0, 0), None)
+
+    def kernel():
+        signals.put_signal(ctx, dst, channel)
+
+    with pytest.raises(ArgumentError, match=r"ranks 0 to 1 and channels 0 to 127"):
+        run(kernel, 1)
