@@ -219,8 +219,17 @@ def check_slot(
 
 
 def poll_pause() -> None:
-    """Give the core to the peers' threads, which share few cores."""
+    """Give the core to the peers' threads, which share few cores.
+
+    Raises:
+        RuntimeError: another thread of the block has failed: the launch has, too, and
+            what is polled may be unmapped.
+    """
     time.sleep(_POLL_PAUSE)
+    thread = _thread()
+    team = getattr(thread, "_manager", None)
+    if getattr(thread, "abort", False) or getattr(team, "failure", None) is not None:
+        raise RuntimeError("another thread of the block has failed")
 
 
 def array_at(address: int, shape: Any, dtype: Any) -> Any:
