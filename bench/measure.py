@@ -23,7 +23,7 @@ SHORT, LONG = 2000.0, 4000.0
 their number can be chosen."""
 
 PATIENCE = 100_000.0
-"""Microseconds that the fastest of a graph's eager calls take at most: where ranks share
+"""Microseconds that the fastest eager calls of a graph take at most: where ranks share
 a GPU, a call of microseconds takes milliseconds."""
 
 CACHE = 128 << 20

@@ -35,6 +35,7 @@ from numba_symm.collectives.workspace import (
     ADDRESS,
     ONE_SHOT,
     THREADS,
+    Region,
     divide_up,
     follow_previous_grid,
     is_ragged,
@@ -183,8 +184,7 @@ def make_exchange(
     kind: Exchange,
 ) -> Any:
     """Return the kernel; see ``one_shot.make_one_shot``."""
-    at = layout(size)
-    region = {"sentinel": at.one_shot_sentinel, "ll": at.one_shot_ll}[transport]
+    region: Region = getattr(layout(size), f"one_shot_{transport}")
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     mail = make_mailboxes(size, transport, region, ONE_SHOT[transport], 1, EXCHANGE)

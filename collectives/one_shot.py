@@ -20,6 +20,7 @@ from numba_symm.collectives.workspace import (
     ADDRESS,
     ONE_SHOT,
     THREADS,
+    Region,
     divide_up,
     follow_previous_grid,
     is_ragged,
@@ -27,11 +28,19 @@ from numba_symm.collectives.workspace import (
 )
 from numba_symm.device.intrinsics import ld_u32, st_u32, word_of
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import ONE_SHOT_LL, ONE_SHOT_SENTINEL
+from numba_symm.device.signals import (
+    ONE_SHOT_LL,
+    ONE_SHOT_MARKED,
+    ONE_SHOT_SENTINEL,
+)
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
-_OPERATIONS = {"sentinel": ONE_SHOT_SENTINEL, "ll": ONE_SHOT_LL}
+_OPERATIONS = {
+    "sentinel": ONE_SHOT_SENTINEL,
+    "marked": ONE_SHOT_MARKED,
+    "ll": ONE_SHOT_LL,
+}
 
 
 def make_one_shot(
@@ -47,8 +56,7 @@ def make_one_shot(
         transport: a name of ``mailboxes.TRANSPORTS``.
         steps: vectors that a thread has on the way at once.
     """
-    at = layout(size)
-    region = {"sentinel": at.one_shot_sentinel, "ll": at.one_shot_ll}[transport]
+    region: Region = getattr(layout(size), f"one_shot_{transport}")
     unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
     mail = make_mailboxes(
         size, transport, region, ONE_SHOT[transport], 1, _OPERATIONS[transport]

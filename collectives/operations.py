@@ -124,13 +124,17 @@ class Limits(NamedTuple):
 
     sentinel: int
     ll: int
+    marked: int
     signalled: int
 
 
 # Measured on H200s with 2 and 4 ranks; see bench/README.md. Of 2 ranks, and of more.
-_LIMITS = Limits(32 * _M, 768 * _K, 40 * _M), Limits(3 * _M, 768 * _K, 40 * _M)
+_LIMITS = (
+    Limits(32 * _M, 64 * _K, 1536 * _K, 40 * _M),
+    Limits(3 * _M, 64 * _K, 768 * _K, 40 * _M),
+)
 # A simulated round costs milliseconds, whatever it carries.
-_SIMULATED = Limits(512, 512, 64 * _M)
+_SIMULATED = Limits(512, 128, 512, 64 * _M)
 
 
 def _fastest_exchange(
@@ -138,11 +142,13 @@ def _fastest_exchange(
 ) -> str:
     limits = _SIMULATED if SIMULATED else _LIMITS[0 if size <= 2 else 1]
     sent = nbytes * (size - 1)
-    # A sentinel changes a NaN's bits: for what is only moved, flags.
+    # A sentinel changes a NaN's bits: for what is only moved, flags or marks.
     if sent <= limits.sentinel and reduces and element.floating:
         return "sentinel"
     if sent <= limits.ll:
         return "ll"
+    if sent <= limits.marked:
+        return "marked"
     return "copy_engine" if copied and sent > limits.signalled else "signalled"
 
 
@@ -151,7 +157,8 @@ def _fastest_broadcast(nbytes: int, size: int, element: Element) -> str:
 
 
 def _fastest_reduce(nbytes: int, size: int, element: Element) -> str:
-    limits, transport = select.limits_of(size, element), select.transport_of(element)
+    limits = select.limits_of(size, element)
+    transport = select.transport_of(element, nbytes)
     if nbytes <= limits.one_shot:
         return transport
     # Its own kernel with signals is of three ranks and more, and starts slowly.
@@ -168,6 +175,7 @@ def _exchange(
     kind = EXCHANGES[name]
     reduces = kind.output.reduces
     algorithms: dict[str, Callable[..., Enqueue]] = {
+        "marked": functools.partial(exchange.bind, "marked", kind),
         "ll": functools.partial(exchange.bind, "ll", kind),
         "signalled": signalled or functools.partial(exchange_signalled.bind, kind),
     }

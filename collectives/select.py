@@ -45,8 +45,10 @@ class Bind(Protocol):
 
 ALL_REDUCE: dict[str, Bind] = {
     "one_shot_sentinel": functools.partial(one_shot.bind, "sentinel"),
+    "one_shot_marked": functools.partial(one_shot.bind, "marked"),
     "one_shot_ll": functools.partial(one_shot.bind, "ll"),
     "two_shot_sentinel": functools.partial(two_shot.bind, "sentinel"),
+    "two_shot_marked": functools.partial(two_shot.bind, "marked"),
     "two_shot_ll": functools.partial(two_shot.bind, "ll"),
     "two_shot_signalled": two_shot_signalled.bind,
     "copy_engine": copy_engine.bind,
@@ -72,31 +74,37 @@ _SENTINEL = (
     Limits(128 * _K, 4 * _M, 64 * _M),
     Limits(64 * _K, 4 * _M, 64 * _M),
 )
-_LL = (
-    Limits(1 * _M, 1 * _M, 64 * _M),
+_MARKED = (
+    Limits(2 * _M, 2 * _M, 64 * _M),
     Limits(64 * _K, 512 * _K, 64 * _M),
     Limits(32 * _K, 512 * _K, 64 * _M),
 )
 # A simulated round costs milliseconds, whatever it carries.
 _SIMULATED = Limits(512, 2048, 64 * _M)
 
+_MOST_LL = 64 if SIMULATED else 8 * _K
+"""The largest message by packets: less to do, but twice the bytes."""
 
-def transport_of(element: Element) -> str:
-    """Return the faster transport of ``mailboxes.py`` for a type that is reduced."""
-    return "sentinel" if element.floating else "ll"
+
+def transport_of(element: Element, nbytes: int) -> str:
+    """Return the fastest transport of ``mailboxes.py`` for a type that is reduced."""
+    if element.floating:
+        return "sentinel"
+    return "ll" if nbytes <= _MOST_LL else "marked"
 
 
 def limits_of(size: int, element: Element) -> Limits:
     """Return the limits for a number of ranks and a type."""
     if SIMULATED:
         return _SIMULATED
-    by_size = _SENTINEL if element.floating else _LL
+    by_size = _SENTINEL if element.floating else _MARKED
     return by_size[0 if size <= 2 else 1 if size <= 4 else 2]
 
 
 def all_reduce(nbytes: int, size: int, element: Element) -> str:
     """Return the name of the fastest algorithm for a message and a world size."""
-    limits, transport = limits_of(size, element), transport_of(element)
+    limits = limits_of(size, element)
+    transport = transport_of(element, nbytes)
     if nbytes <= limits.one_shot:
         return f"one_shot_{transport}"
     if nbytes <= limits.two_shot:

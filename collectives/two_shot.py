@@ -25,6 +25,7 @@ from numba_symm.collectives.workspace import (
     ADDRESS,
     THREADS,
     TWO_SHOT,
+    Region,
     divide_up,
     follow_previous_grid,
     is_ragged,
@@ -32,7 +33,11 @@ from numba_symm.collectives.workspace import (
 )
 from numba_symm.device.intrinsics import ld_u32, st_u32, word_of
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import TWO_SHOT_LL, TWO_SHOT_SENTINEL
+from numba_symm.device.signals import (
+    TWO_SHOT_LL,
+    TWO_SHOT_MARKED,
+    TWO_SHOT_SENTINEL,
+)
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
@@ -40,15 +45,18 @@ SCATTER, GATHER = 0, 1  # the two sets of mailboxes
 LOADS = 4  # vectors that a thread loads before it posts them
 LINE = 8  # vectors of 128 bytes; shards begin on lines, as far as the array does
 
-_OPERATIONS = {"sentinel": TWO_SHOT_SENTINEL, "ll": TWO_SHOT_LL}
+_OPERATIONS = {
+    "sentinel": TWO_SHOT_SENTINEL,
+    "marked": TWO_SHOT_MARKED,
+    "ll": TWO_SHOT_LL,
+}
 
 
 def make_two_shot(
     size: int, element: Element, op: Op, ragged: bool, transport: str, steps: int
 ) -> Any:
     """Return the kernel; see ``one_shot.make_one_shot``."""
-    at = layout(size)
-    region = {"sentinel": at.two_shot_sentinel, "ll": at.two_shot_ll}[transport]
+    region: Region = getattr(layout(size), f"two_shot_{transport}")
     unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
     mail = make_mailboxes(
         size, transport, region, TWO_SHOT[transport], 2, _OPERATIONS[transport]

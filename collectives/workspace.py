@@ -39,6 +39,9 @@ VECTOR = 16
 ROW = THREADS * VECTOR
 """Bytes of one vector for each thread of a block."""
 
+MARK = 4
+"""Bytes that tell of a vector, in a row of their own after each row of vectors."""
+
 _LINE = 128  # regions begin on cache lines of their own
 
 
@@ -70,8 +73,10 @@ class Layout:
     direct: Region
     pull: Region
     one_shot_sentinel: Region
+    one_shot_marked: Region
     one_shot_ll: Region
     two_shot_sentinel: Region
+    two_shot_marked: Region
     two_shot_ll: Region
     two_shot_signalled: Region
     transfer: Region
@@ -80,7 +85,10 @@ class Layout:
     @property
     def sentinels(self) -> tuple[Region, ...]:
         """The regions whose slots are all ones while nothing has come."""
-        return self.one_shot_sentinel, self.two_shot_sentinel
+        return (
+            *(self.one_shot_sentinel, self.one_shot_marked),
+            *(self.two_shot_sentinel, self.two_shot_marked),
+        )
 
 
 class Protocol(NamedTuple):
@@ -90,10 +98,12 @@ class Protocol(NamedTuple):
         blocks: most blocks of a call of 8 ranks.
         rows: vectors that a thread has slots for in a half, all other ranks taken
             together; more only if there are more ranks.
+        row: bytes of one vector for each thread of a block, with what tells of it.
     """
 
     blocks: int
     rows: int
+    row: int = ROW
 
     def most(self, size: int) -> int:
         """Return the most blocks of a call: of many ranks fewer, for want of room."""
@@ -112,6 +122,9 @@ class Protocol(NamedTuple):
         return min(self.steps(size), 1 << (steps - 1).bit_length())
 
 
+MARKED_ROW, PACKETS_ROW = ROW + max(VECTOR, MARK * THREADS), 2 * ROW
+
+
 def _blocks(blocks: int) -> int:
     return min(blocks, MAX_BLOCKS)
 
@@ -121,11 +134,13 @@ def _blocks(blocks: int) -> int:
 PULL = Protocol(_blocks(64), 16 if SIMULATED else 2)
 ONE_SHOT = {
     "sentinel": Protocol(_blocks(256), 4),
-    "ll": Protocol(_blocks(128), 4),
+    "marked": Protocol(_blocks(128), 8, MARKED_ROW),
+    "ll": Protocol(_blocks(32), 2, PACKETS_ROW),
 }
 TWO_SHOT = {
     "sentinel": Protocol(_blocks(256), 8),
-    "ll": Protocol(_blocks(32), 8),
+    "marked": Protocol(_blocks(64), 4, MARKED_ROW),
+    "ll": Protocol(_blocks(8), 8, PACKETS_ROW),
 }
 SIGNALLED = Protocol(_blocks(256), 16)
 
@@ -181,19 +196,17 @@ def transfer_rows(size: int) -> int:
 def layout(size: int) -> Layout:
     """Return the layout for ``size`` ranks."""
 
-    def taken(protocol: Protocol, vectors: int) -> int:
-        rows = (size - 1) * protocol.steps(size) * vectors
-        return protocol.most(size) * 2 * rows * ROW
+    def taken(protocol: Protocol, sets: int) -> int:
+        rows = (size - 1) * protocol.steps(size) * sets
+        return protocol.most(size) * 2 * rows * protocol.row
 
     slots = {
         "barrier": 0,
         "agreement": 8 * size,
         "direct": MAX_BLOCKS * 5 * VECTOR * (size - 1),
         "pull": PULL.most(size) * 2 * PULL.rows * ROW,
-        "one_shot_sentinel": taken(ONE_SHOT["sentinel"], 1),
-        "one_shot_ll": taken(ONE_SHOT["ll"], 2),
-        "two_shot_sentinel": taken(TWO_SHOT["sentinel"], 2),
-        "two_shot_ll": taken(TWO_SHOT["ll"], 4),
+        **{f"one_shot_{name}": taken(each, 1) for name, each in ONE_SHOT.items()},
+        **{f"two_shot_{name}": taken(each, 2) for name, each in TWO_SHOT.items()},
         "two_shot_signalled": taken(SIGNALLED, 2),
     }
     regions: dict[str, Any] = {}

@@ -25,8 +25,10 @@ _OPERATIONS = {
     signals.BARRIER: ("barrier", "block"),
     signals.ONE_SHOT_PULL: ("all_reduce (one_shot_pull)", "block"),
     signals.ONE_SHOT_SENTINEL: ("all_reduce (one_shot_sentinel)", "block"),
+    signals.ONE_SHOT_MARKED: ("all_reduce (one_shot_marked)", "block"),
     signals.ONE_SHOT_LL: ("all_reduce (one_shot_ll)", "block"),
     signals.TWO_SHOT_SENTINEL: ("all_reduce (two_shot_sentinel)", "block"),
+    signals.TWO_SHOT_MARKED: ("all_reduce (two_shot_marked)", "block"),
     signals.TWO_SHOT_LL: ("all_reduce (two_shot_ll)", "block"),
     signals.EXCHANGE: (
         "all_gather, all_to_all, reduce_scatter, scan, exscan, reduce or broadcast",

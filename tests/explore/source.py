@@ -138,7 +138,11 @@ def _shrink(workspace: ModuleType) -> None:
     small = workspace.Protocol(MAX_BLOCKS, ROWS)
     workspace.PULL = workspace.SIGNALLED = small
     workspace._MOST_ROWS = ROWS
-    workspace.ONE_SHOT = workspace.TWO_SHOT = {"sentinel": small, "ll": small}
+    row = workspace.ROW
+    rows = {"sentinel": row, "marked": row + workspace.VECTOR, "ll": 2 * row}
+    workspace.ONE_SHOT = workspace.TWO_SHOT = {
+        name: small._replace(row=row) for name, row in rows.items()
+    }
 
 
 def _execute(name: str, edits: list[tuple[str, str]], find: Any) -> ModuleType:

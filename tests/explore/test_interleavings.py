@@ -34,14 +34,22 @@ ALGORITHMS = (
     "one_shot_ll",
     "two_shot_sentinel",
     "two_shot_ll",
+    "one_shot_marked",
+    "two_shot_marked",
     "two_shot_signalled",
     "one_shot_pull",
 )
-MAILED = ALGORITHMS[:4]
+MAILED = ALGORITHMS[:6]
 # With a block or two, 1 to 5 rounds; full and partial ones, whole vectors or not.
 COUNTS = [1, 2, 3, 5, 6, 8, 9, 13, 18, 21, 36]
 WORST = 400  # schedules in which a broken protocol must show; most need under 20
 ALL_ONES = 2**64 - 1
+
+
+def ones(nbytes):
+    """Return a word of ones."""
+    return 2 ** (8 * nbytes) - 1
+
 
 by_anything_and_by_result = pytest.mark.parametrize(
     "races", [True, False], ids=["by anything", "by result"]
@@ -62,8 +70,8 @@ class World:
         self.expected = {}  # words by address; None: a NaN
         self.alike = []  # addresses of words that must be the same on all ranks
         self.workspaces = self.map("workspace", self.layout.nbytes, fill=0)
-        for box in self.sentinels():
-            self.memory.plant(box, 8, ALL_ONES)
+        for box, nbytes in self.sentinels():
+            self.memory.plant(box, nbytes, ones(nbytes))
         self.board = self.memory.map("board", 8 * self.size, fill=0)
         self.buffers = self.map("buffer", 8 * 64)
         self.pads = self.map("pad", 4 * self.size * MAX_BLOCKS, fill=0)
@@ -95,13 +103,21 @@ class World:
         ]
 
     def sentinels(self):
-        """Return the addresses of the words that are all ones while nothing comes."""
-        return [
-            address
-            for workspace in self.workspaces
-            for region in self.layout.sentinels
-            for address in range(workspace + region.slots, workspace + region.end, 8)
-        ]
+        """Return address and bytes of the words that are all ones while nothing comes.
+
+        In mailboxes with marks every row of vectors is followed by one of marks.
+        """
+        code, found = self.code.workspace, []
+        marked = self.layout.one_shot_marked, self.layout.two_shot_marked
+        for workspace in self.workspaces:
+            for region in self.layout.sentinels:
+                at = region.slots
+                while at < region.end:
+                    place = (at - region.slots) % code.ONE_SHOT["marked"].row
+                    nbytes = 4 if region in marked and place >= code.ROW else 8
+                    found.append((workspace + at, nbytes))
+                    at += nbytes
+        return found
 
     def inputs(self, count, draw=None):
         """Return every rank's address of random words, and the words."""
@@ -240,8 +256,8 @@ class World:
                 [workspace + at for workspace in self.workspaces] for at in epochs
             ]
             self.check_alike(places, "epochs", 4)
-        for box in self.sentinels():
-            if self.memory.final(box, 8) != ALL_ONES:
+        for box, nbytes in self.sentinels():
+            if self.memory.final(box, nbytes) != ones(nbytes):
                 raise Finding("result", f"a vector is left at {box:#x}")
         for pad in self.pads:
             for slot in range(self.size * MAX_BLOCKS):
@@ -266,6 +282,11 @@ def an_integer(random):
     return random.getrandbits(40)
 
 
+def a_word(random):
+    """Return a number, or now and then the word of all ones."""
+    return ALL_ONES if random.random() < 0.1 else an_integer(random)
+
+
 def a_float(random):
     """Return a float's bits: of a number, or now and then the NaN of all ones."""
     return ALL_ONES if random.random() < 0.1 else bits_of(random.random())
@@ -284,9 +305,13 @@ def float_sum(words):
     return None if ALL_ONES in words else bits_of(sum(map(float_of, words)))
 
 
+def integer_sum(words):
+    return sum(words) & ALL_ONES
+
+
 KINDS = INT64, FLOAT64
-DRAW = {INT64: an_integer, FLOAT64: a_float}
-TOTAL = {INT64: sum, FLOAT64: float_sum}
+DRAW = {INT64: a_word, FLOAT64: a_float}
+TOTAL = {INT64: integer_sum, FLOAT64: float_sum}
 
 
 def all_reduces(code, *algorithms):
@@ -747,25 +772,27 @@ TURNS = {
     for module in (reduce_signalled, broadcast_signalled)
 }
 
-SENTINEL, LL, NOT_TWO_LL = MAILED[::2], MAILED[1::2], MAILED[:3]
-FLAGGED = ALGORITHMS[4:]
+SENTINEL, LL, MARKED = MAILED[:4:2], MAILED[1:4:2], MAILED[4:]
+NOT_TWO_LL = [name for name in MAILED if name != "two_shot_ll"]
+CLEARED = [*SENTINEL, *MARKED]
+FLAGGED = ALGORITHMS[6:]
 
 MAILBOXES_BROKEN = {
     # By LL, two flights are in step without all this: a thread answers its twin only
     # after it has read what the twin sent, and nothing is cleared.
     "one half": (NOT_TWO_LL, ("mailboxes", "(2 * block + (epoch & 1))", "2 * block")),
     "no syncthreads between rounds": (NOT_TWO_LL, ("mailboxes", NEXT_ROUND, FENCE)),
-    "no fence between rounds": (SENTINEL, ("mailboxes", NEXT_ROUND, SYNC)),
+    "no fence between rounds": (CLEARED, ("mailboxes", NEXT_ROUND, SYNC)),
     "a fence before the threads meet": (
-        SENTINEL,
+        CLEARED,
         ("mailboxes", NEXT_ROUND, FENCE + SYNC),
     ),
     "not cleared": (
-        SENTINEL,
+        CLEARED,
         ("mailboxes", "clear(first + k * rank_stride)", "pass"),
     ),
     "cleared after the next post": (
-        SENTINEL,
+        CLEARED,
         (
             "mailboxes",
             "clear(first + k * rank_stride)",
@@ -778,6 +805,29 @@ MAILBOXES_BROKEN = {
     "the other sent as it is": (
         SENTINEL,
         ("mailboxes", "if high == EMPTY", "if False"),
+    ),
+    "one of the marked words not looked at": (
+        MARKED,
+        ("mailboxes", "(first == EMPTY) | ", ""),
+    ),
+    "the other of the marked words not looked at": (
+        MARKED,
+        ("mailboxes", " | (second == EMPTY)", ""),
+    ),
+    "marks not looked at": (MARKED, ("mailboxes", " | unmarked", "")),
+    "one mark not set": (MARKED, ("mailboxes", "marks = 1\n", "marks = 0\n")),
+    "the other mark not set": (MARKED, ("mailboxes", "marks += 2", "marks += 0")),
+    "one marked word sent as it is": (
+        MARKED,
+        ("mailboxes", "        first = 0\n", "        first = EMPTY\n"),
+    ),
+    "marks left as they were": (
+        MARKED,
+        ("mailboxes", "st_relaxed_sys_u32(_marks(box), UNMARKED)", "pass"),
+    ),
+    "one place for the marks of all threads": (
+        MARKED,
+        ("mailboxes", "(VECTOR - MARK) * thread_index()", "VECTOR * thread_index()"),
     ),
     "the sender goes on with another NaN": (
         SENTINEL,
@@ -798,7 +848,7 @@ MAILBOXES_BROKEN = {
         }.items()
     },
     "one set of mailboxes": (
-        ("two_shot_sentinel", "two_shot_ll"),
+        ("two_shot_sentinel", "two_shot_ll", "two_shot_marked"),
         ("mailboxes", " + which * set_stride", ""),
     ),
 }

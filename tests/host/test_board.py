@@ -21,8 +21,10 @@ TEXTS = {
     signals.BARRIER: "barrier, block 5",
     signals.ONE_SHOT_PULL: "all_reduce (one_shot_pull), block 5",
     signals.ONE_SHOT_SENTINEL: "all_reduce (one_shot_sentinel), block 5",
+    signals.ONE_SHOT_MARKED: "all_reduce (one_shot_marked), block 5",
     signals.ONE_SHOT_LL: "all_reduce (one_shot_ll), block 5",
     signals.TWO_SHOT_SENTINEL: "all_reduce (two_shot_sentinel), block 5",
+    signals.TWO_SHOT_MARKED: "all_reduce (two_shot_marked), block 5",
     signals.TWO_SHOT_LL: "all_reduce (two_shot_ll), block 5",
     signals.TWO_SHOT_SIGNALLED: "all_reduce (two_shot_signalled), block 5",
     signals.EXCHANGE: (

@@ -34,6 +34,8 @@ KERNELS = {
     "one_shot_sentinel": one_shot.kernel(4, BFLOAT16, "sum", True, "sentinel", 2),
     "one_shot_ll": one_shot.kernel(4, FLOAT32, "min", False, "ll", 1),
     "two_shot_sentinel": two_shot.kernel(4, FLOAT32, "prod", False, "sentinel", 1),
+    "one_shot_marked": one_shot.kernel(4, FLOAT32, "min", True, "marked", 2),
+    "two_shot_marked": two_shot.kernel(4, BFLOAT16, "sum", False, "marked", 1),
     "two_shot_ll": two_shot.kernel(4, BFLOAT16, "sum", True, "ll", 2),
     "two_shot_signalled": two_shot_signalled.kernel(4, FLOAT32, "sum", False),
     "one_shot_pull": one_shot_pull.kernel(4, FLOAT32, "max", True),
@@ -81,7 +83,7 @@ def test_the_key_changes_with_all_that_a_kernel_is_made_for():
         for element in (BFLOAT16, FLOAT32)
         for op in dtypes.REDUCTIONS
         for ragged in (False, True)
-        for transport in ("sentinel", "ll")
+        for transport in ("sentinel", "marked", "ll")
         for steps in (1, 2)
     ]
     assert len({variant.key((9, 0)) for variant in variants}) == len(variants)

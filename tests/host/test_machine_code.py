@@ -54,11 +54,14 @@ def two_shot_of(transport):
 ALGORITHMS = {
     "one_sentinel": lambda *a: one_shot.kernel(*a, False, "sentinel", 1),
     "one_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1),
+    "one_marked": lambda *a: one_shot.kernel(*a, False, "marked", 1),
     "two_sentinel": two_shot_of("sentinel"),
+    "two_marked": two_shot_of("marked"),
     "two_ll": two_shot_of("ll"),
     "signalled": lambda *a: two_shot_signalled.kernel(*a, False),
     "pull": lambda *a: one_shot_pull.kernel(*a, False),
     "gather_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, GATHER),
+    "gather_marked": lambda *a: exchange.kernel(*a, False, "marked", 1, GATHER),
     "scatter_sentinel": lambda *a: exchange.kernel(*a, False, "sentinel", 1, SCATTER),
     "gather_signalled": lambda *a: exchange_signalled.kernel(*a, False, GATHER),
     "scan_sentinel": lambda *a: exchange.kernel(*a, False, "sentinel", 1, SCAN),
@@ -72,6 +75,7 @@ ALGORITHMS = {
 }
 SPILLS = {("two_ll", 8), ("signalled", 8), ("reduce_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8)}
+SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
 """Eight ranks' vectors at once take a few registers more than a block's share; 160
 bytes of stack at most."""
 
@@ -95,6 +99,7 @@ def cases(*names):
 
 
 EXCHANGED = ("gather_ll", "scatter_sentinel", "scan_sentinel", "exscan_ll", "reduce_ll")
+EXCHANGED += ("gather_marked",)
 SIGNALLED = (
     "gather_signalled",
     "scan_signalled",
@@ -103,10 +108,10 @@ SIGNALLED = (
 )
 ALIKE = (*EXCHANGED, *SIGNALLED)
 """Kernels made of the same parts as others: they are not looked at everywhere."""
-ONE_FLIGHT = cases("one_sentinel", "one_ll", *EXCHANGED)
-MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_ll")]
+ONE_FLIGHT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
+MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_marked", "two_ll")]
 PADS = [(name, n) for name in SIGNALS if name != "barrier" for n in (2, 8)]
-MOVING = ("gather_ll", "gather_signalled", "broadcast_signalled")
+MOVING = ("gather_ll", "gather_marked", "gather_signalled", "broadcast_signalled")
 # The reduction is of three ranks and more.
 TOLD = [
     case
@@ -351,6 +356,9 @@ def test_a_barrier_has_one_plain_load_and_store_for_its_own_epoch(case, cc):
     assert len(code.find(r"STG\b(?!.*STRONG).*")) == 1
 
 
+MARKING = r"STG\.E\.STRONG\.SYS"
+
+
 @on(ONE_FLIGHT)
 def test_one_flight_posts_a_vector_to_each_other_rank(case, cc):
     code = compiled(case, cc)
@@ -360,6 +368,8 @@ def test_one_flight_posts_a_vector_to_each_other_rank(case, cc):
     first_poll = code.find(r"LDG\.E\.128\.STRONG\.SYS")[0]
     posted = [store for store in stores if store < first_poll]
     assert len(posted) == packets * (case[1] - 1)
+    marks = [mark for mark in code.find(MARKING) if mark < first_poll]
+    assert len(marks) == ("marked" in case[0]) * (case[1] - 1)
 
 
 @on(MAILBOXES)
@@ -372,7 +382,8 @@ def test_mailboxes_are_polled_all_at_once(case, cc):
     assert not branches(code.between(polls[0], polls[-1]))
     for load in polls:
         accesses = opcodes(code.loop(load), r"(LDG|STG|MEMBAR|BAR)\b.*")
-        assert accesses == ["LDG.E.128.STRONG.SYS"] * at_once
+        marks = ["LDG.E.STRONG.SYS"] * ("marked" in case[0]) * at_once
+        assert sorted(accesses) == ["LDG.E.128.STRONG.SYS"] * at_once + marks
 
 
 @on(MAILBOXES)

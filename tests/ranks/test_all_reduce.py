@@ -39,7 +39,7 @@ from tests.ranks.helpers import (
 )
 
 ALGORITHMS = tuple(select.ALL_REDUCE)
-MAILED = [name for name in ALGORITHMS if name.endswith(("_ll", "_sentinel"))]
+MAILED = [name for name in ALGORITHMS if name.endswith(("_ll", "_marked", "_sentinel"))]
 LL = [name for name in MAILED if name.endswith("_ll")]
 COPIES = "copy_engine"
 FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
@@ -514,7 +514,8 @@ def test_none_takes_the_algorithm_of_the_table(comm, monkeypatch):
         (1, np.float32, "one_shot_sentinel"),
         (1, np.int64, "one_shot_ll"),
         (200 if SIMULATED else 1 << 18, np.float64, "two_shot_sentinel"),
-        (200 if SIMULATED else 1 << 15, np.int64, "two_shot_ll"),
+        (40 if SIMULATED else 1 << 12, np.int64, "one_shot_marked"),
+        (200 if SIMULATED else 1 << 15, np.int64, "two_shot_marked"),
         (400 if SIMULATED else 1 << 21, np.int64, "two_shot_signalled"),
     ]
     for count, dtype, _ in calls:
@@ -525,7 +526,7 @@ def test_none_takes_the_algorithm_of_the_table(comm, monkeypatch):
 class Workspace:
     """A communicator's workspace on this rank, changed while nothing runs."""
 
-    PROTOCOLS = (*ALGORITHMS[:5], "pull", "barrier")
+    PROTOCOLS = (*MAILED, "two_shot_signalled", "pull", "barrier")
 
     def __init__(self, comm, world):
         self.comm, self.world = comm, world
@@ -651,12 +652,13 @@ def test_a_stale_packet_would_be_seen(comm, world):
     assert get(comm.all_reduce(x, algorithm=algorithm))[0] == (1 << comm.size) - 1
 
 
-@pytest.mark.parametrize("algorithm", [n for n in MAILED if n.endswith("sentinel")])
+@pytest.mark.parametrize("algorithm", [n for n in MAILED if n not in LL])
 def test_a_mailbox_that_was_read_is_empty_again(comm, world, algorithm):
     workspace = Workspace(comm, world)
     region = workspace.region(algorithm)
     for count in (1, 70, 3):
-        run(comm, world, [Case(algorithm, DTYPES[0], "sum", count, seed=count)])
+        dtype = a_dtype(algorithm, count)
+        run(comm, world, [Case(algorithm, dtype, "sum", count, seed=count)])
     workspace.quiet()
     slots = workspace.memory.read(
         workspace.base + region.slots, region.end - region.slots

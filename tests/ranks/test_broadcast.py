@@ -19,7 +19,7 @@ from tests.ranks.helpers import (
     values,
 )
 
-ALGORITHMS = ("ll", "signalled", "copy_engine", "direct")
+ALGORITHMS = ("ll", "marked", "signalled", "copy_engine", "direct")
 F4 = np.dtype(np.float32)
 KINDS = [np.dtype(kind) for kind in (np.uint8, np.int16, F4, np.float64, np.complex128)]
 KINDS += [np.dtype([("a", np.int32), ("b", np.float64)])]
@@ -40,13 +40,13 @@ def content(count, dtype, *seed):
 def edges(dtype, algorithm, comm):
     """Return counts around where another vector, row, shard or chunk begins."""
     lanes = max(1, 16 // dtype.itemsize)
-    if algorithm != "ll":
+    if algorithm not in ONE_SHOT:
         shares = max(1, comm.size - 1)
         row = SIGNALLED.steps(comm.size) * THREADS * shares
         blocks = min(comm.max_blocks, SIGNALLED.blocks)
         most = (2 * blocks, 5 * blocks)
     else:
-        protocol, shares = ONE_SHOT["ll"], 1
+        protocol, shares = ONE_SHOT[algorithm], 1
         row = THREADS
         most = (min(comm.max_blocks, protocol.blocks) * protocol.steps(comm.size),)
     found = {1, lanes, LINE * lanes * shares}

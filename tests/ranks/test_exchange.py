@@ -138,7 +138,7 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
     meet(comm, world)
 
 
-@pytest.mark.parametrize("algorithm", ["ll", "signalled", "copy_engine"])
+@pytest.mark.parametrize("algorithm", ["ll", "marked", "signalled", "copy_engine"])
 def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
     """Also a NaN of 64 ones, which says that nothing has come in other algorithms."""
     host = np.full(100, -1, np.int64).view(np.float64)
@@ -151,7 +151,9 @@ def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
     meet(comm, world)
 
 
-@pytest.mark.parametrize("algorithm", [None, "ll", "signalled", "copy_engine"])
+@pytest.mark.parametrize(
+    "algorithm", [None, "ll", "marked", "signalled", "copy_engine"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_in_place(comm, world, name, algorithm):
     if algorithm not in (None, *getattr(operations, name.upper()).algorithms):

@@ -24,7 +24,7 @@ from tests.ranks.helpers import (
 )
 
 ALGORITHMS = ("sentinel", "ll", "two_shot_sentinel", "two_shot_ll", "signalled")
-ALGORITHMS += ("direct",)
+ALGORITHMS += ("direct", "marked", "two_shot_marked")
 F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
 SOME = operators.PAIRS[:: 3 if SIMULATED else 7]  # compiling takes seconds
 

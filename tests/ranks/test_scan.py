@@ -22,7 +22,7 @@ from tests.ranks.helpers import (
 )
 
 NAMES = ("scan", "exscan")
-ALGORITHMS = ("sentinel", "ll", "signalled")
+ALGORITHMS = ("sentinel", "marked", "ll", "signalled")
 F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
 # Every element type, every operator but the average.
 PAIRS = [pair for pair in operators.PAIRS if pair[1] != "avg"]
