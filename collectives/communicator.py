@@ -359,8 +359,9 @@ class Communicator(VectorForms):
                 stream the array names, torch's or CuPy's current one for their
                 arrays, else ``comm.stream``.
             algorithm: ``"one_shot_sentinel"`` and ``"two_shot_sentinel"`` (floats),
-                ``"one_shot_ll"``, ``"two_shot_ll"``, ``"two_shot_signalled"``,
-                ``"copy_engine"`` or ``"one_shot_pull"``. None: the fastest.
+                ``"one_shot_marked"``, ``"two_shot_marked"``, ``"one_shot_ll"``,
+                ``"two_shot_ll"``, ``"two_shot_signalled"``, ``"copy_engine"`` or
+                ``"one_shot_pull"``. None: the fastest.
 
         Returns:
             ``out``, or the new array, of x's shape.
@@ -400,8 +401,8 @@ class Communicator(VectorForms):
             out: where to: an array of shape ``(size, *x.shape)`` and x's dtype, in C
                 order. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the
-                fastest.
+            algorithm: ``"ll"``, ``"marked"``, ``"signalled"`` or ``"copy_engine"``.
+                None: the fastest.
 
         Returns:
             ``out``, or the new array: ``out[r]`` is rank r's x, to the bit.
@@ -425,8 +426,8 @@ class Communicator(VectorForms):
             out: where to: an array of x's shape and dtype, or x itself. None: a new
                 array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"ll"``, ``"signalled"`` or ``"copy_engine"``. None: the
-                fastest.
+            algorithm: ``"ll"``, ``"marked"``, ``"signalled"`` or ``"copy_engine"``.
+                None: the fastest.
 
         Returns:
             ``out``, or the new array: its r-th part is rank r's part for this rank.
@@ -457,8 +458,8 @@ class Communicator(VectorForms):
                 or x's own part for this rank. None: a new array of ordinary device
                 memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"sentinel"`` (floats), ``"ll"`` or ``"signalled"``. None: the
-                fastest.
+            algorithm: ``"sentinel"`` (floats), ``"ll"``, ``"marked"`` or
+                ``"signalled"``. None: the fastest.
 
         Returns:
             ``out``, or the new array: on rank r the r-th part of the reduction, the
@@ -489,8 +490,8 @@ class Communicator(VectorForms):
             out: where to, of equal size, dtype and order; ``x`` itself for in place.
                 None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"sentinel"`` (floats), ``"ll"`` or ``"signalled"``. None: the
-                fastest.
+            algorithm: ``"sentinel"`` (floats), ``"ll"``, ``"marked"`` or
+                ``"signalled"``. None: the fastest.
 
         Returns:
             ``out``, or the new array, of x's shape. The last rank's is what
@@ -543,8 +544,9 @@ class Communicator(VectorForms):
             out: on the root as for :meth:`all_reduce`; None on the other ranks.
             stream: as for :meth:`all_reduce`.
             algorithm: ``"sentinel"`` and ``"two_shot_sentinel"`` (floats), ``"ll"``,
-                ``"two_shot_ll"``, ``"signalled"`` or ``"direct"`` (between symmetric
-                arrays of this communicator). None: the fastest.
+                ``"two_shot_ll"``, ``"marked"``, ``"two_shot_marked"``, ``"signalled"``
+                or ``"direct"`` (between symmetric arrays of this communicator). None:
+                the fastest.
 
         Returns:
             On the root ``out``, or the new array, of x's shape: the same bits that
@@ -568,8 +570,9 @@ class Communicator(VectorForms):
                 at most 16 bytes: the root's is read, the others' are written.
             root: the rank that has the contents.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"ll"``, ``"signalled"``, ``"direct"`` (between symmetric
-                arrays of this communicator) or ``"copy_engine"``. None: the fastest.
+            algorithm: ``"ll"``, ``"marked"``, ``"signalled"``, ``"direct"`` (between
+                symmetric arrays of this communicator) or ``"copy_engine"``. None: the
+                fastest.
 
         Returns:
             ``x``.
