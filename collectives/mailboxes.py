@@ -9,9 +9,10 @@ every number keeps its bits. It goes on with what it sent, so that all ranks hav
 same bits of a NaN, too. The reader puts the ones back. For floats; integers have no
 value to spare.
 
-``marked``: as by sentinel, and a word of 4 bytes beside each vector marks which of its
-two words were ones; those are sent as zeros. All ones in its place: the marks have not
-come. For every type, bit by bit, at a quarter more traffic.
+``marked``: the same, but a word of 64 ones is sent as zeros, and a word of 4 bytes
+beside each vector marks which of its two words were ones. All ones in its place: the
+marks have not come. Every type arrives bit by bit, at a quarter more traffic. Where the
+marks are follows from the calling thread's index, which is that of its mailbox.
 
 ``ll``: packets with a flag, the round's epoch, beside each 4 bytes of data. For every
 type, at twice the traffic, but with nothing to put back. Epochs are 32 bits wide and

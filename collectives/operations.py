@@ -75,7 +75,7 @@ class Operation(NamedTuple):
             raise ArgumentError(
                 f"{self.name}: algorithm={algorithm!r} is for floats, which have a "
                 f"value to spare; for {element.name} use "
-                f"{algorithm.replace('sentinel', 'll')!r}"
+                f"{algorithm.replace('sentinel', 'marked')!r}"
             )
         return algorithm
 

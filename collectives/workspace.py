@@ -95,19 +95,21 @@ class Protocol(NamedTuple):
     """How much of the workspace a protocol's slots take.
 
     Attributes:
-        blocks: most blocks of a call of 8 ranks.
+        blocks: most blocks of a call of few ranks.
         rows: vectors that a thread has slots for in a half, all other ranks taken
             together; more only if there are more ranks.
         row: bytes of one vector for each thread of a block, with what tells of it.
+        few: how many ranks are few, as a power of 2.
     """
 
     blocks: int
     rows: int
     row: int = ROW
+    few: int = 3
 
     def most(self, size: int) -> int:
         """Return the most blocks of a call: of many ranks fewer, for want of room."""
-        return self.blocks if size <= 8 else self.blocks // 2
+        return max(1, self.blocks >> max(0, (size - 1).bit_length() - self.few))
 
     def steps(self, size: int) -> int:
         """Return how many vectors a thread has slots for of each other rank.
@@ -134,7 +136,7 @@ def _blocks(blocks: int) -> int:
 PULL = Protocol(_blocks(64), 16 if SIMULATED else 2)
 ONE_SHOT = {
     "sentinel": Protocol(_blocks(256), 4),
-    "marked": Protocol(_blocks(128), 8, MARKED_ROW),
+    "marked": Protocol(_blocks(256), 4, MARKED_ROW, few=2),
     "ll": Protocol(_blocks(32), 2, PACKETS_ROW),
 }
 TWO_SHOT = {

@@ -10,6 +10,7 @@ import pytest
 
 from numba_symm import dtypes, kernels
 from numba_symm.collectives import exchange, one_shot, one_shot_pull
+from numba_symm.collectives.workspace import ONE_SHOT
 from numba_symm.dtypes import UserOperator
 from tests.operators import ELEMENTS, PAIRS
 
@@ -62,6 +63,16 @@ def test_elements_are_reduced_in_registers(name, op):
 
 def test_bytes_of_any_alignment_are_posted_in_vectors():
     in_registers(one_shot.kernel(2, ELEMENTS["uint8"], "sum", True, "ll", 1))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("transport", ONE_SHOT)
+def test_the_most_vectors_at_once_stay_in_registers(transport, ragged):
+    steps = ONE_SHOT[transport].steps(2)
+    element = ELEMENTS["float32" if transport == "sentinel" else "int32"]
+    in_registers(one_shot.kernel(2, element, "sum", ragged, transport, steps))
+    kind = exchange.EXCHANGES["all_to_all"]
+    in_registers(exchange.kernel(2, element, "sum", ragged, transport, steps, kind))
 
 
 @pytest.mark.parametrize(("name", "op"), [case for case in CASES if case[1] != "avg"])

@@ -7,7 +7,7 @@ import pytest
 from numba_symm.collectives import workspace
 
 
-@pytest.mark.parametrize("size", range(1, 17))
+@pytest.mark.parametrize("size", range(1, 33))
 def test_every_number_of_ranks_has_room(size):
     at = workspace.layout(size)
     regions = [region for region in vars(at).values() if hasattr(region, "slots")]

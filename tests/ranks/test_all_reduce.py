@@ -205,7 +205,7 @@ def sampled(seed, algorithm, dtype, comm, largest):
 def test_every_dtype_and_op_gives_numpys_bits(comm, world, algorithm, dtype):
     if not takes(algorithm, dtype):
         x = comm.empty(4, dtype)
-        wanted = f"for {dtype.name} use '{algorithm.replace('sentinel', 'll')}'"
+        wanted = f"for {dtype.name} use '{algorithm.replace('sentinel', 'marked')}'"
         for call in (comm.all_reduce, comm.all_reduce_init):
             refused(
                 *(world, ns.ArgumentError),
