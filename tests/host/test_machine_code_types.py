@@ -66,13 +66,11 @@ def test_bytes_of_any_alignment_are_posted_in_vectors():
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-@pytest.mark.parametrize("transport", ONE_SHOT)
-def test_the_most_vectors_at_once_stay_in_registers(transport, ragged):
-    steps = ONE_SHOT[transport].steps(2)
-    element = ELEMENTS["float32" if transport == "sentinel" else "int32"]
-    in_registers(one_shot.kernel(2, element, "sum", ragged, transport, steps))
+def test_the_most_marked_vectors_at_once_stay_in_registers(ragged):
+    steps, element = ONE_SHOT["marked"].steps(2), ELEMENTS["int32"]
+    in_registers(one_shot.kernel(2, element, "sum", ragged, "marked", steps))
     kind = exchange.EXCHANGES["all_to_all"]
-    in_registers(exchange.kernel(2, element, "sum", ragged, transport, steps, kind))
+    in_registers(exchange.kernel(2, element, "sum", ragged, "marked", steps, kind))
 
 
 @pytest.mark.parametrize(("name", "op"), [case for case in CASES if case[1] != "avg"])
