@@ -128,7 +128,8 @@ class Limits(NamedTuple):
     signalled: int
 
 
-# Measured on H200s with 2 and 4 ranks; see bench/README.md. Of 2 ranks, and of more.
+# Measured on H200s with 2 and 4 ranks; see bench/README.md. Of 2 ranks, and of more,
+# for which by marks stands what was measured by packets.
 _LIMITS = (
     Limits(32 * _M, 64 * _K, 1536 * _K, 40 * _M),
     Limits(3 * _M, 64 * _K, 768 * _K, 40 * _M),

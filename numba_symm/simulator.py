@@ -28,8 +28,8 @@ def run(function: Callable[..., None], grid: int, threads: int, args: Any) -> No
         args: scalars and tuples of them.
 
     Raises:
-        BaseException: what the first thread that failed has raised. No thread is at
-            work any more then: the caller may unmap what they wrote to.
+        BaseException: what the first thread that failed has raised. Threads that
+            meet or poll have ended then, so the caller may unmap what they wrote to.
     """
     cuda = simulator.FakeCUDAModule((grid, 1, 1), (threads, 1, 1), 0)
     with (

@@ -177,7 +177,7 @@ EXCHANGED = "all_gather, all_to_all, reduce_scatter, scan, exscan, reduce or bro
 EXCHANGED += ", block 0, epoch 1"
 OPERATIONS = {
     **ALGORITHMS,
-    "all_gather": (exchange("all_gather", "marked"), EXCHANGED),
+    "all_gather": (exchange("all_gather", "ll"), EXCHANGED),
     "reduce_scatter": (exchange("reduce_scatter", "signalled"), EXCHANGED),
     "all_to_all": (
         exchange("all_to_all", "copy_engine"),
