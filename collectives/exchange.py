@@ -9,12 +9,13 @@ own part) and in what becomes of it (stored, or reduced in rank order):
     reduce_scatter   each its part        reduced
     scan             the same to all      reduced, of the ranks up to this one
     exscan           the same to all      reduced, of the ranks before this one
-    reduce           the same to all      reduced, on the root alone
-    broadcast        the same to all      the root's is stored
+    reduce           all to the root      reduced, on the root alone
+    broadcast        the root's to all    stored
 
 ``mailboxes.py`` says how that needs no barrier, and orders the memory accesses. The
-mailboxes are those of ``one_shot.py``: in every round each pair exchanges both ways,
-also where what is sent is needed by some only.
+mailboxes are those of ``one_shot.py``. In every round thread 0 of each block exchanges
+with all ranks, both ways, also where what it sends or gets is needed by nobody: that is
+what the others' mailboxes may be used again by.
 
 In place is safe: a thread has loaded whatever it overwrites.
 """
@@ -29,7 +30,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
-from numba_symm.collectives.mailboxes import TRANSPORTS, make_mailboxes
+from numba_symm.collectives.mailboxes import EVERYONE, TRANSPORTS, make_mailboxes
 from numba_symm.collectives.ring import make_in_rank_order
 from numba_symm.collectives.workspace import (
     ADDRESS,
@@ -41,7 +42,13 @@ from numba_symm.collectives.workspace import (
     is_ragged,
     layout,
 )
-from numba_symm.device.intrinsics import device_function, ld_u32, st_u32, word_of
+from numba_symm.device.intrinsics import (
+    device_function,
+    fence_acq_rel_sys,
+    ld_u32,
+    st_u32,
+    word_of,
+)
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.device.signals import EXCHANGE
 from numba_symm.dtypes import Element, Op, UserOperator, identity
@@ -57,6 +64,11 @@ class Output(enum.Enum):
     BEFORE_THIS = enum.auto()  # those of the ranks before it are
     AT_ROOT = enum.auto()  # all are, on the root; the other ranks have no output
     OF_ROOT = enum.auto()  # the root's is stored, on the other ranks
+
+    @property
+    def rooted(self) -> bool:
+        """Whether all is sent to one rank, or by one."""
+        return self in (Output.AT_ROOT, Output.OF_ROOT)
 
     @property
     def reduces(self) -> bool:
@@ -77,6 +89,14 @@ class Output(enum.Enum):
             Output.AT_ROOT: size if rank == root else 0,
             Output.OF_ROOT: (root - rank) % size,
         }[self]
+
+    def exchanged(self, rank: int, size: int, root: int) -> tuple[int, int]:
+        """Return to whom ``rank`` sends and from whom it gets: bits along the ring."""
+        to_root = 1 << (root - rank) % size >> 1
+        of_all = EVERYONE if rank == root else 0
+        if self is Output.OF_ROOT:
+            return of_all, to_root
+        return (to_root, of_all) if self is Output.AT_ROOT else (EVERYONE, EVERYONE)
 
 
 class Exchange(NamedTuple):
@@ -192,6 +212,7 @@ def make_exchange(
     epochs = region.epochs
     others = size - 1
     parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
+    rooted = kind.output.rooted
     reduced = make_reduced(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
 
@@ -206,10 +227,14 @@ def make_exchange(
         count: int,
         vectors: int,
         taken: int,
+        sent_to: int,
+        got_of: int,
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
+        posted = sent_to if rooted and thread != 0 else EVERYONE
+        wanted = got_of if rooted and thread != 0 else EVERYONE
         own_low = cuda.local.array(steps, types.int64)
         own_high = cuda.local.array(steps, types.int64)
         low = cuda.local.array(size, types.int64)
@@ -237,12 +262,13 @@ def make_exchange(
                         low[k], high[k] = words
                     boxes = box(block, epoch, 0, 0, step, thread)
                     for k in range(others):
-                        post_one(ring, k, boxes, low[k], high[k], epoch)
+                        if posted >> k & 1 != 0:
+                            post_one(ring, k, boxes, low[k], high[k], epoch)
             for step in range(steps):
                 vector = start + step * stride
                 if vector < vectors and not failed:
                     boxes = own + box(block, epoch, 0, 0, step, thread)
-                    failed = not receive(guard, boxes, epoch, block, low, high)
+                    failed = not receive(guard, boxes, epoch, block, low, high, wanted)
                     low[0] = own_low[step]
                     high[0] = own_high[step]
                     if parts_out:
@@ -258,6 +284,10 @@ def make_exchange(
             start += steps * stride
             first += steps * stride
             if first < vectors:
+                if rooted and thread == 0:
+                    # What thread 0 has heard comes before the threads meet: of the
+                    # ranks to which they post, they have heard nothing themselves.
+                    fence_acq_rel_sys()
                 next_round()
         # All threads have read the epoch before it changes.
         cuda.syncthreads()
@@ -279,7 +309,7 @@ def kernel(
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, transport, steps, kind)
-    arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
+    arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
     weight = TRANSPORTS[transport].weight
     return workspace.make_kernel(make_exchange, constants, *arguments, weight=weight)
 
@@ -309,4 +339,5 @@ def bind(
         kernel(comm.size, element, op, ragged, transport, steps, kind),
         *(comm, grid, source, target, part, count, vectors),
         kind.output.taken(comm.rank, comm.size, root),
+        *kind.output.exchanged(comm.rank, comm.size, root),
     )

@@ -8,7 +8,8 @@ and signals it with one flag a rank. In turn t each rank
     takes     what came of chunk t-1
     tells     all that its turn t is over
 
-so that a block has its next chunk on the way while it waits for one and reads it.
+so that a block has its next chunk on the way while it waits for one and reads it. In a
+reduction to one of two ranks, the other one sends, and the root takes.
 
 Memory order. ``flags.py`` orders what a block did in a turn before its flag, and what
 the others did in theirs after it. Chunks have four parts of the slots in turn
@@ -68,6 +69,7 @@ def make_exchange_signalled(
     rank_stride = rows * ROW
     others = size - 1
     parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
+    at_root = kind.output is Output.AT_ROOT
     # What a row of a thread is made of, as it is sent and as it is received: of the
     # parts of others, or one for all; and the own one, which comes last.
     sent = max(1, others * parts_in + (parts_out or not parts_in))
@@ -109,7 +111,7 @@ def make_exchange_signalled(
         failed = False
         for turn in range(chunks + 1):
             epoch = (before + turn + 1) & 0xFFFFFFFF
-            if turn < chunks:
+            if turn < chunks and not (at_root and taken > 0):
                 slot = place(block, before, turn) + VECTOR * thread
                 vector = first + turn * stride
                 for row in range(0, height, batch_out):
@@ -135,6 +137,7 @@ def make_exchange_signalled(
             if turn >= 1:
                 last = (before + turn) & 0xFFFFFFFF
                 failed = told(guard, own + flag, block, last, failed)
+            if turn >= 1 and not (at_root and taken == 0):
                 slot = own + place(block, before, turn - 1) + VECTOR * thread
                 vector = first + (turn - 1) * stride
                 for row in range(0, height, batch_in):
@@ -194,8 +197,12 @@ def bind(
     count: int,
     element: Element,
     op: Op,
+    root: int = 0,
 ) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select.py``."""
+    """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
+
+    With a root it is for a reduction, and for at most two ranks.
+    """
     vectors = divide_up(count, element.lanes)
     grid, height, chunks = chunks_of(vectors, comm.size, comm.max_blocks)
     ragged = is_ragged(source, target, count, element.lanes)
@@ -203,5 +210,5 @@ def bind(
     return workspace.launch(
         kernel(comm.size, element, op, ragged, kind),
         *(comm, grid, source, target, part, count, vectors),
-        *(kind.output.taken(comm.rank, comm.size, root=0), height, chunks),
+        *(kind.output.taken(comm.rank, comm.size, root), height, chunks),
     )

@@ -28,7 +28,9 @@ the epoch's parity. In every round of a block its thread 0 exchanges with every 
 both ways. A rank posts round k+2 into the half of round k only after it has received
 round k+1 from every peer, which a peer posts only after all threads of its block have
 read round k and put the ones back: kernels end in between, or ``next_round`` does the
-same. So two halves suffice, however few of the other threads have anything to post.
+same. So two halves suffice, however few of the other threads have anything to post. (A
+thread that hears less than thread 0 relies on what that one has heard; where rounds of
+a kernel are like that, thread 0 has a fence before ``next_round``, too.)
 
 Source: the LL protocol of NCCL and of MSCCL++ (``LLPacket``); the Lamport protocol of
 TensorRT-LLM.
@@ -55,6 +57,9 @@ from numba_symm.device.signals import POLLS_PER_CHECK, must_give_up, wait_record
 
 EMPTY = -1
 """The word that says that nothing has come."""
+
+EVERYONE = -1
+"""All others, as bits along the ring."""
 
 UNMARKED = 0xFFFFFFFF
 """The marks that say that they have not come."""
@@ -223,10 +228,10 @@ class Mailboxes(NamedTuple):
         post: ``(ring, box, low, high, epoch)`` sends a vector to all others;
             ``box`` is its mailbox 0.
         post_one: ``(ring, k, box, low, high, epoch)`` sends one to the k-th.
-        receive: ``(guard, box, epoch, block, low, high)`` waits for a vector of every
-            other rank, from the address of mailbox 0, and fills two local arrays from
-            index 1 on; False if it gave up. The mailboxes are ready for the next
-            vector then.
+        receive: ``(guard, box, epoch, block, low, high, wanted)`` waits for a vector
+            of the others, from the address of mailbox 0, and fills two local arrays
+            from index 1 on; False if it gave up. The mailboxes are ready for the next
+            vector then. Bit k of ``wanted``: whether the k-th of the ring sends one.
         wipe: ``(workspace, block, epoch, thread)`` clears a thread's mailboxes of a
             round that is over, when the epochs come round.
         next_round: called by the whole block between two rounds of a kernel.
@@ -264,7 +269,8 @@ def make_mailboxes(
     others = size - 1
     count = protocol.steps(size)
     row = protocol.row
-    rank_stride = count * row
+    line = protocol.most(size) * row
+    rank_stride = count * line
     set_stride = others * rank_stride
     half_stride = sets * set_stride
     slots = region.slots
@@ -276,8 +282,10 @@ def make_mailboxes(
 
     @device_function
     def box(block: int, epoch: int, which: int, k: int, step: int, thread: int) -> int:
-        half = slots + (2 * block + (epoch & 1)) * half_stride + which * set_stride
-        return half + k * rank_stride + step * row + thread * VECTOR
+        # The blocks' rows of a step lie side by side, as the messages' do: their stores
+        # spread over all of the memory's channels.
+        half = slots + (epoch & 1) * half_stride + which * set_stride
+        return half + k * rank_stride + step * line + block * row + thread * VECTOR
 
     @device_function
     def post_one(
@@ -293,7 +301,13 @@ def make_mailboxes(
 
     @device_function
     def receive(
-        guard: Any, first: int, epoch: int, block: int, low: Any, high: Any
+        guard: Any,
+        first: int,
+        epoch: int,
+        block: int,
+        low: Any,
+        high: Any,
+        wanted: int,
     ) -> bool:
         polls = 0
         started = 0
@@ -304,8 +318,9 @@ def make_mailboxes(
             # make the next load wait for it.
             missing = 0
             for k in range(others):
-                low[k + 1], high[k + 1], gap = peek(first + k * rank_stride, epoch)
-                missing |= gap
+                if wanted >> k & 1 != 0:
+                    low[k + 1], high[k + 1], gap = peek(first + k * rank_stride, epoch)
+                    missing |= gap
             arrived = missing == 0
             if not arrived:
                 poll_pause()
@@ -315,13 +330,15 @@ def make_mailboxes(
                         started = globaltimer()
                     late = 0
                     for k in range(others):
-                        _, _, gap = peek(first + k * rank_stride, epoch)
-                        if gap != 0:
-                            late = (guard.rank + 1 + k) % size
+                        if wanted >> k & 1 != 0:
+                            _, _, gap = peek(first + k * rank_stride, epoch)
+                            if gap != 0:
+                                late = (guard.rank + 1 + k) % size
                     record = wait_record(operation, guard.rank, late, block, epoch)
                     given_up = must_give_up(guard, started, record)
         for k in range(others):
-            clear(first + k * rank_stride)
+            if wanted >> k & 1 != 0:
+                clear(first + k * rank_stride)
         return arrived
 
     @device_function

@@ -14,7 +14,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
-from numba_symm.collectives.mailboxes import TRANSPORTS, make_mailboxes
+from numba_symm.collectives.mailboxes import EVERYONE, TRANSPORTS, make_mailboxes
 from numba_symm.collectives.ring import make_in_rank_order
 from numba_symm.collectives.workspace import (
     ADDRESS,
@@ -104,7 +104,9 @@ def make_one_shot(
                 vector = start + step * stride
                 if vector < vectors and not failed:
                     boxes = own + box(block, epoch, 0, 0, step, thread)
-                    failed = not receive(guard, boxes, epoch, block, low, high)
+                    failed = not receive(
+                        guard, boxes, epoch, block, low, high, EVERYONE
+                    )
                     low[0] = own_low[step]
                     high[0] = own_high[step]
                     in_rank_order(guard.rank, low, high, spare)

@@ -131,7 +131,7 @@ class Limits(NamedTuple):
 # Measured on H200s with 2 and 4 ranks; see bench/README.md. Of 2 ranks, and of more,
 # for which by marks stands what was measured by packets.
 _LIMITS = (
-    Limits(32 * _M, 64 * _K, 1536 * _K, 40 * _M),
+    Limits(32 * _M, 64 * _K, 2 * _M, 40 * _M),
     Limits(3 * _M, 64 * _K, 768 * _K, 40 * _M),
 )
 # A simulated round costs milliseconds, whatever it carries.
@@ -160,10 +160,13 @@ def _fastest_broadcast(nbytes: int, size: int, element: Element) -> str:
 def _fastest_reduce(nbytes: int, size: int, element: Element) -> str:
     limits = select.limits_of(size, element)
     transport = select.transport_of(element, nbytes)
-    if nbytes <= limits.one_shot:
+    in_one = 2 * _M if size <= 2 and not SIMULATED else limits.one_shot
+    if nbytes <= in_one:
         return transport
-    # Its own kernel with signals is of three ranks and more, and starts slowly.
-    more = 1 if size <= 2 or SIMULATED else 4 if transport == "sentinel" else 2
+    if size <= 2:
+        return "signalled"
+    # Its own kernel with signals starts slowly.
+    more = 1 if SIMULATED else 4 if transport == "sentinel" else 2
     return f"two_shot_{transport}" if nbytes <= more * limits.two_shot else "signalled"
 
 

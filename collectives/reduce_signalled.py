@@ -1,9 +1,10 @@
-"""Reduce with signals: to one rank, for larger messages; of three ranks and more.
+"""Reduce with signals: to one rank, for larger messages.
 
 The ranks but the root each own a shard: every rank sends each owner that one's shard,
 the owners reduce and send to the root. So no link carries more than the message once
 in each direction, where ``two_shot_signalled.py`` needs more. Slots, flags and epochs
-are that one's. A block moves a chunk of rows at a time; in turn t each rank
+are that one's. (Of two ranks it is an exchange, or an all-reduce: see ``bind``.) A
+block moves a chunk of rows at a time; in turn t each rank
 
     scatters  chunk t to its owners
     waits     until all have told that turn t-1 is over
@@ -29,9 +30,13 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import two_shot_signalled, workspace
+from numba_symm.collectives import (
+    exchange_signalled,
+    two_shot_signalled,
+    workspace,
+)
 from numba_symm.collectives.direct import make_refused
-from numba_symm.collectives.exchange import Output, make_total
+from numba_symm.collectives.exchange import EXCHANGES, Output, make_total
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.parts import after, make_place
 from numba_symm.collectives.two_shot import shard
@@ -207,10 +212,13 @@ def bind(
 
     ``left_over``: it follows ``reduce_direct``, and does what that one has not done.
     """
-    if comm.size <= 2:
-        # Its owners are all ranks, of which only the root has an output.
-        return two_shot_signalled.bind(comm, source, target, count, element, op)
+    args = (comm, source, target, count, element, op)
     vectors = divide_up(count, element.lanes)
+    if comm.size <= 2:
+        if chunks_of(vectors, comm.size, comm.max_blocks).number == 1:
+            return exchange_signalled.bind(EXCHANGES["reduce"], *args, root)
+        # Of more chunks, links in use both ways take less time.
+        return two_shot_signalled.bind(*args)
     owners = comm.size - 1
     share = shard(vectors, owners)
     grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)

@@ -19,7 +19,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
-from numba_symm.collectives.mailboxes import TRANSPORTS, make_mailboxes
+from numba_symm.collectives.mailboxes import EVERYONE, TRANSPORTS, make_mailboxes
 from numba_symm.collectives.ring import make_in_rank_order
 from numba_symm.collectives.workspace import (
     ADDRESS,
@@ -112,7 +112,9 @@ def make_two_shot(
                     mine = guard.rank * share + vector
                     boxes = own + box(block, epoch, SCATTER, 0, step, thread)
                     low[0], high[0] = load(source, mine, count)
-                    failed = not receive(guard, boxes, epoch, block, low, high)
+                    failed = not receive(
+                        guard, boxes, epoch, block, low, high, EVERYONE
+                    )
                     in_rank_order(guard.rank, low, high, spare)
                     total = unpack(low[0], high[0])
                     for r in range(1, size):
@@ -127,7 +129,9 @@ def make_two_shot(
                 vector = start + step * stride
                 if vector < share and not failed:
                     boxes = own + box(block, epoch, GATHER, 0, step, thread)
-                    failed = not receive(guard, boxes, epoch, block, low, high)
+                    failed = not receive(
+                        guard, boxes, epoch, block, low, high, EVERYONE
+                    )
                     if target != 0:
                         for k in range(others):
                             at = (guard.rank + 1 + k) % size * share + vector

@@ -55,6 +55,7 @@ by_anything_and_by_result = pytest.mark.parametrize(
     "races", [True, False], ids=["by anything", "by result"]
 )
 worlds = pytest.mark.parametrize("ranks", [2, 3])
+each_transport = pytest.mark.parametrize("transport", ["sentinel", "marked", "ll"])
 each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
@@ -233,6 +234,28 @@ class World:
             for rank, mine in enumerate(words):
                 self.expect(target + 8 * count * rank, mine)
 
+    def mailed(self, transport, count):
+        """Add a broadcast or a reduction of any root, or a scan, by ``exchange``."""
+        name = self.random.choice(["broadcast", "reduce", "scan"])
+        exchanged = self.code.exchange.EXCHANGES[name]
+        root = self.random.randrange(self.size)
+        moved = FLOAT64 if transport == "sentinel" else self.random.choice(KINDS)
+        sources, words = self.inputs(count, DRAW[moved])
+        in_place = name == "broadcast" or self.random.random() < 0.5
+        targets = sources if in_place else self.map("output", 8 * count)
+        for comm, source, target in zip(self.comms, sources, targets, strict=True):
+            args = (transport, exchanged, comm, source, target, count, moved, "sum")
+            self.streams[comm.rank].append(self.code.exchange.bind(*args, root))
+            if name == "broadcast":
+                total = words[root]
+                if transport == "sentinel":
+                    total = [w if w != ALL_ONES else None for w in total]
+                self.expect(target, total)
+            elif name == "scan" or comm.rank == root:
+                last = comm.rank + 1 if name == "scan" else self.size
+                columns = zip(*words[:last], strict=True)
+                self.expect(target, [TOTAL[moved](column) for column in columns])
+
     def barrier(self):
         for comm in self.comms:
             self.streams[comm.rank].append(self.code.barrier.bind(comm))
@@ -341,6 +364,23 @@ def calls_of(code, *names):
                 world.all_reduce(name, count)
             else:
                 getattr(world, name)(count)
+        world.run()
+
+    return scenario
+
+
+def mailed_calls(code, transport):
+    """Calls that share mailboxes, in some of which few threads exchange."""
+
+    def scenario(machine):
+        algorithm = f"one_shot_{transport}"
+        world = World(machine, code, blocks=a_limit(machine.random, [algorithm]))
+        for _ in range(4):
+            count = machine.random.choice(COUNTS)
+            if machine.random.random() < 0.2:
+                world.all_reduce(algorithm, count)
+            else:
+                world.mailed(transport, count)
         world.run()
 
     return scenario
@@ -655,6 +695,12 @@ def test_exchanges(ranks):
 
 
 @worlds
+@each_transport
+def test_calls_in_which_few_threads_exchange(transport, ranks):
+    holds(mailed_calls(device_code(), transport), ranks, 100)
+
+
+@worlds
 def test_calls_on_shared_slots(ranks):
     names = "reduce", "scan", "gather", "broadcast", "two_shot_signalled"
     holds(calls_of(device_code(), *names), ranks, 300)
@@ -756,7 +802,7 @@ GATHER, AWAIT, SCATTER, REDUCE = turns_parts(
 )
 _, EXCHANGE_TAKE, EXCHANGE_TELL = turns_parts(
     exchange_signalled,
-    r"if turn < chunks:\n +slot",
+    r"if turn < chunks and not .*:\n +slot",
     "if turn >= 1:",
     r"if turn < chunks:\n +tell",
 )
@@ -780,7 +826,7 @@ FLAGGED = ALGORITHMS[6:]
 MAILBOXES_BROKEN = {
     # By LL, two flights are in step without all this: a thread answers its twin only
     # after it has read what the twin sent, and nothing is cleared.
-    "one half": (NOT_TWO_LL, ("mailboxes", "(2 * block + (epoch & 1))", "2 * block")),
+    "one half": (NOT_TWO_LL, ("mailboxes", "(epoch & 1) * half_stride", "0")),
     "no syncthreads between rounds": (NOT_TWO_LL, ("mailboxes", NEXT_ROUND, FENCE)),
     "no fence between rounds": (CLEARED, ("mailboxes", NEXT_ROUND, SYNC)),
     "a fence before the threads meet": (
@@ -853,7 +899,7 @@ MAILBOXES_BROKEN = {
     ),
 }
 OF_TWO_RANKS = {  # who have more than one step
-    "one mailbox for all steps": (MAILED, ("mailboxes", " + step * row", "")),
+    "one mailbox for all steps": (MAILED, ("mailboxes", " + step * line", "")),
 }
 OF_THREE_RANKS = {  # who have more than one neighbour
     "one flag for all ranks": (
@@ -871,7 +917,7 @@ OF_THREE_RANKS = {  # who have more than one neighbour
     ),
     "one mailbox for all ranks": (
         MAILED,
-        ("mailboxes", "rank_stride = count * row", "rank_stride = 0"),
+        ("mailboxes", "rank_stride = count * line", "rank_stride = 0"),
     ),
     "slots counted as their receiver does": (
         ("two_shot_signalled",),
@@ -1011,6 +1057,15 @@ EXCHANGE_BROKEN = {
         EXCHANGE_TAKE + EXCHANGE_TELL,
         EXCHANGE_TELL + EXCHANGE_TAKE,
     ),
+}
+FEW_BROKEN = {
+    "thread 0 exchanges no more than the others": [
+        ("sent_to if rooted and thread != 0 else", "sent_to if rooted else"),
+        ("got_of if rooted and thread != 0 else", "got_of if rooted else"),
+    ],
+    "the threads meet before thread 0's fence": [
+        ("if rooted and thread == 0:", "if False:")
+    ],
 }
 NEXT_BROKEN = {  # calls that disturb the next one, or the one before
     "two_shot_signalled": ("two_shot_signalled", AWAIT, ""),
@@ -1186,6 +1241,14 @@ def test_reductions_broken_are_found(what, races):
 def test_exchanges_broken_are_found(what, races, ranks):
     code = device_code(("exchange_signalled", *EXCHANGE_BROKEN[what]))
     breaks(calls_of(code, "gather", "scan", "two_shot_signalled"), ranks, races)
+
+
+@worlds
+@pytest.mark.parametrize("transport", ["sentinel", "marked"])
+@pytest.mark.parametrize("what", FEW_BROKEN)
+def test_few_threads_exchanging_broken_are_found(what, transport, ranks):
+    code = device_code(*(("exchange", *edit) for edit in FEW_BROKEN[what]))
+    breaks(mailed_calls(code, transport), ranks)
 
 
 @by_anything_and_by_result

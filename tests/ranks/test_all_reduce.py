@@ -568,10 +568,11 @@ class Workspace:
 
     def plant(self, source, data, epoch):
         """Put packets into one_shot_ll's mailbox of the first thread."""
-        size, steps = self.comm.size, ONE_SHOT["ll"].steps(self.comm.size)
+        size, protocol = self.comm.size, ONE_SHOT["ll"]
         k = (source - self.comm.rank - 1) % size
-        half = (epoch & 1) * (size - 1) * steps * 2 * ROW
-        box = self.base + self.at.one_shot_ll.slots + half + k * steps * 2 * ROW
+        rank_stride = protocol.steps(size) * protocol.most(size) * protocol.row
+        half = (epoch & 1) * (size - 1) * rank_stride
+        box = self.base + self.at.one_shot_ll.slots + half + k * rank_stride
         packet = np.array([data & 0xFFFFFFFF, epoch, data >> 32, epoch], np.uint32)
         nothing = np.array([0, epoch, 0, epoch], np.uint32)
         self.memory.write(box, packet.tobytes())
