@@ -8,13 +8,13 @@ Memory order: as ``barrier.py``.
 """
 
 import functools
-import zlib
 from typing import Any
 
 from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
+from numba_symm.collectives.launches import digest_of
 from numba_symm.collectives.workspace import THREADS, follow_previous_grid, layout
 from numba_symm.device.intrinsics import (
     fence_acq_rel_sys,
@@ -29,6 +29,7 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.signals import (
     MISMATCH,
     POLLS_PER_CHECK,
+    fail,
     must_give_up,
     wait_record,
 )
@@ -69,8 +70,7 @@ def make_agreement(size: int) -> Any:
                     found = ld_acquire_sys_u64(own + flags + 8 * r)
                 if found != mine and not given_up:
                     record = wait_record(MISMATCH, guard.rank, r, 0, epoch)
-                    for other in range(size):
-                        st_relaxed_sys_u64(guard.board + 8 * other, record)
+                    fail(guard, record)
         # All threads have read the epoch before it changes.
         cuda.syncthreads()
         if thread == 0:
@@ -93,5 +93,4 @@ def bind(comm: Any, operation: int, call: str) -> Launch:
         operation: what a record of a wait given up names.
         call: what must be equal, in words.
     """
-    digest = zlib.crc32(call.encode())
-    return workspace.launch(kernel(comm.size), comm, 1, digest, operation)
+    return workspace.launch(kernel(comm.size), comm, 1, digest_of(call), operation)

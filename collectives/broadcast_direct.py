@@ -19,14 +19,13 @@ from numba.cuda import types
 
 from numba_symm.collectives import broadcast_signalled, workspace
 from numba_symm.collectives.direct import (
-    digest_of,
     make_meet,
     make_refused,
     make_where,
     offered,
 )
 from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.launches import Enqueue, InTurn
+from numba_symm.collectives.launches import Enqueue, InTurn, digest_of
 from numba_symm.collectives.two_shot import shard
 from numba_symm.collectives.workspace import (
     ADDRESS,

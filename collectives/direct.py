@@ -18,7 +18,6 @@ A mailbox is used again in the next call, in which a rank is only after all othe
 read it: this kernel, or the one that follows it, ends by waiting for them.
 """
 
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +30,6 @@ from numba_symm.device.intrinsics import (
     ld_relaxed_sys_u64,
     ld_v2_u64,
     poll_pause,
-    st_relaxed_sys_u64,
     st_v2_u64,
     syncthreads,
     thread_index,
@@ -39,6 +37,7 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.signals import (
     MISMATCH,
     POLLS_PER_CHECK,
+    fail,
     must_give_up,
     wait_record,
 )
@@ -118,8 +117,7 @@ def make_meet(
                 theirs, output, call, came = told(guard, mail, epoch, record)
                 if came and call != digest:
                     record = wait_record(MISMATCH, guard.rank, peer, 0, epoch)
-                    for r in range(size):
-                        st_relaxed_sys_u64(guard.board + 8 * r, record)
+                    fail(guard, record)
                     theirs = 0
                 # Who refuses finds refusals, too.
                 if first[k] == 0 or failure != 0:
@@ -167,11 +165,6 @@ def make_refused(size: int) -> Callable[[int, int], bool]:
         return found
 
     return refused
-
-
-def digest_of(call: str) -> int:
-    """Return what must be equal on all ranks, of a call in words."""
-    return zlib.crc32(call.encode())
 
 
 def offered(comm: Any, address: int, nbytes: int) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ own part) and in what becomes of it (stored, or reduced in rank order):
 
 ``mailboxes.py`` says how that needs no barrier, and orders the memory accesses. The
 mailboxes are those of ``one_shot.py``. In every round thread 0 of each block exchanges
-with all ranks, both ways, also where what it sends or gets is needed by nobody: that is
-what the others' mailboxes may be used again by.
+with all ranks, both ways: only so may the mailboxes be used again. Where a rank needs
+nothing of another, thread 0 gets a digest of that one's call: a wrong root, say, would
+fill mailboxes that nobody empties.
 
 In place is safe: a thread has loaded whatever it overwrites.
 """
@@ -30,6 +31,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
+from numba_symm.collectives.launches import digest_of
 from numba_symm.collectives.mailboxes import EVERYONE, TRANSPORTS, make_mailboxes
 from numba_symm.collectives.ring import make_in_rank_order
 from numba_symm.collectives.workspace import (
@@ -50,7 +52,7 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import Lanes, make_lanes
-from numba_symm.device.signals import EXCHANGE
+from numba_symm.device.signals import EXCHANGE, MISMATCH, fail, wait_record
 from numba_symm.dtypes import Element, Op, UserOperator, identity
 from numba_symm.kernels import Kernel, Launch
 
@@ -216,6 +218,17 @@ def make_exchange(
     reduced = make_reduced(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
 
+    @device_function
+    def alike(guard: Any, digest: int, got_of: int, low: Any, high: Any) -> bool:
+        # Whether the ranks of which nothing else is wanted are in the same call.
+        found = True
+        for k in range(others):
+            if got_of >> k & 1 == 0 and (low[k + 1] != digest or high[k + 1] != digest):
+                peer = (guard.rank + 1 + k) % size
+                fail(guard, wait_record(MISMATCH, guard.rank, peer, 0, 0))
+                found = False
+        return found
+
     def exchange(
         guard: Any,
         early: bool,
@@ -229,6 +242,7 @@ def make_exchange(
         taken: int,
         sent_to: int,
         got_of: int,
+        digest: int,
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
@@ -263,12 +277,17 @@ def make_exchange(
                     boxes = box(block, epoch, 0, 0, step, thread)
                     for k in range(others):
                         if posted >> k & 1 != 0:
-                            post_one(ring, k, boxes, low[k], high[k], epoch)
+                            words = low[k], high[k]
+                            if rooted and sent_to >> k & 1 == 0:
+                                words = digest, digest
+                            post_one(ring, k, boxes, words[0], words[1], epoch)
             for step in range(steps):
                 vector = start + step * stride
                 if vector < vectors and not failed:
                     boxes = own + box(block, epoch, 0, 0, step, thread)
                     failed = not receive(guard, boxes, epoch, block, low, high, wanted)
+                    if rooted and thread == 0 and not failed:
+                        failed = not alike(guard, digest, got_of, low, high)
                     low[0] = own_low[step]
                     high[0] = own_high[step]
                     if parts_out:
@@ -309,7 +328,7 @@ def kernel(
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, transport, steps, kind)
-    arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
+    arguments = (ADDRESS, ADDRESS, *7 * (types.int64,))
     weight = TRANSPORTS[transport].weight
     return workspace.make_kernel(make_exchange, constants, *arguments, weight=weight)
 
@@ -335,9 +354,11 @@ def bind(
     steps = protocol.needed(vectors, grid, comm.size)
     ragged = is_ragged(source, target, count, element.lanes)
     part = count * element.itemsize
+    call = f"{kind.output.name} of {count} {element.name} by {op!r}, root {root}"
     return workspace.launch(
         kernel(comm.size, element, op, ragged, transport, steps, kind),
         *(comm, grid, source, target, part, count, vectors),
         kind.output.taken(comm.rank, comm.size, root),
         *kind.output.exchanged(comm.rank, comm.size, root),
+        digest_of(call),
     )

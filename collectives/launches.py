@@ -1,5 +1,6 @@
-"""What a packed call is, and several of them in turn."""
+"""What a packed call is, several of them in turn, and what ranks compare of one."""
 
+import zlib
 from collections.abc import Callable
 
 Enqueue = Callable[[int], None]
@@ -16,3 +17,8 @@ class InTurn:
         """Enqueue all."""
         for call in self._calls:
             call(stream)
+
+
+def digest_of(call: str) -> int:
+    """Return what must be equal on all ranks, of a call in words."""
+    return zlib.crc32(call.encode())

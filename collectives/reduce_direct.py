@@ -20,7 +20,6 @@ from numba.cuda import types
 
 from numba_symm.collectives import reduce_signalled, workspace
 from numba_symm.collectives.direct import (
-    digest_of,
     make_meet,
     make_refused,
     make_where,
@@ -28,7 +27,7 @@ from numba_symm.collectives.direct import (
 )
 from numba_symm.collectives.exchange import Output, make_total
 from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.launches import Enqueue, InTurn
+from numba_symm.collectives.launches import Enqueue, InTurn, digest_of
 from numba_symm.collectives.two_shot import shard
 from numba_symm.collectives.workspace import (
     ADDRESS,

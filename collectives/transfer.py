@@ -66,6 +66,7 @@ from numba_symm.device.signals import (
     POLLS_PER_CHECK,
     TRANSFER,
     TRANSFER_MISMATCH,
+    fail,
     must_give_up,
     wait_for_epoch,
     wait_record,
@@ -224,8 +225,7 @@ def make_transfer(
                         if not failed and ld_relaxed_sys_u64(flag_now) != word:
                             failed = True
                             record = wait_record(TRANSFER_MISMATCH, rank, peer, 0, 0)
-                            for r in range(size):
-                                st_relaxed_sys_u64(guard.board + 8 * r, record)
+                            fail(guard, record)
                 # What one thread has waited for, the whole block may use.
                 syncthreads()
                 for row in range(0, piece_rows, batch):

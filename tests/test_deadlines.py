@@ -5,6 +5,7 @@ in Numba's CUDA simulator. What runs on a rank returns facts; the tests judge th
 """
 
 import contextlib
+import itertools
 import os
 import re
 import signal
@@ -302,7 +303,7 @@ def test_nobody_s_array_is_written_by_a_rank_that_comes_too_late():
         assert kept
 
 
-def calls_differ(world, name, counts, roots):
+def calls_differ(world, name, algorithm, counts, roots):
     comm = ns.Communicator(world, timeout=PATIENT)
     x = comm.zeros(100, np.float32)
     x.copy_to_device(np.full(100, 5 + world.rank, np.float32))
@@ -311,7 +312,7 @@ def calls_differ(world, name, counts, roots):
     call = getattr(comm, name)
     world.barrier()
     error, seconds = attempt(
-        lambda: (call(part, root=root, algorithm="direct", **out), comm.synchronize())
+        lambda: (call(part, root=root, algorithm=algorithm, **out), comm.synchronize())
     )
     world.barrier()
     rest = x[part.size :].copy_to_host().tolist()
@@ -319,16 +320,20 @@ def calls_differ(world, name, counts, roots):
     return error, seconds, rest == [5.0 + world.rank] * len(rest)
 
 
-@pytest.mark.parametrize("name", ["broadcast", "reduce"])
+@pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [*itertools.product(["broadcast", "reduce"], ["direct", "marked"])],
+)
 @pytest.mark.parametrize(
     ("counts", "roots"),
     [((100, 100, 60), (0, 0, 0)), ((80, 80, 80), (2, 1, 2))],
     ids=["counts", "roots"],
 )
 def test_calls_that_differ_are_told_and_touch_no_more_than_they_were_given(
-    name, counts, roots
+    name, algorithm, counts, roots
 ):
-    for error, seconds, kept in run_ranks(3, calls_differ, name, counts, roots):
+    facts = run_ranks(3, calls_differ, name, algorithm, counts, roots)
+    for error, seconds, kept in facts:
         assert re.match(r"CollectiveTimeout: rank \d's call differs from rank", error)
         assert seconds < PATIENT / 2
         assert kept

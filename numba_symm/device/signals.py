@@ -96,19 +96,28 @@ def wait_record(operation: int, rank: int, peer: int, place: int, epoch: int) ->
 
 
 @device_function
+def fail(guard: Any, record: int) -> None:
+    """Put ``record`` on every rank's board: what is under way ends without success.
+
+    Peers may be reading their boards: the record is one relaxed store, and nothing else
+    is published by it.
+    """
+    for r in range(guard.world_size):
+        st_relaxed_sys_u64(guard.board + 8 * r, record)
+
+
+@device_function
 def must_give_up(guard: Any, started: int, record: int) -> bool:
     """Return whether a wait that began at ``started`` (ns) must end without success.
 
     It must when a rank has failed already, or when the deadline has passed, in which
-    case every rank's board gets ``record``. Peers may be reading their boards: the
-    record is one relaxed store, and nothing else is published by it.
+    case every rank's board gets ``record``.
     """
     if ld_relaxed_sys_u64(guard.board + 8 * guard.rank) != 0:
         return True
     if guard.timeout == 0 or globaltimer() - started <= guard.timeout:
         return False
-    for r in range(guard.world_size):
-        st_relaxed_sys_u64(guard.board + 8 * r, record)
+    fail(guard, record)
     return True
 
 
