@@ -174,11 +174,13 @@ def make_reduced(
 
     @device_function
     def of_root(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
-        words = low[0], high[0]
+        # By masks: of branches the compiler makes an index, and the arrays memory.
+        first, second = 0, 0
         for k in range(1, size):
-            if k == taken:
-                words = low[k], high[k]
-        return words
+            mask = -word_of(k == taken)
+            first |= low[k] & mask
+            second |= high[k] & mask
+        return first, second
 
     return of_root if output is Output.OF_ROOT else reduced
 
@@ -221,13 +223,15 @@ def make_exchange(
     @device_function
     def alike(guard: Any, digest: int, got_of: int, low: Any, high: Any) -> bool:
         # Whether the ranks of which nothing else is wanted are in the same call.
-        found = True
+        other = 0
         for k in range(others):
-            if got_of >> k & 1 == 0 and (low[k + 1] != digest or high[k + 1] != digest):
-                peer = (guard.rank + 1 + k) % size
-                fail(guard, wait_record(MISMATCH, guard.rank, peer, 0, 0))
-                found = False
-        return found
+            differs = (low[k + 1] ^ digest) | (high[k + 1] ^ digest)
+            if got_of >> k & 1 == 0 and differs != 0:
+                other = k + 1
+        if other != 0:
+            peer = (guard.rank + other) % size
+            fail(guard, wait_record(MISMATCH, guard.rank, peer, 0, 0))
+        return other == 0
 
     def exchange(
         guard: Any,

@@ -50,7 +50,7 @@ from numba_symm.device.intrinsics import (
     st_relaxed_sys_u32,
     st_relaxed_sys_v2_u64,
     syncthreads,
-    thread_index,
+    thread_index_x,
     word_of,
 )
 from numba_symm.device.signals import POLLS_PER_CHECK, must_give_up, wait_record
@@ -124,7 +124,7 @@ def _sent_as_it_is(low: int, high: int) -> Any:
 @device_function
 def _marks(box: int) -> int:
     """Return where the marks of this thread's vector at ``box`` are: after its row."""
-    return box + ROW - (VECTOR - MARK) * thread_index()
+    return box + ROW - (VECTOR - MARK) * thread_index_x()
 
 
 @device_function
@@ -318,9 +318,8 @@ def make_mailboxes(
             # make the next load wait for it.
             missing = 0
             for k in range(others):
-                if wanted >> k & 1 != 0:
-                    low[k + 1], high[k + 1], gap = peek(first + k * rank_stride, epoch)
-                    missing |= gap
+                low[k + 1], high[k + 1], gap = peek(first + k * rank_stride, epoch)
+                missing |= gap if wanted >> k & 1 != 0 else 0
             arrived = missing == 0
             if not arrived:
                 poll_pause()
@@ -330,10 +329,9 @@ def make_mailboxes(
                         started = globaltimer()
                     late = 0
                     for k in range(others):
-                        if wanted >> k & 1 != 0:
-                            _, _, gap = peek(first + k * rank_stride, epoch)
-                            if gap != 0:
-                                late = (guard.rank + 1 + k) % size
+                        _, _, gap = peek(first + k * rank_stride, epoch)
+                        if gap != 0 and wanted >> k & 1 != 0:
+                            late = (guard.rank + 1 + k) % size
                     record = wait_record(operation, guard.rank, late, block, epoch)
                     given_up = must_give_up(guard, started, record)
         for k in range(others):

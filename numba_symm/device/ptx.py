@@ -217,6 +217,12 @@ def thread_index() -> int:
 
 
 @device_function
+def thread_index_x() -> int:
+    """Return the thread's index in a block of one dimension."""
+    return cuda.threadIdx.x  # type: ignore[no-any-return]
+
+
+@device_function
 def block_size() -> int:
     """Return the number of threads in a block."""
     return cuda.blockDim.x * cuda.blockDim.y * cuda.blockDim.z  # type: ignore[no-any-return]

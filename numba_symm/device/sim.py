@@ -195,6 +195,11 @@ def thread_index() -> int:
     return _thread().thread_id  # type: ignore[no-any-return]
 
 
+def thread_index_x() -> int:
+    """Return the thread's index in a block of one dimension."""
+    return thread_index()
+
+
 def block_size() -> int:
     """Return the number of threads in a block."""
     return math.prod(_thread()._manager._block_dim)

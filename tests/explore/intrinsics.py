@@ -126,6 +126,9 @@ def thread_index() -> int:
     return scheduler.current.index
 
 
+thread_index_x = thread_index
+
+
 def block_size() -> int:
     return scheduler.machine.threads
 

@@ -873,7 +873,11 @@ MAILBOXES_BROKEN = {
     ),
     "one place for the marks of all threads": (
         MARKED,
-        ("mailboxes", "(VECTOR - MARK) * thread_index()", "VECTOR * thread_index()"),
+        (
+            "mailboxes",
+            "(VECTOR - MARK) * thread_index_x()",
+            "VECTOR * thread_index_x()",
+        ),
     ),
     "the sender goes on with another NaN": (
         SENTINEL,
