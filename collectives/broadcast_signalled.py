@@ -45,7 +45,7 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import BROADCAST
+from numba_symm.device.signals import BROADCAST_SIGNALLED
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
 
@@ -63,7 +63,7 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
     held = max(batch * others, LOADS)
     relayed = min(rows, LOADS)
     hops = 2 if size > 2 else 1
-    tell, told, _ = make_flags(size, BROADCAST)
+    tell, told, _ = make_flags(size, BROADCAST_SIGNALLED)
     refused = make_refused(size)
 
     @device_function

@@ -44,6 +44,7 @@ from numba_symm.collectives.workspace import (
     is_ragged,
     layout,
 )
+from numba_symm.device import signals
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
@@ -52,7 +53,7 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import Lanes, make_lanes
-from numba_symm.device.signals import EXCHANGE, MISMATCH, fail, wait_record
+from numba_symm.device.signals import MISMATCH, fail, wait_record
 from numba_symm.dtypes import Element, Op, UserOperator, identity
 from numba_symm.kernels import Kernel, Launch
 
@@ -107,20 +108,22 @@ class Exchange(NamedTuple):
     Attributes:
         parts_in: whether the input has a part for each rank, else one for all.
         output: what is done with what came.
+        operation: what a record of a wait given up names.
     """
 
     parts_in: bool
     output: Output
+    operation: int
 
 
 EXCHANGES = {
-    "all_gather": Exchange(False, Output.PARTS),
-    "all_to_all": Exchange(True, Output.PARTS),
-    "reduce_scatter": Exchange(True, Output.REDUCED),
-    "scan": Exchange(False, Output.UP_TO_THIS),
-    "exscan": Exchange(False, Output.BEFORE_THIS),
-    "reduce": Exchange(False, Output.AT_ROOT),
-    "broadcast": Exchange(False, Output.OF_ROOT),
+    "all_gather": Exchange(False, Output.PARTS, signals.ALL_GATHER),
+    "all_to_all": Exchange(True, Output.PARTS, signals.ALL_TO_ALL),
+    "reduce_scatter": Exchange(True, Output.REDUCED, signals.REDUCE_SCATTER),
+    "scan": Exchange(False, Output.UP_TO_THIS, signals.SCAN),
+    "exscan": Exchange(False, Output.BEFORE_THIS, signals.EXSCAN),
+    "reduce": Exchange(False, Output.AT_ROOT, signals.REDUCE),
+    "broadcast": Exchange(False, Output.OF_ROOT, signals.BROADCAST),
 }
 """The operations, by name."""
 
@@ -211,7 +214,9 @@ def make_exchange(
     region: Region = getattr(layout(size), f"one_shot_{transport}")
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
-    mail = make_mailboxes(size, transport, region, ONE_SHOT[transport], 1, EXCHANGE)
+    mail = make_mailboxes(
+        size, transport, region, ONE_SHOT[transport], 1, kind.operation
+    )
     next_epoch, box, _, _, post_one, receive, wipe, next_round = mail
     epochs = region.epochs
     others = size - 1

@@ -27,9 +27,15 @@ from numba_symm.collectives import (
 )
 from numba_symm.collectives.exchange import EXCHANGES
 from numba_symm.collectives.launches import Enqueue, InTurn
-from numba_symm.device.signals import EXCHANGE_COPIES
+from numba_symm.device import signals
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Launch
+
+_OPERATIONS = {
+    "all_gather": signals.ALL_GATHER_COPIES,
+    "all_to_all": signals.ALL_TO_ALL_COPIES,
+    "broadcast": signals.BROADCAST_COPIES,
+}
 
 
 class Copy(NamedTuple):
@@ -95,14 +101,14 @@ def bind(
     one_way = name == "broadcast" and comm.size > 2
     overwritten = name == "all_to_all" and source == target
     if found is None or one_way or overwritten or comm.size == 1:
-        agree = agreement.bind(comm, EXCHANGE_COPIES, f"{call}, output staged")
+        agree = agreement.bind(comm, _OPERATIONS[name], f"{call}, output staged")
         args = (comm, source, target, count, element, op)
         if name == "broadcast":
             return InTurn(agree, broadcast_signalled.bind(*args, root))
         return InTurn(agree, exchange_signalled.bind(EXCHANGES[name], *args))
     number, offset, outputs = found
     agree = agreement.bind(
-        comm, EXCHANGE_COPIES, f"{call}, output in block {number} at {offset}"
+        comm, _OPERATIONS[name], f"{call}, output in block {number} at {offset}"
     )
     if name == "broadcast":
         others = outputs[:root] + outputs[root + 1 :]

@@ -48,7 +48,6 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import EXCHANGE
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
@@ -61,7 +60,7 @@ def make_exchange_signalled(
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
-    tell, told, _ = make_flags(size, EXCHANGE)
+    tell, told, _ = make_flags(size, kind.operation)
     at = layout(size).two_shot_signalled
     epochs, flags = at.epochs, at.flags
     place = make_place(size)

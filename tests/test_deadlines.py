@@ -174,17 +174,18 @@ ALGORITHMS = {
     name: (all_reduce(name), rf"all_reduce \({name}\), block 0, epoch 1")
     for name in select.ALL_REDUCE
 }
-EXCHANGED = "all_gather, all_to_all, reduce_scatter, scan, exscan, reduce or broadcast"
-EXCHANGED += ", block 0, epoch 1"
 OPERATIONS = {
     **ALGORITHMS,
-    "all_gather": (exchange("all_gather", "ll"), EXCHANGED),
-    "reduce_scatter": (exchange("reduce_scatter", "signalled"), EXCHANGED),
+    "all_gather": (exchange("all_gather", "ll"), "all_gather, block 0, epoch 1"),
+    "reduce_scatter": (
+        exchange("reduce_scatter", "signalled"),
+        "reduce_scatter, block 0, epoch 1",
+    ),
     "all_to_all": (
         exchange("all_to_all", "copy_engine"),
-        r"all_gather, all_to_all or broadcast \(copy_engine\), block 0, epoch 1",
+        r"all_to_all \(copy_engine\), block 0, epoch 1",
     ),
-    "scan": (exchange("scan", "sentinel"), EXCHANGED),
+    "scan": (exchange("scan", "sentinel"), "scan, block 0, epoch 1"),
     "reduce": (
         exchange("reduce", "signalled"),
         r"reduce \(signalled\), block 0, epoch 1",

@@ -27,16 +27,19 @@ TEXTS = {
     signals.TWO_SHOT_MARKED: "all_reduce (two_shot_marked), block 5",
     signals.TWO_SHOT_LL: "all_reduce (two_shot_ll), block 5",
     signals.TWO_SHOT_SIGNALLED: "all_reduce (two_shot_signalled), block 5",
-    signals.EXCHANGE: (
-        "all_gather, all_to_all, reduce_scatter, scan, exscan, reduce or broadcast, "
-        "block 5"
-    ),
+    signals.ALL_GATHER: "all_gather, block 5",
+    signals.ALL_TO_ALL: "all_to_all, block 5",
+    signals.REDUCE_SCATTER: "reduce_scatter, block 5",
+    signals.SCAN: "scan, block 5",
+    signals.EXSCAN: "exscan, block 5",
+    signals.REDUCE: "reduce, block 5",
+    signals.BROADCAST: "broadcast, block 5",
     signals.AGREEMENT: "all_reduce (copy_engine), block 5",
-    signals.EXCHANGE_COPIES: (
-        "all_gather, all_to_all or broadcast (copy_engine), block 5"
-    ),
+    signals.ALL_GATHER_COPIES: "all_gather (copy_engine), block 5",
+    signals.ALL_TO_ALL_COPIES: "all_to_all (copy_engine), block 5",
+    signals.BROADCAST_COPIES: "broadcast (copy_engine), block 5",
     signals.REDUCE_SIGNALLED: "reduce (signalled), block 5",
-    signals.BROADCAST: "broadcast (signalled), block 5",
+    signals.BROADCAST_SIGNALLED: "broadcast (signalled), block 5",
     signals.BROADCAST_DIRECT: "broadcast (direct), block 5",
     signals.REDUCE_DIRECT: "reduce (direct), block 5",
     signals.TRANSFER: "a message or a collective made of them, channel 5",
