@@ -15,8 +15,8 @@ own part) and in what becomes of it (stored, or reduced in rank order):
 ``mailboxes.py`` says how that needs no barrier, and orders the memory accesses. The
 mailboxes are those of ``one_shot.py``. In every round thread 0 of each block exchanges
 with all ranks, both ways: only so may the mailboxes be used again. Where a rank needs
-nothing of another, thread 0 gets a digest of that one's call: a wrong root, say, would
-fill mailboxes that nobody empties.
+nothing of another, thread 0 gets a digest of that one's call, and fails if it differs,
+or came instead of data: a wrong root, say, would fill mailboxes that nobody empties.
 
 In place is safe: a thread has loaded whatever it overwrites.
 """
@@ -56,6 +56,10 @@ from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.device.signals import MISMATCH, fail, wait_record
 from numba_symm.dtypes import Element, Op, UserOperator, identity
 from numba_symm.kernels import Kernel, Launch
+
+DIGEST, _DIGEST = 0x2E0D7C5AB16F9483, 0x5CE1A08F
+"""What tells a digest, the vector's lowest 32 bits, from data: the other 96 bits, which
+data has by a chance of 2**-96."""
 
 
 class Output(enum.Enum):
@@ -227,11 +231,12 @@ def make_exchange(
 
     @device_function
     def alike(guard: Any, digest: int, got_of: int, low: Any, high: Any) -> bool:
-        # Whether the ranks of which nothing else is wanted are in the same call.
+        # Whether a digest, the same one, came where it was due, and only there.
         other = 0
         for k in range(others):
-            differs = (low[k + 1] ^ digest) | (high[k + 1] ^ digest)
-            if got_of >> k & 1 == 0 and differs != 0:
+            due = got_of >> k & 1 == 0
+            is_one = high[k + 1] == DIGEST and (low[k + 1] ^ digest) >> 32 == 0
+            if due != is_one or (due and low[k + 1] != digest):
                 other = k + 1
         if other != 0:
             peer = (guard.rank + other) % size
@@ -288,7 +293,7 @@ def make_exchange(
                         if posted >> k & 1 != 0:
                             words = low[k], high[k]
                             if rooted and sent_to >> k & 1 == 0:
-                                words = digest, digest
+                                words = digest, DIGEST
                             post_one(ring, k, boxes, words[0], words[1], epoch)
             for step in range(steps):
                 vector = start + step * stride
@@ -369,5 +374,5 @@ def bind(
         *(comm, grid, source, target, part, count, vectors),
         kind.output.taken(comm.rank, comm.size, root),
         *kind.output.exchanged(comm.rank, comm.size, root),
-        digest_of(call),
+        digest_of(call) | _DIGEST << 32,
     )

@@ -134,6 +134,8 @@ _LIMITS = (
     Limits(32 * _M, 64 * _K, 2 * _M, 40 * _M),
     Limits(3 * _M, 64 * _K, 768 * _K, 40 * _M),
 )
+# Of a reduction of 2 ranks, in one flight; what is larger goes by signals.
+_REDUCE_OF_TWO = 2 * _M
 # A simulated round costs milliseconds, whatever it carries.
 _SIMULATED = Limits(512, 128, 512, 64 * _M)
 
@@ -160,10 +162,10 @@ def _fastest_broadcast(nbytes: int, size: int, element: Element) -> str:
 def _fastest_reduce(nbytes: int, size: int, element: Element) -> str:
     limits = select.limits_of(size, element)
     transport = select.transport_of(element, nbytes)
-    in_one = 2 * _M if size <= 2 and not SIMULATED else limits.one_shot
-    if nbytes <= in_one:
+    of_two = size <= 2
+    if nbytes <= (_REDUCE_OF_TWO if of_two and not SIMULATED else limits.one_shot):
         return transport
-    if size <= 2:
+    if of_two:
         return "signalled"
     # Its own kernel with signals starts slowly.
     more = 1 if SIMULATED else 4 if transport == "sentinel" else 2

@@ -5,6 +5,7 @@ in Numba's CUDA simulator. What runs on a rank returns facts; the tests judge th
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import re
@@ -185,6 +186,7 @@ OPERATIONS = {
         exchange("all_to_all", "copy_engine"),
         r"all_to_all \(copy_engine\), block 0, epoch 1",
     ),
+    "broadcast": (exchange("broadcast", "marked"), "broadcast, block 0, epoch 1"),
     "scan": (exchange("scan", "sentinel"), "scan, block 0, epoch 1"),
     "reduce": (
         exchange("reduce", "signalled"),
@@ -338,6 +340,43 @@ def test_calls_that_differ_are_told_and_touch_no_more_than_they_were_given(
         assert re.match(r"CollectiveTimeout: rank \d's call differs from rank", error)
         assert seconds < PATIENT / 2
         assert kept
+
+
+def roots_of_two_differ(world, name, roots, op, count):
+    comm = ns.Communicator(world, timeout=PATIENT)
+    x, root = cuda.to_device(np.full(count, 5.0, np.float32)), roots[world.rank]
+    args = (
+        {"root": root} if name == "broadcast" else {"root": root, "op": op[world.rank]}
+    )
+    world.barrier()
+    errors = []
+    for algorithm in ("ll", "marked", "ll"):
+        call = functools.partial(getattr(comm, name), x, algorithm=algorithm, **args)
+        errors.append(attempt(lambda call=call: (call(), comm.synchronize())))
+        world.barrier()
+    attempt(comm.close)
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("name", "roots", "op"),
+    [
+        ("broadcast", (0, 1), None),
+        ("broadcast", (1, 0), None),
+        ("reduce", (0, 1), ("sum", "sum")),
+        ("reduce", (1, 0), ("sum", "sum")),
+        ("reduce", (0, 0), ("sum", "max")),
+    ],
+)
+def test_two_ranks_of_different_calls_are_told_by_the_next_one(name, roots, op):
+    """Of a single vector, too, of which no other thread waits for anything."""
+    for first, *later in run_ranks(2, roots_of_two_differ, name, roots, op, 3):
+        errors = [error for error, _ in (first, *later)]
+        told = [error for error in errors if error]
+        assert len(told) >= len(later), errors
+        for error in told:
+            assert re.match(r"CollectiveTimeout: rank \d's call differs from", error)
+        assert sum(seconds for _, seconds in (first, *later)) < PATIENT / 2
 
 
 @cuda.jit

@@ -74,6 +74,7 @@ ALGORITHMS = {
     "scan_signalled": lambda *a: exchange_signalled.kernel(*a, False, SCAN),
     "reduce_signalled": lambda *a: reduce_signalled.kernel(*a, False),
     "broadcast_signalled": lambda n, e, op: broadcast_signalled.kernel(n, e, False),
+    "reduce_of_two": lambda *a: exchange_signalled.kernel(*a, False, REDUCE),
     "reduce_direct": lambda *a: reduce_direct.kernel(*a, False),
     "broadcast_direct": lambda n, e, op: broadcast_direct.kernel(n, e, False),
 }
@@ -130,7 +131,7 @@ TOLD = [
     for case in cases("signalled", "pull", *SIGNALLED)
     if case[0] != "reduce_signalled" or case[1] > 2
 ]
-TOLD += [("barrier", 2), ("barrier", 8)]
+TOLD += [("barrier", 2), ("barrier", 8), ("reduce_of_two", 2, "int64", "prod")]
 DIRECT = [
     (name, *case)
     for name in ("reduce_direct", "broadcast_direct")

@@ -53,6 +53,8 @@ def edges(dtype, algorithm, size, blocks):
         row = THREADS * shares
         most = (min(blocks, protocol.blocks) * protocol.steps(size),)
     found = {1, lanes, LINE * lanes * shares}
+    if algorithm == "signalled" and size == 2:  # one way up to a chunk of all blocks
+        found |= {blocks * SIGNALLED.steps(2) * THREADS * lanes}
     found |= {row * lanes * rounds for rounds in (1, *most)}
     if SIMULATED:  # where a round costs tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 40_000}
