@@ -345,9 +345,7 @@ def test_calls_that_differ_are_told_and_touch_no_more_than_they_were_given(
 def roots_of_two_differ(world, name, roots, op, count):
     comm = ns.Communicator(world, timeout=PATIENT)
     x, root = cuda.to_device(np.full(count, 5.0, np.float32)), roots[world.rank]
-    args = (
-        {"root": root} if name == "broadcast" else {"root": root, "op": op[world.rank]}
-    )
+    args = {"root": root} | ({"op": op[world.rank]} if op else {})
     world.barrier()
     errors = []
     for algorithm in ("ll", "marked", "ll"):

@@ -1257,6 +1257,8 @@ def test_exchanges_broken_are_found(what, races, ranks):
 @each_transport
 @pytest.mark.parametrize("what", FEW_BROKEN)
 def test_few_threads_exchanging_broken_are_found(what, transport, ranks):
+    if (what, transport) == ("the threads meet before thread 0's fence", "ll"):
+        pytest.skip("nothing is cleared, and loads are never late here")
     code = device_code(*(("exchange", *edit) for edit in FEW_BROKEN[what]))
     breaks(mailed_calls(code, transport), ranks)
 

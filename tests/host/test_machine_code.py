@@ -131,7 +131,7 @@ TOLD = [
     for case in cases("signalled", "pull", *SIGNALLED)
     if case[0] != "reduce_signalled" or case[1] > 2
 ]
-TOLD += [("barrier", 2), ("barrier", 8), ("reduce_of_two", 2, "int64", "prod")]
+TOLD += [("reduce_of_two", 2, "int64", "prod"), ("barrier", 2), ("barrier", 8)]
 DIRECT = [
     (name, *case)
     for name in ("reduce_direct", "broadcast_direct")
