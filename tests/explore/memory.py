@@ -37,7 +37,7 @@ What it leaves out
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -46,6 +46,9 @@ WEAK, RELAXED, ACQUIRE, RELEASE = "weak", "relaxed", "acquire", "release"
 _REMEMBERED = 8  # values of one address
 _LAST = 0.05  # of all stores, how many wait as long as anything else can happen
 _REGION = 1 << 20  # address space a region has to itself; the rest of it is a trap
+
+
+Fill = int | Callable[[int], tuple[int, int | None]] | None
 
 
 class Finding(Exception):
@@ -150,11 +153,15 @@ class Memory:
         self.races = True
         self._over = [0] * threads  # up to which of their accesses have taken effect
         self._random = random
-        self._regions: list[tuple[str, int, int | None]] = [("null", 0, None)]
+        self._regions: list[tuple[str, int, Fill]] = [("null", 0, None)]
         self._places: dict[int, Place] = {}
 
-    def map(self, name: str, nbytes: int, fill: int | None = None) -> int:
-        """Return the address of new memory, in which nothing is written by default."""
+    def map(self, name: str, nbytes: int, fill: Fill = None) -> int:
+        """Return the address of new memory, in which nothing is written by default.
+
+        ``fill`` is what every address holds, or tells of an offset how many bytes are
+        accessed there, and what they hold.
+        """
         assert nbytes <= _REGION
         self._regions.append((name, nbytes, fill))
         return (len(self._regions) - 1) * _REGION
@@ -166,6 +173,12 @@ class Memory:
     def final(self, address: int, nbytes: int) -> int | None:
         """Return the value at the end of all stores."""
         return self._place(address, nbytes).values[-1].value
+
+    def accessed(self, first: int, nbytes: int) -> Iterator[tuple[int, int | None]]:
+        """Return offset from ``first`` and value, at the end, of all accessed there."""
+        for address, place in self._places.items():
+            if first <= address < first + nbytes:
+                yield address - first, place.values[-1].value
 
     def load(self, reader: Observer, address: int, nbytes: int, order: str) -> int:
         place = self._place(address, nbytes)
@@ -289,8 +302,10 @@ class Memory:
                 raise Finding("access", f"{address:#x} is outside all memory")
             if offset % nbytes:
                 raise Finding("access", f"{address:#x} is not aligned to {nbytes}")
-            place = Place(address, nbytes, self._regions[number][2])
-            self._places[address] = place
+            fill, width = self._regions[number][2], nbytes
+            if callable(fill):
+                width, fill = fill(offset)
+            place = self._places[address] = Place(address, width or nbytes, fill)
         if place.nbytes != nbytes:
             raise Finding("access", f"{self._name(place)} in {nbytes} bytes as well")
         return place

@@ -70,9 +70,7 @@ class World:
         self.streams = [[] for _ in range(self.size)]
         self.expected = {}  # words by address; None: a NaN
         self.alike = []  # addresses of words that must be the same on all ranks
-        self.workspaces = self.map("workspace", self.layout.nbytes, fill=0)
-        for box, nbytes in self.sentinels():
-            self.memory.plant(box, nbytes, ones(nbytes))
+        self.workspaces = self.map("workspace", self.layout.nbytes, self.initial)
         self.board = self.memory.map("board", 8 * self.size, fill=0)
         self.buffers = self.map("buffer", 8 * 64)
         self.pads = self.map("pad", 4 * self.size * MAX_BLOCKS, fill=0)
@@ -103,22 +101,19 @@ class World:
             for rank in range(self.size)
         ]
 
-    def sentinels(self):
-        """Return address and bytes of the words that are all ones while nothing comes.
+    def initial(self, offset):
+        """Return bytes and value of a word of a workspace: ones where nothing has come.
 
         In mailboxes with marks every row of vectors is followed by one of marks.
         """
-        code, found = self.code.workspace, []
-        marked = self.layout.one_shot_marked, self.layout.two_shot_marked
-        for workspace in self.workspaces:
-            for region in self.layout.sentinels:
-                at = region.slots
-                while at < region.end:
-                    place = (at - region.slots) % code.ONE_SHOT["marked"].row
-                    nbytes = 4 if region in marked and place >= code.ROW else 8
-                    found.append((workspace + at, nbytes))
-                    at += nbytes
-        return found
+        code = self.code.workspace
+        for region in self.layout.sentinels:
+            if region.slots <= offset < region.end:
+                place = (offset - region.slots) % code.ONE_SHOT["marked"].row
+                marked = self.layout.one_shot_marked, self.layout.two_shot_marked
+                nbytes = 4 if region in marked and place >= code.ROW else 8
+                return nbytes, ones(nbytes)
+        return 0, 0
 
     def inputs(self, count, draw=None):
         """Return every rank's address of random words, and the words."""
@@ -279,9 +274,11 @@ class World:
                 [workspace + at for workspace in self.workspaces] for at in epochs
             ]
             self.check_alike(places, "epochs", 4)
-        for box, nbytes in self.sentinels():
-            if self.memory.final(box, nbytes) != ones(nbytes):
-                raise Finding("result", f"a vector is left at {box:#x}")
+        for workspace in self.workspaces:
+            for at, value in self.memory.accessed(workspace, self.layout.nbytes):
+                _, empty = self.initial(at)
+                if empty not in (0, value):
+                    raise Finding("result", f"a vector is left at {workspace + at:#x}")
         for pad in self.pads:
             for slot in range(self.size * MAX_BLOCKS):
                 if self.memory.final(pad + 4 * slot, 4) != 0:
