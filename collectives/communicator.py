@@ -91,6 +91,9 @@ class Plan:
         self._source, self._out = arrays  # the launch has only their addresses
         self._stream = stream
 
+    def __repr__(self) -> str:
+        return f"<Plan: {self._call}>"
+
     def __call__(self, stream: Any = None) -> Any:
         """Enqueue the collective and return its output array.
 
@@ -745,7 +748,7 @@ class Communicator(VectorForms):
         )
         view = arrays.view(x, operation.name)
         call = _described(operation, view, op, algorithm, root)
-        return Plan(self, launch, (x, out), chosen, call)
+        return Plan(self, launch, (x, out), chosen, f"{operation.name} of {call}")
 
     def _prepared(
         self,

@@ -53,7 +53,7 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import Lanes, make_lanes
-from numba_symm.device.signals import MISMATCH, fail, wait_record
+from numba_symm.device.signals import CALL_MISMATCH, fail, wait_record
 from numba_symm.dtypes import Element, Op, UserOperator, identity
 from numba_symm.kernels import Kernel, Launch
 
@@ -240,7 +240,7 @@ def make_exchange(
                 other = k + 1
         if other != 0:
             peer = (guard.rank + other) % size
-            fail(guard, wait_record(MISMATCH, guard.rank, peer, 0, 0))
+            fail(guard, wait_record(CALL_MISMATCH, guard.rank, peer, 0, 0))
         return other == 0
 
     def exchange(

@@ -176,6 +176,11 @@ def describe(record: int) -> str:
             "block on all ranks, or in no block on any; in place on all, or on none); "
             "what any rank's symmetric memory held there may be lost"
         )
+    if operation == signals.CALL_MISMATCH:
+        return (
+            f"rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, "
+            "op or root; Communicator(…, debug=True) says in what"
+        )
     if operation == signals.TRANSFER_MISMATCH:
         return (
             f"rank {rank} receives another number of bytes than rank {peer} sends it: "

@@ -122,7 +122,8 @@ class Group:
         if " a message " in reason:
             hint = (
                 ". If that rank was not late, it sends or receives something else: "
-                "two ranks that both send first do so by sendrecv or in a group"
+                "two ranks that both send first do so by sendrecv or in a group; of "
+                "gather, scatter and the v forms Communicator(…, debug=True) says where"
             )
         return CollectiveTimeout(
             f"{reason}{timeout}; results since the last check are undefined. Close "

@@ -72,6 +72,7 @@ def test_every_operation_of_a_kernel_has_a_text():
     numbers = [
         *TEXTS,
         signals.MISMATCH,
+        signals.CALL_MISMATCH,
         signals.TRANSFER_MISMATCH,
         board._CLOSE,
         board._ABANDONED,
@@ -86,6 +87,9 @@ def test_every_algorithm_is_named_as_its_caller_names_it():
 
 
 def test_a_mismatch_says_which_ranks_differ_and_in_what():
+    text = describe(record(signals.CALL_MISMATCH, 1, 2, 0, 9))
+    assert text.endswith("dtype, op or root; Communicator(…, debug=True) says in what")
+    assert text.startswith("rank 1's call differs from rank 2's: operation")
     text = describe(record(signals.MISMATCH, 1, 2, 0, 9))
     assert text.startswith(
         "rank 1's call differs from rank 2's: operation, count, dtype"
