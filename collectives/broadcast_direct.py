@@ -6,9 +6,8 @@ by vector: so the root sends the message once, each other rank receives it once,
 nothing waits between the first vector and the last. The arrays must be symmetric:
 ``direct.py`` says how the ranks learn where they are, and what happens if one is not.
 
-Memory order. ``direct.py`` orders the streams' earlier work before all this; the flags
-at the end (``flags.py``) put what others stored here, and their reading of the root's
-array, before what follows on each rank's stream.
+Memory order: ``direct.py``'s, which orders the streams' earlier work before all this,
+and all this before what follows on any rank's stream.
 """
 
 import functools
@@ -17,41 +16,29 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import broadcast_signalled, workspace
-from numba_symm.collectives.direct import (
-    make_meet,
-    make_refused,
-    make_where,
-    offered,
-)
-from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.launches import Enqueue, InTurn, digest_of
+from numba_symm.collectives import broadcast_signalled, direct, workspace
+from numba_symm.collectives.direct import make_refused, make_where, offered
+from numba_symm.collectives.launches import Enqueue
 from numba_symm.collectives.two_shot import shard
 from numba_symm.collectives.workspace import (
     ADDRESS,
-    SIGNALLED,
     THREADS,
     divide_up,
     follow_previous_grid,
-    layout,
 )
-from numba_symm.device.intrinsics import ld_u32, ld_v2_u64, st_u32, word_of
+from numba_symm.device.intrinsics import ld_v2_u64, word_of
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.signals import BROADCAST_DIRECT
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
 
-BATCH = 4  # vectors that a thread loads before it stores them
+BATCH = 2  # vectors that a thread loads before it stores them
 
 
 def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
-    meet = make_meet(size, BROADCAST_DIRECT)
     refused, where = make_refused(size), make_where(size)
-    tell, told, _ = make_flags(size, BROADCAST_DIRECT)
-    at = layout(size).direct
-    epochs, flags = at.epochs, at.flags
     others = size - 1
 
     def broadcast_direct(
@@ -64,54 +51,37 @@ def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
         vectors: int,
         share: int,
         root: int,
-        digest: int,
-        seen: Any,
     ) -> None:
         follow_previous_grid(early)
-        thread = cuda.threadIdx.x
-        block = cuda.blockIdx.x
+        # Owners are numbered from the one after the root on.
+        owner = (guard.rank + others - root) % size
+        if refused(own) or owner == others:
+            return
         low = cuda.local.array(BATCH, types.int64)
         high = cuda.local.array(BATCH, types.int64)
         theirs = cuda.local.array(others, types.int64)
-        epoch_at = own + epochs + 4 * block
-        flag = flags + 4 * size * block
-        epoch = word_of((ld_u32(epoch_at) + 1) & 0xFFFFFFFF)
-        meet(guard, ring, own, block, epoch, digest, seen, seen)
-        direct = not refused(own, block)
-        if direct:
-            # Owners are numbered from the one after the root on.
-            owner = (guard.rank + others - root) % size
-            first = owner * share
-            mine = min(share, vectors - first)
-            if owner < others:
-                to_root = others - 1 - owner  # its place in the ring
-                from_root, _ = ld_v2_u64(own + where(block, to_root))
-                for k in range(others):
-                    theirs[k], _ = ld_v2_u64(own + where(block, k))
-                stride = cuda.gridDim.x * THREADS
-                start = block * THREADS + thread
-                while start < mine:
-                    for i in range(BATCH):
-                        vector = start + i * stride
-                        if vector < mine:
-                            low[i], high[i] = load(from_root, first + vector, count)
-                    for i in range(BATCH):
-                        vector = start + i * stride
-                        if vector < mine:
-                            store(array, first + vector, count, low[i], high[i])
-                            for k in range(others):
-                                if k != to_root:
-                                    there = first + vector
-                                    into = word_of(theirs[k])
-                                    store(into, there, count, low[i], high[i])
-                    start += BATCH * stride
-        # After a refusal, too: flags must not be 2**31 calls old.
-        tell(ring, flag, guard.rank, epoch)
-        if direct:
-            told(guard, own + flag, block, epoch, False)
-        # All threads have read the epoch before they met.
-        if thread == 0:
-            st_u32(epoch_at, epoch)
+        first = owner * share
+        mine = min(share, vectors - first)
+        to_root = others - 1 - owner  # its place in the ring
+        from_root, _ = ld_v2_u64(own + where(to_root))
+        for k in range(others):
+            theirs[k], _ = ld_v2_u64(own + where(k))
+        stride = cuda.gridDim.x * THREADS
+        start = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        while start < mine:
+            for i in range(BATCH):
+                vector = start + i * stride
+                if vector < mine:
+                    low[i], high[i] = load(from_root, first + vector, count)
+            for i in range(BATCH):
+                vector = start + i * stride
+                if vector < mine:
+                    store(array, first + vector, count, low[i], high[i])
+                    for k in range(others):
+                        if k != to_root:
+                            into = word_of(theirs[k])
+                            store(into, first + vector, count, low[i], high[i])
+            start += BATCH * stride
 
     return broadcast_direct
 
@@ -119,9 +89,8 @@ def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
 @functools.cache
 def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    seen = types.UniTuple(ADDRESS, size - 1)
-    arguments = (ADDRESS, *5 * (types.int64,), seen)
     constants = (size, element, ragged)
+    arguments = (ADDRESS, *4 * (types.int64,))
     return workspace.make_kernel(make_broadcast_direct, constants, *arguments)
 
 
@@ -144,11 +113,12 @@ def bind(
     call = f"broadcast of {count} {element.name} from {root}"
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size - 1)
-    most = min(comm.max_blocks, SIGNALLED.most(comm.size))
-    direct = workspace.launch(
+    grid = min(divide_up(share, THREADS), comm.max_blocks, direct.BLOCKS)
+    move = workspace.launch(
         kernel(comm.size, element, count % element.lanes != 0),
-        *(comm, min(divide_up(share, THREADS), most)),
-        *(target, count, vectors, share, root, digest_of(call)),
-        offered(comm, target, count * element.itemsize),
+        *(comm, grid),
+        *(target, count, vectors, share, root),
     )
-    return InTurn(direct, broadcast_signalled.bind(*args, left_over=True))
+    seen = offered(comm, target, count * element.itemsize)
+    rest = broadcast_signalled.bind(*args, left_over=True)
+    return direct.bind(comm, BROADCAST_DIRECT, call, seen, seen, move, rest)

@@ -18,7 +18,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
-from numba_symm.collectives.direct import make_refused
+from numba_symm.collectives.direct import BLOCKS, make_left
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.launches import Enqueue
 from numba_symm.collectives.parts import after, make_place
@@ -45,7 +45,7 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import BROADCAST_SIGNALLED
+from numba_symm.device.signals import BROADCAST_DIRECT, BROADCAST_SIGNALLED
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
 
@@ -64,7 +64,7 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
     relayed = min(rows, LOADS)
     hops = 2 if size > 2 else 1
     tell, told, _ = make_flags(size, BROADCAST_SIGNALLED)
-    refused = make_refused(size)
+    left = make_left(size, BROADCAST_DIRECT)
 
     @device_function
     def inside(
@@ -90,10 +90,10 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
         left_over: int,
     ) -> None:
         follow_previous_grid(early)
-        if left_over != 0 and not refused(own, 0):
-            return
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
+        if left_over != 0 and not left(guard, ring, own, block):
+            return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         rank = guard.rank
@@ -198,7 +198,8 @@ def bind(
         return lambda stream: None
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size - 1)
-    grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)
+    most = min(comm.max_blocks, BLOCKS) if left_over else comm.max_blocks
+    grid, height, chunks = chunks_of(share, comm.size, most)
     ragged = is_ragged(source, target, count, element.lanes)
     return workspace.launch(
         kernel(comm.size, element, ragged),

@@ -128,14 +128,16 @@ class Limits(NamedTuple):
     signalled: int
 
 
-# Measured on H200s with 2 and 4 ranks; see bench/README.md. Of 2 ranks, and of more,
-# for which by marks stands what was measured by packets.
+# Measured on H200s with 2 and 4 ranks; see bench/README.md. Of 2 ranks, and of more.
 _LIMITS = (
     Limits(32 * _M, 64 * _K, 2 * _M, 40 * _M),
-    Limits(3 * _M, 64 * _K, 768 * _K, 40 * _M),
+    Limits(3 * _M, 64 * _K, 1536 * _K, 40 * _M),
 )
-# Of a reduction of 2 ranks, in one flight; what is larger goes by signals.
-_REDUCE_OF_TWO = 2 * _M
+# Of a reduction in one flight, by 2 ranks, and by more.
+_REDUCE_IN_ONE = (2 * _M, 256 * _K)
+# Of three ranks and more, between their own arrays: from and up to how many bytes.
+_BROADCAST_DIRECT = 1 * _M
+_REDUCE_DIRECT = 128 * _M
 # A simulated round costs milliseconds, whatever it carries.
 _SIMULATED = Limits(512, 128, 512, 64 * _M)
 
@@ -156,20 +158,22 @@ def _fastest_exchange(
 
 
 def _fastest_broadcast(nbytes: int, size: int, element: Element) -> str:
+    if size > 2 and nbytes >= _BROADCAST_DIRECT:
+        return "direct"
     return _fastest_exchange(False, size <= 2, nbytes, size, element)
 
 
 def _fastest_reduce(nbytes: int, size: int, element: Element) -> str:
     limits = select.limits_of(size, element)
     transport = select.transport_of(element, nbytes)
-    of_two = size <= 2
-    if nbytes <= (_REDUCE_OF_TWO if of_two and not SIMULATED else limits.one_shot):
+    in_one = _REDUCE_IN_ONE[0 if size <= 2 else 1]
+    if nbytes <= (limits.one_shot if SIMULATED else in_one):
         return transport
-    if of_two:
+    if size <= 2:
         return "signalled"
-    # Its own kernel with signals starts slowly.
-    more = 1 if SIMULATED else 4 if transport == "sentinel" else 2
-    return f"two_shot_{transport}" if nbytes <= more * limits.two_shot else "signalled"
+    if nbytes <= limits.two_shot:
+        return f"two_shot_{transport}"
+    return "direct" if nbytes <= _REDUCE_DIRECT else "signalled"
 
 
 def _exchange(

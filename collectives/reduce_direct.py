@@ -18,26 +18,18 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import reduce_signalled, workspace
-from numba_symm.collectives.direct import (
-    make_meet,
-    make_refused,
-    make_where,
-    offered,
-)
+from numba_symm.collectives import direct, reduce_signalled, workspace
+from numba_symm.collectives.direct import make_refused, make_where, offered
 from numba_symm.collectives.exchange import Output, make_total
-from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.launches import Enqueue, InTurn, digest_of
+from numba_symm.collectives.launches import Enqueue
 from numba_symm.collectives.two_shot import shard
 from numba_symm.collectives.workspace import (
     ADDRESS,
-    SIGNALLED,
     THREADS,
     divide_up,
     follow_previous_grid,
-    layout,
 )
-from numba_symm.device.intrinsics import ld_u32, ld_v2_u64, st_u32, word_of
+from numba_symm.device.intrinsics import ld_v2_u64, word_of
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.signals import REDUCE_DIRECT
 from numba_symm.dtypes import Element, Op
@@ -51,11 +43,7 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes, Output.AT_ROOT)
-    meet = make_meet(size, REDUCE_DIRECT)
     refused, where = make_refused(size), make_where(size)
-    tell, told, _ = make_flags(size, REDUCE_DIRECT)
-    at = layout(size).direct
-    epochs, flags = at.epochs, at.flags
     others = size - 1
     batch = max(1, LOADS // size)
     held = batch * size
@@ -70,55 +58,38 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
         vectors: int,
         share: int,
         root: int,
-        digest: int,
-        inputs: Any,
-        outputs: Any,
     ) -> None:
         follow_previous_grid(early)
-        thread = cuda.threadIdx.x
-        block = cuda.blockIdx.x
+        # Owners are numbered from the one after the root on.
+        owner = (guard.rank + others - root) % size
+        if refused(own) or owner == others:
+            return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         theirs = cuda.local.array(size, types.int64)
-        epoch_at = own + epochs + 4 * block
-        flag = flags + 4 * size * block
-        epoch = word_of((ld_u32(epoch_at) + 1) & 0xFFFFFFFF)
-        meet(guard, ring, own, block, epoch, digest, inputs, outputs)
-        direct = not refused(own, block)
-        if direct:
-            # Owners are numbered from the one after the root on.
-            owner = (guard.rank + others - root) % size
-            first = owner * share
-            mine = min(share, vectors - first)
-            if owner < others:
-                _, target = ld_v2_u64(own + where(block, others - 1 - owner))
-                for r in range(size):
-                    # By rank: the order of the reduction.
-                    k = (r + others - guard.rank) % size
-                    theirs[r] = source
-                    if k < others:
-                        theirs[r], _ = ld_v2_u64(own + where(block, k))
-                stride = cuda.gridDim.x * THREADS
-                start = block * THREADS + thread
-                while start < mine:
-                    for i in range(held):
-                        vector = start + i // size * stride
-                        if vector < mine:
-                            array = word_of(theirs[i % size])
-                            low[i], high[i] = load(array, first + vector, count)
-                    for i in range(batch):
-                        vector = start + i * stride
-                        if vector < mine:
-                            words = total(size, low, high, i * size)
-                            store(target, first + vector, count, words[0], words[1])
-                    start += batch * stride
-        # After a refusal, too: flags must not be 2**31 calls old.
-        tell(ring, flag, guard.rank, epoch)
-        if direct:
-            told(guard, own + flag, block, epoch, False)
-        # All threads have read the epoch before they met.
-        if thread == 0:
-            st_u32(epoch_at, epoch)
+        first = owner * share
+        mine = min(share, vectors - first)
+        _, target = ld_v2_u64(own + where(others - 1 - owner))
+        for r in range(size):
+            # By rank: the order of the reduction.
+            k = (r + others - guard.rank) % size
+            theirs[r] = source
+            if k < others:
+                theirs[r], _ = ld_v2_u64(own + where(k))
+        stride = cuda.gridDim.x * THREADS
+        start = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        while start < mine:
+            for i in range(held):
+                vector = start + i // size * stride
+                if vector < mine:
+                    array = word_of(theirs[i % size])
+                    low[i], high[i] = load(array, first + vector, count)
+            for i in range(batch):
+                vector = start + i * stride
+                if vector < mine:
+                    words = total(size, low, high, i * size)
+                    store(target, first + vector, count, words[0], words[1])
+            start += batch * stride
 
     return reduce_direct
 
@@ -126,9 +97,8 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
 @functools.cache
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    seen = types.UniTuple(ADDRESS, size - 1)
-    arguments = (ADDRESS, *5 * (types.int64,), seen, seen)
     constants = (size, element, op, ragged)
+    arguments = (ADDRESS, *4 * (types.int64,))
     return workspace.make_kernel(make_reduce_direct, constants, *arguments)
 
 
@@ -154,10 +124,11 @@ def bind(
     call = f"reduce of {count} {element.name} by {op!r} to {root}"
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size - 1)
-    most = min(comm.max_blocks, SIGNALLED.most(comm.size))
-    direct = workspace.launch(
+    grid = min(divide_up(share, THREADS), comm.max_blocks, direct.BLOCKS)
+    move = workspace.launch(
         kernel(comm.size, element, op, count % element.lanes != 0),
-        *(comm, min(divide_up(share, THREADS), most)),
-        *(source, count, vectors, share, root, digest_of(call), inputs, outputs),
+        *(comm, grid),
+        *(source, count, vectors, share, root),
     )
-    return InTurn(direct, reduce_signalled.bind(*args, left_over=True))
+    rest = reduce_signalled.bind(*args, left_over=True)
+    return direct.bind(comm, REDUCE_DIRECT, call, inputs, outputs, move, rest)

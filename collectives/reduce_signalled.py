@@ -35,7 +35,7 @@ from numba_symm.collectives import (
     two_shot_signalled,
     workspace,
 )
-from numba_symm.collectives.direct import make_refused
+from numba_symm.collectives.direct import BLOCKS, make_left
 from numba_symm.collectives.exchange import EXCHANGES, Output, make_total
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.parts import after, make_place
@@ -61,7 +61,7 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import REDUCE_SIGNALLED
+from numba_symm.device.signals import REDUCE_DIRECT, REDUCE_SIGNALLED
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
@@ -72,7 +72,7 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes, Output.AT_ROOT)
     tell, told, _ = make_flags(size, REDUCE_SIGNALLED)
-    refused = make_refused(size)
+    left = make_left(size, REDUCE_DIRECT)
     at = layout(size).two_shot_signalled
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
@@ -99,10 +99,10 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
         # Ranks are numbered from the one after the root on: number k owns shard k, and
         # the root, which has the last number, none.
         follow_previous_grid(early)
-        if left_over != 0 and not refused(own, 0):
-            return
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
+        if left_over != 0 and not left(guard, ring, own, block):
+            return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         own_low = cuda.local.array(batch, types.int64)
@@ -221,7 +221,8 @@ def bind(
         return two_shot_signalled.bind(*args)
     owners = comm.size - 1
     share = shard(vectors, owners)
-    grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)
+    most = min(comm.max_blocks, BLOCKS) if left_over else comm.max_blocks
+    grid, height, chunks = chunks_of(share, comm.size, most)
     ragged = share * owners != vectors or is_ragged(
         source, target, count, element.lanes
     )

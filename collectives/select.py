@@ -74,10 +74,9 @@ _SENTINEL = (
     Limits(128 * _K, 4 * _M, 64 * _M),
     Limits(64 * _K, 4 * _M, 64 * _M),
 )
-# Of more than 2 ranks as measured by packets, which are slower.
 _MARKED = (
     Limits(2 * _M, 2 * _M, 64 * _M),
-    Limits(64 * _K, 512 * _K, 64 * _M),
+    Limits(128 * _K, 1 * _M, 64 * _M),
     Limits(32 * _K, 512 * _K, 64 * _M),
 )
 # A simulated round costs milliseconds, whatever it carries.

@@ -205,7 +205,7 @@ def layout(size: int) -> Layout:
     slots = {
         "barrier": 0,
         "agreement": 8 * size,
-        "direct": MAX_BLOCKS * 5 * VECTOR * (size - 1),
+        "direct": 5 * VECTOR * (size - 1),
         "pull": PULL.most(size) * 2 * PULL.rows * ROW,
         **{f"one_shot_{name}": taken(each, 1) for name, each in ONE_SHOT.items()},
         **{f"two_shot_{name}": taken(each, 2) for name, each in TWO_SHOT.items()},

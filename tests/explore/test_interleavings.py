@@ -399,7 +399,7 @@ def calls_on_own_arrays(code, epochs=0, lag=0):
                 world.memory.plant(workspace + at, 4, epochs)
             for at in range(region.flags, region.slots, 4):
                 world.memory.plant(workspace + at, 4, epochs - lag)
-            packets = MAX_BLOCKS * 8 * (world.size - 1)
+            packets = 8 * (world.size - 1)
             for at in range(region.slots, region.slots + 8 * packets, 8):
                 world.memory.plant(workspace + at, 8, epochs << 32 | 77)
         count = machine.random.choice(COUNTS)
@@ -1118,37 +1118,28 @@ DIRECT_BROKEN = {
     ),
     "no fence after them": (
         "direct",
-        "fence_acq_rel_sys()\n        syncthreads()",
-        "pass\n        syncthreads()",
-    ),
-    "not all threads wait": (
-        "direct",
-        "fence_acq_rel_sys()\n        syncthreads()",
-        "fence_acq_rel_sys()",
+        "fence_acq_rel_sys()\n\n    return meet",
+        "pass\n\n    return meet",
     ),
     "a refusal of one's own forgotten": ("direct", "if first[k] == 0 or", "if"),
     "another's refusal forgotten": ("direct", "or first == 0", ""),
     "what was refused left undone": (
         "reduce_signalled",
-        "not refused(own, 0)",
-        "True",
+        "not left(guard, ring, own, block)",
+        "(left(guard, ring, own, block) or True)",
     ),
     "what was not refused done twice": (
         "reduce_signalled",
-        "not refused(own, 0)",
-        "False",
+        "not left(guard, ring, own, block)",
+        "(left(guard, ring, own, block) and False)",
     ),
     "the digest not looked at": ("direct", " | late", ""),
-    "nobody waits for the others' stores": (
-        "broadcast_direct",
-        "told(guard, own + flag, block, epoch, False)",
+    "nobody waits for the others' loads and stores": (
+        "direct",
+        "told(guard, own + flags, 0, epoch, False)",
         "pass",
     ),
-    "nobody waits for the others' loads": (
-        "reduce_direct",
-        "told(guard, own + flag, block, epoch, False)",
-        "pass",
-    ),
+    "what is refused worked on": ("broadcast_direct", "refused(own) or", ""),
 }
 EPOCH_BROKEN = {  # flags have a syncthreads of their own
     "the epoch changed before all have read it": (
@@ -1299,13 +1290,8 @@ def test_calls_on_own_arrays_broken_are_found(what, races):
 
 @by_anything_and_by_result
 def test_flags_that_refused_calls_did_not_renew_are_found(races):
-    told = "tell(ring, flag, guard.rank, epoch)"
-    code = device_code(
-        *(
-            (name, told, f"if direct:\n            {told}")
-            for name in ("reduce_direct", "broadcast_direct")
-        )
-    )
+    told = "tell(ring, flags, guard.rank, epoch)"
+    code = device_code(("direct", told, f"if not to_do:\n                {told}"))
     breaks(calls_on_own_arrays(code, 2**31, 2**31 - 1), 3, races)
 
 

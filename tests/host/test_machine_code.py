@@ -24,6 +24,7 @@ from numba_symm.collectives import (
     barrier,
     broadcast_direct,
     broadcast_signalled,
+    direct,
     exchange,
     exchange_signalled,
     one_shot,
@@ -90,6 +91,7 @@ FLOATS = [(2, "float16", "sum"), (4, "float32", "sum"), (8, "bfloat16", "sum")]
 OTHERS = [(2, "int64", "prod"), (8, "bfloat16", "sum")]
 SIGNALS = {
     "barrier": barrier.kernel,
+    "meet": direct.meet_kernel,
     "pad_barrier": pads.barrier_kernel,
     "put_signal": pads.put_signal_kernel,
     "wait_signal": pads.wait_signal_kernel,
@@ -117,7 +119,9 @@ ALIKE = (*EXCHANGED, *SIGNALLED)
 """Kernels made of the same parts as others: they are not looked at everywhere."""
 ONE_FLIGHT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
 MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_marked", "two_ll")]
-PADS = [(name, n) for name in SIGNALS if name != "barrier" for n in (2, 8)]
+PADS = [
+    (name, n) for name in SIGNALS if name not in ("barrier", "meet") for n in (2, 8)
+]
 MOVING = (
     "gather_ll",
     "gather_marked",
@@ -138,9 +142,10 @@ DIRECT = [
     for case in FLOATS
     if case[0] > 2
 ]
-FLAGGED = [*TOLD, *DIRECT, *PADS]
-COLLECTIVE = [*MAILBOXES, *TOLD, *DIRECT]
-EVERY = [*MAILBOXES, *FLAGGED]
+MEETING = [("meet", 3), ("meet", 8)]
+FLAGGED = [*TOLD, *PADS]
+COLLECTIVE = [*MAILBOXES, *TOLD, *DIRECT, *MEETING]
+EVERY = [*COLLECTIVE, *PADS]
 
 
 def on(cases):
@@ -405,6 +410,20 @@ def test_a_round_of_mailboxes_has_no_fence(case, cc):
     # Between rounds; one more for what thread 0 alone has heard.
     assert len(code.find(r"MEMBAR\..*SYS")) == (2 if case[0] in ROOTED else 1)
     assert len(code.find(r"BAR\..*")) == 2  # there, and before the epoch changes
+
+
+@on(MEETING)
+def test_addresses_are_told_after_a_fence_and_used_after_another(case, cc):
+    code = compiled(case, cc)
+    packets = code.find(r"STG\.E\.128\.STRONG\.SYS")
+    assert len(packets) == 4 * (case[1] - 1)  # two vectors to each other rank
+    polls = code.find(r"LDG\.E\.128\.STRONG\.SYS")
+    first, last = code.find(r"MEMBAR\.(ALL|SC)\.SYS")
+    assert first < packets[0]
+    assert packets[-1] < polls[0]
+    assert polls[-1] < last
+    assert code.find(r"STG\.E\.128") != packets  # the addresses that have come
+    assert max(code.find(r"STG\.E\.128")) < last
 
 
 @on(cases("pull"))

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
+from numba_symm.collectives.broadcast_direct import BATCH
+from numba_symm.collectives.direct import BLOCKS
 from numba_symm.collectives.two_shot import LINE
 from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS
 from numba_symm.environment import SIMULATED
@@ -51,6 +53,9 @@ def edges(dtype, algorithm, comm):
         most = (min(comm.max_blocks, protocol.blocks) * protocol.steps(comm.size),)
     found = {1, lanes, LINE * lanes * shares}
     found |= {row * lanes * rounds for rounds in (1, *most)}
+    if algorithm == "direct":  # a vector for each thread of an owner, and a batch
+        grid = min(comm.max_blocks, BLOCKS) * THREADS * shares
+        found |= {grid * lanes, grid * lanes * BATCH}
     if SIMULATED:  # where a round costs tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 40_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})

@@ -6,6 +6,8 @@ import pytest
 import numba_symm as ns
 from numba_symm import dtypes
 from numba_symm.collectives import operations
+from numba_symm.collectives.direct import BLOCKS
+from numba_symm.collectives.reduce_direct import LOADS
 from numba_symm.collectives.two_shot import LINE
 from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS, TWO_SHOT
 from numba_symm.environment import SIMULATED
@@ -56,6 +58,9 @@ def edges(dtype, algorithm, size, blocks):
     if algorithm == "signalled" and size == 2:  # one way up to a chunk of all blocks
         found |= {blocks * SIGNALLED.steps(2) * THREADS * lanes}
     found |= {row * lanes * rounds for rounds in (1, *most)}
+    if algorithm == "direct":  # a vector for each thread of an owner, and a batch
+        grid = min(blocks, BLOCKS) * THREADS * shares
+        found |= {grid * lanes, grid * lanes * max(1, LOADS // size)}
     if SIMULATED:  # where a round costs tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 40_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
