@@ -105,10 +105,6 @@ def make_meet(size: int) -> Any:
     ) -> None:
         follow_previous_grid(early)
         thread = thread_index()
-        # Looked at now, as the board is far away: what came long ago finds it changed.
-        failure = 0
-        if thread < others:
-            failure = ld_relaxed_sys_u64(guard.board + 8 * guard.rank)
         epoch = word_of((ld_u32(own + epochs) + 1) & 0xFFFFFFFF)
         if thread < others:
             fence_acq_rel_sys()
@@ -118,20 +114,26 @@ def make_meet(size: int) -> Any:
                 mail = ring[k] + slots + (others - 1 - k) * _BOX
                 post_packets(mail, VECTOR, first[k], second[k], epoch)
                 post_packets(mail + 2 * VECTOR, VECTOR, digest, 0, epoch)
-        for k in range(others):
-            if thread == k % THREADS:
-                peer = (guard.rank + 1 + k) % size
-                record = wait_record(operation, guard.rank, peer, 0, epoch)
-                mail = own + slots + k * _BOX
-                theirs, output, call, came = told(guard, mail, epoch, record)
-                if came and call != digest:
-                    record = wait_record(MISMATCH, guard.rank, peer, 0, epoch)
-                    fail(guard, record)
-                    theirs = 0
-                # Who refuses finds refusals, too.
-                if first[k] == 0 or failure != 0:
-                    theirs = 0
-                st_v2_u64(own + where(k), (theirs, output))
+        # The board is far away: it is looked at while the packets are on their way. For
+        # whom theirs have come long ago, it has changed if they gave up.
+        failure = 0
+        if thread < others:
+            failure = ld_relaxed_sys_u64(guard.board + 8 * guard.rank)
+        k = thread
+        while k < others:
+            peer = (guard.rank + 1 + k) % size
+            record = wait_record(operation, guard.rank, peer, 0, epoch)
+            mail = own + slots + k * _BOX
+            theirs, output, call, came = told(guard, mail, epoch, record)
+            if came and call != digest:
+                record = wait_record(MISMATCH, guard.rank, peer, 0, epoch)
+                fail(guard, record)
+                theirs = 0
+            # Who refuses finds refusals, too.
+            if first[0] == 0 or failure != 0:
+                theirs = 0
+            st_v2_u64(own + where(k), (theirs, output))
+            k += THREADS
         if thread < others:
             fence_acq_rel_sys()
 

@@ -1121,7 +1121,7 @@ DIRECT_BROKEN = {
         "fence_acq_rel_sys()\n\n    return meet",
         "pass\n\n    return meet",
     ),
-    "a refusal of one's own forgotten": ("direct", "if first[k] == 0 or", "if"),
+    "a refusal of one's own forgotten": ("direct", "if first[0] == 0 or", "if"),
     "another's refusal forgotten": ("direct", "or first == 0", ""),
     "what was refused left undone": (
         "reduce_signalled",
