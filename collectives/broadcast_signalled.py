@@ -18,7 +18,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
-from numba_symm.collectives.direct import BLOCKS, make_left
+from numba_symm.collectives.direct import make_left
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.launches import Enqueue
 from numba_symm.collectives.parts import after, make_place
@@ -198,8 +198,7 @@ def bind(
         return lambda stream: None
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size - 1)
-    most = min(comm.max_blocks, BLOCKS) if left_over else comm.max_blocks
-    grid, height, chunks = chunks_of(share, comm.size, most)
+    grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)
     ragged = is_ragged(source, target, count, element.lanes)
     return workspace.launch(
         kernel(comm.size, element, ragged),

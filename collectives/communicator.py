@@ -548,8 +548,8 @@ class Communicator(VectorForms):
             stream: as for :meth:`all_reduce`.
             algorithm: ``"sentinel"`` and ``"two_shot_sentinel"`` (floats), ``"ll"``,
                 ``"two_shot_ll"``, ``"marked"``, ``"two_shot_marked"``, ``"signalled"``
-                or ``"direct"`` (between symmetric arrays of this communicator). None:
-                the fastest.
+                or ``"direct"`` (between symmetric arrays of this communicator, the
+                root's ``out`` among them). None: the fastest.
 
         Returns:
             On the root ``out``, or the new array, of x's shape: the same bits that

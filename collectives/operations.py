@@ -135,9 +135,10 @@ _LIMITS = (
 )
 # Of a reduction in one flight, by 2 ranks, and by more.
 _REDUCE_IN_ONE = (2 * _M, 256 * _K)
-# Of three ranks and more, between their own arrays: from and up to how many bytes.
+# Between the ranks' own arrays, from so many bytes on: of three ranks and more, and a
+# reduction of 2.
 _BROADCAST_DIRECT = 1 * _M
-_REDUCE_DIRECT = 128 * _M
+_REDUCE_OF_TWO_DIRECT = 32 * _M
 # A simulated round costs milliseconds, whatever it carries.
 _SIMULATED = Limits(512, 128, 512, 64 * _M)
 
@@ -170,10 +171,10 @@ def _fastest_reduce(nbytes: int, size: int, element: Element) -> str:
     if nbytes <= (limits.one_shot if SIMULATED else in_one):
         return transport
     if size <= 2:
-        return "signalled"
-    if nbytes <= limits.two_shot:
-        return f"two_shot_{transport}"
-    return "direct" if nbytes <= _REDUCE_DIRECT else "signalled"
+        return "direct" if nbytes >= _REDUCE_OF_TWO_DIRECT else "signalled"
+    # Without a result for all ranks it stays ahead for longer by sentinels.
+    more = 2 if transport == "sentinel" and not SIMULATED else 1
+    return f"two_shot_{transport}" if nbytes <= more * limits.two_shot else "direct"
 
 
 def _exchange(

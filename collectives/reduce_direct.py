@@ -1,10 +1,11 @@
-"""Reduce between the ranks' own arrays: for larger messages, of three ranks or more.
+"""Reduce between the ranks' own arrays: for larger messages.
 
-The ranks but the root each own a shard. An owner reads it in all ranks' inputs, reduces
-it in rank order, and stores the result in the root's output, vector by vector: so no
-link carries more than the message once in each direction, and nothing waits between the
-first vector and the last. The inputs and the root's output must be symmetric:
-``direct.py`` says how the ranks learn where they are, and what happens if one is not.
+The ranks but the root each own a shard; of two ranks the root owns all. An owner reads
+its shard in all ranks' inputs, reduces it in rank order, and stores the result in the
+root's output, vector by vector: so no link carries more than the message once in each
+direction, and nothing waits between the first vector and the last. The inputs and the
+root's output must be symmetric: ``direct.py`` says how the ranks learn where they are,
+and what happens if one is not.
 
 Memory order: as ``broadcast_direct.py``. In place, the thread that reads a vector of
 the root's input stores that vector of its output afterwards, and no other touches it.
@@ -45,6 +46,7 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
     total = make_total(size, lanes, Output.AT_ROOT)
     refused, where = make_refused(size), make_where(size)
     others = size - 1
+    after_owner = others if size > 2 else size
     batch = max(1, LOADS // size)
     held = batch * size
 
@@ -54,14 +56,15 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
         ring: Any,
         own: int,
         source: int,
+        target: int,
         count: int,
         vectors: int,
         share: int,
         root: int,
     ) -> None:
         follow_previous_grid(early)
-        # Owners are numbered from the one after the root on.
-        owner = (guard.rank + others - root) % size
+        # Owners are numbered from the one after the root on, or from the root.
+        owner = (guard.rank + after_owner - root) % size
         if refused(own) or owner == others:
             return
         low = cuda.local.array(held, types.int64)
@@ -69,7 +72,9 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
         theirs = cuda.local.array(size, types.int64)
         first = owner * share
         mine = min(share, vectors - first)
-        _, target = ld_v2_u64(own + where(others - 1 - owner))
+        into = target
+        if size > 2:
+            _, into = ld_v2_u64(own + where(others - 1 - owner))
         for r in range(size):
             # By rank: the order of the reduction.
             k = (r + others - guard.rank) % size
@@ -88,7 +93,7 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
                 vector = start + i * stride
                 if vector < mine:
                     words = total(size, low, high, i * size)
-                    store(target, first + vector, count, words[0], words[1])
+                    store(into, first + vector, count, words[0], words[1])
             start += batch * stride
 
     return reduce_direct
@@ -98,7 +103,7 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
-    arguments = (ADDRESS, *4 * (types.int64,))
+    arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
     return workspace.make_kernel(make_reduce_direct, constants, *arguments)
 
 
@@ -113,7 +118,7 @@ def bind(
 ) -> Enqueue:
     """Return what enqueues it; see ``Bind`` in ``select.py``, ``operations.py``."""
     args = (comm, source, target, count, element, op, root)
-    if comm.size <= 2:
+    if comm.size == 1:
         return reduce_signalled.bind(*args)
     nbytes = count * element.itemsize
     inputs = outputs = offered(comm, source, nbytes)
@@ -128,7 +133,7 @@ def bind(
     move = workspace.launch(
         kernel(comm.size, element, op, count % element.lanes != 0),
         *(comm, grid),
-        *(source, count, vectors, share, root),
+        *(source, target, count, vectors, share, root),
     )
     rest = reduce_signalled.bind(*args, left_over=True)
     return direct.bind(comm, REDUCE_DIRECT, call, inputs, outputs, move, rest)

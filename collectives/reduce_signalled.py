@@ -35,7 +35,7 @@ from numba_symm.collectives import (
     two_shot_signalled,
     workspace,
 )
-from numba_symm.collectives.direct import BLOCKS, make_left
+from numba_symm.collectives.direct import make_left
 from numba_symm.collectives.exchange import EXCHANGES, Output, make_total
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.parts import after, make_place
@@ -215,14 +215,14 @@ def bind(
     args = (comm, source, target, count, element, op)
     vectors = divide_up(count, element.lanes)
     if comm.size <= 2:
-        if chunks_of(vectors, comm.size, comm.max_blocks).number == 1:
+        one_chunk = chunks_of(vectors, comm.size, comm.max_blocks).number == 1
+        if one_chunk and not left_over:
             return exchange_signalled.bind(EXCHANGES["reduce"], *args, root)
         # Of more chunks, links in use both ways take less time.
-        return two_shot_signalled.bind(*args)
+        return two_shot_signalled.bind(*args, left_over)
     owners = comm.size - 1
     share = shard(vectors, owners)
-    most = min(comm.max_blocks, BLOCKS) if left_over else comm.max_blocks
-    grid, height, chunks = chunks_of(share, comm.size, most)
+    grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)
     ragged = share * owners != vectors or is_ragged(
         source, target, count, element.lanes
     )

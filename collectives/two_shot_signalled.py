@@ -30,6 +30,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
+from numba_symm.collectives.direct import make_left
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.ring import make_in_rank_order
 from numba_symm.collectives.two_shot import shard
@@ -55,14 +56,16 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import TWO_SHOT_SIGNALLED
+from numba_symm.device.signals import REDUCE_DIRECT, TWO_SHOT_SIGNALLED
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags tells of
 
 
-def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -> Any:
+def make_two_shot_signalled(
+    size: int, element: Element, op: Op, ragged: bool, left_over: bool
+) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
     at = layout(size).two_shot_signalled
@@ -87,6 +90,7 @@ def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -
 
     tell, told, renew = make_flags(size, TWO_SHOT_SIGNALLED)
     in_rank_order = make_in_rank_order(size)
+    left = make_left(size, REDUCE_DIRECT)
 
     def two_shot_signalled(
         guard: Any,
@@ -102,6 +106,8 @@ def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
+        if left_over and not left(guard, ring, own, block):
+            return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         own_low = cuda.local.array(size, types.int64)
@@ -204,17 +210,28 @@ def make_two_shot_signalled(size: int, element: Element, op: Op, ragged: bool) -
 
 
 @functools.cache
-def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
+def kernel(
+    size: int, element: Element, op: Op, ragged: bool, left_over: bool = False
+) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged)
+    constants = (size, element, op, ragged, left_over)
     arguments = (ADDRESS, ADDRESS, types.int64, types.int64, types.int64)
     return workspace.make_kernel(make_two_shot_signalled, constants, *arguments)
 
 
 def bind(
-    comm: Any, source: int, target: int, count: int, element: Element, op: Op
+    comm: Any,
+    source: int,
+    target: int,
+    count: int,
+    element: Element,
+    op: Op,
+    left_over: bool = False,
 ) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select.py``."""
+    """Return the packed launch; see ``Bind`` in ``select.py``.
+
+    ``left_over``: it follows ``reduce_direct``, and does what that one has not done.
+    """
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size)
     rows = SIGNALLED.steps(comm.size)
@@ -224,7 +241,7 @@ def bind(
         source, target, count, element.lanes
     )
     return workspace.launch(
-        kernel(comm.size, element, op, ragged),
+        kernel(comm.size, element, op, ragged, left_over),
         *(comm, grid, source, target, count, share),
         divide_up(share, grid * rows * THREADS),
     )

@@ -733,7 +733,7 @@ def test_broadcasts(ranks):
     holds(calls_of(device_code(), "broadcast"), ranks, 300)
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_calls_on_the_ranks_own_arrays(ranks):
     holds(calls_on_own_arrays(device_code()), ranks, 600 // ranks)
 
@@ -1141,6 +1141,23 @@ DIRECT_BROKEN = {
     ),
     "what is refused worked on": ("broadcast_direct", "refused(own) or", ""),
 }
+DIRECT_OF_TWO_BROKEN = {
+    "what was refused left undone": (
+        "two_shot_signalled",
+        "not left(guard, ring, own, block)",
+        "(left(guard, ring, own, block) or True)",
+    ),
+    "what was not refused done twice": (
+        "two_shot_signalled",
+        "not left(guard, ring, own, block)",
+        "(left(guard, ring, own, block) and False)",
+    ),
+    "nobody waits for the other's loads": DIRECT_BROKEN[
+        "nobody waits for the others' loads and stores"
+    ],
+    "no fence before the addresses": DIRECT_BROKEN["no fence before the addresses"],
+    "no fence after them": DIRECT_BROKEN["no fence after them"],
+}
 EPOCH_BROKEN = {  # flags have a syncthreads of their own
     "the epoch changed before all have read it": (
         MAILED,
@@ -1286,6 +1303,13 @@ def test_broadcasts_of_three_ranks_broken_are_found(what, races):
 def test_calls_on_own_arrays_broken_are_found(what, races):
     code = device_code(DIRECT_BROKEN[what])
     breaks(calls_on_own_arrays(code), 3, races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", DIRECT_OF_TWO_BROKEN)
+def test_reductions_of_two_ranks_own_arrays_broken_are_found(what, races):
+    code = device_code(DIRECT_OF_TWO_BROKEN[what])
+    breaks(calls_on_own_arrays(code), 2, races)
 
 
 @by_anything_and_by_result

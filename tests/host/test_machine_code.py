@@ -75,6 +75,7 @@ ALGORITHMS = {
     "scan_signalled": lambda *a: exchange_signalled.kernel(*a, False, SCAN),
     "reduce_signalled": lambda *a: reduce_signalled.kernel(*a, False),
     "broadcast_signalled": lambda n, e, op: broadcast_signalled.kernel(n, e, False),
+    "reduce_of_two_left": lambda *a: two_shot_signalled.kernel(*a, False, True),
     "reduce_of_two": lambda *a: exchange_signalled.kernel(*a, False, REDUCE),
     "reduce_direct": lambda *a: reduce_direct.kernel(*a, False),
     "broadcast_direct": lambda n, e, op: broadcast_direct.kernel(n, e, False),
@@ -136,15 +137,16 @@ TOLD = [
     if case[0] != "reduce_signalled" or case[1] > 2
 ]
 TOLD += [("reduce_of_two", 2, "int64", "prod"), ("barrier", 2), ("barrier", 8)]
+LEFT = [("reduce_of_two_left", 2, "int64", "prod")]
 DIRECT = [
     (name, *case)
     for name in ("reduce_direct", "broadcast_direct")
     for case in FLOATS
-    if case[0] > 2
+    if case[0] > 2 or name == "reduce_direct"
 ]
-MEETING = [("meet", 3), ("meet", 8)]
+MEETING = [("meet", 2), ("meet", 8)]
 FLAGGED = [*TOLD, *PADS]
-COLLECTIVE = [*MAILBOXES, *TOLD, *DIRECT, *MEETING]
+COLLECTIVE = [*MAILBOXES, *TOLD, *DIRECT, *LEFT, *MEETING]
 EVERY = [*COLLECTIVE, *PADS]
 
 

@@ -214,7 +214,7 @@ def test_shapes(comm, world):
 
 
 def test_the_algorithm_follows_from_the_size(comm, world):
-    for kilobytes in (0, 2048):
+    for kilobytes in (0, 2048) if SIMULATED else (0, 2048, 49152):
         count = 256 * kilobytes + 1
         if SIMULATED:
             count = min(count, 1500)
