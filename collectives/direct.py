@@ -16,7 +16,8 @@ stored and loaded; so what follows on the stream comes after everybody's.
 
 A digest of the call comes with the addresses, as others' arrays are written: ranks that
 differ fail together, before any is. A rank that comes when others have given up writes
-nothing either; only a failure while it is past its look at the board comes too late.
+nothing either, nor does one that waited for it: each looks at the board after it has
+told, and again after a long wait. Only a failure while the last comes is too late.
 
 A mailbox is used again in the next call, in which a rank is only after all others have
 read it: the third launch ends by waiting for them, by its flags or the workspace's.
@@ -53,7 +54,7 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.signals import (
-    MISMATCH,
+    CALL_MISMATCH,
     POLLS_PER_CHECK,
     fail,
     must_give_up,
@@ -62,8 +63,8 @@ from numba_symm.device.signals import (
 from numba_symm.kernels import Kernel
 
 BLOCKS = 128
-"""Most blocks of the second and the third launch: more loads at once only congest the
-links, and grids of this size may be launched early (``workspace.py``)."""
+"""Most blocks of the second launch: more loads at once only congest the links, and
+grids of this size may be launched early (``workspace.py``)."""
 
 _BOX = 4 * VECTOR  # two vectors as packets
 
@@ -91,6 +92,9 @@ def make_meet(size: int) -> Any:
                     return 0, 0, 0, False
             digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
             first, second, missing = peek_packets(mail, VECTOR, epoch)
+        # Others may have given up on a rank that came as late as this.
+        if started != 0 and must_give_up(guard, started, record):
+            return 0, 0, 0, False
         return first, second, digest, True
 
     def meet(
@@ -126,7 +130,7 @@ def make_meet(size: int) -> Any:
             mail = own + slots + k * _BOX
             theirs, output, call, came = told(guard, mail, epoch, record)
             if came and call != digest:
-                record = wait_record(MISMATCH, guard.rank, peer, 0, epoch)
+                record = wait_record(CALL_MISMATCH, guard.rank, peer, 0, epoch)
                 fail(guard, record)
                 theirs = 0
             # Who refuses finds refusals, too.

@@ -116,6 +116,28 @@ def test_exchanges_by_copy_engines_in_a_graph(comm, stream):
             assert (spread.copy_to_host() == replay).all()
 
 
+def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(comm, stream):
+    """Symmetric at first; those from ordinary arrays go through the workspace."""
+    count, direct = 300_001, {"algorithm": "direct"}
+    last = comm.size - 1
+    for new in (comm.zeros, lambda *a: to_device(np.zeros(*a))):
+        x, total = new(count, np.float32), new(count, np.float32)
+        out = total if comm.rank == last else None
+        add(x, 0, stream)  # compiled
+        with capturing(stream) as (builder, graphs):
+            on = builder.stream
+            add(x, comm.rank + 1, on)
+            comm.broadcast(x, root=0, stream=on, **direct)
+            comm.reduce(x, root=last, out=out, stream=on, **direct)
+        for replay in range(1, 31):
+            graphs[0].launch(stream)
+            if replay in (1, 2, 30):
+                comm.synchronize(stream)
+                assert (x.copy_to_host() == replay).all()
+                if comm.rank == last:
+                    assert (total.copy_to_host() == replay * comm.size).all()
+
+
 @pytest.mark.parametrize("mode", ["relaxed", "thread_local", "global"])
 def test_a_kernel_may_be_captured_that_never_ran(comm, stream, mode):
     op = {"relaxed": "prod", "thread_local": "min", "global": "max"}[mode]

@@ -66,7 +66,9 @@ def edges(dtype, algorithm, comm):
 def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
     calls = []
     for step, count in enumerate(edges(dtype, algorithm, comm)):
-        root, offset = step % comm.size, (0, 1, 3)[step % 3]
+        # Off 16-byte boundaries nothing is direct.
+        offsets = (0, 0, 0, 1) if algorithm == "direct" else (0, 1, 3)
+        root, offset = step % comm.size, offsets[step % len(offsets)]
         nbytes, before = count * dtype.itemsize, offset * dtype.itemsize
         symmetric = comm.empty(before + nbytes + Window.MARGIN, np.uint8)
         window = Window(symmetric, before, nbytes)
@@ -109,8 +111,10 @@ def test_types_roots_and_orders_of_calls(comm, world):
         dtype = KINDS[random.integers(len(KINDS))]
         algorithm = (None, *ALGORITHMS)[random.integers(3)]
         count = int(random.integers(1, 300 if SIMULATED else 100_000))
-        x = array_of(comm, content(count, dtype, comm.rank, step).view(np.uint8), False)
-        comm.broadcast(x.view(dtype), root, algorithm=algorithm)
+        own = algorithm == "marked" and step % 2 == 0  # between the ranks' own arrays
+        x = array_of(comm, content(count, dtype, comm.rank, step).view(np.uint8), own)
+        chosen = "direct" if own else algorithm
+        comm.broadcast(x.view(dtype), root, algorithm=chosen)
         calls.append((x, content(count, dtype, root, step)))
         y = array_of(comm, np.ones(count, np.float32), False)
         other = int(random.integers(4))
@@ -123,6 +127,17 @@ def test_types_roots_and_orders_of_calls(comm, world):
     comm.synchronize()
     for x, wanted in calls:
         assert get(x).tobytes() == wanted.tobytes(), (wanted.size, wanted.dtype)
+    meet(comm, world)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_the_algorithm_follows_from_the_size(comm, world, symmetric):
+    for kilobytes in (0, 8, 2048) if SIMULATED else (0, 768, 49152):
+        count, root = 256 * kilobytes + 1, comm.size - 1
+        x = array_of(comm, content(count, F4, comm.rank, 3), symmetric)
+        comm.broadcast(x, root)
+        comm.synchronize()
+        assert get(x).tobytes() == content(count, F4, root, 3).tobytes()
     meet(comm, world)
 
 

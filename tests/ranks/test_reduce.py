@@ -46,7 +46,8 @@ def edges(dtype, algorithm, size, blocks):
     """Return counts around where another vector, row, shard or chunk begins."""
     lanes = 16 // dtype.itemsize
     if algorithm in ("signalled", "direct"):
-        shares = size - 1 if size > 2 else size
+        of_two = 1 if algorithm == "direct" else 2
+        shares = size - 1 if size > 2 else min(size, of_two)
         row, most = SIGNALLED.steps(size) * THREADS * shares, (2 * blocks, 5 * blocks)
     else:
         two = algorithm.startswith("two_shot")
@@ -82,8 +83,12 @@ def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
     for step, count in enumerate(edges(dtype, algorithm, comm.size, comm.max_blocks)):
         root = step % comm.size
         inputs = [values([count, rank], count, dtype) for rank in range(comm.size)]
-        x = array_of(comm, inputs[comm.rank], count % 2 == 0)
-        out = comm.reduce(x, root=root, algorithm=algorithm)
+        symmetric = algorithm == "direct" or count % 2 == 0
+        x = array_of(comm, inputs[comm.rank], symmetric)
+        out = comm.empty(count, dtype) if symmetric else None
+        out = comm.reduce(
+            x, root=root, out=out if comm.rank == root else None, algorithm=algorithm
+        )
         calls.append((root, inputs, x, out))
     comm.synchronize()
     for root, inputs, x, out in calls:
@@ -220,9 +225,12 @@ def test_the_algorithm_follows_from_the_size(comm, world):
             count = min(count, 1500)
         inputs = [values([5, rank], count, F4) for rank in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], True)
-        out = comm.reduce(x, "max", comm.size - 1)
-        comm.synchronize()
-        check(comm, out, operators.wanted(inputs, "max"), comm.size - 1)
+        last = comm.size - 1
+        symmetric = comm.empty(count, F4)  # or a new array, which is not
+        for out in (None, symmetric if comm.rank == last else None):
+            out = comm.reduce(x, "max", last, out=out)
+            comm.synchronize()
+            check(comm, out, operators.wanted(inputs, "max"), last)
     meet(comm, world)
 
 
