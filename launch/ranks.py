@@ -116,6 +116,19 @@ def refuse_several_hosts(hosts: Sequence[str]) -> None:
         )
 
 
+MOST_RANKS = 64
+"""Ranks of one communicator: kernels name each other rank by a bit of a word."""
+
+
+def refuse_too_many(size: int) -> None:
+    """Raise :class:`ArgumentError` for more ranks than kernels can name."""
+    if size > MOST_RANKS:
+        raise ArgumentError(
+            f"{size} ranks, and a communicator has {MOST_RANKS} at most; "
+            "make one for each part of them (in MPI: comm.Split)"
+        )
+
+
 def duplicate(comm: Comm) -> Comm:
     """Return a communicator whose messages cannot mix with the user's.
 

@@ -61,6 +61,7 @@ class Group:
                 self.timeout = environment.chosen_timeout(timeout)
             self.exchange.agree_equal(f"timeout={self.timeout:g}", "Communicator")
             self.gpu = devices.bind(self.exchange, self.world, device)
+            ranks.refuse_too_many(self.world.size)
             self.peer_access = devices.check_peer_access(self.exchange, self.gpu)
             self.channel = undo.enter_context(IpcChannel(self.exchange))
             self.backend, self.refused = choose_backend(self)

@@ -60,6 +60,12 @@ def test_impossible_places_are_refused(place):
         World(*place, host="a")
 
 
+def test_more_ranks_than_a_word_has_bits_are_refused():
+    ranks.refuse_too_many(64)
+    with pytest.raises(ArgumentError, match="65 ranks, and a communicator has 64 at"):
+        ranks.refuse_too_many(65)
+
+
 @pytest.mark.parametrize("comm", [None, 0, 3, "world"])
 def test_what_is_no_communicator_is_refused(comm):
     with pytest.raises(ArgumentError, match="is no communicator"):

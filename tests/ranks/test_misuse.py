@@ -49,6 +49,16 @@ def fresh(world):
         check_works(comm)
 
 
+def test_too_many_ranks(world, everywhere, monkeypatch, fresh):
+    with monkeypatch.context() as patch:
+        patch.setattr(ranks, "MOST_RANKS", world.size - 1)
+        everywhere(
+            ns.ArgumentError,
+            lambda: ns.Communicator(world),
+            f"{world.size} ranks, and a communicator has {world.size - 1} at most",
+        )
+
+
 # Arguments that must agree
 
 
