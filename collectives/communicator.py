@@ -71,10 +71,11 @@ def backend() -> str:
 
 
 class Plan:
-    """A collective with its arguments packed: each call is one launch.
+    """A collective with its arguments packed: each call only launches.
 
-    Made by ``comm.all_reduce_init``; keeps its arrays. Every rank calls the plans of
-    a communicator in the same order.
+    Made by ``comm.all_reduce_init`` and its like; keeps its arrays. ``plan()``, or
+    ``plan(stream=…)``, enqueues it and returns its output array. Every rank calls the
+    plans of a communicator in the same order.
     """
 
     def __init__(
@@ -112,9 +113,9 @@ class Communicator(VectorForms):
 
     Making one is collective, as are all its methods but messages (``send``, ``recv``,
     ``sendrecv``, ``group``), ``check``, ``synchronize`` and the properties: every rank
-    calls them in the same order with arguments that agree as each method says. A
-    context manager; leaving it by an exception closes
-    it on this rank alone and makes the other ranks' calls fail.
+    calls them in the same order with arguments that agree as each method says, and with
+    the same ``algorithm``. A context manager; leaving it by an exception closes it on
+    this rank alone and makes the other ranks' calls fail.
 
     Args:
         comm: an ``mpi4py`` communicator, which is duplicated, or any object with
@@ -127,7 +128,9 @@ class Communicator(VectorForms):
         stream: the stream of calls whose array names none. None: the legacy default
             stream.
         debug: compare every call's arguments between the ranks first. Slow; turns a
-            mismatch from a timeout into an error that says what differs.
+            mismatch from a timeout, or from wrong results, into an error that says what
+            differs. Ranks then wait in each call for all others, and without end:
+            ``timeout`` is the kernels'.
 
     Attributes:
         rank: this rank, from 0.
@@ -371,6 +374,7 @@ class Communicator(VectorForms):
 
         Raises:
             ArgumentError: an array or name is wrong; in debug mode, calls differ.
+            ExchangeError: in debug mode, the ranks are in different methods.
             CollectiveTimeout: an earlier call of the communicator has failed.
             ClosedError: it was closed.
         """
@@ -387,7 +391,8 @@ class Communicator(VectorForms):
         """Prepare an all-reduce to be called many times, as MPI-4's persistent calls.
 
         Takes what :meth:`all_reduce` takes, and raises what it raises. Calling the
-        plan is collective, making it is too in debug mode.
+        plan, ``plan()`` or ``plan(stream=…)``, is collective, making it is too in debug
+        mode.
         """
         return self._init(ALL_REDUCE, x, op, out, stream, algorithm)
 
@@ -549,7 +554,8 @@ class Communicator(VectorForms):
             algorithm: ``"sentinel"`` and ``"two_shot_sentinel"`` (floats), ``"ll"``,
                 ``"two_shot_ll"``, ``"marked"``, ``"two_shot_marked"``, ``"signalled"``
                 or ``"direct"`` (between symmetric arrays of this communicator, the
-                root's ``out`` among them). None: the fastest.
+                root's ``out`` among them; if one is not, as ``"signalled"``). None:
+                the fastest.
 
         Returns:
             On the root ``out``, or the new array, of x's shape: the same bits that
@@ -574,8 +580,8 @@ class Communicator(VectorForms):
             root: the rank that has the contents.
             stream: as for :meth:`all_reduce`.
             algorithm: ``"ll"``, ``"marked"``, ``"signalled"``, ``"direct"`` (between
-                symmetric arrays of this communicator) or ``"copy_engine"``. None: the
-                fastest.
+                symmetric arrays of this communicator; if one is not, or of 2 ranks, as
+                ``"signalled"``) or ``"copy_engine"``. None: the fastest.
 
         Returns:
             ``x``.
@@ -764,9 +770,12 @@ class Communicator(VectorForms):
 
         In debug mode the ranks agree first, so that an error of one is all ranks'.
         """
-        self.check()
         if not self._debug:
-            return self._bound(operation, x, op, out, stream, algorithm, root)
+            # This rank's own mistake is told, rather than that another has left.
+            self._group.check_open()
+            bound = self._bound(operation, x, op, out, stream, algorithm, root)
+            self.check()
+            return bound
         self.enter()
         exchange, what = self._group.exchange, operation.name
         with exchange.agreed(what):
@@ -872,14 +881,15 @@ class Communicator(VectorForms):
 
         In debug mode the ranks agree first, so that an error of one is all ranks'.
         """
-        self.check()
         if self._debug:
             self.enter()
             with self._group.exchange.agreed(what):
                 call = prepare(what, *args)
             self._group.exchange.agree_equal(call.transfers.words, what)
         else:
+            self._group.check_open()
             call = prepare(what, *args)
+            self.check()
         self._transfer(call.transfers, call.stream, *call.keep)
         return call.result
 

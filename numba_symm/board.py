@@ -27,9 +27,9 @@ _OPERATIONS = {
     signals.ONE_SHOT_SENTINEL: ("all_reduce (one_shot_sentinel)", "block"),
     signals.ONE_SHOT_MARKED: ("all_reduce (one_shot_marked)", "block"),
     signals.ONE_SHOT_LL: ("all_reduce (one_shot_ll)", "block"),
-    signals.TWO_SHOT_SENTINEL: ("all_reduce (two_shot_sentinel)", "block"),
-    signals.TWO_SHOT_MARKED: ("all_reduce (two_shot_marked)", "block"),
-    signals.TWO_SHOT_LL: ("all_reduce (two_shot_ll)", "block"),
+    signals.TWO_SHOT_SENTINEL: ("all_reduce or reduce (two_shot_sentinel)", "block"),
+    signals.TWO_SHOT_MARKED: ("all_reduce or reduce (two_shot_marked)", "block"),
+    signals.TWO_SHOT_LL: ("all_reduce or reduce (two_shot_ll)", "block"),
     signals.ALL_GATHER: ("all_gather", "block"),
     signals.ALL_TO_ALL: ("all_to_all", "block"),
     signals.REDUCE_SCATTER: ("reduce_scatter", "block"),
@@ -46,7 +46,7 @@ _OPERATIONS = {
     signals.BROADCAST_DIRECT: ("broadcast (direct)", "block"),
     signals.REDUCE_DIRECT: ("reduce (direct)", "block"),
     signals.TRANSFER: ("a message or a collective made of them", "channel"),
-    signals.TWO_SHOT_SIGNALLED: ("all_reduce (two_shot_signalled)", "block"),
+    signals.TWO_SHOT_SIGNALLED: ("all_reduce or reduce (two_shot_signalled)", "block"),
 }
 _CLOSE, _ABANDONED = 126, 127  # operations of the host, not of kernels
 _POLL_SECONDS = 2e-4

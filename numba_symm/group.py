@@ -83,11 +83,15 @@ class Group:
             CollectiveTimeout: with who waited for whom.
             ClosedError: it was closed.
         """
-        if self.closed:
-            raise ClosedError("the communicator was closed; make a new one")
+        self.check_open()
         reason = self.board.failure()
         if reason is not None:
             raise self._failure(reason)
+
+    def check_open(self) -> None:
+        """Raise ClosedError if the communicator was closed."""
+        if self.closed:
+            raise ClosedError("the communicator was closed; make a new one")
 
     def enter(self) -> None:
         """Wait for every rank to come here. Collective; raises on all ranks or none.

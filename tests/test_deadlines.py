@@ -171,8 +171,13 @@ def own(kernel):
     return prepare
 
 
+OF_REDUCE = "two_shot"  # these reduce to one rank, too
 ALGORITHMS = {
-    name: (all_reduce(name), rf"all_reduce \({name}\), block 0, epoch 1")
+    name: (
+        all_reduce(name),
+        rf"all_reduce{' or reduce' * name.startswith(OF_REDUCE)} \({name}\), "
+        "block 0, epoch 1",
+    )
     for name in select.ALL_REDUCE
 }
 OPERATIONS = {
@@ -512,6 +517,34 @@ def raises_within(world, error):
         told, _ = attempt(lambda: (call(), comm.synchronize()))
         attempt(comm.close)
     return told, time.monotonic() - begin
+
+
+def errs_as_one_that_has_left(world):
+    comm = ns.Communicator(world, timeout=PATIENT)
+    x = comm.zeros(6, np.float32)
+    calls = [
+        lambda: comm.broadcast(x, root=3),
+        lambda: comm.all_reduce(x, algorithm="fast"),
+        lambda: comm.gather(x, root=3),
+    ]
+    errors = []
+    if world.rank == AWAY:
+        with contextlib.suppress(ns.ArgumentError), comm:
+            comm.broadcast(x, root=3)
+    world.barrier()
+    if world.rank != AWAY:
+        errors = [attempt(call)[0] for call in calls]
+        errors.append(attempt(comm.broadcast, x)[0])
+        attempt(comm.close)
+    return errors
+
+
+def test_a_mistake_of_ones_own_is_told_after_another_has_left():
+    for rank, errors in enumerate(run_ranks(3, errs_as_one_that_has_left)):
+        if rank != AWAY:
+            *own, right = errors
+            assert [error.partition(":")[0] for error in own] == ["ArgumentError"] * 3
+            assert right.startswith(f"CollectiveTimeout: rank {AWAY} left after an")
 
 
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
