@@ -111,11 +111,14 @@ def test_types_roots_and_orders_of_calls(comm, world):
         dtype = KINDS[random.integers(len(KINDS))]
         algorithm = (None, *ALGORITHMS)[random.integers(3)]
         count = int(random.integers(1, 300 if SIMULATED else 100_000))
-        own = algorithm == "marked" and step % 2 == 0  # between the ranks' own arrays
-        x = array_of(comm, content(count, dtype, comm.rank, step).view(np.uint8), own)
-        chosen = "direct" if own else algorithm
-        comm.broadcast(x.view(dtype), root, algorithm=chosen)
+        x = array_of(comm, content(count, dtype, comm.rank, step).view(np.uint8), False)
+        comm.broadcast(x.view(dtype), root, algorithm=algorithm)
         calls.append((x, content(count, dtype, root, step)))
+        if step % 4 == 0:  # between the ranks' own arrays
+            own = content(count, dtype, comm.rank, 1000 + step)
+            z = array_of(comm, own.view(np.uint8), True)
+            comm.broadcast(z.view(dtype), root, algorithm="direct")
+            calls.append((z, content(count, dtype, root, 1000 + step)))
         y = array_of(comm, np.ones(count, np.float32), False)
         other = int(random.integers(4))
         if other == 0:
