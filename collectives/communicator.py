@@ -682,14 +682,15 @@ class Communicator(VectorForms):
             As :meth:`all_reduce`.
         """
         what = "reduce_scatter_v"
-        self.check()
         if self._debug:
             self.enter()
             with self._group.exchange.agreed(what):
                 prepared = self._parts(what, x, counts, op, out, stream)
             self._group.exchange.agree_equal(prepared[0], what)
         else:
+            self._check_open()
             prepared = self._parts(what, x, counts, op, out, stream)
+            self.check()
         _, launches, chosen, out = prepared
         for launch in launches:
             self._run(launch, chosen, x, out)
@@ -771,8 +772,7 @@ class Communicator(VectorForms):
         In debug mode the ranks agree first, so that an error of one is all ranks'.
         """
         if not self._debug:
-            # This rank's own mistake is told, rather than that another has left.
-            self._group.check_open()
+            self._check_open()
             bound = self._bound(operation, x, op, out, stream, algorithm, root)
             self.check()
             return bound
@@ -867,6 +867,7 @@ class Communicator(VectorForms):
         if count > 0:
             for view in filter(None, (source, target)):
                 arrays.check_device(view, self.device.ordinal, what)
+            self.check()  # before a kernel is compiled for nothing
             address = 0 if target is None else target.address
             rooted = {"root": root} if operation.rooted else {}
             with _compiling(op, element, what):
@@ -887,14 +888,14 @@ class Communicator(VectorForms):
                 call = prepare(what, *args)
             self._group.exchange.agree_equal(call.transfers.words, what)
         else:
-            self._group.check_open()
+            self._check_open()
             call = prepare(what, *args)
-            self.check()
         self._transfer(call.transfers, call.stream, *call.keep)
         return call.result
 
     def _transfer(self, transfers: Transfers, stream: Stream, *keep: Any) -> None:
-        """Enqueue messages, or add them to the group that is open."""
+        """Enqueue messages, or add them to the group that is open, unless it failed."""
+        self.check()
         if self._pending is not None:
             self._pending.kept += keep
             self._pending.add(transfers, stream)
@@ -983,6 +984,10 @@ class Communicator(VectorForms):
             ClosedError: the communicator was closed.
         """
         self._group.check()
+
+    def _check_open(self) -> None:
+        """Raise if it is closed: a rank's own mistakes are told before failures."""
+        self._group.check_open()
 
     def synchronize(self, stream: Any = None) -> None:
         """Wait for a stream, then :meth:`check`. Not collective.

@@ -123,6 +123,9 @@ class PointToPoint:
         """See :class:`~numba_symm.Communicator`."""
         raise NotImplementedError
 
+    def _check_open(self) -> None:
+        raise NotImplementedError
+
     def _planned(self, plan: Callable[..., Planned], *given: Any) -> Planned:
         raise NotImplementedError
 
@@ -155,7 +158,7 @@ class PointToPoint:
             CollectiveTimeout: an earlier call of the communicator has failed.
             ClosedError: it was closed.
         """
-        self.check()
+        self._check_open()
         dst = self._check_other(dst, "send: dst")
         given = arrays.view(x, "send")
         transfers = self._planned(_sent, given, dst)
@@ -176,7 +179,7 @@ class PointToPoint:
         Raises:
             As :meth:`send`.
         """
-        self.check()
+        self._check_open()
         src = self._check_other(src, "recv: src")
         taken = arrays.view(out, "recv: out")
         transfers = self._planned(_received, taken, src)
@@ -204,7 +207,7 @@ class PointToPoint:
         Raises:
             As :meth:`send`.
         """
-        self.check()
+        self._check_open()
         if dst is not None:
             dst = check_rank(dst, self.size, "sendrecv: dst")
         if src is not None:

@@ -25,6 +25,7 @@ from numba_symm import device as symm
 from numba_symm import memory
 from numba_symm.collectives import select
 from numba_symm.collectives.operations import BROADCAST
+from numba_symm.kernels import Kernel
 from tests.spawned import outcomes, run_ranks
 
 AWAY = 1  # the rank that does not come
@@ -526,25 +527,40 @@ def errs_as_one_that_has_left(world):
         lambda: comm.broadcast(x, root=3),
         lambda: comm.all_reduce(x, algorithm="fast"),
         lambda: comm.gather(x, root=3),
+        lambda: comm.reduce_scatter_v(x, [6, 6, 6]),
+        lambda: comm.send(x, 3),
+        lambda: comm.recv(x, 3),
+        lambda: comm.sendrecv(x, 3, x, 3),
     ]
-    errors = []
+    right = [
+        lambda: comm.broadcast(x),
+        lambda: comm.all_reduce_init(x),
+        lambda: comm.gather(x),
+        lambda: comm.reduce_scatter_v(x, [2, 2, 2]),
+        lambda: comm.send(x, (comm.rank + 1) % 3),
+    ]
+    errors, told, bound = [], [], []
     if world.rank == AWAY:
         with contextlib.suppress(ns.ArgumentError), comm:
             comm.broadcast(x, root=3)
     world.barrier()
     if world.rank != AWAY:
+        Kernel.bind = lambda *args, **options: bound.append(args)
         errors = [attempt(call)[0] for call in calls]
-        errors.append(attempt(comm.broadcast, x)[0])
+        told = [attempt(call)[0] for call in right]
         attempt(comm.close)
-    return errors
+    return errors, told, len(bound)
 
 
 def test_a_mistake_of_ones_own_is_told_after_another_has_left():
-    for rank, errors in enumerate(run_ranks(3, errs_as_one_that_has_left)):
+    """All else is refused before a kernel is compiled for it."""
+    for rank, facts in enumerate(run_ranks(3, errs_as_one_that_has_left)):
         if rank != AWAY:
-            *own, right = errors
-            assert [error.partition(":")[0] for error in own] == ["ArgumentError"] * 3
-            assert right.startswith(f"CollectiveTimeout: rank {AWAY} left after an")
+            own, told, bound = facts
+            assert {error.partition(":")[0] for error in own} == {"ArgumentError"}
+            for error in told:
+                assert error.startswith(f"CollectiveTimeout: rank {AWAY} left after an")
+            assert bound == 0
 
 
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
