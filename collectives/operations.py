@@ -128,25 +128,42 @@ class Limits(NamedTuple):
     signalled: int
 
 
-# Measured on H200s with 2 and 4 ranks; see bench/README.md. Of 2 ranks, and of more.
+class ReduceLimits(NamedTuple):
+    """The most bytes of a reduction to one rank in one flight, and in two.
+
+    Those of two, and what is larger, are of three ranks and more.
+    """
+
+    in_one: int
+    sentinel: int
+    marked: int
+
+
+# Measured on H200s with 2 and 4 ranks; see bench/README.md. By number of ranks: 2, 3 to
+# 4, more.
 _LIMITS = (
     Limits(32 * _M, 64 * _K, 2 * _M, 40 * _M),
     Limits(3 * _M, 64 * _K, 1536 * _K, 40 * _M),
+    Limits(3 * _M, 64 * _K, 1536 * _K, 40 * _M),
 )
-# Of a reduction in one flight, by 2 ranks, and by more.
-_REDUCE_IN_ONE = (2 * _M, 256 * _K)
+_REDUCE_LIMITS = (
+    ReduceLimits(2 * _M, 0, 0),
+    ReduceLimits(256 * _K, 8 * _M, 1 * _M),
+    ReduceLimits(256 * _K, 8 * _M, 512 * _K),
+)
 # Between the ranks' own arrays, from so many bytes on: of three ranks and more, and a
 # reduction of 2.
-_BROADCAST_DIRECT = 1 * _M
+_BROADCAST_DIRECT = (0, 1 * _M, 1 * _M)
 _REDUCE_OF_TWO_DIRECT = 32 * _M
 # A simulated round costs milliseconds, whatever it carries.
 _SIMULATED = Limits(512, 128, 512, 64 * _M)
+_SIMULATED_REDUCE = ReduceLimits(512, 2048, 2048)
 
 
 def _fastest_exchange(
     reduces: bool, copied: bool, nbytes: int, size: int, element: Element
 ) -> str:
-    limits = _SIMULATED if SIMULATED else _LIMITS[0 if size <= 2 else 1]
+    limits = _SIMULATED if SIMULATED else _LIMITS[select.row(size)]
     sent = nbytes * (size - 1)
     # A sentinel changes a NaN's bits: for what is only moved, flags or marks.
     if sent <= limits.sentinel and reduces and element.floating:
@@ -159,22 +176,20 @@ def _fastest_exchange(
 
 
 def _fastest_broadcast(nbytes: int, size: int, element: Element) -> str:
-    if size > 2 and nbytes >= _BROADCAST_DIRECT:
+    if size > 2 and nbytes >= _BROADCAST_DIRECT[select.row(size)]:
         return "direct"
     return _fastest_exchange(False, size <= 2, nbytes, size, element)
 
 
 def _fastest_reduce(nbytes: int, size: int, element: Element) -> str:
-    limits = select.limits_of(size, element)
+    limits = _SIMULATED_REDUCE if SIMULATED else _REDUCE_LIMITS[select.row(size)]
     transport = select.transport_of(element, nbytes)
-    in_one = _REDUCE_IN_ONE[0 if size <= 2 else 1]
-    if nbytes <= (limits.one_shot if SIMULATED else in_one):
+    if nbytes <= limits.in_one:
         return transport
     if size <= 2:
         return "direct" if nbytes >= _REDUCE_OF_TWO_DIRECT else "signalled"
-    # Without a result for all ranks it stays ahead for longer by sentinels.
-    more = 2 if transport == "sentinel" and not SIMULATED else 1
-    return f"two_shot_{transport}" if nbytes <= more * limits.two_shot else "direct"
+    in_two = limits.sentinel if transport == "sentinel" else limits.marked
+    return f"two_shot_{transport}" if nbytes <= in_two else "direct"
 
 
 def _exchange(

@@ -97,8 +97,12 @@ def limits_of(size: int, element: Element) -> Limits:
     """Return the limits for a number of ranks and a type."""
     if SIMULATED:
         return _SIMULATED
-    by_size = _SENTINEL if element.floating else _MARKED
-    return by_size[0 if size <= 2 else 1 if size <= 4 else 2]
+    return (_SENTINEL if element.floating else _MARKED)[row(size)]
+
+
+def row(size: int) -> int:
+    """Return the place in a table of what is for 2 ranks, 3 to 4, and more."""
+    return 0 if size <= 2 else 1 if size <= 4 else 2
 
 
 def all_reduce(nbytes: int, size: int, element: Element) -> str:
