@@ -139,21 +139,21 @@ class ReduceLimits(NamedTuple):
     marked: int
 
 
-# Measured on H200s with 2 and 4 ranks; see bench/README.md. By number of ranks: 2, 3 to
-# 4, more.
+# Measured on H200s with 2, 4 and 8 ranks; see bench/README.md. By number of ranks, as
+# ``row`` of ``select.py`` says.
 _LIMITS = (
     Limits(32 * _M, 64 * _K, 2 * _M, 40 * _M),
     Limits(3 * _M, 64 * _K, 1536 * _K, 40 * _M),
-    Limits(3 * _M, 64 * _K, 1536 * _K, 40 * _M),
+    Limits(14 * _M, 224 * _K, 1792 * _K, 56 * _M),
 )
 _REDUCE_LIMITS = (
     ReduceLimits(2 * _M, 0, 0),
     ReduceLimits(256 * _K, 8 * _M, 1 * _M),
-    ReduceLimits(256 * _K, 8 * _M, 512 * _K),
+    ReduceLimits(128 * _K, 4 * _M, 1 * _M),
 )
 # Between the ranks' own arrays, from so many bytes on: of three ranks and more, and a
 # reduction of 2.
-_BROADCAST_DIRECT = (0, 1 * _M, 1 * _M)
+_BROADCAST_DIRECT = (0, 1 * _M, 2 * _M)
 _REDUCE_OF_TWO_DIRECT = 32 * _M
 # A simulated round costs milliseconds, whatever it carries.
 _SIMULATED = Limits(512, 128, 512, 64 * _M)
@@ -183,7 +183,7 @@ def _fastest_broadcast(nbytes: int, size: int, element: Element) -> str:
 
 def _fastest_reduce(nbytes: int, size: int, element: Element) -> str:
     limits = _SIMULATED_REDUCE if SIMULATED else _REDUCE_LIMITS[select.row(size)]
-    transport = select.transport_of(element, nbytes)
+    transport = select.transport_of(element, nbytes, size)
     if nbytes <= limits.in_one:
         return transport
     if size <= 2:

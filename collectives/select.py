@@ -67,30 +67,31 @@ class Limits(NamedTuple):
 
 _K, _M = 1 << 10, 1 << 20
 
-# Measured on H200s with 2 and 4 ranks; see bench/README.md. By number of ranks: 2, 3 to
-# 4, 5 to 8.
+# Measured on H200s with 2, 4 and 8 ranks; see bench/README.md. By number of ranks, as
+# ``row`` says.
 _SENTINEL = (
     Limits(1 * _M, 8 * _M, 64 * _M),
     Limits(128 * _K, 4 * _M, 64 * _M),
-    Limits(64 * _K, 4 * _M, 64 * _M),
+    Limits(64 * _K, 16 * _M, 256 * _M),
 )
 _MARKED = (
     Limits(2 * _M, 2 * _M, 64 * _M),
     Limits(128 * _K, 1 * _M, 64 * _M),
-    Limits(32 * _K, 512 * _K, 64 * _M),
+    Limits(64 * _K, 1 * _M, 256 * _M),
 )
+# The largest message by packets: less to do, but twice the bytes.
+_MOST_LL = (8 * _K, 8 * _K, 32 * _K)
 # A simulated round costs milliseconds, whatever it carries.
 _SIMULATED = Limits(512, 2048, 64 * _M)
-
-_MOST_LL = 64 if SIMULATED else 8 * _K
-"""The largest message by packets: less to do, but twice the bytes."""
+_SIMULATED_MOST_LL = 64
 
 
-def transport_of(element: Element, nbytes: int) -> str:
+def transport_of(element: Element, nbytes: int, size: int) -> str:
     """Return the fastest transport of ``mailboxes.py`` for a type that is reduced."""
     if element.floating:
         return "sentinel"
-    return "ll" if nbytes <= _MOST_LL else "marked"
+    most = _SIMULATED_MOST_LL if SIMULATED else _MOST_LL[row(size)]
+    return "ll" if nbytes <= most else "marked"
 
 
 def limits_of(size: int, element: Element) -> Limits:
@@ -108,7 +109,7 @@ def row(size: int) -> int:
 def all_reduce(nbytes: int, size: int, element: Element) -> str:
     """Return the name of the fastest algorithm for a message and a world size."""
     limits = limits_of(size, element)
-    transport = transport_of(element, nbytes)
+    transport = transport_of(element, nbytes, size)
     if nbytes <= limits.one_shot:
         return f"one_shot_{transport}"
     if nbytes <= limits.two_shot:
