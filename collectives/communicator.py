@@ -270,7 +270,7 @@ class Communicator(VectorForms):
         Raises:
             ArgumentError: color or key is none, or this communicator was made of an
                 object without a method ``split``.
-            CollectiveTimeout, ClosedError: this communicator has failed or is closed.
+            CollectiveError, ClosedError: this communicator has failed or is closed.
             DeviceError, BackendError, ExchangeError: a new one cannot be made.
         """
         self.enter()
@@ -297,7 +297,7 @@ class Communicator(VectorForms):
         this one was made of needs no method ``split``.
 
         Raises:
-            CollectiveTimeout, ClosedError: this communicator has failed or is closed.
+            CollectiveError, ClosedError: this communicator has failed or is closed.
             DeviceError, BackendError, ExchangeError: the new one cannot be made.
         """
         self.enter()
@@ -375,7 +375,7 @@ class Communicator(VectorForms):
         Raises:
             ArgumentError: an array or name is wrong; in debug mode, calls differ.
             ExchangeError: in debug mode, the ranks are in different methods.
-            CollectiveTimeout: an earlier call of the communicator has failed.
+            CollectiveError: an earlier call of the communicator has failed.
             ClosedError: it was closed.
         """
         return self._call(ALL_REDUCE, x, op, out, stream, algorithm)
@@ -965,7 +965,7 @@ class Communicator(VectorForms):
         """Wait for every rank to come here, or raise on all of them. Collective.
 
         Raises:
-            CollectiveTimeout: a kernel of any rank gave up, or a rank left by an error.
+            CollectiveError: a kernel of any rank gave up, or a rank left by an error.
             ClosedError: the communicator was closed.
         """
         self._group.enter()
@@ -980,7 +980,8 @@ class Communicator(VectorForms):
         """Raise if the communicator has failed or is closed; never waits.
 
         Raises:
-            CollectiveTimeout: a kernel of any rank gave up; says who waited for whom.
+            CollectiveError: it has failed, and why: CollectiveTimeout, CallMismatch
+                or RankLeft.
             ClosedError: the communicator was closed.
         """
         self._group.check()
@@ -1008,7 +1009,7 @@ class Communicator(VectorForms):
         rank. After a failure it is local and never waits for a peer.
 
         Raises:
-            CollectiveTimeout: a kernel had given up; the communicator is closed.
+            CollectiveError: it had failed; it is closed now.
         """
         if self._group.closed:
             return

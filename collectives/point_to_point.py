@@ -155,7 +155,7 @@ class PointToPoint:
 
         Raises:
             ArgumentError: an array or rank is wrong.
-            CollectiveTimeout: an earlier call of the communicator has failed.
+            CollectiveError: an earlier call of the communicator has failed.
             ClosedError: it was closed.
         """
         self._check_open()
@@ -236,7 +236,7 @@ class PointToPoint:
         Raises:
             ArgumentError: groups are nested; at a call, messages are on several streams
                 or too many between two ranks (16 with 8 ranks, 64 with 2).
-            CollectiveTimeout, ClosedError: as for any call.
+            CollectiveError, ClosedError: as for any call.
         """
         self.check()
         self.refuse_in_group("group")

@@ -25,12 +25,15 @@ from numba_symm.environment import allow_overlapping_devices
 from numba_symm.errors import (
     ArgumentError,
     BackendError,
+    CallMismatch,
     ClosedError,
+    CollectiveError,
     CollectiveTimeout,
     DeviceError,
     DriverError,
     ExchangeError,
     PeerAccessError,
+    RankLeft,
     SymmError,
 )
 from numba_symm.events import Event, Stream
@@ -50,7 +53,9 @@ __all__ = [
     "GPU",
     "ArgumentError",
     "BackendError",
+    "CallMismatch",
     "ClosedError",
+    "CollectiveError",
     "CollectiveTimeout",
     "Communicator",
     "Context",
@@ -61,6 +66,7 @@ __all__ = [
     "IpcChannel",
     "PeerAccessError",
     "Plan",
+    "RankLeft",
     "StoreExchange",
     "Stream",
     "SymmError",

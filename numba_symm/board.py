@@ -11,11 +11,12 @@ import mmap
 import os
 import time
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba_symm import driver
 from numba_symm.device import signals
 from numba_symm.environment import SIMULATED
+from numba_symm.errors import CallMismatch, CollectiveError, CollectiveTimeout, RankLeft
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
 
@@ -50,7 +51,36 @@ _OPERATIONS = {
 }
 _CLOSE, _ABANDONED = 126, 127  # operations of the host, not of kernels
 _POLL_SECONDS = 2e-4
+_DIFFERED = (
+    "If that rank was not late, their calls differed: Communicator(…, debug=True) says "
+    "where"
+)
+_UNANSWERED = "If that rank was not late, it has no call that answers this one"
+_UNMATCHED = (
+    "If that rank was not late, it sends or receives something else: two ranks that "
+    "both send first do so by sendrecv or in a group; of gather, scatter and the v "
+    "forms Communicator(…, debug=True) says where"
+)
+_HINTS = {
+    signals.PUT_SIGNAL: _UNANSWERED,
+    signals.WAIT_SIGNAL: _UNANSWERED,
+    signals.TRANSFER: _UNMATCHED,
+}
 _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
+
+
+class Failure(NamedTuple):
+    """Why a communicator failed.
+
+    Attributes:
+        error: the class of what is raised.
+        text: who failed whom.
+        hint: what else it may have been; "" if nothing.
+    """
+
+    error: type[CollectiveError]
+    text: str
+    hint: str = ""
 
 
 class Board:
@@ -88,12 +118,12 @@ class Board:
                         self.address = _register(self.address, undo_map)
                 self._undo = undo_map.pop_all()
 
-    def failure(self) -> str | None:
+    def failure(self) -> Failure | None:
         """Return why the communicator failed, or None while it has not."""
         record = self._records[self._rank]
         return describe(record) if record else None
 
-    def gate(self, timeout: float = 0) -> str | None:
+    def gate(self, timeout: float = 0) -> Failure | None:
         """Wait until every rank is here or one has failed; return why it failed.
 
         Collective, and decided alike on all ranks that are here: a rank votes to go
@@ -103,9 +133,9 @@ class Board:
         Args:
             timeout: seconds until this rank gives the others up; 0: never.
         """
-        reason = self.failure()
-        if reason is not None:
-            return reason
+        failure = self.failure()
+        if failure is not None:
+            return failure
         arrived = self._step = self._step + 3
         go, stop = arrived + 1, arrived + 2
         self._steps[self._rank] = arrived
@@ -118,7 +148,7 @@ class Board:
         while True:
             steps = list(self._steps)
             if stop in steps:
-                return self.failure() or "a rank was interrupted"
+                return self.failure() or Failure(RankLeft, "a rank was interrupted")
             if all(step == go or step > stop for step in steps):
                 return None
             time.sleep(_POLL_SECONDS)
@@ -161,31 +191,41 @@ def _register(address: int, undo: ExitStack) -> int:
     return int(driver.call("cuMemHostGetDevicePointer", address, 0))
 
 
-def describe(record: int) -> str:
-    """Return a record in words; ``signals.wait_record`` says what its bits are."""
+def describe(record: int) -> Failure:
+    """Return what a record says; ``signals.wait_record`` says what its bits are."""
     operation, rank, peer = record >> 56, record >> 48 & 0xFF, record >> 40 & 0xFF
     place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
     if operation == _ABANDONED:
-        return f"rank {rank} left after an error of its own"
+        return Failure(RankLeft, f"rank {rank} left after an error of its own")
     if operation == _CLOSE:
-        return f"rank {rank} waited for rank {peer} in close"
+        text = f"rank {rank} waited for rank {peer} in close"
+        return Failure(CollectiveTimeout, text, _DIFFERED)
     if operation == signals.MISMATCH:
-        return (
+        return Failure(
+            CallMismatch,
             f"rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, "
             "op, root or where the output lies (the same part of the same symmetric "
             "block on all ranks, or in no block on any; in place on all, or on none); "
-            "what any rank's symmetric memory held there may be lost"
+            "what any rank's symmetric memory held there may be lost",
         )
     if operation == signals.CALL_MISMATCH:
-        return (
+        return Failure(
+            CallMismatch,
             f"rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, "
-            "op or root; Communicator(…, debug=True) says in what"
+            "op or root; Communicator(…, debug=True) says in what",
         )
     if operation == signals.TRANSFER_MISMATCH:
-        return (
+        return Failure(
+            CallMismatch,
             f"rank {rank} receives another number of bytes than rank {peer} sends it: "
-            "the two calls' counts or dtypes differ, or their order does"
+            "the two calls' counts or dtypes differ, or their order does",
         )
     name, kind = _OPERATIONS[operation]
     at = f"{kind} {place}, epoch {epoch}" if epoch else f"{kind} {place}"
-    return f"rank {rank} waited for rank {peer} in {name}, {at}"
+    text = f"rank {rank} waited for rank {peer} in {name}, {at}"
+    hints = {
+        signals.PUT_SIGNAL: _UNANSWERED,
+        signals.WAIT_SIGNAL: _UNANSWERED,
+        signals.TRANSFER: _UNMATCHED,
+    }
+    return Failure(CollectiveTimeout, text, hints.get(operation, _DIFFERED))

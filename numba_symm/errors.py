@@ -38,13 +38,26 @@ class DriverError(BackendError):
     """A CUDA driver call failed; the text names the call and the driver's reason."""
 
 
-class CollectiveTimeout(SymmError, TimeoutError):
-    """A kernel gave up: a peer did not come before the deadline, or never will.
+class CollectiveError(SymmError):
+    """The communicator has failed, on all ranks: the subclass and the text say why.
 
-    The text names who waited for whom, in which operation; or which rank has left by
-    an exception, or whose call differs, which needs no deadline. The CUDA context is
-    alive; results since the last successful check are undefined.
+    The CUDA context is alive; results since the last successful check are undefined.
     """
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """A peer did not come before the deadline.
+
+    The text names who waited for whom, in which operation.
+    """
+
+
+class CallMismatch(CollectiveError):
+    """Two ranks' calls differ: the text names them, and what may differ."""
+
+
+class RankLeft(CollectiveError):
+    """A rank has left by an exception, or was interrupted: the text names it."""
 
 
 def named(name: str) -> type[SymmError]:

@@ -7,11 +7,12 @@ from typing import Any
 
 from numba_symm import backends, environment
 from numba_symm.backends.protocol import Backend, Mapping
-from numba_symm.board import Board
+from numba_symm.board import Board, Failure
 from numba_symm.device.signals import Guard
 from numba_symm.errors import (
     BackendError,
     ClosedError,
+    CollectiveError,
     CollectiveTimeout,
     SymmError,
 )
@@ -80,13 +81,13 @@ class Group:
         """Raise if the communicator was closed or a kernel has given up.
 
         Raises:
-            CollectiveTimeout: with who waited for whom.
+            CollectiveError: it has failed; says why.
             ClosedError: it was closed.
         """
         self.check_open()
-        reason = self.board.failure()
-        if reason is not None:
-            raise self._failure(reason)
+        failure = self.board.failure()
+        if failure is not None:
+            raise self._error(failure)
 
     def check_open(self) -> None:
         """Raise ClosedError if the communicator was closed."""
@@ -97,42 +98,31 @@ class Group:
         """Wait for every rank to come here. Collective; raises on all ranks or none.
 
         Raises:
-            CollectiveTimeout: a rank has failed.
+            CollectiveError: it has failed.
             ClosedError: it was closed.
         """
         self.check()
-        reason = self.board.gate()
-        if reason is not None:
-            raise self._failure(reason)
+        failure = self.board.gate()
+        if failure is not None:
+            raise self._error(failure)
 
-    def failure_after_meeting(self) -> CollectiveTimeout | None:
+    def failure_after_meeting(self) -> CollectiveError | None:
         """Wait for every rank to come to its end; return why one has failed.
 
         Collective, with no kernel of this rank running; all ranks return the same.
         Does not wait for the others once one has failed, or for the timeout.
         """
         # A little longer than kernels wait: theirs is the better reason.
-        reason = self.board.gate(self.timeout and self.timeout + _MARGIN)
-        return None if reason is None else self._failure(reason)
+        failure = self.board.gate(self.timeout and self.timeout + _MARGIN)
+        return None if failure is None else self._error(failure)
 
-    def _failure(self, reason: str) -> CollectiveTimeout:
-        waited = " waited for " in reason
-        timeout = f" (timeout: {self.timeout:g} s)" if waited else ""
-        hint = (
-            ". If that rank was not late, their calls differed: "
-            "Communicator(…, debug=True) says where"
-        )
-        if "_signal," in reason:
-            hint = ". If that rank was not late, it has no call that answers this one"
-        if " a message " in reason:
-            hint = (
-                ". If that rank was not late, it sends or receives something else: "
-                "two ranks that both send first do so by sendrecv or in a group; of "
-                "gather, scatter and the v forms Communicator(…, debug=True) says where"
-            )
-        return CollectiveTimeout(
-            f"{reason}{timeout}; results since the last check are undefined. Close "
-            f"this communicator and make a new one{hint if waited else ''}"
+    def _error(self, failure: Failure) -> CollectiveError:
+        late = failure.error is CollectiveTimeout
+        timeout = f" (timeout: {self.timeout:g} s)" if late else ""
+        hint = f". {failure.hint}" if failure.hint else ""
+        return failure.error(
+            f"{failure.text}{timeout}; results since the last check are undefined. "
+            f"Close this communicator and make a new one{hint}"
         )
 
     def abandon(self) -> None:

@@ -567,7 +567,7 @@ class SymmetricMemory:
             ArgumentError: there is no such rank, ``x`` is no such array, does not fit
                 or overlaps its place.
             ClosedError: the communicator was closed, or the memory has gone.
-            CollectiveTimeout: the communicator has failed.
+            CollectiveError: the communicator has failed.
         """
         self._check_open()
         source = self._contiguous(x, "put")
@@ -606,7 +606,7 @@ class SymmetricMemory:
             ArgumentError: there is no such rank, nothing of that size, ``out`` is no
                 such array or overlaps it, or out=None in a capture.
             ClosedError: the communicator was closed, or the memory has gone.
-            CollectiveTimeout: the communicator has failed.
+            CollectiveError: the communicator has failed.
         """
         self._check_open()
         dtype = arrays.checked_dtype(dtype, "get")
@@ -660,7 +660,7 @@ class SymmetricMemory:
         Raises:
             ArgumentError: there is no such channel.
             ClosedError: the communicator was closed, or the memory has gone.
-            CollectiveTimeout: the communicator has failed.
+            CollectiveError: the communicator has failed.
         """
         pads.check_channel(channel, "barrier")
         self._launch(pads.barrier_kernel(self.world_size), stream, channel)

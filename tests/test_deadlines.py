@@ -343,7 +343,7 @@ def test_calls_that_differ_are_told_and_touch_no_more_than_they_were_given(
 ):
     facts = run_ranks(3, calls_differ, name, algorithm, counts, roots)
     for error, seconds, kept in facts:
-        assert re.match(r"CollectiveTimeout: rank \d's call differs from rank", error)
+        assert re.match(r"CallMismatch: rank \d's call differs from rank", error)
         assert seconds < PATIENT / 2
         assert kept
 
@@ -379,7 +379,7 @@ def test_two_ranks_of_different_calls_are_told_by_the_next_one(name, roots, op):
         told = [error for error in errors if error]
         assert len(told) >= len(later), errors
         for error in told:
-            assert re.match(r"CollectiveTimeout: rank \d's call differs from", error)
+            assert re.match(r"CallMismatch: rank \d's call differs from", error)
         assert sum(seconds for _, seconds in (first, *later)) < PATIENT / 2
 
 
@@ -559,7 +559,7 @@ def test_a_mistake_of_ones_own_is_told_after_another_has_left():
             own, told, bound = facts
             assert {error.partition(":")[0] for error in own} == {"ArgumentError"}
             for error in told:
-                assert error.startswith(f"CollectiveTimeout: rank {AWAY} left after an")
+                assert error.startswith(f"RankLeft: rank {AWAY} left after an")
             assert bound == 0
 
 
@@ -574,7 +574,7 @@ def test_a_rank_that_leaves_by_an_exception(error):
     for rank in (0, 2):
         assert not ended[rank].error, ended[rank].trace
         told, seconds = ended[rank].value
-        expected = f"CollectiveTimeout: rank {AWAY} left after an error of its own"
+        expected = f"RankLeft: rank {AWAY} left after an error of its own"
         assert told.startswith(expected), (rank, told)
         assert seconds < 0.5 + SOON
 

@@ -7,10 +7,16 @@ from pathlib import Path
 import pytest
 
 from numba_symm import board
-from numba_symm.board import Board, describe
+from numba_symm.board import Board, Failure, describe
 from numba_symm.collectives import select
 from numba_symm.device import signals
-from numba_symm.errors import DriverError, SymmError
+from numba_symm.errors import (
+    CallMismatch,
+    CollectiveTimeout,
+    DriverError,
+    RankLeft,
+    SymmError,
+)
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
 from tests.threads import outcomes, run_ranks
@@ -54,17 +60,30 @@ def record(operation, rank=1, peer=2, place=5, epoch=0):
 @pytest.mark.parametrize("operation", TEXTS)
 def test_a_record_says_who_waited_for_whom_and_where(operation):
     text = f"rank 1 waited for rank 2 in {TEXTS[operation]}"
-    assert describe(record(operation)) == text
-    assert describe(record(operation, epoch=77)) == f"{text}, epoch 77"
+    error, found, hint = describe(record(operation))
+    assert error is CollectiveTimeout
+    assert found == text
+    assert hint.startswith("If that rank was not late, ")
+    assert describe(record(operation, epoch=77)).text == f"{text}, epoch 77"
 
 
-def test_a_record_of_calls_that_differ_names_both_ranks():
-    text = describe(record(signals.MISMATCH))
-    assert text.startswith(
-        "rank 1's call differs from rank 2's: operation, count, dtype"
-    )
-    text = describe(record(signals.TRANSFER_MISMATCH))
-    assert text.startswith("rank 1 receives another number of bytes than rank 2 sends")
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        (signals.PUT_SIGNAL, "it has no call that answers this one"),
+        (signals.WAIT_SIGNAL, "it has no call that answers this one"),
+        (signals.TRANSFER, "it sends or receives something else"),
+        (signals.BARRIER, "their calls differed"),
+        (board._CLOSE, "their calls differed"),
+    ],
+)
+def test_a_hint_says_what_else_it_may_have_been(operation, words):
+    assert words in describe(record(operation)).hint
+
+
+def test_who_leaves_is_not_late():
+    failure = describe(record(board._ABANDONED))
+    assert failure == (RankLeft, "rank 1 left after an error of its own", "")
 
 
 def test_every_operation_of_a_kernel_has_a_text():
@@ -89,15 +108,23 @@ def test_every_algorithm_is_named_as_its_caller_names_it():
     assert set(names) <= set(TEXTS.values())
 
 
+def differing(operation):
+    """Return what a record of calls that differ says."""
+    error, text, hint = describe(record(operation))
+    assert error is CallMismatch
+    assert hint == ""
+    return text
+
+
 def test_a_mismatch_says_which_ranks_differ_and_in_what():
-    text = describe(record(signals.CALL_MISMATCH, 1, 2, 0, 9))
+    text = differing(signals.CALL_MISMATCH)
     assert text.endswith("dtype, op or root; Communicator(…, debug=True) says in what")
     assert text.startswith("rank 1's call differs from rank 2's: operation")
-    text = describe(record(signals.MISMATCH, 1, 2, 0, 9))
+    text = differing(signals.MISMATCH)
     assert text.startswith(
         "rank 1's call differs from rank 2's: operation, count, dtype"
     )
-    text = describe(record(signals.TRANSFER_MISMATCH))
+    text = differing(signals.TRANSFER_MISMATCH)
     assert text.startswith("rank 1 receives another number of bytes than rank 2 sends")
 
 
@@ -108,12 +135,12 @@ def test_the_parts_of_a_record_do_not_run_into_each_other(rank, peer, place, epo
     text = (
         f"rank {rank} waited for rank {peer} in barrier, block {place}, epoch {epoch}"
     )
-    assert describe(record(signals.BARRIER, rank, peer, place, epoch)) == text
+    assert describe(record(signals.BARRIER, rank, peer, place, epoch)).text == text
 
 
 def test_what_is_too_wide_is_cut_and_spoils_nothing_else():
     found = describe(record(signals.BARRIER, 1, 2, 0x10005, (1 << 24) + 3))
-    assert found == "rank 1 waited for rank 2 in barrier, block 5, epoch 3"
+    assert found.text == "rank 1 waited for rank 2 in barrier, block 5, epoch 3"
 
 
 def test_a_record_fits_the_signed_word_that_kernels_store():
@@ -171,8 +198,9 @@ def test_a_kernels_record_is_read_by_the_rank_it_was_stored_for():
         comm.barrier()
         return made.failure()
 
-    text = "rank 0 waited for rank 2 in barrier, block 5"
-    assert on_ranks(3, play) == [None, text, None]
+    first, second, third = on_ranks(3, play)
+    assert first is third is None
+    assert second.text == "rank 0 waited for rank 2 in barrier, block 5"
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -183,7 +211,8 @@ def test_a_rank_that_leaves_is_named_on_every_rank():
         comm.barrier()
         return made.failure()
 
-    assert on_ranks(3, play) == ["rank 1 left after an error of its own"] * 3
+    left = Failure(RankLeft, "rank 1 left after an error of its own")
+    assert on_ranks(3, play) == [left] * 3
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -196,8 +225,8 @@ def test_the_first_failure_stays():
         return made.failure()
 
     first, second = on_ranks(2, play)
-    assert "in barrier" in first
-    assert second == "rank 0 left after an error of its own"
+    assert "in barrier" in first.text
+    assert second.text == "rank 0 left after an error of its own"
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -221,7 +250,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline():
 
     named = {f"rank {rank} waited for rank 1 in close" for rank in (0, 2)}
     (first, _), (_, absent), (third, _) = on_ranks(3, play)
-    assert {first, absent, third} <= named
+    assert {failure.text for failure in (first, absent, third)} <= named
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -233,7 +262,7 @@ def test_nobody_waits_once_a_rank_has_failed():
             return None
         return made.gate()
 
-    assert on_ranks(2, play)[0] == "rank 1 left after an error of its own"
+    assert on_ranks(2, play)[0].text == "rank 1 left after an error of its own"
 
 
 class Driver:

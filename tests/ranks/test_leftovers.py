@@ -212,7 +212,7 @@ def leave_by_an_exception(world, erring):
             comm.synchronize()
     except Mistake:
         return "Mistake"
-    except ns.CollectiveTimeout as error:
+    except ns.RankLeft as error:
         return str(error)
     return "nothing"
 

@@ -309,5 +309,5 @@ def test_nothing_works_after_a_failure(world):
     comm._group.abandon()
     world.barrier()
     for call in calls_of(memory):
-        refused(world, ns.CollectiveTimeout, call, "left after an error")
-    refused(world, ns.CollectiveTimeout, comm.close, "left after an error")
+        refused(world, ns.RankLeft, call, "left after an error")
+    refused(world, ns.RankLeft, comm.close, "left after an error")
