@@ -1,6 +1,7 @@
 """What each collective operation takes and gives, and its algorithms."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -129,9 +130,9 @@ class Limits(NamedTuple):
 
 
 class ReduceLimits(NamedTuple):
-    """The most bytes of a reduction to one rank in one flight, and in two.
+    """The most bytes of a reduction to one rank in one flight, and in two by each kind.
 
-    Those of two, and what is larger, are of three ranks and more.
+    Larger ones go between the ranks' own arrays. Two ranks have nothing in two flights.
     """
 
     in_one: int
@@ -151,9 +152,9 @@ _REDUCE_LIMITS = (
     ReduceLimits(256 * _K, 8 * _M, 1 * _M),
     ReduceLimits(128 * _K, 4 * _M, 1 * _M),
 )
-# Between the ranks' own arrays, from so many bytes on: of three ranks and more, and a
-# reduction of 2.
-_BROADCAST_DIRECT = (0, 1 * _M, 2 * _M)
+# Between the ranks' own arrays, from so many bytes on; two ranks relay nothing, and
+# reduce by signals before.
+_BROADCAST_DIRECT = (math.inf, 1 * _M, 2 * _M)
 _REDUCE_OF_TWO_DIRECT = 32 * _M
 # A simulated round costs milliseconds, whatever it carries.
 _SIMULATED = Limits(512, 128, 512, 64 * _M)
@@ -176,7 +177,7 @@ def _fastest_exchange(
 
 
 def _fastest_broadcast(nbytes: int, size: int, element: Element) -> str:
-    if size > 2 and nbytes >= _BROADCAST_DIRECT[select.row(size)]:
+    if nbytes >= _BROADCAST_DIRECT[select.row(size)]:
         return "direct"
     return _fastest_exchange(False, size <= 2, nbytes, size, element)
 

@@ -532,7 +532,17 @@ def errs_as_one_that_has_left(world):
         lambda: comm.recv(x, 3),
         lambda: comm.sendrecv(x, 3, x, 3),
     ]
+    y, part = comm.zeros(6, np.float32), comm.zeros(2, np.float32)
+    known = [
+        lambda: comm.all_reduce(x, out=y),
+        lambda: comm.reduce_scatter_v(x, [2, 2, 2], out=part),
+    ]
+    for call in known:
+        call()
+    comm.synchronize()
+    world.barrier()  # nobody has still to look
     right = [
+        *known,
         lambda: comm.broadcast(x),
         lambda: comm.all_reduce_init(x),
         lambda: comm.gather(x),
