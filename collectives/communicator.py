@@ -47,7 +47,7 @@ from numba_symm.collectives.vector_forms import (
 from numba_symm.collectives.workspace import BLOCK_REGISTERS, MAX_BLOCKS, layout
 from numba_symm.device.signals import Guard
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError, SymmError
+from numba_symm.errors import ArgumentError, CollectiveError, SymmError
 from numba_symm.group import Group
 from numba_symm.kernels import REGISTERS
 from numba_symm.launch import ranks
@@ -1009,11 +1009,13 @@ class Communicator(VectorForms):
         rank. After a failure it is local and never waits for a peer.
 
         Raises:
-            CollectiveError: it had failed; it is closed now.
+            CollectiveError: it had failed, and no call of this rank has said so; it is
+                closed now.
         """
         if self._group.closed:
             return
         self.refuse_in_group("close")
+        told = self._group.told
         try:
             if not SIMULATED:
                 streams.synchronize_device()
@@ -1023,9 +1025,10 @@ class Communicator(VectorForms):
             self._forget()
             self.heap.close()
             self._group.close()
-        except BaseException:
+        except BaseException as error:
             self._close_locally()
-            raise
+            if not (told and isinstance(error, CollectiveError)):
+                raise
 
     def _close_locally(self) -> None:
         """Close on this rank, whatever fails on the way; tell the others to leave."""

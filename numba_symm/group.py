@@ -47,11 +47,12 @@ class Group:
         refused: why better backends were not taken, by name.
         board: where kernels report that they gave up.
         guard: what kernels need to give up.
+        told: whether a call of this rank has said that it failed.
         closed: whether it was closed.
     """
 
     def __init__(self, comm: ranks.Comm, device: int | None, timeout: float | None):
-        self.closed = False
+        self.told = self.closed = False
         with ExitStack() as undo_comm, ExitStack() as undo:
             self.comm = ranks.duplicate(ranks.checked(comm))
             # Collective, so for errors here, which every rank meets, and not later.
@@ -117,6 +118,8 @@ class Group:
         return None if failure is None else self._error(failure)
 
     def _error(self, failure: Failure) -> CollectiveError:
+        """Return what is to be raised, and remember that it was."""
+        self.told = True
         late = failure.error is CollectiveTimeout
         timeout = f" (timeout: {self.timeout:g} s)" if late else ""
         hint = f". {failure.hint}" if failure.hint else ""

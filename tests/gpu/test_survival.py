@@ -30,8 +30,7 @@ def all_fail(world, comm, texts):
     for text in texts:
         assert text in str(error.value)
     assert context_is_alive()
-    with pytest.raises(ns.CollectiveTimeout):
-        comm.close()
+    comm.close()  # all were told
     assert context_is_alive()
     with ns.Communicator(world, timeout=60) as another:
         check_works(another)

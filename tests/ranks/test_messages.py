@@ -664,4 +664,4 @@ def test_another_number_of_bytes_is_told(world):
     world.barrier()
     text = "rank 1 receives another number of bytes than rank 0 sends"
     refused(world, ns.CallMismatch, comm.synchronize, text)
-    refused(world, ns.CallMismatch, comm.close, text)
+    comm.close()  # all were told

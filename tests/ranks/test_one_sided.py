@@ -310,4 +310,4 @@ def test_nothing_works_after_a_failure(world):
     world.barrier()
     for call in calls_of(memory):
         refused(world, ns.RankLeft, call, "left after an error")
-    refused(world, ns.RankLeft, comm.close, "left after an error")
+    comm.close()  # all were told

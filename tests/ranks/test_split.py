@@ -233,8 +233,7 @@ def test_a_failure_is_its_communicators_alone(comm, world):
             child.check()
         with pytest.raises(ns.RankLeft, match="rank 0 left"):
             child.split(0)
-        with pytest.raises(ns.RankLeft):
-            child.close()
+        child.close()  # all were told
     else:
         check_works(child)
         child.close()
@@ -247,7 +246,7 @@ def test_a_failure_is_its_communicators_alone(comm, world):
     refused(world, ns.RankLeft, comm.dup, "left after an error")
     check_works(other)
     other.close()
-    refused(world, ns.RankLeft, comm.close, "left after an error")
+    comm.close()  # all were told
 
 
 class Mistake(Exception):
