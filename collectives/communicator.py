@@ -682,7 +682,7 @@ class Communicator(VectorForms):
             As :meth:`all_reduce`.
         """
         what = "reduce_scatter_v"
-        if self._debug:
+        if self._compares():
             self.enter()
             with self._group.exchange.agreed(what):
                 prepared = self._parts(what, x, counts, op, out, stream)
@@ -771,7 +771,7 @@ class Communicator(VectorForms):
 
         In debug mode the ranks agree first, so that an error of one is all ranks'.
         """
-        if not self._debug:
+        if not self._compares():
             self._check_open()
             bound = self._bound(operation, x, op, out, stream, algorithm, root)
             self.check()
@@ -882,7 +882,7 @@ class Communicator(VectorForms):
 
         In debug mode the ranks agree first, so that an error of one is all ranks'.
         """
-        if self._debug:
+        if self._compares():
             self.enter()
             with self._group.exchange.agreed(what):
                 call = prepare(what, *args)
@@ -969,6 +969,13 @@ class Communicator(VectorForms):
             ClosedError: the communicator was closed.
         """
         self._group.enter()
+
+    def _compares(self) -> bool:
+        """Return whether the ranks are to agree on a call.
+
+        Not after a failure, which each is told once it has made no mistake of its own.
+        """
+        return self._debug and not self._group.failed
 
     def _agree(self, what: str, call: str) -> None:
         """Compare a call between the ranks, in debug mode."""

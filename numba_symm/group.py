@@ -90,6 +90,11 @@ class Group:
         if failure is not None:
             raise self._error(failure)
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has failed or was closed; asking costs nothing."""
+        return self.closed or self.board.failure() is not None
+
     def check_open(self) -> None:
         """Raise ClosedError if the communicator was closed."""
         if self.closed:

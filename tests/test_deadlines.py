@@ -524,8 +524,8 @@ def raises_within(world, error):
     return told, time.monotonic() - begin
 
 
-def errs_as_one_that_has_left(world):
-    comm = ns.Communicator(world, timeout=PATIENT)
+def errs_as_one_that_has_left(world, debug):
+    comm = ns.Communicator(world, timeout=PATIENT, debug=debug)
     x = comm.zeros(6, np.float32)
     calls = [
         lambda: comm.broadcast(x, root=3),
@@ -556,7 +556,7 @@ def errs_as_one_that_has_left(world):
     errors, told, bound = [], [], []
     if world.rank == AWAY:
         with contextlib.suppress(ns.ArgumentError), comm:
-            comm.broadcast(x, root=3)
+            comm.send(x, 3)
     world.barrier()
     if world.rank != AWAY:
         Kernel.bind = lambda *args, **options: bound.append(args)
@@ -566,9 +566,10 @@ def errs_as_one_that_has_left(world):
     return errors, told, len(bound)
 
 
-def test_a_mistake_of_ones_own_is_told_after_another_has_left():
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_mistake_of_ones_own_is_told_after_another_has_left(debug):
     """All else is refused before a kernel is compiled for it."""
-    for rank, facts in enumerate(run_ranks(3, errs_as_one_that_has_left)):
+    for rank, facts in enumerate(run_ranks(3, errs_as_one_that_has_left, debug)):
         if rank != AWAY:
             own, told, bound = facts
             assert {error.partition(":")[0] for error in own} == {"ArgumentError"}
