@@ -894,7 +894,7 @@ class Communicator(VectorForms):
         return call.result
 
     def _transfer(self, transfers: Transfers, stream: Stream, *keep: Any) -> None:
-        """Enqueue messages, or add them to the group that is open, unless it failed."""
+        """Enqueue messages, or add them to an open group; raise after a failure."""
         self.check()
         if self._pending is not None:
             self._pending.kept += keep
@@ -1034,7 +1034,7 @@ class Communicator(VectorForms):
             self._group.close()
         except BaseException as error:
             self._close_locally()
-            if not (told and isinstance(error, CollectiveError)):
+            if not isinstance(error, CollectiveError) or self._group.told != told:
                 raise
 
     def _close_locally(self) -> None:

@@ -223,9 +223,4 @@ def describe(record: int) -> Failure:
     name, kind = _OPERATIONS[operation]
     at = f"{kind} {place}, epoch {epoch}" if epoch else f"{kind} {place}"
     text = f"rank {rank} waited for rank {peer} in {name}, {at}"
-    hints = {
-        signals.PUT_SIGNAL: _UNANSWERED,
-        signals.WAIT_SIGNAL: _UNANSWERED,
-        signals.TRANSFER: _UNMATCHED,
-    }
-    return Failure(CollectiveTimeout, text, hints.get(operation, _DIFFERED))
+    return Failure(CollectiveTimeout, text, _HINTS.get(operation, _DIFFERED))

@@ -47,12 +47,13 @@ class Group:
         refused: why better backends were not taken, by name.
         board: where kernels report that they gave up.
         guard: what kernels need to give up.
-        told: whether a call of this rank has said that it failed.
+        told: the failure that a call of this rank has last raised.
         closed: whether it was closed.
     """
 
     def __init__(self, comm: ranks.Comm, device: int | None, timeout: float | None):
-        self.told = self.closed = False
+        self.closed = False
+        self.told: Failure | None = None
         with ExitStack() as undo_comm, ExitStack() as undo:
             self.comm = ranks.duplicate(ranks.checked(comm))
             # Collective, so for errors here, which every rank meets, and not later.
@@ -124,7 +125,7 @@ class Group:
 
     def _error(self, failure: Failure) -> CollectiveError:
         """Return what is to be raised, and remember that it was."""
-        self.told = True
+        self.told = failure
         late = failure.error is CollectiveTimeout
         timeout = f" (timeout: {self.timeout:g} s)" if late else ""
         hint = f". {failure.hint}" if failure.hint else ""

@@ -7,6 +7,7 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
+from numba_symm.board import Failure
 from numba_symm.collectives import communicator
 from numba_symm.launch import ranks
 from tests.ranks.helpers import check_works, get, refused
@@ -247,6 +248,16 @@ def test_a_failure_is_its_communicators_alone(comm, world):
     check_works(other)
     other.close()
     comm.close()  # all were told
+
+
+def test_closing_tells_of_a_failure_after_another_that_was_told(comm, world):
+    child = comm.dup()
+    child._group.told = Failure(ns.RankLeft, "a rank was interrupted")
+    world.barrier()
+    if world.rank == 0:
+        child._group.abandon()
+    world.barrier()
+    refused(world, ns.RankLeft, child.close, "rank 0 left after an error")
 
 
 class Mistake(Exception):
