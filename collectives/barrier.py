@@ -8,39 +8,50 @@ its barrier is visible to all ranks' streams after theirs.
 import functools
 from typing import Any
 
-from numba import cuda
-
 from numba_symm.collectives import workspace
+from numba_symm.collectives.direct import make_refused
 from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.workspace import follow_previous_grid, layout
-from numba_symm.device.intrinsics import ld_u32, st_u32
+from numba_symm.collectives.workspace import (
+    follow_previous_grid,
+    keep_agreed,
+    layout,
+    resume,
+)
 from numba_symm.device.signals import BARRIER
 from numba_symm.kernels import Kernel, Launch
 
 
-def make_barrier(size: int) -> Any:
-    """Return the kernel for ``size`` ranks."""
+def make_barrier(size: int, between: bool) -> Any:
+    """Return the kernel for ``size`` ranks.
+
+    Args:
+        size: number of ranks.
+        between: whether it stands between a meeting and the rest of a call
+            (``direct.py``); it then does nothing if the meeting refused.
+    """
     epochs, flags = layout(size).barrier.epochs, layout(size).barrier.flags
-    tell, told, _ = make_flags(size, BARRIER)
+    tell, told = make_flags(size, BARRIER)
+    refused = make_refused(size)
 
     def barrier(guard: Any, early: bool, ring: Any, own: int) -> None:
         follow_previous_grid(early)
-        epoch = (ld_u32(own + epochs) + 1) & 0xFFFFFFFF
-        tell(ring, flags, guard.rank, epoch)
-        told(guard, own + flags, 0, epoch, False)
-        # All threads have read the epoch, and met in told, before it changes.
-        if cuda.threadIdx.x == 0:
-            st_u32(own + epochs, epoch)
+        if between and refused(own):
+            return
+        epoch, failed = resume(own, epochs, 0)
+        epoch = (epoch + 1) & 0xFFFFFFFF
+        failed = tell(ring, flags, guard.rank, epoch, failed)
+        failed = told(guard, own + flags, 0, epoch, failed)
+        keep_agreed(own, epochs, 0, epoch, failed)
 
     return barrier
 
 
 @functools.cache
-def kernel(size: int) -> Kernel:
+def kernel(size: int, between: bool = False) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    return workspace.make_kernel(make_barrier, (size,))
+    return workspace.make_kernel(make_barrier, (size, between))
 
 
-def bind(comm: Any) -> Launch:
-    """Return the launch of a barrier of ``comm``'s ranks."""
-    return workspace.launch(kernel(comm.size), comm, 1)
+def bind(comm: Any, between: bool = False) -> Launch:
+    """Return the launch of a barrier of ``comm``'s ranks; see ``make_barrier``."""
+    return workspace.launch(kernel(comm.size, between), comm, 1)

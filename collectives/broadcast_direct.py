@@ -121,4 +121,4 @@ def bind(
     )
     seen = offered(comm, target, count * element.itemsize)
     rest = broadcast_signalled.bind(*args, left_over=True)
-    return direct.bind(comm, BROADCAST_DIRECT, call, seen, seen, move, rest)
+    return direct.bind(comm, BROADCAST_DIRECT, call, (seen, seen), move, rest)

@@ -34,18 +34,21 @@ from numba_symm.collectives.workspace import (
     divide_up,
     follow_previous_grid,
     is_ragged,
+    keep,
     layout,
+    resume,
 )
 from numba_symm.device.intrinsics import (
     device_function,
-    ld_u32,
     ld_v2_u64,
-    st_u32,
     st_v2_u64,
-    word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import BROADCAST_DIRECT, BROADCAST_SIGNALLED
+from numba_symm.device.signals import (
+    BROADCAST_COPIES,
+    BROADCAST_DIRECT,
+    BROADCAST_SIGNALLED,
+)
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
 
@@ -63,8 +66,8 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
     held = max(batch * others, LOADS)
     relayed = min(rows, LOADS)
     hops = 2 if size > 2 else 1
-    tell, told, _ = make_flags(size, BROADCAST_SIGNALLED)
-    left = make_left(size, BROADCAST_DIRECT)
+    tell, told = make_flags(size, BROADCAST_SIGNALLED)
+    left = make_left(size, BROADCAST_DIRECT if size > 2 else BROADCAST_COPIES)
 
     @device_function
     def inside(
@@ -102,11 +105,9 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
         mine = (rank + size - root - 1) % size
         to_root = (root + size - rank - 1) % size
         stride = cuda.gridDim.x * height * THREADS
-        epoch_at = own + epochs + 4 * block
-        before = word_of(ld_u32(epoch_at))
+        before, failed = resume(own, epochs, block)
         first = block * height * THREADS + thread
         flag = flags + 4 * size * block
-        failed = False
         for turn in range(chunks + hops):
             epoch = (before + turn + 1) & 0xFFFFFFFF
             if turn < chunks and is_root:
@@ -121,12 +122,15 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
                             low[i], high[i] = load(array, there, count)
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
-                        if inside(k, vector, step, height, share, vectors):
+                        sent = inside(k, vector, step, height, share, vectors)
+                        if sent and not failed:
                             to = ring[k] + slot + (others - 1 - k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
             if turn >= 1:
                 last = (before + turn) & 0xFFFFFFFF
                 failed = told(guard, own + flag, block, last, failed)
+                if failed:
+                    break
             if 1 <= turn <= chunks and not is_root:
                 here = own + place(block, before, turn - 1) + VECTOR * thread
                 here += to_root * rank_stride
@@ -162,11 +166,10 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
                             there = owner * share + vector + step * THREADS
                             store(array, there, count, low[i], high[i])
             if turn < chunks + hops - 1:
-                tell(ring, flag, rank, epoch)
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
-        if thread == 0:
-            st_u32(epoch_at, after(before, chunks, hops))
+                failed = tell(ring, flag, rank, epoch, failed)
+                if failed:
+                    break
+        keep(own, epochs, block, after(before, chunks, hops), failed)
 
     return broadcast_signalled
 
@@ -191,8 +194,9 @@ def bind(
 ) -> Enqueue:
     """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
 
-    ``source`` and ``target`` are one. ``left_over``: it follows ``broadcast_direct``,
-    and does what that one has not done.
+    ``source`` and ``target`` are one. ``left_over``: it is the third launch of a
+    broadcast between the ranks' own arrays (``direct.py``), and does what the second
+    has not done.
     """
     if comm.size == 1:
         return lambda stream: None

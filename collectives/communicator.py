@@ -1,22 +1,33 @@
 """The communicator: ranks bound to GPUs, and the collectives between them."""
 
 import atexit
+import functools
 import math
+import operator
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from threading import get_ident
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 from numba.core.errors import NumbaError
 
-from numba_symm import arrays, dtypes, environment, streams
+from numba_symm import (
+    arguments,
+    arrays,
+    deferred,
+    dtypes,
+    environment,
+    forks,
+    streams,
+)
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import barrier, copy_engine
-from numba_symm.collectives.launches import Enqueue
+from numba_symm.collectives.launches import Enqueue, InTurn
 from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -24,6 +35,7 @@ from numba_symm.collectives.operations import (
     BROADCAST,
     EXSCAN,
     REDUCE,
+    REDUCE_PART,
     REDUCE_SCATTER,
     SCAN,
     Operation,
@@ -33,12 +45,15 @@ from numba_symm.collectives.point_to_point import (
     Planned,
     Stream,
     Transfers,
+    by_one_thread,
     check_apart,
     check_rank,
+    second_thread,
 )
 from numba_symm.collectives.vector_forms import (
     Call,
     VectorForms,
+    agree_on_counts,
     check_length,
     check_type,
     places_of,
@@ -47,26 +62,38 @@ from numba_symm.collectives.vector_forms import (
 from numba_symm.collectives.workspace import BLOCK_REGISTERS, MAX_BLOCKS, layout
 from numba_symm.device.signals import Guard
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError, CollectiveError, SymmError
+from numba_symm.errors import (
+    ArgumentError,
+    ClosedError,
+    CollectiveError,
+    ExchangeError,
+    SymmError,
+)
 from numba_symm.group import Group
 from numba_symm.kernels import REGISTERS
-from numba_symm.launch import ranks
+from numba_symm.launch import ranks, waiting
 from numba_symm.launch.devices import GPU
 from numba_symm.memory import Heap, SymmetricMemory, SymmetricMemoryAllocator
 from numba_symm.remembered import UNKNOWN, Remembered
 from numba_symm.streams import StreamOrder
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_REFUSALS = (ArgumentError, ClosedError, CollectiveError)
+"""What a call raises before anything is enqueued, and may be followed by others."""
+
 MAX_PLANS = 1024
 """Calls that a communicator remembers, of those made last."""
 
 _open: "weakref.WeakSet[Communicator]" = weakref.WeakSet()
-_in_use: list[str] = []
+_in_use: dict[Group, str] = {}  # the kinds of memory of those not closed, in order
 
 
 def backend() -> str:
     """Return the backend in use, or the one that would be tried first."""
     if _in_use:
-        return _in_use[-1]
+        return next(reversed(_in_use.values()))
     return environment.requested_backend() or environment.BACKENDS[0]
 
 
@@ -84,16 +111,18 @@ class Plan:
         launch: Enqueue | None,
         arrays: tuple[Any, Any],
         stream: Stream,
+        name: str,
         call: str,
     ):
         self._comm = comm
+        self._name = name
         self._call = call
         self._launch = launch
         self._source, self._out = arrays  # the launch has only their addresses
         self._stream = stream
 
     def __repr__(self) -> str:
-        return f"<Plan: {self._call}>"
+        return f"<Plan: {self._words()}>"
 
     def __call__(self, stream: Any = None) -> Any:
         """Enqueue the collective and return its output array.
@@ -101,11 +130,27 @@ class Plan:
         Args:
             stream: where to, instead of the stream the plan was made with.
         """
-        self._comm.check()
-        self._comm._agree("a plan", self._call)
-        chosen = self._stream if stream is None else _owned(stream)
-        self._comm._run(self._launch, chosen, self)
+        comm = self._comm
+        thread = get_ident()
+        if comm._within.setdefault(None, thread) != thread:  # as _begin
+            raise second_thread(self._name)
+        try:
+            if comm._compares():
+                chosen = comm._agreed("a plan", self._words, self._chosen, stream)
+            else:
+                comm.check()
+                chosen = self._chosen(stream)
+            comm._run(self._name, self._launch, chosen, self)
+        finally:
+            if comm._pending is None:
+                comm._within.clear()
         return self._out
+
+    def _words(self, _: Stream | None = None) -> str:
+        return f"{self._name} of {self._call}"
+
+    def _chosen(self, stream: Any) -> Stream:
+        return self._stream if stream is None else _owned(stream)
 
 
 class Communicator(VectorForms):
@@ -114,8 +159,13 @@ class Communicator(VectorForms):
     Making one is collective, as are all its methods but messages (``send``, ``recv``,
     ``sendrecv``, ``group``), ``check``, ``synchronize`` and the properties: every rank
     calls them in the same order with arguments that agree as each method says, and with
-    the same ``algorithm``. A context manager; leaving it by an exception closes it on
-    this rank alone and makes the other ranks' calls fail.
+    the same ``algorithm``. One thread at a time: a call amid another thread's call is
+    refused. The CUDA context that was current when it was made must be current in every
+    call: after ``cuda.select_device``, select this GPU again first.
+
+    A context manager; leaving it by an exception closes it on this rank alone and makes
+    the other ranks' calls fail, as does a call that fails on one rank other than by its
+    arguments.
 
     Args:
         comm: an ``mpi4py`` communicator, which is duplicated, or any object with
@@ -129,8 +179,13 @@ class Communicator(VectorForms):
             stream.
         debug: compare every call's arguments between the ranks first. Slow; turns a
             mismatch from a timeout, or from wrong results, into an error that says what
-            differs. Ranks then wait in each call for all others, and without end:
+            differs. Ranks then wait in each call for all others, as in set-up calls:
             ``timeout`` is the kernels'.
+        multiprocessors: the most multiprocessors of a GPU that this communicator's
+            kernels occupy at any time, from 1, equal on all ranks. Messages, and the
+            collectives made of them, take at least 2 * (size - 1). None:
+            ``NUMBA_SYMM_MULTIPROCESSORS``, else up to 256 blocks of 128 threads, which
+            occupy all of them.
 
     Attributes:
         rank: this rank, from 0.
@@ -141,6 +196,7 @@ class Communicator(VectorForms):
         peer_access: which rank's GPU reaches which other's, None where unknown.
         timeout: as given.
         stream: as given.
+        multiprocessors: as given, or the environment's.
 
     Raises:
         ArgumentError, DeviceError, BackendError, ExchangeError: on all ranks.
@@ -153,39 +209,60 @@ class Communicator(VectorForms):
         timeout: float | None = None,
         stream: Any = None,
         debug: bool = False,
+        multiprocessors: int | None = None,
     ):
-        self._group = Group(comm, device, timeout)
-        self.timeout = self._group.timeout
-        self.rank = self._group.world.rank
-        self.size = self._group.world.size
-        self.device: GPU = self._group.gpu
-        self.backend: str = self._group.backend.name
-        self.refused_backends = self._group.refused
-        self.peer_access = self._group.peer_access
-        self.stream = stream
-        self.heap = Heap(self._group)
-        self.order = StreamOrder(copy_engine.EVENTS)
-        nbytes = layout(self.size).nbytes
+        environment.warn_of_unknown()
+        ranks.warn_if_alone(comm)
+        self._make(Group(comm, device, timeout), stream, debug, multiprocessors)
+
+    def _make(
+        self, group: Group, stream: Any, debug: bool, multiprocessors: int | None
+    ) -> None:
+        """Become the communicator of a group. Collective, as its construction is."""
+        heap = None
         try:
-            with self._group.exchange.agreed("Communicator"):
-                limit = _block_limit()
-            limits = self._group.exchange.all_gather(limit, "grid limits")
-            memory, self.workspace = self.heap.allocate(nbytes, "workspace")
-            with self._group.exchange.agreed("preparing the workspace"):
+            self._group = group
+            self.timeout = group.timeout
+            self.rank = group.world.rank
+            self.size = group.world.size
+            self.device: GPU = group.gpu
+            self.backend: str = group.backend.name
+            self.refused_backends = group.refused
+            self.peer_access = group.peer_access
+            self.stream = stream
+            self.heap = heap = Heap(group)
+            self.order = StreamOrder(copy_engine.EVENTS)
+            with group.exchange.agreed("Communicator"):
+                self._debug = arguments.flag(debug, "Communicator", "debug")
+                self._default_stream(stream)
+                asked = environment.chosen_multiprocessors(multiprocessors)
+                limit = _block_limit(asked)
+            self.multiprocessors = asked
+            given = f"multiprocessors={asked}, debug={self._debug}"
+            group.exchange.agree_equal(given, "Communicator")
+            limits = group.exchange.all_gather(limit, "grid limits")
+            nbytes = layout(self.size).nbytes
+            memory, self.workspace = heap.allocate(nbytes, "workspace")
+            with group.exchange.agreed("preparing the workspace"):
                 self._fill_sentinels()
-        except BaseException:  # on every rank
+            self.max_blocks = min(limits)
+            self._memory: arrays.Memory | None = memory
+            self._plans = Remembered(MAX_PLANS)
+            self._barrier: Enqueue | None = None
+            self._pending: Pending | None = None
+            self._within: dict[None, int] = {}  # the thread that is in a call
+            _open.add(self)
+            _in_use[self._group] = self.backend
+            held = self._group, self.heap, self.order, streams.current_context()
+            self._when_dropped = weakref.finalize(self, _drop, repr(self), *held)
+            self._when_dropped.atexit = False  # the process' end frees it
+            forks.watch(self)
+        except BaseException as error:
             with ExitStack() as steps:  # in reverse
-                steps.callback(self._group.close)
-                steps.callback(self.heap.close_locally)
+                steps.callback(group.give_up, error)
+                if heap is not None:
+                    steps.callback(heap.close_locally)
             raise
-        self.max_blocks = min(limits)
-        self._memory: arrays.Memory | None = memory
-        self._debug = debug
-        self._plans = Remembered(MAX_PLANS)
-        self._barrier: Enqueue | None = None
-        self._pending: Pending | None = None
-        _open.add(self)
-        _in_use.append(self.backend)
 
     def _fill_sentinels(self) -> None:
         """Mark mailboxes as empty, before any peer may post to them."""
@@ -203,6 +280,7 @@ class Communicator(VectorForms):
         """This process' allocator of symmetric memory."""
         return self.heap.allocator
 
+    @by_one_thread
     def empty(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
         """Return a new symmetric array; its contents are not defined.
 
@@ -211,7 +289,8 @@ class Communicator(VectorForms):
         Returns:
             A C-contiguous Numba device array over memory that every rank has mapped.
             Drop it when done: the memory is freed at a later allocation, or at
-            ``close``, once every rank has dropped its array.
+            ``close``, once every rank has dropped its array. Dropped after ``close``,
+            it is freed at a later allocation, or ``close``, of any communicator.
 
         Raises:
             ArgumentError: shape or dtype differ between ranks, or are none.
@@ -219,20 +298,22 @@ class Communicator(VectorForms):
         """
         return self._symmetric(shape, dtype, "empty")
 
+    @by_one_thread
     def zeros(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
         """Return a new symmetric array of zeros. See :meth:`empty`."""
         return self._symmetric(shape, dtype, "zeros")
 
     def _symmetric(self, shape: Any, dtype: Any, what: str) -> Any:
-        self.enter()
-        with self._group.exchange.agreed(what):
-            shape = _checked_shape(shape, what)
-            dtype = arrays.checked_dtype(dtype, what)
-        self._group.exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
-        nbytes = math.prod(shape) * dtype.itemsize
-        memory, _ = self.heap.allocate(nbytes, what)
-        return memory.array(shape, dtype)
+        with self.set_up(what):
+            with self._group.exchange.agreed(what):
+                dtype = arrays.checked_dtype(dtype, what)
+                shape = arrays.checked_shape(shape, dtype, what)
+            self._group.exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
+            nbytes = math.prod(shape) * dtype.itemsize
+            memory, _ = self.heap.allocate(nbytes, what)
+            return memory.array(shape, dtype)
 
+    @by_one_thread
     def rendezvous(self, array: Any) -> SymmetricMemory:
         """Return the symmetric memory that ``array`` begins in.
 
@@ -243,21 +324,23 @@ class Communicator(VectorForms):
         Raises:
             ArgumentError, BackendError: on all ranks.
         """
-        self.enter()
-        with self._group.exchange.agreed("rendezvous"):
-            view = arrays.view(array, "rendezvous")
-            arrays.check_device(view, self.device.ordinal, "rendezvous")
-        return self.heap.rendezvous(view.address, array)
+        with self.set_up("rendezvous"):
+            with self._group.exchange.agreed("rendezvous"):
+                view = arrays.view(array, "rendezvous")
+                arrays.check_device(view, self.device.ordinal, "rendezvous")
+            return self.heap.rendezvous(view.address, array)
 
+    @by_one_thread
     def split(self, color: int | None, key: int = 0) -> "Communicator | None":
         """Return a new communicator of the ranks that pass the same color.
 
         Collective over this communicator, as MPI's Comm_split; fails on all its ranks
         or on none, whatever their colors. The new one has this one's GPU, timeout,
-        stream and debug mode, and a workspace, a status board and failures of its
-        own; either may be closed first. Communicators may overlap, and may run at
-        once on streams of their own; set-up calls and closes that two ranks both
-        take part in come in the same order on the two.
+        stream, debug mode and limit of multiprocessors, and a workspace, a status
+        board and failures of its own; either may be closed first. Communicators may
+        overlap, and may run simultaneously on streams of their own, though beside
+        other kernels only with ``multiprocessors``. Set-up calls and closes that two
+        ranks both take part in come in the same order on the two.
 
         Args:
             color: which communicator this rank goes to, from 0 to 2**31 - 1. None,
@@ -273,23 +356,16 @@ class Communicator(VectorForms):
             CollectiveError, ClosedError: this communicator has failed or is closed.
             DeviceError, BackendError, ExchangeError: a new one cannot be made.
         """
-        self.enter()
-        exchange, comm = self._group.exchange, self._group.comm
-        with exchange.agreed("split"):
-            number, order = ranks.checked_split(comm, color, key)
-        with ExitStack() as undo_part, ExitStack() as undo:
-            with exchange.agreed("split"):
-                part = ranks.split(comm, number, order)
-                undo_part.callback(ranks.release, part)  # the child has a duplicate
-            child = None
-            # It fails on all ranks of a color; here those of the others are told.
-            with exchange.agreed("split"):
-                if part is not None:
-                    child = self._alike(part)
-                    undo.callback(child.close)
-            undo.pop_all()
-        return child
+        with self.set_up("split"):
+            comm = self._group.comm
+            with self._group.exchange.agreed("split"):
+                number, order = ranks.checked_split(comm, color, key)
+            colors = self._group.exchange.all_gather(number, "split: colors")
+            members = [rank for rank in range(self.size) if colors[rank] == number]
+            part = functools.partial(ranks.split, comm, number, order)
+            return self._child("split", part, members)
 
+    @by_one_thread
     def dup(self) -> "Communicator":
         """Return a new communicator of the same ranks, in the same order.
 
@@ -300,16 +376,62 @@ class Communicator(VectorForms):
             CollectiveError, ClosedError: this communicator has failed or is closed.
             DeviceError, BackendError, ExchangeError: the new one cannot be made.
         """
-        self.enter()
-        # Ranks that are in another call are told, and not left in MPI.
-        with self._group.exchange.agreed("dup"):
-            pass
-        return self._alike(self._group.comm)
+        with self.set_up("dup"):
+            same = functools.partial(ranks.duplicate, self._group.comm)
+            return cast(Communicator, self._child("dup", same, range(self.size)))
 
-    def _alike(self, comm: ranks.Comm) -> "Communicator":
-        return Communicator(
-            comm, self.device.ordinal, self.timeout, self.stream, self._debug
-        )
+    def _child(
+        self, what: str, make: Callable[[], ranks.Comm | None], members: Sequence[int]
+    ) -> "Communicator | None":
+        """Return a communicator like this one, within a call that all ranks make.
+
+        Args:
+            what: that call.
+            make: returns the ranks of the new communicator, None for none. It may
+                block in MPI: all ranks are there, or none comes.
+            members: these ranks, by their numbers here.
+        """
+        exchange = self._group.exchange
+
+        def made() -> ranks.Comm | None:
+            exchange.barrier(f"{what}: all are here")
+            return make()
+
+        with exchange.agreed(what):
+            part = waiting.undisturbed(made)
+        child = None
+        try:
+            # It fails on all ranks of a child; here those of the others are told.
+            with exchange.agreed(what):
+                if part is not None:
+                    child = self._alike(part, members)
+        except BaseException as error:
+            together = exchange.is_everybodys(error)
+            if together:
+                have = exchange.all_gather(child is not None, f"{what}: undone")
+                together = all(have[rank] for rank in members)
+            if child is not None and together:
+                child.close()
+            elif child is not None:
+                child._close_locally(error)
+            raise
+        return child
+
+    def _alike(self, comm: ranks.Comm, members: Sequence[int]) -> "Communicator":
+        board, child = self._group.board, Communicator.__new__(Communicator)
+
+        def left() -> bool:
+            board.look()
+            return any(map(board.is_ahead, members))
+
+        try:
+            with waiting.watching(left):  # who leaves may not get as far as the child
+                group = Group(comm, self.device.ordinal, self.timeout, own=True)
+                child._make(group, self.stream, self._debug, self.multiprocessors)
+        except CollectiveError as error:
+            board.look()
+            raise ExchangeError(str(error)) from error  # this one has not failed
+        return child
 
     def barrier(self, stream: Any = None) -> None:
         """Enqueue a barrier of all ranks; the host does not wait.
@@ -317,11 +439,28 @@ class Communicator(VectorForms):
         What any rank's stream wrote before its barrier is visible to every rank's
         stream after its own.
         """
-        self.check()
-        self._agree("barrier", "barrier")
-        if self._barrier is None:
-            self._barrier = barrier.bind(self)
-        self._run(self._barrier, self._default_stream(stream))
+        what = "barrier"
+        thread = get_ident()
+        if self._within.setdefault(None, thread) != thread:  # as _begin
+            raise second_thread(what)
+        try:
+            if self._compares():
+                chosen = self._agreed(
+                    what, lambda _: what, self._default_stream, stream
+                )
+            else:
+                self.check()
+                chosen = self._default_stream(stream)
+            try:
+                if self._barrier is None:
+                    self._barrier = barrier.bind(self)
+            except BaseException as error:
+                self._give_up_unless_refused(error, what)
+                raise
+            self._run(what, self._barrier, chosen)
+        finally:
+            if self._pending is None:
+                self._within.clear()
 
     def all_reduce(
         self,
@@ -404,8 +543,7 @@ class Communicator(VectorForms):
         Collective: every rank passes an array of equal shape and dtype. Asynchronous.
 
         Args:
-            x: a device array in C order, of any dtype whose elements are at most 16
-                bytes. In place: ``out[rank]``.
+            x: a device array in C order, of any dtype. In place: ``out[rank]``.
             out: where to: an array of shape ``(size, *x.shape)`` and x's dtype, in C
                 order. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
@@ -428,9 +566,8 @@ class Communicator(VectorForms):
         Collective: every rank passes an array of equal shape and dtype. Asynchronous.
 
         Args:
-            x: a device array in C order, of any dtype whose elements are at most 16
-                bytes; the first axis' length is a multiple of the number of ranks. Its
-                r-th part goes to rank r.
+            x: a device array in C order, of any dtype; the first axis' length is a
+                multiple of the number of ranks. Its r-th part goes to rank r.
             out: where to: an array of x's shape and dtype, or x itself. None: a new
                 array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
@@ -549,7 +686,7 @@ class Communicator(VectorForms):
                 :meth:`all_reduce` takes.
             op: as for :meth:`all_reduce`.
             root: the rank that gets the result.
-            out: on the root as for :meth:`all_reduce`; None on the other ranks.
+            out: on the root as for :meth:`all_reduce`. Elsewhere ignored, as in MPI.
             stream: as for :meth:`all_reduce`.
             algorithm: ``"sentinel"`` and ``"two_shot_sentinel"`` (floats), ``"ll"``,
                 ``"two_shot_ll"``, ``"marked"``, ``"two_shot_marked"``, ``"signalled"``
@@ -575,8 +712,8 @@ class Communicator(VectorForms):
         ``root``. Asynchronous.
 
         Args:
-            x: a contiguous device array of any shape, of any dtype whose elements are
-                at most 16 bytes: the root's is read, the others' are written.
+            x: a contiguous device array of any shape and dtype: the root's is read,
+                the others' are written.
             root: the rank that has the contents.
             stream: as for :meth:`all_reduce`.
             algorithm: ``"ll"``, ``"marked"``, ``"signalled"``, ``"direct"`` (between
@@ -654,6 +791,7 @@ class Communicator(VectorForms):
         """Prepare a :meth:`broadcast`, as :meth:`all_reduce_init` does."""
         return self._init(BROADCAST, x, None, x, stream, algorithm, root)
 
+    @by_one_thread
     def reduce_scatter_v(
         self,
         x: Any,
@@ -682,24 +820,25 @@ class Communicator(VectorForms):
             As :meth:`all_reduce`.
         """
         what = "reduce_scatter_v"
+        given = what, x, counts, op, out, stream
         if self._compares():
-            self.enter()
-            with self._group.exchange.agreed(what):
-                prepared = self._parts(what, x, counts, op, out, stream)
-            self._group.exchange.agree_equal(prepared[0], what)
+            prepared = self._agreed(what, operator.itemgetter(0), self._parts, *given)
         else:
             self._check_open()
-            prepared = self._parts(what, x, counts, op, out, stream)
+            try:
+                prepared = self._parts(*given)
+            except BaseException as error:
+                self._give_up_unless_refused(error, what)
+                raise
             self.check()
-        _, launches, chosen, out = prepared
-        for launch in launches:
-            self._run(launch, chosen, x, out)
+        _, launch, chosen, out = prepared
+        self._run(what, launch, chosen, x, out)
         return out
 
     def _parts(
         self, what: str, x: Any, counts: Sequence[int], op: Any, out: Any, stream: Any
-    ) -> tuple[str, list[Enqueue | None], Stream, Any]:
-        """Return the reductions of all ranks' parts, in words and as launches."""
+    ) -> tuple[str, Enqueue | None, Stream, Any]:
+        """Return the reductions of all ranks' parts, in words and as a launch."""
         source = self._flat(arrays.view(x, what), what)
         places = places_of(table_of(counts, None, self.size, f"{what}: counts"))
         check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
@@ -719,10 +858,11 @@ class Communicator(VectorForms):
             address = source.address + first * itemsize
             part = source._replace(address=address, shape=(count,), size=count)
             into = target._replace(shape=(count,)) if root == self.rank else None
-            launches.append(self._plan(REDUCE, part, into, op, None, root))
+            launches.append(self._plan(REDUCE_PART, part, into, op, None, root))
         op = dtypes.reduction(op, what)
         words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
-        return words, launches, chosen, out
+        todo = [launch for launch in launches if launch is not None]
+        return words, InTurn(*todo) if todo else None, chosen, out
 
     def _call(
         self,
@@ -734,10 +874,17 @@ class Communicator(VectorForms):
         algorithm: str | None,
         root: int | None = None,
     ) -> Any:
-        launch, out, chosen = self._prepared(
-            operation, x, op, out, stream, algorithm, root
-        )
-        self._run(launch, chosen, x, out)
+        thread = get_ident()
+        if self._within.setdefault(None, thread) != thread:  # as _begin
+            raise second_thread(operation.name)
+        try:
+            launch, out, chosen = self._prepared(
+                operation, x, op, out, stream, algorithm, root
+            )
+            self._run(operation.name, launch, chosen, x, out)
+        finally:
+            if self._pending is None:
+                self._within.clear()
         return out
 
     def _init(
@@ -750,12 +897,13 @@ class Communicator(VectorForms):
         algorithm: str | None,
         root: int | None = None,
     ) -> Plan:
-        launch, out, chosen = self._prepared(
-            operation, x, op, out, stream, algorithm, root
-        )
+        with self._alone(operation.name):
+            launch, out, chosen = self._prepared(
+                operation, x, op, out, stream, algorithm, root
+            )
         view = arrays.view(x, operation.name)
         call = _described(operation, view, op, algorithm, root)
-        return Plan(self, launch, (x, out), chosen, f"{operation.name} of {call}")
+        return Plan(self, launch, (x, out), chosen, operation.name, call)
 
     def _prepared(
         self,
@@ -773,16 +921,20 @@ class Communicator(VectorForms):
         """
         if not self._compares():
             self._check_open()
-            bound = self._bound(operation, x, op, out, stream, algorithm, root)
+            try:
+                bound = self._bound(operation, x, op, out, stream, algorithm, root)
+            except BaseException as error:
+                self._give_up_unless_refused(error, operation.name)
+                raise
             self.check()
             return bound
-        self.enter()
-        exchange, what = self._group.exchange, operation.name
-        with exchange.agreed(what):
-            bound = self._bound(operation, x, op, out, stream, algorithm, root)
-            call = _described(operation, arrays.view(x, what), op, algorithm, root)
-        exchange.agree_equal(call, what)
-        return bound
+        what = operation.name
+
+        def words(_: object) -> str:
+            return _described(operation, arrays.view(x, what), op, algorithm, root)
+
+        given = operation, x, op, out, stream, algorithm, root
+        return self._agreed(what, words, self._bound, *given)
 
     def _bound(
         self,
@@ -798,8 +950,10 @@ class Communicator(VectorForms):
         source = arrays.dense(arrays.view(x, what), what)
         chosen = self._stream_for(stream, source)
         if operation.rooted:
-            root = _checked_root(root, out, self.rank, self.size, operation)
-        if out is None and (not operation.at_root or root == self.rank):
+            root = check_rank(root, self.size, f"{what}: root")
+        if operation.at_root and root != self.rank:
+            out = None  # ignored, as in MPI
+        elif out is None:
             out = self._new_output(operation, source, chosen[0])
         target = None
         if out is not None:
@@ -820,7 +974,7 @@ class Communicator(VectorForms):
                 f"{what}: pass out= while a stream is being captured into a "
                 "graph; memory cannot be allocated then"
             )
-        return arrays.empty_like(like._replace(shape=shape))
+        return arrays.empty(shape, like.dtype, what, like.order or "C")
 
     def _plan(
         self,
@@ -837,6 +991,8 @@ class Communicator(VectorForms):
         """
         what = operation.name
         op = dtypes.reduction(op if operation.reduces else "sum", what)
+        if algorithm is not None:
+            operation.check_algorithm(algorithm)
         # All that a check below looks at.
         read = (source.address, source.shape, source.dtype, source.order)
         written = None
@@ -882,25 +1038,42 @@ class Communicator(VectorForms):
 
         In debug mode the ranks agree first, so that an error of one is all ranks'.
         """
-        if self._compares():
-            self.enter()
-            with self._group.exchange.agreed(what):
-                call = prepare(what, *args)
-            self._group.exchange.agree_equal(call.transfers.words, what)
-        else:
-            self._check_open()
-            call = prepare(what, *args)
-        self._transfer(call.transfers, call.stream, *call.keep)
+        with self._alone(what):
+            if self._compares():
+                with self.set_up(what):
+                    call = self._compared(what, self._admitted, prepare, what, *args)
+                    agree_on_counts(self._group.exchange, what, call.transfers)
+            else:
+                self._check_open()
+                try:
+                    call = prepare(what, *args)
+                except BaseException as error:
+                    self._give_up_unless_refused(error, what)
+                    raise
+            self._transfer(what, call.transfers, call.stream, *call.keep)
         return call.result
 
-    def _transfer(self, transfers: Transfers, stream: Stream, *keep: Any) -> None:
+    def _admitted(self, call: Call) -> str:
+        """Return what the ranks must agree on, if an open group can take the call."""
+        if self._pending is not None:
+            self._pending.check(call.transfers, call.stream)
+        return call.transfers.words
+
+    def _transfer(
+        self, what: str, transfers: Transfers, stream: Stream, *keep: Any
+    ) -> None:
         """Enqueue messages, or add them to an open group; raise after a failure."""
         self.check()
         if self._pending is not None:
             self._pending.kept += keep
             self._pending.add(transfers, stream)
             return
-        self._run(transfers.packed(self), stream)
+        try:
+            launch = transfers.packed(self)
+        except BaseException as error:
+            self._give_up_unless_refused(error, what)
+            raise
+        self._run(what, launch, stream)
 
     def _planned(self, plan: Callable[..., Planned], *given: Any) -> Planned:
         """Return what ``plan(self, *given)`` returns, remembered.
@@ -942,10 +1115,16 @@ class Communicator(VectorForms):
         chosen = self.stream if stream is None else stream
         return (streams.LEGACY_DEFAULT, None) if chosen is None else _owned(chosen)
 
-    def _run(self, launch: Enqueue | None, stream: Stream, *keep: Any) -> None:
+    def _run(
+        self, what: str, launch: Enqueue | None, stream: Stream, *keep: Any
+    ) -> None:
         """Enqueue a call, or add it to the group that is open.
 
+        If it fails, part of it may have been enqueued, or all while the other ranks
+        have theirs: the communicator fails, unless a capture has taken what there was.
+
         Args:
+            what: the operation.
             launch: what enqueues it; None: nothing is to be done.
             stream: where to.
             keep: what must live until it is enqueued.
@@ -953,22 +1132,79 @@ class Communicator(VectorForms):
         if self._pending is not None:
             self._pending.kept += keep
             if launch is not None:
-                self._pending.launches.append((launch, stream))
+                self._pending.launches.append((what, launch, stream))
         elif launch is not None:
-            trail = self.order.enter(*stream)
+            handle = stream[0]
             try:
-                launch(stream[0])
-            finally:  # part of it may have been enqueued
-                trail.leave()
+                trail = self.order.enter(handle)
+                try:
+                    launch(handle)
+                finally:
+                    trail.leave()
+            except BaseException as error:
+                self._give_up(error, what, handle)
+                raise
 
-    def enter(self) -> None:
-        """Wait for every rank to come here, or raise on all of them. Collective.
+    def _begin(self, what: str) -> None:
+        """Keep other threads' calls out, which are refused until :meth:`_end`.
+
+        The calls that take least time do the same without calling these methods.
+
+        Args:
+            what: the call that begins.
 
         Raises:
-            CollectiveError: a kernel of any rank gave up, or a rank left by an error.
+            ArgumentError: another thread is in a call.
+        """
+        # Atomic, and of no effect if an interrupt left this thread's mark behind.
+        thread = get_ident()
+        if self._within.setdefault(None, thread) != thread:
+            raise second_thread(what)
+
+    def _end(self) -> None:
+        """Let other threads' calls in, unless this one was added to an open group."""
+        if self._pending is None:
+            self._within.clear()
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Make a call between :meth:`_begin` and :meth:`_end`."""
+        self._begin(what)
+        try:
+            yield
+        finally:
+            self._end()
+
+    def _give_up_unless_refused(self, error: BaseException, what: str) -> None:
+        """Make the communicator fail after an error before anything was enqueued.
+
+        Not after a rank's own mistake, which the right call may follow.
+        """
+        if not isinstance(error, _REFUSALS):
+            self._give_up(error, what)
+
+    def _give_up(self, error: BaseException, what: str, *stream_handles: int) -> None:
+        """Make the communicator fail after any error amid a call.
+
+        Not if all of the call was on streams in captures: no graph comes of them.
+        """
+        spoiled = [streams.spoil_capture(handle) for handle in stream_handles]
+        if not (spoiled and all(spoiled)):
+            self._group.abandon(error, what)
+
+    def set_up(self, what: str) -> AbstractContextManager[None]:
+        """Make a call that all ranks make, once all are here, or raise on all.
+
+        A rank that leaves the block by an exception of its own tells the others.
+
+        Args:
+            what: the call, as the user names it.
+
+        Raises:
+            CollectiveError: the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        self._group.enter()
+        return self._group.set_up(what)
 
     def _compares(self) -> bool:
         """Return whether the ranks are to agree on a call.
@@ -977,11 +1213,42 @@ class Communicator(VectorForms):
         """
         return self._debug and not self._group.failed
 
-    def _agree(self, what: str, call: str) -> None:
-        """Compare a call between the ranks, in debug mode."""
-        if self._debug:
-            self.enter()
-            self._group.exchange.agree_equal(call, what)
+    def _agreed(
+        self,
+        what: str,
+        words: Callable[[T], str],
+        prepare: Callable[..., T],
+        *args: Any,
+    ) -> T:
+        """Return what ``prepare(*args)`` does, once every rank is ready for the call.
+
+        Collective, for debug mode.
+
+        Args:
+            what: the operation.
+            words: returns, of what was prepared, what all ranks must pass alike.
+            prepare: checks all that this rank passes.
+            *args: what it passes.
+
+        Raises:
+            SymmError: on all ranks: one could not prepare, or they differ in words.
+        """
+        with self.set_up(what):
+            return self._compared(what, words, prepare, *args)
+
+    def _compared(
+        self,
+        what: str,
+        words: Callable[[T], str],
+        prepare: Callable[..., T],
+        *args: Any,
+    ) -> T:
+        """Do what :meth:`_agreed` does, within a call that all ranks make."""
+        with self._group.exchange.agreed(what):
+            made = prepare(*args)
+            said = words(made)
+        self._group.exchange.agree_equal(said, what)
+        return made
 
     def check(self) -> None:
         """Raise if the communicator has failed or is closed; never waits.
@@ -1021,7 +1288,11 @@ class Communicator(VectorForms):
         """
         if self._group.closed:
             return
-        self.refuse_in_group("close")
+        with self._alone("close"):
+            self.refuse_in_group("close")
+            self._close()
+
+    def _close(self) -> None:
         told = self._group.told
         try:
             if not SIMULATED:
@@ -1033,28 +1304,34 @@ class Communicator(VectorForms):
             self.heap.close()
             self._group.close()
         except BaseException as error:
-            self._close_locally()
+            self._close_locally(error, "close")
             if not isinstance(error, CollectiveError) or self._group.told != told:
                 raise
 
-    def _close_locally(self) -> None:
-        """Close on this rank, whatever fails on the way; tell the others to leave."""
+    def _close_locally(self, cause: BaseException, operation: str = "") -> None:
+        """Close on this rank, whatever fails on the way; tell the others why."""
         with ExitStack() as steps:  # in reverse
             steps.callback(self._group.close_locally)
             steps.callback(self.heap.close_locally)
             steps.callback(self._forget)
-            steps.callback(self._group.abandon)
+            steps.callback(self._group.abandon, cause, operation)
+
+    def disown(self) -> None:
+        """Leave it to the parent, in a forked child, which may drop it silently."""
+        _open.discard(self)
+        self._when_dropped.detach()
 
     def _forget(self) -> None:
         _open.discard(self)
+        self._when_dropped.detach()
         self._plans.clear()
         self._barrier = None
         self.order.close()
         self._memory = None
-        if self.backend in _in_use:
-            _in_use.remove(self.backend)
+        _in_use.pop(self._group, None)
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(
@@ -1067,14 +1344,12 @@ class Communicator(VectorForms):
             self.close()
         elif error is not None and not self._group.closed:
             # The other ranks may not be leaving: wait for nobody.
+            self._group.abandon(error)
             try:
-                self._close_locally()
+                with self._alone("close"):
+                    self._close_locally(error)
             except SymmError as also:  # the first error is the one to see
                 error.add_note(f"closing the communicator failed too: {also}")
-
-    def __del__(self) -> None:
-        if self in _open:
-            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         return (
@@ -1083,24 +1358,59 @@ class Communicator(VectorForms):
         )
 
 
+def _drop(
+    name: str, group: Group, heap: Heap, order: StreamOrder, context: Any
+) -> None:
+    """Give up a communicator that nobody can close any more, and tell the others.
+
+    The garbage collector may call it in any thread, at any moment: nothing is unmapped
+    here, as that waits for the GPU.
+    """
+    group.why_closed = "the communicator was dropped; keep it until it is closed"
+    with ExitStack() as steps:  # in reverse
+        steps.callback(warnings.warn, f"{name} was not closed", ResourceWarning)
+        steps.callback(_in_use.pop, group, None)
+        steps.callback(setattr, group, "closed", True)
+        steps.callback(deferred.defer, _undo, group, heap, order, context)
+        steps.callback(group.abandon, "dropped the communicator without closing it")
+
+
+def _undo(group: Group, heap: Heap, order: StreamOrder, context: Any) -> None:
+    """Unmap what a dropped communicator had mapped."""
+    with ExitStack() as steps:  # in reverse
+        steps.enter_context(streams.on_context(context))
+        steps.callback(group.close_locally)
+        steps.callback(heap.close_locally)
+        steps.callback(order.close)
+
+
 def _owned(stream: Any) -> Stream:
     """Return a stream's handle, and the object that keeps the stream, if any."""
     return streams.handle_of(stream), None if isinstance(stream, int) else stream
 
 
-def _block_limit() -> int:
+def _block_limit(asked: int | None) -> int:
     """Return how many blocks of a call this GPU should hold at most.
 
-    A quarter of what it can run at once, so that four communicators of a process can
-    wait for their peers at the same time.
+    A GPU spreads few blocks over as many multiprocessors, so the multiprocessors that
+    were ``asked`` for are blocks. Unasked, a quarter of the blocks that it can hold, so
+    that those of four communicators of a process can wait at the same time.
     """
     if SIMULATED:
-        return MAX_BLOCKS
+        return MAX_BLOCKS if asked is None else min(MAX_BLOCKS, asked)
     from cuda.core import Device
 
     multiprocessors = int(Device().properties.multiprocessor_count)
     resident = multiprocessors * (REGISTERS // BLOCK_REGISTERS)
-    return min(MAX_BLOCKS, resident // 4)
+    limit = min(MAX_BLOCKS, resident // 4)
+    if asked is None:
+        return limit
+    if asked > multiprocessors:
+        raise ArgumentError(
+            f"multiprocessors={asked}: this GPU has {multiprocessors}; pass at most "
+            "as many"
+        )
+    return min(limit, asked)
 
 
 @contextmanager
@@ -1131,26 +1441,6 @@ def _described(
     if operation.rooted:
         words.append(f"root {root}")
     return ", ".join([*words, f"algorithm {algorithm!r}"])
-
-
-def _checked_shape(shape: Any, what: str) -> tuple[int, ...]:
-    axes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-    if any(not isinstance(n, int | np.integer) or n < 0 for n in axes):
-        raise ArgumentError(f"{what}: shape={shape!r}; give integers from 0")
-    return tuple(int(n) for n in axes)
-
-
-def _checked_root(
-    asked: Any, out: Any, rank: int, size: int, operation: Operation
-) -> int:
-    what = operation.name
-    root = check_rank(asked, size, f"{what}: root")
-    if operation.at_root and out is not None and rank != root:
-        raise ArgumentError(
-            f"{what}: out is not None on rank {rank}; only the root, rank {root}, gets "
-            "the result"
-        )
-    return root
 
 
 def _check_output(
@@ -1187,12 +1477,11 @@ def _check_output(
 def _warn_of_open() -> None:
     """Say which communicators were never closed; the exit code stays.
 
-    After an uncaught error the other ranks are told, so that they do not wait.
+    The other ranks are told why, so that they do not wait for this one.
     """
-    failed = getattr(sys, "last_value", None) is not None
+    error: BaseException | None = getattr(sys, "last_value", None)
     for comm in list(_open):
-        if failed:
-            comm._group.abandon()
+        comm._group.abandon(error or "ended without closing the communicator")
         warnings.warn(
             f"{comm!r} was still open at exit: call close() on every rank, or use a "
             "with statement",

@@ -1,26 +1,23 @@
 """All-reduce by the GPUs' copy engines: for the largest messages.
 
-Copy engines fill the links better than kernels do, and leave the multiprocessors free.
-The output, which must be symmetric, is the staging room: its shard r takes what rank r
-contributes to this rank's shard.
+``copies.py`` says why a rank copies into its own array only, and how the ranks meet.
+The output is the staging room: its shard r takes what rank r contributes to this
+rank's shard.
 
-    scatter   each rank copies its shards to their owners' outputs
-    reduce    each owner reduces what came, in rank order, into its own shard
-    gather    each owner copies its shard to all outputs
+    scatter   each rank copies its shard from all inputs into its output
+    reduce    it reduces what it copied, in rank order, into its shard of the output
+    gather    it copies the other shards from the other ranks' outputs
 
-Each shard goes in two pieces, so that one is reduced on a side stream while the other
-is copied; copies follow one another on the call's stream, from the next rank on, since
-copies side by side share the links badly.
+Inputs and outputs must be symmetric, and apart. Each shard goes in two pieces: one is
+reduced on the side stream while the other is copied.
 
-Memory order. All ranks agree before the first copy, so nobody's output is written
-before that rank's stream has come here; a digest of the call tells whether all mean
-the same array. (Where that fails, the copies, already enqueued, follow all the same:
-what lay there on any rank is lost then, as the error says.) Barriers follow each
-piece's scatter (what came is complete), each piece's reduction (what was staged may be
-overwritten by results), and the last gather.
+Memory order. The meeting comes before the first copy, so all inputs are complete. A
+barrier follows each piece's reduction: all ranks' results of that piece are complete,
+and no rank needs what it staged of it. The third launch follows the last gather.
 
-Where the output is not symmetric, or also the input, or does not divide into whole
-vectors, the agreement is followed by ``two_shot_signalled.py``.
+Where an array is not symmetric, or begins elsewhere in its block on another rank, or
+the call is in place, ``two_shot_signalled.py`` reduces in the third launch; where the
+message does not divide into whole vectors for each rank, it does so at once.
 """
 
 import functools
@@ -29,18 +26,18 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import streams
-from numba_symm.collectives import agreement, barrier, two_shot_signalled
-from numba_symm.collectives.launches import InTurn
+from numba_symm.collectives import barrier, direct, two_shot_signalled
+from numba_symm.collectives.copies import Copies, Copy, enqueue
+from numba_symm.collectives.direct import along_ring, refusal
+from numba_symm.collectives.launches import Enqueue
 from numba_symm.collectives.workspace import (
     ADDRESS,
     THREADS,
     VECTOR,
     divide_up,
-    is_ragged,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import AGREEMENT
+from numba_symm.device.signals import ALL_REDUCE_COPIES
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
@@ -82,97 +79,92 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
 
 
 class _Piece(NamedTuple):
-    """Copies ``(target, source, bytes)`` and the reduction of one piece."""
+    """The copies and the reduction of one piece of every shard."""
 
-    scatter: list[tuple[int, int, int]]
+    scatter: list[Copy]
     reduce: Launch
-    gather: list[tuple[int, int, int]]
+    gather: list[Copy]
 
 
 class Pipeline:
-    """The steps of one all-reduce, enqueued as often as one likes."""
+    """What comes between the meeting and the third launch."""
 
-    def __init__(self, comm: Any, agree: Launch, pieces: list[_Piece]):
-        self._agree = agree
-        self._barrier = barrier.bind(comm)
+    def __init__(self, comm: Any, pieces: list[_Piece]):
+        self._barrier = barrier.bind(comm, between=True)
         self._pieces = pieces
         self._order = comm.order
 
     def __call__(self, stream: int) -> None:
         """Enqueue all steps; ``stream`` has the last one."""
-        side, barrier = self._order.side, self._barrier
-        self._agree(stream)
-        for index, piece in enumerate(self._pieces):
-            _copy(piece.scatter, stream)
-            side.follow(stream, index)
-            # What all ranks have scattered of this piece is there.
-            barrier(side.stream)
-            piece.reduce(side.stream)
-            # All ranks have read what was staged of this piece.
-            barrier(side.stream)
-            side.mark(len(self._pieces) + index)
-        for index, piece in enumerate(self._pieces):
-            side.lead(stream, len(self._pieces) + index)
-            _copy(piece.gather, stream)
-        # What all ranks have gathered is there.
-        barrier(stream)
-
-
-def _copy(copies: list[tuple[int, int, int]], stream: int) -> None:
-    for target, source, nbytes in copies:
-        streams.copy(target, source, nbytes, stream)
+        side = self._order.side
+        with side.joined(stream):
+            for index, piece in enumerate(self._pieces):
+                enqueue(piece.scatter, stream)
+                side.follow(stream, index)
+                piece.reduce(side.stream)
+                # All ranks have reduced this piece, and need what they staged no more.
+                self._barrier(side.stream)
+                side.mark(len(self._pieces) + index)
+            for index, piece in enumerate(self._pieces):
+                side.lead(stream, len(self._pieces) + index)
+                enqueue(piece.gather, stream)
 
 
 def bind(
     comm: Any, source: int, target: int, count: int, element: Element, op: Op
-) -> Any:
+) -> Enqueue:
     """Return what enqueues it; see ``Bind`` in ``select.py``."""
+    args = (comm, source, target, count, element, op)
     vectors = divide_up(count, element.lanes)
-    # Equal on all ranks whose outputs lie alike, wherever their inputs lie.
-    whole = vectors % comm.size == 0 and not is_ragged(0, target, count, element.lanes)
-    found = comm.heap.everywhere(target, count * element.itemsize)
-    call = f"{count} {element.name} {op}"
-    if source == target or not whole or found is None or comm.size == 1:
-        agree = agreement.bind(comm, AGREEMENT, f"{call}, output staged")
-        args = (comm, source, target, count, element, op)
-        return InTurn(agree, two_shot_signalled.bind(*args))
-    number, offset, outputs = found
-    agree = agreement.bind(
-        comm, AGREEMENT, f"{call}, output in block {number} at {offset}"
-    )
-    share = vectors // comm.size
-    step = divide_up(share, PIECES)
-    pieces = []
-    for first in range(0, share, step):
-        part = min(step, share - first)
-        pieces.append(_piece(comm, source, outputs, share, first, part, element, op))
-    return Pipeline(comm, agree, pieces)
+    if comm.size == 1 or vectors % comm.size != 0 or count % element.lanes != 0:
+        return two_shot_signalled.bind(*args)
+    rest = two_shot_signalled.bind(*args, left_over=ALL_REDUCE_COPIES)
+    call = f"all_reduce of {count} {element.name} by {op!r}"
+    inputs = comm.heap.place(source, count * element.itemsize)
+    outputs = comm.heap.place(target, count * element.itemsize)
+    offer = known = refusal(comm.size), refusal(comm.size)
+    move: Enqueue = Copies(comm.order, [])
+    if inputs and outputs and source != target and target % VECTOR == 0:
+        ring = functools.partial(along_ring, comm.rank)
+        offer = ring(inputs.seen), ring(outputs.seen)
+        known = ring(inputs.addresses), ring(outputs.addresses)
+        share = vectors // comm.size
+        step = divide_up(share, PIECES)
+        addresses = (inputs.addresses, outputs.addresses)
+        pieces = [
+            _piece(comm, *addresses, share, first, step, element, op)
+            for first in range(0, share, step)
+        ]
+        move = Pipeline(comm, pieces)
+    return direct.bind(comm, ALL_REDUCE_COPIES, call, offer, move, rest, known)
 
 
 def _piece(
     comm: Any,
-    source: int,
+    inputs: tuple[int, ...],
     outputs: tuple[int, ...],
     share: int,
     first: int,
-    vectors: int,
+    most: int,
     element: Element,
     op: Op,
 ) -> _Piece:
-    """Return the steps for ``vectors`` of every shard, from ``first`` on."""
+    """Return the steps for ``most`` vectors of every shard at most, from ``first``."""
     rank, size = comm.rank, comm.size
     others = [(rank + 1 + k) % size for k in range(size - 1)]
+    vectors = min(most, share - first)
+    nbytes = VECTOR * vectors
 
     def at(array: int, shard: int) -> int:
         return array + VECTOR * (shard * share + first)
 
-    nbytes = VECTOR * vectors
-    scatter = [(at(outputs[r], rank), at(source, r), nbytes) for r in others]
-    own = at(outputs[rank], rank)
-    gather = [(at(outputs[r], rank), own, nbytes) for r in others]
-    staged = at(outputs[rank], 0)
-    grid = min(divide_up(vectors, THREADS), _BLOCKS)
-    args = (rank, at(source, rank), staged, share, vectors)
+    target = outputs[rank]
+    scatter = [Copy(at(target, r), at(inputs[r], rank), nbytes) for r in others]
+    gather = [Copy(at(target, r), at(outputs[r], r), nbytes) for r in others]
+    most_blocks = _BLOCKS if comm.multiprocessors is None else comm.max_blocks
+    grid = min(divide_up(vectors, THREADS), most_blocks)
+    source = inputs[rank]
+    args = (rank, at(source, rank), at(target, 0), share, vectors)
     ragged = source % VECTOR != 0
     reduce = kernel(size, element, op, ragged).bind(grid, *args)
     return _Piece(scatter, reduce, gather)

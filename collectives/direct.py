@@ -18,6 +18,7 @@ A digest of the call comes with the addresses, as others' arrays are written: ra
 differ fail together, before any is. A rank that comes when others have given up writes
 nothing either, nor does one that waited for it: each looks at the board after it has
 told, and again after a long wait. Only a failure while the last comes is too late.
+After a failure the third launch does nothing, either.
 
 A mailbox is used again in the next call, in which a rank is only after all others have
 read it: the third launch ends by waiting for them, by its flags or the workspace's.
@@ -38,20 +39,20 @@ from numba_symm.collectives.workspace import (
     THREADS,
     VECTOR,
     follow_previous_grid,
+    keep,
+    keep_agreed,
     layout,
+    resume,
 )
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
     globaltimer,
     ld_relaxed_sys_u64,
-    ld_u32,
     ld_v2_u64,
     poll_pause,
-    st_u32,
     st_v2_u64,
     thread_index,
-    word_of,
 )
 from numba_symm.device.signals import (
     CALL_MISMATCH,
@@ -67,6 +68,13 @@ BLOCKS = 128
 grids of this size may be launched early (``workspace.py``)."""
 
 _BOX = 4 * VECTOR  # two vectors as packets
+
+REFUSED, FAILED = 0, -1
+"""What is kept in the place of a neighbour's first word after a refusal or failure."""
+
+Offer = tuple[tuple[int, ...], tuple[int, ...]]
+"""For each of the ring's ranks two words, such as where it sees this rank's arrays; a
+first word of ``REFUSED`` refuses the call."""
 
 
 def make_meet(size: int) -> Any:
@@ -106,40 +114,55 @@ def make_meet(size: int) -> Any:
         digest: int,
         first: Any,
         second: Any,
+        known_first: Any,
+        known_second: Any,
     ) -> None:
         follow_previous_grid(early)
         thread = thread_index()
-        epoch = word_of((ld_u32(own + epochs) + 1) & 0xFFFFFFFF)
+        before, failed = resume(own, epochs, 0)
+        epoch = (before + 1) & 0xFFFFFFFF
         if thread < others:
             fence_acq_rel_sys()
         for k in range(others):
-            if thread == k % THREADS:
+            if thread == k % THREADS and not failed:
                 # The sender is its k-th neighbour's (n - 2 - k)-th.
                 mail = ring[k] + slots + (others - 1 - k) * _BOX
                 post_packets(mail, VECTOR, first[k], second[k], epoch)
                 post_packets(mail + 2 * VECTOR, VECTOR, digest, 0, epoch)
         # The board is far away: it is looked at while the packets are on their way. For
         # whom theirs have come long ago, it has changed if they gave up.
-        failure = 0
-        if thread < others:
-            failure = ld_relaxed_sys_u64(guard.board + 8 * guard.rank)
+        if thread < others and not failed:
+            failed = ld_relaxed_sys_u64(guard.board + 8 * guard.rank) != 0
         k = thread
         while k < others:
             peer = (guard.rank + 1 + k) % size
             record = wait_record(operation, guard.rank, peer, 0, epoch)
             mail = own + slots + k * _BOX
-            theirs, output, call, came = told(guard, mail, epoch, record)
-            if came and call != digest:
-                record = wait_record(CALL_MISMATCH, guard.rank, peer, 0, epoch)
-                fail(guard, record)
-                theirs = 0
-            # Who refuses finds refusals, too.
-            if first[0] == 0 or failure != 0:
-                theirs = 0
+            theirs, output = FAILED, FAILED
+            if not failed:
+                theirs, output, call, came = told(guard, mail, epoch, record)
+                failed = not came or call != digest
+                if came and failed:
+                    record = wait_record(CALL_MISMATCH, guard.rank, peer, 0, epoch)
+                    fail(guard, record)
+            if failed:
+                theirs = FAILED
+            elif first[0] == REFUSED:
+                # A rank that refuses treats all ranks as refusing.
+                theirs = REFUSED
             st_v2_u64(own + where(k), (theirs, output))
             k += THREADS
+        for k in range(others):
+            # The same thread stored them.
+            if thread == k % THREADS and known_first[k] != 0:
+                theirs, output = ld_v2_u64(own + where(k))
+                elsewhere = theirs != known_first[k] or output != known_second[k]
+                if elsewhere and theirs != FAILED:
+                    st_v2_u64(own + where(k), (REFUSED, output))
         if thread < others:
             fence_acq_rel_sys()
+        # The epoch counts on when the call is over.
+        keep(own, epochs, 0, before, failed)
 
     return meet
 
@@ -148,7 +171,8 @@ def make_where(size: int) -> Callable[[int], int]:
     """Return a device function for ``size`` ranks.
 
     ``(k)`` returns the offset in the workspace of the two addresses that the k-th
-    neighbour has told.
+    neighbour has told; ``REFUSED`` or ``FAILED`` in the place of the first if there is
+    none.
     """
     places = layout(size).direct.slots + (size - 1) * _BOX
 
@@ -159,22 +183,37 @@ def make_where(size: int) -> Callable[[int], int]:
     return where
 
 
-def make_refused(size: int) -> Callable[[int], bool]:
+def make_outcome(size: int) -> Callable[[int], int]:
     """Return a device function for ``size`` ranks.
 
-    ``(own)`` returns whether a rank refused when the ranks met last, or one did not
-    come: the same on all ranks, unless a wait was given up.
+    ``(own)`` returns how the ranks met last: ``FAILED`` if this rank has found a
+    failure, ``REFUSED`` if a rank refused, else more. Unless one has failed, all ranks
+    find the same.
     """
     others = size - 1
     where = make_where(size)
 
     @device_function
-    def refused(own: int) -> bool:
-        found = False
+    def outcome(own: int) -> int:
+        lowest = 1
         for k in range(others):
             first, _ = ld_v2_u64(own + where(k))
-            found = found or first == 0
-        return found
+            lowest = min(lowest, first)
+        return lowest
+
+    return outcome
+
+
+def make_refused(size: int) -> Callable[[int], bool]:
+    """Return a device function for ``size`` ranks.
+
+    ``(own)`` returns whether the second launch must do nothing.
+    """
+    outcome = make_outcome(size)
+
+    @device_function
+    def refused(own: int) -> bool:
+        return outcome(own) <= REFUSED
 
     return refused
 
@@ -182,27 +221,28 @@ def make_refused(size: int) -> Callable[[int], bool]:
 def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]:
     """Return a device function for ``size`` ranks, for the third launch.
 
-    ``(guard, ring, own, block)`` returns whether the message is left to be moved; if
-    not, the ranks' first blocks have waited for each other. The whole block calls it.
+    ``(guard, ring, own, block)`` returns whether the message is left to be moved, as a
+    rank refused; if not, the ranks' first blocks have waited for each other. After a
+    failure nothing is left, and nobody waits. The whole block calls it.
     """
     region = layout(size).direct
     epochs, flags = region.epochs, region.flags
-    refused = make_refused(size)
-    tell, told, _ = make_flags(size, operation)
+    outcome = make_outcome(size)
+    tell, told = make_flags(size, operation)
 
     @device_function
     def left(guard: Any, ring: Any, own: int, block: int) -> bool:
-        to_do = refused(own)
-        if block == 0:
-            epoch = (ld_u32(own + epochs) + 1) & 0xFFFFFFFF
+        found = outcome(own)
+        if block == 0 and found != FAILED:
+            epoch, failed = resume(own, epochs, 0)
+            epoch = (epoch + 1) & 0xFFFFFFFF
             # After a refusal, too: flags must not be 2**31 calls old.
-            tell(ring, flags, guard.rank, epoch)
-            if not to_do:
-                told(guard, own + flags, 0, epoch, False)
-            # All threads have read the epoch before they told.
-            if thread_index() == 0:
-                st_u32(own + epochs, epoch)
-        return to_do
+            failed = tell(ring, flags, guard.rank, epoch, failed)
+            if found != REFUSED:
+                failed = told(guard, own + flags, 0, epoch, failed)
+            # All threads have resumed before they told.
+            keep_agreed(own, epochs, 0, epoch, failed)
+        return found == REFUSED
 
     return left
 
@@ -212,7 +252,7 @@ def meet_kernel(size: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     seen = types.UniTuple(ADDRESS, size - 1)
     return workspace.make_kernel(
-        make_meet, (size,), types.int64, types.int64, seen, seen
+        make_meet, (size,), types.int64, types.int64, *4 * (seen,)
     )
 
 
@@ -220,10 +260,10 @@ def bind(
     comm: Any,
     operation: int,
     call: str,
-    inputs: tuple[int, ...],
-    outputs: tuple[int, ...],
+    offer: Offer,
     move: Enqueue,
     rest: Enqueue,
+    known: Offer | None = None,
 ) -> Enqueue:
     """Return the three launches, of which the second and third are given.
 
@@ -231,18 +271,30 @@ def bind(
         comm: the communicator.
         operation: what a record of a wait given up names.
         call: the call in words, equal on all ranks.
-        inputs: what ``offered`` returned for the array that is read.
-        outputs: the same for the one that is written.
+        offer: what ``offered`` returned for the array that is read, and for the one
+            that is written.
         move: works on the arrays, unless they were refused.
         rest: works if they were, and calls ``left`` first.
+        known: what ``move`` assumes that the ring's ranks offer, each this one; any
+            other offer is refused. None: it reads what they offer.
     """
-    args = (operation, digest_of(call), inputs, outputs)
+    if known is None:
+        known = refusal(comm.size), refusal(comm.size)  # all zeros: nothing is known
+    args = (operation, digest_of(call), *offer, *known)
     return InTurn(workspace.launch(meet_kernel(comm.size), comm, 1, *args), move, rest)
 
 
 def offered(comm: Any, address: int, nbytes: int) -> tuple[int, ...]:
     """Return at which addresses the ring's ranks see an array, or zeros to refuse."""
-    seen = comm.heap.seen(address, nbytes) if address % VECTOR == 0 else None
-    if seen is None:
-        seen = (0,) * comm.size
-    return (*seen[comm.rank + 1 :], *seen[: comm.rank])
+    place = comm.heap.place(address, nbytes) if address % VECTOR == 0 else None
+    return refusal(comm.size) if place is None else along_ring(comm.rank, place.seen)
+
+
+def along_ring(rank: int, by_rank: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the entries of the other ranks, from the one after ``rank`` on."""
+    return (*by_rank[rank + 1 :], *by_rank[:rank])
+
+
+def refusal(size: int) -> tuple[int, ...]:
+    """Return what a rank of ``size`` offers to refuse the call."""
+    return (0,) * (size - 1)

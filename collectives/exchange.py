@@ -32,7 +32,12 @@ from numba.cuda import types
 
 from numba_symm.collectives import workspace
 from numba_symm.collectives.launches import digest_of
-from numba_symm.collectives.mailboxes import EVERYONE, TRANSPORTS, make_mailboxes
+from numba_symm.collectives.mailboxes import (
+    EVERYONE,
+    TRANSPORTS,
+    make_mailboxes,
+    most_blocks,
+)
 from numba_symm.collectives.ring import make_in_rank_order
 from numba_symm.collectives.workspace import (
     ADDRESS,
@@ -42,14 +47,14 @@ from numba_symm.collectives.workspace import (
     divide_up,
     follow_previous_grid,
     is_ragged,
+    keep,
     layout,
+    resume,
 )
 from numba_symm.device import signals
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
-    ld_u32,
-    st_u32,
     word_of,
 )
 from numba_symm.device.lanes import Lanes, make_lanes
@@ -269,13 +274,11 @@ def make_exchange(
         high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
         stride = cuda.gridDim.x * THREADS
-        epoch_at = own + epochs + 4 * block
-        epoch = word_of(ld_u32(epoch_at))
+        epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
-        first = block * THREADS
         mine = source + guard.rank * part if parts_in else source
-        failed = False
-        while first < vectors:
+        # As long as the block's first thread has a vector: the block meets in between.
+        while start - thread < vectors:
             epoch = next_epoch(epoch)
             for step in range(steps):
                 vector = start + step * stride
@@ -290,7 +293,7 @@ def make_exchange(
                         low[k], high[k] = words
                     boxes = box(block, epoch, 0, 0, step, thread)
                     for k in range(others):
-                        if posted >> k & 1 != 0:
+                        if posted >> k & 1 != 0 and not failed:
                             words = low[k], high[k]
                             if rooted and sent_to >> k & 1 == 0:
                                 words = digest, DIGEST
@@ -302,6 +305,8 @@ def make_exchange(
                     failed = not receive(guard, boxes, epoch, block, low, high, wanted)
                     if rooted and thread == 0 and not failed:
                         failed = not alike(guard, digest, got_of, low, high)
+                    if failed:
+                        break
                     low[0] = own_low[step]
                     high[0] = own_high[step]
                     if parts_out:
@@ -313,19 +318,16 @@ def make_exchange(
                         store(target, vector, count, result[0], result[1])
                     elif none_stored:
                         store(target, vector, count, none_low, none_high)
-            wipe(own, block, epoch, thread)
+            if not failed:
+                wipe(own, block, epoch, thread)
             start += steps * stride
-            first += steps * stride
-            if first < vectors:
+            if start - thread < vectors:
                 if rooted and thread == 0:
                     # What thread 0 has heard comes before the threads meet: of the
                     # ranks to which they post, they have heard nothing themselves.
                     fence_acq_rel_sys()
-                next_round()
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
-        if thread == 0:
-            st_u32(epoch_at, epoch)
+                failed = next_round(failed)
+        keep(own, epochs, block, epoch, failed)
 
     return exchange
 
@@ -361,9 +363,7 @@ def bind(
     """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``."""
     protocol = ONE_SHOT[transport]
     vectors = divide_up(count, element.lanes)
-    most = min(
-        comm.max_blocks // TRANSPORTS[transport].weight, protocol.most(comm.size)
-    )
+    most = most_blocks(comm, transport, protocol)
     grid = min(divide_up(vectors, THREADS), most)
     steps = protocol.needed(vectors, grid, comm.size)
     ragged = is_ragged(source, target, count, element.lanes)

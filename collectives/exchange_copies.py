@@ -1,82 +1,47 @@
-"""All-gather, all-to-all and broadcast by the GPUs' copy engines, for the largest.
+"""All-gather, all-to-all and broadcast by the GPUs' copy engines: for the largest.
 
-Copy engines fill the links better than kernels do, and leave the multiprocessors free.
-Each rank copies straight into the others' outputs, which must be symmetric, from the
-next rank on, one copy after another: side by side they share the links badly. Its own
-part it copies meanwhile on a side stream.
+Each rank copies its parts from the other ranks' arrays straight into its output.
+``copies.py`` says how, and orders it. What the ranks copy from must be symmetric:
 
-Memory order. All ranks agree before the first copy, so nobody's output is written
-before that rank's stream has come here; a digest of the call tells whether all mean
-the same array. (Where that fails, the copies, already enqueued, follow all the same:
-what lay there on any rank is lost then, as the error says.) A barrier follows the
-copies: what all ranks have copied is there.
+    all_gather   the inputs; or the outputs, where each rank copies its part first
+    all_to_all   the inputs, which are not the outputs
+    broadcast    the arrays of two ranks
 
-Where the output is not symmetric, for an all-to-all in place, whose input would be
-overwritten, and for a broadcast to more than one rank, which would send the message
-several times from its root, the agreement is followed by the kernel with signals.
+A rank for which this does not hold refuses in the meeting, and the kernel with signals
+does the call. A broadcast to more than one rank always goes by signals: its root would
+send the message once for each rank.
 """
 
 from typing import Any, NamedTuple
 
-from numba_symm import streams
-from numba_symm.collectives import (
-    agreement,
-    barrier,
-    broadcast_signalled,
-    exchange_signalled,
-)
+from numba_symm.collectives import broadcast_signalled, direct, exchange_signalled
+from numba_symm.collectives.copies import Copies, Copy
+from numba_symm.collectives.direct import along_ring, refusal
 from numba_symm.collectives.exchange import EXCHANGES
 from numba_symm.collectives.launches import Enqueue, InTurn
 from numba_symm.device import signals
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Launch
 
 _OPERATIONS = {
     "all_gather": signals.ALL_GATHER_COPIES,
     "all_to_all": signals.ALL_TO_ALL_COPIES,
     "broadcast": signals.BROADCAST_COPIES,
 }
+_INPUT, _OUTPUT = 1, 2  # which of a rank's arrays the others copy from
 
 
-class Copy(NamedTuple):
-    """One copy: addresses in this process, and bytes."""
+class _Read(NamedTuple):
+    """What the ranks copy from.
 
-    target: int
-    source: int
-    nbytes: int
-
-
-class Copies:
-    """The steps of one exchange, enqueued as often as one likes.
-
-    Args:
-        comm: the communicator.
-        agree: the agreement.
-        here: the copies within this GPU.
-        there: those to the others, in their order.
+    Attributes:
+        array: ``_INPUT`` or ``_OUTPUT``.
+        seen: by rank, where that rank sees what it copies from this one.
+        sources: by rank, where this rank takes what it copies from that one to be.
     """
 
-    def __init__(self, comm: Any, agree: Launch, here: list[Copy], there: list[Copy]):
-        self._agree = agree
-        self._here = here
-        self._there = there
-        self._barrier = barrier.bind(comm)
-        self._order = comm.order
-
-    def __call__(self, stream: int) -> None:
-        """Enqueue all steps; ``stream`` has the last one."""
-        side = self._order.side
-        if self._here:
-            side.follow(stream, 0)
-            for copy in self._here:
-                streams.copy(*copy, side.stream)
-            side.mark(1)
-        self._agree(stream)
-        for copy in self._there:
-            streams.copy(*copy, stream)
-        if self._here:
-            side.lead(stream, 1)
-        self._barrier(stream)
+    array: int
+    seen: tuple[int, ...]
+    sources: tuple[int, ...]
 
 
 def bind(
@@ -93,32 +58,75 @@ def bind(
 
     ``name`` is ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
     """
-    part = count * element.itemsize
-    found = comm.heap.everywhere(
-        target, part if name == "broadcast" else part * comm.size
-    )
-    call = f"{name} of {count} {element.name} from {root}"
-    one_way = name == "broadcast" and comm.size > 2
-    overwritten = name == "all_to_all" and source == target
-    if found is None or one_way or overwritten or comm.size == 1:
-        agree = agreement.bind(comm, _OPERATIONS[name], f"{call}, output staged")
-        args = (comm, source, target, count, element, op)
-        if name == "broadcast":
-            return InTurn(agree, broadcast_signalled.bind(*args, root))
-        return InTurn(agree, exchange_signalled.bind(EXCHANGES[name], *args))
-    number, offset, outputs = found
-    agree = agreement.bind(
-        comm, _OPERATIONS[name], f"{call}, output in block {number} at {offset}"
-    )
+    args, rank = (comm, source, target, count, element, op), comm.rank
+    operation = _OPERATIONS[name]
     if name == "broadcast":
-        others = outputs[:root] + outputs[root + 1 :]
-        there = [Copy(output, source, part) for output in others]
-        return Copies(comm, agree, [], there if comm.rank == root else [])
+        if comm.size != 2:
+            return broadcast_signalled.bind(*args, root)
+        rest = broadcast_signalled.bind(*args, root, left_over=True)
+    elif comm.size == 1:
+        return exchange_signalled.bind(EXCHANGES[name], *args)
+    else:
+        rest = exchange_signalled.bind(EXCHANGES[name], *args, left_over=operation)
+    part = count * element.itemsize
+    read = _read(name, comm, source, target, part)
+    call = f"{name} of {count} {element.name} from {root}"
+    offer = known = refusal(comm.size), refusal(comm.size)
+    copies = Copies(comm.order, [])
+    if read is not None:
+        array = (read.array,) * (comm.size - 1)
+        offer = along_ring(rank, read.seen), array
+        known = along_ring(rank, read.sources), array
+        copies = _copies(name, comm, source, target, part, root, read)
+    move: Enqueue = direct.bind(comm, operation, call, offer, copies, rest, known)
+    own = Copy(target + rank * part, source, part)
+    if read is not None and read.array == _OUTPUT and own.source != own.target:
+        return InTurn(Copies(comm.order, [own]), move)
+    return move
 
-    def to(rank: int) -> Copy:
-        first = source + (rank * part if name == "all_to_all" else 0)
-        return Copy(outputs[rank] + comm.rank * part, first, part)
 
-    there = [to((comm.rank + 1 + k) % comm.size) for k in range(comm.size - 1)]
-    here = to(comm.rank)
-    return Copies(comm, agree, [here] if here.source != here.target else [], there)
+def _read(name: str, comm: Any, source: int, target: int, part: int) -> _Read | None:
+    """Return what the ranks copy from, or None if this rank must refuse."""
+    rank, size = comm.rank, comm.size
+    in_place = source == target + rank * part
+    if name == "all_gather" and not in_place:
+        place = comm.heap.place(source, part)
+        if place is not None:
+            return _Read(_INPUT, place.seen, place.addresses)
+    if name == "all_gather":
+        place = comm.heap.place(target, size * part)
+        if place is None:
+            return None
+        seen = tuple(address + rank * part for address in place.seen)
+        sources = tuple(address + r * part for r, address in enumerate(place.addresses))
+        return _Read(_OUTPUT, seen, sources)
+    if name == "all_to_all" and source == target:
+        return None  # the input would be overwritten
+    parts = size if name == "all_to_all" else 1
+    place = comm.heap.place(source, parts * part)
+    return place and _Read(_INPUT, place.seen, place.addresses)
+
+
+def _copies(
+    name: str,
+    comm: Any,
+    source: int,
+    target: int,
+    part: int,
+    root: int,
+    read: _Read,
+) -> Copies:
+    rank, size = comm.rank, comm.size
+    if name == "broadcast":
+        copies = [Copy(target, read.sources[root], part)]
+        return Copies(comm.order, copies if rank != root else [])
+    # Of an all-to-all's input, one part is for this rank.
+    mine = rank * part if name == "all_to_all" else 0
+
+    def of(r: int) -> Copy:
+        return Copy(target + r * part, read.sources[r] + mine, part)
+
+    others = [of((rank + 1 + k) % size) for k in range(size - 1)]
+    own = Copy(target + rank * part, source + mine, part)
+    beside = [own] if read.array == _INPUT and own.source != own.target else []
+    return Copies(comm.order, others, beside)

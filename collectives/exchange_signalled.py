@@ -24,6 +24,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
+from numba_symm.collectives.direct import make_left
 from numba_symm.collectives.exchange import Exchange, Output, make_total, of_none
 from numba_symm.collectives.flags import make_flags
 from numba_symm.collectives.parts import after, make_place
@@ -38,29 +39,26 @@ from numba_symm.collectives.workspace import (
     divide_up,
     follow_previous_grid,
     is_ragged,
+    keep,
     layout,
+    resume,
 )
-from numba_symm.device.intrinsics import (
-    ld_u32,
-    ld_v2_u64,
-    st_u32,
-    st_v2_u64,
-    word_of,
-)
+from numba_symm.device.intrinsics import ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 
 def make_exchange_signalled(
-    size: int, element: Element, op: Op, ragged: bool, kind: Exchange
+    size: int, element: Element, op: Op, ragged: bool, kind: Exchange, left_over: int
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
+    left = make_left(size, left_over)
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
-    tell, told, _ = make_flags(size, kind.operation)
+    tell, told = make_flags(size, kind.operation)
     at = layout(size).two_shot_signalled
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
@@ -95,19 +93,19 @@ def make_exchange_signalled(
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
+        if left_over != 0 and not left(guard, ring, own, block):
+            return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         own_low = cuda.local.array(batch_in, types.int64)
         own_high = cuda.local.array(batch_in, types.int64)
         rank = guard.rank
         stride = cuda.gridDim.x * height * THREADS
-        epoch_at = own + epochs + 4 * block
-        before = word_of(ld_u32(epoch_at))
+        before, failed = resume(own, epochs, block)
         first = block * height * THREADS + thread
         here = source + rank * part if parts_in else source
         there = target + rank * part if parts_out else target
         flag = flags + 4 * size * block
-        failed = False
         for turn in range(chunks + 1):
             epoch = (before + turn + 1) & 0xFFFFFFFF
             if turn < chunks and not (at_root and taken > 0):
@@ -124,7 +122,7 @@ def make_exchange_signalled(
                     for i in range(batch_out):
                         step = row + i
                         at = vector + step * THREADS
-                        if step < height and at < vectors:
+                        if step < height and at < vectors and not failed:
                             for k in range(others):
                                 j = i * sent + (k if parts_in else 0)
                                 # The sender is its k-th neighbour's (n - 2 - k)-th.
@@ -136,6 +134,8 @@ def make_exchange_signalled(
             if turn >= 1:
                 last = (before + turn) & 0xFFFFFFFF
                 failed = told(guard, own + flag, block, last, failed)
+                if failed:
+                    break
             if turn >= 1 and not (at_root and taken == 0):
                 slot = own + place(block, before, turn - 1) + VECTOR * thread
                 vector = first + (turn - 1) * stride
@@ -171,19 +171,25 @@ def make_exchange_signalled(
                             elif none_stored:
                                 store(target, at, count, none_low, none_high)
             if turn < chunks:
-                tell(ring, flag, rank, epoch)
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
-        if thread == 0:
-            st_u32(epoch_at, after(before, chunks, 1))
+                failed = tell(ring, flag, rank, epoch, failed)
+                if failed:
+                    break
+        keep(own, epochs, block, after(before, chunks, 1), failed)
 
     return exchange_signalled
 
 
 @functools.cache
-def kernel(size: int, element: Element, op: Op, ragged: bool, kind: Exchange) -> Kernel:
+def kernel(
+    size: int,
+    element: Element,
+    op: Op,
+    ragged: bool,
+    kind: Exchange,
+    left_over: int = 0,
+) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged, kind)
+    constants = (size, element, op, ragged, kind, left_over)
     arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
     return workspace.make_kernel(make_exchange_signalled, constants, *arguments)
 
@@ -197,17 +203,19 @@ def bind(
     element: Element,
     op: Op,
     root: int = 0,
+    left_over: int = 0,
 ) -> Launch:
     """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
 
-    With a root it is for a reduction, and for at most two ranks.
+    With a root it is for a reduction, and for at most two ranks. ``left_over``: as
+    ``two_shot_signalled.py`` says.
     """
     vectors = divide_up(count, element.lanes)
     grid, height, chunks = chunks_of(vectors, comm.size, comm.max_blocks)
     ragged = is_ragged(source, target, count, element.lanes)
     part = count * element.itemsize
     return workspace.launch(
-        kernel(comm.size, element, op, ragged, kind),
+        kernel(comm.size, element, op, ragged, kind, left_over),
         *(comm, grid, source, target, part, count, vectors),
         *(kind.output.taken(comm.rank, comm.size, root), height, chunks),
     )

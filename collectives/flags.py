@@ -1,9 +1,12 @@
 """Flags between the blocks of one index: what a block tells all ranks, and awaits.
 
-Memory order. ``tell`` begins with ``syncthreads`` and a fence: what the whole block
+Memory order. ``tell`` begins with ``syncthreads_or`` and a fence: what the whole block
 wrote or read before comes before its flags. ``told`` ends with an acquire by one thread
-for each rank and ``syncthreads``: what any rank's block wrote before it told is visible
-to the whole block.
+for each rank and ``syncthreads_or``: what any rank's block wrote before it told is
+visible to the whole block.
+
+After a failure of one of its threads a block raises no flag, so that nobody reads what
+it has written for others; and all its threads know, so that they store nothing more.
 """
 
 from collections.abc import Callable
@@ -14,7 +17,7 @@ from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
     st_relaxed_sys_u32,
-    syncthreads,
+    syncthreads_or,
     thread_index,
 )
 from numba_symm.device.signals import wait_for_epoch, wait_record
@@ -24,18 +27,16 @@ class Flags(NamedTuple):
     """Device functions for one protocol's flags; the whole block calls them.
 
     Attributes:
-        tell: ``(ring, flags, rank, epoch)`` raises this rank's flag at all others;
-            ``flags`` is the offset of the block's flags in a workspace.
+        tell: ``(ring, flags, rank, epoch, failed)`` raises this rank's flag at all
+            others, unless a thread of the block comes with ``failed``; returns whether
+            one does. ``flags`` is the offset of the block's flags in a workspace.
         told: ``(guard, flags, block, epoch, failed)`` waits for all others' flags, from
-            the address ``flags``; nothing is awaited after a failure. Returns whether
-            this thread's wait, or an earlier one, has failed.
-        renew: ``(ring, flags, rank, epoch)`` raises this rank's flag at all others to
-            an epoch that says nothing new, which orders nothing.
+            the address ``flags``. Returns whether a wait of any of the block's threads
+            was given up, or one comes with ``failed``.
     """
 
-    tell: Callable[[Any, int, int, int], None]
+    tell: Callable[[Any, int, int, int, bool], bool]
     told: Callable[[Any, int, int, int, bool], bool]
-    renew: Callable[[Any, int, int, int], None]
 
 
 def make_flags(size: int, operation: int) -> Flags:
@@ -47,20 +48,16 @@ def make_flags(size: int, operation: int) -> Flags:
     """
 
     @device_function
-    def renew(ring: Any, flags: int, rank: int, epoch: int) -> None:
-        thread = thread_index()
-        for k in range(size - 1):
-            if thread == k % THREADS:
-                st_relaxed_sys_u32(ring[k] + flags + 4 * rank, epoch)
-
-    @device_function
-    def tell(ring: Any, flags: int, rank: int, epoch: int) -> None:
-        syncthreads()
+    def tell(ring: Any, flags: int, rank: int, epoch: int, failed: bool) -> bool:
+        failed = syncthreads_or(failed)
         thread = thread_index()
         if thread < size - 1:
             # One fence for all flags: the threads of a warp execute it together.
             fence_acq_rel_sys()
-        renew(ring, flags, rank, epoch)
+        for k in range(size - 1):
+            if thread == k % THREADS and not failed:
+                st_relaxed_sys_u32(ring[k] + flags + 4 * rank, epoch)
+        return failed
 
     @device_function
     def told(guard: Any, flags: int, block: int, epoch: int, failed: bool) -> bool:
@@ -70,7 +67,6 @@ def make_flags(size: int, operation: int) -> Flags:
                 record = wait_record(operation, guard.rank, peer, block, epoch)
                 failed = not wait_for_epoch(guard, flags + 4 * peer, epoch, record)
             peer += THREADS
-        syncthreads()
-        return failed
+        return syncthreads_or(failed)
 
-    return Flags(tell, told, renew)
+    return Flags(tell, told)

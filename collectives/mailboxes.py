@@ -32,6 +32,12 @@ same. So two halves suffice, however few of the other threads have anything to p
 thread that hears less than thread 0 relies on what that one has heard; where rounds of
 a kernel are like that, thread 0 has a fence before ``next_round``, too.)
 
+After a failure. A thread that gives up clears nothing, posts nothing and stores no
+result. Its block agrees on that between rounds (``next_round``) and at the end of the
+call (``workspace.keep``), and posts nothing in any later round or call. Until then the
+block's other threads go on with vectors that they have received: what they post and
+store is right. An agreement within a round would cost a barrier of the block.
+
 Source: the LL protocol of NCCL and of MSCCL++ (``LLPacket``); the Lamport protocol of
 TensorRT-LLM.
 """
@@ -49,7 +55,7 @@ from numba_symm.device.intrinsics import (
     poll_pause,
     st_relaxed_sys_u32,
     st_relaxed_sys_v2_u64,
-    syncthreads,
+    syncthreads_or,
     thread_index_x,
     word_of,
 )
@@ -214,6 +220,12 @@ TRANSPORTS = {
 """The ways of filling mailboxes, by name."""
 
 
+def most_blocks(comm: Any, transport: str, protocol: Protocol) -> int:
+    """Return the most blocks of a call of ``comm``, at least 1."""
+    fitting: int = comm.max_blocks // TRANSPORTS[transport].weight
+    return max(1, min(fitting, protocol.most(comm.size)))
+
+
 class Mailboxes(NamedTuple):
     """Device functions for the mailboxes of one protocol.
 
@@ -229,12 +241,13 @@ class Mailboxes(NamedTuple):
             ``box`` is its mailbox 0.
         post_one: ``(ring, k, box, low, high, epoch)`` sends one to the k-th.
         receive: ``(guard, box, epoch, block, low, high, wanted)`` waits for a vector
-            of the others, from the address of mailbox 0, and fills two local arrays
-            from index 1 on; False if it gave up. The mailboxes are ready for the next
-            vector then. Bit k of ``wanted``: whether the k-th of the ring sends one.
+            of the others, from the address of mailbox 0, fills two local arrays from
+            index 1 on, and makes the mailboxes ready for the next vector; False if it
+            gave up. Bit k of ``wanted``: whether the k-th of the ring sends one.
         wipe: ``(workspace, block, epoch, thread)`` clears a thread's mailboxes of a
             round that is over, when the epochs come round.
-        next_round: called by the whole block between two rounds of a kernel.
+        next_round: ``(failed)`` is called by the whole block between two rounds of a
+            kernel; returns whether any of its threads has failed.
     """
 
     next_epoch: Callable[[int], int]
@@ -244,7 +257,7 @@ class Mailboxes(NamedTuple):
     post_one: Callable[..., None]
     receive: Callable[..., bool]
     wipe: Callable[..., None]
-    next_round: Callable[[], None]
+    next_round: Callable[[bool], bool]
 
 
 def make_mailboxes(
@@ -334,9 +347,10 @@ def make_mailboxes(
                             late = (guard.rank + 1 + k) % size
                     record = wait_record(operation, guard.rank, late, block, epoch)
                     given_up = must_give_up(guard, started, record)
-        for k in range(others):
-            if wanted >> k & 1 != 0:
-                clear(first + k * rank_stride)
+        if arrived:
+            for k in range(others):
+                if wanted >> k & 1 != 0:
+                    clear(first + k * rank_stride)
         return arrived
 
     @device_function
@@ -350,11 +364,12 @@ def make_mailboxes(
                 wipe_box(own + box(block, epoch, 0, 0, index, thread))
 
     @device_function
-    def next_round() -> None:
+    def next_round(failed: bool) -> bool:
         # What the block has read and cleared comes before what any of its threads posts
         # next, which lets the peers overwrite it; so the fence follows the meeting.
-        syncthreads()
+        failed = syncthreads_or(failed)
         fence_acq_rel_sys()
+        return failed
 
     wiping = keep if wipe_box is None else wipe
     return Mailboxes(next_epoch, box, sent, post, post_one, receive, wiping, next_round)

@@ -14,7 +14,12 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
-from numba_symm.collectives.mailboxes import EVERYONE, TRANSPORTS, make_mailboxes
+from numba_symm.collectives.mailboxes import (
+    EVERYONE,
+    TRANSPORTS,
+    make_mailboxes,
+    most_blocks,
+)
 from numba_symm.collectives.ring import make_in_rank_order
 from numba_symm.collectives.workspace import (
     ADDRESS,
@@ -24,9 +29,10 @@ from numba_symm.collectives.workspace import (
     divide_up,
     follow_previous_grid,
     is_ragged,
+    keep,
     layout,
+    resume,
 )
-from numba_symm.device.intrinsics import ld_u32, st_u32, word_of
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.signals import (
     ONE_SHOT_LL,
@@ -84,12 +90,10 @@ def make_one_shot(
         high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
         stride = cuda.gridDim.x * THREADS
-        epoch_at = own + epochs + 4 * block
-        epoch = word_of(ld_u32(epoch_at))
+        epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
-        first = block * THREADS
-        failed = False
-        while first < vectors:
+        # As long as the block's first thread has a vector: the block meets in between.
+        while start - thread < vectors:
             epoch = next_epoch(epoch)
             for step in range(steps):
                 vector = start + step * stride
@@ -97,7 +101,7 @@ def make_one_shot(
                     words = load(source, vector, count)
                     own_low[step], own_high[step] = sent(words[0], words[1])
             for step in range(steps):
-                if start + step * stride < vectors:
+                if start + step * stride < vectors and not failed:
                     boxes = box(block, epoch, 0, 0, step, thread)
                     post(ring, boxes, own_low[step], own_high[step], epoch)
             for step in range(steps):
@@ -107,6 +111,8 @@ def make_one_shot(
                     failed = not receive(
                         guard, boxes, epoch, block, low, high, EVERYONE
                     )
+                    if failed:
+                        break
                     low[0] = own_low[step]
                     high[0] = own_high[step]
                     in_rank_order(guard.rank, low, high, spare)
@@ -116,15 +122,12 @@ def make_one_shot(
                         total = combine(total, unpack(low[r], high[r]))
                     result = pack(total)
                     store(target, vector, count, result[0], result[1])
-            wipe(own, block, epoch, thread)
+            if not failed:
+                wipe(own, block, epoch, thread)
             start += steps * stride
-            first += steps * stride
-            if first < vectors:
-                next_round()
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
-        if thread == 0:
-            st_u32(epoch_at, epoch)
+            if start - thread < vectors:
+                failed = next_round(failed)
+        keep(own, epochs, block, epoch, failed)
 
     return one_shot
 
@@ -152,9 +155,7 @@ def bind(
     """Return the packed launch; see ``Bind`` in ``select.py``."""
     protocol = ONE_SHOT[transport]
     vectors = divide_up(count, element.lanes)
-    most = min(
-        comm.max_blocks // TRANSPORTS[transport].weight, protocol.most(comm.size)
-    )
+    most = most_blocks(comm, transport, protocol)
     grid = min(divide_up(vectors, THREADS), most)
     steps = protocol.needed(vectors, grid, comm.size)
     ragged = is_ragged(source, target, count, element.lanes)

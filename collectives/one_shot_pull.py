@@ -30,15 +30,11 @@ from numba_symm.collectives.workspace import (
     divide_up,
     follow_previous_grid,
     is_ragged,
+    keep,
     layout,
+    resume,
 )
-from numba_symm.device.intrinsics import (
-    ld_u32,
-    ld_v2_u64,
-    st_u32,
-    st_v2_u64,
-    word_of,
-)
+from numba_symm.device.intrinsics import ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.signals import ONE_SHOT_PULL
 from numba_symm.dtypes import Element, Op
@@ -51,7 +47,7 @@ def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any
     at = layout(size).pull
     epochs, flags, slots = at.epochs, at.flags, at.slots
     half_bytes = PULL.rows * ROW
-    tell, told, _ = make_flags(size, ONE_SHOT_PULL)
+    tell, told = make_flags(size, ONE_SHOT_PULL)
 
     def one_shot_pull(
         guard: Any,
@@ -70,20 +66,22 @@ def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any
         block = cuda.blockIdx.x
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
-        epoch_at = own + epochs + 4 * block
-        epoch = word_of(ld_u32(epoch_at))
+        epoch, failed = resume(own, epochs, block)
         own_flags = flags + 4 * size * block
         start = block * share
-        failed = False
         while start < vectors:
             epoch = (epoch + 1) & 0xFFFFFFFF
             half = slots + (2 * block + (epoch & 1)) * half_bytes
             end = min(start + share, vectors)
             for vector in range(start + thread, end, THREADS):
                 slot = own + half + 16 * (vector - start)
-                st_v2_u64(slot, load(source, vector, count))
-            tell(ring, own_flags, guard.rank, epoch)
+                words = load(source, vector, count)
+                if not failed:
+                    st_v2_u64(slot, words)
+            failed = tell(ring, own_flags, guard.rank, epoch, failed)
             failed = told(guard, own + own_flags, block, epoch, failed)
+            if failed:
+                break
             for vector in range(start + thread, end, THREADS):
                 slot = half + 16 * (vector - start)
                 for r in range(size):
@@ -95,10 +93,7 @@ def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any
                 result = pack(total)
                 store(target, vector, count, result[0], result[1])
             start += cuda.gridDim.x * share
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
-        if thread == 0:
-            st_u32(epoch_at, epoch)
+        keep(own, epochs, block, epoch, failed)
 
     return one_shot_pull
 

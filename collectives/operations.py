@@ -60,18 +60,21 @@ class Operation(NamedTuple):
                 "different numbers of ranks; use 'sum' and divide"
             )
 
+    def check_algorithm(self, algorithm: Any) -> None:
+        """Refuse what is not the name of an algorithm."""
+        if not isinstance(algorithm, str) or algorithm not in self.algorithms:
+            known = ", ".join(repr(name) for name in self.algorithms)
+            raise ArgumentError(
+                f"{self.name}: algorithm={algorithm!r} is not known; use {known}, or "
+                "None to have the fastest one chosen"
+            )
+
     def chosen(
         self, algorithm: str | None, nbytes: int, size: int, element: Element
     ) -> str:
         """Return ``algorithm`` if it can do it; choose one for None."""
         if algorithm is None:
             return self.fastest(nbytes, size, element)
-        if algorithm not in self.algorithms:
-            known = ", ".join(repr(name) for name in self.algorithms)
-            raise ArgumentError(
-                f"{self.name}: algorithm={algorithm!r} is not known; use {known}, or "
-                "None to have the fastest one chosen"
-            )
         if algorithm.endswith("sentinel") and not element.floating:
             raise ArgumentError(
                 f"{self.name}: algorithm={algorithm!r} is for floats, which have a "
@@ -256,6 +259,8 @@ REDUCE = _REDUCE._replace(
         for transport in TRANSPORTS
     },
 )
+REDUCE_PART = REDUCE._replace(name="reduce_scatter_v")
+"""One of the reductions that a ``reduce_scatter_v`` is made of."""
 _BROADCAST = _exchange("broadcast", _same_shape, broadcast_signalled.bind)
 BROADCAST = _BROADCAST._replace(
     fastest=_fastest_broadcast,

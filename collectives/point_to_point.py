@@ -1,9 +1,9 @@
 """Sends and receives between two ranks, and groups of calls that go on together."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ Copy = tuple[int, int, int]
 """What a rank sends itself: target, source, bytes."""
 
 Planned = TypeVar("Planned")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Transfers:
@@ -31,6 +33,7 @@ class Transfers:
         receives: from other ranks.
         copies: within this rank.
         words: what the ranks of a collective must agree on.
+        itemsize: bytes of an element, where that is among the words.
     """
 
     def __init__(
@@ -39,11 +42,13 @@ class Transfers:
         receives: Sequence[Message],
         copies: Sequence[Copy] = (),
         words: str = "",
+        itemsize: int = 1,
     ):
         self.sends = tuple(sends)
         self.receives = tuple(receives)
         self.copies = tuple(each for each in copies if each[2] and each[0] != each[1])
         self.words = words
+        self.itemsize = itemsize
         self._enqueue: Enqueue | None = None
 
     def packed(self, comm: Any) -> Enqueue | None:
@@ -71,13 +76,21 @@ class Pending:
         self.receives: list[Message] = []
         self.copies: list[Copy] = []
         self.stream: Stream | None = None
-        self.launches: list[tuple[Enqueue, Stream]] = []
+        self.launches: list[tuple[str, Enqueue, Stream]] = []
         self.kept: list[Any] = []
         self._most = transfer.most_messages(size)
         self._sent, self._received = [0] * size, [0] * size  # by peer
 
-    def add(self, more: Transfers, stream: Stream) -> None:
-        """Add a call's messages.
+    @property
+    def stream_handles(self) -> set[int]:
+        """Handles of all streams that the calls are on."""
+        streams = [stream for *_, stream in self.launches]
+        return {handle for handle, _ in filter(None, [self.stream, *streams])}
+
+    def check(
+        self, more: Transfers, stream: Stream
+    ) -> tuple[Stream, list[int], list[int]]:
+        """Return how many messages each peer has with a call's, and their stream.
 
         Raises:
             ArgumentError: on another stream than those before, or too many.
@@ -89,8 +102,11 @@ class Pending:
                 "not go on together; pass the same stream= to all of them"
             )
         sent = self._counted(self._sent, more.sends)
-        received = self._counted(self._received, more.receives)
-        self._sent, self._received, self.stream = sent, received, stream
+        return stream, sent, self._counted(self._received, more.receives)
+
+    def add(self, more: Transfers, stream: Stream) -> None:
+        """Add a call's messages; raise what :meth:`check` raises."""
+        self.stream, self._sent, self._received = self.check(more, stream)
         self.sends += more.sends
         self.receives += more.receives
         self.copies += more.copies
@@ -106,6 +122,21 @@ class Pending:
                     f"{message.peer}; use several groups, on both ranks alike"
                 )
         return numbers
+
+
+def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
+    """Refuse other threads' calls while one is in this method of a communicator."""
+
+    @wraps(method)
+    def alone(*args: P.args, **options: P.kwargs) -> T:
+        comm: Any = args[0]
+        comm._begin(method.__name__)
+        try:
+            return method(*args, **options)
+        finally:
+            comm._end()
+
+    return alone
 
 
 class PointToPoint:
@@ -135,12 +166,23 @@ class PointToPoint:
     def _stream_for(self, stream: Any, array: ArrayView) -> Stream:
         raise NotImplementedError
 
-    def _transfer(self, transfers: Transfers, stream: Stream, *keep: Any) -> None:
+    def _transfer(
+        self, what: str, transfers: Transfers, stream: Stream, *keep: Any
+    ) -> None:
         raise NotImplementedError
 
-    def _run(self, launch: Enqueue | None, stream: Stream, *keep: Any) -> None:
+    def _run(
+        self, what: str, launch: Enqueue | None, stream: Stream, *keep: Any
+    ) -> None:
         raise NotImplementedError
 
+    def _alone(self, what: str) -> AbstractContextManager[None]:
+        raise NotImplementedError
+
+    def _give_up(self, error: BaseException, what: str, *stream_handles: int) -> None:
+        raise NotImplementedError
+
+    @by_one_thread
     def send(self, x: Any, dst: int, stream: Any = None) -> None:
         """Send ``x`` to rank ``dst``, which calls :meth:`recv`. Asynchronous.
 
@@ -162,8 +204,9 @@ class PointToPoint:
         dst = self._check_other(dst, "send: dst")
         given = arrays.view(x, "send")
         transfers = self._planned(_sent, given, dst)
-        self._transfer(transfers, self._stream_for(stream, given), x)
+        self._transfer("send", transfers, self._stream_for(stream, given), x)
 
+    @by_one_thread
     def recv(self, out: Any, src: int, stream: Any = None) -> Any:
         """Receive into ``out`` what rank ``src`` sends by :meth:`send`. Asynchronous.
 
@@ -183,9 +226,10 @@ class PointToPoint:
         src = self._check_other(src, "recv: src")
         taken = arrays.view(out, "recv: out")
         transfers = self._planned(_received, taken, src)
-        self._transfer(transfers, self._stream_for(stream, taken), out)
+        self._transfer("recv", transfers, self._stream_for(stream, taken), out)
         return out
 
+    @by_one_thread
     def sendrecv(
         self, x: Any, dst: int | None, out: Any, src: int | None, stream: Any = None
     ) -> Any:
@@ -196,9 +240,11 @@ class PointToPoint:
 
         Args:
             x: as for :meth:`send`.
-            dst: the rank to send to, this one included; None: to nobody.
+            dst: the rank to send to, this one included; None, where MPI has
+                PROC_NULL: to nobody.
             out: as for :meth:`recv`; apart from x.
-            src: the rank to receive from, this one included; None: from nobody.
+            src: the rank to receive from, this one included; None, where MPI has
+                PROC_NULL: from nobody.
             stream: as for :meth:`all_reduce`; None takes the one of ``x``.
 
         Returns:
@@ -209,13 +255,14 @@ class PointToPoint:
         """
         self._check_open()
         if dst is not None:
-            dst = check_rank(dst, self.size, "sendrecv: dst")
+            dst = check_rank(dst, self.size, "sendrecv: dst", _OR_NOBODY)
         if src is not None:
-            src = check_rank(src, self.size, "sendrecv: src")
+            src = check_rank(src, self.size, "sendrecv: src", _OR_NOBODY)
         given = arrays.view(x, "sendrecv")
         taken = arrays.view(out, "sendrecv: out")
         transfers = self._planned(_exchanged, given, dst, taken, src)
-        self._transfer(transfers, self._stream_for(stream, given), x, out)
+        chosen = self._stream_for(stream, given)
+        self._transfer("sendrecv", transfers, chosen, x, out)
         return out
 
     @contextmanager
@@ -238,22 +285,30 @@ class PointToPoint:
                 or too many between two ranks (16 with 8 ranks, 64 with 2).
             CollectiveError, ClosedError: as for any call.
         """
-        self.check()
-        self.refuse_in_group("group")
-        pending = self._pending = Pending(self.size)
-        try:
-            yield
-        finally:
-            self._pending = None
-        self.check()
+        with self._alone("group"):
+            self.check()
+            self.refuse_in_group("group")
+            pending = self._pending = Pending(self.size)
+            try:
+                yield
+            finally:
+                self._pending = None
+            self.check()
+            try:
+                self._start(pending)
+            except BaseException as error:
+                self._give_up(error, "group", *pending.stream_handles)
+                raise
+
+    def _start(self, pending: Pending) -> None:
         if pending.stream is not None:
             transfers = self._planned(
                 *(_grouped, tuple(pending.sends), tuple(pending.receives)),
                 tuple(pending.copies),
             )
-            self._transfer(transfers, pending.stream)
-        for launch, stream in pending.launches:
-            self._run(launch, stream)
+            self._transfer("group", transfers, pending.stream)
+        for what, launch, stream in pending.launches:
+            self._run(what, launch, stream)
 
     def refuse_in_group(self, what: str) -> None:
         """Refuse what makes no sense before a group's calls have started."""
@@ -310,11 +365,22 @@ def _grouped(
     return Transfers(sends, receives, copies)
 
 
-def check_rank(rank: Any, size: int, what: str) -> int:
+_OR_NOBODY = ", or None, not MPI.PROC_NULL, for nobody"
+
+
+def check_rank(rank: Any, size: int, what: str, also: str = "") -> int:
     """Return a rank as a plain integer, or refuse what is none."""
     if not is_integer(rank) or not 0 <= rank < size:
-        raise ArgumentError(f"{what}={rank!r}; give a rank from 0 to {size - 1}")
+        raise ArgumentError(f"{what}={rank!r}; give a rank from 0 to {size - 1}{also}")
     return int(rank)
+
+
+def second_thread(what: str) -> ArgumentError:
+    """Return the error of a call amid another thread's."""
+    return ArgumentError(
+        f"{what}: expected one thread at a time in the calls of a communicator, got a "
+        "second one; give each thread its own communicator, made by dup()"
+    )
 
 
 def is_integer(number: Any) -> bool:

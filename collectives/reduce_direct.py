@@ -136,4 +136,4 @@ def bind(
         *(source, target, count, vectors, share, root),
     )
     rest = reduce_signalled.bind(*args, left_over=True)
-    return direct.bind(comm, REDUCE_DIRECT, call, inputs, outputs, move, rest)
+    return direct.bind(comm, REDUCE_DIRECT, call, (inputs, outputs), move, rest)

@@ -51,15 +51,11 @@ from numba_symm.collectives.workspace import (
     divide_up,
     follow_previous_grid,
     is_ragged,
+    keep,
     layout,
+    resume,
 )
-from numba_symm.device.intrinsics import (
-    ld_u32,
-    ld_v2_u64,
-    st_u32,
-    st_v2_u64,
-    word_of,
-)
+from numba_symm.device.intrinsics import ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.signals import REDUCE_DIRECT, REDUCE_SIGNALLED
 from numba_symm.dtypes import Element, Op
@@ -71,7 +67,7 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes, Output.AT_ROOT)
-    tell, told, _ = make_flags(size, REDUCE_SIGNALLED)
+    tell, told = make_flags(size, REDUCE_SIGNALLED)
     left = make_left(size, REDUCE_DIRECT)
     at = layout(size).two_shot_signalled
     epochs, flags = at.epochs, at.flags
@@ -110,12 +106,10 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
         rank = guard.rank
         root = others - 1 - number  # its place in the ring
         stride = cuda.gridDim.x * height * THREADS
-        epoch_at = own + epochs + 4 * block
-        before = word_of(ld_u32(epoch_at))
+        before, failed = resume(own, epochs, block)
         first = block * height * THREADS + thread
         mine = number * share
         flag = flags + 4 * size * block
-        failed = False
         for turn in range(chunks + 2):
             epoch = (before + turn + 1) & 0xFFFFFFFF
             if turn < chunks:
@@ -131,13 +125,16 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
                         owner, at = (number + 1 + k) % size, vector + step * THREADS
-                        if step < height and at < share and owner < others:
+                        inside = step < height and at < share and owner < others
+                        if inside and not failed:
                             # The sender is its k-th neighbour's (n - 2 - k)-th.
                             to = ring[k] + slot + (others - 1 - k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
             if turn >= 1:
                 last = (before + turn) & 0xFFFFFFFF
                 failed = told(guard, own + flag, block, last, failed)
+                if failed:
+                    break
             if 1 <= turn <= chunks and number < others:
                 here = own + place(block, before, turn - 1) + VECTOR * thread
                 slot = place(block, before, turn - 1) + VECTOR * thread
@@ -181,11 +178,10 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
                         if step < height and at < share:
                             store(target, k * share + at, count, low[i], high[i])
             if turn <= chunks:
-                tell(ring, flag, rank, epoch)
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
-        if thread == 0:
-            st_u32(epoch_at, after(before, chunks, 2))
+                failed = tell(ring, flag, rank, epoch, failed)
+                if failed:
+                    break
+        keep(own, epochs, block, after(before, chunks, 2), failed)
 
     return reduce_signalled
 
@@ -219,7 +215,7 @@ def bind(
         if one_chunk and not left_over:
             return exchange_signalled.bind(EXCHANGES["reduce"], *args, root)
         # Of more chunks, links in use both ways take less time.
-        return two_shot_signalled.bind(*args, left_over)
+        return two_shot_signalled.bind(*args, REDUCE_DIRECT if left_over else 0)
     owners = comm.size - 1
     share = shard(vectors, owners)
     grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)

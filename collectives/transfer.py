@@ -41,7 +41,9 @@ from numba_symm.collectives.workspace import (
     channels_of,
     divide_up,
     follow_previous_grid,
+    keep,
     layout,
+    resume,
     transfer_rows,
 )
 from numba_symm.device.intrinsics import (
@@ -50,14 +52,13 @@ from numba_symm.device.intrinsics import (
     globaltimer,
     ld_acquire_sys_u64,
     ld_relaxed_sys_u64,
-    ld_u32,
     ld_v2_u64,
     poll_pause,
     st_relaxed_sys_u32,
     st_relaxed_sys_u64,
-    st_u32,
     st_v2_u64,
     syncthreads,
+    syncthreads_or,
     thread_index,
     word_of,
 )
@@ -191,9 +192,8 @@ def make_transfer(
         slot = receiver + slots + DEPTH * slot_bytes * lane
         lane, sender = (lane_here, own) if sending else (lane_there, there)
         credit = sender + credits_at + 4 * lane
-        epoch_at = own + epochs + 4 * block
-        epoch = word_of(ld_u32(epoch_at))
-        failed = False
+        epoch, failed = resume(own, epochs, block)
+        stopped = False  # the whole block
         for message in range(messages):
             address = 0
             nbytes = ABSENT
@@ -210,7 +210,7 @@ def make_transfer(
             # An empty one is a piece, too: the receiver may expect another.
             end = 1 if nbytes == 0 else vectors
             size_word = word_of((nbytes & _LOW_HALF) << 32)
-            while first < end:
+            while first < end and not stopped:
                 epoch = (epoch + 1) & _LOW_HALF
                 record = wait_record(TRANSFER, rank, peer, channel, epoch)
                 flag_now = flag + 8 * (epoch % DEPTH)
@@ -227,7 +227,9 @@ def make_transfer(
                             record = wait_record(TRANSFER_MISMATCH, rank, peer, 0, 0)
                             fail(guard, record)
                 # What one thread has waited for, the whole block may use.
-                syncthreads()
+                stopped = syncthreads_or(failed)
+                if stopped:
+                    break
                 for row in range(0, piece_rows, batch):
                     for i in range(batch):
                         vector = first + (row + i) * THREADS + thread
@@ -250,10 +252,7 @@ def make_transfer(
                 else:
                     give_credit(credit, epoch)
                 first += whole_row * piece_rows
-        # All threads have read the count before it changes.
-        cuda.syncthreads()
-        if thread == 0:
-            st_u32(epoch_at, epoch)
+        keep(own, epochs, block, epoch, failed)
 
     return transfer
 

@@ -19,7 +19,12 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives import workspace
-from numba_symm.collectives.mailboxes import EVERYONE, TRANSPORTS, make_mailboxes
+from numba_symm.collectives.mailboxes import (
+    EVERYONE,
+    TRANSPORTS,
+    make_mailboxes,
+    most_blocks,
+)
 from numba_symm.collectives.ring import make_in_rank_order
 from numba_symm.collectives.workspace import (
     ADDRESS,
@@ -29,9 +34,10 @@ from numba_symm.collectives.workspace import (
     divide_up,
     follow_previous_grid,
     is_ragged,
+    keep,
     layout,
+    resume,
 )
-from numba_symm.device.intrinsics import ld_u32, st_u32, word_of
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.signals import (
     TWO_SHOT_LL,
@@ -85,12 +91,10 @@ def make_two_shot(
         high = cuda.local.array(held, types.int64)
         spare = cuda.local.array(size, types.int64)
         stride = cuda.gridDim.x * THREADS
-        epoch_at = own + epochs + 4 * block
-        epoch = word_of(ld_u32(epoch_at))
+        epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
-        first = block * THREADS
-        failed = False
-        while first < share:
+        # As long as the block's first thread has a vector: the block meets in between.
+        while start - thread < share:
             epoch = next_epoch(epoch)
             for group in range(0, steps, batch):
                 for step in range(batch):
@@ -101,7 +105,7 @@ def make_two_shot(
                             at = step * others + k
                             low[at], high[at] = load(source, r * share + vector, count)
                 for step in range(batch):
-                    if start + (group + step) * stride < share:
+                    if start + (group + step) * stride < share and not failed:
                         boxes = box(block, epoch, SCATTER, 0, group + step, thread)
                         for k in range(others):
                             at = step * others + k
@@ -115,6 +119,8 @@ def make_two_shot(
                     failed = not receive(
                         guard, boxes, epoch, block, low, high, EVERYONE
                     )
+                    if failed:
+                        break
                     in_rank_order(guard.rank, low, high, spare)
                     total = unpack(low[0], high[0])
                     for r in range(1, size):
@@ -132,19 +138,18 @@ def make_two_shot(
                     failed = not receive(
                         guard, boxes, epoch, block, low, high, EVERYONE
                     )
+                    if failed:
+                        break
                     if target != 0:
                         for k in range(others):
                             at = (guard.rank + 1 + k) % size * share + vector
                             store(target, at, count, low[k + 1], high[k + 1])
-            wipe(own, block, epoch, thread)
+            if not failed:
+                wipe(own, block, epoch, thread)
             start += steps * stride
-            first += steps * stride
-            if first < share:
-                next_round()
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
-        if thread == 0:
-            st_u32(epoch_at, epoch)
+            if start - thread < share:
+                failed = next_round(failed)
+        keep(own, epochs, block, epoch, failed)
 
     return two_shot
 
@@ -178,9 +183,7 @@ def bind(
     protocol = TWO_SHOT[transport]
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size)
-    most = min(
-        comm.max_blocks // TRANSPORTS[transport].weight, protocol.most(comm.size)
-    )
+    most = most_blocks(comm, transport, protocol)
     grid = min(divide_up(share, THREADS), most)
     steps = protocol.needed(share, grid, comm.size)
     ragged = share * comm.size != vectors or is_ragged(

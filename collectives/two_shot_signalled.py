@@ -17,7 +17,8 @@ call's first chunk goes into the half that follows from its first epoch, of whic
 rank has read everything by then; anything else is written after all have told that they
 are in this call, and so have left the one before. Here a call ends before a rank knows
 that the others have read the last chunk's results; the next one begins in the other
-half.
+half. The flags of results have epochs of their own: the other kernels raise none of
+them, and a flag 2**31 epochs old would seem to be ahead.
 
 Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
 rank without an output, in a reduction to one rank, stores nothing.
@@ -38,6 +39,7 @@ from numba_symm.collectives.workspace import (
     ADDRESS,
     LOADS,
     MAX_BLOCKS,
+    MOST_BLOCKS,
     ROW,
     SIGNALLED,
     THREADS,
@@ -45,7 +47,9 @@ from numba_symm.collectives.workspace import (
     divide_up,
     follow_previous_grid,
     is_ragged,
+    keep,
     layout,
+    resume,
 )
 from numba_symm.device.intrinsics import (
     device_function,
@@ -53,10 +57,9 @@ from numba_symm.device.intrinsics import (
     ld_v2_u64,
     st_u32,
     st_v2_u64,
-    word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import REDUCE_DIRECT, TWO_SHOT_SIGNALLED
+from numba_symm.device.signals import TWO_SHOT_SIGNALLED
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
@@ -64,7 +67,7 @@ SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags tells
 
 
 def make_two_shot_signalled(
-    size: int, element: Element, op: Op, ragged: bool, left_over: bool
+    size: int, element: Element, op: Op, ragged: bool, left_over: int
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
@@ -88,9 +91,9 @@ def make_two_shot_signalled(
     def flag_place(block: int, which: int) -> int:
         return flags + which * flag_set + 4 * size * block
 
-    tell, told, renew = make_flags(size, TWO_SHOT_SIGNALLED)
+    tell, told = make_flags(size, TWO_SHOT_SIGNALLED)
     in_rank_order = make_in_rank_order(size)
-    left = make_left(size, REDUCE_DIRECT)
+    left = make_left(size, left_over)
 
     def two_shot_signalled(
         guard: Any,
@@ -106,7 +109,7 @@ def make_two_shot_signalled(
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if left_over and not left(guard, ring, own, block):
+        if left_over != 0 and not left(guard, ring, own, block):
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -114,17 +117,20 @@ def make_two_shot_signalled(
         own_high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
         stride = cuda.gridDim.x * rows * THREADS
-        epoch_at = own + epochs + 4 * block
-        before = word_of(ld_u32(epoch_at))
+        before, failed = resume(own, epochs, block)
+        results_at = own + epochs + 4 * (MOST_BLOCKS + block)
+        results_before = ld_u32(results_at)
         first = block * rows * THREADS + thread
-        failed = False
         # In each turn: results of the chunk before last, the next one's input, and the
         # reduction of the last one that was sent. The order is what the halves rest on.
         for turn in range(chunks + 2):
             if turn >= 2:
-                epoch = (before + turn - 1) & 0xFFFFFFFF
+                epoch = (results_before + turn - 1) & 0xFFFFFFFF
                 flag = own + flag_place(block, REDUCED)
                 failed = told(guard, flag, block, epoch, failed)
+                if failed:
+                    break
+                epoch = (before + turn - 1) & 0xFFFFFFFF
                 slot = own + place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (turn - 2) * stride
                 for row in range(0, rows, batch):
@@ -143,6 +149,8 @@ def make_two_shot_signalled(
                 epoch = (before + turn) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
                 failed = told(guard, flag, block, epoch, failed)
+                if failed:
+                    break
             if turn < chunks:
                 epoch = (before + turn + 1) & 0xFFFFFFFF
                 slot = place(block, epoch, SCATTERED) + VECTOR * thread
@@ -155,20 +163,21 @@ def make_two_shot_signalled(
                             low[i], high[i] = load(source, at, count)
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
-                        if vector + step * THREADS < share:
+                        if vector + step * THREADS < share and not failed:
                             # The sender is its k-th neighbour's (n - 2 - k)-th.
                             there = slot + (others - 1 - k) * rank_stride
                             words = low[i], high[i]
                             st_v2_u64(ring[k] + there + step * ROW, words)
-                if turn == 0:
-                    # The other kernels do not raise these: 2**31 epochs later they
-                    # would seem to be ahead. Awaited below after this turn's flags.
-                    renew(ring, flag_place(block, REDUCED), guard.rank, before)
-                tell(ring, flag_place(block, SCATTERED), guard.rank, epoch)
+                flag = flag_place(block, SCATTERED)
+                failed = tell(ring, flag, guard.rank, epoch, failed)
+                if failed:
+                    break
             if 1 <= turn <= chunks:
                 epoch = (before + turn) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
                 failed = told(guard, flag, block, epoch, failed)
+                if failed:
+                    break
                 here = own + place(block, epoch, SCATTERED) + VECTOR * thread
                 slot = place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (turn - 1) * stride
@@ -200,18 +209,19 @@ def make_two_shot_signalled(
                             if target != 0:
                                 at += mine
                                 store(target, at, count, result[0], result[1])
-                tell(ring, flag_place(block, REDUCED), guard.rank, epoch)
-        # All threads have read the epoch before it changes.
-        cuda.syncthreads()
+                epoch = (results_before + turn) & 0xFFFFFFFF
+                flag = flag_place(block, REDUCED)
+                tell(ring, flag, guard.rank, epoch, failed)
+        keep(own, epochs, block, (before + chunks) & 0xFFFFFFFF, failed)
         if thread == 0:
-            st_u32(epoch_at, (before + chunks) & 0xFFFFFFFF)
+            st_u32(results_at, (results_before + chunks) & 0xFFFFFFFF)
 
     return two_shot_signalled
 
 
 @functools.cache
 def kernel(
-    size: int, element: Element, op: Op, ragged: bool, left_over: bool = False
+    size: int, element: Element, op: Op, ragged: bool, left_over: int = 0
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, left_over)
@@ -226,11 +236,12 @@ def bind(
     count: int,
     element: Element,
     op: Op,
-    left_over: bool = False,
+    left_over: int = 0,
 ) -> Launch:
     """Return the packed launch; see ``Bind`` in ``select.py``.
 
-    ``left_over``: it follows ``reduce_direct``, and does what that one has not done.
+    ``left_over``: it is the third launch of this operation between the ranks' own
+    arrays (``direct.py``), and does what the second has not done; 0: it is not.
     """
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size)

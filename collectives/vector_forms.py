@@ -5,7 +5,7 @@ Counts and displacements are MPI's: in elements of the flattened arrays.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from numba_symm import arrays
@@ -21,6 +21,7 @@ from numba_symm.collectives.point_to_point import (
 )
 from numba_symm.collectives.transfer import Message
 from numba_symm.errors import ArgumentError
+from numba_symm.launch.exchange import StoreExchange
 
 Counts = Sequence[int]
 
@@ -29,6 +30,45 @@ Table = tuple[tuple[int, ...], tuple[int, ...] | None]
 
 Place = tuple[int, int]
 """Where a rank's part begins, and how long it is, in elements."""
+
+
+_COUNTS = {
+    "gather_v": ("x.size", "counts[{}]"),
+    "scatter": ("x.size // size", "out.size"),
+    "scatter_v": ("counts[{}]", "out.size"),
+    "all_to_all_v": ("send_counts[{}]", "recv_counts[{}]"),
+}
+"""What says how much a rank sends to another, and how much that one expects of it."""
+
+_NAMED = 4  # pairs of ranks, in an error
+
+
+def agree_on_counts(exchange: StoreExchange, what: str, transfers: Transfers) -> None:
+    """Check that every rank expects of every other what that one sends. Collective.
+
+    Raises:
+        ArgumentError: on all ranks, with who passed what.
+    """
+    if what not in _COUNTS:  # the ranks have agreed on all counts
+        return
+    sends, receives = (
+        {message.peer: message.nbytes // transfers.itemsize for message in messages}
+        for messages in (transfers.sends, transfers.receives)
+    )
+    everyone = exchange.all_gather((sends, receives), f"{what}: counts")
+    sent_as, expected_as = _COUNTS[what]
+    wrong = [
+        f"rank {rank} sends {sent} elements ({sent_as.format(peer)}) to rank {peer}, "
+        f"which expects {everyone[peer][1][rank]} ({expected_as.format(rank)})"
+        for rank, (sends, _) in enumerate(everyone)
+        for peer, sent in sends.items()
+        if sent != everyone[peer][1][rank]
+    ]
+    if wrong:
+        more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+        raise ArgumentError(
+            f"{what}: {'; '.join(wrong[:_NAMED])}{more}; pass counts that agree"
+        )
 
 
 class Piece:
@@ -115,7 +155,7 @@ class VectorForms(PointToPoint):
             x: a device array in C order. In place on root: ``out[root]``.
             root: the rank that gets all.
             out: on root: where to, an array of shape ``(size, *x.shape)``; None: a new
-                array of ordinary device memory. On other ranks: None.
+                array of ordinary device memory. Elsewhere ignored, as in MPI.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -144,7 +184,7 @@ class VectorForms(PointToPoint):
             counts: on root: how many elements each rank's x has. Elsewhere ignored.
             displs: on root: where in ``out`` each begins; None: one after another.
             root: the rank that gets all.
-            out: on root: where to; None: a new array of one axis. Elsewhere None.
+            out: on root: where to; None: a new array of one axis. Elsewhere ignored.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -172,7 +212,6 @@ class VectorForms(PointToPoint):
             even = what == "gather"
             table = None if even else self._table(counts, displs, f"{what}: counts")
             return self._formed(_GATHER, what, x, out, stream, root, table)
-        _refuse_output(out, what, root)
         source = arrays.view(x, what)
         transfers = self._planned(_contributed, what, source, root)
         return Call(transfers, self._stream_for(stream, source), (x,), None)
@@ -378,18 +417,22 @@ def _gathered(
     _gathered_shape(comm, what, x, root, table)
     places = places_of(table or ((x.size,) * comm.size, None))
     out = _output(comm, out, x, what)
-    _check_room(out, places, f"{what}: out", exact=table is None)
+    if table is None:
+        _check_even(out, comm.size * x.size, x, what)
+    else:
+        _check_room(out, places, f"{what}: out")
     pieces = [Piece(out, *place) for place in places]
     copies = _own_piece(pieces[root], x, out, what)
     words = _contribution(what, x, root)
-    return Transfers([], _messages(pieces, root), copies, words)
+    return Transfers([], _messages(pieces, root), copies, words, x.dtype.itemsize)
 
 
 def _contributed(comm: VectorForms, what: str, x: ArrayView, root: int) -> Transfers:
     """Return what another rank than the root sends in a gather."""
     x = comm._flat(x, what)
     words = _contribution(what, x, root)
-    return Transfers([Message(root, x.address, x.nbytes)], [], words=words)
+    sends = [Message(root, x.address, x.nbytes)]
+    return Transfers(sends, [], (), words, x.dtype.itemsize)
 
 
 def _contribution(what: str, x: ArrayView, root: int) -> str:
@@ -420,18 +463,23 @@ def _scattered(
     _scattered_shape(comm, what, x, root, table)
     places = places_of(table or ((x.size // comm.size,) * comm.size, None))
     out = _output(comm, out, x, what)
-    check_length(out, places[root][1], f"{what}: out", f"counts[{root}]")
+    if table is None:
+        _check_even(out, x.size // comm.size, x, what)
+    else:
+        check_length(out, places[root][1], f"{what}: out", f"counts[{root}]")
     pieces = [Piece(x, *place) for place in places]
     own = _own_piece(pieces[root], out, x, what)
     copies = [(there, here, nbytes) for here, there, nbytes in own]
-    return Transfers(_messages(pieces, root), [], copies, f"root {root}")
+    words = f"{x.dtype.name}, root {root}"
+    return Transfers(_messages(pieces, root), [], copies, words, x.dtype.itemsize)
 
 
 def _taken(comm: VectorForms, what: str, out: ArrayView, root: int) -> Transfers:
     """Return what another rank than the root receives in a scatter."""
     out = comm._flat(out, f"{what}: out", written=True)
-    message = Message(root, out.address, out.nbytes)
-    return Transfers([], [message], words=f"root {root}")
+    receives = [Message(root, out.address, out.nbytes)]
+    words = f"{out.dtype.name}, root {root}"
+    return Transfers([], receives, (), words, out.dtype.itemsize)
 
 
 def _all_gathered_shape(
@@ -498,6 +546,7 @@ def _exchanged(
         _messages(incoming, comm.rank),
         [(into.address, own.address, own.nbytes)],
         x.dtype.name,
+        x.dtype.itemsize,
     )
 
 
@@ -544,7 +593,10 @@ def places_of(table: Table) -> list[Place]:
 
 
 def _integers(given: Counts, size: int, what: str) -> tuple[int, ...]:
-    found = tuple(given) if isinstance(given, Iterable) else ()
+    try:
+        found = tuple(given)
+    except Exception:  # whatever an object's own method raises
+        found = ()
     integers = len(found) == size and all(map(is_integer, found))
     if not integers or min(found) < 0:
         raise ArgumentError(
@@ -583,14 +635,6 @@ def _own_piece(
     return [(piece.address, alone.address, piece.nbytes)]
 
 
-def _refuse_output(out: Any, what: str, root: int) -> None:
-    if out is not None:
-        raise ArgumentError(
-            f"{what}: out is given, and only rank {root}, the root, gets a result; "
-            "pass out=None on the others"
-        )
-
-
 def check_type(target: ArrayView, source: ArrayView, what: str) -> None:
     """Refuse arrays of two types."""
     if target.dtype != source.dtype:
@@ -614,11 +658,18 @@ def _refuse_overlap(places: list[Place], what: str) -> None:
             raise ArgumentError(f"{what}: the parts of two ranks overlap in out")
 
 
-def _check_room(
-    view: ArrayView, places: list[Place], what: str, exact: bool = False
-) -> None:
-    """Refuse an array that is too small or, if asked, too large."""
-    if view.size < _end(places) or (exact and view.size > _end(places)):
+def _check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
+    """Refuse an output of another size than follows from x and the ranks."""
+    if out.size != count:
+        raise ArgumentError(
+            f"{what}: expected out of {count} elements, as x has {x.size}, got "
+            f"{out.size}; pass such an array, or None for a new one"
+        )
+
+
+def _check_room(view: ArrayView, places: list[Place], what: str) -> None:
+    """Refuse an array that is too small."""
+    if view.size < _end(places):
         raise ArgumentError(
             f"{what} has {view.size} elements, and counts and displacements reach to "
             f"{_end(places)}"

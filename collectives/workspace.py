@@ -17,6 +17,13 @@ from numba_symm.device.intrinsics import (
     device_function,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
+    ld_relaxed_sys_u64,
+    ld_u32,
+    st_relaxed_sys_u64,
+    st_u32,
+    syncthreads_or,
+    thread_index_x,
+    word_of,
 )
 from numba_symm.environment import SIMULATED
 from numba_symm.kernels import GUARD, Kernel, Launch
@@ -28,6 +35,9 @@ threads are operating-system threads; a few show every race."""
 
 MAX_BLOCKS = 4 if SIMULATED else 256
 """Most blocks of one call; an agreed grid may be smaller on small GPUs."""
+
+MOST_BLOCKS = max(MAX_BLOCKS, 64)
+"""Most blocks of one launch: messages take two for each other rank at least."""
 
 BLOCK_REGISTERS = 64 * THREADS
 """Registers of a block, most kernels' share; their number limits how many blocks a
@@ -51,7 +61,8 @@ class Region:
 
     Attributes:
         epochs: one uint32 a block, written by its own rank only: how many rounds the
-            block has finished.
+            block has finished. After those of all blocks come a second set, for a
+            protocol that counts twice.
         flags: what peers tell this rank's blocks, two uint32 for each block and rank.
         slots: what peers put here, or the rank for its peers or for itself.
         end: where the slots end.
@@ -65,11 +76,14 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each protocol's state lies in a workspace of ``size`` ranks."""
+    """Where each protocol's state lies in a workspace of ``size`` ranks.
+
+    Before all of them is one uint64 for each block of any call: not 0 once the rank has
+    failed.
+    """
 
     size: int
     barrier: Region
-    agreement: Region
     direct: Region
     pull: Region
     one_shot_sentinel: Region
@@ -204,7 +218,6 @@ def layout(size: int) -> Layout:
 
     slots = {
         "barrier": 0,
-        "agreement": 8 * size,
         "direct": 5 * VECTOR * (size - 1),
         "pull": PULL.most(size) * 2 * PULL.rows * ROW,
         **{f"one_shot_{name}": taken(each, 1) for name, each in ONE_SHOT.items()},
@@ -212,7 +225,7 @@ def layout(size: int) -> Layout:
         "two_shot_signalled": taken(SIGNALLED, 2),
     }
     regions: dict[str, Any] = {}
-    end = 0
+    end = _lines(8 * MOST_BLOCKS)
     for name, nbytes in slots.items():
         regions[name] = _region(end, size, nbytes)
         end = regions[name].end
@@ -227,7 +240,7 @@ def layout(size: int) -> Layout:
 
 def _region(start: int, size: int, nbytes: int) -> Region:
     epochs = start
-    flags = epochs + _lines(4 * max(MAX_BLOCKS, 2 * size))
+    flags = epochs + _lines(4 * 2 * MOST_BLOCKS)
     slots = flags + _lines(2 * 4 * MAX_BLOCKS * size)
     return Region(epochs, flags, slots, slots + _lines(nbytes))
 
@@ -283,6 +296,40 @@ def follow_previous_grid(early: bool) -> None:
     griddepcontrol_wait()
     if early:
         griddepcontrol_launch_dependents()
+
+
+@device_function
+def resume(own: int, epochs: int, block: int) -> Any:
+    """Return the epoch that a block's last call has kept, and whether the rank failed.
+
+    Once a block of any call has failed, the rank's later launches store nothing that a
+    peer may read, and no result. A thread that begins late may find what another block
+    of its own launch has found, and its own block's other threads have not: the block
+    has to agree before a branch that it must take together.
+    """
+    failed = ld_relaxed_sys_u64(own + 8 * block) != 0
+    return word_of(ld_u32(own + epochs + 4 * block)), failed
+
+
+@device_function
+def keep(own: int, epochs: int, block: int, epoch: int, failed: bool) -> None:
+    """Keep a block's epoch for its next call, and that the rank failed if it has.
+
+    The whole block calls it, at the end of a call.
+    """
+    # All threads have resumed before the epoch changes.
+    keep_agreed(own, epochs, block, epoch, syncthreads_or(failed))
+
+
+@device_function
+def keep_agreed(own: int, epochs: int, block: int, epoch: int, failed: bool) -> None:
+    """Do as ``keep`` where ``failed`` is the same in a block that has met since."""
+    thread = thread_index_x()
+    if failed:
+        for i in range(MOST_BLOCKS // THREADS):
+            st_relaxed_sys_u64(own + 8 * (thread + i * THREADS), 1)
+    if thread == 0:
+        st_u32(own + epochs + 4 * block, epoch)
 
 
 def is_ragged(source: int, target: int, count: int, per_vector: int) -> bool:

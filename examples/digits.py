@@ -1,11 +1,11 @@
-"""Learn to read handwritten digits on several GPUs at once.
+"""Train a classifier of handwritten digits on several GPUs.
 
     numba-symm run -n 4 examples/digits.py
 
-Every rank holds an equal share of the training images, and so knows a part of the
-gradient. One ``all_reduce`` per step adds the parts up, in place, in symmetric
-memory; then all ranks take the same step. This is data-parallel training, here of
-softmax regression with momentum.
+This is data-parallel training of softmax regression with momentum. Each rank computes
+the gradient of its share of the training images. In each step, one ``all_reduce`` sums
+the gradients, in place, in symmetric memory. Every rank then updates its weights by
+the same sum.
 """
 
 import sys
@@ -24,12 +24,15 @@ STEPS = 100
 RATE = 0.5
 MOMENTUM = 0.9
 TEST_IMAGES = 360  # of 1797
-ACCURACY = 0.9  # at least
-TOLERANCE = 1e-4  # the ranks add in another order; 1.2e-6 was measured on 4
+ACCURACY = 0.9  # the least that passes
+TOLERANCE = 1e-4  # the order of additions differs; 1.2e-6 was measured on 4 ranks
 
 
 def load():
-    """Return images (one a row, with a 1 for the bias) and labels: train, test."""
+    """Return training images and labels, then those of the test.
+
+    Each row is an image, with a 1 for the bias.
+    """
     digits = load_digits()
     ones = np.ones((len(digits.data), 1))
     images = np.hstack([digits.data / 16, ones]).astype(np.float32)
@@ -39,7 +42,7 @@ def load():
 
 
 def gradient(weights, images, labels, total):
-    """Return these images' part of the gradient of the mean loss over ``total``."""
+    """Return these images' term in the gradient of the mean loss over ``total``."""
     scores = images @ weights
     errors = np.exp(scores - scores.max(axis=1, keepdims=True))
     errors /= errors.sum(axis=1, keepdims=True)
@@ -68,7 +71,7 @@ def train_together(comm, images, labels):
         part = gradient(weights, images, labels, total)
         summed.copy_to_device(part.ravel())
         comm.all_reduce(summed, out=summed)
-        comm.synchronize()  # raises if a rank did not arrive
+        comm.synchronize()  # raises if a rank did not make the call
         return summed.copy_to_host().reshape(part.shape)
 
     steps = track(range(STEPS), "Training", disable=comm.rank != 0)

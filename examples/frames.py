@@ -1,12 +1,14 @@
-"""One process draws frames on the GPU, two others read them where they lie.
+"""Share frames between processes: one draws them on the GPU, two others read them.
 
     python examples/frames.py
 
-The producer sends names, not pixels: ``share`` gives a handle for each frame, and
-each consumer opens it, which maps the producer's memory and orders the consumer's
-kernel after the producer's. A frame's memory goes back to the producer once both are
-done with it, although the producer forgot it long before. No frame is copied; only
-Numba's simulator, which this runs in without a GPU, copies each into shared memory.
+The producer sends handles, not pixels. ``share`` returns a handle for each frame.
+``open_shared`` maps the frame's memory in a consumer and orders the consumer's kernel
+after the producer's. The memory of a frame is freed when both consumers have closed it,
+although the producer has dropped its own reference before.
+
+No frame is copied. Only in Numba's simulator, without a GPU, ``share`` copies each
+frame into shared memory.
 """
 
 import multiprocessing
@@ -26,8 +28,8 @@ config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the frames are small on purpose
 
 FRAMES = 24
 ROWS, COLUMNS = 32, 48
-THREADS = 32  # one a row
-IN_FLIGHT = 4  # frames that a consumer may be behind
+THREADS = 32  # one for each row
+IN_FLIGHT = 4  # the most frames that wait for a consumer
 BRIGHT = 128
 DEADLINE = 120  # seconds
 
@@ -68,7 +70,7 @@ READERS = {"brightness": add_up, "bright pixels": count_bright}
 
 
 def expected(reader, number):
-    """Return what a reader finds in a frame, by NumPy."""
+    """Return a reader's result for a frame, computed by NumPy."""
     row, column = np.mgrid[:ROWS, :COLUMNS]
     frame = (7 * row + 3 * column + 11 * number) % 256
     return int((frame if reader == "brightness" else frame >= BRIGHT).sum())
@@ -83,26 +85,26 @@ def produce(feeds, facts):
         draw[1, THREADS, stream.core](frame, number)
         handle = ns.share(frame, opens=len(feeds), stream=stream)
         for feed in feeds:
-            feed.put(handle)  # waits while this consumer is far behind
+            feed.put(handle)  # blocks while IN_FLIGHT frames wait for the consumer
         most = max(most, ns.sharing.stats().counters)
     for feed in feeds:
         feed.put(None)
     del frame
-    while ns.sharing.stats().counters:  # memory lives no longer than its process
+    while ns.sharing.stats().counters:  # the memory is freed when the process ends
         time.sleep(0.001)
         ns.sharing.collect()
     facts.put(("producer", most))
 
 
 def consume(reader, feed, facts):
-    """Read every frame of a feed and tell what was found."""
+    """Read every frame of a feed and send the results."""
     stream = ns.Stream()
     found = []
     while (handle := feed.get(timeout=DEADLINE)) is not None:
         frame = ns.open_shared(handle, stream=stream)
         result = cuda.device_array(ROWS, np.int64)
         READERS[reader][1, THREADS, stream.core](frame, result)
-        frame.close()  # after the kernel; `del frame` does as well
+        frame.close()  # after the kernel; `del frame` does the same
         found.append(int(result.copy_to_host().sum()))
     facts.put((reader, found))
 
@@ -111,7 +113,7 @@ def main():
     """Run one producer and two consumers; return the exit code."""
     simulate = SIMULATED or not visible_gpus()
     if simulate:
-        os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # for the processes to be started
+        os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # the new processes inherit it
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     facts = context.Queue()
     feeds = [context.Queue(IN_FLIGHT) for _ in READERS]
@@ -121,27 +123,27 @@ def main():
     for process in processes:
         process.start()
     try:
-        told = dict(facts.get(timeout=DEADLINE) for _ in processes)
+        found = dict(facts.get(timeout=DEADLINE) for _ in processes)
         for process in processes:
             process.join(DEADLINE)
     except queue.Empty:
-        told = {}
+        found = {}
     finally:
         for process in processes:
             process.kill()
-    return show(told, simulate)
+    return show(found, simulate)
 
 
-def show(told, simulated):
-    """Print what was told; return 0 if all of it is right, else 1."""
+def show(found, simulated):
+    """Print the results; return 0 if all are right, otherwise 1."""
     good = True
     for reader in READERS:
         wanted = [expected(reader, number) for number in range(FRAMES)]
-        right = told.get(reader) == wanted
+        right = found.get(reader) == wanted
         print(f"{reader}: {FRAMES} frames {'read right' if right else 'NOT right'}")
         good = good and right
-    most = told.get("producer")
-    print(f"frames alive at once: {most} of {FRAMES}")
+    most = found.get("producer")
+    print(f"most frames in memory: {most} of {FRAMES}")
     good = good and most is not None and most < FRAMES
     if simulated:
         print("This ran in Numba's CUDA simulator, without a GPU.")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
 from numba_symm.errors import ArgumentError, DeviceError, PeerAccessError
 from numba_symm.launch.exchange import StoreExchange
-from numba_symm.launch.ranks import World, name_ranks, refuse_several_hosts
+from numba_symm.launch.ranks import name_ranks
 
 Matrix = list[list[bool | None]]
 
@@ -44,18 +44,16 @@ class GPU:
 class _Offer:
     """What one rank can be bound to; gathered before the GPUs are dealt out."""
 
-    host: str
     visible: list[str]
     preferred: str | None
     share: bool
 
 
-def bind(exchange: StoreExchange, world: World, device: int | None = None) -> GPU:
+def bind(exchange: StoreExchange, device: int | None = None) -> GPU:
     """Give every rank a GPU of its own and make it current. Collective.
 
     Args:
-        exchange: the ranks.
-        world: this rank's place among them.
+        exchange: the ranks, all of one host.
         device: the ordinal this rank wants; None takes the device of a CUDA context
             that is already current, else the GPU of this rank's number, else any.
 
@@ -63,20 +61,18 @@ def bind(exchange: StoreExchange, world: World, device: int | None = None) -> GP
         This rank's GPU, current for Numba and cuda.core in the calling thread.
 
     Raises:
-        DeviceError: on all ranks: several hosts, no GPU, MIG slices, or too few GPUs
-            where sharing them is not allowed.
+        DeviceError: on all ranks: no GPU, MIG slices, or too few GPUs where sharing
+            them is not allowed.
         ArgumentError: on all ranks: a rank's ``device`` is not one it sees.
     """
     with exchange.agreed("finding GPUs"):
         gpus = visible_gpus()
         offer = _Offer(
-            host=world.host,
             visible=[gpu.uuid for gpu in refuse_mig(gpus)],
             preferred=_preferred(gpus, device),
             share=allow_overlapping_devices(),
         )
     offers = exchange.all_gather(offer, "dealing out GPUs")
-    refuse_several_hosts([offer.host for offer in offers])
     uuids = assign(
         [offer.visible for offer in offers],
         [offer.preferred for offer in offers],
@@ -197,7 +193,7 @@ def _preferred(gpus: Sequence[GPU], device: int | None) -> str | None:
 def _checked_ordinal(gpus: Sequence[GPU], device: int) -> int:
     try:
         ordinal = operator.index(device)
-    except TypeError:
+    except Exception:  # whatever an object's own method raises
         raise ArgumentError(f"device={device!r}: give a GPU's number") from None
     if not 0 <= ordinal < len(gpus):
         raise ArgumentError(

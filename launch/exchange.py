@@ -1,12 +1,22 @@
 """The store: small values between ranks, checked to be the same step on all."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from numba_symm.errors import ArgumentError, ExchangeError, SymmError, named
+from numba_symm import environment, forks
+from numba_symm.errors import (
+    ArgumentError,
+    CollectiveError,
+    ExchangeError,
+    SymmError,
+    named,
+)
+from numba_symm.launch import waiting
 from numba_symm.launch.ranks import Comm, checked, grouped, name_ranks, sentence
+from numba_symm.launch.waiting import Wait
 
 T = TypeVar("T")
 
@@ -23,6 +33,25 @@ class _Message:
         return f"{self.what!r} ({self.prefix}, step {self.step})"
 
 
+class Meeting(Protocol):
+    """Where the ranks of a host exchange bytes once they have found each other."""
+
+    def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
+        """Return every rank's bytes, or raise CollectiveError. Collective."""
+
+    def look(self) -> None:
+        """Raise CollectiveError if a rank has failed."""
+
+    def is_ahead(self, rank: int) -> bool:
+        """Return whether a rank waits for this one at a later step."""
+
+    def late(self, wait: Wait, absent: Sequence[int]) -> CollectiveError:
+        """Tell all ranks that the deadline has passed; return what to raise."""
+
+    def abandon(self, cause: BaseException, operation: str) -> None:
+        """Tell all ranks that this one leaves a call by an exception."""
+
+
 class StoreExchange:
     """All-gather and barrier of small values, in the same order on every rank.
 
@@ -30,18 +59,71 @@ class StoreExchange:
     gone different ways are told apart at once, with what each was doing, instead
     of reading each other's values wrongly. One thread at a time.
 
+    A rank waits for the others until ``timeout``, looking at them now and then: after
+    a minute it warns of whom it waits for. Only communicators that are not mpi4py's
+    wait as they do, until the store has a meeting place.
+
     Args:
         comm: the ranks; the store is the only user of its messages.
         prefix: the store's name, the same on all ranks.
+        timeout: seconds that a step waits for other ranks, 0 indefinitely. None:
+            ``NUMBA_SYMM_SETUP_TIMEOUT``, else indefinitely.
+
+    Attributes:
+        timeout: the seconds.
+        call: the call of the user's that steps are made for; "": a step is one.
     """
 
-    def __init__(self, comm: Comm, prefix: str) -> None:
+    def __init__(self, comm: Comm, prefix: str, timeout: float | None = None) -> None:
         self._comm = checked(comm)
         self._step = 0
         self._astray: str | None = None
+        self._meeting: Meeting | None = None
+        self.timeout = environment.chosen_setup_timeout(timeout)
+        self.call = ""
         self.prefix = prefix
         self.rank = comm.rank
         self.size = comm.size
+        forks.watch(self)
+
+    def disown(self) -> None:
+        """Refuse a forked child's steps: the ranks know its parent."""
+        self._astray = (
+            f"this process was forked from rank {self.rank}'s, which alone exchanges "
+            f"values with the other ranks; {forks.ADVICE}"
+        )
+
+    def meet_at(self, meeting: Meeting) -> None:
+        """Exchange all that follows there. Collective, and involves no other rank."""
+        self._meeting = meeting
+
+    def wait(self, what: str) -> Wait:
+        """Return a wait that begins now."""
+        return Wait(self.call or what, self.rank, self.timeout)
+
+    def look(self, wait: Wait, absent: Sequence[int]) -> None:
+        """Raise if the wait for ``absent`` has lasted too long, or a rank has failed.
+
+        Raises:
+            CollectiveTimeout: on all ranks, if the store has a meeting place.
+            CollectiveError: a rank has failed.
+        """
+        if self._meeting is not None:
+            self._meeting.look()
+        if wait.look(absent):
+            late = self._meeting.late if self._meeting is not None else Wait.error
+            raise late(wait, absent)
+
+    def is_ahead(self, rank: int) -> bool:
+        """Return whether a rank is known to wait for this one at a later step."""
+        return self._meeting is not None and self._meeting.is_ahead(rank)
+
+    def leave(self, cause: BaseException) -> None:
+        """Tell the other ranks that this one leaves the call by an exception. Local."""
+        if self._meeting is not None:
+            self._meeting.abandon(cause, self.call)
+        else:
+            waiting.leave(self._comm, cause, self.call)
 
     def all_gather(self, value: T, what: str) -> list[T]:
         """Return every rank's ``value``, in rank order. Collective.
@@ -53,12 +135,18 @@ class StoreExchange:
         Raises:
             ExchangeError: on all ranks, if they are not at the same step, now or in
                 an earlier call.
+            CollectiveError: a rank did not come in time, has left, or has ended.
         """
         if self._astray:  # others may have given up: do not wait for them
             raise ExchangeError(self._astray)
         mine = _Message(self.prefix, self._step, what, value)
         self._step += 1
-        messages = self._comm.allgather(mine)
+        try:
+            messages = self._gathered(mine, self.wait(what))
+        except BaseException as error:
+            if not isinstance(error, SymmError):  # this rank's alone, amid the step
+                self.leave(error)
+            raise
         places = dict(enumerate(map(_place, messages)))
         if len(set(places.values())) > 1:
             self._astray = (
@@ -67,6 +155,12 @@ class StoreExchange:
             )
             raise ExchangeError(self._astray)
         return [message.value for message in messages]
+
+    def _gathered(self, mine: _Message, wait: Wait) -> list[Any]:
+        if self._meeting is None:
+            return waiting.all_gather(self._comm, mine, wait)
+        packed = self._meeting.all_gather(pickle.dumps(mine), wait)
+        return [pickle.loads(each) for each in packed]
 
     def barrier(self, what: str) -> None:
         """Return once every rank has come to this step. Collective."""
@@ -83,7 +177,7 @@ class StoreExchange:
         Raises:
             ArgumentError: on all ranks, with each rank's fact, if they differ.
         """
-        facts = dict(enumerate(self.all_gather(fact, what)))
+        facts = dict(enumerate(self.all_gather(str(fact), what)))
         if len(set(facts.values())) > 1:
             raise ArgumentError(
                 f"{what}: {sentence(facts, 'has', 'have')}; "
@@ -106,14 +200,32 @@ class StoreExchange:
         step = f"{what}: outcome"
         try:
             yield
-        except BaseException as error:
+        except Exception as error:
+            if isinstance(error, CollectiveError) and self._meeting is not None:
+                raise  # all are told of it there
             reports = self.all_gather(_report(error), step)
-            if not isinstance(error, Exception):
-                raise
             raise _common_error(what, reports) from error
+        except BaseException as error:
+            with suppress(CollectiveError):  # this one is the first to see
+                self.all_gather(_report(error), step)
+                error.__dict__[_MET_BY] = self._comm
+            raise
         reports = self.all_gather(None, step)
         if any(reports):
             raise _common_error(what, reports)
+
+    def is_everybodys(self, error: BaseException | None) -> bool:
+        """Return whether every rank meets ``error`` at this step, or none an error.
+
+        Then the ranks are still in step: they may undo what they did together. If it
+        is this rank's alone, the others do not come.
+        """
+        if isinstance(error, SymmError):
+            return not isinstance(error, CollectiveError)
+        return error is None or error.__dict__.get(_MET_BY) is self._comm
+
+
+_MET_BY = "_met_by_all_of"  # an exception's attribute
 
 
 def _place(message: object) -> str:

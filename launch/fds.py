@@ -1,8 +1,9 @@
 """File descriptors between the ranks of a host, over Unix sockets. No CUDA in it.
 
-The sockets live in Linux' abstract namespace under random names: no file, so no
-TMPDIR, no name left behind by a crash, and no right to trace another process is
-needed. Ranks must share a network namespace, which is where such names live.
+Each pair of ranks has a connected socket. Ranks meet by random names in Linux' abstract
+namespace: no file, so no TMPDIR, and a crash leaves no name behind. Ranks must share a
+network namespace, which is where such names live. The names are closed once all ranks
+are connected, so a process that takes the name of a rank that died receives nothing.
 """
 
 import errno
@@ -17,19 +18,41 @@ from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
+from numba_symm import arguments, forks
 from numba_symm.errors import ArgumentError, ClosedError, ExchangeError
 from numba_symm.launch.exchange import StoreExchange
 
-_HEADER = struct.Struct("=16sI")  # the receiver's token, the sender's rank
-_CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
-_CONTROL_SPACE = socket.CMSG_SPACE(_CREDENTIALS.size) + socket.CMSG_SPACE(4)
+_GREETING = struct.Struct("=16sI")  # the listening rank's token, the caller's rank
+_UCRED = struct.Struct("=iII")
+_MESSAGE = b"f"  # beside each descriptor, as an empty message means that the end closed
+_CONTROL_SPACE = socket.CMSG_SPACE(4)
+_BACKLOG = 1024
 
 # The receiver's queue is full, or too many descriptors of this user are in flight.
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
-# An unconnected datagram socket always polls writable, so a full queue is retried.
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED)
 _RETRY_SECONDS = 0.001
+_LOOK_SECONDS = 0.02
+_TOO_MANY = "this process may have too many open files (see ulimit -n)"
+
+
+class Credentials(NamedTuple):
+    """Who made the other end of a connection, as the kernel says."""
+
+    pid: int
+    uid: int
+    gid: int
+
+
+def credentials(connection: socket.socket) -> Credentials:
+    """Return who is at the other end of a connected Unix socket.
+
+    Process ids are those of this process' pid namespace, 0 for processes outside it.
+    """
+    option = (socket.SOL_SOCKET, socket.SO_PEERCRED)
+    return Credentials(*_UCRED.unpack(connection.getsockopt(*option, _UCRED.size)))
 
 
 class IpcChannel:
@@ -40,56 +63,82 @@ class IpcChannel:
     arrive in the order they were sent. The caller closes every descriptor that it
     receives; one is never inherited by a child process. One thread at a time.
 
+    A send or a receive waits as long as a step of ``exchange`` does.
+
     Args:
         exchange: the ranks; it carries the sockets' names.
-        timeout: seconds that one send or receive may wait.
 
     Raises:
-        SymmError: on all ranks, if one could not create its socket.
+        ArgumentError: ``exchange`` is not a StoreExchange.
+        SymmError: on all ranks, if two could not be connected, or belong to
+            different users.
     """
 
-    def __init__(self, exchange: StoreExchange, timeout: float = 30.0) -> None:
+    def __init__(self, exchange: StoreExchange) -> None:
+        if not isinstance(exchange, StoreExchange):
+            raise ArgumentError(
+                f"IpcChannel: expected a StoreExchange, got {exchange!r}; make one of "
+                "the communicator"
+            )
         self.rank = exchange.rank
         self.size = exchange.size
-        self._timeout = timeout
-        self._token = secrets.token_bytes(16)
+        self._exchange = exchange
+        self._closed = False
         self._stash: list[deque[int]] = [deque() for _ in range(self.size)]
-        with ExitStack() as undo:
+        self._ends: dict[int, socket.socket] = {}  # by rank, until that end closes
+        token = secrets.token_bytes(16)
+        with ExitStack() as undo, ExitStack() as listening:
+            undo.callback(self.close)
             with exchange.agreed("opening a channel for file descriptors"):
-                self._socket = undo.enter_context(
-                    socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-                )
-                _bind(self._socket)
-            # Gathering the names also says that every socket is bound.
-            self._peers = exchange.all_gather(
-                (self._socket.getsockname(), self._token),
+                listener = listening.enter_context(_socket())
+                listener.bind(_name(self.rank))
+                listener.listen(_BACKLOG)
+            # Gathering the names also says that every socket listens.
+            names = exchange.all_gather(
+                (listener.getsockname(), token),
                 "names of the channels for file descriptors",
             )
+            with exchange.agreed("connecting channels for file descriptors"):
+                for dst in range(self.rank):
+                    self._connect(dst, *names[dst])
+            # By that agreement, whoever calls here has connected and sent its greeting.
+            with exchange.agreed("accepting channels for file descriptors"):
+                self._accept(listener, token)
             undo.pop_all()
+        forks.watch(self)
 
     def send_fd(self, dst: int, fd: int) -> None:
         """Send a descriptor of ``fd``'s file to rank ``dst``; ``fd`` stays open.
 
         Raises:
-            ExchangeError: ``dst`` is gone, or its queue stayed full.
+            ArgumentError: ``dst`` or ``fd`` cannot be one.
+            ExchangeError: ``dst`` is gone.
+            CollectiveTimeout: ``dst`` did not receive in time.
+            CollectiveError: a rank has failed.
         """
-        self._check(dst)
-        name, token = self._peers[dst]
-        message = [_HEADER.pack(token, self.rank)]
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
-        deadline = time.monotonic() + self._timeout
+        dst = self._checked_rank(dst, "send_fd: dst")
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _checked(fd))]
+        if dst == self.rank:
+            self._stash[dst].append(_duplicate(fd))
+            return
+        wait = self._exchange.wait("send_fd")
         while True:
-            try:  # socket.send_fds ignores its address
-                self._socket.sendmsg(message, rights, 0, name)
+            end = self._ends.get(dst)
+            if end is None:
+                raise ExchangeError(f"{self._unsent(dst)}, {_ENDED}")
+            try:
+                end.sendmsg([_MESSAGE], rights, socket.MSG_NOSIGNAL)
                 return
             except OSError as error:
+                if error.errno in _GONE:
+                    raise ExchangeError(f"{self._unsent(dst)}, {_ENDED}") from error
                 if error.errno not in _FULL:
-                    raise ExchangeError(self._unsent(dst, error)) from error
-            if time.monotonic() > deadline:
+                    text = f"{self._unsent(dst)}: {error.strerror}"
+                    raise ExchangeError(text) from error
+            self._exchange.look(wait, [dst])
+            if self._exchange.is_ahead(dst):
                 raise ExchangeError(
-                    f"rank {self.rank} waited {self._timeout:g} s to send a file "
-                    f"descriptor to rank {dst}, which does not receive: that rank "
-                    "may have failed, be stuck or have made another call"
+                    f"{self._unsent(dst)}, which does not receive any more"
                 )
             # The peer may itself be waiting to send to us: make room.
             self._receive(_RETRY_SECONDS)
@@ -98,20 +147,28 @@ class IpcChannel:
         """Return the next descriptor from rank ``src``.
 
         Raises:
-            ExchangeError: none came before the deadline, or it was lost because
-                this process has too many open files.
+            ArgumentError: there is no rank ``src``.
+            ExchangeError: ``src`` is gone, or the descriptor was lost because this
+                process has too many open files.
+            CollectiveTimeout: none came in time.
+            CollectiveError: a rank has failed.
         """
-        self._check(src)
-        deadline = time.monotonic() + self._timeout
+        src = self._checked_rank(src, "recv_fd: src")
+        wait = self._exchange.wait("recv_fd")
         while not self._stash[src]:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
+            if src != self.rank and src not in self._ends:
                 raise ExchangeError(
-                    f"rank {self.rank} waited {self._timeout:g} s for a file "
-                    f"descriptor from rank {src}: that rank may have failed, be "
-                    "stuck or have made another call"
+                    f"rank {self.rank} waits for a file descriptor from rank {src}, "
+                    f"{_ENDED}"
                 )
-            self._receive(remaining)
+            self._exchange.look(wait, [src])
+            ahead = self._exchange.is_ahead(src)
+            came = self._receive(0 if ahead else _LOOK_SECONDS)
+            if ahead and not came:
+                raise ExchangeError(
+                    f"rank {self.rank} waits for a file descriptor from rank {src}, "
+                    "which has sent none"
+                )
         return self._stash[src].popleft()
 
     def all_gather_fds(self, fd: int) -> list[int]:
@@ -123,7 +180,7 @@ class IpcChannel:
         for dst in others:
             self.send_fd(dst, fd)
         with ExitStack() as undo:
-            gathered = {self.rank: os.dup(fd)}
+            gathered = {self.rank: _duplicate(fd)}
             undo.callback(os.close, gathered[self.rank])
             for src in others:
                 gathered[src] = self.recv_fd(src)
@@ -138,7 +195,7 @@ class IpcChannel:
             src: the rank that sends; the same on all ranks.
             fd: what ``src`` sends, which gets a duplicate of it; unused elsewhere.
         """
-        self._check(src)
+        src = self._checked_rank(src, "broadcast_fds: src")
         if self.rank != src:
             return self.recv_fd(src)
         if fd is None:
@@ -146,27 +203,30 @@ class IpcChannel:
         for dst in range(self.size):
             if dst != src:
                 self.send_fd(dst, fd)
-        return os.dup(fd)
+        return _duplicate(fd)
 
     def discard(self) -> None:
         """Close all descriptors that have come and that nobody took. Local.
 
-        For a failed collective: once every rank has left it, none is under way.
+        For a failed collective: once every rank has left it, none is under way. After
+        ``close`` there are none.
         """
         more = True
         while more:
             with suppress(ExchangeError):  # what was lost need not be closed
                 more = self._receive(0)
-        for stashed in self._stash:
-            _close_all(stashed)
-            stashed.clear()
+        self._close_stashed()
 
     def close(self) -> None:
-        """Close the socket and the descriptors that nobody took. Local, idempotent."""
-        self._socket.close()
-        for stashed in self._stash:
-            _close_all(stashed)
-            stashed.clear()
+        """Close the sockets and the descriptors that nobody took. Local, idempotent."""
+        self._closed = True
+        while self._ends:
+            self._ends.popitem()[1].close()
+        self._close_stashed()
+
+    def disown(self) -> None:
+        """Close a forked child's copies of the sockets: messages are its parent's."""
+        self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -179,76 +239,168 @@ class IpcChannel:
     ) -> None:
         self.close()
 
-    def _check(self, peer: int) -> None:
-        if not 0 <= peer < self.size:
-            raise ArgumentError(f"rank {peer}: there are ranks 0 to {self.size - 1}")
-        if self._socket.fileno() < 0:
+    def _checked_rank(self, peer: int, what: str) -> int:
+        last = self.size - 1
+        rank = arguments.integer(
+            *(peer, what, f"a rank from 0 to {last}", 0, last, "pass one of these")
+        )
+        if self._closed:
             raise ClosedError("the channel for file descriptors was closed")
+        return rank
+
+    def _connect(self, dst: int, name: bytes, token: bytes) -> None:
+        """Connect to a rank that listens, and say which rank this is."""
+        wait = self._exchange.wait("connecting")
+        with ExitStack() as undo:
+            end = undo.enter_context(_socket())
+            while True:
+                try:
+                    end.connect(name)
+                    break
+                except OSError as error:
+                    text = f"rank {self.rank} cannot connect to rank {dst}"
+                    if error.errno in _GONE:
+                        raise ExchangeError(f"{text}, {_ENDED}") from error
+                    if error.errno not in _FULL:
+                        raise ExchangeError(f"{text}: {error.strerror}") from error
+                self._exchange.look(wait, [dst])
+                time.sleep(_RETRY_SECONDS)  # strangers fill the queue of callers
+            self._check_user(end, dst)
+            end.send(_GREETING.pack(token, self.rank))
+            self._ends[dst] = end
+            undo.pop_all()
+
+    def _accept(self, listener: socket.socket, token: bytes) -> None:
+        """Accept the ranks above this one, which have connected; drop strangers."""
+        missing = set(range(self.rank + 1, self.size))
+        while missing:
+            try:
+                end, _ = listener.accept()
+            except BlockingIOError:
+                raise ExchangeError(
+                    f"rank {self.rank}: expected connections from ranks "
+                    f"{sorted(missing)}, got none"
+                ) from None
+            except OSError as error:
+                raise ExchangeError(
+                    f"rank {self.rank} cannot accept a channel for file descriptors: "
+                    f"{error.strerror}; {_TOO_MANY}"
+                ) from error
+            src = _caller(end, token)
+            if src not in missing:
+                end.close()
+                continue
+            missing.remove(src)
+            self._ends[src] = end
+            self._check_user(end, src)
+
+    def _check_user(self, end: socket.socket, peer: int) -> None:
+        uid = credentials(end).uid
+        if uid != os.geteuid():
+            raise ExchangeError(
+                f"the process connected to rank {self.rank} as rank {peer} belongs to "
+                f"user {uid}, not {os.geteuid()}: run all ranks as one user"
+            )
 
     def _receive(self, seconds: float) -> bool:
-        """Wait for one message and stash its descriptor, or drop a stranger's.
+        """Wait for messages and stash their descriptors; return whether any came."""
+        poll = select.poll()  # unlike select.select, right for descriptors past 1023
+        for end in self._ends.values():
+            poll.register(end, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(seconds * 1000)}
+        for src, end in list(self._ends.items()):
+            if end.fileno() in ready:
+                self._receive_from(src, end)
+        return bool(ready)
 
-        Returns False if none came.
-        """
-        ready = select.poll()  # unlike select.select, right for descriptors past 1023
-        ready.register(self._socket, select.POLLIN)
-        if not ready.poll(seconds * 1000):
-            return False
-        data, control, flags, _ = self._socket.recvmsg(
-            _HEADER.size + 1, _CONTROL_SPACE, socket.MSG_CMSG_CLOEXEC
-        )
-        uid, fds = _parse(control)
-        src = self._sender(data, uid)
-        truncated = flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-        if src is not None and len(fds) == 1 and not truncated:
-            self._stash[src].append(fds[0])
-            return True
-        _close_all(fds)
-        if src is not None:
+    def _receive_from(self, src: int, end: socket.socket) -> None:
+        try:
+            data, control, flags, _ = end.recvmsg(
+                len(_MESSAGE), _CONTROL_SPACE, socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError as error:
+            if error.errno in (errno.ECONNRESET, *_FULL):
+                return  # told once, before what was sent until then and the end
             raise ExchangeError(
-                f"the file descriptor that rank {src} sent to rank {self.rank} was "
-                "lost: this process may have too many open files (see ulimit -n)"
-            )
-        return True
+                f"rank {self.rank} cannot receive a file descriptor from rank {src}: "
+                f"{error.strerror}"
+            ) from error
+        if not data:
+            del self._ends[src]
+            end.close()
+            return
+        fds = _descriptors(control)
+        if len(fds) == 1 and not flags & socket.MSG_CTRUNC:
+            self._stash[src].append(fds[0])
+            return
+        _close_all(fds)
+        raise ExchangeError(
+            f"the file descriptor that rank {src} sent to rank {self.rank} was lost: "
+            f"{_TOO_MANY}"
+        )
 
-    def _sender(self, data: bytes, uid: int | None) -> int | None:
-        """Return the rank that a message came from, None if it is a stranger's."""
-        # Process ids are not compared: each pid namespace has its own.
-        if len(data) != _HEADER.size or uid != os.getuid():
-            return None
-        token, src = _HEADER.unpack(data)
-        known = secrets.compare_digest(token, self._token) and src < self.size
-        return src if known else None
+    def _close_stashed(self) -> None:
+        for stashed in self._stash:
+            _close_all(stashed)
+            stashed.clear()
 
-    def _unsent(self, dst: int, error: OSError) -> str:
-        text = f"rank {self.rank} could not send a file descriptor to rank {dst}"
-        if error.errno == errno.ECONNREFUSED:
-            return (
-                f"{text}, whose channel is gone: that rank has ended or closed it, "
-                "or runs in another network namespace (containers of one job must "
-                "share one)"
-            )
-        return f"{text}: {error.strerror}"
-
-
-def _bind(sock: socket.socket) -> None:
-    """Bind ``sock`` to a random abstract name."""
-    sock.setblocking(False)
-    # Before binding, so that no message comes without its sender's credentials.
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-    sock.bind(b"\0numba_symm-" + secrets.token_hex(16).encode())
+    def _unsent(self, dst: int) -> str:
+        return f"rank {self.rank} could not send a file descriptor to rank {dst}"
 
 
-def _parse(control: list[tuple[int, int, bytes]]) -> tuple[int | None, list[int]]:
-    """Return the sender's user id, None if not told, and the descriptors."""
-    uid = None
+_ENDED = (
+    "whose channel is gone: that rank has ended or closed it, or runs in another "
+    "network namespace (containers of one job must share one)"
+)
+
+
+def _name(rank: int) -> bytes:
+    return f"\0numba_symm-{rank}-{secrets.token_hex(16)}".encode()
+
+
+def _socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    made.setblocking(False)
+    return made
+
+
+def _caller(end: socket.socket, token: bytes) -> int | None:
+    """Return the rank that a caller says it is, None if it is a stranger."""
+    end.setblocking(False)
+    try:
+        greeting = end.recv(_GREETING.size + 1)
+    except OSError:  # it has sent none, or has gone
+        return None
+    if len(greeting) != _GREETING.size:
+        return None
+    found, src = _GREETING.unpack(greeting)
+    return int(src) if secrets.compare_digest(found, token) else None
+
+
+def _descriptors(control: list[tuple[int, int, bytes]]) -> list[int]:
     fds = array("i")
     for level, kind, data in control:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-        elif (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-            uid = _CREDENTIALS.unpack(data)[1]
-    return uid, fds.tolist()
+    return fds.tolist()
+
+
+def _checked(fd: int) -> "array[int]":
+    try:
+        return array("i", [fd])
+    except Exception:  # whatever an object's own method raises
+        raise ArgumentError(f"{fd!r} cannot be a file descriptor") from None
+
+
+def _duplicate(fd: int) -> int:
+    _checked(fd)
+    try:
+        return os.dup(fd)
+    except OSError as error:
+        raise ExchangeError(
+            f"file descriptor {fd} cannot be duplicated: {error.strerror}"
+            + (f"; {_TOO_MANY}" if error.errno == errno.EMFILE else "")
+        ) from error
 
 
 def _close_all(fds: Iterable[int]) -> None:

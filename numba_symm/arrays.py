@@ -1,32 +1,33 @@
-"""Arrays on the device: reading what a caller passed, and making Numba's.
+"""Reads a caller's device arrays, and makes Numba's.
 
-Anything with DLPack or ``__cuda_array_interface__`` is read through cuda.core. Under
-the simulator, arrays are Numba's simulator arrays, which have neither; this module
-is the one place that knows.
+cuda.core reads any array with DLPack or ``__cuda_array_interface__``. In the simulator,
+arrays are those of Numba's simulator, which have neither. No other module depends on
+the kind of array.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
 
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError
+from numba_symm.errors import ArgumentError, BackendError
 
 
 class ArrayView(NamedTuple):
-    """Where an array lies and what it holds.
+    """The location and type of an array.
 
     Attributes:
         address: of its first element.
-        shape: as given.
+        shape: its shape.
         size: number of elements.
         dtype: NumPy's dtype.
-        order: ``"C"`` or ``"F"`` if its elements fill its memory without gaps in that
-            order, ``"C"`` if in both; None if there are gaps.
+        order: ``"C"`` or ``"F"`` if the array is contiguous in that order, ``"C"`` if
+            in both orders; None if it has gaps.
         readonly: whether it must not be written.
-        stream: handle of the stream its owner uses, or None if it names none.
+        stream: handle of the stream that its library uses, or None if unknown.
     """
 
     address: int
@@ -39,15 +40,15 @@ class ArrayView(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes its elements take."""
+        """Size of its elements in bytes."""
         return self.size * self.dtype.itemsize
 
 
 def view(array: Any, what: str) -> ArrayView:
-    """Read a device array.
+    """Return the location and type of a device array.
 
     Raises:
-        ArgumentError: it is a host array, or no array at all.
+        ArgumentError: it is a host array, or not an array.
     """
     if SIMULATED:
         return _view_simulated(array, what)
@@ -66,7 +67,7 @@ def _view_numba(array: Any) -> ArrayView:
     order = "C" if in_c else _order(False, array.is_f_contiguous())
     address = array.device_ctypes_pointer.value or 0
     stream = _numba_stream(array.stream) if array.stream else None
-    # Every call comes here twice; keywords take half as long again.
+    # Every call does this twice; keywords would take 1.5 times as long.
     return ArrayView(
         *(address, tuple(array.shape), array.size, array.dtype, order, False, stream)
     )
@@ -80,14 +81,14 @@ def _view_foreign(array: Any, what: str) -> ArrayView:
     from cuda.core.utils import StridedMemoryView
 
     try:
-        # -1: no synchronisation here; calls are ordered on the stream they run on.
+        # -1: no synchronization here; a call is ordered on its own stream.
         found = StridedMemoryView.from_any_interface(array, stream_ptr=-1)
         dtype = np.dtype(found.dtype)
-    except Exception as error:  # whatever a foreign object's own methods raise
+    except Exception as error:  # a foreign object's methods may raise anything
         raise ArgumentError(
-            f"{what}: {type(array).__name__} is no device array ({error}); pass one "
-            "with __cuda_array_interface__ or DLPack, such as Numba's, CuPy's or "
-            "torch's"
+            f"{what}: expected a device array, got {type(array).__name__} ({error}); "
+            "pass one with __cuda_array_interface__ or DLPack, such as Numba's, CuPy's "
+            "or torch's"
         ) from error
     if not found.is_device_accessible or found.device_id < 0:
         raise _host_array(array, what)
@@ -107,7 +108,7 @@ def _order(in_c: bool, in_fortran: bool) -> str | None:
 
 
 def _order_of(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> str | None:
-    """Return the order that strides (in elements) are of, None if of neither."""
+    """Return the order of strides in elements: ``"C"``, ``"F"`` or None."""
     if strides is None or 0 in shape:
         return "C"
 
@@ -124,7 +125,7 @@ def _order_of(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> str | 
 
 
 def _foreign_stream(array: Any) -> int | None:
-    """Return the current stream of the array's library, or the one it names."""
+    """Return the current stream of the array's library, or that of its interface."""
     library = type(array).__module__.partition(".")[0]
     if library == "torch":
         import torch
@@ -143,9 +144,11 @@ def _view_simulated(array: Any, what: str) -> ArrayView:
         if isinstance(array, np.ndarray):
             raise _host_array(array, what)
         raise ArgumentError(
-            f"{what}: {type(array).__name__} is no device array; under Numba's "
-            "simulator pass its arrays (comm.empty, cuda.to_device)"
+            f"{what}: expected a device array, got {type(array).__name__}; pass an "
+            "array of Numba's simulator, such as of comm.empty or cuda.to_device"
         )
+    if array.dtype.hasobject or not array.dtype.itemsize:  # impossible on a GPU
+        checked_dtype(array.dtype, what)
     flags = array.flags
     return ArrayView(
         address=array.ctypes.data,
@@ -159,7 +162,7 @@ def _view_simulated(array: Any, what: str) -> ArrayView:
 
 
 def is_simulated(array: Any) -> bool:
-    """Return whether ``array`` is one of Numba's simulator."""
+    """Return whether ``array`` is an array of Numba's simulator."""
     return type(array).__name__ == "FakeCUDAArray"
 
 
@@ -170,39 +173,41 @@ def _host_array(array: Any, what: str) -> ArgumentError:
     )
     if what.endswith("out"):
         advice = (
-            "pass out=cuda.device_array(array.shape, array.dtype), or out=None, and "
-            "then the result's copy_to_host()"
+            "pass out=cuda.device_array(array.shape, array.dtype), or omit out= and "
+            "use the result's copy_to_host()"
         )
     name = type(array).__name__
     memory = "host memory"
     if name == "ManagedNDArray":  # Numba's
         memory = "managed memory, which the host shares"
-    return ArgumentError(f"{what}: {name} lies in {memory}; {advice}")
+    return ArgumentError(
+        f"{what}: expected a device array, got {name} in {memory}; {advice}"
+    )
 
 
 def dense(array: ArrayView, what: str) -> ArrayView:
-    """Return ``array``, or refuse one with gaps or off its elements' alignment."""
+    """Return ``array``, or refuse one with gaps or misaligned elements."""
     if array.order is None:
         raise ArgumentError(
-            f"{what}: the array of shape {array.shape} is strided; pass a contiguous "
-            "copy (cupy.ascontiguousarray, .contiguous() in torch; with Numba copy it "
-            "in a kernel, or by way of the host)"
+            f"{what}: expected a contiguous array, got one with gaps of shape "
+            f"{array.shape}; pass a contiguous copy (cupy.ascontiguousarray, or "
+            ".contiguous() in torch; with Numba, copy in a kernel or through the host)"
         )
-    # What kernels move at a time: 12-byte elements as 4 bytes, 16-byte ones as 8.
+    # The unit that kernels move: 4 bytes for 12-byte elements, 8 for 16-byte ones.
     unit = min(8, array.dtype.itemsize & -array.dtype.itemsize) or 1
     if array.address % unit:
         raise ArgumentError(
-            f"{what}: the array at {array.address:#x} is not aligned to its "
-            f"{array.dtype.itemsize}-byte elements"
+            f"{what}: expected an array aligned to its {array.dtype.itemsize}-byte "
+            f"elements, got address {array.address:#x}; pass an aligned copy"
         )
     return array
 
 
 class Memory:
-    """Memory that arrays view; it lives as long as any of them.
+    """Memory that arrays view; each of them holds a reference to it.
 
     Attributes:
-        owner: what keeps the memory mapped.
+        owner: the object that keeps the memory mapped.
     """
 
     def __init__(self, address: int, nbytes: int, owner: Any):
@@ -219,7 +224,7 @@ class Memory:
         }
 
     def array(self, shape: Any, dtype: Any, offset: int = 0) -> Any:
-        """Return a C-contiguous Numba device array, ``offset`` bytes in."""
+        """Return a C-contiguous Numba device array at ``offset`` bytes."""
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -230,7 +235,7 @@ class Memory:
 
 
 class _HostView:
-    """The array interface of host memory; NumPy keeps it, and so the memory."""
+    """The array interface of host memory; NumPy's array holds a reference to it."""
 
     def __init__(self, memory: Memory):
         self.memory = memory
@@ -238,13 +243,13 @@ class _HostView:
 
 
 def _simulator_array(array: Any) -> Any:
-    """Wrap host memory, without a copy, in the simulator's array."""
+    """Return the simulator's array over host memory, without a copy."""
     kind = type(cuda.device_array(0, np.uint8))
     return kind(array)
 
 
 def _device_array(memory: Memory, shape: Any, dtype: Any, offset: int) -> Any:
-    """Return Numba's array; built directly, as bfloat16 has no interface typestr."""
+    """Return Numba's array, made directly because bfloat16 has no typestr."""
     from cuda.bindings import driver
     from numba.cuda.cudadrv.devicearray import DeviceNDArray
     from numba.cuda.cudadrv.driver import MemoryPointer
@@ -263,29 +268,83 @@ def _device_array(memory: Memory, shape: Any, dtype: Any, offset: int) -> Any:
     return DeviceNDArray(shape, strides, dtype, gpu_data=pointer)
 
 
-def empty_like(array: ArrayView) -> Any:
-    """Return a new Numba array of that shape and order in ordinary device memory."""
-    return empty(array.shape, array.dtype, array.order or "C")
+def empty(
+    shape: tuple[int, ...], dtype: np.dtype[Any], what: str, order: str = "C"
+) -> Any:
+    """Return a new Numba array in ordinary device memory.
 
+    Raises:
+        BackendError: there is not enough memory.
+    """
+    try:
+        if shape == () and not SIMULATED:  # device_array of numba-cuda 0.30 cannot
+            from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
-def empty(shape: tuple[int, ...], dtype: np.dtype[Any], order: str = "C") -> Any:
-    """Return a new Numba array in ordinary device memory."""
-    if shape == () and not SIMULATED:  # numba-cuda 0.30 cannot make those
-        from numba.cuda.cudadrv.devicearray import DeviceNDArray
-
-        return DeviceNDArray((), (), dtype)
-    return cuda.device_array(shape, dtype, order=order)
+            return DeviceNDArray((), (), dtype)
+        return cuda.device_array(shape, dtype, order=order)
+    except Exception as error:  # Numba's and NumPy's have no common class
+        nbytes = math.prod(shape) * dtype.itemsize
+        raise BackendError(
+            f"{what}: expected room for a new output of {nbytes} bytes, got {error}; "
+            "pass out=, or ask for less"
+        ) from error
 
 
 def checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
-    """Return NumPy's dtype, or raise ArgumentError if a GPU can hold none such."""
+    """Return NumPy's dtype, or raise ArgumentError if a GPU cannot have it."""
     try:
         found: np.dtype[Any] = np.dtype(dtype)
-    except TypeError as error:
-        raise ArgumentError(f"{what}: dtype={dtype!r}; {error}") from error
+    except Exception as error:  # NumPy raises errors of many classes
+        raise ArgumentError(
+            f"{what}: expected a dtype, got dtype={dtype!r} ({error}); pass NumPy's, "
+            "such as 'float32'"
+        ) from error
     if found.hasobject:
-        raise ArgumentError(f"{what}: dtype={dtype!r}; a GPU has no Python objects")
+        raise ArgumentError(
+            f"{what}: expected a dtype without Python objects, got dtype={dtype!r}; "
+            "pass one that a GPU can store, such as 'float32'"
+        )
+    if found.subdtype is not None:
+        raise ArgumentError(
+            f"{what}: expected a dtype without a shape, got dtype={dtype!r}; pass "
+            f"{found.base.name} and append {found.shape} to the array's shape"
+        )
+    if found.itemsize == 0:
+        raise ArgumentError(
+            f"{what}: expected a dtype of at least 1 byte, got dtype={dtype!r}; pass "
+            "one with a size, such as 'S8'"
+        )
     return found
+
+
+def checked_shape(shape: Any, dtype: np.dtype[Any], what: str) -> tuple[int, ...]:
+    """Return a shape as a tuple of integers, or refuse it.
+
+    NumPy can describe an array of this shape and dtype, but it may exceed all memory.
+    """
+    several = isinstance(shape, Sequence | np.ndarray) and np.ndim(shape) != 0
+    axes = tuple(shape) if several else (shape,)
+    if any(not isinstance(n, int | np.integer) or n < 0 for n in axes):
+        raise ArgumentError(
+            f"{what}: expected integers from 0, got shape={shape!r}; pass the length "
+            "of each axis"
+        )
+    found = tuple(int(n) for n in axes)
+    if len(found) > _MOST_AXES:
+        raise ArgumentError(
+            f"{what}: expected at most {_MOST_AXES} axes, got {len(found)}; "
+            "reshape the array"
+        )
+    # NumPy's limit leaves out axes of length 0.
+    if math.prod(n or 1 for n in found) * dtype.itemsize >= 1 << 63:
+        raise ArgumentError(
+            f"{what}: expected less than 2**63 bytes, got shape={found} of "
+            f"{dtype.name}; ask for less"
+        )
+    return found
+
+
+_MOST_AXES = 64  # NumPy's
 
 
 def check_device(array: ArrayView, ordinal: int, what: str) -> None:
@@ -294,16 +353,16 @@ def check_device(array: ArrayView, ordinal: int, what: str) -> None:
         return
     from cuda.core import Buffer
 
-    # cuda-bindings' cuPointerGetAttribute calls every device 0 (cuda-python#2928).
+    # cuda-bindings' cuPointerGetAttribute returns device 0 always (cuda-python#2928).
     memory = Buffer.from_handle(array.address, array.nbytes)
     if memory.is_host_accessible:
         raise ArgumentError(
-            f"{what}: the array at {array.address:#x} lies in host or managed memory; "
-            "copy it to memory of the device first"
+            f"{what}: expected memory of the device, got host or managed memory at "
+            f"{array.address:#x}; copy the array to the device first"
         )
     if memory.device_id != ordinal:
         raise ArgumentError(
-            f"{what}: the array lies on GPU {memory.device_id}, and this rank is bound "
-            f"to GPU {ordinal}; copy it there, or make the communicator with "
-            f"device={memory.device_id}"
+            f"{what}: expected an array on GPU {ordinal}, to which this rank is bound, "
+            f"got one on GPU {memory.device_id}; copy it there, or make the "
+            f"communicator with device={memory.device_id}"
         )

@@ -3,22 +3,36 @@
 A kernel that gives up writes what it waited for into every rank's record. The host
 reads its own with a plain load, so asking costs nothing; kernels that wait look at
 their rank's now and then, so all leave soon after the first.
+
+Behind the records lies what only hosts look at: what a rank that leaves says in words,
+how far each has come in calls that all make, and the small values they exchange there.
+So a rank that waits in such a call sees who has failed, left or ended, and need not
+wait within MPI.
 """
 
 import ctypes
-import math
 import mmap
 import os
-import time
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
-from numba_symm import driver
+from numba_symm import driver, forks
+from numba_symm.backends.host import memory_file
 from numba_symm.device import signals
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import CallMismatch, CollectiveError, CollectiveTimeout, RankLeft
+from numba_symm.errors import (
+    CallMismatch,
+    ClosedError,
+    CollectiveError,
+    CollectiveTimeout,
+    RankLeft,
+    left,
+)
+from numba_symm.launch import locks
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.waiting import Wait
 
 _OPERATIONS = {
     signals.PUT_SIGNAL: ("put_signal", "channel"),
@@ -39,7 +53,7 @@ _OPERATIONS = {
     signals.REDUCE: ("reduce", "block"),
     signals.BROADCAST: ("broadcast", "block"),
     signals.REDUCE_SIGNALLED: ("reduce (signalled)", "block"),
-    signals.AGREEMENT: ("all_reduce (copy_engine)", "block"),
+    signals.ALL_REDUCE_COPIES: ("all_reduce (copy_engine)", "block"),
     signals.ALL_GATHER_COPIES: ("all_gather (copy_engine)", "block"),
     signals.ALL_TO_ALL_COPIES: ("all_to_all (copy_engine)", "block"),
     signals.BROADCAST_COPIES: ("broadcast (copy_engine)", "block"),
@@ -49,13 +63,20 @@ _OPERATIONS = {
     signals.TRANSFER: ("a message or a collective made of them", "channel"),
     signals.TWO_SHOT_SIGNALLED: ("all_reduce or reduce (two_shot_signalled)", "block"),
 }
-_CLOSE, _ABANDONED = 126, 127  # operations of the host, not of kernels
-_POLL_SECONDS = 2e-4
+_LATE, _ENDED, _ABANDONED = 125, 126, 127  # numbers of the host, not of kernels
+_WORDS = 512  # bytes in which each rank says why it leaves
+_PIECE = 2048  # bytes that a rank passes at a time, the number of all of them first
+_LOCKS = 1 << 40  # beyond the file's end: a byte a rank, locked as long as it lives
+_UNSURE = 0.01  # seconds after which a rank that waits asks whether others live
 _DIFFERED = (
     "If that rank was not late, their calls differed: Communicator(…, debug=True) says "
     "where"
 )
 _UNANSWERED = "If that rank was not late, it has no call that answers this one"
+_ONE_BY_ONE = (
+    f"{_UNANSWERED}, or a later block has it: the simulator runs a kernel's blocks one "
+    "after another, {} of them after this one"
+)
 _UNMATCHED = (
     "If that rank was not late, it sends or receives something else: two ranks that "
     "both send first do so by sendrecv or in a group; of gather, scatter and the v "
@@ -65,6 +86,16 @@ _HINTS = {
     signals.PUT_SIGNAL: _UNANSWERED,
     signals.WAIT_SIGNAL: _UNANSWERED,
     signals.TRANSFER: _UNMATCHED,
+}
+_MISMATCHES = {
+    signals.CALL_MISMATCH: (
+        "rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, op or "
+        "root; Communicator(…, debug=True) says in what"
+    ),
+    signals.TRANSFER_MISMATCH: (
+        "rank {rank} receives another number of bytes than rank {peer} sends it: the "
+        "two calls' counts or dtypes differ, or their order does"
+    ),
 }
 _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
 
@@ -76,101 +107,251 @@ class Failure(NamedTuple):
         error: the class of what is raised.
         text: who failed whom.
         hint: what else it may have been; "" if nothing.
+        ranks: whom the text names.
+        operation: what the text says they were in; "" where it is not known.
+        limit: what set the deadline of a host's wait; "": of kernels', their timeout.
     """
 
     error: type[CollectiveError]
     text: str
     hint: str = ""
+    ranks: tuple[int, ...] = ()
+    operation: str = ""
+    limit: str = ""
+
+    def exception(self, advice: str = "") -> CollectiveError:
+        """Return what is to be raised, with ``advice`` behind its text."""
+        limit = f" ({self.limit})" if self.limit else ""
+        text = f"{self.text}{limit}{advice}"
+        return self.error(text, ranks=self.ranks, operation=self.operation)
 
 
 class Board:
     """The board of one communicator. Collective: every rank makes it at once.
 
+    Args:
+        exchange: the ranks.
+        channel: sends descriptors between them.
+        undo: closes the board, whatever happens.
+
     Attributes:
-        address: of rank 0's record, as this process' kernels see it.
+        address: of rank 0's record, as this process' kernels see it, once
+            :meth:`register` was called.
     """
 
-    def __init__(self, exchange: StoreExchange, channel: IpcChannel):
+    _records: Any
+    _steps: Any
+    _words: Any
+
+    def __init__(self, exchange: StoreExchange, channel: IpcChannel, undo: ExitStack):
+        # Before others rely on it: once it is closed, they see that this rank is gone.
+        undo.callback(self.close)
+        self._undo = ExitStack()
         self._rank = exchange.rank
         self._size = exchange.size
         self._step = 0
-        with ExitStack() as undo:
+        self._turn = 0
+        self._alive = -1
+        self._records = self._steps = self._words = None
+        self._pieces = memoryview(b"")
+        self.address = 0
+        words_at = mmap.PAGESIZE
+        pieces_at = words_at + self._size * _WORDS
+        nbytes = pieces_at + 2 * self._size * _PIECE
+        with ExitStack() as files:
             fd = -1
+            # Sent within this step, so that nobody waits for it if there is none.
             with exchange.agreed("making the status board"):
                 if self._rank == 0:
-                    fd = os.memfd_create("numba_symm board", os.MFD_CLOEXEC)
-                    undo.callback(os.close, fd)
-                    os.ftruncate(fd, mmap.PAGESIZE)
+                    fd = memory_file("numba_symm board", nbytes)
+                    files.callback(os.close, fd)
+                    for rank in range(1, self._size):
+                        channel.send_fd(rank, fd)
             with ExitStack() as undo_map:
                 with exchange.agreed("mapping the status board"):
-                    received = channel.broadcast_fds(0, fd)
-                    try:
-                        memory = mmap.mmap(received, mmap.PAGESIZE)
-                    finally:
-                        os.close(received)
-                    undo_map.callback(memory.close)
+                    if self._rank != 0:
+                        fd = channel.recv_fd(0)
+                        files.callback(os.close, fd)
+                    self._alive = locks.reopened(fd)
+                    undo_map.callback(self._let_go_of_lock)
+                    locks.lock(self._alive, _LOCKS + self._rank)
+                    memory = mmap.mmap(fd, nbytes)
+                    undo_map.callback(_unmap, memory)
                     undo_map.callback(self._let_go)
-                    words = ctypes.c_uint64 * self._size
-                    self._records: Any = words.from_buffer(memory)
-                    self._steps: Any = words.from_buffer(memory, 8 * self._size)
-                    self.address = ctypes.addressof(self._records)
-                    if not SIMULATED:
-                        self.address = _register(self.address, undo_map)
+                    numbers = ctypes.c_uint64 * self._size
+                    self._records = numbers.from_buffer(memory)
+                    self._steps = numbers.from_buffer(memory, 8 * self._size)
+                    texts = ctypes.c_char * _WORDS * self._size
+                    self._words = texts.from_buffer(memory, words_at)
+                    self._pieces = memoryview(memory)[pieces_at:]
                 self._undo = undo_map.pop_all()
+        forks.watch(self)
+
+    def register(self) -> None:
+        """Let this process' kernels reach the records. Local; set the GPU before."""
+        self.address = ctypes.addressof(self._records)
+        if not SIMULATED:
+            with ExitStack() as undo:
+                self.address = _register(self.address, undo)
+                self._undo.push(undo.pop_all())
 
     def failure(self) -> Failure | None:
         """Return why the communicator failed, or None while it has not."""
-        record = self._records[self._rank]
-        return describe(record) if record else None
+        return self._said(self._rank) if self._records[self._rank] else None
 
-    def gate(self, timeout: float = 0) -> Failure | None:
+    def _said(self, rank: int) -> Failure | None:
+        """Return what a rank's record says."""
+        record = self._records[rank]
+        if not record:
+            return None
+        words = self._words[record >> 48 & 0xFF].value
+        return describe(record, words.decode(errors="ignore"))
+
+    def look(self) -> None:
+        """Raise CollectiveError if the communicator has failed."""
+        failure = self.failure()
+        if failure is not None:
+            raise failure.exception()
+
+    def is_ahead(self, rank: int) -> bool:
+        """Return whether a rank has come to a later step than this one."""
+        return int(self._steps[rank]) > self._step
+
+    def gate(self, wait: Wait) -> Failure | None:
         """Wait until every rank is here or one has failed; return why it failed.
 
         Collective, and decided alike on all ranks that are here: a rank votes to go
         on once all are here, to stop if it sees a failure first; all go on if all
-        have voted so. So no rank is left waiting in MPI for one that has failed.
-
-        Args:
-            timeout: seconds until this rank gives the others up; 0: never.
+        have voted so. So all ranks make the call that follows, or none does.
         """
         failure = self.failure()
         if failure is not None:
             return failure
-        arrived = self._step = self._step + 3
+        arrived = self._step + 1
         go, stop = arrived + 1, arrived + 2
-        self._steps[self._rank] = arrived
-        vote = stop  # also if this rank is interrupted
+        self._step = stop
+        vote = stop
         try:
-            if self._all_arrive(arrived, timeout):
+            self._steps[self._rank] = arrived
+            if self._reached(arrived, wait) and not self._records[self._rank]:
                 vote = go
+        except BaseException as error:
+            self.abandon(error, wait.what)  # before the others see the vote
+            raise
         finally:
             self._steps[self._rank] = vote
-        while True:
-            steps = list(self._steps)
-            if stop in steps:
-                return self.failure() or Failure(RankLeft, "a rank was interrupted")
-            if all(step == go or step > stop for step in steps):
-                return None
-            time.sleep(_POLL_SECONDS)
+        if self._reached(go, wait, heed=False) and stop not in list(self._steps):
+            return None
+        # Whoever votes to stop has seen a record, which may not be here yet.
+        said = [self.failure(), *map(self._said, range(self._size))]
+        return next(failure for failure in said if failure is not None)
 
-    def _all_arrive(self, arrived: int, timeout: float) -> bool:
-        deadline = time.monotonic() + timeout if timeout else math.inf
-        while self.failure() is None:
-            absent = [rank for rank, step in enumerate(self._steps) if step < arrived]
+    def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
+        """Return every rank's bytes, in rank order. Collective.
+
+        Raises:
+            CollectiveError: a rank did not come in time, has left, or has ended.
+        """
+        room = _PIECE - 8
+        gathered = [b""] * self._size
+        longest, start = 1, 0
+        while start < longest:
+            # Pieces alternate between two places. All ranks have read the piece before
+            # the last one: they have come to the last.
+            piece = data[start : start + room]
+            at = self._place(self._rank)
+            self._pieces[at : at + 8] = len(data).to_bytes(8, "little")
+            self._pieces[at + 8 : at + 8 + len(piece)] = piece
+            self._meet(wait)
+            for rank in range(self._size):
+                at = self._place(rank)
+                total = int.from_bytes(self._pieces[at : at + 8], "little")
+                end = at + 8 + max(0, min(room, total - start))
+                gathered[rank] += bytes(self._pieces[at + 8 : end])
+                longest = max(longest, total)
+            self._turn ^= 1
+            start += room
+        return gathered
+
+    def _place(self, rank: int) -> int:
+        return (self._turn * self._size + rank) * _PIECE
+
+    def _meet(self, wait: Wait) -> None:
+        """Wait until every rank has come to this step, or raise what has failed."""
+        if self._records is None:
+            raise ClosedError("the status board was closed")
+        self._step += 1
+        self._steps[self._rank] = self._step
+        if not self._reached(self._step, wait):
+            self.look()
+
+    def _reached(self, step: int, wait: Wait, *, heed: bool = True) -> bool:
+        """Return whether all ranks have come to a step before one has failed.
+
+        Args:
+            step: which.
+            wait: this wait.
+            heed: a record on the board ends it; else only what is found while waiting.
+        """
+        while True:
+            absent = self._absent(step)
             if not absent:
                 return True
-            if time.monotonic() > deadline:
-                self._report(_CLOSE << 56 | self._rank << 48 | absent[0] << 40)
-            time.sleep(_POLL_SECONDS)
+            if heed and self._records[self._rank]:
+                return False
+            if wait.seconds > _UNSURE and self._reports_ended(absent, step, wait):
+                return False
+            if wait.pause(absent):
+                self._report_late(wait, absent)
+                return False
+
+    def _absent(self, step: int) -> list[int]:
+        return [rank for rank, at in enumerate(self._steps) if at < step]
+
+    def _reports_ended(self, absent: Sequence[int], step: int, wait: Wait) -> bool:
+        """Report a rank whose process has ended; return whether there is one."""
+        for rank in absent:
+            alive = locks.is_locked(self._alive, _LOCKS + rank)
+            # It may have come, and have closed its board, since we looked.
+            if not alive and rank in self._absent(step):
+                record = _ENDED << 56 | self._rank << 48 | rank << 40
+                self._report(record, wait.what)
+                return True
         return False
 
-    def abandon(self) -> None:
-        """Make every rank's waiting kernels leave: this rank will not come."""
-        self._report(_ABANDONED << 56 | self._rank << 48)
+    def _report_late(self, wait: Wait, absent: Sequence[int]) -> None:
+        record = _LATE << 56 | self._rank << 48 | absent[0] << 40
+        self._report(record, f"{wait.what}\n{wait.said(absent)}\n{wait.limit}")
 
-    def _report(self, record: int) -> None:
+    def late(self, wait: Wait, absent: Sequence[int]) -> CollectiveError:
+        """Make the communicator fail, as ``absent`` did not come; return the error."""
+        self._report_late(wait, absent)
+        failure = self._said(self._rank)
+        assert failure is not None
+        return failure.exception()
+
+    def abandon(self, cause: BaseException | str, operation: str = "") -> None:
+        """Make every rank's waiting kernels leave, and its later calls fail.
+
+        Nothing happens where the communicator has failed before, or the board was
+        closed.
+
+        Args:
+            cause: why this rank will not come: the exception it leaves by, or what
+                follows "rank 3" in a sentence.
+            operation: what it leaves, such as ``"all_reduce"``; "": its program.
+        """
+        if isinstance(cause, BaseException):
+            cause = left(cause, operation)
+        record = _ABANDONED << 56 | self._rank << 48
+        self._report(record, f"{operation}\n{cause}")
+
+    def _report(self, record: int, words: str = "") -> None:
         if self._records is None:  # closed
             return
+        if not self._words[self._rank].value:
+            packed = words.encode(errors="replace")[: _WORDS - 1]
+            self._words[self._rank].value = packed  # before a record says to read it
         for rank in range(self._size):
             if not self._records[rank]:
                 self._records[rank] = record
@@ -179,9 +360,29 @@ class Board:
         """Give the board up, once no kernel uses it. Local and idempotent."""
         self._undo.close()
 
+    def disown(self) -> None:
+        """Write nothing more, in a forked child: the board is its parent's.
+
+        Nor may the child keep the parent's lock when that one has ended.
+        """
+        self._let_go()
+        self._let_go_of_lock()
+
     def _let_go(self) -> None:
         """Drop what keeps the map from being closed."""
-        self._records = self._steps = None
+        self._pieces.release()
+        self._records = self._steps = self._words = None
+
+    def _let_go_of_lock(self) -> None:
+        if self._alive >= 0:
+            os.close(self._alive)
+        self._alive = -1
+
+
+def _unmap(memory: mmap.mmap) -> None:
+    # Where an exception's traceback keeps the records, it keeps the memory, too.
+    with suppress(BufferError):
+        memory.close()
 
 
 def _register(address: int, undo: ExitStack) -> int:
@@ -191,36 +392,36 @@ def _register(address: int, undo: ExitStack) -> int:
     return int(driver.call("cuMemHostGetDevicePointer", address, 0))
 
 
-def describe(record: int) -> Failure:
-    """Return what a record says; ``signals.wait_record`` says what its bits are."""
-    operation, rank, peer = record >> 56, record >> 48 & 0xFF, record >> 40 & 0xFF
+def describe(record: int, words: str = "") -> Failure:
+    """Return what a record says; ``signals.wait_record`` says what its bits are.
+
+    Args:
+        record: of any rank.
+        words: what the rank that wrote it says, see :meth:`Board.abandon`.
+    """
+    number, rank, peer = record >> 56, record >> 48 & 0xFF, record >> 40 & 0xFF
     place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
-    if operation == _ABANDONED:
-        return Failure(RankLeft, f"rank {rank} left after an error of its own")
-    if operation == _CLOSE:
-        text = f"rank {rank} waited for rank {peer} in close"
-        return Failure(CollectiveTimeout, text, _DIFFERED)
-    if operation == signals.MISMATCH:
-        return Failure(
-            CallMismatch,
-            f"rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, "
-            "op, root or where the output lies (the same part of the same symmetric "
-            "block on all ranks, or in no block on any; in place on all, or on none); "
-            "what any rank's symmetric memory held there may be lost",
+    two = (rank, peer)
+    operation, cause, limit = [*words.split("\n"), "", ""][:3]
+    if number == _ABANDONED:
+        return Failure(RankLeft, f"rank {rank} {cause}", "", (rank,), operation)
+    if number == _ENDED:
+        text = (
+            f"rank {peer} has ended without closing the communicator; rank {rank} "
+            f"waited for it in {operation}"
         )
-    if operation == signals.CALL_MISMATCH:
-        return Failure(
-            CallMismatch,
-            f"rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, "
-            "op or root; Communicator(…, debug=True) says in what",
-        )
-    if operation == signals.TRANSFER_MISMATCH:
-        return Failure(
-            CallMismatch,
-            f"rank {rank} receives another number of bytes than rank {peer} sends it: "
-            "the two calls' counts or dtypes differ, or their order does",
-        )
-    name, kind = _OPERATIONS[operation]
-    at = f"{kind} {place}, epoch {epoch}" if epoch else f"{kind} {place}"
+        return Failure(RankLeft, text, "", (peer,), operation)
+    if number == _LATE:
+        text = f"rank {rank} {cause}"
+        return Failure(CollectiveTimeout, text, _DIFFERED, two, operation, limit)
+    if number in _MISMATCHES:
+        text = _MISMATCHES[number].format(rank=rank, peer=peer)
+        return Failure(CallMismatch, text, "", two)
+    signal = number in (signals.PUT_SIGNAL, signals.WAIT_SIGNAL)
+    name, kind = _OPERATIONS[number]
+    at = f"{kind} {place}" + f", epoch {epoch}" * (epoch > 0 and not signal)
     text = f"rank {rank} waited for rank {peer} in {name}, {at}"
-    return Failure(CollectiveTimeout, text, _HINTS.get(operation, _DIFFERED))
+    hint = _HINTS.get(number, _DIFFERED)
+    if signal and epoch:
+        hint = _ONE_BY_ONE.format(epoch)
+    return Failure(CollectiveTimeout, text, hint, two, name)

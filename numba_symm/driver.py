@@ -1,4 +1,4 @@
-"""CUDA driver calls that raise a readable error."""
+"""Calls of the CUDA driver that raise errors with its explanation."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ def call(name: str, *args: Any) -> Any:
     """Call the driver function ``name`` and return its results, or None.
 
     Raises:
-        DriverError: with the call and the driver's own explanation.
+        DriverError: the call failed; the text has its name and the driver's reason.
     """
     status, *results = function(name)(*args)
     if status:
@@ -22,17 +22,17 @@ def call(name: str, *args: Any) -> Any:
 
 @functools.cache
 def function(name: str) -> Any:
-    """Return a driver function, which returns its status before its results.
+    """Return a driver function, which returns its status and then its results.
 
-    For calls that must cost the host little; whoever calls it looks at the status.
+    It is for frequent calls; the caller checks the status.
     """
-    from cuda.bindings import driver  # looks for the driver when first used
+    from cuda.bindings import driver  # searches for the driver at its first use
 
     return getattr(driver, name)
 
 
 def failure(name: str, status: Any) -> DriverError:
-    """Return the error of a driver function that returned ``status``."""
+    """Return the error for a driver function that returned ``status``."""
     return DriverError(f"{name} failed: {_explanation(status)}")
 
 
@@ -40,5 +40,5 @@ def _explanation(status: Any) -> str:
     _, reason = function("cuGetErrorString")(status)
     text = reason.decode() if reason else "unknown error"
     if "CAPTURE" in status.name:
-        text += "; this cannot be done while a stream is being captured into a graph"
+        text += "; make this call before or after the capture of a stream"
     return f"{status.name}: {text}"

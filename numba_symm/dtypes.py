@@ -1,4 +1,4 @@
-"""The table of element types and operators, and what accumulates in what."""
+"""The table of element types, their accumulation types and the operators."""
 
 import inspect
 import sys
@@ -18,10 +18,10 @@ class Element:
     """An element type that can be reduced.
 
     Attributes:
-        dtype: NumPy's dtype (bfloat16 and the 8-bit floats are ``ml_dtypes``').
-        accumulate: the type partial results are kept in, in every algorithm: float32
-            for narrower floats; for integers one in which they wrap around as NumPy's
-            do, which holds any sum of 8- and 16-bit ones without wrapping.
+        dtype: NumPy's dtype; bfloat16 and the 8-bit floats are those of ``ml_dtypes``.
+        accumulate: the type of partial results, in every algorithm. It is float32 for
+            narrower floats. For integers it is a type in which results wrap around as
+            in NumPy; it holds any sum of 8- and 16-bit integers without wrapping.
     """
 
     dtype: np.dtype[Any]
@@ -44,9 +44,9 @@ class Element:
 
     @property
     def floating(self) -> bool:
-        """Whether every element is made of floats.
+        """Whether every element consists of floats.
 
-        64 ones hold only NaNs of all of them then, and still do without the top bit.
+        If so, 64 one bits contain only NaNs, and still do with the top bit cleared.
         """
         return self.accumulate.kind in "fc"
 
@@ -62,7 +62,7 @@ class Element:
 
 
 _NARROW = ("float8_e4m3fn", "float8_e5m2")
-_NARROW_CAPABILITY = (8, 9)  # from where on GPUs convert 8-bit floats
+_NARROW_CAPABILITY = (8, 9)  # the lowest that converts 8-bit floats
 
 _ACCUMULATE = {
     "float16": "float32",
@@ -97,19 +97,19 @@ def element(dtype: Any, what: str) -> Element:
     if found is None:
         known = ", ".join(_ACCUMULATE)
         raise ArgumentError(
-            f"{what}: cannot reduce {np.dtype(dtype)}; "
+            f"{what}: expected a dtype that has operators, got {np.dtype(dtype)}; "
             f"convert the array to one of {known}"
         )
     return found
 
 
 def moved(dtype: np.dtype[Any], count: int) -> tuple[Element, int]:
-    """Return a known type as which to move ``count`` of any type, and their number."""
+    """Return an integer type to move ``count`` elements of any type as, and a count."""
     for name in ("int64", "int32", "int16", "int8"):
         known = _ELEMENTS[np.dtype(name)]
         if dtype.itemsize % known.itemsize == 0:
             return known, count * dtype.itemsize // known.itemsize
-    raise ArgumentError(f"{dtype}: elements of {dtype.itemsize} bytes cannot be moved")
+    raise ArgumentError(f"expected elements of whole bytes, got {dtype}")
 
 
 def _sum(a: Any, b: Any) -> Any:
@@ -120,7 +120,7 @@ def _prod(a: Any, b: Any) -> Any:
     return a * b
 
 
-# A NaN on either side wins, as in numpy.minimum and numpy.maximum.
+# NaN if either is NaN, as in numpy.minimum and numpy.maximum.
 def _min(a: Any, b: Any) -> Any:
     return a if a < b or a != a else b
 
@@ -166,7 +166,7 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
     "lor": _lor,
     "lxor": _lxor,
 }
-"""The function of two elements behind each operator's name."""
+"""The function of two elements for each operator's name."""
 
 BITWISE = ("band", "bor", "bxor")
 LOGICAL = ("land", "lor", "lxor")
@@ -177,16 +177,17 @@ _AS_BITS |= {"land": "band", "lor": "bor", "lxor": "bxor"}
 
 @dataclass(frozen=True)
 class UserOperator:
-    """A user's own operator: equal to itself only, as its function is.
+    """A user's operator, equal to another one only if the functions are the same.
 
     Attributes:
-        function: plain Python, of two scalars of the accumulation type, to one.
+        function: a plain Python function of two scalars of the accumulation type,
+            which returns one.
     """
 
     function: Callable[[Any, Any], Any]
 
     def __repr__(self) -> str:
-        # The same on every rank: the ranks compare it.
+        # The ranks compare this text, so it contains no address.
         name = getattr(self.function, "__qualname__", type(self.function).__name__)
         return f"{getattr(self.function, '__module__', '')}.{name}"
 
@@ -196,26 +197,26 @@ Op = str | UserOperator
 
 
 def reduction(op: Any, what: str) -> Op:
-    """Return the operator given as a string, an ``MPI.Op`` or a function."""
+    """Return the operator for a string, an ``MPI.Op`` or a function."""
     if isinstance(op, str) and op in REDUCTIONS:
         return op
-    mpi = sys.modules.get("mpi4py.MPI")  # an MPI.Op can only exist once imported
+    mpi = sys.modules.get("mpi4py.MPI")  # without this import, op is not an MPI.Op
     if mpi is not None and isinstance(op, mpi.Op):
         for name in REDUCTIONS:
             if op == getattr(mpi, name.upper(), None):  # there is no MPI.AVG
                 return name
-    function = getattr(op, "py_func", op)  # of what Numba has compiled, or will
+    function = getattr(op, "py_func", op)  # of a function decorated by Numba
     if isinstance(function, FunctionType):
         return UserOperator(function)
     known = ", ".join(repr(name) for name in REDUCTIONS)
     raise ArgumentError(
-        f"{what}: op={op!r} is not known; use {known}, the MPI.Op of that name, or a "
-        "function of two scalars"
+        f"{what}: expected an operator, got op={op!r}; pass one of {known}, the MPI.Op "
+        "of that name, or a function of two scalars"
     )
 
 
 def operators(element: Element) -> tuple[str, ...]:
-    """Return the names of the operators that an element type has."""
+    """Return the names of an element type's operators."""
     if element.complex:
         return "sum", "prod", "avg"
     lacks = {"b": ("avg",), "f": BITWISE}.get(element.accumulate.kind, ())
@@ -232,8 +233,8 @@ def check(op: Op, element: Element, what: str) -> None:
         return
     names = ", ".join(repr(name) for name in known)
     raise ArgumentError(
-        f"{what}: op={op!r} means nothing for {element.name}; it has {names} and "
-        "functions of two scalars"
+        f"{what}: expected an operator of {element.name}, got op={op!r}; pass one of "
+        f"{names}, or a function of two scalars"
     )
 
 
@@ -242,29 +243,30 @@ def _check_function(op: UserOperator, what: str) -> None:
         inspect.signature(op.function).bind(0, 0)
     except TypeError as error:
         raise ArgumentError(
-            f"{what}: op={op} cannot be called with two scalars ({error}); pass a "
-            "function of two scalars that returns one"
+            f"{what}: expected a function of two scalars, got op={op} ({error}); pass "
+            "one that takes two and returns one"
         ) from error
 
 
 def check_capability(
     element: Element, capability: tuple[int, int], gpu: str, what: str
 ) -> None:
-    """Refuse an element type that a GPU has no conversions for."""
+    """Refuse an element type that the GPU cannot convert."""
     if element.narrow and tuple(capability) < _NARROW_CAPABILITY:
         needed, found = (
             ".".join(map(str, cc)) for cc in (_NARROW_CAPABILITY, capability)
         )
         raise ArgumentError(
-            f"{what}: {element.name} needs a GPU of compute capability {needed}, and "
-            f"{gpu} has {found}; convert the array to float16 or bfloat16"
+            f"{what}: expected compute capability {needed} or higher for "
+            f"{element.name}, got {found} of {gpu}; convert the array to float16 or "
+            "bfloat16"
         )
 
 
 def bitwise(op: Op, element: Element) -> str | None:
-    """Return the bitwise operator that does the same for whole words, if there is one.
+    """Return the bitwise operator that is equal to ``op`` on whole words, or None.
 
-    For bool these are all: its elements are 0 or 1, as NumPy keeps them.
+    bool has one for every operator, because NumPy stores its elements as 0 or 1.
     """
     if isinstance(op, UserOperator):
         return None
@@ -274,28 +276,28 @@ def bitwise(op: Op, element: Element) -> str | None:
 
 
 def identity(op: Op, dtype: Any) -> Any:
-    """Return the element that leaves any other as it is: what nothing reduces to.
+    """Return the identity element of an operator: the reduction of no elements.
 
-    For min and max of floats without infinity it is their largest; for sum of floats
-    -0.0, as 0.0 would change a -0.0.
+    For min and max of floats without infinity, it is the largest or lowest number. For
+    sum of floats, it is -0.0, because 0.0 would change a -0.0.
 
     Args:
-        op: what ``reduction`` returned.
+        op: an operator of ``reduction``.
         dtype: a type that has the operator.
 
     Returns:
         A NumPy scalar of the dtype.
 
     Raises:
-        ArgumentError: the type has no such operator, or it is a function: nobody can
-            know its identity.
+        ArgumentError: the type does not have the operator, or the operator is a
+            function, whose identity is unknown.
     """
     kind = element(dtype, "identity")
     check(op, kind, "identity")
     if isinstance(op, UserOperator):
         raise ArgumentError(
-            f"identity: op={op} is a function, whose identity is not known; pass at "
-            "least one element"
+            f"identity: expected an operator with a known identity, got the function "
+            f"{op}; pass at least one element"
         )
     if op in ("sum", "avg"):
         zero = complex(-0.0, -0.0) if kind.complex else -0.0

@@ -1,13 +1,13 @@
-"""Every error the library raises.
+"""The errors that the library raises.
 
-Texts say what was asked, what was found and what to do. An error met by one
-rank during a collective set-up step is raised on every rank, with every rank's
-own text (see :meth:`numba_symm.launch.exchange.StoreExchange.agreed`).
+A text has the form ``call: expected A, got B; do C``. If a set-up call fails on one
+rank, every rank raises an error with the texts of all ranks (see
+:meth:`numba_symm.launch.exchange.StoreExchange.agreed`).
 """
 
 
 class SymmError(Exception):
-    """The root of all errors raised by numba_symm."""
+    """The base class of all errors of numba_symm."""
 
 
 class ArgumentError(SymmError, ValueError):
@@ -23,11 +23,11 @@ class ExchangeError(SymmError):
 
 
 class DeviceError(SymmError):
-    """The ranks cannot be bound to GPUs as asked."""
+    """The ranks cannot be bound to GPUs as requested."""
 
 
 class PeerAccessError(DeviceError):
-    """Two GPUs cannot reach each other's memory."""
+    """Two GPUs cannot access each other's memory."""
 
 
 class BackendError(SymmError):
@@ -35,33 +35,65 @@ class BackendError(SymmError):
 
 
 class DriverError(BackendError):
-    """A CUDA driver call failed; the text names the call and the driver's reason."""
+    """A CUDA driver call failed; the text has its name and the driver's reason."""
 
 
 class CollectiveError(SymmError):
-    """The communicator has failed, on all ranks: the subclass and the text say why.
+    """The communicator has failed on all ranks; the text has the cause.
 
-    The CUDA context is alive; results since the last successful check are undefined.
+    The CUDA context is usable. Results since the last successful check are undefined.
+
+    Attributes:
+        ranks: the ranks that the text names. For a timeout, the one that waited and
+            the one it waited for; for a mismatch, the two whose calls differ; for a
+            rank that left, that one.
+        operation: the operation that the text names, such as ``"all_reduce
+            (one_shot_ll)"`` or ``"zeros"``; ``""`` if it is unknown.
     """
+
+    def __init__(
+        self, text: str = "", *, ranks: tuple[int, ...] = (), operation: str = ""
+    ):
+        super().__init__(text)
+        self.ranks = ranks
+        self.operation = operation
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
-    """A peer did not come before the deadline.
+    """A peer did not make its call before the deadline.
 
-    The text names who waited for whom, in which operation.
+    The text names the rank that waited, the peer and the operation.
     """
 
 
 class CallMismatch(CollectiveError):
-    """Two ranks' calls differ: the text names them, and what may differ."""
+    """The calls of two ranks differ; the text names the ranks and possible causes."""
 
 
 class RankLeft(CollectiveError):
-    """A rank has left by an exception, or was interrupted: the text names it."""
+    """A rank left by an exception, was interrupted, or ended without ``close``.
+
+    The text has the rank, and the exception's type and first line.
+    """
+
+
+def summary(error: BaseException) -> str:
+    """Return an exception's type and the first line of its text."""
+    try:
+        first = str(error).partition("\n")[0]
+    except Exception:  # an exception whose __str__ raises is still reported
+        first = ""
+    kind = type(error).__name__
+    return f"{kind}: {first}" if first else kind
+
+
+def left(cause: BaseException, operation: str = "") -> str:
+    """Return "left zeros by ValueError: 7", for what others are told of a rank."""
+    return f"left{operation and ' '}{operation} by {summary(cause)}"
 
 
 def named(name: str) -> type[SymmError]:
-    """Return the error class called ``name``, or ``SymmError`` for a foreign one."""
+    """Return the error class with that name, or ``SymmError`` if there is none."""
     found = globals().get(name)
     if isinstance(found, type) and issubclass(found, SymmError):
         return found

@@ -1,8 +1,10 @@
-"""Streams and events, which may cross processes.
+"""Streams and events; an event may be shared between processes.
 
-Streams are cuda.core's. Here they and events get what it lacks: opening an event by the
-64 bytes of its handle, queries, waiting for any library's streams, and Numba's
-simulator, where everything is complete as soon as it is called.
+They add to those of cuda.core:
+
+- opening an event from the 64 bytes of its handle, and queries;
+- waiting for streams of any library;
+- Numba's simulator, where every call blocks until its work is complete.
 
 Source: ``CUDAStream`` and ``CUDAEvent`` of PyTorch's ``jit/cuda/cuda.h``.
 """
@@ -15,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from numba_symm import driver, streams
+from numba_symm import arguments, driver, streams
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, DeviceError, DriverError
 
@@ -23,6 +25,8 @@ HANDLE_BYTES = 64
 """The size of an event's inter-process handle."""
 
 _DEFAULT = streams.LEGACY_DEFAULT
+
+_PRIORITIES = 1 << 31  # the range of C's int; a GPU has a few priorities
 
 _BLOCKING, _NO_TIMING, _INTERPROCESS = 1, 2, 4  # CU_EVENT_*
 
@@ -42,7 +46,7 @@ def _is_done(query: str, handle: Any) -> bool:
 
 
 def current_device() -> Any:
-    """Return the thread's current device, as cuda.core's; Numba chooses if none is.
+    """Return the thread's current device of cuda.core; Numba makes one current.
 
     Raises:
         DeviceError: there is no GPU.
@@ -55,26 +59,26 @@ def current_device() -> Any:
         cuda.current_context()
     except CudaSupportError as error:
         raise DeviceError(
-            f"no GPU can be used: {error}; NUMBA_ENABLE_CUDASIM=1 runs without GPUs"
+            f"expected a GPU, got {error}; set NUMBA_ENABLE_CUDASIM=1 to run without"
         ) from error
     device = Device(int(driver.call("cuCtxGetDevice")))
-    device.set_current()  # it is; cuda.core wants to be told
+    device.set_current()  # it is current; this initializes cuda.core's object
     return device
 
 
 class Event:
     """A point in a stream's work, which other streams and the host can wait for.
 
-    Belongs to the device that is current when it is made. An event that was never
-    recorded counts as complete.
+    It belongs to the device that is current at its construction. An event that was
+    never recorded is complete.
 
     Args:
-        timing: whether :meth:`elapsed_time` is wanted.
-        blocking: whether :meth:`synchronize` gives up the processor while it waits.
-        interprocess: whether :meth:`ipc_handle` is wanted; not together with timing.
+        timing: whether to support :meth:`elapsed_time`.
+        blocking: whether :meth:`synchronize` yields the CPU while it waits.
+        interprocess: whether to support :meth:`ipc_handle`; excludes ``timing``.
 
     Raises:
-        ArgumentError: both ``timing`` and ``interprocess``, which CUDA cannot do.
+        ArgumentError: both ``timing`` and ``interprocess``, which CUDA does not allow.
 
     Source: ``CUDAEvent`` of PyTorch's ``jit/cuda/cuda.h``.
     """
@@ -82,20 +86,21 @@ class Event:
     def __init__(
         self, timing: bool = False, blocking: bool = False, interprocess: bool = False
     ):
+        timing = arguments.flag(timing, "Event", "timing")
+        blocking = arguments.flag(blocking, "Event", "blocking")
+        interprocess = arguments.flag(interprocess, "Event", "interprocess")
         if timing and interprocess:
             raise ArgumentError(
-                "Event: timing=True and interprocess=True; an event of CUDA cannot be "
-                "both, so make two and record both"
+                "Event: expected timing=True or interprocess=True, got both; make two "
+                "events and record both"
             )
-        self.timing = timing
-        self.blocking = blocking
-        self.interprocess = interprocess
+        self.timing, self.blocking, self.interprocess = timing, blocking, interprocess
         self._ipc_handle: bytes | None = None
         self._recorded: float | None = None  # the simulator's
         if SIMULATED:
             return
-        # cuda.core makes inter-process events only by recording them, and none of its
-        # own can be recorded again elsewhere: the driver's flags, then.
+        # cuda.core makes inter-process events only by recording them, and its events
+        # cannot be recorded again on another stream, so the driver makes this one.
         current_device()
         flags = blocking * _BLOCKING | (not timing) * _NO_TIMING
         flags |= interprocess * _INTERPROCESS
@@ -104,26 +109,26 @@ class Event:
 
     @classmethod
     def from_ipc_handle(cls, handle: bytes) -> Self:
-        """Open an event of another process by what :meth:`ipc_handle` gave there.
+        """Open an event of another process from the value of its :meth:`ipc_handle`.
 
-        The other process keeps its event for as long as this one is used.
+        The other process must keep its event while this one is in use.
 
         Args:
             handle: 64 bytes.
 
         Raises:
-            ArgumentError: it is no such handle.
-            DriverError: the event is gone, or is this process' own.
+            ArgumentError: the handle is not 64 bytes.
+            DriverError: the event was destroyed, or belongs to this process.
         """
-        if len(handle) != HANDLE_BYTES:
+        if not isinstance(handle, bytes) or len(handle) != HANDLE_BYTES:
             raise ArgumentError(
-                f"Event.from_ipc_handle: {len(handle)} bytes; an event's handle has "
-                f"{HANDLE_BYTES}"
+                f"Event.from_ipc_handle: expected {HANDLE_BYTES} bytes, got "
+                f"{handle!r:.100}; pass what ipc_handle() returned"
             )
         event = cls.__new__(cls)
         event.timing = event.blocking = False
         event.interprocess = True
-        event._ipc_handle = bytes(handle)
+        event._ipc_handle = handle
         event._recorded = None
         if not SIMULATED:
             event._owned = _Owned(_opened(handle))
@@ -131,10 +136,11 @@ class Event:
         return event
 
     def record(self, stream: Any = None) -> None:
-        """Put the event after all work that ``stream`` has so far.
+        """Record the event after all work enqueued on ``stream`` so far.
 
         Args:
-            stream: any library's, or a handle; None: the legacy default stream.
+            stream: a stream of any library, or a handle; None: the legacy default
+                stream.
         """
         handle = _handle_of(stream)
         if SIMULATED:
@@ -143,7 +149,7 @@ class Event:
         driver.call("cuEventRecord", self._handle, handle)
 
     def wait(self, stream: Any = None) -> None:
-        """Have what ``stream`` gets from now on wait for the latest record."""
+        """Make later work of ``stream`` wait for the latest record."""
         handle = _handle_of(stream)
         if not SIMULATED:
             driver.call("cuStreamWaitEvent", handle, self._handle, 0)
@@ -161,27 +167,33 @@ class Event:
         """Return the milliseconds from this event's record to that of ``end``.
 
         Raises:
-            ArgumentError: one of them was made without timing.
-            DriverError: one of them was not recorded, or is not complete.
+            ArgumentError: one of the events was made without timing.
+            DriverError: one of the events was not recorded, or is not complete.
         """
-        if not (self.timing and end.timing):
+        if not (self.timing and _checked_event(end, "elapsed_time").timing):
             raise ArgumentError(
-                "elapsed_time: make both events with Event(timing=True)"
+                "elapsed_time: expected two events with timing, got one without; make "
+                "both by Event(timing=True)"
             )
         if not SIMULATED:
             return float(driver.call("cuEventElapsedTime", self._handle, end._handle))
         if self._recorded is None or end._recorded is None:
-            raise DriverError("elapsed_time: record both events first")
+            raise DriverError(
+                "elapsed_time: expected two recorded events; record both first"
+            )
         return (end._recorded - self._recorded) * 1e3
 
     def ipc_handle(self) -> bytes:
-        """Return 64 bytes by which another process can open the event.
+        """Return 64 bytes from which another process can open the event.
 
         Raises:
             ArgumentError: it was not made with ``interprocess=True``.
         """
         if not self.interprocess:
-            raise ArgumentError("ipc_handle: make the event with interprocess=True")
+            raise ArgumentError(
+                "ipc_handle: expected an inter-process event, got another; make it by "
+                "Event(interprocess=True)"
+            )
         if self._ipc_handle is None:
             self._ipc_handle = self._export()
         return self._ipc_handle
@@ -191,6 +203,14 @@ class Event:
             return secrets.token_bytes(HANDLE_BYTES)
         handle = driver.call("cuIpcGetEventHandle", self._handle)
         return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
+
+
+def _checked_event(event: Any, what: str) -> Event:
+    if not isinstance(event, Event):
+        raise ArgumentError(
+            f"{what}: expected an Event of numba_symm, got {event!r}; pass one"
+        )
+    return event
 
 
 def _opened(ipc_handle: bytes) -> Any:
@@ -208,42 +228,46 @@ class _Owned:
 
     def __init__(self, handle: Any):
         self.handle = handle
-        self._destroy = driver.function("cuEventDestroy")  # there when Python ends
+        self._destroy = driver.function("cuEventDestroy")  # usable at exit, too
 
     def __del__(self) -> None:
-        self._destroy(self.handle)  # a failure here has no one to tell
+        self._destroy(self.handle)  # a failure cannot be reported here
 
 
 class Stream:
-    """A queue of work on a GPU; it does not wait for the legacy default stream.
+    """A stream of a GPU that does not wait for the legacy default stream.
 
-    Every object is a stream of its own, which goes with it. Accepted wherever this
-    library takes a stream, and by whoever knows ``__cuda_stream__``; give
-    ``stream.core`` to Numba's launches and copies.
+    Every object makes a new stream, which is destroyed with the object. All calls of
+    this library accept it, and so does any library that supports ``__cuda_stream__``.
+    Pass ``stream.core`` to Numba's launches and copies.
 
     Args:
         device: the GPU's number; None: the current one.
-        priority: lower numbers first; 0 is the lowest priority. What a GPU offers is
-            between ``cuCtxGetStreamPriorityRange``'s two numbers, such as 0 to -5.
+        priority: lower numbers run first; 0 is the lowest priority. A GPU's range is
+            that of ``cuCtxGetStreamPriorityRange``, such as 0 to -5.
 
     Attributes:
-        id: tells the stream from all others that this process ever has.
+        id: a number that this process never uses for another stream.
         device_index: the GPU's number.
-        priority: as given.
+        priority: its priority.
 
     Raises:
-        ArgumentError: there is no such GPU or priority.
+        ArgumentError: the GPU or the priority does not exist.
 
-    Source: ``CUDAStream`` of PyTorch's ``jit/cuda/cuda.h``, whose streams come from a
-    pool, so that two objects may be one stream.
+    Source: ``CUDAStream`` of PyTorch's ``jit/cuda/cuda.h``. Its streams come from a
+    pool, so two objects may be the same stream.
     """
 
     _ids = itertools.count(1)
 
     def __init__(self, device: int | None = None, priority: int = 0):
+        what, do = "priority to be an int", "pass one such as 0 or -1"
+        priority = arguments.integer(
+            *(priority, "Stream", what, -_PRIORITIES, _PRIORITIES, do)
+        )
         self.priority = priority
         if SIMULATED:
-            self.device_index = _checked_device(device, 1) if device else 0
+            self.device_index = 0 if device is None else _checked_device(device, 1)
             self.id = next(self._ids)
             return
         from cuda.core import StreamOptions
@@ -274,7 +298,7 @@ class Stream:
 
     @property
     def handle(self) -> int:
-        """The ``CUstream``; 0 under the simulator."""
+        """The ``CUstream``; 0 in the simulator."""
         return _DEFAULT if SIMULATED else int(self._core.handle)
 
     def __cuda_stream__(self) -> tuple[int, int]:
@@ -297,18 +321,19 @@ class Stream:
         """Record ``event``, or a new one, after its work so far; return it."""
         if event is None:
             event = self._new_event()
-        event.record(self)
+        _checked_event(event, "record_event").record(self)
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Have what it gets from now on wait for the event's latest record."""
-        event.wait(self)
+        """Make later work of this stream wait for the event's latest record."""
+        _checked_event(event, "wait_event").wait(self)
 
     def wait_stream(self, stream: Any) -> None:
-        """Have what it gets from now on wait for all that ``stream`` has so far.
+        """Make later work of this stream wait for all work of ``stream`` so far.
 
         Args:
-            stream: any library's, or a handle; None: the legacy default stream.
+            stream: a stream of any library, or a handle; None: the legacy default
+                stream.
         """
         handle = _handle_of(stream)
         if not SIMULATED:
@@ -322,7 +347,7 @@ class Stream:
 
 
 def _join(waiting: int, awaited: int) -> None:
-    """Have a stream wait for what another one, of any device, has so far."""
+    """Make a stream wait for the work so far of another one, of any device."""
     driver.call("cuCtxPushCurrent", driver.call("cuStreamGetCtx", awaited))
     try:
         event = driver.call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
@@ -330,17 +355,15 @@ def _join(waiting: int, awaited: int) -> None:
             driver.call("cuEventRecord", event, awaited)
             driver.call("cuStreamWaitEvent", waiting, event, 0)
         finally:
-            driver.call("cuEventDestroy", event)  # once it is complete
+            driver.call("cuEventDestroy", event)  # the driver does so on completion
     finally:
         driver.call("cuCtxPopCurrent")
 
 
 def _checked_device(device: int, count: int) -> int:
-    if not 0 <= device < count:
-        raise ArgumentError(
-            f"Stream: device={device}; this process sees {count} GPU(s), from 0"
-        )
-    return device
+    what = f"device to be a GPU's number from 0 to {count - 1}"
+    do = "pass one that CUDA_VISIBLE_DEVICES shows, or None"
+    return arguments.integer(device, "Stream", what, 0, count - 1, do)
 
 
 def _device(ordinal: int | None) -> Any:
@@ -355,7 +378,7 @@ def _device(ordinal: int | None) -> Any:
 
 @contextmanager
 def _current(device: Any) -> Iterator[None]:
-    """Make a device of cuda.core current for a while."""
+    """Make a device of cuda.core current within the context."""
     before = current_device()
     device.set_current()
     try:
@@ -367,7 +390,7 @@ def _current(device: Any) -> Iterator[None]:
 @contextmanager
 def on_device_of(stream: int, ordinal: int) -> Iterator[None]:
     """Make a stream's device current; for the default streams, GPU ``ordinal``."""
-    if stream > 2:  # 0, 1 and 2 name the default streams of whatever is current
+    if stream > 2:  # 0, 1 and 2 are the default streams of the current device
         driver.call("cuCtxPushCurrent", driver.call("cuStreamGetCtx", stream))
         try:
             ordinal = int(driver.call("cuCtxGetDevice"))
@@ -383,6 +406,6 @@ def _check_priority(priority: int) -> None:
     least, greatest = driver.call("cuCtxGetStreamPriorityRange")
     if not greatest <= priority <= least:
         raise ArgumentError(
-            f"Stream: priority={priority}; this GPU has priorities from {greatest} "
-            f"(first) to {least} (last)"
+            f"Stream: expected a priority from {greatest} (runs first) to {least}, got "
+            f"priority={priority}; pass one of this range"
         )

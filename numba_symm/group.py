@@ -2,23 +2,26 @@
 
 import math
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from numba_symm import backends, environment
+from numba_symm import backends, environment, forks
 from numba_symm.backends.protocol import Backend, Mapping
 from numba_symm.board import Board, Failure
 from numba_symm.device.signals import Guard
 from numba_symm.errors import (
+    ArgumentError,
     BackendError,
     ClosedError,
     CollectiveError,
     CollectiveTimeout,
     SymmError,
 )
-from numba_symm.launch import devices, ranks
+from numba_symm.launch import devices, ranks, waiting
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.waiting import Wait
 
 _MARGIN = 1.0  # seconds
 
@@ -34,6 +37,7 @@ class Group:
         device: ordinal of this rank's GPU, or None to have it assigned.
         timeout: seconds a kernel waits for a peer; 0 waits for ever; None:
             ``NUMBA_SYMM_TIMEOUT``, else 300.
+        own: ``comm`` is for this group alone, and need not be duplicated.
 
     Attributes:
         timeout: the seconds, checked.
@@ -49,35 +53,67 @@ class Group:
         guard: what kernels need to give up.
         told: the failure that a call of this rank has last raised.
         closed: whether it was closed.
+        why_closed: what whoever uses it all the same is told.
     """
 
-    def __init__(self, comm: ranks.Comm, device: int | None, timeout: float | None):
+    def __init__(
+        self,
+        comm: ranks.Comm,
+        device: int | None,
+        timeout: float | None,
+        own: bool = False,
+    ):
         self.closed = False
+        self.why_closed = "the communicator was closed; make a new one"
         self.told: Failure | None = None
-        with ExitStack() as undo_comm, ExitStack() as undo:
-            self.comm = ranks.duplicate(ranks.checked(comm))
-            # Collective, so for errors here, which every rank meets, and not later.
-            undo_comm.callback(ranks.release, self.comm)
-            self.world = ranks.discover(self.comm)
-            self.exchange = StoreExchange(self.comm, "communicator")
-            with self.exchange.agreed("Communicator"):
-                self.timeout = environment.chosen_timeout(timeout)
-            self.exchange.agree_equal(f"timeout={self.timeout:g}", "Communicator")
-            self.gpu = devices.bind(self.exchange, self.world, device)
-            ranks.refuse_too_many(self.world.size)
-            self.peer_access = devices.check_peer_access(self.exchange, self.gpu)
-            self.channel = undo.enter_context(IpcChannel(self.exchange))
-            self.backend, self.refused = choose_backend(self)
-            self.board = Board(self.exchange, self.channel)
-            undo.callback(self.board.close)
-            self.guard = Guard(
-                self.board.address,
-                self.world.rank,
-                self.world.size,
-                math.ceil(self.timeout * 1e9),
-            )
-            undo_comm.pop_all()
-            self._undo = undo.pop_all()
+        self._undo = ExitStack()
+        comm, patience = ranks.checked(comm), _patience()
+        if not own:
+            comm = waiting.duplicate(comm, Wait("Communicator", comm.rank, patience))
+        self.comm = comm
+        self.exchange = StoreExchange(self.comm, "communicator", patience)
+        self.exchange.call = "Communicator"
+        try:
+            self._make(device, timeout)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    def _make(self, device: int | None, timeout: float | None) -> None:
+        exchange = self.exchange
+        self.world = ranks.discover(exchange)
+        with exchange.agreed("Communicator"):
+            environment.chosen_setup_timeout()
+            self.timeout = environment.chosen_timeout(timeout)
+        exchange.agree_equal(f"timeout={self.timeout:g}", "Communicator")
+        if self.world.local_size < self.world.size:
+            hosts = exchange.all_gather(self.world.host, "hosts")
+            ranks.refuse_several_hosts(hosts)
+        ranks.refuse_too_many(self.world.size)
+        self.channel = self._undo.enter_context(IpcChannel(exchange))
+        self.board = Board(exchange, self.channel, self._undo)
+        exchange.meet_at(self.board)
+        self.gpu = devices.bind(exchange, device)
+        self.peer_access = devices.check_peer_access(exchange, self.gpu)
+        with exchange.agreed("letting the GPU reach the status board"):
+            self.board.register()
+        self.backend, self.refused = choose_backend(self)
+        self.guard = Guard(
+            self.board.address,
+            self.world.rank,
+            self.world.size,
+            math.ceil(self.timeout * 1e9),
+        )
+        forks.watch(self)
+
+    def disown(self) -> None:
+        """Leave everything to the parent, in a forked child."""
+        self.closed = True
+        self.why_closed = (
+            f"this process was forked from rank {self.world.rank}'s, which alone can "
+            f"use the communicator; {forks.ADVICE}"
+        )
+        self._undo.pop_all()
 
     def check(self) -> None:
         """Raise if the communicator was closed or a kernel has given up.
@@ -99,19 +135,38 @@ class Group:
     def check_open(self) -> None:
         """Raise ClosedError if the communicator was closed."""
         if self.closed:
-            raise ClosedError("the communicator was closed; make a new one")
+            raise ClosedError(self.why_closed)
 
-    def enter(self) -> None:
-        """Wait for every rank to come here. Collective; raises on all ranks or none.
+    @contextmanager
+    def set_up(self, what: str) -> Iterator[None]:
+        """Make a call that all ranks make, once every rank is here. Collective.
+
+        All ranks begin, or none does. A rank that leaves the block by an exception that
+        is not every rank's tells the others, whose call and later ones raise.
+
+        Args:
+            what: the call, as the user names it.
 
         Raises:
             CollectiveError: it has failed.
             ClosedError: it was closed.
         """
-        self.check()
-        failure = self.board.gate()
-        if failure is not None:
-            raise self._error(failure)
+        self.exchange.call = what
+        try:
+            self.check_open()
+            failure = self.board.gate(self.exchange.wait(what))
+            if failure is not None:
+                raise failure.exception()
+            yield
+        except CollectiveError:
+            failure = self.board.failure()
+            if failure is None:  # a communicator that it makes has failed
+                raise
+            raise self._error(failure) from None
+        except BaseException as error:
+            if not self.exchange.is_everybodys(error):
+                self.abandon(error, what)
+            raise
 
     def failure_after_meeting(self) -> CollectiveError | None:
         """Wait for every rank to come to its end; return why one has failed.
@@ -119,24 +174,50 @@ class Group:
         Collective, with no kernel of this rank running; all ranks return the same.
         Does not wait for the others once one has failed, or for the timeout.
         """
+        self.exchange.call = what = "close"
+        wait = self.exchange.wait(what)
         # A little longer than kernels wait: theirs is the better reason.
-        failure = self.board.gate(self.timeout and self.timeout + _MARGIN)
+        seconds = self.timeout and self.timeout + _MARGIN
+        if seconds and not 0 < self.exchange.timeout < seconds:
+            limit = f"timeout: {self.timeout:g} s"
+            wait = Wait(what, self.world.rank, seconds, limit)
+        failure = self.board.gate(wait)
         return None if failure is None else self._error(failure)
 
     def _error(self, failure: Failure) -> CollectiveError:
         """Return what is to be raised, and remember that it was."""
         self.told = failure
-        late = failure.error is CollectiveTimeout
-        timeout = f" (timeout: {self.timeout:g} s)" if late else ""
+        if failure.error is CollectiveTimeout and not failure.limit:
+            failure = failure._replace(limit=f"timeout: {self.timeout:g} s")
         hint = f". {failure.hint}" if failure.hint else ""
-        return failure.error(
-            f"{failure.text}{timeout}; results since the last check are undefined. "
-            f"Close this communicator and make a new one{hint}"
+        return failure.exception(
+            "; results since the last check are undefined. Close this communicator "
+            f"and make a new one{hint}"
         )
 
-    def abandon(self) -> None:
-        """Make every rank's waiting kernels leave, and its later calls fail."""
-        self.board.abandon()
+    def abandon(self, cause: BaseException | str, operation: str = "") -> None:
+        """Make every rank's waiting kernels leave, and its later calls fail.
+
+        This rank knows why. See :meth:`Board.abandon`.
+        """
+        if not self.failed:
+            self.board.abandon(cause, operation)
+            self.told = self.board.failure()
+
+    def give_up(self, error: BaseException) -> None:
+        """Undo what was made of it, as its construction has failed.
+
+        Args:
+            error: why. If it is this rank's alone, the others are told, and nothing
+                that takes all ranks is undone.
+        """
+        self.closed = True
+        everybodys = self.exchange.is_everybodys(error)
+        if not everybodys:
+            self.exchange.leave(error)
+        self._undo.close()
+        if everybodys:
+            ranks.release(self.comm)
 
     def close(self) -> None:
         """Give up the board, the channel and the duplicated communicator."""
@@ -148,6 +229,17 @@ class Group:
         """Give up the board and the channel; freeing the duplicate is collective."""
         self.closed = True
         self._undo.close()
+
+
+def _patience() -> float:
+    """Return the seconds that ranks wait to find each other.
+
+    A mistake in them is told when all ranks are there.
+    """
+    try:
+        return environment.chosen_setup_timeout()
+    except ArgumentError:
+        return 0.0
 
 
 def choose_backend(group: Group) -> tuple[Backend, dict[str, str]]:
@@ -166,7 +258,8 @@ def choose_backend(group: Group) -> tuple[Backend, dict[str, str]]:
                 backend = backends.create(name, group.gpu.ordinal)
             prove(group, backend)
         except SymmError as error:
-            if type(error) is SymmError:  # no word on the memory: an interrupt, a bug
+            # No word on the memory: an interrupt, a bug, a rank that is late or gone.
+            if type(error) is SymmError or isinstance(error, CollectiveError):
                 raise
             refused[name] = str(error)
         else:
@@ -186,9 +279,18 @@ def prove(group: Group, backend: Backend) -> None:
     with ExitStack() as undo:
         with exchange.agreed(what):
             block = backend.allocate(8 * size)
-            undo.callback(backend.free, block)
+
+            @undo.push
+            def free(kind: Any, error: BaseException | None, trace: Any) -> None:
+                if backend.frees_while_mapped or exchange.is_everybodys(error):
+                    backend.free(block)
+
         peers = map_peers(group, backend, block, block.nbytes, what)
-        undo.callback(peers.close, exchange)
+
+        @undo.push
+        def unmap(kind: Any, error: BaseException | None, trace: Any) -> None:
+            peers.close(exchange if exchange.is_everybodys(error) else None)
+
         with exchange.agreed(f"{what}: writing"):
             for r in range(size):
                 slot = peers.addresses[r] + 8 * rank
@@ -260,11 +362,12 @@ def map_peers(
     """
     try:
         return _map_peers(group, backend, block, nbytes, what)
-    except BaseException:
-        # Every rank is here. Descriptors that nobody took must not be taken for the
+    except BaseException as error:
+        # If every rank is here, descriptors that nobody took must not be taken for the
         # next ones; and once all have unmapped, the memory may be freed.
-        group.channel.discard()
-        group.exchange.barrier(f"{what}: undone")
+        if group.exchange.is_everybodys(error):
+            group.channel.discard()
+            group.exchange.barrier(f"{what}: undone")
         raise
 
 

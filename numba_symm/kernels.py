@@ -1,10 +1,12 @@
-"""From a Numba function and its constants to a launch that costs the host little.
+"""Compiles kernels and launches them with little work on the host.
 
-A kernel is made by a factory: a module-level function that takes constants (world
-size, dtype, operator …) and returns the function to compile, so that Numba
-specialises and unrolls. Compiled machine code is cached on disk under the text of
-every module whose code runs on the device, the factory's constants, the signature,
-the versions of the compilers and the compute capability.
+A factory makes a kernel: a module-level function that takes constants (world size,
+dtype, operator …) and returns the function to compile. So Numba specializes and
+unrolls. A cache on disk keeps the machine code. Its key is made of:
+
+- the text of every module whose code runs on the device;
+- the factory and its constants, the signature and the launch bounds;
+- the versions of the compilers and the compute capability.
 """
 
 import ctypes
@@ -12,6 +14,7 @@ import functools
 import gc
 import hashlib
 import importlib.metadata
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -22,29 +25,30 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import driver
+from numba_symm import code_cache, driver
 from numba_symm.device.signals import Guard
 from numba_symm.dtypes import UserOperator
 from numba_symm.environment import SIMULATED
+
+if SIMULATED:
+    from numba_symm import simulator
 
 GUARD = types.NamedTuple((types.int64,) * len(Guard._fields), Guard)
 """The Numba type of a :class:`numba_symm.device.Guard`."""
 
 REGISTERS = 65536
-"""Registers of a multiprocessor, of every compute capability from 8.0 on."""
-
-_SWITCH_INTERVAL = 1e-4  # seconds; a simulated thread that polls must let others run
+"""Registers of a multiprocessor, for compute capability 8.0 and higher."""
 
 
 class Kernel:
     """A kernel for given constants, compiled for the current device when needed.
 
     Args:
-        factory: a module-level function of ``constants`` returning the kernel.
-        constants: hashable and with a ``repr`` that tells them apart.
+        factory: a module-level function of ``constants`` that returns the kernel.
+        constants: hashable; different constants have different ``repr``.
         signature: Numba types of the kernel's arguments: scalars and tuples of them.
-        threads: threads a block, always.
-        registers: most registers a thread may take.
+        threads: threads of each block, in every launch.
+        registers: the most registers of a thread.
     """
 
     def __init__(
@@ -68,9 +72,9 @@ class Kernel:
 
     @property
     def cacheable(self) -> bool:
-        """Whether its key says all about it, so that it may be kept on disk.
+        """Whether its key determines its code, so that the disk cache may keep it.
 
-        Nobody can tell what a user's own function depends on.
+        The code of a user's function may depend on anything.
         """
         return not any(isinstance(each, UserOperator) for each in self.constants)
 
@@ -80,16 +84,16 @@ class Kernel:
         Args:
             grid: number of blocks.
             args: the kernel's arguments.
-            early: whether to launch it while the kernel before it still runs; it must
-                begin with ``griddepcontrol.wait`` then.
+            early: whether it may start while the kernel before it runs; it must then
+                begin with ``griddepcontrol.wait``.
         """
         return Launch(self, grid, args, early)
 
     def load(self) -> Any:
         """Return the kernel on the current device, as a ``CUfunction``.
 
-        It is loaded here, not at its first launch: loading may wait for the device,
-        which may be waiting for this kernel's peers.
+        Loading at the first launch could deadlock: it may wait for the device, which
+        may be waiting for this kernel on a peer.
         """
         from cuda.core import Device
 
@@ -111,7 +115,7 @@ class Kernel:
                     REGISTERS // self.registers // self.threads,
                 ),
             )
-        if cc < (9, 0):  # there a grid begins when the one before it is over
+        if cc < (9, 0):  # GPUs without early launches
             return re.sub(r"griddepcontrol\.\w+;", "", str(text))
         return str(text)
 
@@ -124,7 +128,7 @@ class Kernel:
         return bytes(Linker(ptx, options=options).link("cubin").code)
 
     def key(self, cc: tuple[int, int]) -> bytes:
-        """Return what the machine code depends on, hashed."""
+        """Return a hash of everything that the machine code depends on."""
         parts = (
             f"{self.factory.__module__}.{self.factory.__qualname__}",
             repr(self.constants),
@@ -139,7 +143,7 @@ class Kernel:
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """Keep the garbage collector from running: a fifth of the compiler's time."""
+    """Disable the garbage collector, which takes a fifth of the compiler's time."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -150,7 +154,7 @@ def _without_collecting() -> Iterator[None]:
 
 
 class Launch:
-    """A kernel with its arguments packed once, launched as often as one likes."""
+    """A kernel with packed arguments, which can be launched repeatedly."""
 
     def __init__(self, kernel: Kernel, grid: int, args: tuple[Any, ...], early: bool):
         self._kernel = kernel
@@ -164,7 +168,7 @@ class Launch:
             self._launch = driver.function("cuLaunchKernelEx")
 
     def __call__(self, stream: int) -> None:
-        """Launch on the stream with that handle; returns at once on a GPU."""
+        """Launch on the stream with that handle; returns immediately on a GPU."""
         if SIMULATED:
             _simulate(self._kernel, self._grid, self._args)
             return
@@ -176,7 +180,7 @@ class Launch:
 
 
 def _config(grid: int, threads: int, early: bool) -> Any:
-    """Return the driver's description of a launch, but for its stream."""
+    """Return the driver's description of a launch, without its stream."""
     from cuda.bindings import driver as binding
 
     config = binding.CUlaunchConfig()
@@ -197,7 +201,7 @@ def _loaded(kernel: Kernel, cc: tuple[int, int], device_id: int) -> Any:
     """Return the kernel from the cache or the compiler, loaded on a device."""
     from cuda.core import ObjectCode
 
-    code = _from_disk(kernel, cc) if kernel.cacheable else kernel.cubin(cc)
+    code = _kept(kernel, cc) if kernel.cacheable else kernel.cubin(cc)
     loaded = ObjectCode.from_cubin(code).get_kernel(_entry(code))
     function = driver.call("cuKernelGetFunction", loaded.handle)
     driver.call("cuFuncLoad", function)
@@ -205,18 +209,17 @@ def _loaded(kernel: Kernel, cc: tuple[int, int], device_id: int) -> Any:
     return function
 
 
-def _from_disk(kernel: Kernel, cc: tuple[int, int]) -> bytes:
-    """Return the machine code that is kept on disk, compiled if it is not there."""
-    cache = _disk_cache()
+def _kept(kernel: Kernel, cc: tuple[int, int]) -> bytes:
+    """Return the machine code from the disk cache, compiled if it is missing."""
     key = kernel.key(cc)
-    code = cache.get(key)
+    code = code_cache.load(key)
     if code is None:
         code = kernel.cubin(cc)
-        cache[key] = code
-    return bytes(code)
+        code_cache.store(key, code)
+    return code
 
 
-_keep: list[Any] = []  # a function lives as long as its library
+_keep: list[Any] = []  # libraries, which own the functions
 
 
 def _entry(cubin: bytes) -> str:
@@ -226,20 +229,12 @@ def _entry(cubin: bytes) -> str:
 
 
 @functools.cache
-def _disk_cache() -> Any:
-    from cuda.core.utils import FileStreamProgramCache
-
-    return FileStreamProgramCache()
-
-
-@functools.cache
 def _versions() -> str:
     """Return the versions of everything between the Python source and machine code."""
     installed = {
         str(found.name): found.version for found in importlib.metadata.distributions()
     }
-    # The compiler library tells no version of its own; where it comes with a wheel,
-    # that wheel does.
+    # The compiler library does not report its version; its wheel does, if it has one.
     tools = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings")
     wheels = [name for name in installed if name.startswith("nvidia-") and "nv" in name]
     found = [f"{name} {installed.get(name)}" for name in (*tools, *sorted(wheels))]
@@ -247,7 +242,7 @@ def _versions() -> str:
 
 
 def _linker() -> str:
-    """Return what turns PTX into machine code: nvJitLink, else the driver."""
+    """Return the version of nvJitLink, or of the driver if that compiles the PTX."""
     from cuda.bindings import nvjitlink
 
     try:
@@ -256,23 +251,38 @@ def _linker() -> str:
         return f"driver {driver.call('cuDriverGetVersion')}"
 
 
+PACKAGE = Path(__file__).parent
+
+NO_KERNELS = ("__pycache__", "backends", "bench", "launch", "sharing")
+"""Folders of the package without code that runs on the device."""
+
+
+def _device_files() -> list[Path]:
+    """Return every module whose code may run on the device, in any folder.
+
+    This module is one of them, because it determines how they are compiled.
+    """
+    found = []
+    for folder, folders, files in os.walk(PACKAGE, followlinks=True):
+        folders[:] = [name for name in folders if name not in NO_KERNELS]
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    return sorted(found)
+
+
 @functools.cache
 def _device_sources() -> str:
-    """Return the text of every module whose code may run on the device.
-
-    This module's is among them: it says how they are compiled.
-    """
-    root = Path(__file__).parent
-    files = [root / "dtypes.py", root / "kernels.py", root / "pads.py"]
-    files += sorted((root / "device").glob("*.py"))
-    files += sorted((root / "collectives").glob("*.py"))
-    return "\0".join(file.read_text() for file in files)
+    """Return a hash of the names and texts of those modules."""
+    found = hashlib.sha256()
+    for file in _device_files():
+        name = str(file.relative_to(PACKAGE))
+        found.update(b"\0".join([name.encode(), file.read_bytes(), b""]))
+    return found.hexdigest()
 
 
 class _Packed:
-    """Kernel arguments in memory, and the array of pointers the driver reads.
+    """Kernel arguments in memory, and the array of pointers that the driver reads.
 
-    Tuples are passed as Numba passes them: member by member.
+    Each member of a tuple is an argument, as in Numba.
     """
 
     def __init__(self, signature: tuple[Any, ...], args: tuple[Any, ...]):
@@ -299,12 +309,5 @@ _CTYPES = {
 
 
 def _simulate(kernel: Kernel, grid: int, args: tuple[Any, ...]) -> None:
-    """Run a kernel in Numba's simulator, block after block."""
-    from numba_symm import simulator  # which exists for the simulator only
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(min(interval, _SWITCH_INTERVAL))
-    try:
-        simulator.run(kernel.function, grid, kernel.threads, args)
-    finally:
-        sys.setswitchinterval(interval)
+    """Run a kernel in Numba's simulator, one block after another."""
+    simulator.run(kernel.function, grid, kernel.threads, args)

@@ -10,15 +10,15 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numba import cuda
 
-from numba_symm import arrays, pads, streams
+from numba_symm import arguments, arrays, deferred, forks, pads, streams
 from numba_symm.arrays import Memory
 from numba_symm.backends.protocol import Allocation, Backend
 from numba_symm.device.signals import Context
@@ -88,7 +88,16 @@ class SymmetricMemoryAllocator:
         self._backend = backend
         self._blocks: dict[int, Block] = {}
         self._starts: list[int] = []
-        self._lock = threading.RLock()  # arrays are dropped and shared in any thread
+        # Threads allocate, free and look up. Finalizers, which an RLock would let in
+        # between the steps of their own thread, defer what they have to free.
+        self._lock = threading.RLock()
+        forks.watch(self)
+
+    def disown(self) -> None:
+        """Free nothing that a forked child has inherited: its parent does."""
+        self._lock = threading.RLock()
+        for block in self._blocks.values():
+            block.own = False
 
     def alloc(self, nbytes: int) -> int:
         """Return the address of ``nbytes`` of zeroed memory.
@@ -99,18 +108,21 @@ class SymmetricMemoryAllocator:
         """
         return self.allocate(nbytes).address
 
-    def allocate(self, nbytes: int) -> Block:
-        """Return a new block of ``nbytes``; see :meth:`alloc`."""
-        if not isinstance(nbytes, int) or not 0 <= nbytes < 2**63:
-            raise ArgumentError(f"alloc: {nbytes!r} is no number of bytes")
+    def allocate(self, nbytes: int, ranks: int = 1) -> Block:
+        """Return a new block, as ``ranks`` processes do; see :meth:`alloc`."""
+        what = "a number of bytes from 0 to 2**63 - 1"
+        nbytes = arguments.integer(
+            nbytes, "alloc", what, 0, 2**63 - 1, "pass how many are needed"
+        )
+        deferred.give_back()
         try:
-            allocation = self._backend.allocate(nbytes)
+            allocation = self._backend.allocate(nbytes, ranks)
         except BackendError:
             if not _on_failure:
                 raise
             for callback in _on_failure:
                 callback()
-            allocation = self._backend.allocate(nbytes)
+            allocation = self._backend.allocate(nbytes, ranks)
         block = Block(nbytes, self._backend, allocation, own=True)
         with self._lock:
             bisect.insort(self._starts, block.address)
@@ -123,6 +135,7 @@ class SymmetricMemoryAllocator:
         Peers keep what they have mapped; the memory goes when no communicator has
         the block mapped any more.
         """
+        ptr = arguments.address(ptr, "free")
         block = self._blocks.get(ptr)
         if block is None:
             raise ArgumentError(f"free: no block of this allocator begins at {ptr:#x}")
@@ -140,6 +153,7 @@ class SymmetricMemoryAllocator:
 
     def find(self, ptr: int) -> Block | None:
         """Return the block that contains ``ptr``, or None."""
+        ptr = arguments.address(ptr, "find")
         with self._lock:
             index = bisect.bisect_right(self._starts, ptr) - 1
             if index < 0:
@@ -150,6 +164,7 @@ class SymmetricMemoryAllocator:
 
     def get_alloc_size(self, ptr: int) -> int:
         """Return the bytes asked for of the block that contains ``ptr``."""
+        ptr = arguments.address(ptr, "get_alloc_size")
         block = self.find(ptr)
         if block is None:
             raise ArgumentError(f"get_alloc_size: {ptr:#x} is in no block of this one")
@@ -160,12 +175,17 @@ class SymmetricMemoryAllocator:
 
         Every rank passes a pointer at the same offset of a block of the same size.
         """
-        comm.enter()
-        return comm.heap.rendezvous(ptr)
+        if not isinstance(getattr(comm, "heap", None), Heap):
+            raise ArgumentError(
+                f"rendezvous: expected a Communicator, got {comm!r}; pass the one "
+                "whose ranks are to map the block"
+            )
+        with comm._alone("rendezvous"), comm.set_up("rendezvous"):
+            return comm.heap.rendezvous(ptr)
 
     def is_rendezvous_completed(self, ptr: int) -> bool:
         """Return whether the block that contains ``ptr`` is mapped on all ranks."""
-        block = self.find(ptr)
+        block = self.find(arguments.address(ptr, "is_rendezvous_completed"))
         return block is not None and block.mapped > 0
 
 
@@ -176,8 +196,11 @@ class HasHeap(Protocol):
     def heap(self) -> "Heap":
         """The communicator's symmetric memory."""
 
-    def enter(self) -> None:
-        """Wait for every rank to come here, or raise on all."""
+    def set_up(self, what: str) -> AbstractContextManager[None]:
+        """Make a call that all ranks make, once all are here, or raise on all."""
+
+    def _alone(self, what: str) -> AbstractContextManager[None]:
+        """Keep other threads' calls out."""
 
 
 @functools.cache
@@ -225,6 +248,18 @@ class _Pad:
         return tuple(base + self.offset for base in self.arena.peers.addresses)
 
 
+class Place(NamedTuple):
+    """Where a part of a symmetric block lies.
+
+    Attributes:
+        addresses: by rank, where this rank sees that part of the rank's block.
+        seen: by rank, where the rank sees that part of this rank's block.
+    """
+
+    addresses: tuple[int, ...]
+    seen: tuple[int, ...]
+
+
 class Heap:
     """The symmetric memory of one communicator.
 
@@ -245,13 +280,16 @@ class Heap:
         """Return zeroed memory and its mappings on all ranks.
 
         It is given back some time after the last reference to the Memory is gone on
-        every rank: at the next allocation, or when the communicator closes.
+        every rank: at the next allocation, or when the communicator closes. If that was
+        closed before: at the next allocation, or close, of any communicator.
         """
         self.reclaim()
         entry = self._allocate(nbytes, what)
         memory = Memory(entry.block.address, nbytes, entry.block)
         entry.owner = weakref.ref(memory)
-        dropping = weakref.finalize(memory, self.allocator.release, entry.block)
+        dropping = weakref.finalize(
+            memory, deferred.defer, self.allocator.release, entry.block
+        )
         dropping.atexit = False  # the process' end frees it
         return memory, entry.peers
 
@@ -260,8 +298,15 @@ class Heap:
         exchange.agree_equal(f"{nbytes} bytes", what)
         with ExitStack() as undo:
             with exchange.agreed(what):
-                block = self.allocator.allocate(nbytes)
-                undo.callback(self.allocator.release, block)
+                block = self.allocator.allocate(nbytes, self.group.world.size)
+
+                @undo.push
+                def release(kind: Any, error: BaseException | None, trace: Any) -> None:
+                    # If this rank alone gives up, peers may have it mapped for good.
+                    frees = block.backend.frees_while_mapped
+                    if frees or exchange.is_everybodys(error):
+                        self.allocator.release(block)
+
             entry = self._map(block, what)
             undo.pop_all()
         return entry
@@ -278,6 +323,7 @@ class Heap:
 
     def reclaim(self) -> None:
         """Free the blocks that every rank has dropped."""
+        deferred.give_back()
         mine = [entry.number for entry in self._entries.values() if entry.block.dropped]
         dropped = self.group.exchange.all_gather(mine, "dropped memory")
         numbers = sorted(set(mine).intersection(*map(set, dropped)))
@@ -301,6 +347,7 @@ class Heap:
         """
         exchange, what = self.group.exchange, "rendezvous"
         with exchange.agreed(what):
+            address = arguments.address(address, what)
             entry = self._entry_around(address)
             block = entry.block if entry else self._block_around(address, what)
         offset = address - block.address
@@ -341,34 +388,20 @@ class Heap:
         found = allocation_around(address, what)
         return Block(found.nbytes, IpcBackend(), found, own=False)
 
-    def everywhere(
-        self, address: int, nbytes: int
-    ) -> tuple[int, int, tuple[int, ...]] | None:
-        """Return where symmetric memory lies: block, offset in it, all addresses.
+    def place(self, address: int, nbytes: int) -> Place | None:
+        """Return where symmetric memory lies, on all ranks if they passed the same.
 
-        Not collective. None: the bytes from ``address`` on are not in one block of this
-        library's. In an allocation that was registered there may be ordinary arrays,
-        at another place on each rank.
-        """
-        for entry in self._entries.values():
-            offset = address - entry.block.address
-            inside = offset >= 0 and offset + nbytes <= entry.block.nbytes
-            if inside and entry.block.own:
-                places = (base + offset for base in entry.peers.addresses)
-                return entry.number, offset, tuple(places)
-        return None
-
-    def seen(self, address: int, nbytes: int) -> tuple[int, ...] | None:
-        """Return at which address each rank sees the symmetric memory that begins here.
-
-        Not collective, and other ranks' arrays may lie elsewhere. None: the bytes from
+        Not collective: other ranks' arrays may lie elsewhere. None: the bytes from
         ``address`` on are not in one block that is kept as long as it is mapped.
         """
         for entry in self._entries.values():
             offset = address - entry.block.address
             inside = offset >= 0 and offset + nbytes <= entry.block.nbytes
             if inside and (entry.block.own or entry.owner() is not None):
-                return tuple(base + offset for base in entry.peers.seen)
+                return Place(
+                    tuple(base + offset for base in entry.peers.addresses),
+                    tuple(base + offset for base in entry.peers.seen),
+                )
         return None
 
     def _take_pad(self, what: str) -> _Pad:
@@ -411,6 +444,7 @@ class Heap:
                     _never_freed.append(entry)
 
     def _forget(self) -> list[_Entry]:
+        deferred.give_back()  # the workspace among it
         entries = list(self._entries.values())
         self._entries.clear()
         for arena in self._arenas:  # no array views them: they go once unmapped
@@ -463,18 +497,21 @@ class SymmetricMemory:
         )
         self._group = group
         self._peers = peers
-        # What keeps this rank's memory; arrays over it keep that, too.
+        # What keeps this rank's memory; contexts and arrays over it keep that, too.
         self._owner = (entry.owner(), array)
+        self._ctx.owner = self._owner, tuple(peers.mappings)
+        self._ctx.buffer_size = self.buffer_size
 
     @property
     def ctx(self) -> Context:
-        """The same for kernels: an ordinary argument of any ``@cuda.jit`` kernel.
+        """The form that kernels take, an ordinary argument of any ``@cuda.jit`` kernel.
+
+        It keeps the memory until the communicator closes, as this object does.
 
         Raises:
             ClosedError: the communicator was closed, or the memory has gone.
         """
-        if self._peers.closed:
-            raise ClosedError("this symmetric memory was closed by its communicator")
+        self._check_mapped()
         return self._ctx
 
     @functools.cached_property
@@ -485,12 +522,22 @@ class SymmetricMemory:
 
     @property
     def buffer_ptrs_dev(self) -> int:
-        """Device address of an array of ``world_size`` uint64: the buffers."""
+        """Device address of an array of ``world_size`` uint64: the buffers.
+
+        Raises:
+            ClosedError: the communicator was closed, or the memory has gone.
+        """
+        self._check_mapped()
         return arrays.view(self._pointer_arrays[0], "buffer_ptrs_dev").address
 
     @property
     def signal_pad_ptrs_dev(self) -> int:
-        """Device address of an array of ``world_size`` uint64: the signal pads."""
+        """Device address of an array of ``world_size`` uint64: the signal pads.
+
+        Raises:
+            ClosedError: the communicator was closed, or the memory has gone.
+        """
+        self._check_mapped()
         return arrays.view(self._pointer_arrays[1], "signal_pad_ptrs_dev").address
 
     def get_buffer(
@@ -529,16 +576,14 @@ class SymmetricMemory:
             raise ArgumentError(
                 f"{what}: rank {rank!r}; there are ranks 0 to {self.world_size - 1}"
             )
-        axes = tuple(shape) if isinstance(shape, Iterable) else (shape,)
-        if not all(isinstance(n, int | np.integer) for n in (*axes, storage_offset)):
-            raise ArgumentError(
-                f"{what}: shape={shape!r}, storage_offset={storage_offset!r}; give "
-                "integers"
-            )
-        shape = tuple(int(n) for n in axes)
-        start = int(storage_offset) * dtype.itemsize
+        shape = arrays.checked_shape(shape, dtype, what)
+        first = arguments.integer(
+            *(storage_offset, what, "storage_offset to be an integer"),
+            *(-(1 << 63), 1 << 63, "pass where the array begins, in elements"),
+        )
+        start = first * dtype.itemsize
         end = start + math.prod(shape) * dtype.itemsize
-        if start < 0 or min((0, *shape)) < 0 or end > self.buffer_size:
+        if start < 0 or end > self.buffer_size:
             raise ArgumentError(
                 f"{what}: shape {shape} of {dtype.name} from element "
                 f"{storage_offset} takes bytes {start} to {end} of a buffer of "
@@ -663,7 +708,7 @@ class SymmetricMemory:
             CollectiveError: the communicator has failed.
         """
         pads.check_channel(channel, "barrier")
-        self._launch(pads.barrier_kernel(self.world_size), stream, channel)
+        self._launch("barrier", pads.barrier_kernel, stream, channel)
 
     def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
         """Enqueue a signal to rank ``dst``, once it has taken the one before.
@@ -673,7 +718,7 @@ class SymmetricMemory:
         """
         pads.check_channel(channel, "put_signal")
         pads.check_peer(dst, self.rank, self.world_size, "put_signal")
-        self._launch(pads.put_signal_kernel(self.world_size), stream, dst, channel)
+        self._launch("put_signal", pads.put_signal_kernel, stream, dst, channel)
 
     def wait_signal(self, src: int, channel: int = 0, stream: Any = None) -> None:
         """Enqueue a wait for rank ``src``'s signal, which takes it.
@@ -683,14 +728,25 @@ class SymmetricMemory:
         """
         pads.check_channel(channel, "wait_signal")
         pads.check_peer(src, self.rank, self.world_size, "wait_signal")
-        self._launch(pads.wait_signal_kernel(self.world_size), stream, src, channel)
+        self._launch("wait_signal", pads.wait_signal_kernel, stream, src, channel)
 
-    def _launch(self, kernel: Any, stream: Any, *args: int) -> None:
+    def _launch(self, what: str, kernel: Any, stream: Any, *args: int) -> None:
         self._check_open()
-        kernel.bind(1, self._ctx, *args)(_handle(stream))
+        handle = _handle(stream)
+        try:
+            kernel(self.world_size).bind(1, self._ctx, *args)(handle)
+        except BaseException as error:
+            # The other ranks have enqueued theirs. No graph comes of a capture.
+            if not streams.spoil_capture(handle):
+                self._group.abandon(error, what)
+            raise
 
     def _check_open(self) -> None:
         self._group.check()
+        self._check_mapped()
+
+    def _check_mapped(self) -> None:
+        self._group.check_open()
         if self._peers.closed:
             raise ClosedError("this symmetric memory was closed by its communicator")
 
@@ -705,7 +761,7 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any) -> Any
             "get: pass out= while a stream is being captured into a graph; memory "
             "cannot be allocated then"
         )
-    return arrays.empty(shape, dtype)
+    return arrays.empty(shape, dtype, "get")
 
 
 def _copy(target: int, source: int, nbytes: int, stream: Any, what: str) -> None:

@@ -1,17 +1,18 @@
-"""A cache that forgets what was not used for long."""
+"""A cache that evicts values that were not used recently."""
 
 from collections.abc import Hashable
 from typing import Any
 
 UNKNOWN: Any = object()
-"""What ``Remembered.get`` returns for a key that is not there."""
+"""The result of ``Remembered.get`` for a missing key."""
 
 
 class Remembered:
-    """Values by key: those of the ``most`` keys used last, and some more.
+    """Values by key: those of the ``most`` keys used last, and at most as many more.
 
-    There are two generations; what is used moves to the younger one, and the older one
-    goes when that is full. So a lookup hashes its key once, as in a plain dictionary.
+    There are two generations. A lookup moves a value to the younger one. When that is
+    full, it replaces the older one. So a lookup of a recently used key hashes the key
+    once, as in a dictionary.
     """
 
     def __init__(self, most: int):
@@ -29,14 +30,14 @@ class Remembered:
         return found
 
     def put(self, key: Hashable, value: Any) -> None:
-        """Remember a value."""
+        """Store a value."""
         if len(self._young) >= self._most:
             self._old = self._young
             self._young = {}
         self._young[key] = value
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all values."""
         self._young.clear()
         self._old.clear()
 

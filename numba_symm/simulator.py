@@ -1,62 +1,163 @@
-"""Runs kernels in Numba's CUDA simulator, on threads that wake one another.
+"""Runs kernels in Numba's CUDA simulator, on threads that wake each other.
 
-Numba's own launch starts new threads for each block, and polls them without a pause
-to see whether they have come to a barrier: each rank keeps a core busy. Here a team
-of threads runs block after block and kernel after kernel, and the last one that
-comes to a barrier wakes the others. What a kernel sees of ``cuda`` is Numba's.
+Numba's own launch starts new threads for each block, and polls them continuously for a
+barrier, so that each rank occupies a core. Here a team of threads is reused for all
+blocks and kernels. The last thread at a barrier wakes the others. A kernel uses
+Numba's ``cuda`` module, except for what follows.
+
+Several threads of a program may launch simultaneously, as on a GPU. Numba supports one
+kernel at a time, whose ``cuda`` object it stores in the module of its function. Here
+all kernels share one such object, which returns the values of the calling thread.
 """
 
+import math
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
+from numba import cuda
 from numba.cuda.simulator import kernel as simulator
+from numba.cuda.simulator.kernelapi import FakeCUDAShared, GridGroup
 
-_GRACE = 1.0  # seconds for the threads of a launch that has failed to end
+from numba_symm.errors import ArgumentError
+
+_GRACE = 1.0  # seconds within which the threads of a failed launch should end
+_SWITCH_INTERVAL = 1e-4  # seconds after which a polling thread lets others run
 
 
 def run(function: Callable[..., None], grid: int, threads: int, args: Any) -> None:
     """Run ``function`` as a kernel, one block after another.
 
     Args:
-        function: names numba's ``cuda`` by that name.
+        function: refers to Numba's ``cuda`` by that name.
         grid: blocks.
         threads: of each block.
         args: scalars and tuples of them.
 
     Raises:
-        BaseException: what the first thread that failed has raised. Threads that
-            meet or poll have ended then, so the caller may unmap what they wrote to.
+        BaseException: the error of the first thread that failed. Threads that
+            synchronize or poll have then ended, so the caller may unmap their memory.
     """
-    cuda = simulator.FakeCUDAModule((grid, 1, 1), (threads, 1, 1), 0)
-    with (
-        simulator._push_kernel_context(cuda),  # for device functions of Numba's
-        simulator.swapped_cuda_module(function, cuda),
-    ):
+    if isinstance(threading.current_thread(), Thread):
+        raise RuntimeError("a kernel cannot launch another kernel")
+    with _hurried(), simulator.swapped_cuda_module(function, _CUDA):
         idle = _idle.setdefault(threads, [])
-        team = idle.pop() if idle else Team(threads)
+        try:
+            team = idle.pop()
+        except IndexError:
+            team = Team(threads)
+        team.begin(grid)
         try:
             for block in range(grid):
                 team.run(function, block, args)
-        except BaseException as error:  # an interrupt, too
+        except BaseException as error:  # including an interrupt
             team.disband(error)
             raise
         idle.append(team)
 
 
-class Thread(simulator.BlockThread):  # type: ignore[misc]  # Numba has no types
-    """A thread of a :class:`Team`, at work on one block after another."""
+class _Cuda(simulator.FakeCUDAModule):  # type: ignore[misc]  # Numba is untyped
+    """The ``cuda`` of every kernel: it returns the values of the calling thread.
+
+    For a thread that does not run a kernel, it is Numba's own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__((1, 1, 1), (1, 1, 1), 0)
+        del self.gridDim, self.blockDim  # __getattr__ returns them
+
+    @property
+    def shared(self) -> Any:
+        """The shared memory of a block."""
+        team = threading.current_thread()._manager  # type: ignore[attr-defined]
+        return team.shared if isinstance(team, Team) else _numbas().shared
+
+    def __getattr__(self, name: str) -> Any:
+        thread = threading.current_thread()
+        if not isinstance(thread, simulator.BlockThread):
+            return getattr(cuda, name)
+        team = thread._manager
+        shapes = {"gridDim": team._grid_dim, "blockDim": team._block_dim}
+        return simulator.Dim3(*shapes[name])
+
+
+_CUDA = _Cuda()
+
+
+def _numbas() -> Any:
+    """Return the ``cuda`` object of a kernel that Numba itself runs."""
+    return simulator._get_kernel_context()
+
+
+_call = simulator.FakeCUDAKernel.__call__
+
+
+def _called(function: Any, *args: Any) -> Any:
+    """Call a function decorated by ``cuda.jit``: in our kernels, a device function."""
+    if not isinstance(threading.current_thread(), Thread):
+        return _call(function, *args)
+    with simulator.swapped_cuda_module(function.fn, _CUDA):
+        return function.fn(*args)
+
+
+simulator.FakeCUDAKernel.__call__ = _called
+
+
+def _sync(group: Any) -> None:
+    """Synchronize a grid of one block, or refuse a larger one.
+
+    Numba synchronizes each block by itself, so results would be silently wrong.
+    """
+    thread: Any = threading.current_thread()
+    blocks = math.prod(thread._manager._grid_dim)
+    if blocks > 1:
+        raise ArgumentError(
+            "cuda.cg.this_grid().sync(): expected 1 block in the simulator, which runs "
+            f"blocks one after another, got {blocks}; launch at most "
+            "max_cooperative_grid_blocks, which is 1 there"
+        )
+    thread.syncthreads()
+
+
+GridGroup.sync = _sync
+
+_running = 0  # number of launches
+_interval = 0.0  # the program's switch interval
+_lock = threading.Lock()  # guards these two
+
+
+@contextmanager
+def _hurried() -> Iterator[None]:
+    """Shorten Python's switch interval while any kernel runs."""
+    global _running, _interval
+    with _lock:
+        if _running == 0:
+            _interval = sys.getswitchinterval()
+            sys.setswitchinterval(min(_interval, _SWITCH_INTERVAL))
+        _running += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _running -= 1
+            if _running == 0:
+                sys.setswitchinterval(_interval)
+
+
+class Thread(simulator.BlockThread):  # type: ignore[misc]
+    """A thread of a :class:`Team`, which runs one block after another."""
 
     def __init__(self, team: "Team", index: int):
         super().__init__(None, team, (0, 0, 0), (index, 0, 0), debug=False)
         self.turn = _held()
-        """Whoever releases it has something to do for this thread, or lets it go on."""
+        """Held while this thread waits for work or at a barrier; a release wakes it."""
 
     def run(self) -> None:
-        """Run every block that the team is given, until a thread has failed."""
+        """Run every block of the team until a thread fails."""
         team = self._manager
         while not team.has_failed():
             self.turn.acquire()
@@ -77,16 +178,17 @@ class Thread(simulator.BlockThread):  # type: ignore[misc]  # Numba has no types
 
 
 class Team(simulator.BlockManager):  # type: ignore[misc]
-    """Threads that run blocks, and meet without anyone polling them."""
+    """Threads that run blocks, and wait at barriers without polling."""
 
     failure: BaseException | None = None
-    """What the first thread that failed has raised; all end then."""
+    """The error of the first thread that failed, after which all threads end."""
 
     def __init__(self, threads: int):
         super().__init__(None, None, (threads, 1, 1), debug=False)
         self.function: Callable[..., None] | None = None
         self.args: tuple[Any, ...] = ()
-        self._lock = threading.Lock()  # of what follows, and of releasing turns
+        self.shared: Any = None
+        self._lock = threading.Lock()  # guards the following, and releases of turns
         self._running = 0
         self._waiting: list[Thread] = []
         self._over = _held()
@@ -94,10 +196,15 @@ class Team(simulator.BlockManager):  # type: ignore[misc]
         for thread in self._threads:
             thread.start()
 
+    def begin(self, grid: int) -> None:
+        """Prepare for a launch of ``grid`` blocks."""
+        self._grid_dim = (grid, 1, 1)
+        self.shared = FakeCUDAShared(0)
+
     def run(self, function: Callable[..., None], block: int, args: Any) -> None:
-        """Run one block until all threads have ended, or one has failed."""
+        """Run one block until all threads have ended it, or one has failed."""
         self.function, self.args = function, args
-        self.block_state[...] = False  # what the threads count together
+        self.block_state[...] = False  # the state of syncthreads_count and its kin
         with self._lock:
             self._running = len(self._threads)
             for thread in self._threads:
@@ -106,33 +213,33 @@ class Team(simulator.BlockManager):  # type: ignore[misc]
         self._over.acquire()
         if self.failure is not None:
             raise self.failure
-        self.function, self.args = None, ()  # which may keep arrays
+        self.function, self.args = None, ()  # they may refer to arrays
 
     def has_failed(self) -> bool:
-        """Return whether all threads are to end."""
+        """Return whether a thread has failed, so that all must end."""
         return self.failure is not None
 
     def check(self) -> None:
-        """Raise in a thread that goes on while another has failed."""
+        """Raise in a running thread if another one has failed."""
         if self.has_failed():
             raise RuntimeError("another thread of the block has failed")
 
     def arrive(self, thread: Thread) -> None:
-        """Note that a thread has come to a barrier; wake all if it is the last."""
+        """Record that a thread is at a barrier; wake all if it is the last."""
         with self._lock:
             self.check()
             self._waiting.append(thread)
             self._wake()
 
     def leave(self, thread: Thread, error: BaseException | None) -> None:
-        """Note that a thread has ended its block: the others need not wait for it."""
+        """Record that a thread has ended its block, so that barriers leave it out."""
         with self._lock:
             self._running -= 1
             if self.failure is not None:
                 return
             if error is not None:
                 block, index = thread.blockIdx.x, thread.threadIdx.x
-                with suppress(Exception):  # of an exception that takes no notes
+                with suppress(Exception):  # some exceptions refuse notes
                     error.add_note(f"in thread {index} of block {block}")
                 self._fail(error)
             self._wake()
@@ -140,7 +247,7 @@ class Team(simulator.BlockManager):  # type: ignore[misc]
                 self._over.release()
 
     def disband(self, error: BaseException) -> None:
-        """End all threads: those at work, at their next barrier or poll."""
+        """End all threads; running ones end at their next barrier or poll."""
         with self._lock:
             self._fail(error)
         until = time.monotonic() + _GRACE
@@ -163,11 +270,20 @@ class Team(simulator.BlockManager):  # type: ignore[misc]
 
 
 def _held() -> threading.Lock:
-    """Return a lock that is held, for others to release."""
+    """Return an acquired lock, which another thread releases."""
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
-_idle: dict[int, list[Team]] = {}  # by the number of threads
-os.register_at_fork(after_in_child=_idle.clear)  # a child has none of these threads
+_idle: dict[int, list[Team]] = {}  # by number of threads
+
+
+def _start_anew() -> None:
+    """Reset, in a forked child, the state of its parent's threads."""
+    global _running, _lock
+    _idle.clear()
+    _running, _lock = 0, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_start_anew)

@@ -80,7 +80,7 @@ def backend():
 def comm(world, backend, request):
     communicator = ns.Communicator(world, timeout=60)
     yield communicator
-    # Closing is collective: it waits for ever for a rank that has failed.
+    # Closing is collective: it waits out the timeout for a rank that has failed.
     agreement = request.config.pluginmanager.get_plugin("agreement")
     agreement.agree(request.session, request.node.nodeid)
     communicator.close()

@@ -11,10 +11,12 @@ import importlib
 import multiprocessing
 import os
 import pickle
+import re
 import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -146,6 +148,26 @@ def run_ranks(n: int, function: Callable[..., Any], *args: Any, **options: Any) 
             parts += [one.trace or one.error, one.output]
         pytest.fail("\n".join(filter(None, parts)), pytrace=False)
     return [one.value for one in ended]
+
+
+def attempt(call: Callable[..., Any], *args: Any) -> tuple[str, float]:
+    """Return the error that a call raises, as "Class: text", and its seconds."""
+    begin, error = time.monotonic(), ""
+    try:
+        call(*args)
+    except Exception as found:
+        error = f"{type(found).__name__}: {found}"
+    return error, time.monotonic() - begin
+
+
+def open_files() -> Counter[str]:
+    """Count this process' open files by name, the driver's own left out."""
+    names = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            names.append(re.sub(r"\d+", "#", str(link.readlink())))
+    # CUDA opens its devices anew as memory grows, and keeps them.
+    return Counter(name for name in names if not name.startswith("/dev/nvidia"))
 
 
 def simulated(n: int) -> bool:

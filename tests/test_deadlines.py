@@ -4,6 +4,7 @@ The ranks are spawned processes: mpirun would end the whole job. Without a GPU t
 in Numba's CUDA simulator. What runs on a rank returns facts; the tests judge them.
 """
 
+import builtins
 import contextlib
 import functools
 import itertools
@@ -13,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections import Counter
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +25,10 @@ import numba_symm as ns
 from numba_symm import device as symm
 from numba_symm import memory
 from numba_symm.collectives import select
-from numba_symm.collectives.operations import BROADCAST
+from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
 from numba_symm.kernels import Kernel
-from tests.spawned import outcomes, run_ranks
+from numba_symm.launch import fds, ranks, waiting
+from tests.spawned import attempt, open_files, outcomes, run_ranks
 
 AWAY = 1  # the rank that does not come
 SOON = 5.0  # seconds: far less than any timeout that would have to pass, for slow hosts
@@ -34,7 +36,8 @@ PATIENT = 60  # a timeout that never passes
 
 
 def input_of(comm, value=None):
-    return cuda.to_device(np.full(100, comm.rank + 1 if value is None else value, "f4"))
+    # Whole vectors for each of two or three ranks, as copy engines need.
+    return cuda.to_device(np.full(120, comm.rank + 1 if value is None else value, "f4"))
 
 
 def reduced(comm, algorithm=None):
@@ -62,16 +65,6 @@ def context_is_alive():
     x = cuda.to_device(np.arange(10, dtype=np.float32))
     double[1, 16](x)
     return x.copy_to_host().tolist() == [2.0 * i for i in range(10)]
-
-
-def attempt(call, *args):
-    """Return the error that a call raises, as "Class: text", and its seconds."""
-    begin, error = time.monotonic(), ""
-    try:
-        call(*args)
-    except Exception as found:
-        error = f"{type(found).__name__}: {found}"
-    return error, time.monotonic() - begin
 
 
 # What the ranks that come do, each call needing the rank that does not. Each function
@@ -135,7 +128,7 @@ def wait_signal(comm):
     return lambda: memory.wait_signal(peer_of(comm), channel=127)
 
 
-# The same by a user's own kernels; result[0] says whether the rank came.
+# The same by a user's own kernels; ``result`` says whether the rank came.
 
 
 @cuda.jit
@@ -153,19 +146,17 @@ def wait_kernel(ctx, peer, result):
 
 @cuda.jit
 def meet_kernel(ctx, peer, result):
-    met = symm.barrier(ctx, 2)
-    if cuda.threadIdx.x == peer:  # the thread that waits for that rank
-        result[0] = met
+    result[cuda.threadIdx.x] = symm.barrier(ctx, 2)
 
 
-def own(kernel):
+def own(kernel, answers=1):
     def prepare(comm):
         ctx = comm.rendezvous(comm.empty(10)).ctx
-        result = cuda.to_device(np.full(1, 7, np.int32))
+        result = cuda.to_device(np.full(4, 7, np.int32))
 
         def run():
             kernel[1, 4](ctx, peer_of(comm), result)
-            assert comm.rank == AWAY or result.copy_to_host()[0] == 0
+            assert comm.rank == AWAY or not result.copy_to_host()[:answers].any()
 
         return run
 
@@ -210,7 +201,7 @@ OPERATIONS = {
     "wait_signal": (wait_signal, r"wait_signal, channel 127"),
     "own_put_signal": (own(put_kernel), r"put_signal, channel 2"),
     "own_wait_signal": (own(wait_kernel), r"wait_signal, channel 2"),
-    "own_barrier": (own(meet_kernel), r"wait_signal, channel 2"),
+    "own_barrier": (own(meet_kernel, answers=4), r"wait_signal, channel 2"),
 }
 
 
@@ -310,6 +301,38 @@ def test_nobody_s_array_is_written_by_a_rank_that_comes_too_late():
     for error, kept in run_ranks(3, comes_when_the_others_have_left):
         assert error.startswith("CollectiveTimeout: ")
         assert kept
+
+
+def replays_behind_a_failure(world, algorithm):
+    """Launch a call three times, as a graph would: the host checks nothing between."""
+    with ns.Communicator(world, timeout=PATIENT) as comm:
+        assert reduced(comm, algorithm)  # compiled before half a second counts
+    comm = ns.Communicator(world, timeout=0.5)
+    x, y = input_of(comm), input_of(comm, 7)
+    args = (ALL_REDUCE, x, "sum", y, None, algorithm, None)
+    launch, _, (stream, _) = comm._bound(*args)
+    world.barrier()
+    for rank in (0, AWAY):
+        if world.rank == rank:
+            for _ in range(3):
+                launch(stream)
+            error = attempt(comm.synchronize)[0]
+        world.barrier()
+    found = set(y.copy_to_host().tolist())
+    world.barrier()
+    attempt(comm.close)
+    return error, found
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["one_shot_ll", "two_shot_sentinel", "two_shot_signalled"]
+)
+def test_nothing_is_stored_by_calls_behind_a_failed_one(algorithm):
+    first, away = run_ranks(2, replays_behind_a_failure, algorithm)
+    for error, _ in (first, away):
+        assert error.startswith("CollectiveTimeout: rank 0 waited for rank 1 in ")
+    assert first[1] == {7.0}
+    assert away[1] <= {7.0, 3.0}  # rank 0's part of the first call has arrived
 
 
 def calls_differ(world, name, algorithm, counts, roots):
@@ -490,36 +513,86 @@ def test_a_rank_that_is_killed(at):
         assert alive
 
 
-def killed_before_close(world):
-    comm = ns.Communicator(world, timeout=1)
+def killed(world, at):
+    """Rank AWAY dies before the others close, or while all allocate."""
+    comm = ns.Communicator(world, timeout=PATIENT)
     world.barrier()
     if world.rank == AWAY:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return attempt(comm.close)
+        channel = comm._group.channel
+        channel.all_gather_fds = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
+        if at == "close":
+            channel.all_gather_fds(0)
+    found = attempt(comm.close if at == "close" else lambda: comm.zeros(10))
+    return found, attempt(comm.close)
 
 
-def test_closing_does_not_wait_for_a_dead_rank():
-    ended = outcomes(3, killed_before_close)
+@pytest.mark.parametrize("at", ["close", "zeros"])
+def test_set_up_calls_do_not_wait_for_a_dead_rank(at):
+    ended = outcomes(3, killed, at)
     for rank in (0, 2):
-        text, seconds = ended[rank].value
-        assert re.match(
-            rf"CollectiveTimeout: rank [02] waited for rank {AWAY} in", text
+        (text, seconds), closing = ended[rank].value
+        assert text.startswith(
+            f"RankLeft: rank {AWAY} has ended without closing the communicator; rank "
         )
-        assert "close" in text
-        assert seconds < 1 + SOON
+        assert f" waited for it in {at}; results" in text
+        assert seconds < SOON
+        assert closing[0] == ""
+        assert closing[1] < SOON
+
+
+def late_for_set_up_calls(world):
+    facts = {}
+    waiting.PATIENCE = 0.3
+    if world.rank == AWAY:
+        real = fds.IpcChannel.all_gather_fds
+        fds.IpcChannel.all_gather_fds = lambda *args: (time.sleep(2), real(*args))[1]
+    facts["constructor"] = attempt(lambda: ns.Communicator(world))
+    if world.rank == AWAY:
+        fds.IpcChannel.all_gather_fds = real
+    world.barrier()
+    comm = ns.Communicator(world, timeout=PATIENT)
+    world.barrier()
+    if world.rank == AWAY:
+        time.sleep(2)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        facts["zeros"] = attempt(lambda: comm.zeros(10))
+    facts["warned"] = [str(each.message) for each in warned]
+    facts["close"] = attempt(comm.close)
+    return facts
+
+
+def test_a_deadline_of_set_up_calls():
+    """One for all their waits; the error says who was late in which call."""
+    environ = [{"NUMBA_SYMM_SETUP_TIMEOUT": "1"}] * 3
+    waited = rf"rank [02] (has )?waited for rank {AWAY} in "
+    for rank, facts in enumerate(run_ranks(3, late_for_set_up_calls, environ=environ)):
+        for call, name in (("constructor", "Communicator"), ("zeros", "zeros")):
+            text, seconds = facts[call]
+            assert re.match(
+                rf"CollectiveTimeout: {waited}{name} \(set-up timeout: 1 s\)", text
+            )
+            assert seconds < 2 + SOON
+        if rank != AWAY:
+            (text,) = facts["warned"]
+            assert re.match(rf"{waited}zeros for 0.3 s; NUMBA_SYMM_SETUP_TIMEOUT", text)
+        assert facts["close"][0] == ""
 
 
 def raises_within(world, error):
-    begin, told = 0.0, ""
+    begin, told = 0.0, None
     with ns.Communicator(world, timeout=PATIENT) as comm:
         assert reduced(comm)
         if world.rank == AWAY:
             time.sleep(0.5)
-            raise {"ValueError": ValueError, "SystemExit": SystemExit}[error](7)
+            raise getattr(builtins, error)("7\nsecond line")
         begin = time.monotonic()
         # One waits in a kernel, the other for all to close.
-        call = comm.close if world.rank == 0 else comm.barrier
-        told, _ = attempt(lambda: (call(), comm.synchronize()))
+        if world.rank != 0:
+            comm.barrier()
+        with pytest.raises(ns.RankLeft) as caught:
+            comm.close() if world.rank == 0 else comm.synchronize()
+        told = str(caught.value), caught.value.ranks, caught.value.operation
         attempt(comm.close)
     return told, time.monotonic() - begin
 
@@ -574,23 +647,25 @@ def test_a_mistake_of_ones_own_is_told_after_another_has_left(debug):
             own, told, bound = facts
             assert {error.partition(":")[0] for error in own} == {"ArgumentError"}
             for error in told:
-                assert error.startswith(f"RankLeft: rank {AWAY} left after an")
+                assert error.startswith(f"RankLeft: rank {AWAY} left by ArgumentErr")
             assert bound == 0
 
 
-@pytest.mark.parametrize("error", ["ValueError", "SystemExit"])
+@pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt"])
 def test_a_rank_that_leaves_by_an_exception(error):
+    """The others are told which one: its type and first line."""
     ended = outcomes(3, raises_within, error)
-    if error == "SystemExit":
-        assert ended[AWAY].code == 7
-        assert ended[AWAY].output == ""
+    if error == "ValueError":
+        assert ended[AWAY].error == "ValueError: 7\nsecond line"
     else:
-        assert ended[AWAY].error == "ValueError: 7"
+        assert ended[AWAY].code == 1
     for rank in (0, 2):
         assert not ended[rank].error, ended[rank].trace
         told, seconds = ended[rank].value
-        expected = f"RankLeft: rank {AWAY} left after an error of its own"
-        assert told.startswith(expected), (rank, told)
+        text, ranks, operation = told
+        assert text.startswith(f"rank {AWAY} left by {error}: 7; results"), (rank, text)
+        assert ranks == (AWAY,)
+        assert operation == ""
         assert seconds < 0.5 + SOON
 
 
@@ -599,17 +674,18 @@ open_at_exit = []  # as a script's global variable would be
 
 def exits_with_an_open_communicator(world):
     warm_up(world)
-    comm = ns.Communicator(world, timeout=1)
+    comm = ns.Communicator(world, timeout=PATIENT)
     if world.rank == AWAY:
         open_at_exit.append(comm)
         sys.exit(3)
-    text, _ = attempt(lambda: reduced(comm, "one_shot_ll"))
+    began = time.monotonic()
+    text, _ = attempt(lambda: comm.zeros(10))
     attempt(comm.close)
-    return text
+    return text, time.monotonic() - began
 
 
 def test_exit_with_an_open_communicator():
-    """It warns, and nothing else happens at the end of the process."""
+    """It warns and tells the others; nothing else happens at the process' end."""
     ended = outcomes(2, exits_with_an_open_communicator)
     assert ended[AWAY].code == 3
     output = ended[AWAY].output
@@ -617,7 +693,9 @@ def test_exit_with_an_open_communicator():
     assert "Traceback" not in output
     assert "Exception ignored" not in output
     assert not ended[0].error, ended[0].trace
-    assert ended[0].value.startswith("CollectiveTimeout: rank 0 waited for rank 1")
+    text, seconds = ended[0].value
+    assert text.startswith(f"RankLeft: rank {AWAY} ended without closing the comm")
+    assert seconds < SOON
     assert ended[0].output == ""
 
 
@@ -724,16 +802,6 @@ def test_a_rank_that_does_not_come_fails_one_child_only():
     assert facts[2][1] == ""
 
 
-def open_files():
-    """Count this process' open files by name, the driver's own left out."""
-    names = []
-    for link in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # the listing's own
-            names.append(re.sub(r"\d+", "#", str(link.readlink())))
-    # CUDA opens its devices anew as memory grows, and keeps them.
-    return Counter(name for name in names if not name.startswith("/dev/nvidia"))
-
-
 def fails_on_one_rank(world, how):
     one = world.rank == AWAY
     with ns.Communicator(world):
@@ -751,9 +819,15 @@ def fails_on_one_rank(world, how):
         elif how == "backend" and one:
             os.environ["NUMBA_SYMM_BACKEND"] = "floppy"
             undo.callback(os.environ.pop, "NUMBA_SYMM_BACKEND")
+        elif how == "no set-up timeout" and one:
+            os.environ["NUMBA_SYMM_SETUP_TIMEOUT"] = "soon"
+            undo.callback(os.environ.pop, "NUMBA_SYMM_SETUP_TIMEOUT")
+        elif how == "hosts" and one:
+            undo.callback(setattr, ranks, "BOOT_ID", ranks.BOOT_ID)
+            ranks.BOOT_ID = Path("/nowhere")
         elif how == "no memory" and one:
 
-            def refuse(self, nbytes):
+            def refuse(self, nbytes, *args):
                 raise ns.BackendError(f"no {nbytes} bytes left")
 
             real = memory.SymmetricMemoryAllocator.allocate
@@ -772,6 +846,8 @@ CREATION = {
     "no timeout": "ArgumentError: .*\n *rank 1: timeout=-1",
     "no such device": "ArgumentError: .*\n *rank 1: device=99",
     "backend": "ArgumentError: .*\n *rank 1: NUMBA_SYMM_BACKEND='floppy'",
+    "no set-up timeout": "ArgumentError: .*\n *rank 1: NUMBA_SYMM_SETUP_TIMEOUT='soon'",
+    "hosts": r"DeviceError: numba_symm works .*ranks 0, 2 are on .*, rank 1 is on .*;",
     "no memory": r"BackendError: .*\n *rank 1: no \d+ bytes left",
 }
 

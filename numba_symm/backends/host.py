@@ -1,11 +1,15 @@
 """Shared host memory, for Numba's CUDA simulator: a memfd, mapped by every rank."""
 
 import ctypes
+import faulthandler
+import fcntl
 import mmap
 import os
+import threading
 from contextlib import ExitStack
 from typing import Any
 
+from numba_symm.backends import host_memory
 from numba_symm.backends.protocol import Allocation, Mapping
 from numba_symm.errors import BackendError
 
@@ -17,23 +21,33 @@ class HostBackend:
     exports_fd = True
     frees_while_mapped = True
 
-    def allocate(self, nbytes: int) -> Allocation:
+    def __init__(self) -> None:
+        # A kernel's access outside of any memory ends the process: say where it was.
+        if not faulthandler.is_enabled():
+            faulthandler.enable(2)
+
+    def allocate(self, nbytes: int, ranks: int = 1) -> Allocation:
         """Return at least ``nbytes`` of zeroed memory."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
+            with _lock:
+                _refuse_too_much(size, ranks)
             with ExitStack() as undo:
-                fd = os.memfd_create("numba_symm", os.MFD_CLOEXEC)
+                fd = memory_file("numba_symm", size)
                 undo.callback(os.close, fd)
-                os.ftruncate(fd, size)
                 memory = mmap.mmap(fd, size)
                 undo.pop_all()
         except (OSError, OverflowError) as error:
             raise BackendError(f"cannot allocate {size} bytes: {error}") from error
+        _allocated[fd] = size
         return Allocation(address_of(memory), size, (fd, memory))
 
     def free(self, allocation: Allocation) -> None:
         """Give the memory back; it goes with the last array that views it."""
-        os.close(allocation.resource[0])
+        fd = allocation.resource[0]
+        with _lock:
+            del _allocated[fd]
+            os.close(fd)
 
     def export(self, allocation: Allocation) -> int:
         """Return a new descriptor of the file."""
@@ -44,7 +58,10 @@ class HostBackend:
         found = os.fstat(handle).st_size
         if found < nbytes:
             raise BackendError(f"a peer's memory has {found} bytes, not {nbytes}")
-        memory = mmap.mmap(handle, nbytes)
+        try:
+            memory = mmap.mmap(handle, nbytes)
+        except OSError as error:
+            raise BackendError(f"cannot map {nbytes} bytes: {error}") from error
         return Mapping(address_of(memory), nbytes, memory)
 
     def close(self, mapping: Mapping) -> None:
@@ -61,6 +78,57 @@ class HostBackend:
     def fill(self, address: int, nbytes: int, byte: int = 0) -> None:
         """Set every byte."""
         ctypes.memset(address, byte, nbytes)
+
+
+def memory_file(name: str, nbytes: int) -> int:
+    """Return the descriptor of a new memory file, whose size nobody can change.
+
+    Truncating a file ends every process that touches what it had mapped of it.
+
+    Args:
+        name: what ``/proc`` calls the file.
+        nbytes: its size.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+_allocated: dict[int, int] = {}  # bytes, by the descriptor of their file
+_lock = threading.RLock()  # other threads close none while one looks at them all
+
+
+def _refuse_too_much(nbytes: int, ranks: int) -> None:
+    """Raise BackendError unless all ranks' arrays fit into the host's memory.
+
+    What was allocated and never written takes no memory yet. All ranks have as much of
+    that, as what they allocate is symmetric.
+    """
+    unwritten = sum(_unwritten(fd, size) for fd, size in list(_allocated.items()))
+    left = host_memory.available()
+    if ranks * (nbytes + unwritten) > left:
+        raise BackendError(
+            f"expected {nbytes} bytes on each of {ranks} ranks to fit into the memory "
+            f"of this host, got {left} bytes left for all, of which earlier arrays "
+            f"will take {ranks * unwritten}; ask for less, or start fewer ranks"
+        )
+
+
+def _unwritten(fd: int, nbytes: int) -> int:
+    """Return how many bytes of a file take no memory yet."""
+    try:
+        return nbytes - _BLOCK * os.fstat(fd).st_blocks
+    except OSError:  # a finalizer of this thread has freed it meanwhile
+        return 0
+
+
+_BLOCK = 512  # bytes, what st_blocks counts
 
 
 def address_of(memory: mmap.mmap) -> int:

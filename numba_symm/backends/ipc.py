@@ -26,7 +26,7 @@ class IpcBackend(DeviceMemory):
     exports_fd = False
     frees_while_mapped = False  # CUDA leaves that undefined
 
-    def allocate(self, nbytes: int) -> Allocation:
+    def allocate(self, nbytes: int, ranks: int = 1) -> Allocation:
         """Return at least ``nbytes`` of zeroed memory on the current GPU."""
         size = -(-max(nbytes, 1) // _GRANULARITY) * _GRANULARITY
         address = int(driver.call("cuMemAlloc", size))
@@ -57,11 +57,13 @@ class IpcBackend(DeviceMemory):
         return Mapping(address, nbytes, None)
 
     def close(self, mapping: Mapping) -> None:
-        """Unmap a peer's allocation, after whatever still uses it."""
-        try:
-            driver.call("cuCtxSynchronize")
-        finally:
-            driver.call("cuIpcCloseMemHandle", mapping.address)
+        """Unmap a peer's allocation, after whatever still uses it.
+
+        Raises:
+            DriverError: that cannot be waited for; the allocation stays mapped.
+        """
+        driver.call("cuCtxSynchronize")
+        driver.call("cuIpcCloseMemHandle", mapping.address)
 
 
 def allocation_around(address: int, what: str) -> Allocation:

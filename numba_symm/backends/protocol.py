@@ -43,8 +43,14 @@ class Backend(Protocol):
     exports_fd: bool
     frees_while_mapped: bool
 
-    def allocate(self, nbytes: int) -> Allocation:
-        """Return at least ``nbytes`` of zeroed memory."""
+    def allocate(self, nbytes: int, ranks: int = 1) -> Allocation:
+        """Return at least ``nbytes`` of zeroed memory.
+
+        Args:
+            nbytes: how much this process needs.
+            ranks: how many processes allocate as much now; of interest where their
+                memory is one.
+        """
         ...
 
     def free(self, allocation: Allocation) -> None:

@@ -29,7 +29,7 @@ class VmmBackend(DeviceMemory):
             )
         )
 
-    def allocate(self, nbytes: int) -> Allocation:
+    def allocate(self, nbytes: int, ranks: int = 1) -> Allocation:
         """Return at least ``nbytes`` of zeroed memory on this GPU."""
         size = -(-max(nbytes, 1) // self._granularity) * self._granularity
         with ExitStack() as undo:
@@ -41,7 +41,12 @@ class VmmBackend(DeviceMemory):
             return Allocation(address, size, (handle, undo.pop_all()))
 
     def free(self, allocation: Allocation) -> None:
-        """Unmap the block and release it; peers' mappings keep the memory."""
+        """Unmap the block and release it; peers' mappings keep the memory.
+
+        Raises:
+            DriverError: what still uses it cannot be waited for; it stays mapped.
+        """
+        driver.call("cuCtxSynchronize")
         allocation.resource[1].close()
 
     def export(self, allocation: Allocation) -> int:
@@ -64,7 +69,12 @@ class VmmBackend(DeviceMemory):
             return Mapping(address, nbytes, undo.pop_all())
 
     def close(self, mapping: Mapping) -> None:
-        """Unmap a peer's block and drop this process' reference to it."""
+        """Unmap a peer's block and drop this process' reference to it.
+
+        Raises:
+            DriverError: what still uses it cannot be waited for; it stays mapped.
+        """
+        driver.call("cuCtxSynchronize")
         mapping.resource.close()
 
     def _properties(self) -> Any:
@@ -88,7 +98,8 @@ def map_block(handle: Any, nbytes: int, ordinal: int) -> tuple[int, ExitStack]:
         ordinal: the GPU that gets access.
 
     Returns:
-        The address, and what undoes the mapping when closed.
+        The address, and what undoes the mapping when closed, which waits for no kernel:
+        whatever still uses the block must end first.
     """
     cuda = _binding()
     with ExitStack() as undo:
@@ -101,8 +112,6 @@ def map_block(handle: Any, nbytes: int, ordinal: int) -> tuple[int, ExitStack]:
         access.location.id = ordinal
         access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         driver.call("cuMemSetAccess", address, nbytes, [access], 1)
-        # Unmapping waits for no kernel: whatever still uses the block must end first.
-        undo.callback(driver.call, "cuCtxSynchronize")
         return int(address), undo.pop_all()
 
 

@@ -10,6 +10,9 @@ Use them in any ``@cuda.jit`` kernel::
         there = symm.peer_array(ctx, right, count, np.float32)
         ...
         symm.barrier(ctx, cuda.blockIdx.x)      # every rank's block of this index
+
+The simulator runs the blocks of a kernel one after another. So a block may wait there
+for other ranks' blocks of its index, but not for a later one.
 """
 
 from numba_symm.device.intrinsics import (

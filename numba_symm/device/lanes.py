@@ -1,13 +1,15 @@
-"""Arithmetic on vectors of 16 bytes that hold 1 to 16 elements.
+"""Arithmetic on vectors of 16 bytes with 1 to 16 elements.
 
-Kernels move data as vectors, two 8-byte words each, whatever the dtype. ``unpack``
-turns a vector into elements in the accumulation type, ``combine`` reduces two such
-vectors, and ``pack`` finishes and turns one back. ``load`` and ``store`` move vectors
-of an array; the ragged ones handle arrays off 16-byte boundaries, and the last vector
-of an array, element by element.
+Kernels move data of every dtype as vectors of two 8-byte words:
 
-Elements are kept in nested pairs: a vector is a pair of words, a word of four elements
-a pair of pairs. So all of them are in registers, and one text serves every width.
+- ``unpack`` converts a vector to elements in the accumulation type.
+- ``combine`` reduces the elements of two vectors.
+- ``pack`` finishes the reduction and converts the elements back.
+- ``load`` and ``store`` access a vector of an array. Their ragged forms access the last
+  vector of an array, and arrays off 16-byte boundaries, element by element.
+
+Elements are nested pairs: a vector is a pair of words, a word of four elements is a
+pair of pairs. So all elements are in registers, and one source serves every width.
 """
 
 from collections.abc import Callable
@@ -59,12 +61,13 @@ class Lanes(NamedTuple):
 
     Attributes:
         unpack: ``(low, high)`` returns the elements of a vector's two words.
-        pack: ``(elements)`` returns two words of the result: what is done once, after
-            the last rank, is done here (an average's division).
-        combine: ``(a, b)`` reduces two vectors' elements.
-        load: ``(array, vector, count)`` returns two words of an array of ``count``
-            elements; what lies past them is 0.
-        store: ``(array, vector, count, low, high)``; nothing past them is touched.
+        pack: ``(elements)`` returns two words of the result. It does what is done once,
+            after the last rank, such as an average's division.
+        combine: ``(a, b)`` reduces the elements of two vectors.
+        load: ``(array, vector, count)`` returns a vector of an array of ``count``
+            elements, with 0 after its end.
+        store: ``(array, vector, count, low, high)`` stores a vector, and nothing after
+            the array's end.
     """
 
     unpack: Callable[[int, int], Any]
@@ -79,9 +82,9 @@ def make_lanes(element: Element, op: Op, ragged: bool, size: int) -> Lanes:
 
     Args:
         element: the element type.
-        op: what ``dtypes.reduction`` returned and ``dtypes.check`` let pass.
-        ragged: whether arrays may lie off 16-byte boundaries, or end within a vector.
-        size: how many ranks' vectors are reduced: what an average divides by.
+        op: an operator of ``dtypes.reduction`` that ``dtypes.check`` has accepted.
+        ragged: whether arrays may be off 16-byte boundaries, or end within a vector.
+        size: the number of ranks, by which an average divides.
     """
     whole_words = bitwise(op, element)
     if whole_words is not None:
@@ -93,15 +96,15 @@ def make_lanes(element: Element, op: Op, ragged: bool, size: int) -> Lanes:
 
 
 _Parts = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
-"""``unpack``, ``pack`` and ``combine`` of a vector or of a part of one.
+"""``unpack``, ``pack`` and ``combine`` of a vector or of some bits of a word.
 
-A part's ``unpack`` takes a word in whose lowest bits it lies, whatever lies above; its
-``pack`` returns a word that has nothing above.
+For some bits of a word, ``unpack`` takes a word with these bits lowest and ignores the
+higher ones. ``pack`` returns a word whose higher bits are 0.
 """
 
 
 def _words(op: str) -> _Parts:
-    """Return the functions of an operator that knows no elements, only bits."""
+    """Return the functions of a bitwise operator, which works on whole words."""
     reduce = device_function(REDUCTIONS[op])
 
     @device_function
@@ -120,11 +123,11 @@ def _words(op: str) -> _Parts:
 
 
 class _Arithmetic(NamedTuple):
-    """What is done with elements in the accumulation type.
+    """The functions of elements in the accumulation type.
 
     Attributes:
-        reduce: of two elements.
-        finish: of the reduction of all ranks' elements.
+        reduce: reduces two elements.
+        finish: converts the reduction of all ranks' elements to the result.
     """
 
     reduce: Callable[[Any, Any], Any]
@@ -144,10 +147,11 @@ def _arithmetic(element: Element, op: Op, size: int) -> _Arithmetic:
 def _reducing(function: Any, kind: Any) -> Callable[[Any, Any], Any]:
     """Return a device function of two ``kind`` that returns one.
 
-    Mixed with literals, Numba's integers become int64 and its floats float64.
+    It converts the result, because Numba promotes to int64 and float64 in expressions
+    with literals.
     """
     if SIMULATED:
-        # What is cast as an array may be out of range, as a user's Python integers.
+        # An array's astype accepts values out of range, such as a user's Python ints.
         return _quiet(lambda a, b: np.asarray(function(a, b)).astype(kind)[()])
     inlined = device_function(function)
 
@@ -172,7 +176,7 @@ def _same(value: Any) -> Any:
 
 
 def _truth(kind: Any) -> Callable[[Any], Any]:
-    """Return what makes 0 or 1 of an element: there may be only one rank."""
+    """Return a function from an element to 0 or 1; needed for one rank, too."""
 
     @device_function
     def truth(value: Any) -> Any:
@@ -182,7 +186,7 @@ def _truth(kind: Any) -> Callable[[Any], Any]:
 
 
 def _divided(element: Element, size: int) -> Callable[[Any], Any]:
-    """Return what divides a sum by the number of ranks; integers towards zero."""
+    """Return a function that divides by the number of ranks; integers towards 0."""
     if element.complex:
         return _divided_complex(*_MADE[element.name], size)
     if element.floating:
@@ -220,7 +224,7 @@ def _finisher(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Silence NumPy's warnings: overflow is wrapped or infinite, as on a GPU."""
+    """Disable NumPy's warnings: overflow wraps or is infinite, as on a GPU."""
 
     def quiet(*args: Any) -> Any:
         with np.errstate(all="ignore"):
@@ -264,7 +268,7 @@ _COMPLEX_PRODUCTS = {
 
 
 def _elements(element: Element, arithmetic: _Arithmetic) -> _Parts:
-    """Return a vector's functions, from those of its smallest part upwards."""
+    """Return a vector's functions, built from those of one or two elements."""
     if element.itemsize == 16:
         return _complex128_vector(arithmetic)
     if element.narrow:
@@ -292,7 +296,7 @@ def _elements(element: Element, arithmetic: _Arithmetic) -> _Parts:
 
 
 def _double(half: _Parts, width: int) -> _Parts:
-    """Return the functions of two neighbouring parts of ``width`` bits."""
+    """Return the functions of two adjacent halves of ``width`` bits each."""
     unpack_half, pack_half, combine_halves = half
 
     @device_function
@@ -343,13 +347,13 @@ def _complex128_vector(arithmetic: _Arithmetic) -> _Parts:
 
 
 class _Narrow(NamedTuple):
-    """How two 8-bit floats are converted.
+    """The conversion of two 8-bit floats.
 
     Attributes:
         widen: ``(bits)`` returns two float32.
-        narrow: of two float32, which gives the largest number for what is too large.
-        limit: the least float32 that is too large.
-        beyond: the bits that it should become, as ml_dtypes has it.
+        narrow: converts two float32; it saturates.
+        limit: the least float32 that overflows.
+        beyond: the bits of the result of an overflow, as in ml_dtypes.
     """
 
     widen: Callable[[int], Any]
@@ -482,9 +486,9 @@ _CODECS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "uint32": (_i64_of_bits, _bits_of_32),
     "uint64": (_u64_of_bits, _bits_of_64),
 }
-"""From an element's bits to the accumulation type and back."""
+"""Conversions of an element's bits to the accumulation type, and back."""
 
-if SIMULATED:  # NumPy checks ranges where a GPU takes the bits
+if SIMULATED:  # NumPy checks ranges, a GPU does not
 
     def _signed(kind: Any, width: int) -> Callable[[int], Any]:
         sign = 1 << width - 1
@@ -524,7 +528,7 @@ _ACCESS = {
 
 def _ragged_access(element: Element) -> tuple[Any, Any]:
     """Return ``load`` and ``store`` for arrays of any alignment and length."""
-    size = min(8, element.itemsize)  # one of 16 bytes is two of 8
+    size = min(8, element.itemsize)  # an element of 16 bytes is two of 8
     pieces = element.itemsize // size
     lanes, width = 8 // size, 8 * size
     load_element, store_element = _ACCESS[size]

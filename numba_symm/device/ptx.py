@@ -210,6 +210,12 @@ def syncthreads() -> None:
 
 
 @device_function
+def syncthreads_or(condition: bool) -> bool:
+    """`bar.red.or.pred`: as ``syncthreads``; return whether any thread's holds."""
+    return cuda.syncthreads_or(np.int32(condition)) != 0  # type: ignore[no-any-return]
+
+
+@device_function
 def thread_index() -> int:
     """Return the thread's index in its block, counted through all dimensions."""
     row = cuda.threadIdx.y + cuda.blockDim.y * cuda.threadIdx.z
@@ -239,6 +245,22 @@ def check_slot(
     owner: int, channel: int, source: int, world_size: int, channels: int
 ) -> None:
     """Check nothing: a GPU has no time for it."""
+
+
+@device_function
+def check_peer(rank: int, world_size: int) -> None:
+    """Check nothing, either."""
+
+
+@device_function
+def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
+    """Check nothing, either."""
+
+
+@device_function
+def later_blocks() -> int:
+    """Return 0: blocks run together."""
+    return 0
 
 
 @device_function

@@ -17,15 +17,19 @@ from typing import Any, NamedTuple
 from numba_symm.device.intrinsics import (
     array_at,
     block_size,
+    check_buffer,
+    check_peer,
     check_slot,
     device_function,
     globaltimer,
+    later_blocks,
     ld_acquire_sys_u32,
     ld_relaxed_sys_u64,
     poll_pause,
     st_relaxed_sys_u64,
     st_release_sys_u32,
     syncthreads,
+    syncthreads_or,
     thread_index,
 )
 from numba_symm.environment import SIMULATED
@@ -58,17 +62,7 @@ class Guard(NamedTuple):
     timeout: int
 
 
-class Context(NamedTuple):
-    """Symmetric memory as kernels see it; an ordinary kernel argument.
-
-    Attributes:
-        rank: this rank.
-        world_size: number of ranks.
-        buffers: address of every rank's buffer, mapped here; own one included.
-        pads: address of every rank's signal pad.
-        guard: how long to wait, and whom to tell.
-    """
-
+class _Scalars(NamedTuple):
     rank: int
     world_size: int
     buffers: tuple[int, ...]
@@ -76,10 +70,30 @@ class Context(NamedTuple):
     guard: Guard
 
 
+class Context(_Scalars):
+    """Symmetric memory as kernels see it; an ordinary kernel argument.
+
+    Numba takes it for the named tuple that it is. What else it holds, only the host
+    sees: the one of ``SymmetricMemory.ctx`` keeps the memory, as an array does.
+
+    Attributes:
+        rank: this rank.
+        world_size: number of ranks.
+        buffers: address of every rank's buffer, mapped here; own one included.
+        pads: address of every rank's signal pad.
+        guard: how long to wait, and whom to tell.
+        owner: what keeps the memory.
+        buffer_size: bytes of a buffer; None: not known.
+    """
+
+    owner: Any = None
+    buffer_size: int | None = None
+
+
 # What a kernel was doing when it gave up; the host turns it into words.
 PUT_SIGNAL, WAIT_SIGNAL, BARRIER, ONE_SHOT_PULL = 1, 2, 3, 4
 ONE_SHOT_SENTINEL, ONE_SHOT_LL, TWO_SHOT_SENTINEL, TWO_SHOT_LL = 5, 6, 7, 8
-TWO_SHOT_SIGNALLED, AGREEMENT, MISMATCH, BROADCAST = 9, 10, 11, 12
+TWO_SHOT_SIGNALLED, ALL_REDUCE_COPIES, BROADCAST = 9, 10, 12
 REDUCE_SIGNALLED, TRANSFER, TRANSFER_MISMATCH, BROADCAST_SIGNALLED = 13, 14, 15, 16
 BROADCAST_COPIES, BROADCAST_DIRECT, REDUCE_DIRECT = 17, 18, 19
 ONE_SHOT_MARKED, TWO_SHOT_MARKED = 20, 21
@@ -91,7 +105,8 @@ ALL_GATHER_COPIES, ALL_TO_ALL_COPIES, CALL_MISMATCH = 28, 29, 30
 def wait_record(operation: int, rank: int, peer: int, place: int, epoch: int) -> int:
     """Pack who waited for whom into 8 bytes, which are stored in one piece.
 
-    Bits 56-62 operation, 48-55 rank, 40-47 peer, 24-39 channel or block, 0-23 epoch.
+    Bits 56-62 operation, 48-55 rank, 40-47 peer, 24-39 channel or block, 0-23 epoch;
+    signals have no epoch, but how many blocks the simulator runs after this one.
     """
     who = operation << 56 | rank << 48 | peer << 40
     return who | (place & 0xFFFF) << 24 | (epoch & 0xFFFFFF)
@@ -177,7 +192,7 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
         False if the deadline passed first, or another rank had failed.
     """
     slot = _slot(ctx, dst, channel, ctx.rank)
-    record = wait_record(PUT_SIGNAL, ctx.rank, dst, channel, 0)
+    record = wait_record(PUT_SIGNAL, ctx.rank, dst, channel, later_blocks())
     taken = _wait_for_slot(ctx.guard, slot, 0, record)
     if taken:
         st_release_sys_u32(slot, 1)
@@ -196,7 +211,7 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
         False if the deadline passed first, or another rank had failed.
     """
     slot = _slot(ctx, ctx.rank, channel, src)
-    record = wait_record(WAIT_SIGNAL, ctx.rank, src, channel, 0)
+    record = wait_record(WAIT_SIGNAL, ctx.rank, src, channel, later_blocks())
     arrived = _wait_for_slot(ctx.guard, slot, 1, record)
     if arrived:
         st_release_sys_u32(slot, 0)
@@ -212,7 +227,8 @@ def barrier(ctx: Any, channel: int) -> bool:
     on a GPU nothing checks it. It is made of signals, which a timeout's text names.
 
     Returns:
-        False, in the threads that waited, if the deadline passed or a rank failed.
+        False, in all threads of the block, if the deadline passed or a rank failed.
+        After that, store nothing that a peer may read.
     """
     thread = thread_index()
     threads = block_size()
@@ -220,23 +236,23 @@ def barrier(ctx: Any, channel: int) -> bool:
     # All writes of this block come before its release of the signals below.
     syncthreads()
     peer = thread
-    while peer < len(ctx.pads):
+    while peer < len(ctx.pads) and met:
         if peer != ctx.rank:
-            met = put_signal(ctx, peer, channel) and met
+            met = put_signal(ctx, peer, channel)
         peer += threads
     peer = thread
-    while peer < len(ctx.pads):
+    while peer < len(ctx.pads) and met:
         if peer != ctx.rank:
-            met = wait_signal(ctx, peer, channel) and met
+            met = wait_signal(ctx, peer, channel)
         peer += threads
     # The peers' writes, acquired by one thread each, become visible to all.
-    syncthreads()
-    return met
+    return not syncthreads_or(not met)
 
 
 @device_function
 def peer_address(ctx: Any, rank: int) -> int:
     """Return the address of rank ``rank``'s buffer in this process."""
+    check_peer(rank, ctx.world_size)
     return ctx.buffers[rank]  # type: ignore[no-any-return]
 
 
@@ -244,10 +260,16 @@ def peer_address(ctx: Any, rank: int) -> int:
 def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
     """Return rank ``rank``'s buffer as a C-contiguous array.
 
+    Numba's ``cuda.atomic`` is atomic for the threads of one GPU only. On a peer's
+    array, or on one that a peer changes at the same time, it loses updates.
+
     Args:
         ctx: the memory's context.
         rank: whose buffer.
-        shape: an int or a tuple of ints; nothing checks that it fits the buffer.
+        shape: an int or a tuple of ints; on a GPU nothing checks that it fits the
+            buffer.
         dtype: a NumPy scalar type, such as ``np.float32``.
     """
+    check_peer(rank, ctx.world_size)
+    check_buffer(ctx, shape, dtype)
     return array_at(ctx.buffers[rank], shape, dtype)

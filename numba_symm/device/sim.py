@@ -49,10 +49,10 @@ ld_u8, st_u8 = _load(ctypes.c_uint8), _store(ctypes.c_uint8)
 ld_u16, st_u16 = _load(ctypes.c_uint16), _store(ctypes.c_uint16)
 ld_u32, st_u32 = _load(ctypes.c_uint32), _store(ctypes.c_uint32)
 ld_u64, st_u64 = _load(ctypes.c_int64), _store(ctypes.c_uint64)
-ld_relaxed_sys_u32 = ld_acquire_sys_u32 = ld_u32
-st_relaxed_sys_u32 = st_release_sys_u32 = st_u32
-ld_relaxed_sys_u64 = ld_acquire_sys_u64 = ld_u64
-st_relaxed_sys_u64 = st_release_sys_u64 = st_u64
+ld_relaxed_sys_u32, ld_acquire_sys_u32 = map(_load, 2 * [ctypes.c_uint32])
+st_relaxed_sys_u32, st_release_sys_u32 = map(_store, 2 * [ctypes.c_uint32])
+ld_relaxed_sys_u64, ld_acquire_sys_u64 = map(_load, 2 * [ctypes.c_int64])
+st_relaxed_sys_u64, st_release_sys_u64 = map(_store, 2 * [ctypes.c_uint64])
 
 
 def ld_v2_u64(address: int) -> tuple[int, int]:
@@ -190,6 +190,11 @@ def syncthreads() -> None:
     _thread().syncthreads()
 
 
+def syncthreads_or(condition: bool) -> bool:
+    """Wait as ``syncthreads`` does; return whether any thread's condition holds."""
+    return bool(_thread().syncthreads_or(condition))
+
+
 def thread_index() -> int:
     """Return the thread's index in its block, counted through all dimensions."""
     return _thread().thread_id  # type: ignore[no-any-return]
@@ -221,6 +226,33 @@ def check_slot(
             f"are ranks 0 to {world_size - 1} and channels 0 to {channels - 1}; on a "
             "GPU nobody would have noticed"
         )
+
+
+def check_peer(rank: int, world_size: int) -> None:
+    """Refuse a rank that does not exist."""
+    if not 0 <= rank < world_size:
+        raise ArgumentError(
+            f"rank {rank}'s buffer: there are ranks 0 to {world_size - 1}; on a GPU "
+            "nobody would have noticed"
+        )
+
+
+def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
+    """Refuse an array that is larger than the buffer it begins with."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if ctx.buffer_size is not None and nbytes > ctx.buffer_size:
+        raise ArgumentError(
+            f"peer_array: shape {shape} of {np.dtype(dtype)} takes {nbytes} bytes and "
+            f"the buffer has {ctx.buffer_size}; on a GPU nobody would have noticed"
+        )
+
+
+def later_blocks() -> int:
+    """Return how many blocks of the grid run after the caller's."""
+    thread = _thread()
+    blocks, here = thread._manager._grid_dim, thread.blockIdx
+    place = (here.x * blocks[1] + here.y) * blocks[2] + here.z
+    return int(math.prod(blocks) - 1 - place)
 
 
 def poll_pause() -> None:

@@ -25,14 +25,15 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.sharing import kinds, layout, received
 from numba_symm.sharing.consumer import consumer
-from numba_symm.sharing.counters import RefCounterFile
 from numba_symm.sharing.handle import SharedHandle
 from numba_symm.sharing.received import ReceivedData
+from numba_symm.sharing.ref_counters import RefCounterFile
 from numba_symm.sharing.sent import (
     Limbo,
     SentData,
     collect_sent,
     new_ref_counted_sent_data,
+    new_sent_data,
     producer,
 )
 
@@ -67,6 +68,8 @@ def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
         ArgumentError: it is no device array, its memory is of a kind that other
             processes cannot map, or the stream is being captured.
         ClosedError: it is a received array whose producer has ended.
+        ExchangeError: no socket can be made for consumers' requests; or it is a
+            received array, of which a stopped process keeps the counters locked.
 
     Source: ``StorageSharing`` and ``CudaIPCTypes`` of PyTorch.
     """
@@ -85,51 +88,57 @@ def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
     keeper: Any = _keeper(array)
     if place is None:
         keeper, found = kinds.private_copy(array), found.dense()
-        address, low = keeper.address, 0
+        address, low, nbytes = keeper.address, 0, found.extent[1]
         place = kinds.locate(address, nbytes)
     assert place is not None  # only private memory is nowhere
-    found = found.at(address - low - place.base)
-    sent = _send(keeper, array, place, opens, handle)
-    sent.nbytes = nbytes
-    return SharedHandle(
-        producer=producer.address,
-        file=sent.number,
-        slot=sent.offset,
-        serial=sent.serial,
-        kind=place.kind,
-        base=place.base,
-        base_nbytes=place.nbytes,
-        base_handle=place.data,
-        pool=place.pool,
-        layout=found,
-        event=b"" if sent.event is None else sent.event.ipc_handle(),
-        event_sync_required=sent.event_sync_required,
-        device=kinds.uuid_of(sent.device),
-    )
+    start = address - place.base
+    found = found.at(start - low)
+    return _send(keeper, array, place, start, nbytes, found, opens, handle)
 
 
 def _send(
-    keeper: Any, array: Any, place: kinds.Place, opens: int, stream: int
-) -> SentData:
-    """Return a new entry for an array that consumers wait for on ``stream``."""
+    keeper: Any,
+    array: Any,
+    place: kinds.Place,
+    start: int,
+    nbytes: int,
+    found: layout.Layout,
+    opens: int,
+    stream: int,
+) -> SharedHandle:
+    """Return the handle of a new entry; consumers wait for ``stream``."""
     device = kinds.ordinal_of(place.base, place.nbytes)
-    sent = new_ref_counted_sent_data(keeper, device, opens)
-    try:
+    with new_sent_data(keeper, device, opens) as sent:
         sent.export = place.export
+        sent.nbytes = nbytes
         sent.record(stream)
+        handle = SharedHandle(
+            producer=producer.address,
+            file=sent.number,
+            slot=sent.offset,
+            serial=sent.serial,
+            kind=place.kind,
+            base=place.base,
+            base_nbytes=place.nbytes,
+            base_handle=place.data,
+            pool=place.pool,
+            start=start,
+            nbytes=nbytes,
+            layout=found,
+            event=b"" if sent.event is None else sent.event.ipc_handle(),
+            event_sync_required=sent.event_sync_required,
+            device=kinds.uuid_of(device),
+        )
+        sent.set_digest(handle.digest)
         sent.set_original_ptr(keeper, None if keeper is array else array)
-    except BaseException:
-        with producer.guard:
-            producer.retire(sent)
-        raise
     producer.warn()
-    return sent
+    return handle
 
 
 def _checked_opens(opens: int) -> int:
     try:
         found = operator.index(opens)
-    except TypeError:
+    except Exception:  # whatever an object's own method raises
         found = 0
     if not 1 <= found < 1 << 31:
         raise ArgumentError(f"share: opens={opens!r}; give how often it will be opened")
@@ -158,7 +167,7 @@ def open_shared(handle: SharedHandle, stream: Any = None) -> Any:
     In the process that shared it, a view. Give the array back by ``array.close()``, or
     by dropping it and all views of it: its producer may free or reuse the memory once
     ``stream`` is done with what it has then. That waits for ``stream``, so do neither
-    while a stream is being captured.
+    while a stream is being captured. An open that raises takes no reference.
 
     Args:
         handle: from :func:`share`; may be opened many times, by many processes.
@@ -170,17 +179,21 @@ def open_shared(handle: SharedHandle, stream: Any = None) -> Any:
         producer's. After ``close()`` every use of it raises ClosedError.
 
     Raises:
-        ArgumentError: it is no handle, or the stream is being captured.
+        ArgumentError: it is not a handle that :func:`share` gave, or the stream is
+            being captured.
         ClosedError: all references were given back, or the producer has ended.
         BackendError: the memory cannot be mapped here.
+        ExchangeError: the producer does not answer, or a process that is stopped keeps
+            the counters locked; the text names it.
 
     Source: ``rebuild_cuda_tensor`` of PyTorch's ``multiprocessing``.
     """
-    if not isinstance(handle, SharedHandle):
-        raise ArgumentError(
-            f"open_shared: {type(handle).__name__} is no handle; pass what share() gave"
-        )
-    return ReceivedData(handle, stream).array()
+    found = ReceivedData(handle, stream)
+    try:
+        return found.array()
+    except BaseException:
+        found.undo()
+        raise
 
 
 def collect() -> bool:
@@ -190,6 +203,10 @@ def collect() -> bool:
 
     Returns:
         Whether there was any.
+
+    Raises:
+        ExchangeError: a process that is stopped keeps counters locked; the text names
+            it. What it does not keep is freed.
 
     Source: ``CudaIPCCollect`` of PyTorch.
     """
@@ -218,15 +235,18 @@ class Stats:
 
 def stats() -> Stats:
     """Return what this process shares and has open, as of the last collect."""
-    with producer.guard:
-        producer.note_dropped()
-        return Stats(
-            limbo=producer.limbo.size(),
-            mappings=len(consumer.mapped),
-            counters=sum(file.offsets_in_use() for file in producer.files),
-            events=producer.events,
-            unopened=producer.unopened(),
-        )
+    return producer.guard.do(_stats)
+
+
+def _stats() -> Stats:
+    producer.note_dropped()
+    return Stats(
+        limbo=producer.limbo.size(),
+        mappings=len(consumer.mapped),
+        counters=sum(file.offsets_in_use() for file in producer.files),
+        events=producer.events,
+        unopened=producer.unopened(),
+    )
 
 
 __all__ = [

@@ -8,30 +8,37 @@ share a network namespace. Callers and producer must be of the same user.
 import errno
 import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 from numba_symm.errors import ClosedError, ExchangeError
+from numba_symm.launch.fds import credentials
 from numba_symm.sharing.guard import log
 
 COUNTERS, MEMORY = range(2)
 """What one may ask for: a counter file; the memory of a shared array."""
 
 Answer = tuple[int, int]
-"""A descriptor, which the receiver closes, and a number that belongs to it."""
+"""A descriptor and a number that belongs to it."""
+
+_Received = tuple[bytes, list[tuple[int, int, bytes]], int, Any]  # by recvmsg
 
 _REQUEST = struct.Struct("=16sBqqq")  # token, what, file, slot, serial
-_REPLY = struct.Struct("=?q")  # whether a descriptor comes along, its number
-_CREDENTIALS = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+_REPLY = struct.Struct("=Bq")  # whether a descriptor comes along, its number
+_GRANTED, _REFUSED, _FAILED = range(3)
 _TEXT_BYTES = 4096
 _BACKLOG = 1024
 _PATIENCE = 30  # seconds a caller waits for the producer
-_SHORT_PATIENCE = 5  # seconds the producer waits for a caller, others waiting behind it
+_SILENCE = 5.0  # seconds that a caller may be silent
+_CALLERS = 256  # that may be silent at a time, as each takes a descriptor
 
 
 @dataclass(frozen=True)
@@ -50,10 +57,16 @@ class Address:
 class Broker:
     """Answers requests for descriptors in a thread of its own.
 
+    Callers are served as their requests come, whoever called before them; one that is
+    silent keeps nobody out.
+
     Args:
         answer: returns the descriptor for a request (what, file, slot, serial), which
             is closed here once it is sent. Called in the broker's thread; it must not
             wait for anything that may wait for a caller.
+
+    Raises:
+        ExchangeError: there is no socket to be had.
     """
 
     def __init__(self, answer: Callable[[int, int, int, int], Answer]):
@@ -61,7 +74,11 @@ class Broker:
             b"\0numba_symm-" + secrets.token_hex(16).encode(), secrets.token_bytes(16)
         )
         self._answer = answer
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise ExchangeError(f"share: no socket for the broker: {error}") from error
+        self._socket.setblocking(False)
         self._socket.bind(self.address.name)
         self._socket.listen(_BACKLOG)
         threading.Thread(
@@ -73,80 +90,142 @@ class Broker:
         self._socket.close()
 
     def _serve(self) -> None:
-        while True:
-            try:
-                caller, _ = self._socket.accept()
-            except OSError as error:
-                if self._socket.fileno() < 0:
-                    return
-                log.warning("a request for a shared array was lost: %s", error)
-                time.sleep(0.1)  # too many open files, say: let somebody close some
-                continue
-            with caller:
-                try:
-                    self._serve_one(caller)
-                except Exception as error:  # the caller has gone, or is stuck
-                    log.info("a request for a shared array failed: %s", error)
+        # Until when each caller may be silent; the one that came first is first.
+        callers: dict[socket.socket, float] = {}
+        with selectors.PollSelector() as selector:  # has no descriptor, unlike epoll
+            selector.register(self._socket, selectors.EVENT_READ)
+            while True:
+                end = min(callers.values(), default=None)
+                seconds = None if end is None else end - time.monotonic()
+                for key, _ in selector.select(seconds):
+                    ready = cast(socket.socket, key.fileobj)
+                    if ready is not self._socket:
+                        self._serve_one(ready)
+                        callers[ready] = 0.0
+                        continue
+                    caller = self._accept()
+                    if caller is not None:
+                        selector.register(caller, selectors.EVENT_READ)
+                        callers[caller] = time.monotonic() + _SILENCE
+                now = time.monotonic()
+                done = [caller for caller, end in callers.items() if end <= now]
+                for caller in done or [*callers][:-_CALLERS]:
+                    selector.unregister(caller)
+                    del callers[caller]
+                    caller.close()
+
+    def _accept(self) -> socket.socket | None:
+        """Return a new caller, or None where there is none that may ask."""
+        try:
+            caller, _ = self._socket.accept()
+        except BlockingIOError:  # it has gone again
+            return None
+        except OSError as error:
+            log.warning("a request for a shared array was lost: %s", error)
+            time.sleep(0.1)  # too many open files, say: let somebody close some
+            return None
+        caller.setblocking(False)
+        if credentials(caller).uid == os.geteuid():
+            return caller
+        caller.close()  # who asks as another user has noticed that before
+        return None
 
     def _serve_one(self, caller: socket.socket) -> None:
-        _limit(caller, _SHORT_PATIENCE)
-        if _uid(caller) != os.geteuid():
-            caller.send(_refusal("it belongs to another user"))
-            return
+        try:
+            self._answer_one(caller)
+        except Exception as error:  # the caller has gone, say
+            log.info("a request for a shared array failed: %s", error)
+
+    def _answer_one(self, caller: socket.socket) -> None:
         request = caller.recv(_REQUEST.size + 1)
         if len(request) != _REQUEST.size:
             return
         token, *asked = _REQUEST.unpack(request)
         if not secrets.compare_digest(token, self.address.token):
-            caller.send(_refusal("it was not shared here"))
+            caller.send(_reply(_REFUSED, "it was not shared here"))
             return
         try:
             fd, number = self._answer(*asked)
+        except ClosedError as error:
+            caller.send(_reply(_REFUSED, str(error)))
+            return
         except Exception as error:
-            caller.send(_refusal(f"{type(error).__name__}: {error}"))
+            caller.send(_reply(_FAILED, f"{type(error).__name__}: {error}"))
             return
         try:
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [fd]))]
-            caller.sendmsg([_REPLY.pack(True, number)], rights)
+            caller.sendmsg([_REPLY.pack(_GRANTED, number)], rights)
         finally:
             os.close(fd)
 
 
-def ask(address: Address, what: int, file: int, slot: int, serial: int) -> Answer:
-    """Ask a producer for a descriptor, which the caller closes.
+@contextmanager
+def asked(
+    address: Address, what: int, file: int, slot: int, serial: int
+) -> Iterator[Answer]:
+    """Give a descriptor that a producer hands out, until the block ends.
 
     Raises:
         ClosedError: the producer has ended, or refuses.
         ExchangeError: it does not answer, or the descriptor was lost.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as broker:
-        _limit(broker, _PATIENCE)
+    received: list[_Received] = []
+    fds: list[int] = []
+    try:
+        request = _REQUEST.pack(address.token, what, file, slot, serial)
         try:
-            broker.connect(address.name)
-            if _uid(broker) != os.geteuid():
-                raise ClosedError("a shared array's producer belongs to another user")
-            broker.send(_REQUEST.pack(address.token, what, file, slot, serial))
-            reply, control, flags, _ = broker.recvmsg(
-                _TEXT_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
-            )
+            _exchange(address.name, request, received)
         except OSError as error:
             raise _failure(error) from error
+        fds = _descriptors(received)
+        yield _answer_of(received)
+    finally:
+        for fd in fds or _descriptors(received):
+            os.close(fd)
+
+
+def _exchange(name: bytes, request: bytes, received: list[_Received]) -> None:
+    """Send a request and add what is received to a list."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as broker:
+        _limit(broker, _PATIENCE)
+        broker.connect(name)
+        if credentials(broker).uid != os.geteuid():
+            raise ClosedError("a shared array's producer belongs to another user")
+        broker.send(request)
+        space = socket.CMSG_SPACE(4)
+        flags = socket.MSG_CMSG_CLOEXEC
+        # No Python between receiving and the list: a signal's handler may raise there,
+        # and nobody would know the descriptor.
+        received.extend(map(broker.recvmsg, [_TEXT_BYTES], [space], [flags]))
+
+
+def _descriptors(received: list[_Received]) -> list[int]:
     fds = array("i")
-    for level, kind, data in control:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    for _, control, _, _ in received:
+        for level, kind, data in control:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()
+
+
+def _answer_of(received: list[_Received]) -> Answer:
+    """Return the descriptor and its number, or raise why there is none."""
+    ((reply, _, flags, _),) = received
     if not reply:
         raise ClosedError(ENDED)
-    granted, number = _REPLY.unpack_from(reply)
-    if not granted:
-        reason = reply[_REPLY.size :].decode(errors="replace")
+    status, number = _REPLY.unpack_from(reply)
+    reason = reply[_REPLY.size :].decode(errors="replace")
+    if status == _REFUSED:
         raise ClosedError(f"the producer refuses to hand out a shared array: {reason}")
+    if status == _FAILED:
+        raise ExchangeError(f"the producer cannot hand out a shared array: {reason}")
+    fds = _descriptors(received)
     if not fds or flags & socket.MSG_CTRUNC:
         raise ExchangeError(
             "the file descriptor of a shared array was lost: this process may have "
             "too many open files (see ulimit -n)"
         )
-    return fds[0], number
+    return fds[0], int(number)
 
 
 ENDED = (
@@ -168,9 +247,9 @@ def _failure(error: OSError) -> ClosedError | ExchangeError:
     return ExchangeError(f"cannot ask the process that shared this array: {error}")
 
 
-def _refusal(reason: str) -> bytes:
+def _reply(status: int, reason: str) -> bytes:
     text = reason.encode()[: _TEXT_BYTES - _REPLY.size]
-    return _REPLY.pack(False, 0) + text
+    return _REPLY.pack(status, 0) + text
 
 
 def _limit(connection: socket.socket, seconds: int) -> None:
@@ -179,11 +258,3 @@ def _limit(connection: socket.socket, seconds: int) -> None:
     limit = struct.pack("ll", seconds, 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-
-
-def _uid(connection: socket.socket) -> int:
-    """Return the user that the other end belongs to."""
-    credentials = connection.getsockopt(
-        socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size
-    )
-    return int(_CREDENTIALS.unpack(credentials)[1])

@@ -6,22 +6,24 @@ Linux' open-file-description locks, which the kernel drops when the process that
 them ends, however it ends. Each open of an array locks a byte of its own; a byte that
 is marked as open but locked by nobody tells of a process that was killed.
 
+What other processes have written here is checked before it is used: a process that
+writes where it should not must not hang or end this one.
+
 Source: the reference-counter file of PyTorch's ``CudaIPCTypes``.
 """
 
-import ctypes
 import fcntl
-import heapq
-import itertools
 import mmap
 import os
-import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 
-from numba_symm.errors import BackendError, ClosedError
+from numba_symm.errors import ArgumentError, BackendError, ClosedError, ExchangeError
+from numba_symm.launch import locks
+from numba_symm.sharing.guard import log
 
 SLOTS = 10_000
 """Counters in a file."""
@@ -29,7 +31,13 @@ SLOTS = 10_000
 OPENS = 1 << 18
 """Opens of a file's arrays that can be alive at the same time."""
 
-_LAYOUT = np.dtype(
+DIGEST_BYTES = 16
+"""The size of what the handles of a slot are checked by."""
+
+PATIENCE = 10.0
+"""Seconds to wait for another process that keeps a file's lock."""
+
+LAYOUT = np.dtype(
     [
         ("counter", np.int64, SLOTS),  # references that are out
         ("unopened", np.int64, SLOTS),  # of these, not yet taken by an open
@@ -37,41 +45,71 @@ _LAYOUT = np.dtype(
         ("next", np.int64, SLOTS),  # links slots whose counter has come to 0
         ("released", np.int64, 1),  # the first of these, from 1; 0: none
         ("slot", np.uint16, OPENS),  # of each open, from 1; 0: this one is free
+        ("holder", np.int64, 1),  # the process id of who holds the lock, for errors
+        ("digest", np.uint8, (SLOTS, DIGEST_BYTES)),  # of its handle, to check by
     ]
 )
 _REGION = 4096  # opens of one process lie together, where their locks can merge
 
 # What the locked bytes stand for. They lie beyond the file's end, which locks may.
 _MUTEX = 1 << 40
-_PRODUCER = _MUTEX + 1
-_CONSUMERS = 1 << 41
-_OPEN = 1 << 42
+PRODUCER = _MUTEX + 1
+CONSUMERS = 1 << 41  # and the consumer's number
+OPEN_BYTES = 1 << 42  # and the open's number
 
-_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
+_RELEASE_MUTEX = locks.unlocking(_MUTEX)
+
+T = TypeVar("T")
+
+
+class Open:
+    """An open of a shared array, as its counter file knows it.
+
+    Attributes:
+        slot: of the array's counter.
+        serial: which use of the slot it opens.
+        number: which byte it has locked; None while it has no reference.
+        fresh: whether it was the first open to take its reference.
+    """
+
+    def __init__(self, slot: int, serial: int):
+        self.slot = slot
+        self.serial = serial
+        self.number: int | None = None
+        self.fresh = False
 
 
 class CounterFile:
     """The counters, as any process may use them.
 
-    One thread at a time; between processes everything is atomic.
+    One thread at a time; between processes everything is atomic. A change that a
+    signal's handler ends by an exception is made or not, and leaves no lock held:
+    :mod:`numba_symm.sharing.guard` says how.
 
     Args:
         fd: a description of the file that no other process has; closed by ``close``.
         consumer: this process' number among those that use the file; 0: its producer.
+
+    Attributes:
+        stuck: whether another process was found to keep the lock.
     """
 
     def __init__(self, fd: int, consumer: int):
         self._fd = fd
         self._start = consumer * _REGION % OPENS
-        self._held: set[int] = set()
-        self._memory = mmap.mmap(fd, _LAYOUT.itemsize)
-        fields = np.frombuffer(self._memory, _LAYOUT)[0]
+        self._process = os.getpid()
+        self._held: dict[int, Open] = {}
+        self.stuck = False
+        self._memory = mmap.mmap(fd, LAYOUT.itemsize)
+        fields = np.frombuffer(self._memory, LAYOUT)[0]
         self._counter = fields["counter"]
         self._unopened = fields["unopened"]
         self._serial = fields["serial"]
         self._next = fields["next"]
         self._released = fields["released"]
         self._slot = fields["slot"]
+        self._holder = fields["holder"]
+        self._digest = fields["digest"]
 
     def value(self, slot: int) -> int:
         """Return how many references to a slot's array are out."""
@@ -90,267 +128,187 @@ class CounterFile:
         """Whether this process has nothing open that the file counts."""
         return not self._held
 
-    def take(self, slot: int, serial: int) -> int:
-        """Take a reference: an unopened one, or one more; return the open's number.
+    def check(self, slot: int, serial: int, digest: bytes) -> None:
+        """Check that a handle says what the producer recorded of its slot.
+
+        Raises:
+            ClosedError: the slot is another array's by now.
+            ArgumentError: the handle says something else.
+        """
+        if self._serial[slot] != serial:
+            raise ClosedError(OVER)
+        if self._digest[slot].tobytes() != digest:
+            raise ArgumentError(ALTERED)
+
+    def take(self, opened: Open) -> None:
+        """Take a reference for an open: an unopened one, or one more.
 
         Raises:
             ClosedError: all references were given back, so the array may be gone.
             BackendError: too many opens are alive, or the kernel has no lock left.
+            ExchangeError: another process keeps the lock.
         """
-        with self._updating():
-            self._check_alive(slot, serial)
-            number = self._free_number()
-            try:
-                self._lock(_OPEN + number)
-            except OSError as error:
-                raise BackendError(f"cannot lock an open's byte: {error}") from error
-            if self._unopened[slot]:
-                self._unopened[slot] -= 1
-            else:
-                self._counter[slot] += 1
-            self._slot[number] = slot + 1
-        self._held.add(number)
-        return number
+        self._change(self._take, opened)
 
-    def give_back(self, number: int) -> None:
-        """Give back the reference that the open of this number took."""
-        with self._updating():
-            slot = int(self._slot[number]) - 1
-            self._slot[number] = 0
-            self._lower(slot, 1)
-            self._unlock(_OPEN + number)
-        self._held.discard(number)
+    def _take(self, opened: Open) -> None:
+        self._check_alive(opened.slot, opened.serial)
+        self._enter(opened, self._lock_free_byte())
+
+    def _enter(self, opened: Open, number: int) -> None:
+        # No calls: this is done, or not.
+        slot = opened.slot
+        opened.fresh = self._unopened[slot] > 0
+        if opened.fresh:
+            self._unopened[slot] -= 1
+        else:
+            self._counter[slot] += 1
+        self._held[number] = opened
+        self._slot[number] = slot + 1
+        opened.number = number
+
+    def give_back(self, opened: Open, *, unused: bool = False) -> None:
+        """Give back the reference of an open, if it has one.
+
+        Args:
+            opened: what took it.
+            unused: the open has failed: where it was the first to take its reference,
+                another one may.
+
+        Raises:
+            ExchangeError: another process keeps the lock; nothing was given back.
+        """
+        self._change(self._give_back, opened, unused)
+
+    def _give_back(self, opened: Open, unused: bool) -> None:
+        number = opened.number
+        if number is not None:
+            self._lower(opened.slot, opened, unused and opened.fresh)
+            locks.unlock(self._fd, OPEN_BYTES + number)
+
+    def _lower(self, slot: int, opened: Open | None, unused: bool = False) -> None:
+        """Lower a slot's counter by an open, or by all that is unopened."""
+        # No calls: this is done, or not.
+        if opened is None:
+            self._counter[slot] -= self._unopened[slot]
+            self._unopened[slot] = 0
+        else:
+            del self._held[opened.number]  # type: ignore[arg-type]  # it has one
+            self._slot[opened.number] = 0
+            opened.number = None
+            if unused:
+                self._unopened[slot] += 1
+            else:
+                self._counter[slot] -= 1
+        if self._counter[slot] == 0:
+            self._next[slot] = self._released[0]
+            self._released[0] = slot + 1
 
     def add(self, slot: int, serial: int, opens: int) -> None:
         """Add references for opens to come.
 
         Raises:
             ClosedError: all references were given back.
+            ExchangeError: another process keeps the lock.
         """
-        with self._updating():
-            self._check_alive(slot, serial)
-            self._unopened[slot] += opens
-            self._counter[slot] += opens
+        self._change(self._add, slot, serial, opens)
+
+    def _add(self, slot: int, serial: int, opens: int) -> None:
+        self._check_alive(slot, serial)
+        self._unopened[slot] += opens
+        self._counter[slot] += opens
 
     def cancel(self, slot: int, serial: int) -> int:
-        """Give back all unopened references and return how many there were."""
-        with self._updating():
-            if self._serial[slot] != serial:
-                return 0
-            opens = int(self._unopened[slot])
-            self._unopened[slot] = 0
-            if opens:
-                self._lower(slot, opens)
-            return opens
+        """Give back all unopened references and return how many there were.
+
+        Raises:
+            ExchangeError: another process keeps the lock.
+        """
+        return self._change(self._cancel, slot, serial)
+
+    def _cancel(self, slot: int, serial: int) -> int:
+        if self._serial[slot] != serial:
+            return 0
+        opens = int(self._unopened[slot])
+        if opens:
+            self._lower(slot, None)
+        return opens
 
     def producer_is_alive(self) -> bool:
         """Return whether the process that made the file still runs."""
-        return self._locked_by_another(_PRODUCER, _PRODUCER + 1) is not None
+        return locks.is_locked(self._fd, PRODUCER)
 
     def close(self) -> None:
         """Let go of the file, and so of all locks. No method may be called after."""
         os.close(self._fd)
-        del self._counter, self._unopened, self._serial
-        del self._next, self._released, self._slot
+        del self._counter, self._unopened, self._serial, self._next
+        del self._released, self._slot, self._holder, self._digest
         self._memory.close()
 
     def _check_alive(self, slot: int, serial: int) -> None:
         if self._serial[slot] != serial or self._counter[slot] <= 0:
-            raise ClosedError(
-                "this array is shared no more: all its references were given back or "
-                "cancelled, and its memory may be gone; have the producer share it "
-                "again, with opens= as many as there will be consumers"
-            )
+            raise ClosedError(OVER)
 
-    def _lower(self, slot: int, by: int) -> None:
-        self._counter[slot] -= by
-        if self._counter[slot] == 0:
-            self._next[slot] = self._released[0]
-            self._released[0] = slot + 1
-
-    def _free_number(self) -> int:
-        for first in range(self._start, self._start + OPENS, _REGION):
-            first %= OPENS
-            free = np.flatnonzero(self._slot[first : first + _REGION] == 0)
-            if free.size:
-                return first + int(free[0])
+    def _lock_free_byte(self) -> int:
+        """Lock the byte of an open that is free, and return its number."""
+        try:
+            for first in range(self._start, self._start + OPENS, _REGION):
+                first %= OPENS
+                for free in np.flatnonzero(self._slot[first : first + _REGION] == 0):
+                    number = first + int(free)
+                    if locks.try_lock(self._fd, OPEN_BYTES + number):
+                        return number
+        except OSError as error:
+            raise BackendError(f"cannot lock an open's byte: {error}") from error
         raise BackendError(
             f"{OPENS} opens of one producer's arrays are alive: too many"
         )
 
-    @contextmanager
-    def _updating(self) -> Iterator[None]:
-        self._lock(_MUTEX, wait=True)
+    def _change(self, change: Callable[..., T], *args: Any) -> T:
+        """Return ``change(*args)``, called under the file's lock."""
         try:
-            yield
+            self._acquire()
+            return change(*args)
         finally:
-            self._unlock(_MUTEX)
+            if self._holder[0] == self._process:
+                self._holder[0] = 0
+            # The first call here, as a handler may raise after it.
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _RELEASE_MUTEX)
 
-    def _lock(self, byte: int, *, wait: bool = False) -> None:
-        command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-        _lock(self._fd, byte, command)
+    def _acquire(self) -> None:
+        pause, end = 0.0, None
+        while not locks.try_lock(self._fd, _MUTEX):
+            now = time.monotonic()
+            if end is None:  # who was stuck once is not waited for again
+                end = now if self.stuck else now + PATIENCE
+            if now >= end:
+                raise self._keeps_the_lock()
+            time.sleep(pause)  # not at all at first: it is held for microseconds
+            pause = min(pause + 5e-5, 1e-3)
+        self._holder[0] = self._process
+        self.stuck = False
 
-    def _unlock(self, byte: int) -> None:
-        request = _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0)
-        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, request)
-
-    def _locked_by_another(self, start: int, stop: int) -> tuple[int, int] | None:
-        """Return a range of bytes in [start, stop) that another description locks."""
-        request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0)
-        answer = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, request)
-        kind, _, first, length, _ = _FLOCK.unpack(answer)
-        if kind == fcntl.F_UNLCK:
-            return None
-        return max(first, start), min(first + length, stop)
-
-
-class RefCounterFile(CounterFile):
-    """The counters of the process whose arrays they count, which hands out slots.
-
-    A slot that was returned is used again. There is always one that comes next, as
-    in the source: :meth:`get_offset`, :meth:`set_counter` and :meth:`counter_ptr` are
-    about it, and :meth:`rotate_offset` goes on to the one after.
-
-    Args:
-        handle: a name for the file.
-
-    Source: ``CudaIPCRefCountersFile`` of PyTorch, whose slots are never used again.
-    """
-
-    def __init__(self, handle: str):
-        fd = os.memfd_create("numba_symm-counters", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(fd, _LAYOUT.itemsize)
-            _lock(fd, _PRODUCER, fcntl.F_OFD_SETLK)
-            super().__init__(fd, consumer=0)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._handle = handle
-        self._free = list(range(SLOTS))  # a heap: the lowest slot comes next
-        self._used: set[int] = set()
-        self._numbers = itertools.count(1)
-        self._consumers: set[int] = set()
-
-    def handle(self) -> str:
-        """Return the file's name."""
-        return self._handle
-
-    def have_offsets(self) -> bool:
-        """Return whether a slot is free."""
-        return bool(self._free)
-
-    def offsets_in_use(self) -> int:
-        """Return how many slots are taken."""
-        return len(self._used)
-
-    def get_offset(self) -> int:
-        """Return the slot that comes next.
-
-        Raises:
-            BackendError: all slots are taken.
-        """
-        if not self._free:
-            raise BackendError(f"all {SLOTS} counters of {self._handle} are in use")
-        return self._free[0]
-
-    def counter_ptr(self) -> int:
-        """Return the address of the next slot's counter, an int64."""
-        return self.address(self.get_offset())
-
-    def set_counter(self, value: int) -> None:
-        """Set the next slot's counter; all its references are unopened."""
-        slot = self.get_offset()
-        with self._updating():
-            self._counter[slot] = self._unopened[slot] = value
-
-    def rotate_offset(self) -> None:
-        """Take the next slot, so that another one comes next."""
-        self._used.add(heapq.heappop(self._free))
-
-    def return_offset(self, offset: int) -> None:
-        """Have a slot used again; whoever still names it is told that it is over."""
-        self._used.remove(offset)
-        with self._updating():
-            self._serial[offset] += 1
-            self._counter[offset] = self._unopened[offset] = 0
-        heapq.heappush(self._free, offset)
-
-    def address(self, offset: int) -> int:
-        """Return the address of a slot's counter in this process."""
-        return int(self._counter.ctypes.data) + offset * ctypes.sizeof(ctypes.c_int64)
-
-    def unopened_in_all(self) -> int:
-        """Return how many references no open has taken yet, in all slots."""
-        return int(self._unopened.sum())
-
-    def describe(self) -> tuple[int, int]:
-        """Return a new description of the file for a consumer, and its number.
-
-        The consumer's presence is locked on it, before it has it: once it has ended,
-        nobody holds that lock. May be called by any thread.
-        """
-        # Not os.dup: locks belong to the description, which a duplicate would share.
-        fd = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            number = next(self._numbers)
-            _lock(fd, _CONSUMERS + number, fcntl.F_OFD_SETLK)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._consumers.add(number)
-        return fd, number
-
-    def take_released(self) -> list[int]:
-        """Return the slots whose counter has come to 0 since the last call.
-
-        Counts again, all slots, only if a consumer has ended: it may have been killed
-        with arrays open, or amid a change.
-        """
-        gone = [
-            number
-            for number in list(self._consumers)
-            if not self._locked_by_another(_CONSUMERS + number, _CONSUMERS + number + 1)
-        ]
-        if gone:
-            self._consumers.difference_update(gone)
-            return self._recount()
-        if not self._released[0]:
-            return []
-        slots = []
-        with self._updating():
-            following = int(self._released[0])
-            while following:
-                slots.append(following - 1)
-                following = int(self._next[following - 1])
-            self._released[0] = 0
-        return slots
-
-    def _recount(self) -> list[int]:
-        """Take back dead consumers' references; return the slots that have none now."""
-        with self._updating():
-            marked = np.flatnonzero(self._slot)
-            alive = np.isin(marked, self._alive())
-            self._slot[marked[~alive]] = 0
-            slots = self._slot[marked[alive]].astype(np.int64) - 1
-            opened = np.bincount(slots, minlength=SLOTS)
-            used = np.array(sorted(self._used), np.int64)
-            self._counter[used] = self._unopened[used] + opened[used]
-            self._released[0] = 0
-            return [int(slot) for slot in used[self._counter[used] == 0]]
-
-    def _alive(self) -> list[int]:
-        """Return the numbers of all opens whose byte somebody has locked."""
-        found = list(self._held)
-        ranges = [(_OPEN, _OPEN + OPENS)]
-        while ranges:  # each answer splits a range in two
-            start, stop = ranges.pop()
-            locked = self._locked_by_another(start, stop) if start < stop else None
-            if locked is not None:
-                found.extend(range(locked[0] - _OPEN, locked[1] - _OPEN))
-                ranges += [(start, locked[0]), (locked[1], stop)]
-        return found
+    def _keeps_the_lock(self) -> ExchangeError:
+        holder = int(self._holder[0])
+        text = (
+            f"{f'process {holder}' if holder else 'a process'} that uses the same "
+            f"shared arrays has kept their counters locked for {PATIENCE:g} s: it is "
+            "stopped (by a debugger, SIGSTOP, a frozen container); continue or kill it"
+        )
+        if not self.stuck:
+            self.stuck = True
+            log.warning(text)
+        return ExchangeError(text)
 
 
-def _lock(fd: int, byte: int, command: int) -> None:
-    fcntl.fcntl(fd, command, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0))
+OVER = (
+    "this array is shared no more: all its references were given back or cancelled, "
+    "and its memory may be gone; have the producer share it again, with opens= as many "
+    "as there will be consumers"
+)
+"""What is said of a handle whose sharing is over."""
+
+ALTERED = (
+    "open_shared: the handle says something else than its producer recorded: it was "
+    "altered or damaged on its way; pass what share() gave"
+)
+"""What is said of a handle that no producer made."""

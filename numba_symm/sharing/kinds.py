@@ -10,10 +10,10 @@
 
 import ctypes
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,9 @@ from numba_symm.backends.host import HostBackend
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError, DriverError
 from numba_symm.events import current_device
+
+GOING_WITH_ARRAYS = ("host",)
+"""Kinds whose mapping goes with the last array in it, without being unmapped."""
 
 _EXPORT_BYTES = 64  # of CUmemPoolPtrExportData, read by address as it is opaque
 
@@ -179,7 +182,7 @@ def map_memory(
     nbytes: int,
     data: bytes,
     pool: tuple[Any, ...],
-    fetch: Callable[[], int],
+    fetch: Callable[[], AbstractContextManager[tuple[int, int]]],
     ordinal: int,
     own: bool,
 ) -> Mapping:
@@ -190,7 +193,7 @@ def map_memory(
         nbytes: likewise.
         data: likewise.
         pool: names the producer's pool, for ``pool``.
-        fetch: asks the producer for a descriptor, which is closed here.
+        fetch: asks the producer for a descriptor, which it closes after a block.
         ordinal: this process' number of the GPU.
         own: whether the memory lies on that very GPU.
     """
@@ -201,11 +204,8 @@ def map_memory(
     backend = _backend(kind, ordinal)
     if not backend.exports_fd:
         return backend.open(data, nbytes)  # type: ignore[no-any-return]
-    fd = fetch()
-    try:
+    with fetch() as (fd, _):
         return backend.open(fd, nbytes)  # type: ignore[no-any-return]
-    finally:
-        os.close(fd)
 
 
 def unmap_memory(kind: str, mapping: Mapping, ordinal: int) -> None:
@@ -265,15 +265,16 @@ class _ImportedPools:
             driver.call("cuMemPoolDestroy", self._handles.pop(key))
 
 
-def _import_pool(fetch: Callable[[], int], ordinal: int, own: bool) -> Any:
+def _import_pool(
+    fetch: Callable[[], AbstractContextManager[tuple[int, int]]],
+    ordinal: int,
+    own: bool,
+) -> Any:
     from cuda.bindings import driver as binding
 
     kind = binding.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    fd = fetch()
-    try:
+    with fetch() as (fd, _):
         pool = driver.call("cuMemPoolImportFromShareableHandle", fd, kind, 0)
-    finally:
-        os.close(fd)
     if own:
         return pool
     access = binding.CUmemAccessDesc()

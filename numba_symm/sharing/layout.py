@@ -2,13 +2,21 @@
 
 import dataclasses
 import math
+import re
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from numba_symm.arrays import ArrayView, Memory
 from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+
+_LIMIT = 1 << 63  # of addresses and sizes
+_AXES = 64  # NumPy has no more
+_PLAIN = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d*[a-zA-Z]+\])?")
 
 
 @dataclass(frozen=True)
@@ -20,12 +28,23 @@ class Layout:
         shape: elements along each axis.
         strides: bytes from one element to the next, along each axis.
         dtype: of the elements.
+
+    Raises:
+        ArgumentError: there is no such array.
     """
 
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: "np.dtype[Any]"
+
+    def __post_init__(self) -> None:
+        if not _is_layout(self.offset, self.shape, self.strides, self.dtype):
+            raise ArgumentError(
+                f"SharedHandle: an array of offset {shown(self.offset)}, shape "
+                f"{shown(self.shape)}, strides {shown(self.strides)} and dtype "
+                f"{shown(self.dtype)} cannot be shared"
+            )
 
     @property
     def extent(self) -> tuple[int, int]:
@@ -48,17 +67,88 @@ class Layout:
         strides = _c_strides(self.shape, self.dtype.itemsize)
         return Layout(0, self.shape, strides, self.dtype)
 
+    def to_json(self) -> list[Any]:
+        """Return it as JSON has it."""
+        dtype = _dtype_to_json(self.dtype)
+        return [self.offset, list(self.shape), list(self.strides), dtype]
+
+    @classmethod
+    def from_json(cls, found: list[Any]) -> "Layout":
+        """Return what :meth:`to_json` was called on.
+
+        Raises:
+            Exception: of any kind, if it was something else.
+        """
+        offset, shape, strides, dtype = found
+        return cls(offset, tuple(shape), tuple(strides), _dtype_from_json(dtype))
+
+
+def shown(value: Any) -> str:
+    """Return any value as a few words for an error."""
+    try:
+        return reprlib.repr(value)
+    except ValueError:  # an int of more digits than Python wants to print
+        return f"a huge {type(value).__name__}"
+
+
+def _is_layout(offset: Any, shape: Any, strides: Any, dtype: Any) -> bool:
+    numbers = (offset, *shape, *strides) if _are_tuples(shape, strides) else (None,)
+    if not all(type(n) is int and -_LIMIT < n < _LIMIT for n in numbers):
+        return False
+    if len(shape) != len(strides) or len(shape) > _AXES or min(shape, default=0) < 0:
+        return False
+    if not isinstance(dtype, np.dtype) or dtype.hasobject or dtype.itemsize == 0:
+        return False
+    if dtype.subdtype is not None:  # NumPy has no arrays of these
+        return False
+    return bool(math.prod(filter(None, shape)) * dtype.itemsize < _LIMIT)
+
+
+def _are_tuples(*found: Any) -> bool:
+    return all(type(each) is tuple for each in found)
+
+
+def _dtype_to_json(dtype: "np.dtype[Any]") -> Any:
+    if dtype.subdtype is not None:
+        base, shape = dtype.subdtype
+        return [_dtype_to_json(base), list(shape)]
+    if dtype.names is not None and dtype.fields is not None:
+        fields = [dtype.fields[name] for name in dtype.names]
+        return {
+            "names": list(dtype.names),
+            "formats": [_dtype_to_json(each[0]) for each in fields],
+            "offsets": [each[1] for each in fields],
+            "itemsize": dtype.itemsize,
+            "aligned": dtype.isalignedstruct,
+        }
+    # Those of ml_dtypes call themselves void there.
+    return dtype.name if hasattr(ml_dtypes, dtype.name) else dtype.str
+
+
+def _dtype_from_json(found: Any) -> "np.dtype[Any]":
+    named: Any = None
+    if isinstance(found, list):
+        base, shape = found
+        named = _dtype_from_json(base), tuple(shape)
+    elif isinstance(found, dict):
+        formats = [_dtype_from_json(each) for each in found["formats"]]
+        named = found | {"formats": formats}
+    else:
+        named = found if _PLAIN.fullmatch(found) else getattr(ml_dtypes, found)
+    dtype: np.dtype[Any] = np.dtype(named)
+    return dtype
+
 
 def of(array: Any, view: ArrayView) -> Layout:
     """Return the layout of an array, its offset 0."""
-    shape, itemsize = tuple(view.shape), view.dtype.itemsize
+    shape, itemsize = tuple(map(int, view.shape)), view.dtype.itemsize
     if view.order == "C":
         strides = _c_strides(shape, itemsize)
     elif view.order == "F":
         strides = _c_strides(shape[::-1], itemsize)[::-1]
     else:
         strides = _strides(array, itemsize)
-    return Layout(0, shape, strides, view.dtype)
+    return Layout(0, shape, tuple(map(int, strides)), view.dtype)
 
 
 def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:

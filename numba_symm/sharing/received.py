@@ -12,13 +12,14 @@ from numba_symm.sharing import kinds, layout
 from numba_symm.sharing.consumer import (
     CLOSED,
     Key,
+    Mapped,
     Reference,
     consumer,
     stream_handle,
 )
 from numba_symm.sharing.handle import SharedHandle
 from numba_symm.sharing.layout import Layout
-from numba_symm.sharing.sent import producer
+from numba_symm.sharing.sent import SentData, producer
 
 
 class ReceivedData:
@@ -30,34 +31,57 @@ class ReceivedData:
             reference is given back after it.
 
     Raises:
-        ClosedError: the array is shared no more, or its producer has ended.
-        ArgumentError: the stream is being captured.
+        As :func:`~numba_symm.sharing.open_shared`.
 
     Source: ``CudaIPCReceivedData`` of PyTorch.
     """
 
     def __init__(self, handle: SharedHandle, stream: Any = None):
+        if not isinstance(handle, SharedHandle):
+            raise ArgumentError(
+                f"open_shared: expected a handle, got {type(handle).__name__}; pass "
+                "what share() gave, or SharedHandle.from_bytes(...)"
+            )
         refuse_capture(stream_handle(stream), "open_shared")
         kinds.current_ordinal()  # from here on the thread has a context
         consumer.retry()
         self.handle = handle
         self._array: weakref.ref[Any] | None = None
-        if producer.is_at(handle.producer):
-            self._reference, memory = _open_here(handle, stream)
-        else:
-            self._reference, memory = _open_there(handle, stream)
-        self._memory: Memory | None = memory
-        self._finalizer = weakref.finalize(memory, self._reference.drop)
-        self._finalizer.atexit = False  # the process' end gives everything back
+        here = producer.is_at(handle.producer)
+        guard = producer.guard if here else consumer.guard
+        self._reference = Reference(handle, guard, stream)
+        # Before anything is taken, so that it goes with the memory whatever happens.
+        self._memory: Memory | None = Memory(0, 0, None)
+        consumer.watch(self._memory, self._reference)
+        try:
+            opened = (_open_here if here else _open_there)(self._reference, stream)
+        except BaseException:
+            self.undo()
+            raise
+        self._memory.address, self._memory.nbytes, self._memory.owner = opened
 
     def array(self) -> Any:
-        """Return the array; it has a method ``close``, which is this object's."""
+        """Return the array; it has a method ``close``, which is this object's.
+
+        Raises:
+            ArgumentError: Numba has no such arrays.
+        """
         if self._memory is None:
             raise ClosedError(CLOSED)
-        array = layout.build(self._memory, self.handle.layout)
+        try:
+            array = layout.build(self._memory, self.handle.layout)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ArgumentError(
+                f"open_shared: {self.handle.layout}: {error}"
+            ) from error
         array.close = self.close
         self._array = weakref.ref(array)
         return array
+
+    def undo(self) -> None:
+        """Give the reference back as if never taken."""
+        self._reference.undo()
+        self._memory = None
 
     @property
     def closed(self) -> bool:
@@ -71,69 +95,65 @@ class ReceivedData:
 
         Raises:
             ArgumentError: the stream is being captured; the array stays open.
+            ExchangeError: another process, which is stopped, keeps the counters
+                locked; close it again later.
         """
         if self._memory is None:
             return
         if not self._reference.wait():
             raise ArgumentError("close: the array's stream is being captured")
-        if self._finalizer.detach() is None:  # another thread closes it
-            return
-        self._memory = None
         array = self._array() if self._array is not None else None
         if array is not None:
             _poison(array)
         self._reference.close()
+        self._memory = None
         consumer.retry()
 
 
-def _open_here(handle: SharedHandle, stream: Any) -> tuple[Reference, Memory]:
+_Opened = tuple[int, int, Any]  # what Memory is made of
+
+
+def _open_here(reference: Reference, stream: Any) -> _Opened:
     """Open an array of this very process, for which CUDA opens no handle."""
-    with producer.guard:
-        sent = producer.find(handle.file, handle.slot, handle.serial)
-        reference = Reference(handle, sent.file, producer.guard, stream)
-    try:
-        if sent.event is not None:
-            sent.event.wait(stream)
-    except BaseException:
-        reference.drop()
-        raise
-    return reference, Memory(handle.base, handle.base_nbytes, sent.original_ptr)
+    handle = reference.handle
+
+    def take() -> SentData:
+        sent = producer.checked(handle)
+        reference.take(sent.file)
+        return sent
+
+    sent = producer.guard.do(take)
+    if sent.event is not None:
+        sent.event.wait(stream)
+    return handle.base, handle.base_nbytes, sent.original_ptr
 
 
-def _open_there(handle: SharedHandle, stream: Any) -> tuple[Reference, Memory]:
+def _open_there(reference: Reference, stream: Any) -> _Opened:
     """Open an array of another process."""
-    key = (handle.producer, handle.kind, handle.base, kinds.current_ordinal())
-    reference = None
-    while reference is None:
-        with consumer.guard:
-            closing = consumer.closing.get(key)
-            if closing is None:
-                reference = _take(handle, key, stream)
-        if closing is not None:
-            closing.closed.wait()
-    try:
-        if handle.event_sync_required and not SIMULATED:
-            Event.from_ipc_handle(handle.event).wait(stream)
-    except BaseException:
-        reference.drop()
-        raise
+    handle = reference.handle
+    key = (handle.producer.name, handle.kind, handle.base, kinds.current_ordinal())
+    while closing := consumer.guard.do(lambda: _take(reference, key)):
+        closing.finish(wait=True)
+    if handle.event_sync_required and not SIMULATED:
+        Event.from_ipc_handle(handle.event).wait(stream)
     if reference.mapped is None:
-        return reference, Memory(0, 0, None)
+        return 0, 0, None
     mapping = reference.mapped.mapping
-    return reference, Memory(mapping.address, mapping.nbytes, mapping)
+    return mapping.address, mapping.nbytes, mapping
 
 
-def _take(handle: SharedHandle, key: Key, stream: Any) -> Reference:
-    """Take a reference, and only then map what it keeps alive. Under the guard."""
-    counters = consumer.counters(handle.producer, handle.file)
-    reference = Reference(handle, counters, consumer.guard, stream)
-    if handle.kind != "none":
-        try:
-            reference.attach(consumer.map(key, handle))
-        except BaseException:
-            reference.leave(consumer.guard.later)
-            raise
-    return reference
+def _take(reference: Reference, key: Key) -> Mapped | None:
+    """Take a reference, and only then map what it keeps alive. Under the guard.
+
+    Returns:
+        What is being unmapped and must be waited for first; None if that is done.
+    """
+    closing = consumer.closing.get(key)
+    if closing is None:
+        reference.take(consumer.checked_counters(reference.handle))
+        if reference.handle.kind != "none":
+            consumer.map(key, reference)
+    return closing
 
 
 def received_around(address: int, nbytes: int) -> Reference | None:
@@ -144,13 +164,16 @@ def received_around(address: int, nbytes: int) -> Reference | None:
     """
     if not consumer.mapped:  # do not wait for whoever opens its first
         return None
-    with consumer.guard:
-        mapped = consumer.around(address)
-        if mapped is None:
-            return None
-        for reference in mapped.references:
-            if reference.spans(address, nbytes):
-                return reference
+    return consumer.guard.do(lambda: _covering(address, nbytes))
+
+
+def _covering(address: int, nbytes: int) -> Reference | None:
+    mapped = consumer.around(address)
+    if mapped is None:
+        return None
+    for reference in mapped.references:
+        if reference.spans(address, nbytes):
+            return reference
     raise ArgumentError(
         f"share: the memory at {address:#x} is another process' and not part of any "
         "array that is open here; share what open_shared gave, or a slice of it"

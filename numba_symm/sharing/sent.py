@@ -1,7 +1,7 @@
 """The producer's side: what it has sent, and what it must keep because others use it.
 
 Nothing here waits for another process but for a counter file's lock, which is held
-for microseconds.
+for microseconds; for a process that is stopped meanwhile, it waits once, for seconds.
 """
 
 import atexit
@@ -10,16 +10,19 @@ import os
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from numba_symm import memory, streams
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ClosedError
+from numba_symm.errors import ArgumentError, ClosedError, ExchangeError
 from numba_symm.events import Event, on_device_of
 from numba_symm.sharing import broker
-from numba_symm.sharing.counters import RefCounterFile
+from numba_symm.sharing.counters import ALTERED
 from numba_symm.sharing.guard import Guard, log
+from numba_symm.sharing.handle import SharedHandle
+from numba_symm.sharing.ref_counters import RefCounterFile
 
 LIMBO_WARNING = 1000
 """Blocks in limbo above which a warning is given."""
@@ -42,6 +45,7 @@ class SentData:
         event_sync_required: whether they have to.
         nbytes: the bytes that the array spans.
         export: returns a new descriptor of the memory, if its kind needs one.
+        digest: what handles are checked by.
 
     Source: ``CudaIPCSentData`` of PyTorch.
     """
@@ -52,6 +56,7 @@ class SentData:
         self.serial = file.serial(offset)
         self.counter_ptr = file.address(offset)
         self.device = device
+        self.digest = b""
         self.original_ptr: Any = None
         self.event: Event | None = None
         self.event_sync_required = False
@@ -100,15 +105,23 @@ class SentData:
             self._record(stream)
 
     def _record(self, stream: int) -> None:
-        with producer.guard:
-            if producer.events < EVENTS:
-                event = Event(blocking=True, interprocess=True)
-                event.record(stream)
-                event.ipc_handle()
-                producer.events += 1
-                self.event, self.event_sync_required = event, True
-                return
-        streams.synchronize(stream)
+        if not producer.guard.do(lambda: self._record_event(stream)):
+            streams.synchronize(stream)
+
+    def _record_event(self, stream: int) -> bool:
+        if producer.events >= EVENTS:
+            return False
+        event = Event(blocking=True, interprocess=True)
+        event.record(stream)
+        event.ipc_handle()
+        producer.events += 1
+        self.event, self.event_sync_required = event, True
+        return True
+
+    def set_digest(self, digest: bytes) -> None:
+        """Say what handles are checked by; before that, none can be opened."""
+        self.digest = digest
+        self.file.set_digest(self.offset, digest)
 
     def forget(self) -> Any:
         """Let go of everything; return what kept the memory, for the caller to drop."""
@@ -164,6 +177,7 @@ class Producer:
         self.sent: dict[tuple[int, int], SentData] = {}
         self.limbo = Limbo()
         self.events = 0
+        self.stuck: ExchangeError | None = None  # of the latest settle()
         # What owners have dropped, by callbacks that may run at any moment.
         self.dropped: deque[tuple[tuple[int, int], int]] = deque()
         self._broker: broker.Broker | None = None
@@ -181,18 +195,22 @@ class Producer:
         """Return whether that is this process' broker."""
         return self._broker is not None and self._broker.address == address
 
-    def new(self, device: int, opens: int) -> SentData:
-        """Return a new entry whose counter is at ``opens``. Under the guard."""
+    def new(self, keeper: Any, device: int, opens: int, made: list[SentData]) -> None:
+        """Add a new entry whose counter is at ``opens`` to ``made``. Under the guard.
+
+        So the caller has it, even if interrupted.
+        """
         number, file = self._file_with_room()
         file.set_counter(opens)
         sent = SentData(file, number, file.get_offset(), device)
-        file.rotate_offset()
+        sent.original_ptr = keeper
+        made.append(sent)
         self.sent[sent.key] = sent
-        return sent
+        file.rotate_offset()
 
     def _file_with_room(self) -> tuple[int, RefCounterFile]:
         for number, file in enumerate(self.files):
-            if file.have_offsets():
+            if file.have_offsets() and not file.stuck:
                 return number, file
         number = len(self.files)
         name = self.address.name[1:].decode()
@@ -210,22 +228,45 @@ class Producer:
             raise ClosedError("this array is shared no more")
         return sent
 
+    def checked(self, handle: SharedHandle) -> SentData:
+        """Return the entry of a handle that was made here. Under the guard.
+
+        Raises:
+            ArgumentError: the handle was altered.
+            ClosedError: the sharing is over.
+        """
+        sent = self.find(handle.file, handle.slot, handle.serial)
+        if sent.digest != handle.digest:
+            raise ArgumentError(ALTERED)
+        return sent
+
     def settle(self) -> list[Any]:
         """Retire what nobody refers to any more. Under the guard.
 
-        Looks at what has changed since the last call, not at everything.
+        Looks at what has changed since the last call, not at everything. Passes over a
+        file whose lock a stopped process keeps; ``stuck`` says so.
 
         Returns:
             What kept the memory, for the caller to drop after the guard.
         """
         self.note_dropped()
-        released = [
-            self.sent[number, offset]
-            for number, file in enumerate(self.files)
-            for offset in file.take_released()
-        ]
-        self.limbo.collect(released)
-        return [self.retire(block) for block in released]
+        self.stuck = None
+        kept: list[Any] = []
+        for number, file in enumerate(self.files):
+            try:
+                released = file.take_released()
+            except ExchangeError as error:
+                self.stuck = error
+                continue
+            for offset in released:
+                block = self.sent.get((number, offset))
+                if block is None:  # a signal came when it was retired
+                    file.return_offset(offset)
+                    continue
+                self.limbo.collect([block])
+                kept.append(self.retire(block))
+            file.settled()
+        return kept
 
     def note_dropped(self) -> None:
         """Move to limbo what its owners have dropped. Under the guard."""
@@ -237,9 +278,15 @@ class Producer:
 
     def retire(self, block: SentData) -> Any:
         """Have an entry's slot used again; return what kept the memory."""
-        del self.sent[block.key]
         block.file.return_offset(block.offset)
+        del self.sent[block.key]
         return block.forget()
+
+    def withdraw(self, made: list[SentData]) -> None:
+        """Retire entries that nobody has a handle of. Under the guard."""
+        for block in made:
+            if self.sent.get(block.key) is block:
+                self.retire(block)
 
     def warn(self) -> None:
         """Warn if many blocks are in limbo, once until they are fewer again."""
@@ -264,6 +311,8 @@ class Producer:
     def _answer(self, what: int, file: int, slot: int, serial: int) -> broker.Answer:
         """Answer a request; in the broker's thread, so without the guard."""
         if what == broker.COUNTERS:
+            if not 0 <= file < len(self.files):
+                raise ClosedError("it has no such counters")
             return self.files[file].describe()
         sent = self.find(file, slot, serial)
         if sent.export is None:
@@ -297,19 +346,34 @@ def new_ref_counted_sent_data(keeper: Any, device: int, opens: int = 1) -> SentD
 
     Source: ``GetNewRefCountedSentData`` of PyTorch.
     """
-    with producer.guard:
-        kept = producer.settle()
-        sent = producer.new(device, opens)
-    del kept  # not under the guard: whatever finalisers do, they may need it
-    sent.original_ptr = keeper
-    return sent
+    with new_sent_data(keeper, device, opens) as sent:
+        return sent
+
+
+@contextmanager
+def new_sent_data(keeper: Any, device: int, opens: int) -> Iterator[SentData]:
+    """Give a new entry; if the block raises, nothing is shared."""
+    made: list[SentData] = []
+    try:
+        kept = producer.guard.do(producer.settle)
+        producer.guard.do(lambda: producer.new(keeper, device, opens, made))
+        del kept  # not under the guard: whatever finalisers do, they may need it
+        yield made[0]
+    except BaseException:
+        producer.guard.do(lambda: producer.withdraw(made))
+        raise
 
 
 def collect_sent() -> bool:
-    """Free what other processes were the last to use; return whether there was any."""
-    with producer.guard:
-        kept = producer.settle()
+    """Free what other processes were the last to use; return whether there was any.
+
+    Raises:
+        ExchangeError: a stopped process keeps counters locked; the text names it.
+    """
+    kept = producer.guard.do(producer.settle)
     producer.warn()
+    if producer.stuck is not None:
+        raise producer.stuck
     return bool(kept)
 
 
@@ -322,7 +386,7 @@ def _register_callbacks() -> None:
 
 def _free_memory() -> None:
     """Collect, and have Numba free now what it frees later."""
-    collect_sent()
+    producer.guard.do(producer.settle)
     if not SIMULATED:
         from numba import cuda
 
@@ -332,9 +396,8 @@ def _free_memory() -> None:
 
 
 def _tell_what_is_shared() -> None:
-    with producer.guard:
-        kept = producer.settle()
-        left = [block for block in producer.sent.values() if block.counter_value()]
+    kept = producer.guard.do(producer.settle)
+    left = [block for block in [*producer.sent.values()] if block.counter_value()]
     del kept
     if left:
         log.warning(

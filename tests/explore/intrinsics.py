@@ -36,11 +36,16 @@ def device_function(function: Any) -> Any:
 
 def _load(address: int, nbytes: int, order: str) -> int:
     machine, thread = scheduler.machine, scheduler.current
-    return machine.memory.load(thread.observer, address, nbytes, order)
+    value = machine.memory.load(thread.observer, address, nbytes, order)
+    if machine.rule is not None:
+        machine.rule.loaded(thread, address, value)
+    return value
 
 
 def _store(address: int, nbytes: int, value: int, order: str) -> None:
     machine, thread = scheduler.machine, scheduler.current
+    if machine.rule is not None:
+        machine.rule.stores(thread, address)
     machine.memory.store(thread.observer, address, nbytes, int(value), order)
 
 
@@ -107,11 +112,18 @@ def griddepcontrol_launch_dependents() -> None:
 
 
 def globaltimer() -> int:
-    return scheduler.machine.time
+    return scheduler.machine.clock()
 
 
-def check_slot(owner, channel, source, world_size, channels) -> None:
+def later_blocks() -> int:
+    return 0
+
+
+def check_slot(*args) -> None:
     """Check nothing, as on a GPU."""
+
+
+check_peer = check_buffer = check_slot
 
 
 def poll_pause() -> Generator[int, None, None]:
@@ -120,6 +132,13 @@ def poll_pause() -> Generator[int, None, None]:
 
 def syncthreads() -> Generator[int, None, None]:
     yield SYNC
+
+
+def syncthreads_or(condition: bool) -> Generator[int, None, bool]:
+    thread = scheduler.current
+    thread.condition = bool(condition)
+    yield SYNC
+    return thread.any_condition
 
 
 def thread_index() -> int:

@@ -44,8 +44,7 @@ from random import Random
 WEAK, RELAXED, ACQUIRE, RELEASE = "weak", "relaxed", "acquire", "release"
 
 _REMEMBERED = 8  # values of one address
-_LAST = 0.05  # of all stores, how many wait as long as anything else can happen
-_REGION = 1 << 20  # address space a region has to itself; the rest of it is a trap
+REGION = 1 << 20  # address space a region has to itself; the rest of it is a trap
 
 
 Fill = int | Callable[[int], tuple[int, int | None]] | None
@@ -55,7 +54,8 @@ class Finding(Exception):
     """What a run found wrong.
 
     Attributes:
-        kind: ``race``, ``access``, ``deadlock``, ``divergence`` or ``result``.
+        kind: ``race``, ``access``, ``deadlock``, ``divergence``, ``failure`` or
+            ``result``.
     """
 
     def __init__(self, kind: str, text: str):
@@ -120,6 +120,7 @@ class Place:
     def __init__(self, address: int, nbytes: int, initial: int | None):
         self.address = address
         self.nbytes = nbytes
+        self.first = initial
         self.values = [Store(self, initial)]  # known to everyone
         self.waiting: list[Store] = []
         # The last load of each (thread, weak): its time, and the order of the value.
@@ -144,6 +145,10 @@ class Memory:
         buffers: for every thread's number, the stores that wait.
         log: called with a line for every access, if there is anyone to read it.
         races: whether to report them; if not, what they lead to may still be found.
+        last: of all stores, how many wait as long as anything else can happen.
+        ends_count: whether a kernel's end is a time, see above.
+        fences_carry: whether a fence, or a relaxed load, of one kernel makes a pattern
+            with a store, or a fence, of a later one of the same rank.
     """
 
     def __init__(self, threads: int, random: Random):
@@ -151,6 +156,9 @@ class Memory:
         self.buffers: list[list[Store]] = [[] for _ in range(threads)]
         self.log: Callable[[str], None] | None = None
         self.races = True
+        self.last = 0.05
+        self.ends_count = True
+        self.fences_carry = True
         self._over = [0] * threads  # up to which of their accesses have taken effect
         self._random = random
         self._regions: list[tuple[str, int, Fill]] = [("null", 0, None)]
@@ -162,13 +170,18 @@ class Memory:
         ``fill`` is what every address holds, or tells of an offset how many bytes are
         accessed there, and what they hold.
         """
-        assert nbytes <= _REGION
+        assert nbytes <= REGION
         self._regions.append((name, nbytes, fill))
-        return (len(self._regions) - 1) * _REGION
+        return (len(self._regions) - 1) * REGION
 
     def plant(self, address: int, nbytes: int, value: int) -> None:
         """Put a value into memory before anything runs."""
-        self._place(address, nbytes).values[0].value = value
+        place = self._place(address, nbytes)
+        place.values[0].value = place.first = value
+
+    def first(self, address: int, nbytes: int) -> int | None:
+        """Return the value before anything has run."""
+        return self._place(address, nbytes).first
 
     def final(self, address: int, nbytes: int) -> int | None:
         """Return the value at the end of all stores."""
@@ -236,7 +249,7 @@ class Memory:
             if when <= new.known[other]:
                 new.order = max(new.order, found)
         new.priority = self._random.random()
-        if new.priority < _LAST:
+        if new.priority < self.last:
             new.priority = -math.inf
         place.waiting.append(new)
         self.buffers[writer.number].append(new)
@@ -252,12 +265,16 @@ class Memory:
 
     def end(self, threads: list[Observer]) -> None:
         """Let all that these threads did take effect: their kernel is over."""
-        for thread in threads:
+        for thread in threads if not self.fences_carry else ():
+            thread.fenced = None
+        for thread in threads if self.ends_count else ():
             for store in list(self.buffers[thread.number]):
                 if store in self.buffers[thread.number]:
                     self.send(store)
             for known in (thread.known, *thread.heard):
                 self._over = list(map(max, self._over, known))
+        for thread in threads if not self.fences_carry else ():
+            thread.heard.clear()
 
     def send(self, store: Store) -> None:
         """Send a waiting store to memory; its thread's earlier ones there go first."""
@@ -296,7 +313,7 @@ class Memory:
     def _place(self, address: int, nbytes: int) -> Place:
         place = self._places.get(address)
         if place is None:
-            number, offset = divmod(int(address), _REGION)
+            number, offset = divmod(int(address), REGION)
             inside = 0 < number < len(self._regions)
             if not inside or offset + nbytes > self._regions[number][1]:
                 raise Finding("access", f"{address:#x} is outside all memory")
@@ -311,7 +328,7 @@ class Memory:
         return place
 
     def _name(self, place: Place) -> str:
-        number, offset = divmod(place.address, _REGION)
+        number, offset = divmod(place.address, REGION)
         return f"{self._regions[number][0]}+{offset}"
 
     def _race(self, thread: Observer, does: str, place: Place, other: int) -> None:

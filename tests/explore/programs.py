@@ -5,7 +5,12 @@ from typing import Any
 from numba import cuda
 
 from numba_symm.collectives.workspace import MAX_BLOCKS, THREADS
-from numba_symm.device.intrinsics import device_function, ld_u64, st_u64
+from numba_symm.device.intrinsics import (
+    device_function,
+    ld_u64,
+    st_u64,
+    syncthreads_or,
+)
 from numba_symm.device.signals import barrier, peer_address, put_signal, wait_signal
 
 
@@ -19,13 +24,15 @@ def exchange(ctx: Any, inputs: int, outputs: int, rounds: int) -> None:
         for r in range(ctx.world_size):
             place = ctx.rank * MAX_BLOCKS * THREADS + worker
             st_u64(peer_address(ctx, r) + 8 * place, word)
-        barrier(ctx, block)
+        if not barrier(ctx, block):
+            break
         # What the peers' other thread sent: it came through two threads' hands.
         for r in range(ctx.world_size):
             place = r * MAX_BLOCKS * THREADS + worker + 1 - 2 * thread
             word = ld_u64(peer_address(ctx, ctx.rank) + 8 * place)
             st_u64(outputs + 8 * ((rounds * worker + i) * ctx.world_size + r), word)
-        barrier(ctx, block)
+        if not barrier(ctx, block):
+            break
 
 
 @device_function
@@ -34,16 +41,19 @@ def send(ctx: Any, dst: int, inputs: int, first: int, count: int) -> None:
     if cuda.threadIdx.x == 0:
         for i in range(first, first + count):
             st_u64(peer_address(ctx, dst) + 8 * i, ld_u64(inputs + 8 * i))
-            put_signal(ctx, dst, 0)
+            if not put_signal(ctx, dst, 0):
+                break
 
 
 @device_function
 def receive(ctx: Any, src: int, outputs: int, first: int, count: int) -> None:
     """Take a signal a word, which the block's other thread reads."""
     for i in range(first, first + count):
+        failed = False
         if cuda.threadIdx.x == 0:
-            wait_signal(ctx, src, 0)
-        cuda.syncthreads()
+            failed = not wait_signal(ctx, src, 0)
+        if syncthreads_or(failed):
+            break
         if cuda.threadIdx.x == 1:
             word = ld_u64(peer_address(ctx, ctx.rank) + 8 * i)
             st_u64(outputs + 8 * i, word)
@@ -54,6 +64,20 @@ def write(target: int, inputs: int, words: int) -> None:
     """Copy words, with plain stores."""
     for i in range(cuda.threadIdx.x, words, THREADS):
         st_u64(target + 8 * i, ld_u64(inputs + 8 * i))
+
+
+@device_function
+def copy(refused: Any, own: int, target: int, source: int, words: int) -> None:
+    """Copy words as a copy engine does.
+
+    What was refused at ``own``, unless that is 0, comes from anywhere: it brings zeros.
+    """
+    void = own != 0 and refused(own)
+    for i in range(cuda.threadIdx.x, words, THREADS):
+        word = 0
+        if not void:
+            word = ld_u64(source + 8 * i)
+        st_u64(target + 8 * i, word)
 
 
 @device_function

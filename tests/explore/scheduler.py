@@ -29,6 +29,9 @@ _PRIORITY_CHANGES = 4
 _TYPICAL_STEPS = 1500  # of one run; the changes fall among them
 _TRACE = 80  # lines shown of a schedule that found something
 
+TIMEOUT = 1000
+"""Of waits, where there is haste: then the clock stands still, or jumps further."""
+
 _PRIORITY = attrgetter("priority")
 
 
@@ -39,6 +42,10 @@ class Launch:
     kernel: Callable[..., Any]
     grid: int
     args: tuple[Any, ...]
+
+    def __call__(self, stream: list["Launch"]) -> None:
+        """Enqueue it."""
+        stream.append(self)
 
 
 class Thread:
@@ -55,6 +62,9 @@ class Thread:
         self.observer = observer
         self.code: Generator[int, None, None] = launch.kernel(*launch.args)
         self.at_sync = False
+        self.failed = False  # or its block has
+        self.condition = False  # what it comes to syncthreads_or with
+        self.any_condition = False  # what it leaves with
         self.done = False
         self.polled_at = -1  # memory's changes when it began to look
         self.asleep_until = 0  # memory's changes that wake it
@@ -74,8 +84,9 @@ class Machine:
         self.random = Random(seed)
         self.ranks = ranks
         self.threads = threads
-        self.time = 0
-        self.time_passes = False  # for tests of deadlines: else nobody looks
+        self.time = 1
+        self.haste = 0.0  # how likely a look at the clock finds a deadline passed
+        self.rule: Any = None  # what is told of every access, see ``failures``
         names = list(product(range(ranks), range(blocks), range(threads)))
         self._observers = {
             name: Observer(i, "rank {} block {} thread {}".format(*name), len(names))
@@ -153,6 +164,11 @@ class Machine:
                 observer.outdated = self.random.random() < 0.5
                 thread = Thread(launch, rank, block, index, observer)
                 thread.priority = self.random.random()
+                if self.haste and self.random.random() < 0.2:
+                    # It begins late: others of its launch may have failed by then.
+                    thread.asleep_until = self.memory.changes + self.random.randrange(
+                        50
+                    )
                 running.append(thread)
 
     def _step(self, thread: Thread) -> None:
@@ -168,7 +184,9 @@ class Machine:
             return
         if stopped_for == POLL:
             # What it saw stays as it was until memory changes, if all of it was new.
-            if not observer.outdated:
+            if not observer.outdated and not (
+                self.haste and self.random.random() < 0.2
+            ):
                 thread.asleep_until = thread.polled_at + 1
             thread.polled_at = -1
             observer.outdated = self.random.random() < 0.5
@@ -183,9 +201,19 @@ class Machine:
             ]
             if all(other.at_sync for other in block):
                 _meet([other.observer for other in block])
+                found = any(other.condition for other in block)
+                failed = any(other.failed for other in block)
                 for other in block:
-                    other.at_sync = False
+                    other.failed = failed
+                    other.at_sync = other.condition = False
+                    other.any_condition = found
                     other.observer.outdated = self.random.random() < 0.5
+
+    def clock(self) -> int:
+        """Return the time, which may have passed."""
+        if self.random.random() < self.haste:
+            self.time += 2 * TIMEOUT
+        return self.time
 
     def _nothing_can_run(self) -> None:
         stuck = [t for running in self._running for t in running if not t.done]
@@ -193,10 +221,10 @@ class Machine:
         if not asleep:
             names = ", ".join(thread.observer.name for thread in stuck)
             raise Finding("divergence", f"the others left; at syncthreads: {names}")
-        if not self.time_passes:
+        if not self.haste:
             names = ", ".join(thread.observer.name for thread in asleep)
             raise Finding("deadlock", f"waiting for ever: {names}")
-        self.time += 1_000
+        self.time += 2 * TIMEOUT
         for thread in asleep:
             thread.asleep_until = 0
 

@@ -12,12 +12,27 @@ import functools
 import importlib.util
 from pathlib import Path
 from types import GeneratorType, ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from explore import intrinsics
 from explore.scheduler import Launch
 
-THREADS, MAX_BLOCKS, ROWS = 2, 2, 2
+
+class Shape(NamedTuple):
+    """How much of everything there is.
+
+    Attributes:
+        threads: of a block.
+        blocks: of a call, at most.
+        rows: vectors that a thread has slots for, all other ranks taken together.
+    """
+
+    threads: int
+    blocks: int
+    rows: int
+
+
+SMALL = Shape(2, 2, 2)
 """A few show every race; two ranks send two vectors at once, more ranks one."""
 
 _MODULES = (
@@ -27,19 +42,22 @@ _MODULES = (
     "numba_symm.collectives.ring",
     "numba_symm.collectives.mailboxes",
     "numba_symm.collectives.flags",
-    "numba_symm.collectives.barrier",
     "numba_symm.collectives.one_shot",
     "numba_symm.collectives.one_shot_pull",
     "numba_symm.collectives.two_shot",
     "numba_symm.collectives.exchange",
     "numba_symm.collectives.parts",
     "numba_symm.collectives.direct",
+    "numba_symm.collectives.barrier",
     "numba_symm.collectives.two_shot_signalled",
     "numba_symm.collectives.exchange_signalled",
     "numba_symm.collectives.reduce_signalled",
     "numba_symm.collectives.broadcast_signalled",
     "numba_symm.collectives.broadcast_direct",
     "numba_symm.collectives.reduce_direct",
+    "numba_symm.collectives.copies",
+    "numba_symm.collectives.copy_engine",
+    "numba_symm.collectives.exchange_copies",
     "numba_symm.collectives.transfer",
     "explore.programs",
 )
@@ -52,12 +70,17 @@ class _Kernel:
     """In the place of ``numba_symm.kernels.Kernel``: its launches are ours."""
 
     def __init__(
-        self, factory: Any, constants: Any, signature: Any, threads: int, registers: int
+        self,
+        factory: Any,
+        constants: Any,
+        signature: Any,
+        threads: int,
+        registers: int = 64,
     ):
         self.registers = registers
         self._function = factory(*constants)
 
-    def bind(self, grid: int, *args: Any, early: bool) -> Launch:
+    def bind(self, grid: int, *args: Any, early: bool = False) -> Launch:
         return Launch(self._function, grid, args)
 
 
@@ -89,23 +112,37 @@ class _Stopping(ast.NodeTransformer):
         return expression
 
 
-def device_code(*edits: tuple[str, str, str]) -> SimpleNamespace:
+def _copy(target: int, source: int, nbytes: int, stream: Any) -> None:
+    """In the place of ``numba_symm.streams.copy``."""
+    stream.copy(target, source, nbytes)
+
+
+def device_code(*edits: tuple[str, str, str], shape: Shape = SMALL) -> SimpleNamespace:
     """Return the modules by their last names, with edits (module, text, new text).
 
     An edit's text must occur exactly once, so that it follows the code as it changes.
+    The ``shape`` is an attribute, too.
     """
-    return _device_code(edits)
+    return _device_code(edits, shape)
 
 
 @functools.cache
-def _device_code(edits: tuple[tuple[str, str, str], ...]) -> SimpleNamespace:
+def _device_code(
+    edits: tuple[tuple[str, str, str], ...], shape: Shape
+) -> SimpleNamespace:
     kernels = ModuleType("kernels")
     kernels.GUARD, kernels.Kernel, kernels.Launch = None, _Kernel, Launch
     numba = ModuleType("numba")
     numba.cuda = intrinsics.cuda
     environment = ModuleType("environment")
     environment.SIMULATED = True
+    streams = ModuleType("streams")
+    streams.copy = _copy
+    package = ModuleType("numba_symm")
+    package.streams = streams
     known = {
+        "numba_symm": package,
+        "numba_symm.streams": streams,
         "numba": numba,
         "numba_symm.device.intrinsics": intrinsics,
         "numba_symm.collectives": ModuleType("collectives"),
@@ -123,23 +160,29 @@ def _device_code(edits: tuple[tuple[str, str, str], ...]) -> SimpleNamespace:
         if package in known:
             setattr(known[package], last, module)
         if last == "workspace":
-            _shrink(module)
+            _shrink(module, shape)
         if last == "two_shot":
             module.LINE = 1  # shards of any number of vectors
     last_names = {name.rpartition(".")[2]: known[name] for name in _MODULES}
     assert {edit[0] for edit in edits} <= set(last_names)
-    return SimpleNamespace(**last_names)
+    return SimpleNamespace(**last_names, shape=shape)
 
 
-def _shrink(workspace: ModuleType) -> None:
-    workspace.BLOCK_REGISTERS = workspace.BLOCK_REGISTERS // workspace.THREADS * THREADS
-    workspace.ROW = THREADS * workspace.VECTOR
-    workspace.THREADS, workspace.MAX_BLOCKS = THREADS, MAX_BLOCKS
-    small = workspace.Protocol(MAX_BLOCKS, ROWS)
+def _shrink(workspace: ModuleType, shape: Shape) -> None:
+    threads, blocks, rows = shape
+    workspace.BLOCK_REGISTERS = workspace.BLOCK_REGISTERS // workspace.THREADS * threads
+    workspace.ROW = threads * workspace.VECTOR
+    workspace.THREADS, workspace.MAX_BLOCKS = threads, blocks
+    workspace.MOST_BLOCKS = 4 * max(threads, blocks)
+    small = workspace.Protocol(blocks, rows)
     workspace.PULL = workspace.SIGNALLED = small
-    workspace._MOST_ROWS = ROWS
+    workspace._MOST_ROWS = rows
     row = workspace.ROW
-    rows = {"sentinel": row, "marked": row + workspace.VECTOR, "ll": 2 * row}
+    rows = {
+        "sentinel": row,
+        "marked": row + max(workspace.VECTOR, workspace.MARK * threads),
+        "ll": 2 * row,
+    }
     workspace.ONE_SHOT = workspace.TWO_SHOT = {
         name: small._replace(row=row) for name, row in rows.items()
     }

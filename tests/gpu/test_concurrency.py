@@ -1,6 +1,7 @@
 """Communicators side by side, and calls of all kinds one after another."""
 
 import random
+import time
 from contextlib import ExitStack
 
 import numpy as np
@@ -10,7 +11,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives.select import ALL_REDUCE
-from tests.gpu.helpers import add, to_device
+from tests.gpu.helpers import add, optional, to_device
 
 MIB = 1 << 20
 INTEGERS = ("int32", "int64")
@@ -98,6 +99,56 @@ def test_children_on_streams_of_their_own_run_at_once(comm):
         ]
         for y, value in zip(outputs, wanted, strict=True):
             assert (y.copy_to_host() == value).all()
+
+
+WAITING = pytest.mark.xfail(
+    raises=ns.CollectiveTimeout,
+    strict=True,
+    reason="the blocks that wait occupy every multiprocessor",
+)
+
+
+@pytest.mark.parametrize("most", [pytest.param(None, marks=WAITING), 24])
+def test_two_communicators_and_a_product_between_their_calls(world, most):
+    """A product needs a whole multiprocessor.
+
+    Half of the ranks call one communicator, the others the other; then each has a
+    product to do before it comes to the call that the others wait in.
+    """
+    torch = optional("torch")
+    with ExitStack() as stack:
+        comms = [
+            stack.enter_context(ns.Communicator(world, timeout=8, multiprocessors=most))
+            for _ in range(2)
+        ]
+        torch.cuda.set_device(comms[0].device.ordinal)
+        streams = [torch.cuda.Stream() for _ in comms]
+        matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        product = torch.empty_like(matrix)
+        x = to_device(np.ones(1 << 18, np.float32))
+        sums = [cuda.device_array_like(x) for _ in comms]
+
+        def multiply(which):
+            with torch.cuda.stream(streams[which]):
+                torch.matmul(matrix, matrix, out=product)
+
+        def reduce(which):
+            comms[which].all_reduce(x, out=sums[which], stream=streams[which])
+
+        for which in range(2):  # every kernel is loaded
+            multiply(which)
+            reduce(which)
+            torch.cuda.synchronize()
+        for _ in range(3):
+            world.barrier()
+            first, then = (0, 1) if world.rank % 2 else (1, 0)
+            reduce(first)
+            time.sleep(0.2)  # it waits for the others by now
+            multiply(then)
+            reduce(then)
+            for comm, stream in zip(comms, streams, strict=True):
+                comm.synchronize(stream)
+        assert all((y.copy_to_host() == world.size).all() for y in sums)
 
 
 def test_a_thousand_mixed_calls(comm):

@@ -1,6 +1,7 @@
 """CUDA graphs: calls are captured once and replayed, with new contents each time."""
 
 import contextlib
+import gc
 
 import numpy as np
 import pytest
@@ -9,7 +10,9 @@ from cuda.core import Device
 from numba import cuda
 
 import numba_symm as ns
+from numba_symm import deferred
 from numba_symm.collectives.select import ALL_REDUCE
+from numba_symm.kernels import Launch
 from tests.gpu.helpers import (
     add,
     capturing,
@@ -138,6 +141,40 @@ def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(comm, stream):
                     assert (total.copy_to_host() == replay * comm.size).all()
 
 
+def test_scans_messages_and_what_is_made_of_them_in_a_graph(comm, stream):
+    count, ranks = 50_000, range(comm.size)
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    x = to_device(np.full(count, comm.rank, np.int64))
+    scanned, before, received = (cuda.device_array_like(x) for _ in range(3))
+    shard = cuda.device_array(count // comm.size, np.int64)
+    gathered = cuda.device_array((comm.size, count), np.int64)
+    ragged = cuda.device_array(comm.size * count, np.int64)
+    add(x, 0, stream)  # compiled
+    with capturing(stream) as (builder, graphs):
+        on = builder.stream
+        add(x, 1, on)
+        comm.scan(x, out=scanned, stream=on)
+        comm.exscan(x, out=before, stream=on)
+        comm.sendrecv(x, right, received, left, stream=on)
+        with comm.group():
+            comm.gather(x, root=0, out=gathered, stream=on)
+            comm.all_gather_v(x, [count] * comm.size, out=ragged, stream=on)
+            comm.scatter(x[: shard.size * comm.size], root=0, out=shard, stream=on)
+    for replay in range(1, 31):
+        graphs[0].launch(stream)
+        if replay in (1, 2, 30):
+            comm.synchronize(stream)
+            inputs = [rank + replay for rank in ranks]
+            assert (scanned.copy_to_host() == sum(inputs[: comm.rank + 1])).all()
+            assert (before.copy_to_host() == sum(inputs[: comm.rank])).all()
+            assert (received.copy_to_host() == inputs[left]).all()
+            assert (shard.copy_to_host() == inputs[0]).all()
+            wanted = np.repeat(inputs, count)
+            assert (ragged.copy_to_host() == wanted).all()
+            if comm.rank == 0:
+                assert (gathered.copy_to_host().ravel() == wanted).all()
+
+
 @pytest.mark.parametrize("mode", ["relaxed", "thread_local", "global"])
 def test_a_kernel_may_be_captured_that_never_ran(comm, stream, mode):
     op = {"relaxed": "prod", "thread_local": "min", "global": "max"}[mode]
@@ -251,3 +288,77 @@ def test_memory_cannot_be_allocated_during_a_capture(comm, world, stream, mode):
     assert context_is_alive()
     check_works(comm)
     assert comm.zeros(10).copy_to_host().tolist() == [0] * 10
+
+
+@pytest.mark.parametrize("mode", ["relaxed", "thread_local", "global"])
+def test_a_communicator_may_be_dropped_during_a_capture(comm, world, stream, mode):
+    """The garbage collector may run at any moment; it waits for no GPU."""
+    x = to_device(np.full(100, comm.rank + 1, np.float32))
+    y = cuda.device_array_like(x)
+    comm.all_reduce(x, out=y, stream=stream)
+    lost = ns.Communicator(world, timeout=60)
+    check_works(lost)
+    lost.itself, lost.kept = lost, lost.zeros(10)
+    world.barrier()  # the ranks wait for each other there no more
+    with capturing(stream, mode) as (builder, graphs):
+        del lost
+        with pytest.warns(ResourceWarning, match="was not closed"):
+            gc.collect()
+        comm.all_reduce(x, out=y, stream=builder.stream)
+    y.copy_to_device(np.zeros(100, np.float32))
+    graphs[0].launch(stream)
+    comm.synchronize(stream)
+    assert (y.copy_to_host() == of_ranks(comm)).all()
+    assert context_is_alive()
+    with ns.Communicator(world, timeout=60) as another:  # which unmaps the lost one
+        check_works(another)
+    assert not deferred._queue.steps
+    check_works(comm)
+
+
+def test_a_call_that_fails_in_a_capture_spoils_nothing_but_that(
+    comm, world, stream, monkeypatch
+):
+    """No graph comes of it on that rank; the others' were to meet it, and may go."""
+    if comm.size == 1:
+        pytest.skip("one rank has one launch")
+    # Of two ranks, only copy engines work on the ranks' own arrays.
+    algorithm = "direct" if comm.size > 2 else "copy_engine"
+    x = comm.zeros(10_000)
+    fill(x, comm.rank + 1)
+    comm.broadcast(x, algorithm=algorithm, stream=stream)
+    last = comm.rank == comm.size - 1
+    real, left = Launch.__call__, [1]
+
+    def second_fails(launch, handle):
+        if left[0] == 0:
+            raise ns.DriverError("out of resources")
+        left[0] -= 1
+        real(launch, handle)
+
+    builder = stream.create_graph_builder().begin_building()
+    try:
+        with monkeypatch.context() as patch:
+            if last:
+                patch.setattr(Launch, "__call__", second_fails)
+            comm.broadcast(x, algorithm=algorithm, stream=builder.stream)
+        outcome = "captured"
+    except ns.DriverError as error:
+        outcome = str(error)
+    try:
+        builder.end_building()
+    except Exception as error:
+        outcome += f"; {error}"
+    binding.cuStreamEndCapture(int(builder.stream.handle))  # if that did not end it
+    *others, own = world.allgather(outcome)
+    assert set(others) <= {"captured"}
+    assert own.startswith("out of resources; "), own
+    comm.check()
+    assert context_is_alive()
+    check_works(comm)
+    # Under another name: the first one ends the capture of its stream when it goes.
+    with capturing(stream) as (again, graphs):
+        comm.broadcast(x, algorithm=algorithm, stream=again.stream)
+    graphs[0].launch(stream)
+    comm.synchronize(stream)
+    assert (x.copy_to_host() == 1).all()

@@ -1,6 +1,7 @@
 """Calls run in the order of their streams, whoever's streams they are."""
 
 import gc
+import threading
 
 import numpy as np
 import pytest
@@ -124,6 +125,28 @@ def test_calls_on_changing_streams_follow_one_another(comm):
             wanted = wanted * comm.size
     comm.synchronize(streams[99 % len(streams)])
     assert (arrays[0].copy_to_host() == wanted).all()
+
+
+def test_calls_on_two_threads_default_streams_follow_one_another(comm):
+    """Both threads name theirs by the same handle."""
+    per_thread = 2
+    x, y, z = (to_device(np.zeros(10_000, np.float32)) for _ in range(3))
+
+    def first():
+        fill(x, comm.rank + 1, per_thread, milliseconds=LATE)
+        comm.all_reduce(x, out=y, stream=per_thread)
+
+    def second():
+        cuda.current_context()
+        comm.all_reduce(y, out=z, stream=per_thread)
+
+    for work in (first, second):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    cuda.synchronize()
+    comm.check()
+    assert (z.copy_to_host() == comm.size * of_ranks(comm)).all()
 
 
 @pytest.mark.parametrize("make", [numba_stream, core_stream, torch_stream, cupy_stream])

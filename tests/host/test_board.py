@@ -1,7 +1,11 @@
 import ctypes
 import gc
 import mmap
+import os
+import pickle
 import time
+import warnings
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ from numba_symm.collectives import select
 from numba_symm.device import signals
 from numba_symm.errors import (
     CallMismatch,
+    CollectiveError,
     CollectiveTimeout,
     DriverError,
     RankLeft,
@@ -19,6 +24,7 @@ from numba_symm.errors import (
 )
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.waiting import Wait
 from tests.threads import outcomes, run_ranks
 
 TEXTS = {
@@ -40,7 +46,7 @@ TEXTS = {
     signals.EXSCAN: "exscan, block 5",
     signals.REDUCE: "reduce, block 5",
     signals.BROADCAST: "broadcast, block 5",
-    signals.AGREEMENT: "all_reduce (copy_engine), block 5",
+    signals.ALL_REDUCE_COPIES: "all_reduce (copy_engine), block 5",
     signals.ALL_GATHER_COPIES: "all_gather (copy_engine), block 5",
     signals.ALL_TO_ALL_COPIES: "all_to_all (copy_engine), block 5",
     signals.BROADCAST_COPIES: "broadcast (copy_engine), block 5",
@@ -60,11 +66,19 @@ def record(operation, rank=1, peer=2, place=5, epoch=0):
 @pytest.mark.parametrize("operation", TEXTS)
 def test_a_record_says_who_waited_for_whom_and_where(operation):
     text = f"rank 1 waited for rank 2 in {TEXTS[operation]}"
-    error, found, hint = describe(record(operation))
+    error, found, hint, ranks, name, limit = describe(record(operation))
     assert error is CollectiveTimeout
     assert found == text
     assert hint.startswith("If that rank was not late, ")
-    assert describe(record(operation, epoch=77)).text == f"{text}, epoch 77"
+    assert ranks == (1, 2)
+    assert f" in {name}, " in text
+    assert limit == ""
+    other = describe(record(operation, epoch=77))
+    if operation in (signals.PUT_SIGNAL, signals.WAIT_SIGNAL):  # of later blocks
+        assert other.text == text
+        assert "one after another, 77 of them after this one" in other.hint
+    else:
+        assert other.text == f"{text}, epoch 77"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +88,7 @@ def test_a_record_says_who_waited_for_whom_and_where(operation):
         (signals.WAIT_SIGNAL, "it has no call that answers this one"),
         (signals.TRANSFER, "it sends or receives something else"),
         (signals.BARRIER, "their calls differed"),
-        (board._CLOSE, "their calls differed"),
+        (board._LATE, "their calls differed"),
     ],
 )
 def test_a_hint_says_what_else_it_may_have_been(operation, words):
@@ -82,18 +96,26 @@ def test_a_hint_says_what_else_it_may_have_been(operation, words):
 
 
 def test_who_leaves_is_not_late():
-    failure = describe(record(board._ABANDONED))
-    assert failure == (RankLeft, "rank 1 left after an error of its own", "")
+    said = "zeros\nleft zeros by Mistake"
+    failure = describe(record(board._ABANDONED), said)
+    text = "rank 1 left zeros by Mistake"
+    assert failure == Failure(RankLeft, text, "", (1,), "zeros")
+    failure = describe(record(board._ENDED), "zeros")
+    assert failure.text == (
+        "rank 2 has ended without closing the communicator; rank 1 waited for it in "
+        "zeros"
+    )
+    assert (failure.error, failure.ranks) == (RankLeft, (2,))
 
 
 def test_every_operation_of_a_kernel_has_a_text():
     assert set(board._OPERATIONS) == set(TEXTS)
     numbers = [
         *TEXTS,
-        signals.MISMATCH,
         signals.CALL_MISMATCH,
         signals.TRANSFER_MISMATCH,
-        board._CLOSE,
+        board._LATE,
+        board._ENDED,
         board._ABANDONED,
     ]
     assert sorted(numbers) == sorted(set(numbers))
@@ -110,9 +132,10 @@ def test_every_algorithm_is_named_as_its_caller_names_it():
 
 def differing(operation):
     """Return what a record of calls that differ says."""
-    error, text, hint = describe(record(operation))
+    error, text, hint, ranks, *_ = describe(record(operation))
     assert error is CallMismatch
     assert hint == ""
+    assert ranks == (1, 2)
     return text
 
 
@@ -120,10 +143,6 @@ def test_a_mismatch_says_which_ranks_differ_and_in_what():
     text = differing(signals.CALL_MISMATCH)
     assert text.endswith("dtype, op or root; Communicator(…, debug=True) says in what")
     assert text.startswith("rank 1's call differs from rank 2's: operation")
-    text = differing(signals.MISMATCH)
-    assert text.startswith(
-        "rank 1's call differs from rank 2's: operation, count, dtype"
-    )
     text = differing(signals.TRANSFER_MISMATCH)
     assert text.startswith("rank 1 receives another number of bytes than rank 2 sends")
 
@@ -144,7 +163,7 @@ def test_what_is_too_wide_is_cut_and_spoils_nothing_else():
 
 
 def test_a_record_fits_the_signed_word_that_kernels_store():
-    for operation in (*TEXTS, signals.MISMATCH, board._CLOSE, board._ABANDONED):
+    for operation in (*TEXTS, signals.CALL_MISMATCH, board._LATE, board._ABANDONED):
         assert 0 < record(operation, 255, 255, 0xFFFF, 0xFFFFFF) < 1 << 63
 
 
@@ -170,13 +189,13 @@ def on_ranks(n, play, run=run_ranks):
     """Run ``play(board, comm)`` on ``n`` ranks, each with its board."""
 
     def with_board(comm):
-        exchange = StoreExchange(comm, "test")
-        with IpcChannel(exchange, 10.0) as channel:
-            made = Board(exchange, channel)
-        try:
+        exchange = StoreExchange(comm, "test", 10.0)
+        with ExitStack() as undo:
+            with IpcChannel(exchange) as channel:
+                made = Board(exchange, channel, undo)
+            with exchange.agreed("registering"):
+                made.register()
             return play(made, comm)
-        finally:
-            made.close()
 
     return run(n, with_board)
 
@@ -203,16 +222,48 @@ def test_a_kernels_record_is_read_by_the_rank_it_was_stored_for():
     assert second.text == "rank 0 waited for rank 2 in barrier, block 5"
 
 
+class Unspeakable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
 @pytest.mark.usefixtures("on_the_host")
-def test_a_rank_that_leaves_is_named_on_every_rank():
+@pytest.mark.parametrize(
+    ("cause", "operation", "text"),
+    [
+        (SystemExit(0), "", "left by SystemExit: 0"),
+        (KeyboardInterrupt(), "", "left by KeyboardInterrupt"),
+        (ValueError("first\nsecond"), "zeros", "left zeros by ValueError: first"),
+        (ValueError("1" * 600), "", "left by ValueError: " + "1" * 490),
+        (ValueError("ü" * 600), "", "left by ValueError: " + "ü" * 245),
+        (ValueError("\udcff"), "", "left by ValueError: ?"),
+        (Unspeakable(), "dup", "left dup by Unspeakable"),
+        ("ended", "", "ended"),
+    ],
+)
+def test_a_rank_that_leaves_is_named_on_every_rank_with_its_cause(
+    cause, operation, text
+):
     def play(made, comm):
         if comm.rank == 1:
-            made.abandon()
+            made.abandon(cause, operation)
+            made.abandon("left again")
         comm.barrier()
         return made.failure()
 
-    left = Failure(RankLeft, "rank 1 left after an error of its own")
+    left = Failure(RankLeft, f"rank 1 {text}", "", (1,), operation)
     assert on_ranks(3, play) == [left] * 3
+
+
+def test_a_failure_s_facts_are_kept_by_a_copy():
+    """An exception crosses processes: concurrent.futures pickles it."""
+    for kind in (CollectiveError, CollectiveTimeout, CallMismatch, RankLeft):
+        error = kind("text", ranks=(1, 2), operation="zeros")
+        copied = pickle.loads(pickle.dumps(error))
+        assert type(copied) is kind
+        assert str(copied) == str(error) == "text"
+        assert (copied.ranks, copied.operation) == ((1, 2), "zeros")
+        assert kind().ranks == ()
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -220,13 +271,13 @@ def test_the_first_failure_stays():
     def play(made, comm):
         if comm.rank == 0:
             store(made.address, 0, record(signals.BARRIER))
-            made.abandon()
+            made.abandon("is away")
         comm.barrier()
         return made.failure()
 
     first, second = on_ranks(2, play)
     assert "in barrier" in first.text
-    assert second.text == "rank 0 left after an error of its own"
+    assert second.text == "rank 0 is away"
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -234,7 +285,7 @@ def test_ranks_that_all_come_meet_and_nobody_leaves_early():
     def play(made, comm):
         time.sleep(0.05 * comm.rank)
         came = time.monotonic()
-        return made.gate(10), came, time.monotonic()
+        return made.gate(Wait("zeros", comm.rank, 10)), came, time.monotonic()
 
     found = on_ranks(4, play)
     assert [failure for failure, _, _ in found] == [None] * 4
@@ -244,13 +295,88 @@ def test_ranks_that_all_come_meet_and_nobody_leaves_early():
 @pytest.mark.usefixtures("on_the_host")
 def test_a_rank_that_does_not_come_is_named_at_the_deadline():
     def play(made, comm):
-        failure = made.gate(0.1) if comm.rank != 1 else None
+        failure = None
+        if comm.rank != 1:
+            failure = made.gate(Wait("zeros", comm.rank, 0.1, "as asked"))
         comm.barrier()
-        return failure, made.failure()
+        return failure or made.failure()
 
-    named = {f"rank {rank} waited for rank 1 in close" for rank in (0, 2)}
-    (first, _), (_, absent), (third, _) = on_ranks(3, play)
-    assert {failure.text for failure in (first, absent, third)} <= named
+    named = {f"rank {rank} waited for rank 1 in zeros" for rank in (0, 2)}
+    for failure in on_ranks(3, play):
+        assert failure.text in named
+        assert str(failure.exception()) == f"{failure.text} (as asked)"
+        assert (failure.ranks[1], failure.operation) == (1, "zeros")
+
+
+@pytest.mark.usefixtures("on_the_host")
+@pytest.mark.parametrize("meet", [Board.gate, lambda *args: Board.all_gather(*args)])
+def test_a_rank_whose_process_has_ended_is_named(meet):
+    def play(made, comm):
+        wait = Wait("zeros", comm.rank, 10)
+        if comm.rank == 1:
+            made._let_go_of_lock()  # as the process' end does
+        elif meet is Board.gate:
+            made.gate(wait)
+        else:
+            with pytest.raises(RankLeft):
+                made.all_gather(b"", wait)
+        comm.barrier()
+        return made.failure()
+
+    for failure in on_ranks(3, play):
+        assert failure.text.startswith("rank 1 has ended without closing the comm")
+        assert (failure.error, failure.ranks) == (RankLeft, (1,))
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_an_interrupted_rank_tells_the_others_why_it_votes_to_stop(monkeypatch):
+    """Also when it comes again, or another record is on the way."""
+
+    def play(made, comm):
+        wait = Wait("zeros", comm.rank, 10)
+        if comm.rank == 1:
+            made._reached = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                made.gate(wait)
+        else:
+            assert "rank 1 left zeros by Keyb" in made.gate(wait).text
+        return made.gate(wait).text
+
+    def interrupted(step, wait):
+        raise KeyboardInterrupt
+
+    assert on_ranks(3, play) == ["rank 1 left zeros by KeyboardInterrupt"] * 3
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_bytes_of_any_length_reach_every_rank():
+    def play(made, comm):
+        gathered = []
+        for lengths in ((0, 0, 0), (1, 0, 5000), (2040, 2041, 2039), (9999, 3, 4080)):
+            data = bytes([comm.rank + 1]) * lengths[comm.rank]
+            time.sleep(0.01 * comm.rank)
+            gathered.append(made.all_gather(data, Wait("zeros", comm.rank, 10)))
+            assert gathered[-1] == [bytes([r + 1]) * n for r, n in enumerate(lengths)]
+            if lengths[2] == 5000:
+                assert made.gate(Wait("zeros", comm.rank, 10)) is None
+        return len(gathered)
+
+    assert on_ranks(3, play) == [4] * 3
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_a_child_of_a_fork_does_not_keep_its_parent_alive():
+    def play(made, comm):
+        child = os.fork()
+        if child == 0:
+            os._exit(made._alive != -1)
+        _, status = os.waitpid(child, 0)
+        assert made._alive != -1
+        return os.waitstatus_to_exitcode(status)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads beside a fork
+        assert on_ranks(1, play) == [0]
 
 
 @pytest.mark.usefixtures("on_the_host")
@@ -258,11 +384,11 @@ def test_nobody_waits_once_a_rank_has_failed():
     def play(made, comm):
         if comm.rank == 1:
             time.sleep(0.05)
-            made.abandon()
+            made.abandon("is away")
             return None
-        return made.gate()
+        return made.gate(Wait("zeros", comm.rank, 10))
 
-    assert on_ranks(2, play)[0].text == "rank 1 left after an error of its own"
+    assert on_ranks(2, play)[0].text == "rank 1 is away"
 
 
 class Driver:

@@ -7,7 +7,6 @@ from numba_symm.errors import ArgumentError, DeviceError, PeerAccessError
 from numba_symm.launch import devices
 from numba_symm.launch.devices import GPU, assign
 from numba_symm.launch.exchange import StoreExchange
-from numba_symm.launch.ranks import World
 from tests.threads import outcomes
 
 SHARING = "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES"
@@ -138,13 +137,10 @@ class Machine:
         return [gpu(i, f"GPU-{i}", name) for i, name in enumerate(self.names)]
 
 
-def bound(n, device=None, host="a"):
+def bound(n, device=None):
     def play(comm):
-        world = World(
-            comm.rank, n, comm.rank, n, host(comm.rank) if callable(host) else host
-        )
         return devices.bind(
-            StoreExchange(comm, "test"), world, device(comm.rank) if device else None
+            StoreExchange(comm, "test"), device(comm.rank) if device else None
         )
 
     return outcomes(n, play)
@@ -218,12 +214,6 @@ def test_a_machine_without_gpus_is_told(machine):
     machine.names = []
     assert "no GPU is visible to ranks 0, 1" in only(bound(2), DeviceError)
     assert "no GPU is visible" in only(bound(2, device=lambda rank: 0), DeviceError)
-
-
-def test_several_hosts_are_refused(machine):
-    text = only(bound(3, host=lambda rank: "ab"[rank % 2]), DeviceError)
-    assert "ranks 0, 2 are on a, rank 1 is on b" in text
-    assert machine.made_current == []
 
 
 def test_a_gpu_that_cannot_be_made_current_fails_all(machine, monkeypatch):

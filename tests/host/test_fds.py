@@ -5,12 +5,18 @@ import resource
 import select
 import socket
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from numba_symm.errors import ArgumentError, ClosedError, ExchangeError
-from numba_symm.launch import fds
+from numba_symm.errors import (
+    ArgumentError,
+    ClosedError,
+    CollectiveTimeout,
+    ExchangeError,
+)
+from numba_symm.launch import fds, waiting
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
 from tests.threads import outcomes, run_ranks
@@ -29,7 +35,7 @@ def open_fds():
 
 
 def open_channel(comm, timeout=10.0, name="test"):
-    return IpcChannel(StoreExchange(comm, name), timeout)
+    return IpcChannel(StoreExchange(comm, name, timeout))
 
 
 def memory(content):
@@ -165,22 +171,78 @@ def test_no_tmpdir_is_needed(monkeypatch, tmpdir):
     test_one_rank_gathers_its_own_file()
 
 
-def message(channel, token=None, src=0):
-    return fds._HEADER.pack(channel._token if token is None else token, src)
+def name_of(rank):
+    return b"\0numba_symm-" + b"%032x" % rank
 
 
-def strangers_call(channel, data, count=1):
-    """Send ``data`` and the end of ``count`` pipes from another socket.
+@pytest.fixture
+def known_names(monkeypatch):
+    """Have channels listen by names that strangers know."""
+    monkeypatch.setattr(fds, "_name", name_of, raising=False)
 
-    Returns the read ends: they are at their end once the receiver has closed its own.
-    """
-    pipes = [os.pipe() for _ in range(count)]
-    rights = array.array("i", [write for _, write in pipes])
-    control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if count else []
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        stranger.sendmsg([data], control, 0, channel._socket.getsockname())
-    fds._close_all(rights)
-    return [read for read, _ in pipes]
+
+def meet_strangers(monkeypatch, call):
+    """Have ``call(name, token)`` precede the connection that rank 0 waits for."""
+    connect = IpcChannel._connect
+
+    def after_strangers(self, dst, name, token):
+        call(name, token)
+        connect(self, dst, name, token)
+
+    monkeypatch.setattr(IpcChannel, "_connect", after_strangers)
+
+
+def says(greeting, files=1):
+    """Return a stranger that sends ``greeting(token)`` and the end of some pipes."""
+
+    def call(name, token, calls):
+        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stranger.connect(name)
+        pipes = [os.pipe() for _ in range(files)]
+        rights = array.array("i", [write for _, write in pipes])
+        control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if files else []
+        stranger.sendmsg([greeting(token)], control)
+        fds._close_all(rights)
+        calls.append((stranger, [read for read, _ in pipes]))
+
+    return call
+
+
+def is_silent(name, token, calls):
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stranger.connect(name)
+    calls.append((stranger, []))
+
+
+def greeting(token, src=1):
+    return fds._GREETING.pack(token, src)
+
+
+STRANGERS = {
+    "silent": is_silent,
+    "wrong token": says(lambda token: greeting(b"\0" * 16)),
+    "no such rank": says(lambda token: greeting(token, 7)),
+    "the rank itself": says(lambda token: greeting(token, 0)),
+    "longer": says(lambda token: greeting(token) + b"more"),
+    "shorter": says(lambda token: greeting(token)[:-1]),
+    "empty": says(lambda token: b"", 2),
+    "many files": says(lambda token: b"hello", 50),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_is_ignored_and_its_files_closed(monkeypatch, kind):
+    calls = []
+    meet_strangers(monkeypatch, lambda *to: STRANGERS[kind](*to, calls))
+
+    def play(comm):
+        with open_channel(comm) as channel:
+            return gathered(channel, f"{comm.rank}")
+
+    assert run_ranks(2, play) == [["0", "1"]] * 2
+    ((stranger, reads),) = calls
+    stranger.close()
+    assert all_closed(reads)
 
 
 def all_closed(reads):
@@ -193,90 +255,102 @@ def all_closed(reads):
         fds._close_all(reads)
 
 
-STRANGERS = {
-    "wrong token": lambda channel: (message(channel, token=b"\0" * 16), 1),
-    "no such rank": lambda channel: (message(channel, src=7), 1),
-    "longer": lambda channel: (message(channel) + b"more", 1),
-    "shorter": lambda channel: (message(channel)[:-1], 1),
-    "empty": lambda channel: (b"", 2),
-    "many": lambda channel: (b"hello", 50),
-    "none": lambda channel: (b"hello", 0),
-}
+@pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_DGRAM])
+def test_who_takes_the_name_of_a_rank_that_ended_receives_nothing(known_names, kind):
+    def play(comm):
+        with (
+            open_channel(comm) as channel,
+            socket.socket(socket.AF_UNIX, kind) as thief,
+        ):
+            if comm.rank == 1:
+                channel.close()
+                thief.bind(name_of(1))
+                if kind == socket.SOCK_SEQPACKET:
+                    thief.listen()
+            comm.barrier()
+            if comm.rank == 0:
+                with pytest.raises(ExchangeError, match="channel is gone"):
+                    channel.send_fd(1, 0)
+            comm.barrier()
+            return bool(select.select([thief], [], [], 0)[0])
+
+    assert run_ranks(2, play)[1] is False
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_a_strangers_message_is_ignored_and_its_files_closed(kind):
+@pytest.mark.parametrize("suspect", ["listener", "caller"])
+def test_ranks_of_another_user_are_refused(monkeypatch, suspect):
+    found = fds.credentials
+
+    def another_user(end):
+        who = "listener" if end.getpeername() else "caller"
+        return found(end)._replace(uid=12345) if who == suspect else found(end)
+
+    monkeypatch.setattr(fds, "credentials", another_user)
+    for error in outcomes(2, open_channel):
+        assert isinstance(error, ExchangeError)
+        assert "belongs to user 12345" in str(error)
+
+
+def test_a_file_that_was_lost_is_told():
     def play(comm):
         with open_channel(comm) as channel:
-            reads = strangers_call(channel, *STRANGERS[kind](channel))
-            comm.barrier()  # the stranger comes first
-            received = gathered(channel, f"{comm.rank}")
-            return received, all_closed(reads)
+            comm.barrier()
+            if comm.rank == 1:
+                return channel._ends[0].send(fds._MESSAGE)
+            with pytest.raises(ExchangeError, match="that rank 1 sent to rank 0 was"):
+                channel.recv_fd(1)
+            return None
 
-    assert run_ranks(2, play) == [(["0", "1"], True)] * 2
-
-
-def test_another_users_message_is_ignored(monkeypatch):
-    def play(comm):
-        with open_channel(comm, timeout=0.1) as channel:
-            reads = strangers_call(channel, message(channel))
-            monkeypatch.setattr(os, "getuid", lambda: 12345)
-            with pytest.raises(ExchangeError, match=r"waited 0\.1 s"):
-                channel.recv_fd(0)
-            return all_closed(reads)
-
-    assert run_ranks(1, play) == [True]
+    run_ranks(2, play)
 
 
-def test_strangers_do_not_put_off_the_deadline():
-    def play(comm):
-        with open_channel(comm, timeout=0.3) as channel:
-            receive = channel._receive
-
-            def chatter(seconds):
-                strangers_call(channel, b"hello", 0)
-                receive(seconds)
-
-            channel._receive = chatter
-            started = time.monotonic()
-            with pytest.raises(ExchangeError):
-                channel.recv_fd(0)
-            return time.monotonic() - started
-
-    (seconds,) = run_ranks(1, play)
-    assert 0.3 <= seconds < 3
-
-
-@pytest.mark.parametrize("count", [0, 2, 50])
-def test_a_ranks_message_without_one_descriptor_is_an_error(count):
-    def play(comm):
-        with open_channel(comm) as channel:
-            reads = strangers_call(channel, message(channel), count)
-            with pytest.raises(ExchangeError, match="that rank 0 sent to rank 0 was"):
-                channel.recv_fd(0)
-            return all_closed(reads)
-
-    assert run_ranks(1, play) == [True]
-
-
-@pytest.mark.parametrize(("sent", "free"), [(1, 0), (2, 1)])
-def test_a_receiver_with_too_many_open_files_is_told(sent, free):
+@contextmanager
+def files_left(count):
+    """Limit how many files this process may open; undone at the end."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)  # every descriptor below it is in use
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
+
+def test_too_many_open_files_are_told_and_undone():
     def play(comm):
         with open_channel(comm) as channel:
-            reads = strangers_call(channel, message(channel), sent)
-            lowest = os.dup(0)  # every descriptor below it is in use
-            os.close(lowest)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + free, hard))
-            try:
-                with pytest.raises(ExchangeError, match="too many open files"):
-                    channel.recv_fd(0)
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            return all_closed(reads)
+            fd = memory("mine")
+            channel.send_fd(1 - comm.rank, fd)
+            comm.barrier()
+            if comm.rank == 0:
+                calls = {
+                    "lost": lambda: channel.recv_fd(1),
+                    "all_gather_fds": lambda: channel.all_gather_fds(fd),
+                    "broadcast_fds": lambda: channel.broadcast_fds(0, fd),
+                    "send_fd": lambda: channel.send_fd(0, fd),
+                }
+                with files_left(0):
+                    for call in calls.values():
+                        with pytest.raises(ExchangeError, match="too many open files"):
+                            call()
+            comm.barrier()  # a file that rank 1 closes is one that rank 0 may open
+            os.close(fd)
 
-    assert run_ranks(1, play) == [True]
+    run_ranks(2, play)
+
+
+def test_too_many_open_files_while_connecting_are_told(monkeypatch):
+    accept = IpcChannel._accept
+
+    def without_files(self, *args):
+        with files_left(0):
+            accept(self, *args)
+
+    monkeypatch.setattr(IpcChannel, "_accept", without_files)
+    for error in outcomes(2, open_channel):
+        assert isinstance(error, ExchangeError)
+        assert "too many open files" in str(error)
 
 
 def test_a_silent_peer_is_named_at_the_deadline():
@@ -287,8 +361,34 @@ def test_a_silent_peer_is_named_at_the_deadline():
             comm.barrier()
 
     _, error = outcomes(2, play)
-    assert isinstance(error, ExchangeError)
-    assert "rank 1 waited 0.2 s for a file descriptor from rank 0" in str(error)
+    assert isinstance(error, CollectiveTimeout)
+    text = "rank 1 waited for rank 0 in recv_fd (set-up timeout: 0.2 s)"
+    assert str(error) == text
+    assert (error.ranks, error.operation) == ((1, 0), "recv_fd")
+
+
+def test_a_late_peer_is_waited_for_and_named_after_a_minute(monkeypatch):
+    """Without a deadline, unless the environment sets one; once a wait."""
+    monkeypatch.delenv("NUMBA_SYMM_SETUP_TIMEOUT", raising=False)
+    monkeypatch.setattr(waiting, "PATIENCE", 0.1)
+
+    def play(comm):
+        with open_channel(comm, timeout=None) as channel:
+            comm.barrier()
+            if comm.rank == 0:
+                time.sleep(0.4)
+                channel.send_fd(1, 0)
+                return None
+            with pytest.warns(RuntimeWarning) as warned:
+                os.close(channel.recv_fd(0))
+            return [str(each.message) for each in warned]
+
+    _, texts = run_ranks(2, play)
+    (text,) = texts
+    assert text.startswith("rank 1 has waited for rank 0 in recv_fd for 0.1 s; NUMBA")
+    monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "7")
+    (timeout,) = run_ranks(1, lambda comm: StoreExchange(comm, "test").timeout)
+    assert timeout == 7
 
 
 def test_a_gather_that_fails_closes_what_it_has_received():
@@ -303,8 +403,8 @@ def test_a_gather_that_fails_closes_what_it_has_received():
                 comm.barrier()
 
     error, *_ = outcomes(3, play)
-    assert isinstance(error, ExchangeError)
-    assert "from rank 2" in str(error)
+    assert isinstance(error, CollectiveTimeout)
+    assert "for rank 2" in str(error)
 
 
 def test_a_peer_that_never_receives_is_named_at_the_deadline():
@@ -318,45 +418,59 @@ def test_a_peer_that_never_receives_is_named_at_the_deadline():
                 comm.barrier()
 
     error, _ = outcomes(2, play)
-    assert isinstance(error, ExchangeError)
-    assert "rank 0 waited 0.2 s to send a file descriptor to rank 1" in str(error)
+    assert isinstance(error, CollectiveTimeout)
+    assert "rank 0 waited for rank 1 in send_fd" in str(error)
 
 
-def test_a_peer_that_is_gone_is_told():
+def test_a_peer_that_is_gone_is_told_after_what_it_sent():
     def play(comm):
         with open_channel(comm) as channel:
-            if comm.rank == 1:
+            if comm.rank == 0:
+                channel.send_fd(1, 0)  # which rank 1 never takes
+                comm.barrier()
+            else:
+                fd = memory("rank 1's")
+                channel.send_fd(0, fd)
+                os.close(fd)
+                comm.barrier()
                 channel.close()
             comm.barrier()
-            if comm.rank == 0:
+            if comm.rank == 1:
+                return
+            with pytest.raises(ExchangeError, match="to rank 1, whose channel is gone"):
                 channel.send_fd(1, 0)
+            assert content(channel.recv_fd(1)) == "rank 1's"
+            for call in (lambda: channel.recv_fd(1), lambda: channel.send_fd(1, 0)):
+                with pytest.raises(ExchangeError, match="rank 1, whose channel is"):
+                    call()
 
-    error, _ = outcomes(2, play)
-    assert isinstance(error, ExchangeError)
-    assert "rank 0 could not send a file descriptor to rank 1, whose" in str(error)
-    assert "network namespace" in str(error)
+    run_ranks(2, play)
 
 
 def test_what_is_no_descriptor_is_told():
     def play(comm):
         with open_channel(comm) as channel:
-            channel.send_fd(0, 999_999)
+            for dst in range(comm.size):
+                with pytest.raises(ExchangeError, match="Bad file descriptor"):
+                    channel.send_fd(dst, 999_999)
+                for fd in ("x", None, 1.5, 1 << 40):
+                    with pytest.raises(ArgumentError, match="be a file descriptor"):
+                        channel.send_fd(dst, fd)
 
-    (error,) = outcomes(1, play)
-    assert isinstance(error, ExchangeError)
-    assert "Bad file descriptor" in str(error)
+    run_ranks(2, play)
 
 
-@pytest.mark.parametrize("peer", [-1, 2])
+@pytest.mark.parametrize("peer", [-1, 2, "x", None])
 def test_ranks_that_do_not_exist_are_refused(peer):
     def play(comm):
+        text = f"expected a rank from 0 to 1, got {peer!r}"
         with open_channel(comm) as channel:
             for call in (
                 lambda: channel.send_fd(peer, 0),
                 lambda: channel.recv_fd(peer),
                 lambda: channel.broadcast_fds(peer, 0),
             ):
-                with pytest.raises(ArgumentError, match=f"rank {peer}: there are"):
+                with pytest.raises(ArgumentError, match=text):
                     call()
 
     run_ranks(2, play)
@@ -374,12 +488,16 @@ def test_a_broadcast_without_a_file_is_refused():
 def test_closing_twice_is_fine_and_using_it_then_is_refused():
     def play(comm):
         channel = open_channel(comm)
+        channel.send_fd(1 - comm.rank, 0)
+        comm.barrier()
         channel.close()
         channel.close()
-        channel.recv_fd(0)
+        channel.discard()  # there is nothing left
+        for call in (lambda: channel.recv_fd(0), lambda: channel.send_fd(0, 0)):
+            with pytest.raises(ClosedError, match="was closed"):
+                call()
 
-    (error,) = outcomes(1, play)
-    assert isinstance(error, ClosedError)
+    run_ranks(2, play)
 
 
 def test_closing_closes_descriptors_that_nobody_took():
@@ -397,15 +515,15 @@ def test_closing_closes_descriptors_that_nobody_took():
 
 
 def test_a_rank_without_a_socket_fails_all(monkeypatch):
-    bind = fds._bind
-    turns = iter(["refused", "bound", "bound"])
+    made = fds._socket
+    turns = iter(["refused", "made", "made"])
 
-    def refusing_bind(sock):
-        bind(sock)
+    def refused_socket():
         if next(turns) == "refused":
             raise OSError(errno.EPERM, "Operation not permitted")
+        return made()
 
-    monkeypatch.setattr(fds, "_bind", refusing_bind)
+    monkeypatch.setattr(fds, "_socket", refused_socket)
     for error in outcomes(3, open_channel):
         assert "failed on 1 of 3 ranks" in str(error)
         assert "Operation not permitted" in str(error)

@@ -130,7 +130,8 @@ def test_an_undo_that_fails_stops_no_other(what, fake):
 
 
 @pytest.mark.parametrize("what", ["vmm allocation", "vmm mapping", "ipc mapping"])
-def test_unmapping_first_waits_for_kernels_and_goes_on_if_they_failed(what, fake):
+def test_unmapping_waits_for_kernels_first_and_is_left_if_it_cannot(what, fake):
+    """A capture refuses the wait; kernels may still use what would be unmapped."""
     make, act = GIVEN_BACK[what]
     backend = make(fake)
     fake.fail = lambda name, number: (
@@ -138,10 +139,8 @@ def test_unmapping_first_waits_for_kernels_and_goes_on_if_they_failed(what, fake
     )
     with pytest.raises(DriverError, match="cuCtxSynchronize"):
         act(backend)
-    waited = max(i for i, name in enumerate(fake.names()) if name == "cuCtxSynchronize")
-    undone = [i for i, name in enumerate(fake.names()) if name in UNDO.values()]
-    assert waited < undone[0]
-    assert fake.held == []
+    assert not set(fake.names()) & set(UNDO.values())
+    assert fake.held
 
 
 def test_vmm_memory_is_of_whole_granules_and_zeroed_before_anyone_sees_it(fake):

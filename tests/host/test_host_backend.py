@@ -11,6 +11,7 @@ import pytest
 
 from numba_symm import backends
 from numba_symm.arrays import Memory
+from numba_symm.backends import host_memory
 from numba_symm.backends.host import HostBackend
 from numba_symm.errors import ArgumentError, BackendError
 
@@ -147,10 +148,75 @@ def test_a_peers_memory_that_is_too_small_is_refused(backend):
     backend.free(block)
 
 
-@pytest.mark.parametrize("asked", [1 << 62, 1 << 64])
+@pytest.mark.parametrize("asked", [None, 1 << 62, 1 << 64])
 def test_more_than_there_is_cannot_be_allocated(backend, asked):
-    with pytest.raises(BackendError, match=rf"^cannot allocate {asked} bytes: "):
-        backend.allocate(asked)
+    # Another rank's share is what is too much of all that there is.
+    asked = asked or host_memory.available()
+    with pytest.raises(BackendError, match=r"^expected \d+ bytes on each of 2 ranks"):
+        backend.allocate(asked, ranks=2)
+
+
+def test_what_was_allocated_before_counts_until_it_was_written(backend, monkeypatch):
+    page = mmap.PAGESIZE
+    monkeypatch.setattr(host_memory, "available", lambda: 100 * page)
+    first = backend.allocate(60 * page)
+    for pages, ranks in ((41, 1), (1, 2)):
+        text = f"{100 * page} bytes left for all, .* take {ranks * 60 * page};"
+        with pytest.raises(BackendError, match=text):
+            backend.allocate(pages * page, ranks)
+    backend.free(backend.allocate(40 * page))
+    backend.fill(first.address, 30 * page)
+    second = backend.allocate(70 * page)
+    backend.free(second)
+    backend.free(first)
+    backend.free(backend.allocate(50 * page, 2))
+
+
+def test_memory_that_is_freed_amid_an_allocation_counts_no_more(backend, monkeypatch):
+    """A finalizer may free it in the same thread, between any two steps."""
+    blocks = [backend.allocate(1) for _ in range(2)]
+    real = os.fstat
+
+    def freeing(fd):
+        while blocks:
+            backend.free(blocks.pop())
+        return real(fd)
+
+    monkeypatch.setattr(os, "fstat", freeing)
+    backend.free(backend.allocate(1))
+
+
+STAT = "cache 9\ninactive_file 5\nactive_file 2\ntotal_inactive_file 50\n"
+FIRST = {"memory.limit_in_bytes": "1000\n", "memory.usage_in_bytes": "400"}
+SECOND = {"memory.max": "500\n", "memory.current": "450"}
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "folder", "files", "left"),
+    [
+        ("", "", {}, 2048),
+        ("0::/a/b\n", "a/b", SECOND, 57),
+        ("0::/a/b\n", "a", SECOND, 57),  # of the group above
+        ("0::/hidden\n", "", SECOND, 57),  # a container's
+        ("0::/a\n", "a", SECOND | {"memory.max": "max"}, 2048),
+        ("4:cpu,memory:/a\n1:cpu:/\n0::/\n", "memory/a", FIRST, 650),
+        ("4:memory:/hidden\n", "memory", FIRST, 650),
+        ("0::/a\n", "a", FIRST, 2048),
+    ],
+)
+def test_what_is_left_by_host_and_groups(
+    monkeypatch, tmp_path, cgroup, folder, files, left
+):
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemFree:   9 kB\nMemAvailable:     2 kB\n")
+    (proc / "self/cgroup").write_text(cgroup)
+    (groups / folder).mkdir(parents=True)
+    for name, text in {**files, "memory.stat": STAT}.items():
+        (groups / folder / name).write_text(text)
+    monkeypatch.setattr(host_memory, "_PROC", proc)
+    monkeypatch.setattr(host_memory, "_GROUPS", groups)
+    assert host_memory.available() == left
 
 
 def test_too_many_open_files_are_told(backend):
@@ -164,6 +230,17 @@ def test_too_many_open_files_are_told(backend):
                 backend.allocate(1)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_nobody_can_change_the_size_of_a_peers_memory(backend):
+    block = backend.allocate(1)
+    fd = backend.export(block)
+    for size in (0, 2 * mmap.PAGESIZE):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    backend.write(block.address, b"there")  # else SIGBUS
+    os.close(fd)
+    backend.free(block)
 
 
 def test_a_backend_is_made_by_name():

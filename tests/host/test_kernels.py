@@ -5,17 +5,18 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import FunctionType, ModuleType, SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
+from cuda.core.utils import FileStreamProgramCache
 from numba.cuda import types
 
-from numba_symm import dtypes, kernels, pads
+from numba_symm import code_cache, dtypes, kernels, pads
 from numba_symm.collectives import (
-    agreement,
     barrier,
     broadcast_direct,
     copy_engine,
@@ -44,8 +45,7 @@ KERNELS = {
     "meet": direct.meet_kernel(3),
     "broadcast_direct": broadcast_direct.kernel(4, FLOAT32, True),
     "reduce_direct": reduce_direct.kernel(4, BFLOAT16, "sum", True),
-    "agreement": agreement.kernel(4),
-    "barrier": barrier.kernel(4),
+    "barrier": barrier.kernel(4, True),
     "pad_barrier": pads.barrier_kernel(4),
     "put_signal": pads.put_signal_kernel(4),
     "wait_signal": pads.wait_signal_kernel(4),
@@ -75,11 +75,11 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_key_changes_with_the_kernels(change):
+def test_the_key_changes_with_the_definition(change):
     assert changed(**CHANGES[change]).key((9, 0)) != changed().key((9, 0))
 
 
-def test_the_key_changes_with_all_that_a_kernel_is_made_for():
+def test_the_key_changes_with_every_argument_of_an_algorithm():
     variants = [
         one_shot.kernel(2, element, op, ragged, transport, steps)
         for element in (BFLOAT16, FLOAT32)
@@ -116,8 +116,8 @@ def test_equal_kernels_have_equal_keys():
     assert changed().key((9, 0)) == changed().key((9, 0))
 
 
-def test_every_process_finds_the_same_keys():
-    # A repr with a memory address in it, or the order of a set, would differ.
+def test_keys_are_equal_in_every_process():
+    # A memory address in a repr, or the order of a set, would differ.
     code = (
         "from tests.host.test_kernels import KERNELS\n"
         "for kernel in KERNELS.values(): print(kernel.key((9, 0)).hex())"
@@ -136,7 +136,7 @@ def test_every_process_finds_the_same_keys():
 
 
 def modules_used_by(function, seen):
-    """Collect the modules of a function and of all of ours that it may call."""
+    """Collect the modules of a function and of our functions that it may call."""
     seen[function] = sys.modules[function.__module__]
     names = function.__code__.co_names
     used = [function.__globals__.get(name) for name in names]
@@ -152,29 +152,54 @@ def modules_used_by(function, seen):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_the_sources_hold_every_module_that_a_kernel_runs(name):
+def test_the_sources_contain_every_module_of_a_kernel(name):
     modules = set(modules_used_by(KERNELS[name].function, {}).values())
     device = Path(signals.__file__).parent
     assert device in {Path(module.__file__).parent for module in modules}
     for module in modules:
-        assert Path(module.__file__).read_text() in kernels._device_sources()
+        assert Path(module.__file__) in kernels._device_files()
 
 
-def test_the_sources_hold_how_kernels_are_compiled():
-    assert Path(kernels.__file__).read_text() in kernels._device_sources()
+def test_the_sources_contain_the_module_that_compiles():
+    assert Path(kernels.__file__) in kernels._device_files()
+
+
+def test_the_key_changes_with_a_module_in_any_folder_of_kernels(tmp_path, monkeypatch):
+    package = tmp_path / "package"
+    linked = tmp_path / "algorithms"
+    for folder in (package / "bench", linked / "kernels" / "new"):
+        folder.mkdir(parents=True)
+    (package / "algorithms").symlink_to(linked)
+    monkeypatch.setattr(kernels, "PACKAGE", package)
+    sources = kernels._device_sources.__wrapped__
+    monkeypatch.setattr(kernels, "_device_sources", sources)
+    keys = [changed().key((9, 0))]
+    for name in ("a.py", "algorithms/a.py", "algorithms/kernels/new/a.py"):
+        for text in ("x = 1", "x = 2"):
+            (package / name).write_text(text)
+            keys.append(changed().key((9, 0)))
+    assert len(set(keys)) == len(keys)
+    (package / "bench" / "a.py").write_text("x = 1")  # a folder without kernels
+    assert changed().key((9, 0)) == keys[-1]
+
+
+@pytest.mark.parametrize("folder", kernels.NO_KERNELS)
+def test_folders_that_the_key_leaves_out_have_no_kernels(folder):
+    for file in (kernels.PACKAGE / folder).glob("**/*.py"):
+        assert not re.search(r"\bKernel\(|device_function", file.read_text()), file
 
 
 @pytest.mark.parametrize("name", ["put_signal", "barrier"])
-def test_the_entry_is_the_kernels_name(name):
+def test_the_entry_is_the_name_of_the_kernel(name):
     kernel = copy.copy(KERNELS[name])
     text = kernel.ptx((9, 0))
-    kernel.ptx = lambda cc: text  # Numba counts compilations in the name
+    kernel.ptx = lambda cc: text  # a new compilation would have another name
     (entry,) = re.findall(r"\.entry (\w+)\(", text)
     assert kernel.function.__name__ in entry
     assert kernels._entry(kernel.cubin((9, 0))) == entry
 
 
-def test_a_block_has_no_more_threads_than_the_kernel_was_compiled_for():
+def test_the_compiler_knows_the_threads_of_a_block():
     assert ".maxntid 32" in KERNELS["put_signal"].ptx((9, 0))
 
 
@@ -183,12 +208,14 @@ def test_a_fence_is_of_system_scope():
 
 
 @pytest.mark.parametrize("registers", [64, 128])
-def test_the_compiler_is_told_how_many_blocks_must_fit(registers):
-    kernel = changed(constants=(1,), threads=128, registers=registers, **FOR_ONE_RANK)
+def test_the_compiler_knows_how_many_blocks_must_fit(registers):
+    kernel = changed(
+        constants=(1, False), threads=128, registers=registers, **FOR_ONE_RANK
+    )
     assert f".minnctapersm {65536 // 128 // registers}" in kernel.ptx((9, 0))
 
 
-def test_grids_that_may_be_early_wait_where_the_gpu_can_launch_them_so():
+def test_early_launches_wait_on_gpus_that_have_them():
     kernel = KERNELS["barrier"]
     for instruction in ("wait", "launch_dependents"):
         assert f"griddepcontrol.{instruction};" in kernel.ptx((9, 0))
@@ -196,7 +223,7 @@ def test_grids_that_may_be_early_wait_where_the_gpu_can_launch_them_so():
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_an_early_launch_says_so_to_the_driver(early):
+def test_an_early_launch_has_an_attribute_of_the_driver(early):
     config = kernels._config(7, 128, early)
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 1, 1)
     assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (128, 1, 1)
@@ -206,7 +233,7 @@ def test_an_early_launch_says_so_to_the_driver(early):
 
 
 def stored(packed):
-    """Return the size and value of each argument, as the driver reads them."""
+    """Return the size and value of each argument that the driver reads."""
     count = len(packed.values)
     pointers = (ctypes.c_void_p * count).from_address(packed.address)
     sizes = [ctypes.sizeof(value) for value in packed.values]
@@ -227,7 +254,7 @@ def test_arguments_are_packed_member_by_member():
 
 
 @pytest.mark.parametrize("name", ["one_shot_ll", "one_shot_pull", "put_signal"])
-def test_arguments_are_packed_as_the_compiled_kernel_reads_them(name):
+def test_arguments_have_the_sizes_of_the_kernels_parameters(name):
     kernel = KERNELS[name]
     packed = kernels._Packed(kernel.signature, zeros(kernel.signature))
     bits = re.findall(r"\.param \.[a-z](\d+)", kernel.ptx((9, 0)))
@@ -257,7 +284,7 @@ def cubin():
 
 @pytest.fixture
 def fake_driver(monkeypatch, cubin):
-    """Keep the calls, and the cubins that would be loaded on a GPU."""
+    """Record the driver's calls and the loaded cubins."""
     import cuda.core
 
     seen = SimpleNamespace(calls=[], cache={}, compiled=0)
@@ -282,7 +309,7 @@ def fake_driver(monkeypatch, cubin):
 
     monkeypatch.setattr(cuda.core, "ObjectCode", Object)
     monkeypatch.setattr(kernels.driver, "call", call)
-    monkeypatch.setattr(kernels, "_disk_cache", lambda: seen.cache)
+    monkeypatch.setattr(code_cache, "_files", lambda: seen.cache)
     monkeypatch.setattr(Kernel, "cubin", compile_once)
     kernels._loaded.cache_clear()
     yield seen
@@ -291,11 +318,91 @@ def fake_driver(monkeypatch, cubin):
 
 def test_a_kernel_is_compiled_once_and_then_read_from_disk(fake_driver, cubin):
     for _ in "12":
-        kernels._loaded.cache_clear()  # what the next process starts with
+        kernels._loaded.cache_clear()  # the state of a new process
         kernels._loaded(KERNELS["put_signal"], (9, 0), 0)
     assert fake_driver.compiled == 1
     key = KERNELS["put_signal"].key((9, 0))
-    assert fake_driver.cache == {key: cubin}
+    (entry,) = fake_driver.cache.values()
+    assert entry.endswith(cubin)
+    assert code_cache.load(key) == cubin
+
+
+def load_twice():
+    """Load two kernels, as a new process would."""
+    for name in ("put_signal", "wait_signal"):
+        kernels._loaded.cache_clear()
+        kernels._loaded(KERNELS[name], (9, 0), 0)
+
+
+@pytest.fixture
+def cache(fake_driver, monkeypatch, tmp_path):
+    """Return the folder of a new cache on disk."""
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(code_cache, "_warned", False)
+    monkeypatch.setattr(code_cache, "_files", lambda: FileStreamProgramCache(folder))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda entry: b"",
+        lambda entry: entry[:100],
+        lambda entry: os.urandom(5000),
+        lambda entry: entry[: len(entry) // 2].ljust(len(entry), b"\0"),
+    ],
+    ids=["empty", "truncated", "garbage", "half of it zeros"],
+)
+def test_a_damaged_entry_is_compiled_again_and_replaced(fake_driver, cache, damage):
+    load_twice()
+    files = [file for file in cache.glob("entries/*/*") if file.is_file()]
+    assert len(files) == fake_driver.compiled == 2
+    whole = [file.read_bytes() for file in files]
+    for file in files:
+        file.write_bytes(damage(file.read_bytes()))
+    with pytest.warns(RuntimeWarning, match="damaged entry") as warned:
+        load_twice()
+    assert len(warned) == 1
+    assert fake_driver.compiled == 4
+    assert [file.read_bytes() for file in files] == whole
+    load_twice()
+    assert fake_driver.compiled == 4
+
+
+def test_an_entry_of_another_kernel_is_not_used(fake_driver, cache):
+    load_twice()
+    one, other = [file for file in cache.glob("entries/*/*") if file.is_file()]
+    one.write_bytes(other.read_bytes())
+    with pytest.warns(RuntimeWarning, match="damaged entry"):
+        load_twice()
+
+
+def no_space(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("without", ["folder", "home", "space", "right to read"])
+def test_without_a_usable_cache_kernels_are_compiled(
+    fake_driver, cache, monkeypatch, without
+):
+    if without == "folder":
+        cache.write_text("a file")
+    elif without == "home":
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", lambda: Path("~nobody-here").expanduser())
+        monkeypatch.setattr(code_cache, "_files", FileStreamProgramCache)
+    elif without == "space":
+        monkeypatch.setattr(tempfile, "mkstemp", no_space)
+    else:
+        load_twice()
+        for file in cache.glob("entries/*/*"):
+            file.unlink()
+            file.mkdir()
+    compiled = fake_driver.compiled
+    with pytest.warns(RuntimeWarning, match=r"cannot be (read|written).*XDG") as warned:
+        load_twice()
+    assert len(warned) == 1
+    assert fake_driver.compiled == compiled + 2
 
 
 def test_a_kernel_is_loaded_before_its_first_launch(fake_driver, cubin):

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from numba import cuda
 from numba.cuda import types
+from numba.cuda.typing.typeof import typeof
 
 from numba_symm import device as symm
-from numba_symm import pads
-from numba_symm.device import array_at, peer_array
+from numba_symm.device import Context, Guard, array_at, peer_array
 
 
 def through_module(ctx, n):
@@ -44,7 +44,9 @@ def test_a_store_is_kept(kernel, monkeypatch):
     # Numba asks a device function's device, which only a driver could tell.
     device = SimpleNamespace(compute_capability=(9, 0))
     monkeypatch.setattr("numba.cuda.dispatcher.get_current_device", lambda: device)
-    signature = types.void(pads.context_type(2), types.int64)
+    ctx = Context(0, 2, (1 << 40, 2 << 40), (3, 4), Guard(5, 0, 2, 6))
+    ctx.owner = object()  # of no concern to Numba
+    signature = types.void(typeof(ctx), types.int64)
     ptx, _ = cuda.compile(
         kernel, signature, device=False, abi="numba", cc=(9, 0), output="ptx"
     )

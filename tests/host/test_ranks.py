@@ -1,18 +1,28 @@
+import dataclasses
 import socket
 import sys
+import warnings
+from types import SimpleNamespace
 
 import pytest
 
+from numba_symm import environment
 from numba_symm.errors import ArgumentError, DeviceError
-from numba_symm.launch import ranks
+from numba_symm.launch import ranks, waiting
+from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.ranks import World
+from numba_symm.launch.waiting import Wait
 from tests.threads import run_ranks
 
 
 def test_ranks_of_one_host_are_numbered_in_order():
-    assert run_ranks(3, ranks.discover) == [
-        World(r, 3, r, 3, ranks.discover(Alone()).host) for r in range(3)
+    assert run_ranks(3, found) == [
+        World(r, 3, r, 3, found(Alone()).host) for r in range(3)
     ]
+
+
+def found(comm):
+    return ranks.discover(StoreExchange(comm, "test"))
 
 
 class Alone:
@@ -31,19 +41,20 @@ class Elsewhere(Alone):
     rank, size = 2, 4
 
     def allgather(self, obj):
-        boot_id, _ = obj
-        return [(boot_id, "a"), ("f" * 36, "far"), (boot_id, "b"), ("f" * 36, "far")]
+        boot_id, _ = obj.value
+        seen = [(boot_id, "a"), ("f" * 36, "far"), (boot_id, "b"), ("f" * 36, "far")]
+        return [dataclasses.replace(obj, value=value) for value in seen]
 
 
 def test_containers_of_one_host_are_one_host():
-    world = ranks.discover(Elsewhere())
+    world = found(Elsewhere())
     assert (world.local_rank, world.local_size) == (1, 2)
     assert world.host.startswith("a (")
 
 
 def test_without_a_boot_id_hosts_are_told_apart_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr(ranks, "BOOT_ID", tmp_path / "missing")
-    assert ranks.discover(Alone()).host.startswith(f"{socket.gethostname()} (")
+    assert found(Alone()).host.startswith(f"{socket.gethostname()} (")
 
 
 def test_several_hosts_are_refused_by_name():
@@ -66,12 +77,60 @@ def test_more_ranks_than_a_word_has_bits_are_refused():
         ranks.refuse_too_many(65)
 
 
+@pytest.fixture
+def launched(monkeypatch):
+    """Return what is warned of for an environment and a number of ranks."""
+
+    def warned(environ, size):
+        with monkeypatch.context() as patch:
+            for name in (*ranks._SIZES, "PMIX_RANK", "SLURM_NTASKS"):
+                patch.delenv(name, raising=False)
+            for name, value in environ.items():
+                patch.setenv(name, value)
+            mpi = SimpleNamespace(
+                Comm=Alone, COMM_WORLD=Alone(), Is_finalized=lambda: False
+            )
+            patch.setattr(mpi.COMM_WORLD, "size", size)
+            patch.setitem(sys.modules, "mpi4py.MPI", mpi)
+            environment.warn_once.cache_clear()
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                for _ in "12":
+                    ranks.warn_if_alone(mpi.COMM_WORLD)
+                    ranks.warn_if_alone("no communicator of mpi4py's")
+        environment.warn_once.cache_clear()
+        return [str(each.message) for each in found]
+
+    return warned
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "OMPI_COMM_WORLD_SIZE=4"),
+        ({"PMI_SIZE": "2", "PMIX_RANK": "0"}, "PMI_SIZE=2"),
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_NTASKS": "8"}, "STEP_NUM_TASKS=8"),
+        ({"PMIX_RANK": "3"}, "PMIX_RANK=3"),
+        ({"PMIX_RANK": "0"}, None),
+        ({"SLURM_NTASKS": "8"}, None),  # an allocation, and no step of it
+        ({"OMPI_COMM_WORLD_SIZE": "1", "SLURM_STEP_NUM_TASKS": "8"}, None),
+        ({"PMI_SIZE": "many"}, None),
+        ({}, None),
+    ],
+)
+def test_one_rank_where_a_launcher_started_more_is_warned_of(launched, environ, said):
+    texts = launched(environ, 1)
+    assert len(texts) == (said is not None)
+    assert all(said in text and "has 1 rank" in text for text in texts)
+    assert launched(environ, 2) == []
+
+
 @pytest.mark.parametrize("comm", [None, 0, 3, "world"])
 def test_what_is_no_communicator_is_refused(comm):
     with pytest.raises(ArgumentError, match="is no communicator"):
-        ranks.discover(comm)
+        ranks.checked(comm)
     with pytest.raises(ArgumentError, match="is no communicator"):
-        ranks.duplicate(comm)
+        duplicate(comm)
 
 
 def test_a_refusal_names_the_missing_members():
@@ -79,12 +138,12 @@ def test_a_refusal_names_the_missing_members():
         rank, size = 0, 1
 
     with pytest.raises(ArgumentError, match="lacks allgather, barrier;"):
-        ranks.discover(Half())
+        ranks.checked(Half())
 
 
 def test_only_mpi_communicators_are_duplicated_and_freed():
     comm = Alone()
-    assert ranks.duplicate(comm) is comm
+    assert duplicate(comm) is comm
     ranks.release(comm)
     ranks.release(comm)
 
@@ -102,8 +161,8 @@ class FakeMPI:
         def __bool__(self):
             return self.name != "null"
 
-        def Dup(self):
-            return FakeMPI.Comm("duplicate")
+        def Idup(self):
+            return FakeMPI.Comm("duplicate"), FakeMPI.Request()
 
         def Split(self, color, key):
             undefined = color == FakeMPI.UNDEFINED
@@ -114,9 +173,26 @@ class FakeMPI:
             assert not FakeMPI.finalized
             self.name = "null"
 
+    class Request:
+        """Of a duplicate that is there when it is asked for the third time."""
+
+        asked = 0
+
+        def Test(self):
+            self.asked += 1
+            return self.asked == 3
+
+    @staticmethod
+    def Is_initialized():
+        return False
+
     @staticmethod
     def Is_finalized():
         return FakeMPI.finalized
+
+
+def duplicate(comm):
+    return waiting.duplicate(comm, Wait("Communicator", 0))
 
 
 @pytest.fixture
@@ -127,15 +203,40 @@ def mpi(monkeypatch):
 
 
 def test_an_mpi_communicator_is_duplicated_and_freed_once(mpi):
-    comm = ranks.duplicate(mpi.Comm("world"))
+    comm = duplicate(mpi.Comm("world"))
     assert comm.name == "duplicate"
     ranks.release(comm)
     ranks.release(comm)
     assert comm.name == "null"
 
 
+def test_who_was_interrupted_goes_on_with_the_same_duplicate(mpi, monkeypatch):
+    """MPI cannot take a call back, and the other ranks wait for this one."""
+
+    def interrupted(self, absent):
+        raise KeyboardInterrupt
+
+    world, other = mpi.Comm("world"), mpi.Comm("other")
+    with monkeypatch.context() as patch:
+        patch.setattr(Wait, "pause", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            duplicate(world)
+    (_, begun, _) = waiting._begun[-1]
+    assert duplicate(other) is not begun
+    assert duplicate(world) is begun
+    assert duplicate(world) is not begun
+    assert not waiting._begun
+
+
+def test_nothing_is_made_once_mpi_has_finalized(mpi):
+    mpi.finalized = True
+    for call in (duplicate, lambda comm: ranks.checked_split(comm, 0, 0)):
+        with pytest.raises(ArgumentError, match="MPI has been finalized, so no comm"):
+            call(mpi.Comm("world"))
+
+
 def test_nothing_is_freed_once_mpi_has_finalized(mpi):
-    comm = ranks.duplicate(mpi.Comm("world"))
+    comm = duplicate(mpi.Comm("world"))
     mpi.finalized = True
     ranks.release(comm)
     assert comm.name == "duplicate"
@@ -143,11 +244,11 @@ def test_nothing_is_freed_once_mpi_has_finalized(mpi):
 
 def test_null_and_intercommunicators_are_refused(mpi):
     with pytest.raises(ArgumentError, match="is no communicator"):
-        ranks.discover(mpi.Comm("null"))
+        ranks.checked(mpi.Comm("null"))
     inter = mpi.Comm("inter")
     inter.is_inter = True
     with pytest.raises(ArgumentError, match="intercommunicator"):
-        ranks.duplicate(inter)
+        duplicate(inter)
 
 
 class Divisible(Alone):

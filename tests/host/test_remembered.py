@@ -3,7 +3,7 @@
 from numba_symm.remembered import UNKNOWN, Remembered
 
 
-def test_what_is_used_stays_and_what_is_not_goes():
+def test_used_values_stay_and_unused_ones_are_evicted():
     cache = Remembered(10)
     cache.put("used", 0)
     cache.put("unused", None)
@@ -15,7 +15,7 @@ def test_what_is_used_stays_and_what_is_not_goes():
     assert [cache.get(number) for number in range(91, 100)] == list(range(91, 100))
 
 
-def test_none_is_a_value_and_nothing_is_left_after_clear():
+def test_none_is_a_value_and_clear_removes_all():
     cache = Remembered(2)
     for number in range(4):
         cache.put(number, None)

@@ -5,16 +5,21 @@ processes: they exclude each other, and closing one is what the kernel does at d
 """
 
 import gc
+import os
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from numba_symm.errors import BackendError, ClosedError
+from numba_symm.errors import ArgumentError, BackendError, ClosedError, ExchangeError
+from numba_symm.launch import locks
 from numba_symm.sharing import counters
-from numba_symm.sharing.counters import CounterFile, RefCounterFile
+from numba_symm.sharing.counters import CounterFile, Open
 from numba_symm.sharing.guard import Guard
 from numba_symm.sharing.layout import Layout
+from numba_symm.sharing.ref_counters import RefCounterFile
+from tests.interrupts import interrupted
 
 
 @pytest.fixture
@@ -34,6 +39,13 @@ def shared(file, opens):
 
 def consumer_of(file):
     return CounterFile(*file.describe())
+
+
+def take(file, slot, serial):
+    """Take a reference and return its open."""
+    opened = Open(slot, serial)
+    file.take(opened)
+    return opened
 
 
 def test_the_members_of_the_source(file):
@@ -70,18 +82,21 @@ def test_slots_are_used_again(file):
 def test_opens_take_what_is_unopened_and_then_add(file):
     slot, serial = shared(file, 2)
     there = consumer_of(file)
-    numbers = [there.take(slot, serial) for _ in range(3)]
-    assert len(set(numbers)) == 3
+    opens = [take(there, slot, serial) for _ in range(3)]
+    assert len({opened.number for opened in opens}) == 3
     assert (file.value(slot), file.unopened(slot)) == (3, 0)
-    for number in numbers:
+    for opened in opens:
         assert file.take_released() == []
-        there.give_back(number)
+        there.give_back(opened)
+        there.give_back(opened)  # does nothing
     assert file.value(slot) == 0
     assert file.take_released() == [slot]
+    assert file.take_released() == [slot]  # until it is said to be returned
+    file.settled()
     assert file.take_released() == []
     assert there.idle
     with pytest.raises(ClosedError, match="shared no more"):
-        there.take(slot, serial)
+        take(there, slot, serial)
     there.close()
 
 
@@ -91,10 +106,16 @@ def test_a_slot_that_is_used_again_refuses_what_names_its_last_use(file):
     assert there.cancel(slot, serial) == 1
     assert file.take_released() == [slot]
     file.return_offset(slot)
+    file.settled()
     assert shared(file, 1) == (slot, serial + 1)
-    for stale in (there.take, lambda *name: there.add(*name, 1)):
+    stale_calls = (
+        lambda: take(there, slot, serial),
+        lambda: there.add(slot, serial, 1),
+        lambda: there.check(slot, serial, b""),
+    )
+    for stale in stale_calls:
         with pytest.raises(ClosedError, match="shared no more"):
-            stale(slot, serial)
+            stale()
     assert there.cancel(slot, serial) == 0
     assert file.value(slot) == 1
     there.close()
@@ -103,13 +124,13 @@ def test_a_slot_that_is_used_again_refuses_what_names_its_last_use(file):
 def test_cancelling_leaves_what_is_open(file):
     slot, serial = shared(file, 5)
     there = consumer_of(file)
-    number = there.take(slot, serial)
+    opened = take(there, slot, serial)
     assert file.cancel(slot, serial) == 4
     assert file.cancel(slot, serial) == 0
     assert file.take_released() == []
     there.add(slot, serial, 2)
     assert (file.value(slot), file.unopened(slot)) == (3, 2)
-    there.give_back(number)
+    there.give_back(opened)
     assert there.cancel(slot, serial) == 2
     assert file.take_released() == [slot]
     there.close()
@@ -118,16 +139,18 @@ def test_cancelling_leaves_what_is_open(file):
 def test_the_references_of_the_dead_are_taken_back(file):
     slots = [shared(file, 2) for _ in range(4)]
     killed, alive = consumer_of(file), consumer_of(file)
-    for slot, serial in slots[:3]:
-        killed.take(slot, serial)
-    killed.take(*slots[0])
-    kept = alive.take(*slots[0])
-    own = file.take(*slots[1])
+    for slot in slots[:3]:
+        take(killed, *slot)
+    take(killed, *slots[0])
+    kept = take(alive, *slots[0])
+    own = take(file, *slots[1])
     assert file.cancel(*slots[1]) == 0
     file.cancel(*slots[2])
     assert file.take_released() == []
     killed.close()
     assert file.take_released() == [slots[2][0]]
+    file.return_offset(slots[2][0])
+    file.settled()
     assert [file.value(slot) for slot, _ in slots] == [1, 1, 0, 2]
     assert [file.unopened(slot) for slot, _ in slots] == [0, 0, 0, 2]
     alive.give_back(kept)
@@ -139,7 +162,7 @@ def test_the_references_of_the_dead_are_taken_back(file):
 def test_a_death_amid_a_change_is_made_up_for(file):
     slot, serial = shared(file, 3)
     there = consumer_of(file)
-    there.take(slot, serial)
+    take(there, slot, serial)
     there._unopened[slot] -= 1  # as if killed before the open was noted
     there.close()
     assert file.take_released() == []
@@ -167,10 +190,10 @@ def test_changes_are_atomic_between_descriptions(file):
     def work():
         there = consumer_of(file)
         for _ in range(rounds):
-            held = [there.take(slot, serial) for _ in range(3)]
+            held = [take(there, slot, serial) for _ in range(3)]
             there.add(slot, serial, 2)
-            for number in held:
-                there.give_back(number)
+            for opened in held:
+                there.give_back(opened)
         there.close()
 
     workers = [threading.Thread(target=work) for _ in range(threads)]
@@ -187,48 +210,56 @@ def test_changes_are_atomic_between_descriptions(file):
 def test_opens_of_one_consumer_lie_together(file):
     slot, serial = shared(file, 1)
     first, second = consumer_of(file), consumer_of(file)
-    numbers = [(first.take(slot, serial), second.take(slot, serial)) for _ in range(50)]
-    mine = [number for number, _ in numbers]
+    pairs = [(take(first, slot, serial), take(second, slot, serial)) for _ in range(50)]
+    mine = [opened.number for opened, _ in pairs]
     assert mine == list(range(mine[0], mine[0] + 50))
     assert len(file._alive()) == 100
-    first.give_back(mine[7])
-    assert first.take(slot, serial) == mine[7]
+    first.give_back(pairs[7][0])
+    assert take(first, slot, serial).number == mine[7]
     first.close()
     second.close()
 
 
 def test_the_guard_does_later_what_a_finaliser_asks_for():
     guard, done = Guard(), []
-    with guard:
+
+    def job():
         guard.later(lambda: done.append("later"))
         guard.now(lambda: done.append("now"))  # within the same thread
-        assert done == []
+        return list(done)
+
+    assert guard.do(job) == []
     assert done == ["later", "now"]
 
 
-def test_what_a_job_leaves_is_done_without_the_lock():
-    guard, done = Guard(), []
+def test_what_comes_after_is_done_without_the_lock():
+    done = []
 
-    def job():
-        return lambda: guard.now(lambda: done.append("follow-up"))
+    def after():
+        if len(done) % 2:
+            guard.now(lambda: done.append("after"))
 
-    guard.now(job)
-    guard.later(job)
-    assert done == ["follow-up"] * 2
+    guard = Guard(after)
+    guard.now(lambda: done.append("now"))
+    guard.later(lambda: done.append("later"))
+    guard.do_queued()
+    assert done == ["now", "after", "later", "after"]
 
 
 def test_an_error_of_a_later_job_is_logged_and_one_of_now_raised(caplog):
     guard, done = Guard(), []
 
     def fails():
-        raise ValueError("mine")
+        raise BackendError("mine")
 
-    with guard:
+    def queue():
         guard.later(fails)
         guard.later(lambda: done.append("next"))
+
+    guard.do(queue)
     assert done == ["next"]
-    assert "ValueError: mine" in caplog.text
-    with pytest.raises(ValueError, match="mine"):
+    assert "BackendError: mine" in caplog.text
+    with pytest.raises(BackendError, match="mine"):
         guard.now(fails)
     guard.now(lambda: done.append("free again"))
     assert done[-1] == "free again"
@@ -242,8 +273,7 @@ def test_jobs_of_other_threads_are_not_lost():
             if i % 2:
                 guard.later(lambda: done.append(1))
             else:
-                with guard:
-                    done.append(1)
+                guard.do(lambda: done.append(1))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -260,6 +290,134 @@ def test_the_extent_of_layouts():
     assert Layout(0, (3, 0), (0, 4), dtype).extent == (0, 0)
     assert Layout(0, (), (), dtype).extent == (0, 4)
     assert Layout(8, (2, 2), (0, 16), dtype).extent == (0, 20)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(counters, "PATIENCE", 0.2)
+
+
+def test_who_keeps_the_lock_is_named_at_the_deadline(file, impatient, caplog):
+    slot, serial = shared(file, 3)
+    stopped, there = consumer_of(file), consumer_of(file)
+    mine = take(there, slot, serial)
+    there.cancel(slot, serial)
+    there.give_back(mine)
+    mine = take(there, *shared(file, 2))
+    stopped._process = 4711
+    stopped._acquire()
+    waits = (
+        (file, file.take_released),
+        (there, lambda: take(there, slot, serial)),
+        (there, lambda: there.give_back(mine)),
+        (there, lambda: there.add(slot, serial, 1)),
+        (there, lambda: there.cancel(slot, serial)),
+    )
+    for one, call in waits:
+        started, known = time.monotonic(), one.stuck
+        with pytest.raises(ExchangeError, match=r"process 4711 .* locked for 0\.2 s"):
+            call()
+        seconds = time.monotonic() - started
+        assert (seconds < 0.15) if known else (0.2 <= seconds < 2)
+        assert one.stuck
+    assert caplog.text.count("process 4711") == 2  # once for each who waited
+    stopped.close()  # as if killed
+    there.give_back(mine)
+    assert file.take_released() == [slot]
+    assert not file.stuck
+    assert not there.stuck
+    there.close()
+
+
+DAMAGE = {
+    "a circle": lambda file, free: file._next.__setitem__(free[1], free[0] + 1),
+    "itself": lambda file, free: file._next.__setitem__(free[0], free[0] + 1),
+    "no slot": lambda file, free: file._next.__setitem__(free[0], 123_456),
+    "a negative one": lambda file, free: file._next.__setitem__(free[0], -1),
+    "an unused one": lambda file, free: file._next.__setitem__(free[0], 5000),
+    "no first": lambda file, free: file._released.__setitem__(0, -(1 << 62)),
+    "one in use": lambda file, free: file._next.__setitem__(free[0], free[2] + 1),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_list_is_counted_again(file, caplog, damage):
+    slots = [shared(file, 1) for _ in range(3)]
+    there = consumer_of(file)
+    taken = take(there, *slots[2])
+    for slot in slots[:2]:
+        there.cancel(*slot)
+    there._slot[1000:1010] = 65535  # no slot
+    DAMAGE[damage](there, [slot for slot, _ in reversed(slots[:2])] + [slots[2][0]])
+    assert sorted(file.take_released()) == [slot for slot, _ in slots[:2]]
+    assert "written to the counters" in caplog.text
+    for slot, _ in slots[:2]:
+        file.return_offset(slot)
+    file.settled()
+    assert file.value(slots[2][0]) == 1
+    there.give_back(taken)
+    assert file.take_released() == [slots[2][0]]
+    there.close()
+
+
+def test_handles_are_checked_by_what_was_recorded(file):
+    slot, serial = shared(file, 1)
+    there = consumer_of(file)
+    digest = bytes(range(counters.DIGEST_BYTES))
+    with pytest.raises(ArgumentError, match="altered"):
+        there.check(slot, serial, digest)
+    file.set_digest(slot, digest)
+    there.check(slot, serial, digest)
+    with pytest.raises(ArgumentError, match="altered"):
+        there.check(slot, serial, digest[::-1])
+    there.close()
+
+
+def test_interrupts_leave_no_lock_and_no_half_change(file):
+    slot, serial = shared(file, 5)
+    there, other = consumer_of(file), consumer_of(file)
+    opened = Open(slot, serial)
+
+    def change():
+        there.take(opened)
+        there.give_back(opened, unused=True)
+
+    def check():
+        assert locks.try_lock(other._fd, counters._MUTEX)
+        locks.unlock(other._fd, counters._MUTEX)
+        taken = int(opened.number is not None)
+        assert (file.value(slot), file.unopened(slot) + taken) == (5, 5)
+        there.give_back(opened, unused=True)
+        assert (file.value(slot), file.unopened(slot)) == (5, 5)
+        assert there.idle
+
+    assert interrupted(change, check, 6000) > 1000
+    there.close()
+    other.close()
+
+
+def test_interrupts_leave_no_guard_held():
+    guard, done = Guard(), []
+
+    def work():
+        guard.do(lambda: done.append("now"))
+        guard.later(lambda: done.append("later"))
+
+    def check():
+        assert not guard._lock._is_owned()
+
+    assert interrupted(work, check, 10_000) > 2000
+    guard.do_queued()
+    assert {*done} == {"now", "later"}
+
+
+def test_nobody_can_change_the_size_of_a_file(file):
+    there = consumer_of(file)
+    for size in (0, 1 << 30):
+        with pytest.raises(PermissionError):
+            os.ftruncate(there._fd, size)
+    assert file.value(0) == 0  # else SIGBUS
+    there.close()
 
 
 def test_files_go_with_their_objects():

@@ -1,5 +1,7 @@
 """A user's own kernels over symmetric memory, by numba_symm.device."""
 
+import gc
+
 import numpy as np
 import pytest
 from numba import cuda
@@ -287,6 +289,24 @@ def test_a_context_inside_an_array_begins_there(comm, finished):
     finished()
     left = (comm.rank - 1) % comm.size
     assert get(x).tolist() == [0.0] * 5 + [left + 1.0] * COUNT
+
+
+def test_a_context_keeps_its_memory(comm, finished):
+    """Though nothing else does: what is allocated later is another's."""
+    ctx = comm.rendezvous(comm.zeros(COUNT, np.float32)).ctx
+    later = [comm.zeros(COUNT, np.float32) for _ in range(2)]
+    source = device(np.full(COUNT, comm.rank + 1, np.float32))
+    out = device(np.zeros(COUNT, np.float32))
+    shift[1, THREADS](ctx, source, out, COUNT)
+    finished()
+    left = (comm.rank - 1) % comm.size
+    assert get(out).tolist() == [left + 1.0] * COUNT
+    assert [get(each).any() for each in later] == [False, False]
+    kept = len(comm.heap._entries)
+    del ctx
+    gc.collect()
+    comm.zeros(COUNT, np.float32)
+    assert len(comm.heap._entries) == kept  # one more, and the context's less
 
 
 def test_kernels_and_collectives_in_turn(comm, finished):

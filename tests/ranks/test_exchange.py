@@ -151,6 +151,29 @@ def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
     meet(comm, world)
 
 
+@pytest.mark.parametrize("algorithm", ["ll", "marked", "signalled", "copy_engine"])
+def test_elements_of_any_size_are_moved(comm, world, algorithm):
+    for itemsize in (3, 20, 24, 40):
+        dtype = np.dtype([("bytes", np.uint8, (itemsize,))])
+        inputs = [
+            np.random.default_rng([itemsize, rank]).bytes(2 * comm.size * itemsize)
+            for rank in range(comm.size)
+        ]
+        x = comm.empty(2 * comm.size * itemsize, np.uint8)
+        put(x, np.frombuffer(inputs[comm.rank], np.uint8))
+        moved = [
+            comm.all_gather(x.view(dtype), algorithm=algorithm),
+            comm.all_to_all(x.view(dtype), algorithm=algorithm),
+            comm.broadcast(x.view(dtype), comm.size - 1, algorithm=algorithm),
+        ]
+        comm.synchronize()
+        part = slice(2 * itemsize * comm.rank, 2 * itemsize * (comm.rank + 1))
+        wanted = [b"".join(inputs), b"".join(each[part] for each in inputs), inputs[-1]]
+        found = [bytes(each.view(np.uint8).copy_to_host()) for each in moved]
+        assert found == wanted, itemsize
+        meet(comm, world)
+
+
 @pytest.mark.parametrize(
     "algorithm", [None, "ll", "marked", "signalled", "copy_engine"]
 )
@@ -219,3 +242,38 @@ def test_plans(comm, world):
     for name, result in zip(NAMES[1:], results[1:], strict=True):
         assert same(get(result), wanted_of(name, inputs, "sum", comm.rank))
     meet(comm, world)
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "all_reduce"])
+def test_copy_engines_take_arrays_that_lie_differently(comm, world, name):
+    """If one rank's array is not where the others' are, all go another way."""
+    count = 4 * comm.size * 12
+    room = comm.empty((4, comm.size * count + 32), np.float32)
+    one = comm.size - 1  # the rank that differs
+    for case in ("alike", "elsewhere", "ordinary x", "ordinary out", "in place"):
+        inputs = [
+            np.arange(count, dtype=np.float32) * (r + 2) for r in range(comm.size)
+        ]
+        differs = comm.rank == one
+        x, out = (
+            room[0, :count],
+            room[1, : count * (comm.size if "gather" in name else 1)],
+        )
+        if differs and case == "elsewhere":
+            x, out = room[2, 16 : 16 + count], room[3, 32 : 32 + out.size]
+        elif differs and case == "ordinary x":
+            x = ordinary(count, np.float32)
+        elif differs and case == "ordinary out":
+            out = ordinary(out.size, np.float32)
+        elif differs and case == "in place":
+            x = out[comm.rank * count :][:count] if "gather" in name else out
+        put(x, inputs[comm.rank])
+        if name == "all_to_all":
+            x, out = (each.reshape(comm.size, -1) for each in (x, out))
+        getattr(comm, name)(x, out=out, algorithm="copy_engine")
+        comm.synchronize()
+        wanted = sum(inputs)
+        if name != "all_reduce":
+            wanted = wanted_of(name, inputs, "sum", comm.rank)
+        assert same(get(out).ravel(), np.ravel(wanted)), case
+        meet(comm, world)

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import numba_symm as ns
 from numba_symm.collectives import transfer
@@ -282,6 +283,7 @@ def test_debug_mode_tells_of_one_ranks_mistake(world):
         size, last = comm.size, comm.rank == comm.size - 1
         x, odd = comm.zeros(2 * size), comm.zeros(3 * size + 1)
         root, even = size - 1, [2 * size] * size
+        plan = comm.all_reduce_init(x)
 
         def scatter():
             comm.scatter(odd if last else None, root, x[:3])
@@ -289,20 +291,62 @@ def test_debug_mode_tells_of_one_ranks_mistake(world):
         def reduce_scatter_v():
             comm.reduce_scatter_v(x, [2] * size, out=x[1:3] if last else None)
 
+        def too_many():
+            with comm.group():
+                for _ in range(most_messages(size) * last):
+                    comm.send(x[:1], 0)
+                comm.gather(x[:2])
+
         for root_of_all in range(size):
             comm.gather(x, root_of_all)  # remembered; what follows differs all the same
         mistakes = [
-            (lambda: comm.gather(x[::2] if last else x), "strided"),
+            (lambda: comm.gather(x[::2] if last else x), "contiguous"),
             (scatter, "must be a multiple"),
             (lambda: comm.all_gather_v(x, 8 if last else even), "for each"),
             (reduce_scatter_v, "overlaps"),
             (lambda: comm.gather(x, root=int(last)), "root 0"),
+            (too_many, f"rank {size - 1}: group: more than"),
+            (lambda: comm.barrier("no" if last else 0), f"{size - 1}: stream='no'"),
+            (lambda: plan("no" if last else 0), f"{size - 1}: stream='no'"),
+            *mistaken_counts(comm, x, last),
         ]
         for call, text in 2 * mistakes:
             refused(world, ns.ArgumentError, call, text)
         counts = np.full(size, 2) if last else [2] * size
         comm.all_gather_v(x[:2], counts)
         comm.reduce_scatter_v(x, counts, added)
+
+
+def mistaken_counts(comm, x, last):
+    """Return calls in which the last rank passes a wrong count, and what they say."""
+    size, r = comm.size, comm.size - 1
+    two, three = [2] * size, x[: 3 if last else 2]
+    out = ordinary(three.size, np.float32)  # apart from x
+    ints = ordinary(2, np.int32 if last else np.float32)
+    ones, taken = [1] * size, [2 if last else 1] + [1] * (size - 1)
+    return [
+        (
+            lambda: comm.gather_v(three, two),
+            f"gather_v: rank {r} sends 3 elements (x.size) to rank 0, which expects 2 "
+            f"(counts[{r}]); pass counts that agree",
+        ),
+        (
+            lambda: comm.scatter(x, 0, out),
+            f"scatter: rank 0 sends 2 elements (x.size // size) to rank {r}, which "
+            "expects 3 (out.size)",
+        ),
+        (
+            lambda: comm.scatter_v(x, two, out=out),
+            f"scatter_v: rank 0 sends 2 elements (counts[{r}]) to rank {r}, which "
+            "expects 3 (out.size)",
+        ),
+        (
+            lambda: comm.all_to_all_v(x[:size], ones, taken),
+            f"all_to_all_v: rank 0 sends 1 elements (send_counts[{r}]) to rank {r}, "
+            "which expects 2 (recv_counts[0])",
+        ),
+        (lambda: comm.scatter(x, 0, ints), "int32, root 0"),
+    ]
 
 
 def added(a, b):
@@ -407,18 +451,37 @@ def test_gather_and_scatter_in_place(comm, world):
     world.barrier()
 
 
-def test_scatter_ignores_what_others_than_the_root_pass(comm, world):
+def test_what_only_the_root_has_is_ignored_on_other_ranks(comm, world):
     """As MPI does: programs pass the same to all."""
-    root = comm.size - 1
+    root, counts = comm.size - 1, [2] * comm.size
     whole, out = comm.zeros(2 * comm.size), comm.zeros(2)
     put(whole, np.full(2 * comm.size, comm.rank, np.float32))
-    for x in (whole, np.zeros(3), "nothing"):
+    for other in (whole, np.zeros(3), "nothing"):
         put(out, np.full(2, -1, np.float32))
-        x = whole if comm.rank == root else x
-        comm.scatter(x, root, out)
-        comm.scatter_v(x, [2] * comm.size, None, root, out)
+        given = whole if comm.rank == root else other
+        comm.scatter(given, root, out)
+        comm.scatter_v(given, counts, None, root, out)
         comm.synchronize()
         assert (out.copy_to_host() == root).all()
+    mine, all_in = comm.zeros(2), comm.zeros(2 * comm.size)
+    put(mine, np.full(2, comm.rank, np.float32))
+    for other in (all_in, np.zeros(3), "nothing", all_in[:1]):
+        into = all_in if comm.rank == root else other
+        sum_in = out if comm.rank == root else other
+        for found in (
+            comm.gather(mine, root, into),
+            comm.gather_v(mine, counts, None, root, into),
+            comm.reduce(mine, "sum", root, sum_in),
+            comm.reduce_init(mine, "sum", root, sum_in)(),
+        ):
+            assert found is None or comm.rank == root
+        comm.synchronize()
+        if comm.rank == root:
+            assert (all_in.copy_to_host() == np.repeat(np.arange(comm.size), 2)).all()
+            assert (out.copy_to_host() == sum(range(comm.size))).all()
+        else:
+            assert (all_in.copy_to_host() == 0).all()
+            assert (out.copy_to_host() == root).all()
     world.barrier()
 
 
@@ -618,6 +681,22 @@ def test_bad_messages(comm, world):
         (lambda: comm.sendrecv(x, comm.rank, out, None), ("sends itself",)),
         (lambda: comm.send(np.zeros(3), (comm.rank + 1) % comm.size), ("host",)),
         (lambda: comm.gather(x, root=9), ("root=9",)),
+        (
+            lambda: comm.gather(x, comm.rank, out),
+            (f"gather: expected out of {8 * comm.size} elements", "got 8"),
+        ),
+        (
+            lambda: comm.scatter(comm.zeros(2 * comm.size), comm.rank, out),
+            ("scatter: expected out of 2 elements", "got 8"),
+        ),
+        (
+            lambda: comm.sendrecv(x, 0, out, MPI.PROC_NULL),
+            (f"src={MPI.PROC_NULL}", "None, not MPI.PROC_NULL, for nobody"),
+        ),
+        (
+            lambda: comm.reduce_scatter_v(x, [8] + [0] * (comm.size - 1), "mean"),
+            ("reduce_scatter_v: expected an operator, got op='mean'",),
+        ),
         (lambda: comm.scatter_v(x, [1], root=comm.rank), ("for each of",)),
         (lambda: comm.scatter_v(x, root=comm.rank), ("counts=None",)),
         (lambda: comm.all_gather_v(x, [7] * comm.size), ("counts[rank] is 7",)),
@@ -641,7 +720,7 @@ def test_bad_messages(comm, world):
         ),
         (
             lambda: comm.gather(comm.zeros((2, 2))[:, :1], root=0),
-            ("strided",),
+            ("contiguous",),
         ),
     ]:
         refused(world, ns.ArgumentError, call, *texts)

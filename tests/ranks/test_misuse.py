@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import os
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,11 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import environment
+from numba_symm import environment, memory
+from numba_symm.backends import host_memory
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import devices, ranks
+from tests.ranks import junk
 from tests.ranks.helpers import check_works, get, ordinary, put, refused
 
 BACKEND = "NUMBA_SYMM_BACKEND"
@@ -59,6 +62,38 @@ def test_too_many_ranks(world, everywhere, monkeypatch, fresh):
         )
 
 
+@pytest.mark.skipif(
+    "config.pluginmanager.get_plugin('agreement').comm.size > 1",
+    reason="one rank is enough, and waits for nobody",
+)
+@pytest.mark.parametrize("state", ["open", "debug", "closed"])
+def test_whatever_is_passed_the_error_is_ours(world, state):
+    """Each argument of each public call is replaced by junk, one at a time."""
+    comm = ns.Communicator(world, timeout=60, debug=state == "debug")
+    foreign = []
+    misuses = junk.misuses(comm, world)
+    next(misuses)
+    if state == "closed":
+        comm.close()
+    for name, call, right in misuses:
+        try:
+            made = call()
+        except ns.SymmError as error:
+            # The root class itself is what another error was turned into.
+            if (right and state != "closed") or type(error) is ns.SymmError:
+                foreign.append(f"{name}: {error}")
+        except Exception as error:
+            foreign.append(f"{name}: {type(error).__name__}: {error}")
+        else:
+            if isinstance(made, ns.Communicator | ns.IpcChannel):
+                made.close()
+            del made
+    assert not foreign, "\n".join(foreign)
+    if state != "closed":
+        check_works(comm)
+    comm.close()
+
+
 # Arguments that must agree
 
 
@@ -87,14 +122,17 @@ def test_shapes_and_dtypes_must_agree(comm, everywhere, last, make):
 
 @pytest.mark.parametrize("shape", [-1, (3, -2), 2.0, "ab", ("a", 1), (1.5,)])
 def test_shapes_that_are_none_are_refused(comm, everywhere, shape):
-    everywhere(ns.ArgumentError, lambda: comm.empty(shape), "give integers from 0")
+    everywhere(ns.ArgumentError, lambda: comm.empty(shape), "expected integers from 0")
     check_works(comm)
 
 
 def test_a_shape_wrong_on_one_rank_is_refused_on_all(comm, everywhere, last):
     shape = (-3,) if last else (3,)
     said = everywhere(ns.ArgumentError, lambda: comm.empty(shape), "failed on 1 of")
-    assert f"rank {comm.size - 1}: empty: shape=(-3,)" in said
+    assert (
+        f"rank {comm.size - 1}: empty: expected integers from 0, got shape=(-3,)"
+        in said
+    )
     assert said.count("shape=") == 1
     check_works(comm)
 
@@ -111,24 +149,40 @@ def test_dtypes_that_are_none_are_refused(comm, everywhere):
 
 
 def test_more_than_an_address_space_is_refused(comm, everywhere):
-    for shape in ((1 << 32, 1 << 32), 1 << 61, 1 << 70):
-        everywhere(
-            ns.ArgumentError,
-            lambda s=shape: comm.empty(s, np.float64),
-            "is no number of bytes",
-        )
     memory = comm.rendezvous(comm.empty(4, np.float32))
-    for shape in ((1 << 32, 1 << 32), 1 << 62, (np.int64(1 << 62), 4)):
-        everywhere(
-            ns.ArgumentError,
-            lambda s=shape: memory.get_buffer(0, s, np.float32),
-            "of a buffer of 16",
-        )
+    for shape in ((1 << 32, 1 << 32), 1 << 61, 1 << 70, (np.int64(1 << 62), 4)):
+        for call in (
+            lambda s=shape: comm.empty(s, np.float64),
+            lambda s=shape: memory.get_buffer(0, s, np.float64),
+        ):
+            everywhere(ns.ArgumentError, call, "expected less than 2**63 bytes")
+    everywhere(
+        ns.ArgumentError,
+        lambda: memory.get_buffer(0, 1 << 60, np.float32),
+        "of a buffer of 16",
+    )
     check_works(comm)
 
 
 def test_memory_that_is_not_there_is_told(comm, everywhere):
     everywhere(ns.BackendError, lambda: comm.empty(1 << 47, np.int8), "empty failed on")
+    check_works(comm)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="a GPU's driver knows what there is")
+def test_what_the_host_has_is_all_ranks_together(comm, world, everywhere):
+    """Linux would kill whoever writes to more of it."""
+    most = world.bcast(host_memory.available()) // comm.size
+    kept = comm.empty(most * 2 // 3, np.int8)  # which nobody has written
+    for nbytes in (most * 5 // 4, most * 2 // 3):
+        everywhere(
+            ns.BackendError,
+            lambda n=nbytes: comm.empty(n, np.int8),
+            f"bytes on each of {comm.size} ranks to fit into the memory of this host",
+            "ask for less, or start fewer ranks",
+        )
+    del kept
+    comm.empty(most * 2 // 3, np.int8)
     check_works(comm)
 
 
@@ -174,7 +228,9 @@ def test_a_rendezvous_needs_one_size_on_all_ranks(comm, everywhere, last):
 
 def test_a_rendezvous_of_a_host_array_is_refused(comm, everywhere, last):
     x = np.zeros(3) if last else comm.allocator and ordinary(3, np.float64)
-    everywhere(ns.ArgumentError, lambda: comm.rendezvous(x), "lies in host memory")
+    everywhere(
+        ns.ArgumentError, lambda: comm.rendezvous(x), "got ndarray in host memory"
+    )
     check_works(comm)
 
 
@@ -198,13 +254,16 @@ class Listed:
 
 
 WRONG_ARRAYS = {
-    "a host array": (lambda x: np.zeros(8, np.float32), "lies in host memory"),
-    "a list": (lambda x: [1.0, 2.0], "list is no device array"),
-    "None": (lambda x: None, "NoneType is no device array"),
-    "an object": (lambda x: Listed(), "Listed is no device array"),
-    "strided": (lambda x: x[::2], "is strided; pass a contiguous copy"),
-    "dates": (lambda x: ordinary(4, "M8[s]"), "cannot reduce datetime64"),
-    "records": (lambda x: ordinary(4, [("a", "f4")]), "cannot reduce"),
+    "a host array": (lambda x: np.zeros(8, np.float32), "got ndarray in host memory"),
+    "a list": (lambda x: [1.0, 2.0], "a device array, got list"),
+    "None": (lambda x: None, "a device array, got NoneType"),
+    "an object": (lambda x: Listed(), "a device array, got Listed"),
+    "strided": (lambda x: x[::2], "expected a contiguous array"),
+    "dates": (lambda x: ordinary(4, "M8[s]"), "operators, got datetime64"),
+    "records": (
+        lambda x: ordinary(4, [("a", "f4")]),
+        "expected a dtype that has operators",
+    ),
 }
 
 
@@ -227,8 +286,11 @@ WRONG_OUTPUTS = {
     "too small": (lambda x, y: y[:7], "out has 7 float32, x has 8 float32"),
     "too large": (lambda x, y: ordinary(9, np.float32), "out has 9 float32, x has 8"),
     "of another dtype": (lambda x, y: y.view(np.int32), "out has 8 int32, x has 8"),
-    "strided": (lambda x, y: ordinary(16, np.float32)[::2], "out: the array"),
-    "host": (lambda x, y: np.zeros(8, np.float32), "out: ndarray lies in host memory"),
+    "strided": (lambda x, y: ordinary(16, np.float32)[::2], "out: expected a cont"),
+    "host": (
+        lambda x, y: np.zeros(8, np.float32),
+        "out: expected a device array, got ndarray",
+    ),
     "a part of the input": (lambda x, y: x[1:], "out has 7"),
 }
 
@@ -291,7 +353,7 @@ def test_an_array_off_its_elements_alignment_is_refused(comm, world):
             world,
             ns.ArgumentError,
             lambda by=by: comm.all_reduce(shifted(by)),
-            "is not aligned to its 4-byte elements",
+            "aligned to its 4-byte elements",
         )
     assert not get(comm.all_reduce(shifted(4))).any()
 
@@ -304,7 +366,7 @@ def test_operators_that_are_none_are_refused(comm, world, op):
             world,
             ns.ArgumentError,
             lambda f=call: f(x, op),
-            "is not known; use 'sum', 'prod', 'min', 'max', ",
+            "; pass one of 'sum', 'prod', 'min', 'max', ",
         )
     check_works(comm)
 
@@ -316,7 +378,10 @@ def test_mpi_operators_that_are_not_supported_are_refused(comm, world):
     own = MPI.Op.Create(lambda a, b, t: None)
     for op in (MPI.MAXLOC, MPI.MINLOC, MPI.OP_NULL, own):
         refused(
-            world, ns.ArgumentError, lambda o=op: comm.all_reduce(x, o), "is not known"
+            world,
+            ns.ArgumentError,
+            lambda o=op: comm.all_reduce(x, o),
+            "expected an operator, got",
         )
     own.Free()
     check_works(comm)
@@ -665,10 +730,16 @@ class Broken:
         patch.setattr(backend, method, fail)
 
 
+@pytest.fixture
+def once(monkeypatch):
+    """Try no allocation again, as is done once this process has shared."""
+    monkeypatch.setattr(memory, "_on_failure", [])
+
+
 @pytest.mark.parametrize("erring", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("method", ["allocate", "export", "open"])
 def test_a_failure_of_one_rank_is_every_ranks(
-    comm, world, everywhere, monkeypatch, method, erring
+    comm, world, everywhere, monkeypatch, once, method, erring
 ):
     if method == "open" and comm.size == 1:
         pytest.skip("one rank alone opens nobody's memory")
@@ -702,7 +773,7 @@ def open_files():
 
 @pytest.mark.parametrize("method", ["allocate", "export", "fill"])
 def test_a_rendezvous_that_failed_can_be_tried_again(
-    comm, world, everywhere, last, monkeypatch, method
+    comm, world, everywhere, last, monkeypatch, once, method
 ):
     pointer = comm.allocator.alloc(80)
     with monkeypatch.context() as patch:
@@ -727,8 +798,6 @@ def test_a_rendezvous_that_failed_can_be_tried_again(
 def test_memory_is_asked_for_again_once_caches_were_emptied(
     comm, everywhere, last, monkeypatch
 ):
-    from numba_symm import memory
-
     emptied = []
     monkeypatch.setattr(memory, "_on_failure", [lambda: emptied.append(True)])
     with monkeypatch.context() as patch:
@@ -789,3 +858,18 @@ def test_a_peers_memory_that_reads_wrong_is_noticed(world, fresh, monkeypatch):
             f"rank {world.size - 1} wrote",
             "which holds 0000000000000000",
         )
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded")
+def test_a_forked_child_leaves_mpi_to_its_parent(world):
+    child = os.fork()
+    if child == 0:
+        try:
+            ns.Communicator(world)
+        except ns.ArgumentError as error:
+            os._exit(
+                7 if "was forked from one that uses MPI; start" in str(error) else 8
+            )
+        os._exit(9)
+    _, status = os.waitpid(child, 0)
+    assert world.allgather(os.waitstatus_to_exitcode(status)) == [7] * world.size

@@ -214,13 +214,18 @@ def test_ranks_and_numbers_that_are_none_are_refused(comm, world, memory):
             lambda r=rank: memory.get_buffer(r, 1, np.float32),
         ):
             refused(world, ns.ArgumentError, call, text)
-    for call in (
-        lambda: memory.put(y, 0, 0.0),
-        lambda: memory.get(0, 1, np.float32, "1"),
-        lambda: memory.get(0, 1.5, np.float32),
-        lambda: memory.get_buffer(0, (1, 2.0), np.float32),
+    for call, text in (
+        (lambda: memory.put(y, 0, 0.0), "storage_offset to be an integer, got 0.0"),
+        (lambda: memory.get(0, 1, np.float32, "1"), "to be an integer, got '1'"),
+        (lambda: memory.get(0, 1.5, np.float32), "integers from 0, got shape=1.5"),
+        (lambda: memory.get_buffer(0, (1, 2.0), np.float32), "integers from 0, got"),
+        (lambda: memory.get_buffer(0, -1, np.float32), "integers from 0, got shape=-1"),
+        (
+            lambda: memory.get_buffer(0, (-2, -2), np.float32),
+            "expected integers from 0",
+        ),
     ):
-        refused(world, ns.ArgumentError, call, "give integers")
+        refused(world, ns.ArgumentError, call, text)
     for call in (memory.get, memory.get_buffer):
         for dtype in ("no such type", object):
             args = (0, 1, dtype)
@@ -233,14 +238,14 @@ def test_arrays_that_cannot_be_copied_are_refused(comm, world, memory, x):
     matrix = ordinary((3, 4), np.float32)
     columns = ordinary((3, 4), np.float32, "F")
     cases = (
-        (host, "put", "lies in host memory"),
-        ("array", "put", "is no device array"),
-        (matrix[:, 1], "put", "is strided"),
+        (host, "put", "in host memory"),
+        ("array", "put", "expected a device array"),
+        (matrix[:, 1], "put", "expected a contiguous array"),
         (columns, "put", "is in Fortran order"),
         (x[1:5], "put", "overlaps its place"),
         (x[:4], "put", "overlaps its place"),
-        (host, "get", "lies in host memory"),
-        (matrix[:, 1], "get", "is strided"),
+        (host, "get", "in host memory"),
+        (matrix[:, 1], "get", "expected a contiguous array"),
         (columns, "get", "is in Fortran order"),
         (matrix, "get", "of shape (3, 4) and float32; pass an array of shape (4,)"),
         (ordinary(4, np.int32), "get", "of shape (4,) and int32; pass an array"),
@@ -306,8 +311,8 @@ def test_nothing_works_after_a_failure(world):
     comm = ns.Communicator(world, timeout=60)
     memory = comm.rendezvous(comm.empty(5, np.float32))
     world.barrier()
-    comm._group.abandon()
+    comm._group.abandon("is away")
     world.barrier()
     for call in calls_of(memory):
-        refused(world, ns.RankLeft, call, "left after an error")
+        refused(world, ns.RankLeft, call, "is away; ")
     comm.close()  # all were told

@@ -9,7 +9,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.board import Failure
 from numba_symm.collectives import communicator
-from numba_symm.launch import ranks
+from numba_symm.launch import ranks, waiting
 from tests.ranks.helpers import check_works, get, refused
 
 needs_peers = pytest.mark.skipif(
@@ -227,12 +227,12 @@ def test_arrays_of_a_child_stay_readable_after_its_close(comm, world):
 def test_a_failure_is_its_communicators_alone(comm, world):
     child, other = comm.split(world.rank % 2), comm.dup()
     if world.rank == 0:
-        child._group.abandon()
+        child._group.abandon(Mistake("child"))
     world.barrier()
     if world.rank % 2 == 0:
-        with pytest.raises(ns.RankLeft, match="rank 0 left"):
+        with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
             child.check()
-        with pytest.raises(ns.RankLeft, match="rank 0 left"):
+        with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
             child.split(0)
         child.close()  # all were told
     else:
@@ -241,10 +241,10 @@ def test_a_failure_is_its_communicators_alone(comm, world):
     check_works(other)
     check_works(comm)
     world.barrier()  # nobody is still at work with it
-    comm._group.abandon()
+    comm._group.abandon(Mistake("parent"))
     world.barrier()
-    refused(world, ns.RankLeft, lambda: comm.split(0), "left after an error")
-    refused(world, ns.RankLeft, comm.dup, "left after an error")
+    refused(world, ns.RankLeft, lambda: comm.split(0), "left by Mistake: parent;")
+    refused(world, ns.RankLeft, comm.dup, "left by Mistake: parent;")
     check_works(other)
     other.close()
     comm.close()  # all were told
@@ -255,9 +255,9 @@ def test_closing_tells_of_a_failure_after_another_that_was_told(comm, world):
     child._group.told = Failure(ns.RankLeft, "a rank was interrupted")
     world.barrier()
     if world.rank == 0:
-        child._group.abandon()
+        child._group.board.abandon(Mistake("child"))
     world.barrier()
-    refused(world, ns.RankLeft, child.close, "rank 0 left after an error")
+    refused(world, ns.RankLeft, child.close, "rank 0 left by Mistake: child;")
 
 
 class Mistake(Exception):
@@ -285,21 +285,16 @@ def made(monkeypatch):
 
         return made
 
-    for name in ("duplicate", "split"):
-        monkeypatch.setattr(ranks, name, recorded(getattr(ranks, name)))
+    for room, name in ((waiting, "duplicate"), (ranks, "duplicate"), (ranks, "split")):
+        monkeypatch.setattr(room, name, recorded(getattr(room, name)))
     return found
 
 
 def test_mpis_communicators_are_freed(world, made):
     with ns.Communicator(world, timeout=60) as comm:
         with comm.split(0), comm.dup(), comm.split(world.rank):
-            assert [bool(each) for each in made] == [
-                True,  # the parent's
-                *(False, True),  # what was split off, and the child's duplicate of it
-                True,
-                *(False, True),
-            ]
-        assert [bool(each) for each in made] == [True] + [False] * 5
+            assert [bool(each) for each in made] == [True] * 4
+        assert [bool(each) for each in made] == [True] + [False] * 3
     assert not any(made)
 
 
@@ -351,7 +346,7 @@ def test_a_split_that_gives_no_communicator_is_told(world, last):
 def test_a_child_that_cannot_be_made_fails_on_all_ranks(
     either, world, last, made, monkeypatch
 ):
-    def refuse():
+    def refuse(multiprocessors):
         raise ns.BackendError("no such grid")
 
     before = len(communicator._open)

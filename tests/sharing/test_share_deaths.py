@@ -4,10 +4,15 @@ import os
 import re
 import signal
 import threading
+import time
+from pathlib import Path
 
 import numba_symm as ns
 from numba_symm import sharing
+from numba_symm.sharing import counters
+from numba_symm.sharing.consumer import consumer
 from tests.sharing.work import (
+    PATIENCE,
     are,
     becomes,
     error_of,
@@ -118,6 +123,66 @@ def test_consumers_that_are_killed_while_they_open_and_close():
     assert [one.code for one in ended[1:]] == [-signal.SIGKILL] * 3
     assert not ended[0].error, ended[0].trace
     assert ended[0].value == (True, True, True)
+
+
+def is_stopped_amid_a_change(comm):
+    """Rank 1 is stopped, as by Ctrl-Z, while it has the counters locked."""
+    counters.PATIENCE = 0.5
+    pid = comm.allgather(os.getpid())[1]
+    if comm.rank == 1:
+        x, y = (ns.open_shared(handle) for handle in say(comm))
+        y.close()  # released, but not noticed yet
+        (file,) = consumer._files.values()
+        comm.barrier()
+        file._acquire()
+        os.kill(pid, signal.SIGSTOP)
+        file._change(lambda: None)
+        comm.barrier()
+        x.close()
+        comm.barrier()
+        return nothing_is_shared()
+    x = numbers(SIZE)
+    handles = say(comm, [ns.share(x, opens=2), ns.share(x)])
+    comm.barrier()
+    wait_until_stopped(pid)
+    facts = {}
+    started = time.monotonic()
+    facts["collect"] = error_of(sharing.collect)
+    facts["open"] = error_of(ns.open_shared, handles[0])
+    facts["cancel"] = error_of(handles[0].cancel)
+    handle = ns.share(x)
+    facts["another file"] = handle.file
+    y = ns.open_shared(handle)
+    facts["right"] = are(y, SIZE)
+    y.close()
+    facts["in time"] = time.monotonic() - started < PATIENCE
+    facts["again"] = error_of(sharing.collect)
+    os.kill(pid, signal.SIGCONT)
+    comm.barrier()
+    handles[0].cancel()
+    comm.barrier()
+    facts["clean"] = becomes(nothing_is_shared)
+    facts["first file again"] = ns.share(x).file
+    return pid, facts
+
+
+def wait_until_stopped(pid):
+    assert becomes(lambda: "(stopped)" in Path(f"/proc/{pid}/status").read_text())
+
+
+def test_a_consumer_that_is_stopped_amid_a_change_is_named():
+    (pid, facts), clean = run_ranks(2, is_stopped_amid_a_change)
+    for call in ("collect", "open", "cancel", "again"):
+        stopped = f"ExchangeError: process {pid} that uses the same shared arrays has "
+        assert facts.pop(call).startswith(stopped), call
+    assert facts == {
+        "another file": 1,
+        "right": True,
+        "in time": True,
+        "clean": True,
+        "first file again": 0,
+    }
+    assert clean
 
 
 def loses_its_producer(comm, how):

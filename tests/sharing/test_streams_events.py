@@ -48,10 +48,10 @@ def test_events():
     assert facts["under way"]
     assert facts["done"]
     assert LONG * 0.9 < facts["milliseconds"] < LONG * 20
-    assert facts["no timing"].startswith("ArgumentError: elapsed_time: make both")
-    assert facts["no interprocess"].startswith("ArgumentError: ipc_handle: make")
-    assert facts["both"].startswith("ArgumentError: Event: timing=True and interp")
-    assert facts["short handle"].startswith("ArgumentError: Event.from_ipc_handle: 3")
+    assert "elapsed_time: expected two events with timing" in facts["no timing"]
+    assert "make it by Event(interprocess=True)" in facts["no interprocess"]
+    assert "Event: expected timing=True or interprocess" in facts["both"]
+    assert "from_ipc_handle: expected 64 bytes, got b'abc'" in facts["short handle"]
     assert facts["handle"] == (bytes, 64)
 
 
@@ -101,7 +101,9 @@ def test_streams():
     assert facts["device"] == (0, 0)
     assert facts["empty"]
     assert facts["protocol"]
-    assert re.match(r"ArgumentError: Stream: device=99; this", facts["no such device"])
+    assert re.match(
+        r"ArgumentError: Stream: expected device .*, got 99", facts["no such device"]
+    )
     assert facts["same event"]
     assert facts["ordered"] == [True] * 4
     assert facts["accepted"]
@@ -114,7 +116,7 @@ def refuses_priorities(comm):
 @pytest.mark.usefixtures("gpus")
 def test_priorities_that_no_gpu_has():
     for error in run_ranks(1, refuses_priorities)[0]:
-        assert re.match(r"ArgumentError: Stream: priority=.*; this GPU has", error)
+        assert re.match(r"ArgumentError: Stream: expected a priority", error)
 
 
 def passes_an_event(comm):

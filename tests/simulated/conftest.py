@@ -1,4 +1,4 @@
-"""Keeps a plain pytest away: these tests run in Numba's CUDA simulator.
+"""Hides these tests from a plain pytest, as they need Numba's CUDA simulator.
 
 ``tests/host/test_simulated_device.py`` starts them. By hand:
 ``NUMBA_ENABLE_CUDASIM=1 pytest tests/simulated``.

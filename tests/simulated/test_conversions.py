@@ -1,4 +1,4 @@
-"""The simulator's conversions and accesses, against NumPy, ml_dtypes and struct."""
+"""The simulator's conversions and accesses, compared with NumPy and ml_dtypes."""
 
 import struct
 
@@ -36,7 +36,7 @@ def test_every_half_is_widened_exactly(half):
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_every_half_survives_a_round_trip(half):
+def test_a_round_trip_returns_every_half(half):
     kind, widen, narrow = HALVES[half]
     found = np.array([narrow(widen(p)) for p in PATTERNS.tolist()], np.uint16)
     nan = np.isnan(PATTERNS.view(kind).astype(np.float32))
@@ -63,7 +63,7 @@ def numbers(kind):
 
 
 def to_float16(value):
-    """Round with Python's own conversion, which refuses what overflows."""
+    """Round by Python's own conversion, which raises on overflow."""
     try:
         return int.from_bytes(struct.pack("<e", value), "little")
     except OverflowError:
@@ -77,7 +77,7 @@ def to_bfloat16(value):
 @pytest.mark.parametrize(
     ("half", "reference"), [("float16", to_float16), ("bfloat16", to_bfloat16)]
 )
-def test_rounding_is_to_the_nearest_and_to_even_between(half, reference):
+def test_rounding_is_to_nearest_with_ties_to_even(half, reference):
     kind, _, narrow = HALVES[half]
     values = numbers(kind)
     values = values[~np.isnan(values)]
@@ -87,7 +87,7 @@ def test_rounding_is_to_the_nearest_and_to_even_between(half, reference):
 
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("pattern", [0x7F800001, 0x7FC00000, 0xFF800001, 0xFFFFFFFF])
-def test_every_nan_stays_one(half, pattern):
+def test_every_nan_stays_a_nan(half, pattern):
     kind, _, narrow = HALVES[half]
     rounded = np.uint16(narrow(np.uint32(pattern).view(np.float32))).view(kind)
     assert np.isnan(rounded.astype(np.float32))
@@ -97,7 +97,7 @@ def test_bits_and_float32_are_two_views():
     for value in SPECIAL:
         assert sim.bits_of_f32(value) == bits(value)
         signed = int(value.view(np.int32))
-        for word in (bits(value), signed):  # the low half of a negative word, too
+        for word in (bits(value), signed):  # including the low half of a negative word
             assert bits(sim.f32_of_bits(word)) == bits(value)
 
 
@@ -122,7 +122,7 @@ def memory():
 
 
 def written(array):
-    """Return the bytes that were changed; nothing outside of them was."""
+    """Return the changed bytes; check that they are contiguous from the address on."""
     changed = np.flatnonzero(array != 0xA5)
     assert changed[0] == 32
     assert np.array_equal(changed, np.arange(32, 32 + len(changed)))
@@ -137,7 +137,7 @@ def written(array):
         (8, ["u64", "relaxed_sys_u64"]),
     ],
 )
-def test_a_store_writes_its_bytes_only_and_a_load_reads_them(size, names, memory):
+def test_a_store_writes_only_its_bytes_and_a_load_reads_them(size, names, memory):
     array, address = memory
     for name in names:
         value = int.from_bytes(bytes(range(1, size + 1)), "little")
@@ -183,7 +183,7 @@ def test_an_array_views_its_address():
     assert host.tolist() == [0, 1, 2, 3, 4, 60]
 
 
-def test_threads_are_counted_through_all_dimensions():
+def test_threads_have_an_index_over_all_dimensions():
     @cuda.jit
     def kernel(out):
         thread = cuda.threadIdx.x + 2 * (cuda.threadIdx.y + 3 * cuda.threadIdx.z)
@@ -194,7 +194,7 @@ def test_threads_are_counted_through_all_dimensions():
     assert out.copy_to_host().tolist() == [100 * thread + 24 for thread in range(24)]
 
 
-def test_the_clock_counts_nanoseconds_and_never_steps_back():
+def test_the_clock_counts_nanoseconds_and_never_decreases():
     first = sim.globaltimer()
     sim.poll_pause()
     assert 50_000 < sim.globaltimer() - first < 60e9

@@ -1,4 +1,4 @@
-"""Vectors of every dtype, as the simulator runs them, against NumPy."""
+"""Vectors of every dtype in the simulator, compared with NumPy."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def rows(name, size):
 
 
 def vectors(array):
-    """Return the words of each vector, as a kernel's local arrays hold them."""
+    """Return the words of each vector, in the types that a kernel has them."""
     return list(array.view(np.int64).reshape(-1, 2))
 
 
@@ -38,7 +38,7 @@ def array_of(words, name):
 
 
 def reduced(inputs, name, op):
-    """Return what the device functions make of all ranks' inputs."""
+    """Return the device functions' reduction of all ranks' inputs."""
     lanes = make_lanes(ELEMENTS[name], op, False, len(inputs))
     found = []
     for words in zip(*map(vectors, inputs), strict=True):
@@ -88,7 +88,7 @@ def test_a_vector_unpacks_into_elements_in_the_accumulation_type(name):
 
 
 @every_dtype
-def test_a_users_function_gets_elements_and_its_result_is_cast(name):
+def test_a_users_function_takes_elements_and_its_result_is_cast(name):
     kind = ELEMENTS[name]
     seen = set()
 
@@ -120,9 +120,9 @@ def test_the_identity_changes_nothing(name):
     (a,) = rows(name, 1)
     for op in dtypes.operators(kind):
         if op == "avg" or (op == "prod" and kind.complex):
-            continue  # divided; inf * 0 is NaN
+            continue  # avg divides; inf * 0 is NaN
         neutral = np.full_like(a, dtypes.identity(op, kind.dtype))
-        expected = wanted([a], op)  # of a logical one 0 or 1
+        expected = wanted([a], op)  # a logical operator returns 0 or 1
         check(reduced([neutral, a], name, op), expected, [a])
         check(reduced([a, neutral], name, op), expected, [a])
 
@@ -137,7 +137,7 @@ def test_8_bit_floats_overflow_as_in_ml_dtypes():
 
 
 def placed(offset, nbytes):
-    """Return memory full of canaries, and the part of it where an array lies."""
+    """Return memory filled with canaries, and an array within it."""
     memory = np.full(16 + 16 + nbytes + 32, CANARY, np.uint8)
     start = 16 - memory.ctypes.data % 16 + offset
     return memory, slice(start, start + nbytes)
@@ -152,7 +152,7 @@ def places(kind):
 
 
 @every_dtype
-def test_a_vector_is_stored_and_nothing_else(name):
+def test_a_store_of_a_vector_changes_no_other_bytes(name):
     kind = ELEMENTS[name]
     lanes = make_lanes(kind, "sum", True, 2)
     pattern = bytes(range(0xE1, 0xF1))

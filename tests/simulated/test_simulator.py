@@ -3,15 +3,20 @@
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 import types
 import weakref
+from pathlib import Path
 
+import numpy as np
 import pytest
 from numba import cuda
 
+import numba_symm as ns
+from numba_symm import device as symm
 from numba_symm import simulator
 from numba_symm.device import Context, signals, sim
 from numba_symm.errors import ArgumentError
@@ -21,7 +26,7 @@ THREADS = 8
 
 @pytest.fixture(autouse=True)
 def hasty():
-    """Let threads take turns as often as they can."""
+    """Let Python switch between threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -33,7 +38,7 @@ def run(function, grid, *args):
 
 
 def threads_without_teams():
-    """Return how many threads there are but for those that wait for a kernel."""
+    """Return the number of threads that do not wait for a kernel."""
     idle = sum(size * len(teams) for size, teams in simulator._idle.items())
     return threading.active_count() - idle
 
@@ -68,7 +73,7 @@ def test_a_barrier_does_not_wait_for_threads_that_have_ended():
     assert {*done} == {*range(THREADS)}
 
 
-def test_blocks_run_one_after_another_and_know_where_they_are():
+def test_blocks_run_one_after_another_with_their_indices():
     seen = []
 
     def kernel(base):
@@ -83,7 +88,7 @@ def test_blocks_run_one_after_another_and_know_where_they_are():
         assert sorted(each[1:] for each in seen if each[0] == block) == threads
 
 
-# In a module of its own, whose ``cuda`` nobody swaps before it is called.
+# Another module, whose ``cuda`` is the original one until the function is called.
 elsewhere = types.ModuleType("elsewhere")
 elsewhere.cuda = cuda
 exec(
@@ -92,7 +97,7 @@ exec(
 )
 
 
-def test_a_users_device_function_sees_its_block():
+def test_a_users_device_function_has_the_index_of_its_block():
     seen = []
 
     def kernel():
@@ -100,6 +105,48 @@ def test_a_users_device_function_sees_its_block():
 
     run(kernel, 2)
     assert seen == [0] * THREADS + [1] * THREADS
+
+
+@cuda.jit
+def numbas(out):
+    out[cuda.grid(1)] = cuda.gridsize(1) + elsewhere.block_of_caller()
+
+
+def test_launches_of_several_threads_run_simultaneously():
+    """Our launches run beside each other, Numba's, and a host thread that uses cuda."""
+    meet = [threading.Barrier(n, timeout=20).wait for n in (3, 3, 2)]  # by block
+    seen = {2: set(), 3: set()}
+
+    def kernel(grid):
+        shared = cuda.shared.array(1, np.int64)
+        if cuda.threadIdx.x == 0:
+            shared[0] = grid
+            meet[cuda.blockIdx.x]()
+        cuda.syncthreads()
+        place = cuda.blockIdx.x, elsewhere.block_of_caller(), shared[0]
+        seen[grid].add((*place, cuda.gridDim.x, cuda.blockDim.x))
+        if cuda.threadIdx.x == 0:
+            meet[cuda.blockIdx.x]()
+
+    interval = sys.getswitchinterval()
+    launches = [(2, 8), (3, 5)]
+    threads = [
+        threading.Thread(target=simulator.run, args=(kernel, grid, size, (grid,)))
+        for grid, size in launches
+    ]
+    for thread in threads:
+        thread.start()
+    for block in range(3):
+        meet[block]()
+        x = cuda.to_device(np.zeros(6, np.int64))
+        numbas[3, 2](x)
+        assert x.copy_to_host().tolist() == [6, 6, 7, 7, 8, 8]
+        meet[block]()
+    for thread in threads:
+        thread.join()
+    for grid, size in launches:
+        assert seen[grid] == {(block, block, grid, grid, size) for block in range(grid)}
+    assert sys.getswitchinterval() == interval
 
 
 def test_threads_count_together():
@@ -110,7 +157,7 @@ def test_threads_count_together():
             seen.append(cuda.syncthreads_count(cuda.threadIdx.x != 3))
 
     run(kernel, 2)
-    assert seen == [7] * 8 + [3] * 4  # what block 0 counted is forgotten
+    assert seen == [7] * 8 + [3] * 4  # each block has its own count
 
 
 @pytest.mark.parametrize("waiting", [False, True])
@@ -139,14 +186,14 @@ def test_a_failed_thread_fails_the_launch_and_not_the_next(waiting):
 
 
 class Frozen(Exception):
-    """Takes no notes, as a frozen dataclass does not."""
+    """Refuses notes, as a frozen dataclass does."""
 
     def add_note(self, note):
         raise TypeError(note)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), Frozen(), KeyboardInterrupt()])
-def test_whatever_a_thread_raises_ends_the_launch(error):
+def test_any_exception_of_a_thread_ends_the_launch(error):
     def kernel():
         if cuda.threadIdx.x == 5:
             raise error
@@ -160,7 +207,7 @@ def test_whatever_a_thread_raises_ends_the_launch(error):
 
 
 def polling(started):
-    """Return a kernel whose threads poll for what never comes, but for one."""
+    """Return a kernel whose threads poll indefinitely, except one that may fail."""
 
     def kernel(fail):
         started.append(cuda.threadIdx.x)
@@ -179,7 +226,7 @@ def test_threads_that_poll_end_when_another_fails():
     assert threads_without_teams() == before
 
 
-def test_an_interrupted_kernel_does_not_run_on():
+def test_an_interrupt_ends_a_kernel():
     before, started = threads_without_teams(), []
     main = threading.main_thread().ident
     timer = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT])
@@ -191,7 +238,7 @@ def test_an_interrupted_kernel_does_not_run_on():
     assert threads_without_teams() == before
 
 
-def test_a_refused_launch_keeps_no_threads():
+def test_a_refused_launch_leaves_no_threads():
     refused = []
 
     def inner():
@@ -201,7 +248,7 @@ def test_a_refused_launch_keeps_no_threads():
         if cuda.threadIdx.x == 0:
             try:
                 run(inner, 1)
-            except AssertionError as error:
+            except RuntimeError as error:
                 refused.append(error)
 
     run(kernel, 1)
@@ -224,7 +271,7 @@ def test_the_number_of_threads_may_change():
     assert seen == [3] * 3 + [8] * 8 + [1] + [3] * 3
 
 
-def test_who_launches_does_not_poll():
+def test_the_launching_thread_does_not_poll():
     def kernel():
         time.sleep(0.3)
 
@@ -234,7 +281,7 @@ def test_who_launches_does_not_poll():
     assert time.thread_time() - before < 0.1
 
 
-def test_arguments_are_not_kept():
+def test_arguments_are_released_after_the_launch():
     class Kept:
         pass
 
@@ -249,7 +296,7 @@ def test_arguments_are_not_kept():
     assert left() is None
 
 
-def test_threads_stay_for_the_next_kernel():
+def test_threads_are_reused_by_the_next_kernel():
     def kernel():
         pass
 
@@ -261,7 +308,7 @@ def test_threads_stay_for_the_next_kernel():
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded")
-def test_a_forked_process_has_threads_of_its_own():
+def test_a_forked_process_starts_its_own_threads():
     def kernel():
         cuda.syncthreads()
 
@@ -278,7 +325,7 @@ def test_a_forked_process_has_threads_of_its_own():
 @pytest.mark.parametrize(
     ("dst", "channel"), [(0, signals.MAX_CHANNELS), (0, -1), (2, 0), (-1, 0)]
 )
-def test_signals_that_a_gpu_would_write_anywhere_are_refused(dst, channel):
+def test_signals_outside_of_the_pad_are_refused(dst, channel):
     ctx = Context(0, 2, (0, 0), (0, 0), None)
 
     def kernel():
@@ -286,3 +333,115 @@ def test_signals_that_a_gpu_would_write_anywhere_are_refused(dst, channel):
 
     with pytest.raises(ArgumentError, match=r"ranks 0 to 1 and channels 0 to 127"):
         run(kernel, 1)
+
+
+class Alone:
+    """A communicator of one rank."""
+
+    rank, size = 0, 1
+
+    def allgather(self, value):
+        return [value]
+
+    def barrier(self):
+        pass
+
+
+@pytest.fixture
+def comm():
+    communicator = ns.Communicator(Alone(), timeout=0.3)
+    yield communicator
+    communicator.close()
+
+
+@cuda.jit
+def wait_for_a_later_block(ctx):
+    if cuda.blockIdx.x == 0:
+        symm.wait_signal(ctx, 0, 3)
+    else:
+        symm.put_signal(ctx, 0, 3)
+
+
+@pytest.mark.parametrize("blocks", [3, 1])
+def test_a_timeout_of_a_wait_for_a_later_block_has_the_reason(comm, blocks):
+    memory = comm.rendezvous(comm.empty(1))
+    wait_for_a_later_block[blocks, 1](memory.ctx)
+    with pytest.raises(ns.CollectiveTimeout, match="wait_signal, channel 3 ") as raised:
+        comm.check()
+    explained = "one after another, 2 of them after this one" in str(raised.value)
+    assert explained == (blocks == 3)
+
+
+@cuda.jit
+def fill_peer(ctx, rank, count):
+    symm.peer_array(ctx, rank, (count, 2), np.float32)[:] = 7
+
+
+@cuda.jit
+def ask_for(ctx, rank):
+    symm.peer_address(ctx, rank)
+
+
+def test_arrays_beyond_a_peers_buffer_are_refused(comm):
+    x = comm.zeros(10, np.float32)
+    ctx = comm.rendezvous(x).ctx
+    fill_peer[1, 1](ctx, 0, 5)
+    assert (x.copy_to_host() == 7).all()
+    for count in (6, 1 << 40):
+        text = rf"shape \({count}, 2\) of float32 takes {8 * count} bytes and .* 40;"
+        with pytest.raises(ArgumentError, match=text):
+            fill_peer[1, 1](ctx, 0, count)
+    for rank in (1, -1):
+        with pytest.raises(ArgumentError, match="there are ranks 0 to 0"):
+            ask_for[1, 1](ctx, rank)
+        with pytest.raises(ArgumentError, match="there are ranks 0 to 0"):
+            fill_peer[1, 1](ctx, rank, 1)
+
+
+@cuda.jit
+def sum_over_the_grid(x):
+    cuda.atomic.add(x, 0, 1)
+    cuda.cg.this_grid().sync()
+    if cuda.grid(1) == 0:
+        x[1] = x[0]
+
+
+def test_grids_of_several_blocks_cannot_synchronize():
+    x = np.zeros(2, np.int64)
+    sum_over_the_grid[1, 4](x)
+    assert x.tolist() == [4, 4]
+    with pytest.raises(
+        ArgumentError, match=r"expected 1 block in the .* got 2; launch"
+    ):
+        sum_over_the_grid[2, 4](x)
+
+
+STRAY = """
+from numba import cuda
+import numba_symm as ns
+from numba_symm import device as symm
+from tests.simulated.test_simulator import Alone
+
+@cuda.jit
+def stray(ctx):
+    symm.st_u32(symm.peer_address(ctx, 0) + (1 << 46), 1)
+
+comm = ns.Communicator(Alone())
+stray[1, 1](comm.rendezvous(comm.zeros(1)).ctx)
+"""
+
+
+def test_a_crash_by_a_stray_store_shows_its_line(tmp_path):
+    program = tmp_path / "stray.py"
+    program.write_text(STRAY)
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode < 0
+    assert f'File "{program}", line 9 in stray' in ended.stderr

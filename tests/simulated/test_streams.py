@@ -1,4 +1,4 @@
-"""What is a stream on a GPU is one in the simulator, and nothing else is."""
+"""The simulator accepts the same objects as streams as a GPU does."""
 
 import ctypes
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def test_every_librarys_stream_is_the_default_one(stream):
 
 
 @pytest.mark.parametrize("rubbish", [*RUBBISH, None, cuda.stream])
-def test_what_is_no_stream_is_refused(rubbish):
+def test_an_object_that_is_not_a_stream_is_refused(rubbish):
     with pytest.raises(ArgumentError) as raised:
         streams.handle_of(rubbish)
     assert str(raised.value) == (
@@ -44,7 +44,7 @@ def test_what_is_no_stream_is_refused(rubbish):
 
 
 @pytest.mark.parametrize("rubbish", RUBBISH)
-def test_every_call_refuses_it(rubbish):
+def test_every_call_refuses_an_object_that_is_not_a_stream(rubbish):
     array = cuda.to_device(np.arange(3))
     handle = ns.share(array)
     for call in (

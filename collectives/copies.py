@@ -1,0 +1,68 @@
+"""Copies by the GPUs' copy engines: what the algorithms that use them share.
+
+Copy engines fill the links better than kernels do, and leave the multiprocessors free.
+Each rank copies from the other ranks' arrays into its own. Nothing stops a copy that
+has been enqueued, so no copy may write another rank's array: after a failure, a rank
+that comes late changes its own output only, and its next check raises.
+
+A call by copy engines is a call between the ranks' own arrays (``direct.py``) whose
+second launch is a series of copies. The host enqueues them, so it must know beforehand
+where the other ranks' arrays are: it assumes the same part of the same symmetric block
+as its own. If the meeting finds that one array is elsewhere, all ranks refuse. The
+copies run nevertheless, into the rank's own output, which the third launch then
+overwrites with the result.
+
+Memory order. A rank's copies begin after the meeting, so after what every rank's stream
+did before its own. The third launch, in which all ranks wait for each other, begins
+after the copies. So no array changes while another rank copies from it. Copies follow
+one another on the call's stream, from the next rank on: several at a time share the
+links badly.
+"""
+
+from typing import Any, NamedTuple
+
+from numba_symm import streams
+
+
+class Copy(NamedTuple):
+    """One copy: addresses in this process, and bytes."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+def enqueue(copies: list[Copy], stream: int) -> None:
+    """Enqueue copies, one after another."""
+    for copy in copies:
+        streams.copy(*copy, stream)
+
+
+class Copies:
+    """Copies one after another, and others meanwhile on the side stream.
+
+    Args:
+        order: the communicator's ``StreamOrder``.
+        copies: those of the call's stream.
+        beside: those of the side stream.
+    """
+
+    def __init__(
+        self, order: Any, copies: list[Copy], beside: list[Copy] | None = None
+    ):
+        self._order = order
+        self._copies = copies
+        self._beside = beside or []
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue them; what follows on ``stream`` follows all of them."""
+        if not self._beside:
+            enqueue(self._copies, stream)
+            return
+        side = self._order.side
+        with side.joined(stream):
+            side.follow(stream, 0)
+            enqueue(self._beside, side.stream)
+            side.mark(1)
+            enqueue(self._copies, stream)
+            side.lead(stream, 1)

@@ -1,0 +1,57 @@
+"""Locks on bytes of a file, which tell whether the process that holds them is alive.
+
+They are Linux' open-file-description locks: the kernel drops them when nobody has the
+description any more, so when a process ends, however it ends. Bytes beyond the file's
+end can be locked, too.
+"""
+
+import fcntl
+import os
+import struct
+
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
+
+
+def reopened(fd: int) -> int:
+    """Return a new description of ``fd``'s file; a duplicate would share its locks."""
+    return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def lock(fd: int, byte: int) -> None:
+    """Lock a byte that no other description has locked."""
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, request)
+
+
+def try_lock(fd: int, byte: int) -> bool:
+    """Lock a byte, and return whether no other description has it locked."""
+    try:
+        lock(fd, byte)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+def unlocking(byte: int) -> bytes:
+    """Return what F_OFD_SETLK takes to unlock a byte."""
+    return _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0)
+
+
+def unlock(fd: int, byte: int) -> None:
+    """Unlock a byte."""
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, unlocking(byte))
+
+
+def locked_by_another(fd: int, start: int, stop: int) -> tuple[int, int] | None:
+    """Return a range of bytes in [start, stop) that another description locks."""
+    request = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, stop - start, 0)
+    answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, request)
+    kind, _, first, length, _ = _FLOCK.unpack(answer)
+    if kind == fcntl.F_UNLCK:
+        return None
+    return max(first, start), min(first + length, stop)
+
+
+def is_locked(fd: int, byte: int) -> bool:
+    """Return whether another description locks a byte."""
+    return locked_by_another(fd, byte, byte + 1) is not None

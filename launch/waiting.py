@@ -1,0 +1,252 @@
+"""How a rank waits for others: it looks now and then, and never blocks within MPI.
+
+So Python's signal handlers run meanwhile, a wait can have a deadline and can say for
+whom it waits, and MPI goes on with what the program has begun.
+"""
+
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from numba_symm.errors import CollectiveTimeout, ExchangeError, RankLeft, left
+from numba_symm.launch.ranks import Comm, checked, is_mpi, name_ranks
+
+T = TypeVar("T")
+
+PATIENCE = 60.0
+"""Seconds after which a rank that waits says for whom."""
+
+TAG = 28275
+"""Of the messages by which ranks find each other."""
+
+_SPIN = 2e-4  # seconds of a wait without sleep
+_LONGEST_PAUSE = 1e-3
+
+_watched: ContextVar[tuple[Callable[[], bool], ...]] = ContextVar("watched", default=())
+_begun: list[tuple[Any, Any, Any]] = []
+_unsent: list[Any] = []
+
+
+class Wait:
+    """One wait of a call that all ranks make.
+
+    Args:
+        what: the call, as the user names it.
+        rank: who waits.
+        seconds: how long at most; 0: indefinitely.
+        limit: what sets these seconds, in words.
+    """
+
+    def __init__(self, what: str, rank: int, seconds: float = 0, limit: str = ""):
+        self.what = what
+        self.limit = limit or f"set-up timeout: {seconds:g} s"
+        self._rank = rank
+        self._began = time.monotonic()
+        self._end = self._began + seconds if seconds else math.inf
+        self._word = self._began + PATIENCE
+        self._forsaken = False
+
+    @property
+    def seconds(self) -> float:
+        """How long it has lasted."""
+        return time.monotonic() - self._began
+
+    def look(self, absent: Sequence[int]) -> bool:
+        """Return whether the deadline has passed; warn once when the wait is long.
+
+        Args:
+            absent: the ranks that are waited for; none: not known.
+        """
+        now = time.monotonic()
+        if now > self._word:
+            self._word = math.inf
+            warnings.warn(
+                f"rank {self._rank} has {self.said(absent)} for {PATIENCE:g} s; "
+                "NUMBA_SYMM_SETUP_TIMEOUT sets the seconds after which it gives up",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        # A rank may have gone on because all had come, this one not knowing it yet.
+        before, self._forsaken = self._forsaken, any(look() for look in _watched.get())
+        if before and self._forsaken:
+            raise ExchangeError(
+                f"rank {self._rank} {self.said(absent)}, and one of its ranks has left"
+            )
+        _progress()
+        return now > self._end
+
+    def pause(self, absent: Sequence[int]) -> bool:
+        """Leave the processor to others for a moment; then as :meth:`look`."""
+        seconds = self.seconds
+        if seconds < _SPIN:
+            time.sleep(0)  # lets go of the interpreter, too
+            os.sched_yield()
+        else:
+            time.sleep(min(seconds / 16, _LONGEST_PAUSE))
+        return self.look(absent)
+
+    def said(self, absent: Sequence[int]) -> str:
+        """Return "waited for rank 2 in zeros"."""
+        whom = name_ranks(absent) if absent else "other ranks"
+        return f"waited for {whom} in {self.what}"
+
+    def error(self, absent: Sequence[int]) -> CollectiveTimeout:
+        """Return what to raise at the deadline where there is no status board."""
+        return CollectiveTimeout(
+            f"rank {self._rank} {self.said(absent)} ({self.limit})",
+            ranks=(self._rank, *absent),
+            operation=self.what,
+        )
+
+
+@contextmanager
+def watching(look: Callable[[], bool]) -> Iterator[None]:
+    """Have every wait within the block call ``look`` now and then.
+
+    It may raise, or return whether a rank that takes part in the block is past it.
+    """
+    token = _watched.set((*_watched.get(), look))
+    try:
+        yield
+    finally:
+        _watched.reset(token)
+
+
+def duplicate(comm: Comm, wait: Wait) -> Comm:
+    """Return a communicator whose messages cannot mix with the user's.
+
+    Collective. An mpi4py communicator is duplicated and the duplicate is given
+    to :func:`numba_symm.launch.ranks.release` in the end; any other object is
+    returned as it is. A rank that was interrupted here goes on with the same duplicate
+    when it comes again, as MPI cannot take its call back.
+
+    Raises:
+        CollectiveTimeout: not all ranks have come in time; MPI does not say which.
+    """
+    comm = checked(comm)
+    if not is_mpi(comm):
+        return comm
+    index = next((i for i, (of, _, _) in enumerate(_begun) if of == comm), None)
+    if index is None:
+        made, request = cast(Any, comm).Idup()
+    else:
+        _, made, request = _begun.pop(index)
+    try:
+        while not request.Test():
+            if wait.pause(()):
+                raise wait.error(())
+    except BaseException:
+        _begun.append((comm, made, request))
+        raise
+    return cast(Comm, made)
+
+
+def all_gather(comm: Comm, value: T, wait: Wait) -> list[T]:
+    """Return every rank's ``value``, in rank order. Collective.
+
+    Only mpi4py's communicators can be polled; others wait as they do.
+
+    Raises:
+        CollectiveTimeout: a rank has not come in time.
+        RankLeft: one has left, see :func:`leave`.
+    """
+    if not is_mpi(comm):
+        return comm.allgather(value)
+    mpi = sys.modules["mpi4py.MPI"]
+    gathered: dict[int, Any] = {comm.rank: value}
+    sends: list[Any] = []
+    try:
+        sends += _sent_to_others(comm, value)
+        while len(gathered) < comm.size:
+            absent = [rank for rank in range(comm.size) if rank not in gathered]
+            for rank in absent:
+                gathered.update(_received(comm, rank))
+            if absent and wait.pause(absent):
+                raise wait.error(absent)
+        while not mpi.Request.testall(sends)[0]:
+            if wait.pause(()):
+                raise wait.error(())
+    except BaseException:
+        _unsent.extend(sends)  # MPI may still read them
+        raise
+    return [gathered[rank] for rank in range(comm.size)]
+
+
+def undisturbed(call: Callable[[], T]) -> T:
+    """Return ``call()``; Python's signal handlers run after it, and not within.
+
+    For calls of MPI that block although every rank is on the way to them.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()  # no handler runs here
+    came: list[int] = []
+    handlers: dict[int, Any] = {}
+    try:
+        for number in map(int, signal.valid_signals()):
+            handler = signal.getsignal(number)
+            if callable(handler):
+                handlers[number] = handler
+                signal.signal(number, lambda number, frame: came.append(number))
+        return call()
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+def leave(comm: Comm, cause: BaseException, what: str) -> None:
+    """Tell ranks that wait in :func:`all_gather` that this one will not come. Local.
+
+    Args:
+        comm: this library's own; nobody uses it afterwards.
+        cause: the exception that this rank leaves by.
+        what: the call that it leaves.
+    """
+    if comm and is_mpi(comm):  # not freed
+        _unsent.extend(_sent_to_others(comm, _Left(left(cause, what), what)))
+
+
+@dataclass(frozen=True)
+class _Left:
+    cause: str
+    what: str
+
+
+def _sent_to_others(comm: Any, value: object) -> list[Any]:
+    others = (rank for rank in range(comm.size) if rank != comm.rank)
+    return [comm.isend(value, rank, TAG) for rank in others]
+
+
+def _received(comm: Any, rank: int) -> dict[int, Any]:
+    """Return what a rank has sent, by rank; nothing if it has not yet."""
+    message = comm.improbe(rank, TAG)
+    if message is None:
+        return {}
+    found = message.recv()
+    if isinstance(found, _Left):
+        raise RankLeft(
+            f"rank {rank} {found.cause}", ranks=(rank,), operation=found.what
+        )
+    return {rank: found}
+
+
+def _progress() -> None:
+    """Let MPI go on with what the program has begun: it does so only when called.
+
+    A rank may come only after a message of its own has been taken here.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return
+    if mpi.Query_thread() == mpi.THREAD_MULTIPLE or mpi.Is_thread_main():
+        mpi.COMM_SELF.Iprobe()

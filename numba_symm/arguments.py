@@ -1,0 +1,43 @@
+"""Checks of arguments; each raises ArgumentError for a wrong value."""
+
+import operator
+from typing import Any
+
+from numba_symm.errors import ArgumentError
+
+
+def integer(value: Any, call: str, what: str, least: int, most: int, do: str) -> int:
+    """Return an integer argument as a Python int, or refuse it.
+
+    Args:
+        value: the argument.
+        call: the operation that received it.
+        what: the expected value and its range, in words.
+        least: the least value.
+        most: the greatest value.
+        do: the advice to the caller.
+    """
+    try:
+        number = operator.index(value)
+    except Exception:  # an object's own method may raise anything
+        number = least - 1
+    if not least <= number <= most:
+        raise ArgumentError(f"{call}: expected {what}, got {value!r}; {do}")
+    return number
+
+
+def address(value: Any, call: str) -> int:
+    """Return an address, or refuse a value that cannot be one."""
+    do = "pass an address that alloc returned"
+    return integer(value, call, "an address, an int", 0, (1 << 64) - 1, do)
+
+
+def flag(value: Any, call: str, name: str) -> bool:
+    """Return whether an argument is true, or refuse one without a truth value."""
+    try:
+        return bool(value)
+    except Exception as error:  # an object's own method may raise anything
+        raise ArgumentError(
+            f"{call}: expected {name} to be True or False, got {value!r} ({error}); "
+            "pass True or False"
+        ) from error

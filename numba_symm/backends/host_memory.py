@@ -1,0 +1,65 @@
+"""How much memory this host has left for Numba's simulator.
+
+Linux hands shared memory out without counting it, and kills a process that writes to
+more of it than there is. So who allocates looks first.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+_PROC = Path("/proc")
+_GROUPS = Path("/sys/fs/cgroup")
+
+
+def available() -> int:
+    """Return the bytes that this process can still take, on the host and by its groups.
+
+    Memory that only caches files counts as free; swap does not count.
+    """
+    return min([_of_host(), *_of_groups()])
+
+
+def _of_host() -> int:
+    for line in (_PROC / "meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    raise OSError("/proc/meminfo does not say MemAvailable")
+
+
+def _of_groups() -> Iterator[int]:
+    """Yield what each control group of this process can still take, if it has a limit.
+
+    Where a container hides the groups above its own, the mount's root is its own.
+    """
+    try:
+        lines = (_PROC / "self/cgroup").read_text().splitlines()
+    except OSError:  # a kernel without groups
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            root, limit, used, prefix = _GROUPS, "memory.max", "memory.current", ""
+        elif "memory" in controllers.split(","):
+            root, limit = _GROUPS / "memory", "memory.limit_in_bytes"
+            used, prefix = "memory.usage_in_bytes", "total_"
+        else:
+            continue
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
+            try:
+                most = (folder / limit).read_text().strip()
+                if most != "max":
+                    taken = int((folder / used).read_text())
+                    yield int(most) - taken + _caching(folder, prefix)
+            except OSError:  # not visible here, or without a limit
+                pass
+            if folder == root:
+                break
+
+
+def _caching(folder: Path, prefix: str) -> int:
+    """Return the bytes of files that a group caches, and gives up if need be."""
+    lines = (folder / "memory.stat").read_text().splitlines()
+    stat = dict(line.split(" ", 1) for line in lines)
+    kinds = (f"{prefix}inactive_file", f"{prefix}active_file")
+    return sum(int(stat.get(kind, 0)) for kind in kinds)

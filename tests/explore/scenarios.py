@@ -1,0 +1,353 @@
+"""What the ranks call, in any order and of any size, and the search for what is wrong.
+
+A scenario runs its calls on a machine, and raises a Finding if something is wrong.
+"""
+
+import pytest
+
+from explore.scheduler import Machine, explore
+from explore.source import SMALL, device_code
+from explore.world import ALGORITHMS, MAILED, World, an_integer
+
+# With a block or two, 1 to 5 rounds; full and partial ones, whole vectors or not.
+COUNTS = [1, 2, 3, 5, 6, 8, 9, 13, 18, 21, 36]
+WORST = 400  # schedules in which a broken protocol must show; most need under 20
+by_anything_and_by_result = pytest.mark.parametrize(
+    "races", [True, False], ids=["by anything", "by result"]
+)
+worlds = pytest.mark.parametrize("ranks", [2, 3])
+each_transport = pytest.mark.parametrize("transport", ["sentinel", "marked", "ll"])
+
+
+def all_reduces(code, *algorithms):
+    """Calls of any size, one right after the other."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=a_limit(machine.random, algorithms))
+        for _ in range(4):
+            algorithm = machine.random.choice(algorithms)
+            world.all_reduce(algorithm, machine.random.choice(COUNTS))
+            if machine.random.random() < 0.1:
+                world.barrier()
+        world.run()
+
+    return scenario
+
+
+def calls_of(code, *names):
+    """Calls of collectives, of which some use the same slots and flags."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        for _ in range(4):
+            name = machine.random.choice(names)
+            count = machine.random.choice(COUNTS)
+            if name in ALGORITHMS:
+                world.all_reduce(name, count)
+            else:
+                getattr(world, name)(count)
+        world.run()
+
+    return scenario
+
+
+def mailed_calls(code, transport):
+    """Calls that share mailboxes, in some of which few threads exchange."""
+
+    def scenario(machine):
+        algorithm = f"one_shot_{transport}"
+        world = World(machine, code, blocks=a_limit(machine.random, [algorithm]))
+        for _ in range(4):
+            count = machine.random.choice(COUNTS)
+            if machine.random.random() < 0.2:
+                world.all_reduce(algorithm, count)
+            else:
+                world.mailed(transport, count)
+        world.run()
+
+    return scenario
+
+
+def calls_on_own_arrays(code, epochs=0, lag=0):
+    """Broadcasts and reductions of the same arrays, one right after the other.
+
+    After so many ``epochs``, as which the flags are, or older by ``lag``.
+    """
+
+    def scenario(machine):
+        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        region = world.layout.direct
+        if epochs:
+            world.plant_epochs(region, epochs, epochs - lag)
+        for workspace in world.workspaces if epochs else ():
+            packets = 8 * (world.size - 1)
+            for at in range(region.slots, region.slots + 8 * packets, 8):
+                world.memory.plant(workspace + at, 8, epochs << 32 | 77)
+        count = machine.random.choice(COUNTS)
+        arrays = world.map("array", 8 * count + 8)
+        if machine.random.random() < 0.1:
+            arrays[0] += 8  # not aligned to 16 bytes
+        words = [[an_integer(machine.random) for _ in range(count)] for _ in arrays]
+        for array, mine in zip(arrays, words, strict=True):
+            for i, word in enumerate(mine):
+                world.memory.plant(array + 8 * i, 8, word)
+        for _ in range(4):
+            root = machine.random.randrange(world.size)
+            name = machine.random.choice(["broadcast_direct", "reduce_direct"])
+            refusing = machine.random.choice([None, None, None, *range(world.size)])
+            outputs = arrays
+            if name == "broadcast_direct":
+                words = [words[root]] * world.size
+            else:
+                total = [sum(column) for column in zip(*words, strict=True)]
+                if machine.random.random() < 0.5:
+                    outputs = world.map("output", 8 * count)
+                    world.expect(outputs[root], total)
+                else:
+                    words = [*words[:root], total, *words[root + 1 :]]
+            world.on_own_arrays(name, root, arrays, outputs, count, refusing)
+            if machine.haste:
+                # Who gave up may use its array again while another one, that did not
+                # have to wait, still works on it: see ``direct``.
+                for rank, array in enumerate(arrays):
+                    world.expect(array, words[rank])
+                continue
+            # What follows on each stream reads and writes the array.
+            copies = world.map("copy", 8 * count)
+            inputs, new = world.inputs(count)
+            for rank, array in enumerate(arrays):
+                args = (copies[rank], array, count)
+                world.launch(rank, code.programs.write, 1, *args)
+                world.expect(copies[rank], words[rank])
+                world.launch(rank, code.programs.write, 1, array, inputs[rank], count)
+            words = new
+        world.run()
+
+    return scenario
+
+
+def calls_after_many(code, lag):
+    """All-reduces after calls that raise one set of flags only, for so many epochs."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        region = world.layout.two_shot_signalled
+        first_set = 4 * world.size * world.blocks
+        for workspace in world.workspaces:
+            for at in world.epochs(region):
+                world.memory.plant(workspace + at, 4, lag)
+            for at in range(region.flags, region.flags + first_set, 4):
+                world.memory.plant(workspace + at, 4, lag)
+        for _ in range(2):
+            world.all_reduce("two_shot_signalled", machine.random.choice(COUNTS))
+        world.run()
+
+    return scenario
+
+
+def calls_at_the_wrap(code, *names):
+    """Calls on the same slots as the epochs come round."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        region = world.layout.two_shot_signalled
+        epoch = 2**32 - 1 - machine.random.randrange(12)
+        world.plant_epochs(region, epoch)
+        for _ in range(4):
+            name, count = machine.random.choice(names), machine.random.choice(COUNTS)
+            if name in ALGORITHMS:
+                world.all_reduce(name, count)
+            else:
+                getattr(world, name)(count)
+        world.run()
+
+    return scenario
+
+
+def messages(code):
+    """Launches of several messages each, between any ranks, and of none at some."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=machine.random.choice([2, 4]))
+        for _ in range(3):
+            lengths = [1, 2, 3, 8, 9, 17, 33]
+            number = machine.random.choice([1, 2, 2, 3])
+            world.messages(*(machine.random.choice(lengths) for _ in range(number)))
+        world.run()
+
+    return scenario
+
+
+def a_limit(random, algorithms):
+    """Return the most blocks of a communicator's calls: one of an algorithm or two."""
+    weight = 2 if any(name.endswith("_ll") for name in algorithms) else 1
+    return weight * random.choice([1, 2])
+
+
+def all_reduces_at_the_wrap(code, algorithm):
+    """Calls as the epoch comes round, over packets of 2**32 rounds ago.
+
+    Mailboxes that only large calls use still hold the packets of any old epoch, among
+    them those that follow the wrap.
+    """
+
+    def scenario(machine):
+        world = World(machine, code, blocks=a_limit(machine.random, [algorithm]))
+        region = getattr(world.layout, algorithm.replace("one_shot_pull", "pull"))
+        mailed = algorithm in MAILED
+        one_flight = mailed and algorithm.startswith("one")
+        last = device_code().mailboxes.LAST_EPOCH if mailed else 2**32 - 1
+        epoch = last - 2 - machine.random.randrange(3)
+        world.plant_epochs(region, epoch)
+        for workspace in world.workspaces if algorithm.endswith("_ll") else ():
+            plant_old_packets(world, workspace, region, algorithm)
+        # Small calls leave old packets where the large ones find them.
+        for _ in range(7):
+            count = machine.random.choice([1, 2, 5, 9, 18])
+            if one_flight and machine.random.random() < 0.3:
+                world.mailed(algorithm.rpartition("_")[2], count)
+            else:
+                world.all_reduce(algorithm, count)
+        world.run()
+
+    return scenario
+
+
+def plant_old_packets(world, workspace, region, algorithm):
+    """Fill mailboxes with packets of the first epochs of their half."""
+    sets = 2 if algorithm.startswith("two") else 1
+    steps = world.code.workspace.ONE_SHOT["ll"].steps(world.size)
+    boxes = world.blocks * world.code.shape.threads * sets * (world.size - 1) * steps
+    packets = 2 * boxes  # in a half
+    assert region.slots + 2 * 16 * packets <= region.end
+    for packet in range(2 * packets):
+        half = packet // packets
+        old = world.random.choice([2, 4]) - half
+        for word in range(2):
+            address = workspace + region.slots + 16 * packet + 8 * word
+            data = world.random.getrandbits(32)
+            world.memory.plant(address, 8, old << 32 | data)
+
+
+def exchanges_between_barriers(code):
+    """Kernels that write to peers, meet them with ``barrier``, and read."""
+
+    def scenario(machine):
+        world = World(machine, code)
+        # After a failure, nothing tells a user's later kernels of it.
+        for _ in range(1 if machine.haste else 2):
+            grid, rounds = 1 + machine.random.randrange(world.blocks), 2
+            workers = code.shape.threads * grid
+            inputs, words = world.inputs(rounds * workers)
+            outputs = world.map("output", 8 * rounds * workers * world.size)
+            for context in world.contexts:
+                rank = context.rank
+                args = (context, inputs[rank], outputs[rank], rounds)
+                world.launch(rank, code.programs.exchange, grid, *args)
+                for worker in range(workers):
+                    for i in range(rounds):
+                        # Of every rank, what the other thread of this block sent.
+                        theirs = [mine[rounds * (worker ^ 1) + i] for mine in words]
+                        place = (rounds * worker + i) * world.size
+                        world.expect(outputs[rank] + 8 * place, theirs)
+        world.run()
+
+    return scenario
+
+
+def words_by_signals(code):
+    """A chain of ranks, each of which signals the next one after every word."""
+
+    def scenario(machine):
+        world = World(machine, code)
+        total = 6
+        inputs, words = world.inputs(total)
+        outputs = world.map("output", 8 * total)
+        for context in world.contexts:
+            rank = context.rank
+            if rank > 0:
+                for first, count in parts(machine, total):
+                    args = (context, rank - 1, outputs[rank], first, count)
+                    world.launch(rank, code.programs.receive, 1, *args)
+                world.expect(outputs[rank], words[rank - 1])
+            if rank < world.size - 1:
+                for first, count in parts(machine, total):
+                    args = (context, rank + 1, inputs[rank], first, count)
+                    world.launch(rank, code.programs.send, 1, *args)
+        world.run()
+
+    return scenario
+
+
+def parts(machine, total):
+    """Return a split of ``range(total)`` into two kernels' shares.
+
+    One kernel's where calls may fail: nothing tells the second one of it.
+    """
+    middle = 0 if machine.haste else 1 + machine.random.randrange(total - 1)
+    return [(0, middle), (middle, total - middle)][middle == 0 :]
+
+
+def plain_stores_between_barriers(code):
+    """Kernels that write, a barrier on the stream, and kernels that read from peers."""
+
+    def scenario(machine):
+        world = World(machine, code)
+        for _ in range(3):
+            count = machine.random.choice([1, 2, 5])
+            inputs, words = world.inputs(count)
+            outputs = world.map("output", 8 * count * world.size)
+            for rank in range(world.size):
+                args = (world.buffers[rank], inputs[rank], count)
+                world.launch(rank, code.programs.write, 1, *args)
+            world.barrier()
+            for rank in range(world.size):
+                args = (world.buffers, outputs[rank], count)
+                world.launch(rank, code.programs.read, 1, *args)
+                world.expect(outputs[rank], [word for mine in words for word in mine])
+            world.barrier()
+        world.run()
+
+    return scenario
+
+
+def search(scenario, ranks, schedules, shape=SMALL, haste=0.0, **memory):
+    """Return what the schedules show of a scenario, see ``explore``.
+
+    Args:
+        scenario: what runs.
+        ranks: how many.
+        schedules: how many.
+        shape: the code's.
+        haste: how likely a look at the clock finds that a deadline has passed.
+        memory: attributes of the memory.
+    """
+    # Each end of a pair has a block for its messages, each way.
+    blocks = 2 * (ranks - 1) if scenario.__qualname__.startswith("messages") else 0
+
+    def make(seed):
+        machine = Machine(ranks, max(shape.blocks, blocks), shape.threads, seed)
+        machine.haste = haste
+        machine.memory.last = 0.3 if haste else 0.05
+        for name, value in memory.items():
+            setattr(machine.memory, name, value)
+        return machine
+
+    return explore(scenario, make, schedules)
+
+
+def holds(scenario, ranks, schedules, **settings):
+    """Fail if a schedule shows something wrong."""
+    found = search(scenario, ranks, schedules, **settings)
+    if found:
+        seed, finding = found
+        steps = "\n".join(finding.__notes__)
+        pytest.fail(f"seed {seed}: {finding}\n{steps}", pytrace=False)
+
+
+def breaks(scenario, ranks, **settings):
+    """Fail if no schedule shows anything wrong."""
+    found = search(scenario, ranks, WORST, **settings)
+    assert found, f"{WORST} schedules show nothing wrong"
+    seed, finding = found
+    print(f"found after {seed + 1} schedules: {finding}")

@@ -1,0 +1,178 @@
+"""Calls by copy engines: the meeting, the copies, and what follows a refusal.
+
+A copy is a kernel here that copies word by word, in its place in the call's stream.
+"""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
+from explore.scheduler import Launch
+from explore.source import device_code
+from explore.world import INT64, World, an_integer
+
+VECTORS = [1, 2, 3]  # of 16 bytes, of each rank
+
+
+class Stream(list):
+    """A rank's launches, and in the place of its side stream as well."""
+
+    stream = property(lambda self: self)
+
+    def __init__(self, code, size, workspace):
+        self.refused = code.direct.make_refused(size)
+        self.kernel, self.workspace = code.programs.copy, workspace
+        self.mine = []  # the rank's arrays, first and last byte
+
+    def copy(self, target, source, nbytes):
+        here = any(first <= source <= last for first, last in self.mine)
+        own = 0 if here else self.workspace
+        args = (self.refused, own, target, source, nbytes // 8)
+        self.append(Launch(self.kernel, 1, args))
+
+    def nothing(self, *args):
+        """Leave the order of events to the list."""
+
+    follow = mark = lead = nothing
+
+    @contextlib.contextmanager
+    def joined(self, stream):
+        yield
+
+
+class Copying(World):
+    """Ranks whose arrays all lie alike, but for some."""
+
+    def __init__(self, machine, code):
+        super().__init__(machine, code)
+        self.streams = [Stream(code, self.size, own) for own in self.workspaces]
+        for comm, stream in zip(self.comms, self.streams, strict=True):
+            comm.order = SimpleNamespace(side=stream)
+            comm.multiprocessors = None
+            comm.heap = SimpleNamespace(place=lambda address, nbytes: None)
+
+    def arrays(self, name, words):
+        """Return every rank's address of a new array; now and then one lies apart.
+
+        Each rank takes the others' to lie as its own, if it is symmetric at all.
+        """
+        blocks = self.map(name, 8 * words + 16)
+        offsets = [0] * self.size
+        if self.random.random() < 0.2:
+            offsets[self.random.randrange(self.size)] = 16
+        found = [base + offset for base, offset in zip(blocks, offsets, strict=True)]
+        ordinary = None
+        if self.random.random() < 0.2:
+            ordinary = self.random.randrange(self.size)
+        for comm, block in zip(self.comms, blocks, strict=True):
+            before = comm.heap.place
+            self.streams[comm.rank].mine.append((block, block + 8 * words + 15))
+
+            def place(address, nbytes, before=before, mine=block, rank=comm.rank):
+                if not 0 <= address - mine <= 8 * words + 16 - nbytes:
+                    return before(address, nbytes)
+                if rank == ordinary:
+                    return None
+                addresses = tuple(base + address - mine for base in blocks)
+                return SimpleNamespace(addresses=addresses, seen=(address,) * self.size)
+
+            comm.heap = SimpleNamespace(place=place)
+        return found
+
+    def call(self):
+        """Add a call, and what reads its output and writes its input right after."""
+        names = ["all_reduce", "all_gather", "all_to_all"]
+        name = self.random.choice(names + ["broadcast"] * (self.size == 2))
+        part = 2 * self.random.choice(VECTORS)
+        words = part * (1 if name in ("all_gather", "broadcast") else self.size)
+        results = words if name == "broadcast" else part * self.size
+        sources = self.arrays("input", words)
+        in_place = None
+        targets = sources if name == "broadcast" else self.arrays("output", results)
+        if name == "all_gather" and self.random.random() < 0.3:
+            in_place = self.random.randrange(self.size)
+            sources[in_place] = targets[in_place] + 8 * part * in_place
+        elif name in ("all_reduce", "all_to_all") and self.random.random() < 0.2:
+            in_place = self.random.randrange(self.size)
+            targets[in_place] = sources[in_place]
+        given = [[an_integer(self.random) for _ in range(words)] for _ in sources]
+        for source, mine in zip(sources, given, strict=True):
+            for i, word in enumerate(mine):
+                self.memory.plant(source + 8 * i, 8, word)
+        root = self.random.randrange(self.size)
+        copies = self.map("copy", 8 * results)
+        fresh, _ = self.inputs(words)
+        for rank, comm in enumerate(self.comms):
+            if name == "all_reduce":
+                wanted = [sum(column) for column in zip(*given, strict=True)]
+                args = (comm, sources[rank], targets[rank], words, INT64, "sum")
+                bound = self.code.copy_engine.bind(*args)
+            else:
+                count = words if name == "broadcast" else part
+                args = (name, comm, sources[rank], targets[rank], count, INT64, "sum")
+                bound = self.code.exchange_copies.bind(*args, root)
+                at = slice(rank * part, (rank + 1) * part)
+                wanted = given[root]
+                if name == "all_gather":
+                    wanted = [word for mine in given for word in mine]
+                elif name == "all_to_all":
+                    wanted = [word for mine in given for word in mine[at]]
+            bound(self.streams[rank])
+            write = self.code.programs.write
+            self.launch(rank, write, 1, copies[rank], targets[rank], results)
+            self.expect(copies[rank], wanted)
+            self.launch(rank, write, 1, sources[rank], fresh[rank], words)
+
+
+def calls_by_copies(code):
+    def scenario(machine):
+        world = Copying(machine, code)
+        for _ in range(2):
+            world.call()
+        world.run()
+
+    return scenario
+
+
+@worlds
+def test_calls_by_copies(ranks):
+    holds(calls_by_copies(device_code()), ranks, 500 // ranks)
+
+
+BROKEN = {
+    "an input elsewhere not noticed": ("direct", "!= known_first[k]", "!= theirs"),
+    "an output elsewhere not noticed": ("direct", "!= known_second[k]", "!= output"),
+    "nobody waits for the results": (
+        "copy_engine",
+        "self._barrier(side.stream)\n",
+        "pass\n",
+    ),
+    "those who did not refuse wait for those who did": (
+        "barrier",
+        "if between and refused(own)",
+        "if False",
+    ),
+    "what was refused left undone": (
+        "two_shot_signalled",
+        "not left(guard, ring, own, block)",
+        "(left(guard, ring, own, block) or True)",
+    ),
+    "an exchange that was refused left undone": (
+        "exchange_signalled",
+        "not left(guard, ring, own, block)",
+        "(left(guard, ring, own, block) or True)",
+    ),
+    "nobody waits for the others' copies": (
+        "direct",
+        "failed = told(guard, own + flags, 0, epoch, failed)",
+        "pass",
+    ),
+}
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", BROKEN)
+def test_calls_by_copies_broken_are_found(what, races):
+    breaks(calls_by_copies(device_code(BROKEN[what])), 3, races=races)

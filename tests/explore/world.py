@@ -1,0 +1,362 @@
+"""Ranks as the explorer has them: their memory, their calls, and what must come out."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+
+from explore.failures import NoStoreAfterFailure
+from explore.memory import REGION, Finding
+from explore.scheduler import TIMEOUT, Launch
+from numba_symm import dtypes
+
+INT64, FLOAT64 = (dtypes.element(name, "test") for name in ("int64", "float64"))
+ALGORITHMS = (
+    "one_shot_sentinel",
+    "one_shot_ll",
+    "two_shot_sentinel",
+    "two_shot_ll",
+    "one_shot_marked",
+    "two_shot_marked",
+    "two_shot_signalled",
+    "one_shot_pull",
+)
+MAILED = ALGORITHMS[:6]
+ALL_ONES = 2**64 - 1
+
+
+def ones(nbytes):
+    """Return a word of ones."""
+    return 2 ** (8 * nbytes) - 1
+
+
+class World:
+    """Ranks with workspaces, boards and pads; their launches; what must come out."""
+
+    def __init__(self, machine, code, blocks=None):
+        self.machine, self.memory, self.random = machine, machine.memory, machine.random
+        self.code, self.blocks = code, code.shape.blocks
+        self.size = machine.ranks
+        self.layout = code.workspace.layout(self.size)
+        self.streams = [[] for _ in range(self.size)]
+        self.expected = {}  # by address, a word for each call; None: a NaN
+        self.owners = {}  # ranks, by the number of a region of memory
+        self.alike = []  # addresses of words that must be the same on all ranks
+        self.workspaces = self.map("workspace", self.layout.nbytes, self.initial)
+        self.board = self.memory.map("board", 8 * self.size, fill=0)
+        self.buffers = self.map("buffer", 8 * 64)
+        self.pads = self.map("pad", 4 * self.size * self.blocks, fill=0)
+        Guard, Context = code.signals.Guard, code.signals.Context
+        timeout = TIMEOUT if machine.haste else 0
+        guards = [
+            Guard(self.board, rank, self.size, timeout) for rank in range(self.size)
+        ]
+        self.contexts = [
+            Context(guard.rank, self.size, tuple(self.buffers), tuple(self.pads), guard)
+            for guard in guards
+        ]
+        workspace = SimpleNamespace(addresses=self.workspaces)
+        self.comms = [
+            SimpleNamespace(
+                rank=guard.rank,
+                size=self.size,
+                max_blocks=blocks or 2 * self.blocks,
+                guard=guard,
+                workspace=workspace,
+            )
+            for guard in guards
+        ]
+
+    def map(self, name, nbytes, fill=None):
+        """Return every rank's address of new memory."""
+        found = [
+            self.memory.map(f"rank {rank}'s {name}", nbytes, fill)
+            for rank in range(self.size)
+        ]
+        self.owners |= {address // REGION: r for r, address in enumerate(found)}
+        return found
+
+    def initial(self, offset):
+        """Return bytes and value of a word of a workspace: ones where nothing has come.
+
+        In mailboxes with marks every row of vectors is followed by one of marks.
+        """
+        code = self.code.workspace
+        for region in self.layout.sentinels:
+            if region.slots <= offset < region.end:
+                place = (offset - region.slots) % code.ONE_SHOT["marked"].row
+                marked = self.layout.one_shot_marked, self.layout.two_shot_marked
+                nbytes = 4 if region in marked and place >= code.ROW else 8
+                return nbytes, ones(nbytes)
+        return 0, 0
+
+    def epochs(self, region, blocks=None):
+        """Return the offsets of the blocks' epochs."""
+        return range(region.epochs, region.epochs + 4 * (blocks or self.blocks), 4)
+
+    def plant_epochs(self, region, epoch, flags=None):
+        """Let all blocks go on as after ``epoch`` rounds, with flags that say so."""
+        for workspace in self.workspaces:
+            for at in range(region.epochs, region.flags, 4):
+                self.memory.plant(workspace + at, 4, epoch)
+            for at in range(region.flags, region.slots, 4):
+                known = epoch if flags is None else flags
+                self.memory.plant(workspace + at, 4, known)
+
+    def inputs(self, count, draw=None):
+        """Return every rank's address of random words, and the words."""
+        addresses = self.map("input", 8 * count + 8)
+        # Now and then not aligned to 16 bytes.
+        addresses = [base + self.random.choice([0, 8]) for base in addresses]
+        words = [
+            [(draw or an_integer)(self.random) for _ in range(count)] for _ in addresses
+        ]
+        for address, mine in zip(addresses, words, strict=True):
+            for i, word in enumerate(mine):
+                self.memory.plant(address + 8 * i, 8, word)
+        return addresses, words
+
+    def launch(self, rank, kernel, grid, *args):
+        self.streams[rank].append(Launch(kernel, grid, args))
+
+    def expect(self, address, words):
+        for i, word in enumerate(words):
+            self.expected.setdefault(address + 8 * i, []).append(word)
+
+    def all_reduce(self, algorithm, count):
+        module, _, transport = algorithm.rpartition("_")
+        bind = getattr(getattr(self.code, algorithm, None), "bind", None)
+        if bind is None:
+            bind = partial(getattr(self.code, module).bind, transport)
+        kind = FLOAT64 if transport == "sentinel" else self.random.choice(KINDS)
+        sources, words = self.inputs(count, DRAW[kind])
+        in_place = self.random.random() < 0.5
+        targets = sources if in_place else self.map("output", 8 * count)
+        total = [TOTAL[kind](column) for column in zip(*words, strict=True)]
+        for comm, source, target in zip(self.comms, sources, targets, strict=True):
+            launch = bind(comm, source, target, count, kind, "sum")
+            self.streams[comm.rank].append(launch)
+            self.expect(target, total)
+        self.alike += [[t + 8 * i for t in targets] for i in range(count)]
+
+    def reduce(self, count):
+        """Add a reduction to any root by ``reduce_signalled``."""
+        root = self.random.randrange(self.size)
+        kind = self.random.choice(KINDS)
+        sources, words = self.inputs(count, DRAW[kind])
+        target = self.random.choice([sources, self.map("output", 8 * count)])[root]
+        total = [TOTAL[kind](column) for column in zip(*words, strict=True)]
+        for comm in self.comms:
+            mine = target if comm.rank == root else 0
+            args = (comm, sources[comm.rank], mine, count, kind, "sum", root)
+            self.streams[comm.rank].append(self.code.reduce_signalled.bind(*args))
+        self.expect(target, total)
+
+    def broadcast(self, count):
+        """Add a broadcast from any root by ``broadcast_signalled``."""
+        root = self.random.randrange(self.size)
+        arrays, words = self.inputs(count)
+        for comm, array in zip(self.comms, arrays, strict=True):
+            args = (comm, array, array, count, INT64, "sum", root)
+            self.streams[comm.rank].append(self.code.broadcast_signalled.bind(*args))
+            self.expect(array, words[root])
+
+    def on_own_arrays(self, name, root, arrays, outputs, count, refusing=None):
+        """Add a call of a kernel that works on all ranks' arrays.
+
+        Another one goes through the workspace if rank ``refusing`` has another kind of
+        memory.
+        """
+        for comm, array, output in zip(self.comms, arrays, outputs, strict=True):
+
+            def place(address, nbytes, refuses=comm.rank == refusing):
+                return None if refuses else SimpleNamespace(seen=(address,) * self.size)
+
+            comm.heap = SimpleNamespace(place=place)
+            target = output if "broadcast" in name or comm.rank == root else 0
+            args = (comm, array, target, count, INT64, "sum", root)
+            getattr(self.code, name).bind(*args)(self.streams[comm.rank])
+
+    def messages(self, *counts):
+        """Add messages of some lengths between any ranks, in one launch a rank."""
+        Message = self.code.transfer.Message
+        sends, receives = [], []
+        for count in counts:
+            src, dst = self.random.sample(range(self.size), 2)
+            arrays, words = self.inputs(count)
+            target = self.map("output", 8 * count)[dst]
+            sends.append((src, Message(dst, arrays[src], 8 * count)))
+            receives.append((dst, Message(src, target, 8 * count)))
+            self.expect(target, words[src])
+        for comm in self.comms:
+            lists = [
+                [m for r, m in found if r == comm.rank] for found in (sends, receives)
+            ]
+            if any(lists):
+                self.streams[comm.rank].append(self.code.transfer.bind(comm, *lists))
+
+    def scan(self, count):
+        """Add an inclusive scan by ``exchange_signalled``."""
+        kind = self.random.choice(KINDS)
+        exchanged = self.code.exchange.EXCHANGES["scan"]
+        sources, words = self.inputs(count, DRAW[kind])
+        targets = self.map("output", 8 * count)
+        for comm, source, target in zip(self.comms, sources, targets, strict=True):
+            args = (exchanged, comm, source, target, count, kind, "sum")
+            self.streams[comm.rank].append(self.code.exchange_signalled.bind(*args))
+            columns = zip(*words[: comm.rank + 1], strict=True)
+            self.expect(target, [TOTAL[kind](column) for column in columns])
+
+    def gather(self, count):
+        """Add an all-gather by ``exchange_signalled``."""
+        exchanged = self.code.exchange.EXCHANGES["all_gather"]
+        sources, words = self.inputs(count)
+        targets = self.map("output", 8 * count * self.size + 8)
+        for comm, source, target in zip(self.comms, sources, targets, strict=True):
+            args = (exchanged, comm, source, target, count, INT64, "sum")
+            self.streams[comm.rank].append(self.code.exchange_signalled.bind(*args))
+            for rank, mine in enumerate(words):
+                self.expect(target + 8 * count * rank, mine)
+
+    def mailed(self, transport, count):
+        """Add a broadcast or a reduction of any root, or a scan, by ``exchange``."""
+        name = self.random.choice(["broadcast", "reduce", "scan"])
+        exchanged = self.code.exchange.EXCHANGES[name]
+        root = self.random.randrange(self.size)
+        moved = FLOAT64 if transport == "sentinel" else self.random.choice(KINDS)
+        sources, words = self.inputs(count, DRAW[moved])
+        in_place = name == "broadcast" or self.random.random() < 0.5
+        targets = sources if in_place else self.map("output", 8 * count)
+        for comm, source, target in zip(self.comms, sources, targets, strict=True):
+            args = (transport, exchanged, comm, source, target, count, moved, "sum")
+            self.streams[comm.rank].append(self.code.exchange.bind(*args, root))
+            if name == "broadcast":
+                total = words[root]
+                if transport == "sentinel":
+                    total = [w if w != ALL_ONES else None for w in total]
+                self.expect(target, total)
+            elif name == "scan" or comm.rank == root:
+                last = comm.rank + 1 if name == "scan" else self.size
+                columns = zip(*words[:last], strict=True)
+                self.expect(target, [TOTAL[moved](column) for column in columns])
+
+    def barrier(self):
+        for comm in self.comms:
+            self.streams[comm.rank].append(self.code.barrier.bind(comm))
+
+    def run(self):
+        """Run all calls, and check what they leave behind.
+
+        Where there is haste, calls may fail, and a rank may leave before its last one:
+        then every word is right, or as it was.
+        """
+        leaver = self.let_a_rank_leave() if self.machine.haste else None
+        self.machine.run(self.streams)
+        records = [self.memory.final(self.board + 8 * r, 8) for r in range(self.size)]
+        if any(records) and not all(records):
+            raise Finding("result", f"a rank was told of no failure: {records}")
+        for address, words in self.expected.items():
+            found = self.memory.final(address, 8)
+            partly = any(records) or leaver == self.owners[address // REGION]
+            allowed = words if partly else words[-1:]
+            untouched = partly and found == self.memory.first(address, 8)
+            if not untouched and not any(is_right(found, word) for word in allowed):
+                raise Finding("result", f"{found} at {address:#x} is not {words[-1]}")
+        if leaver is None and not any(records):
+            self.check_rest()
+
+    def let_a_rank_leave(self):
+        """Watch for stores after failures; return the rank that leaves, if any."""
+        board = range(self.board, self.board + 8 * self.size)
+        regions = [
+            each for each in vars(self.layout).values() if hasattr(each, "slots")
+        ]
+        where = self.code.direct.make_where(self.size)
+        places = [
+            *range(0, regions[0].epochs, 8),  # that the rank has failed
+            *(at for each in regions for at in range(each.epochs, each.flags, 4)),
+            *(where(k) + word for k in range(self.size - 1) for word in (0, 8)),
+        ]
+        kept = {base + at for base in self.workspaces for at in places}
+        self.machine.rule = NoStoreAfterFailure(board, kept)
+        leaver = self.random.choice([None, self.random.randrange(self.size)])
+        if leaver is not None:
+            stream = self.streams[leaver]
+            del stream[self.random.randrange(len(stream) + 1) :]
+        return leaver
+
+    def check_rest(self):
+        """Check that ranks agree, and that nothing is left over."""
+        self.check_alike(self.alike, "results")
+        for region in (getattr(self.layout, name) for name in REGIONS):
+            blocks = 1 if region is self.layout.barrier else self.blocks
+            places = [
+                [workspace + at for workspace in self.workspaces]
+                for at in self.epochs(region, blocks)
+            ]
+            self.check_alike(places, "epochs", 4)
+        for workspace in self.workspaces:
+            for at, value in self.memory.accessed(workspace, self.layout.nbytes):
+                _, empty = self.initial(at)
+                if empty not in (0, value):
+                    raise Finding("result", f"a vector is left at {workspace + at:#x}")
+        for pad in self.pads:
+            for slot in range(self.size * self.blocks):
+                if self.memory.final(pad + 4 * slot, 4) != 0:
+                    raise Finding("result", f"slot {slot} of a pad is not 0")
+
+    def check_alike(self, places, what, nbytes=8):
+        for addresses in places:
+            found = [self.memory.final(address, nbytes) for address in addresses]
+            if len(set(found)) > 1:
+                raise Finding("result", f"{what} at {addresses} differ: {found}")
+
+
+def is_right(found, word):
+    """Return whether a word is the wanted one; None: any NaN."""
+    if word is not None:
+        return found == word
+    return found is not None and float_of(found) != float_of(found)
+
+
+REGIONS = (
+    "barrier",
+    "direct",
+    *dict.fromkeys(name.replace("one_shot_pull", "pull") for name in ALGORITHMS),
+)
+
+
+def an_integer(random):
+    return random.getrandbits(40)
+
+
+def a_word(random):
+    """Return a number, or now and then the word of all ones."""
+    return ALL_ONES if random.random() < 0.1 else an_integer(random)
+
+
+def a_float(random):
+    """Return a float's bits: of a number, or now and then the NaN of all ones."""
+    return ALL_ONES if random.random() < 0.1 else bits_of(random.random())
+
+
+def bits_of(number):
+    return int(np.float64(number).view(np.uint64))
+
+
+def float_of(word):
+    return float(np.uint64(word).view(np.float64))
+
+
+def float_sum(words):
+    """Return the bits of the sum in that order, or None if it is a NaN."""
+    return None if ALL_ONES in words else bits_of(sum(map(float_of, words)))
+
+
+def integer_sum(words):
+    return sum(words) & ALL_ONES
+
+
+KINDS = INT64, FLOAT64
+DRAW = {INT64: a_word, FLOAT64: a_float}
+TOTAL = {INT64: integer_sum, FLOAT64: float_sum}

@@ -1,0 +1,172 @@
+"""A call waits for the one before unless both are on one stream."""
+
+import importlib.util
+import itertools
+import threading
+
+import pytest
+
+from numba_symm import driver
+
+ZERO = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
+
+
+class Driver:
+    """The driver's streams and events, as far as the order of calls needs them."""
+
+    def __init__(self):
+        self.numbers = itertools.count(100)
+        self.own = threading.local()  # the thread's default stream
+        self.streams = {}
+        self.calls = []
+
+    def create(self, handle):
+        """Make a new stream of that handle, in the place of one that was destroyed."""
+        self.streams[handle] = next(self.numbers)
+
+    def function(self, name):
+        return lambda *args: (0, *filter(None, [self.answer(name, *args)]))
+
+    def answer(self, name, *args):
+        self.calls.append(name)
+        if name == "cuStreamGetId":
+            if args[0] in self.streams:
+                return self.streams[args[0]]
+            assert args[0] in (0, 2)
+            if not hasattr(self.own, "number"):
+                self.own.number = next(self.numbers)
+            return self.own.number
+        return {"cuEventCreate": 7}.get(name)
+
+
+@pytest.fixture(params=["0", "1"], ids=["0 is legacy", "0 is the thread's"])
+def zero(request, monkeypatch):
+    monkeypatch.setenv(ZERO, request.param)
+    return request.param
+
+
+@pytest.fixture
+def streams(zero, monkeypatch):
+    """The module as it is where handle 0 has this meaning."""
+    spec = importlib.util.find_spec("numba_symm.streams")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "is_capturing", lambda stream: False)
+    return module
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    found = Driver()
+    monkeypatch.setattr(driver, "function", found.function)
+    return found
+
+
+@pytest.fixture
+def waits(streams, cuda):
+    """Return whether a call on a stream waits for the one before, in a new thread."""
+    order = streams.StreamOrder(4)
+
+    def call(handle):
+        cuda.calls.clear()
+        order.enter(handle).leave()
+        assert "cuEventRecord" in cuda.calls
+
+    def run(*handles, threads=1):
+        found = []
+
+        def work():
+            for handle in handles:
+                call(handle)
+                found.append("cuStreamWaitEvent" in cuda.calls)
+
+        for _ in range(threads):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        return found
+
+    return run
+
+
+def test_the_first_call_waits_for_nothing_and_one_on_another_stream_for_the_last(
+    cuda, waits
+):
+    cuda.create(0xA0)
+    cuda.create(0xB0)
+    assert waits(0xA0, 0xA0, 0xB0, 0xB0, 0xA0) == [False, False, True, False, True]
+
+
+def test_a_stream_that_has_the_handle_of_a_destroyed_one_waits(cuda, waits):
+    cuda.create(0xA0)
+    assert waits(0xA0, 0xA0) == [False, False]
+    cuda.create(0xA0)
+    assert waits(0xA0, 0xA0) == [True, False]
+
+
+def test_a_threads_default_stream_is_another_one_in_each_thread(waits):
+    assert waits(2, 2, threads=3) == [False, False, True, False, True, False]
+
+
+def test_the_legacy_default_stream_is_known_without_asking(streams, cuda, waits, zero):
+    handles = (1, 1) if zero == "1" else (0, 1, 0)
+    assert not any(waits(*handles, threads=2))
+    assert "cuStreamGetId" not in cuda.calls
+    assert streams.LEGACY_DEFAULT in handles
+    assert {streams.named(handle) for handle in handles} == {streams.LEGACY_DEFAULT}
+
+
+def test_handle_0_is_what_cuda_bindings_take_it_for(streams, waits, zero):
+    per_thread = zero == "1"
+    assert waits(0, threads=2) == [False, per_thread]
+    assert waits(2) == [True]
+    assert streams.named(0) == (2 if per_thread else 0)
+    assert streams.named(2) == 2
+
+
+def test_in_a_capture_a_call_right_behind_the_last_one_does_not_wait(
+    streams, cuda, waits, monkeypatch
+):
+    """The nodes tell: the driver refuses to identify a stream that is captured."""
+    nodes = {0xA0: [1], 0xB0: [1]}
+    record = itertools.count(2)
+
+    def answer(name, *args, real=cuda.answer):
+        if name == "cuStreamGetCaptureInfo":
+            return (0, 77, None, nodes[args[0]], len(nodes[args[0]]))
+        if name == "cuEventRecord":  # a call's kernel came before
+            nodes[args[1]] = [next(record)]
+        return real(name, *args)
+
+    monkeypatch.setattr(cuda, "answer", answer)
+    monkeypatch.setattr(streams, "is_capturing", lambda stream: True)
+    monkeypatch.setattr(streams.driver, "call", answer)
+    assert waits(0xA0, 0xA0, 0xB0, 0xB0, 0xA0) == [False, False, True, False, True]
+    nodes[0xA0] = [100]  # the program's own kernel
+    assert waits(0xA0, 0xA0) == [True, False]
+    assert "cuStreamGetId" not in cuda.calls
+
+
+def test_after_a_failure_the_call_s_stream_follows_the_side_stream(
+    streams, monkeypatch
+):
+    """What was enqueued there may still write the call's output."""
+    numbers, calls = itertools.count(1), []
+
+    def call(name, *args):
+        if name.endswith("Create"):
+            return next(numbers)
+        calls.append((name, *args))
+        return None
+
+    monkeypatch.setattr(streams.driver, "call", call)
+    side = streams.SideStream(2)
+    side.follow(0xA0, 0)
+    calls.clear()
+    with pytest.raises(ZeroDivisionError), side.joined(0xA0):
+        raise ZeroDivisionError
+    *_, last = range(1, next(numbers))  # an event that no step has
+    assert calls == [
+        ("cuEventRecord", last, side.stream),
+        ("cuStreamWaitEvent", 0xA0, last, 0),
+    ]

@@ -1,0 +1,171 @@
+"""Set-up calls that are interrupted, by an exception at any line of the library's.
+
+Nobody is left waiting: not by the call, nor by the same call again, nor by close.
+"""
+
+import gc
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm.launch import waiting
+
+PATIENT = 60  # a timeout that never passes
+SOON = 20  # seconds; a rank that is left waiting would take PATIENT or all time
+POINTS = 12  # lines at which a call is interrupted
+HERE = Path(ns.__file__).parent
+NAMES = ("board", "group", "memory")
+FILES = {str(HERE / f"{name}.py") for name in NAMES} | {
+    str(Path(module.__file__))
+    for name, module in list(sys.modules.items())
+    if name in {"numba_symm.launch.exchange", "numba_symm.launch.fds"}
+    or name == "numba_symm.collectives.communicator"
+}
+
+
+# Communicators that an interrupted call made and did not return.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    yield
+    gc.collect()
+
+
+class Late(Exception):
+    """What a program's own signal handler may raise."""
+
+
+class Lines:
+    """Counts the library's lines that a call executes, and may interrupt one."""
+
+    def __init__(self, interrupted=None):
+        self.count = 0
+        self.interrupted = interrupted
+
+    def __call__(self, frame, event, arg):
+        code = frame.f_code
+        if code.co_filename not in FILES:
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self.interrupted:
+                if is_undisturbed(frame):
+                    self.interrupted += 1
+                else:
+                    sys.settrace(None)
+                    raise Late
+        return self
+
+    def of(self, call):
+        """Return the call's error as "Class: text", and its result."""
+        sys.settrace(self)
+        try:
+            return "", call()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}", None
+        finally:
+            sys.settrace(None)
+
+
+def is_undisturbed(frame):
+    """Return whether no signal handler would run there."""
+    while frame is not None and frame.f_code is not waiting.undisturbed.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
+CALLS = {
+    "zeros": lambda comm: comm.zeros(10),
+    "rendezvous": lambda comm: comm.rendezvous(comm.symmetric),
+    "split": lambda comm: comm.split(comm.rank // 2),
+    "dup": lambda comm: comm.dup(),
+    "all_reduce_init": lambda comm: comm.all_reduce_init(comm.symmetric),
+    "close": lambda comm: comm.close(),
+}
+
+
+def made(world):
+    """Return a communicator that compares all calls, and has a symmetric array."""
+    comm = ns.Communicator(world, timeout=PATIENT, debug=True)
+    comm.symmetric = comm.empty(3)
+    return comm
+
+
+def points_in(world, name, call):
+    """Return at which lines each rank in turn is to be interrupted."""
+    counted = Lines()
+    counted.of(call)
+    count = world.bcast(counted.count)
+    return random.Random(f"{name} {world.size}").sample(range(1, count), POINTS)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_call_leaves_nobody_waiting(world, name):
+    """The others hear of it by name, or do not notice because it was over."""
+    call, told = CALLS[name], 0
+    with made(world) as comm:
+        points = points_in(world, name, lambda: call(comm))
+    for point in points:
+        comm, away = made(world), point % world.size
+        world.barrier()  # what is interrupted is not what made it
+        began = time.monotonic()
+        lines = Lines(point if world.rank == away else None)
+        first, child = lines.of(lambda comm=comm: call(comm))
+        again, _ = Lines().of(lambda comm=comm: call(comm))
+        for each in (child, comm):
+            if isinstance(each, ns.Communicator):
+                Lines().of(each.close)
+        del child
+        everyone = world.allgather((first, again, time.monotonic() - began))
+        shown = f"{name}, rank {away} at line {point} of {lines.count}: {everyone}"
+        assert max(seconds for *_, seconds in everyone) < SOON, shown
+        firsts = [first for first, *_ in everyone]
+        del firsts[away]
+        for first in filter(None, firsts):
+            assert "Late" in first or not first.startswith("RankLeft"), shown
+            told += "Late" in first
+    assert told or world.size == 1
+
+
+def test_mpi_goes_on_while_a_rank_waits(comm, world):
+    """Rank 0 waits in a set-up call for one that waits for it to receive."""
+    message, request = np.arange(1 << 20), None
+    if world.rank == 0 and world.size > 1:
+        request = world.Irecv(np.empty_like(message), 1)
+    elif world.rank == 1:
+        time.sleep(0.2)
+        world.Send(message, 0)
+    comm.zeros(10)
+    if request is not None:
+        request.Wait()
+
+
+def test_an_interrupted_constructor_leaves_nobody_waiting(world):
+    """Who was interrupted comes again, as do those that it told."""
+
+    def construct():
+        with made(world) as comm:
+            comm.zeros(3)
+
+    for point in points_in(world, "Communicator", construct):
+        away, errors = point % world.size, []
+        began = time.monotonic()
+        error, _ = Lines(point if world.rank == away else None).of(construct)
+        errors.append(error)
+        while world.allreduce(bool(error)) and len(errors) < 5:
+            error, _ = Lines().of(construct)
+            errors.append(error)
+        everyone = world.allgather((errors, time.monotonic() - began))
+        shown = f"rank {away} at line {point}: {everyone}"
+        assert max(seconds for _, seconds in everyone) < SOON, shown
+        assert [errors[-1] for errors, _ in everyone] == [""] * world.size, shown

@@ -1,0 +1,162 @@
+"""Threads: two communicators in two of them, and one communicator in two at a time."""
+
+import threading
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm import streams
+from tests.ranks.helpers import check_works, get, refused
+
+WAIT = 30  # seconds
+
+
+class Caller(threading.Thread):
+    """A thread that makes calls, and says what they raised."""
+
+    def __init__(self, *calls):
+        super().__init__(daemon=True)
+        self.calls = calls
+        self.error = None
+        self.start()
+
+    def run(self):
+        try:
+            cuda.current_context()
+            for call in self.calls:
+                call()
+        except BaseException as error:
+            self.error = error
+
+    def finish(self):
+        self.join(WAIT)
+        assert not self.is_alive()
+        assert self.error is None, repr(self.error)
+
+
+@pytest.fixture
+def held(comm, monkeypatch):
+    """Return how to hold the next call of any thread but this one in its midst."""
+    inside, go = threading.Event(), threading.Event()
+
+    def hold(holder, name):
+        real = getattr(holder, name)
+
+        def held(*args):
+            if threading.current_thread() is not threading.main_thread():
+                inside.set()
+                assert go.wait(WAIT)
+            return real(*args)
+
+        monkeypatch.setattr(holder, name, held)
+
+    yield hold, inside, go
+    go.set()
+
+
+def test_communicators_work_in_threads_of_their_own(comm):
+    """Each thread comes to its calls in its own time, so ranks in another order."""
+    algorithms, n = (None, "two_shot_ll", "one_shot_pull", None) * 3, comm.size
+    x = [cuda.to_device(np.full(500, comm.rank + k, np.int64)) for k in range(2)]
+    y = [[cuda.device_array_like(x[k]) for _ in algorithms] for k in range(2)]
+    cuda.synchronize()
+
+    def work(each, k, stream):
+        for algorithm, out in zip(algorithms, y[k], strict=True):
+            each.all_reduce(x[k], out=out, stream=stream, algorithm=algorithm)
+            each.barrier(stream)
+        each.synchronize(stream)
+
+    with comm.dup() as other:
+        # What is loaded or allocated later would wait for all that the GPU does.
+        given = [(comm, 0, ns.Stream()), (other, 1, ns.Stream())]
+        for each in given:
+            work(*each)
+        for caller in [Caller(lambda each=each: work(*each)) for each in given]:
+            caller.finish()
+    for k in range(2):
+        assert all((get(out) == n * k + n * (n - 1) // 2).all() for out in y[k])
+
+
+BUSY = [
+    *("a call", "its preparation", "a compared call", "a set-up call"),
+    *("a group", "its start"),
+]
+
+
+@pytest.mark.parametrize("busy", BUSY)
+def test_a_call_amid_another_threads_is_refused(comm, world, held, monkeypatch, busy):
+    hold, inside, go = held
+    x, kept = cuda.to_device(np.ones(6, np.float32)), []
+    y, z = cuda.device_array_like(x), cuda.device_array_like(x)
+    plan, right = comm.all_reduce_init(x, out=z), (comm.rank + 1) % comm.size
+    memory, others = comm.zeros(6), comm.size - 1
+    cuda.synchronize()
+
+    def group():
+        with comm.group():
+            inside.set()
+            assert go.wait(WAIT)
+            comm.all_reduce(x, out=y)
+
+    def group_of_two():
+        with comm.group():
+            comm.all_reduce(x, out=z)
+            comm.all_reduce(x, out=y)
+            hold(ns.Communicator, "_run")
+
+    def call():
+        return comm.all_reduce(x, out=y)
+
+    # What the other thread does, and where it is held.
+    calls = {
+        "a call": (call, streams.StreamOrder, "enter"),
+        "its preparation": (call, ns.Communicator, "_plan"),
+        "a compared call": (call, ns.Communicator, "_plan"),
+        "a set-up call": (lambda: kept.append(comm.zeros(3)), comm.heap, "allocate"),
+        "a group": (group,),
+        "its start": (group_of_two,),
+    }
+    if busy == "a compared call":
+        monkeypatch.setattr(comm, "_debug", True)
+    busily, *place = calls[busy]
+    if place:
+        hold(*place)
+    caller = Caller(busily)
+    assert inside.wait(WAIT)
+    mine = {
+        "all_reduce": lambda: comm.all_reduce(x),
+        "barrier": comm.barrier,
+        "reduce_scatter_v": lambda: comm.reduce_scatter_v(x, [6] + [0] * others),
+        "gather": lambda: comm.gather(x),
+        "group": lambda: comm.group().__enter__(),
+        "empty": lambda: comm.empty(3),
+        "rendezvous": lambda: comm.rendezvous(memory),
+        "split": lambda: comm.split(0),
+        "dup": comm.dup,
+        "close": comm.close,
+    }
+    if comm.size > 1:
+        mine["send"] = lambda: comm.send(x, right)
+    for name, call in mine.items():
+        text = f"{name}: expected one thread at a time in the calls of a communicator"
+        refused(world, ns.ArgumentError, call, text, "dup()")
+    for again in (plan, lambda: comm.all_reduce_init(x)):
+        text = "all_reduce: expected one thread at a time"
+        refused(world, ns.ArgumentError, again, text)
+    comm.check()
+    go.set()
+    caller.finish()
+    comm.synchronize()
+    if busy != "a set-up call":
+        assert get(y).tolist() == [comm.size] * 6
+    check_works(comm)
+
+
+def test_an_interrupt_between_calls_leaves_no_mark(comm):
+    """Not for this thread: an interrupt may come right after a call has marked it."""
+    comm._within[None] = threading.get_ident()
+    check_works(comm)
+    Caller(lambda: check_works(comm)).finish()

@@ -1,0 +1,138 @@
+"""After a failure no rank's array changes under it, whatever the others had enqueued.
+
+Of every algorithm that works on the ranks' own arrays: a rank stays away, leaves, comes
+late, or is late with its copies; the others have their arrays, too.
+"""
+
+import re
+
+import numpy as np
+import pytest
+from spawned import run_ranks
+from test_deadlines import attempt
+
+import numba_symm as ns
+from numba_symm import streams
+
+AWAY, COUNT, REUSED = 1, 96, 77
+COPIED = [(name, "copy_engine") for name in ("all_reduce", "all_gather", "all_to_all")]
+CALLS = {2: [("broadcast", "copy_engine")]}
+CALLS[3] = [*COPIED, ("broadcast", "direct"), ("reduce", "direct")]
+
+
+def prepared(comm, name, algorithm):
+    """Return a plan and the arrays of this rank that it works on."""
+    x = comm.zeros(COUNT * (1 if name == "all_gather" else comm.size), np.float32)
+    y = comm.zeros(COUNT * comm.size, np.float32)
+    fill([x], 1 + comm.rank)
+    out = {"out": y}
+    if name == "broadcast" or (name == "reduce" and comm.rank != 0):
+        out = {}
+    return getattr(comm, f"{name}_init")(x, algorithm=algorithm, **out), [x, y]
+
+
+def fill(arrays, value):
+    for array in arrays:
+        array.copy_to_device(np.full(array.size, value, np.float32))
+
+
+def holds(arrays, expected):
+    found = [array.copy_to_host() for array in arrays]
+    return all(map(np.array_equal, found, expected))
+
+
+def enqueue(comm, plan):
+    """Return the error of a call that was enqueued in time and starts now."""
+    return attempt(lambda: (plan._launch(0), comm.synchronize()))[0]
+
+
+def give_up(comm, plan, arrays):
+    """Enqueue a call that another rank fails; then use the arrays otherwise."""
+    error = enqueue(comm, plan)
+    attempt(comm.close)
+    fill(arrays, REUSED)
+    return error
+
+
+# What the ranks do after a first call. Each returns the error that this rank gets, and
+# whether its arrays are to be as the first call left them (True), as it filled them
+# since (False), or may be anything: its own call writes them (None).
+
+
+def stays_away(world, comm, plan, arrays):
+    """It reads its arrays, longer than the others wait for it."""
+    if world.rank != AWAY:
+        return enqueue(comm, plan), None
+    return "", True
+
+
+def leaves(world, comm, plan, arrays):
+    if world.rank == AWAY:
+        with pytest.raises(ZeroDivisionError), comm:
+            raise ZeroDivisionError
+    world.barrier()
+    return stays_away(world, comm, plan, arrays)
+
+
+def comes_late(world, comm, plan, arrays):
+    error = "" if world.rank == AWAY else give_up(comm, plan, arrays)
+    world.barrier()
+    if world.rank == AWAY:
+        return enqueue(comm, plan), None
+    return error, False
+
+
+def copies_late(world, comm, plan, arrays):
+    """The others give up while its copies run, which nothing stops."""
+    copy, begun = streams.copy, []
+
+    def late(*args):
+        if not begun:
+            begun.append(True)
+            world.barrier()
+        copy(*args)
+
+    if world.rank != AWAY:
+        error = give_up(comm, plan, arrays)
+        world.barrier()
+        return error, False
+    streams.copy = late
+    try:
+        error = enqueue(comm, plan)
+    finally:
+        streams.copy = copy
+    return error, None
+
+
+def left_alone(world, calls):
+    facts = []
+    for name, algorithm in calls:
+        for how in (stays_away, leaves, comes_late, copies_late):
+            if how is copies_late and algorithm != "copy_engine":
+                continue
+            comm = ns.Communicator(world, timeout=1)
+            plan, arrays = prepared(comm, name, algorithm)
+            world.barrier()  # all have compiled
+            plan()
+            comm.synchronize()
+            expected = [array.copy_to_host() for array in arrays]
+            world.barrier()
+            error, unchanged = how(world, comm, plan, arrays)
+            world.barrier()
+            if unchanged is False:
+                expected = [np.full_like(each, REUSED) for each in expected]
+            kept = unchanged is None or holds(arrays, expected)
+            world.barrier()
+            attempt(comm.close)
+            facts.append((name, algorithm, how.__name__, unchanged, error, kept))
+    return facts
+
+
+@pytest.mark.parametrize("size", CALLS)
+def test_no_rank_s_array_changes_under_it(size):
+    for rank, facts in enumerate(run_ranks(size, left_alone, CALLS[size])):
+        for name, algorithm, how, unchanged, error, kept in facts:
+            case = (rank, name, algorithm, how, error)
+            assert kept, case
+            wanted = "RankLeft: " if how == "leaves" else "CollectiveTimeout: "
+            assert re.match("$" if unchanged else wanted, error), case
