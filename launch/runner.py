@@ -1,0 +1,313 @@
+"""Runs the program in each rank that ``numba-symm run`` starts, and shows its errors.
+
+    python runner.py JOB RANKS [-m] PROGRAM [ARGUMENTS]
+
+A program's ordinary output does not pass through here. An error that several ranks
+have is shown once, with their numbers: the first rank that fails collects the others'
+errors for a moment, prints them, and ends the job. As under ``python -m mpi4py``, a
+rank that fails ends the job, because others may wait for it in MPI.
+
+The file is run by its path and imports nothing of numba_symm: a program may set
+variables that Numba reads when it is imported.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import json
+import os
+import runpy
+import signal
+import socket
+import struct
+import sys
+import termios
+import time
+import traceback
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from mpi4py.run import set_abort_status
+
+QUIET = 1.0
+"""Seconds after an error in which another rank's may follow it."""
+
+LONGEST = 5.0
+"""Seconds that the first rank to fail collects errors at most."""
+
+LAST = 10.0
+"""Seconds that a failed rank waits for the first one to print and to end the job."""
+
+PRINTED = b"p"
+"""What the first rank answers when it has printed another rank's error."""
+
+LAUNCHER = ("<frozen runpy>", runpy.__file__, __file__)
+"""The files whose frames come before the program's."""
+
+INTERRUPTED = 128 + signal.SIGINT
+
+Report = tuple[int, str]
+"""A rank and the text of its error."""
+
+
+class Failure:
+    """This rank's failure, if there is one: who prints it, and who ends the job.
+
+    Args:
+        job: the process id of mpirun and a random word, joined by a hyphen.
+        ranks: how many ranks were started.
+        rank: this process' number.
+    """
+
+    def __init__(self, job: str, ranks: int, rank: int) -> None:
+        self._mpirun = int(job.partition("-")[0])
+        self._name = f"\0numba-symm-run-{job}"  # abstract: there is no file to remove
+        self._ranks = ranks
+        self._rank = rank
+        self._process = os.getpid()
+        self.door: int | None = None  # where the first rank that fails listens
+        self._code = 0
+
+    def hook(
+        self,
+        kind: type[BaseException],
+        error: BaseException,
+        trace: TracebackType | None,
+    ) -> None:
+        """Report an exception that nobody caught; takes ``sys.excepthook``'s place."""
+        code = INTERRUPTED if kind is KeyboardInterrupt else 1
+        self.report(described(error), code)
+
+    def report(self, text: str, code: int) -> None:
+        """Print this rank's error, or hand it to the rank that failed first.
+
+        Args:
+            text: what is printed after the ranks' numbers.
+            code: the exit code of this rank.
+        """
+        self._code = code
+        flush()
+        own = (self._rank, text)
+        try:
+            printed = self._meet(own)
+        except OSError:
+            printed = False
+        if not printed:
+            show([own])
+
+    def _meet(self, own: Report) -> bool:
+        """Return whether ``own`` has been printed. Who binds the name is first."""
+        deadline = time.monotonic() + LAST
+        while time.monotonic() < deadline:
+            meeting = socket.socket(socket.AF_UNIX)
+            try:
+                meeting.bind(self._name)
+            except OSError:
+                with meeting, contextlib.suppress(ConnectionRefusedError):
+                    return handed_over(meeting, self._name, own)
+                time.sleep(0.01)  # it is not listening yet, or it has ended
+                continue
+            self._collect(meeting, own)
+            self.door = meeting.detach()  # open to the end: no other becomes the first
+            return True
+        return False
+
+    def _collect(self, door: socket.socket, own: Report) -> None:
+        """Print all errors that come soon, in the order in which they come."""
+        door.listen(self._ranks)
+        reports = [own]
+        longest = time.monotonic() + LONGEST
+        others = []
+        with contextlib.suppress(TimeoutError):
+            while len(reports) < self._ranks:
+                door.settimeout(max(0.01, min(QUIET, longest - time.monotonic())))
+                other, _ = door.accept()
+                try:
+                    reports.append(received(other))
+                except (OSError, ValueError):  # that rank was ended while it sent
+                    other.close()
+                else:
+                    others.append(other)
+        show(reports)
+        for other in others:
+            with other, contextlib.suppress(OSError):
+                other.sendall(PRINTED)
+
+    def end(self) -> None:
+        """End a failed rank's job, under Open MPI without the words it has for that.
+
+        Runs after the program's own exit handlers. Unless this ends the process,
+        mpi4py ends the job after it.
+        """
+        if not self._code or os.getpid() != self._process:  # it may have forked since
+            return
+        flush()
+        if self.door is None:
+            time.sleep(LAST)  # the first rank ends the job: its exit code is the job's
+        else:
+            drain(2)
+        if "OMPI_COMM_WORLD_RANK" not in os.environ or os.getppid() != self._mpirun:
+            return
+        if self.door is not None and self._code == 1:
+            # mpirun ends all ranks, says nothing, and its exit code is 1. After a
+            # second signal it would say that it is ending already.
+            os.kill(self._mpirun, signal.SIGTERM)
+            time.sleep(LAST)
+        os._exit(self._code)
+
+
+def own_rank() -> int | None:
+    """Return this process' rank, as Open MPI or MPICH tells it, or None."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return None
+
+
+def handed_over(connection: socket.socket, name: str, own: Report) -> bool:
+    """Give ``own`` to the first rank, and return whether that rank has printed it."""
+    connection.settimeout(LAST)
+    connection.connect(name)
+    if not same_user(connection):
+        return False
+    connection.sendall(json.dumps(own).encode())
+    connection.shutdown(socket.SHUT_WR)
+    return connection.recv(1) == PRINTED
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Return whether the other end is a process of this user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    _, user, _ = struct.unpack("iII", credentials)
+    return bool(user == os.getuid())
+
+
+def received(connection: socket.socket) -> Report:
+    """Return the report that a rank sends.
+
+    Raises:
+        OSError: it takes too long, or another user sends.
+        ValueError: it is not complete.
+    """
+    connection.settimeout(QUIET)
+    if not same_user(connection):
+        raise PermissionError("the other end belongs to another user")
+    with connection.makefile("rb") as stream:
+        rank, text = json.load(stream)
+    return rank, text
+
+
+def flush() -> None:
+    """Hand on what this process has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # none, closed
+            stream.flush()
+
+
+def drain(descriptor: int) -> None:
+    """Wait until mpirun has passed on what this process has written to it.
+
+    It may drop the rest when it ends the job.
+    """
+    unread = array("i", [0])
+    deadline = time.monotonic() + QUIET
+    with contextlib.suppress(OSError):  # it is not a pipe
+        while fcntl.ioctl(descriptor, termios.FIONREAD, unread) == 0 and unread[0]:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.01)
+    time.sleep(0.1)  # from mpirun to whoever reads what it prints
+
+
+def show(reports: Sequence[Report]) -> None:
+    """Print each text once, after the numbers of the ranks that report it."""
+    groups: dict[str, list[int]] = {}
+    for rank, text in reports:
+        groups.setdefault(text, []).append(rank)
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # none, closed
+        for text, ranks in groups.items():
+            gap = "\n" if "\n" in text else " "
+            sys.stderr.write(f"{named(ranks)}:{gap}{text}\n")
+        sys.stderr.flush()
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return "rank 2" or "ranks 0-3, 5"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    words = [f"{span[0]}-{span[-1]}" if span[1:] else f"{span[0]}" for span in spans]
+    return f"rank{'s'[: len(ranks) > 1]} {', '.join(words)}"
+
+
+def described(error: BaseException) -> str:
+    """Return an exception as Python shows it, with the program's own frames only.
+
+    The frames before the program's are left out. So are those inside numba_symm of an
+    error that numba_symm raises on purpose: its text says what to do.
+    """
+    shown = traceback.TracebackException.from_exception(error, compact=True)
+    frames = shown.stack
+    while frames and frames[0].filename in LAUNCHER:
+        del frames[0]
+    ours = sys.modules.get("numba_symm")
+    if ours is not None and isinstance(error, ours.SymmError):
+        inside = f"{Path(ours.__file__ or '').parent}{os.sep}"
+        while frames and frames[-1].filename.startswith(inside):
+            del frames[-1]
+    return "".join(shown.format()).rstrip("\n")
+
+
+def run(program: Sequence[str]) -> None:
+    """Run a script, or the module after ``-m``, as Python does."""
+    module = program[0] == "-m"
+    sys.argv[:] = program[module:]
+    name = sys.argv[0]
+    if not sys.flags.safe_path:  # else this file's folder is not there either
+        sys.path[0] = str(Path.cwd() if module else Path(name).resolve().parent)
+    if module:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(name, run_name="__main__")
+
+
+def main(job: str, ranks: str, *program: str) -> None:
+    """Run the program of one rank; see the module's text."""
+    process = os.getpid()
+    failure = None
+    rank = own_rank()
+    if rank is not None:  # else Python shows errors, each rank's own
+        failure = Failure(job, int(ranks), rank)
+        sys.excepthook = failure.hook
+        atexit.register(failure.end)
+    try:
+        run(program)
+    except BaseException as error:
+        if os.getpid() != process:  # a child that this rank has forked
+            sys.excepthook = sys.__excepthook__
+            raise
+        set_abort_status(error)
+        if isinstance(error, SystemExit) and failure:
+            text, code = exit_of(error)
+            if code:
+                failure.report(text, code)
+                raise SystemExit(code) from None
+        raise  # to sys.excepthook, which may be the program's own
+
+
+def exit_of(ended: SystemExit) -> tuple[str, int]:
+    """Return what an exit says, and its code, both as Python takes them."""
+    if ended.code is None:
+        return "", 0
+    if isinstance(ended.code, int):
+        return f"exit code {ended.code & 0xFF}", ended.code & 0xFF
+    return str(ended.code), 1
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,176 @@
+"""What ``numba-symm run`` shows of ranks that fail, and what it leaves alone."""
+
+import os
+import pty
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import numba_symm as ns
+from numba_symm.launch import runner
+
+RUN = [sys.executable, "-m", "numba_symm.launch.cli", "run", "--simulate", "-n"]
+
+FAILS = """
+import atexit, os, sys
+
+for error in LookupError, SystemExit(3):
+    if not os.fork():  # a child that fails is not a rank that does
+        sys.stderr = None
+        raise error
+    os.wait()
+
+from mpi4py import MPI
+
+def check(rank):
+    if rank < 2:
+        raise ValueError("first line\\nsecond line " + 100_000 * "x")
+
+print(f"before {MPI.COMM_WORLD.rank}")
+atexit.register(print, f"after {MPI.COMM_WORLD.rank}")
+check(MPI.COMM_WORLD.rank)
+MPI.COMM_WORLD.Barrier()
+"""
+
+SHOWN = """\
+ranks 0-1:
+Traceback (most recent call last):
+  File "{0}", line 18, in <module>
+    check(MPI.COMM_WORLD.rank)
+  File "{0}", line 14, in check
+    raise ValueError("first line\\nsecond line " + 100_000 * "x")
+ValueError: first line
+second line {1}
+"""
+
+
+def test_an_error_of_several_ranks_is_shown_once_and_ends_those_that_wait(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(FAILS)
+    ended = subprocess.run(
+        [*RUN, "3", str(script)], capture_output=True, text=True, timeout=120
+    )
+    shown = ended.stderr.partition("Abort(1) on node")[0]  # MPICH's words
+    assert shown == SHOWN.format(script, 100_000 * "x")
+    assert ended.returncode == 1
+    assert all(f"before {rank}" in ended.stdout for rank in range(3))
+    assert "after 0" in ended.stdout or "after 1" in ended.stdout  # exit handlers run
+
+
+ASKS = """
+import sys
+print("working", file=sys.stderr)
+print("hello", input("name?\\n"))
+input()
+"""
+
+
+def test_a_terminal_is_mpiruns(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(ASKS)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(RUN[0], [*RUN, "1", str(script)])
+    try:
+        read_until(terminal, "working", "name?")
+        os.write(terminal, b"Ada\n")
+        read_until(terminal, "hello Ada")
+        assert "python" not in Path(f"/proc/{pid}/comm").read_text()  # it is mpirun
+        os.write(terminal, b"\x03")  # Ctrl-C
+        assert read_until(terminal).startswith("^C")
+        _, status = os.waitpid(pid, 0)
+        assert status != 0
+    finally:
+        os.close(terminal)
+
+
+def read_until(terminal, *words):
+    """Return what is printed until all words have been, or until the end."""
+    printed = ""
+    deadline = time.monotonic() + 60
+    while not words or not all(word in printed for word in words):
+        assert select.select([terminal], [], [], deadline - time.monotonic())[0], (
+            printed
+        )
+        try:
+            printed += os.read(terminal, 4096).decode()
+        except OSError:  # every other end is closed
+            assert not words, printed
+            return printed
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        ([2], "rank 2"),
+        ([0, 1], "ranks 0-1"),
+        ([7, 0, 2, 3, 1, 5], "ranks 0-3, 5, 7"),
+    ],
+)
+def test_neighbouring_ranks_are_named_by_the_first_and_last(ranks, name):
+    assert runner.named(ranks) == name
+
+
+def test_ranks_that_fail_print_each_text_once(capsys):
+    job = f"0-{os.urandom(8).hex()}"
+    texts = ["same", "another", "same", "cut off"]
+    failures = [runner.Failure(job, len(texts), rank) for rank in range(len(texts))]
+
+    def fail(rank):
+        failures[rank].report(texts[rank], 1)
+
+    first = threading.Thread(target=fail, args=[0])
+    first.start()
+    with socket.socket(socket.AF_UNIX) as ended:  # a rank that was ended as it failed
+        while ended.connect_ex(f"\0numba-symm-run-{job}"):
+            time.sleep(0.01)
+        ended.sendall(b'[3, "cut o')
+    others = [threading.Thread(target=fail, args=[rank]) for rank in (1, 2)]
+    for thread in others:
+        thread.start()
+    for thread in (first, *others):
+        thread.join()
+    (door,) = [each.door for each in failures if each.door is not None]
+    os.close(door)
+    shown = capsys.readouterr().err
+    assert sorted(shown.splitlines()) == ["rank 1: another", "ranks 0, 2: same"]
+
+
+def test_a_trace_shows_the_programs_frames(tmp_path):
+    script = tmp_path / "script.py"
+    calls = "import numba_symm as ns\nns.Communicator('no communicator')\n"
+    script.write_text(calls)
+    with pytest.raises(ns.SymmError) as raised:
+        runner.runpy.run_path(str(script))
+    error = raised.value
+    error.__traceback__ = error.__traceback__.tb_next  # this test's own frame
+    lines = runner.described(error).splitlines()
+    assert lines[:3] == [
+        "Traceback (most recent call last):",
+        f'  File "{script}", line 2, in <module>',
+        "    ns.Communicator('no communicator')",
+    ]
+    assert "ArgumentError: 'no communicator'" in lines[-1]
+    assert not [line for line in lines if runner.__file__ in line or "runpy" in line]
+    assert len([line for line in lines if line.startswith("  File ")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "status"),
+    [
+        (None, "", 0),
+        (0, "exit code 0", 0),
+        (3, "exit code 3", 3),
+        (-1, "exit code 255", 255),
+        ("why", "why", 1),
+    ],
+)
+def test_an_exit_has_the_code_that_python_gives_it(code, text, status):
+    assert runner.exit_of(SystemExit(code)) == (text, status)
