@@ -2,7 +2,8 @@
 
     mpirun -n 4 python -m numba_symm.bench all_reduce -b 1K -e 1G --json r.json
 
-Rank 0 prints rows as nccl-tests does. Exits with 1 if an element is wrong.
+Rank 0 prints rows in the format of nccl-tests. The exit code is 1 if an element is
+wrong.
 """
 
 import argparse
@@ -11,10 +12,11 @@ import json
 import os
 import shlex
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from mpi4py.run import set_abort_status
 
 import numba_symm as ns
 from numba_symm.bench import facts, options, plot
@@ -30,34 +32,33 @@ from numba_symm.bench.sweep import Sweep
 from numba_symm.errors import SymmError
 
 
-def program(argv: Sequence[str] | None = None) -> int:
-    """Run :func:`main`; an error ends the whole job, as other ranks may be waiting."""
+def program(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
+    """Run :func:`main`; an error ends the job, because other ranks may be waiting."""
     try:
-        return main(argv)
-    except Exception:
-        traceback.print_exc()
+        return main(argv, name)
+    except Exception as error:
         mpi = sys.modules.get("mpi4py.MPI")
         if mpi is not None and mpi.COMM_WORLD.size > 1:
-            sys.stderr.flush()
-            mpi.COMM_WORLD.Abort(1)
-        return 1
+            set_abort_status(error)  # mpi4py aborts after Python has shown the error
+        raise
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
     """Run the benchmark on all ranks, and return the exit code.
 
     Args:
         argv: the arguments; None: those of this process.
+        name: the command's name in its usage.
     """
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plot"]:  # needs no MPI
-        asked = options.parse(argv)
+        asked = options.parse(argv, name)
         plot.draw(asked.run, asked.image)
         return 0
     from mpi4py import MPI
 
     ranks = MPI.COMM_WORLD
-    asked = _same_on_all(ranks, argv)
+    asked = _same_on_all(ranks, argv, name)
     os.environ.update(facts.NVLS_OFF)  # before any library that reads them loads
     try:
         comm = ns.Communicator(ranks)
@@ -70,12 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def _same_on_all(ranks: Any, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments on rank 0, which tells the others; or exit on all."""
+def _same_on_all(ranks: Any, argv: Sequence[str], name: str) -> argparse.Namespace:
+    """Parse the arguments on rank 0 and broadcast them, or exit on all ranks."""
     parsed: Any = None
     if ranks.rank == 0:
         try:
-            parsed = options.parse(argv)
+            parsed = options.parse(argv, name)
         except SystemExit as ended:
             parsed = ended.code
     parsed = ranks.bcast(parsed)
@@ -128,7 +129,7 @@ class _Run:
                 "rows": rows,
             }
             _save(run, asked.json, asked.plot)
-        for each in others:  # not after an error: closing waits for the other ranks
+        for each in others:  # not after an error: close waits for the other ranks
             each.close()
         return wrong_elements(rows)
 
@@ -148,7 +149,7 @@ class _Run:
         return rows
 
     def shuffle(self) -> int:
-        """Make random calls, and return how many gave a wrong result."""
+        """Make random calls, and return the number of wrong results."""
         asked, ranks = self._asked, self._ranks
         self._header([], {})
         allocate = self._ours.allocate
@@ -181,7 +182,7 @@ class _Run:
             f"{mode}; median of the slowest rank's times",
         ]
         if self._comm.size == 1:
-            lines.append("1 rank sends nothing: numba-symm run -n 4 -m ... starts 4")
+            lines.append("1 rank sends nothing; numba-symm run -n 4 -m ... starts 4")
         for rank, device in enumerate(known["devices"]):
             lines.append(f"rank {rank}: {device}")
         lines += [f"{each.name}: {each.version}" for each in (self._ours, *others)]

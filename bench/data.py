@@ -1,8 +1,8 @@
-"""What is put into buffers, and how their contents are checked.
+"""Filling buffers and checking their contents.
 
-Contents are a random pattern that repeats, so that a gigabyte costs little to make. Its
-period is prime: no block or chunk of an algorithm keeps step with it, and whatever
-lands in a wrong place is wrong. Arrays are of bytes: Numba's, or NumPy's.
+The contents repeat a random pattern, so that a gigabyte is cheap to make. The period is
+prime, so it is not a multiple of any block or chunk of an algorithm, and misplaced data
+is always wrong. Arrays are bytes in Numba's or NumPy's arrays.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ PERIOD = 65_521
 """Elements of a pattern: a prime."""
 
 CHUNK = 64 * PERIOD
-"""Elements that are read back at a time, a multiple of the period."""
+"""Elements read back at a time, a multiple of the period."""
 
 POISON = 0xFF
-"""Byte that outputs are filled with first: makes NaN of a float, -1 of an integer."""
+"""The byte that fills outputs before a call: a float is then NaN, an integer -1."""
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -30,8 +30,8 @@ class Tiled:
 
     Attributes:
         pattern: the elements.
-        start: the pattern's element that comes first.
-        count: number of elements in all.
+        start: index in the pattern of the first element.
+        count: total number of elements.
     """
 
     pattern: np.ndarray[Any, Any]
@@ -44,7 +44,7 @@ class Tiled:
         return int(self.pattern.dtype.itemsize)
 
     def first(self, count: int) -> np.ndarray[Any, Any]:
-        """Return the first ``count`` elements, at most all."""
+        """Return the first ``count`` elements, or all if there are fewer."""
         rolled = np.roll(self.pattern, -self.start % PERIOD)
         return np.resize(rolled, min(count, self.count))
 
@@ -54,29 +54,29 @@ def fill(array: Any, contents: Tiled) -> None:
     head = contents.first(PERIOD).view(np.uint8)
     _write(array[: head.size], head)
     done, size = head.size, array.size
-    while done < size:  # whole periods are there: they are what comes next, too
+    while done < size:  # copy what is filled: whole periods, so the pattern continues
         more = min(done, size - done)
         _write(array[done : done + more], array[:more])
         done += more
 
 
 def poison(array: Any) -> None:
-    """Fill an array with what no result is."""
+    """Fill an array with bytes that are never a result."""
     fill(array, Tiled(np.full(PERIOD, POISON, np.uint8), 0, array.size))
 
 
 def arrived() -> None:
-    """Wait until what was filled is there for every stream."""
+    """Wait until filled arrays are complete for every stream."""
     cuda.synchronize()
 
 
 def count_wrong(array: Any, expected: Sequence[Tiled]) -> int:
-    """Return how many elements of an array differ, bit by bit, from those expected.
+    """Return the number of elements of an array that differ in any bit.
 
     Args:
         array: bytes.
-        expected: what they should be, one after another, of one dtype; nothing where
-            a rank has no output.
+        expected: the expected contents, concatenated, of one dtype; empty where a
+            rank has no output.
     """
     if not expected:
         return 0

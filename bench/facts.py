@@ -1,4 +1,4 @@
-"""What a measurement depends on: versions, devices, settings, commit."""
+"""The facts recorded with a measurement: versions, devices, settings, commit."""
 
 import platform
 import subprocess
@@ -11,8 +11,8 @@ from numba_symm.environment import SIMULATED
 from numba_symm.launch import info
 
 NVLS_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-"""Environment variables that keep contenders from NVLink multicast, which ours does
-not use either."""
+"""Environment variables that disable NVLink multicast in contenders. numba_symm does
+not use it."""
 
 PACKAGES = (
     "numba",
@@ -41,7 +41,7 @@ def facts(comm: ns.Communicator, ranks: Any) -> dict[str, Any]:
 
 
 def commit(folder: Path) -> str:
-    """Return the commit that a folder is checked out at, or ``unknown``."""
+    """Return the checked-out commit of a folder, or ``unknown``."""
     found = _git(folder, "rev-parse", "--short", "HEAD")
     if found is None:
         return "unknown"

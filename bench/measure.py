@@ -1,6 +1,6 @@
-"""Timing calls: many in a captured graph, and one by one from the host.
+"""Times calls: many in a captured graph, and eager ones from the host.
 
-All lanes of a row take turns, so that whatever changes during a run changes for all.
+The lanes of a row are interleaved, so that drift during a run affects all of them.
 """
 
 import itertools
@@ -16,26 +16,26 @@ from numba_symm.bench.operations import Call
 from numba_symm.environment import SIMULATED
 
 ROUNDS = 5
-"""How often each lane's eager calls are timed."""
+"""Samples of each lane's eager calls."""
 
 SHORT, LONG = 2000.0, 4000.0
-"""Microseconds that the calls timed at a time take, at least and at most, as far as
-their number can be chosen."""
+"""The least and the most microseconds of one sample. The number of its calls is chosen
+accordingly, where possible."""
 
 PATIENCE = 100_000.0
-"""Microseconds that the fastest eager calls of a graph take at most: where ranks share
-a GPU, a call of microseconds takes milliseconds."""
+"""The most microseconds of a graph, estimated from the fastest eager calls. Where ranks
+share a GPU, a call takes milliseconds instead of microseconds."""
 
 CACHE = 128 << 20
-"""Bytes of different buffers that calls go through in turn: more than the 50 MB of
-second-level cache of an H100 or H200 keep."""
+"""Bytes of buffers that successive calls rotate through: more than the 50 MB of L2
+cache of an H100 or H200."""
 
 MOST_BUFFERS = 2 if SIMULATED else 16
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Microseconds a call, of the slowest rank of each round."""
+    """Microseconds a call, of the slowest rank in each sample."""
 
     median: float
     min: float
@@ -43,7 +43,7 @@ class Summary:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> "Summary":
-        """Return the summary of one number a round."""
+        """Return the summary of samples."""
         return cls(float(np.median(samples)), float(min(samples)), float(max(samples)))
 
 
@@ -52,15 +52,15 @@ class Lane:
     """One way of one contender, for one message.
 
     Attributes:
-        column: where its times are shown.
+        column: the column of its times.
         way: its name.
-        in_place: whether it was asked to work in place.
-        output_only: whether it works on its outputs alone, asked or not.
-        eager: it is not captured.
-        calls: one a buffer.
+        in_place: whether the benchmark requested in place.
+        output_only: whether it works on its outputs alone, requested or not.
+        eager: whether it is left out of graphs.
+        calls: one for each buffer.
         inputs: the buffers, as bytes.
         outputs: the buffers, as bytes.
-        current: from a stream to a context in which calls go there.
+        current: returns a context that makes a stream current.
     """
 
     column: str
@@ -74,23 +74,23 @@ class Lane:
     current: Callable[[int], AbstractContextManager[Any]]
 
     def rotated(self, count: int) -> list[Call]:
-        """Return ``count`` calls that go through the buffers in turn."""
+        """Return ``count`` calls that rotate through the buffers."""
         return list(itertools.islice(itertools.cycle(self.calls), count))
 
 
 def buffers(nbytes: int) -> int:
-    """Return how many buffers messages of ``nbytes`` are rotated through."""
+    """Return the number of buffers that messages of ``nbytes`` rotate through."""
     return max(1, min(MOST_BUFFERS, -(-CACHE // nbytes)))
 
 
 def calls_per_graph(nbytes: int, wanted: int, of: int, eager: float) -> int:
-    """Return how many calls a graph holds: the same for all contenders.
+    """Return the number of calls in a graph, the same for all contenders.
 
     Args:
         nbytes: of a message.
-        wanted: at least, while they do not take too long.
-        of: the number of buffers; all of them are used equally often.
-        eager: microseconds of the fastest contender's call from the host.
+        wanted: the least number, unless these take too long.
+        of: the number of buffers; the result is a multiple of it.
+        eager: microseconds of the fastest contender's eager call.
     """
     guess = 4 + nbytes / 170e3  # microseconds a call, as on 4 H200s
     count = min(max(wanted, SHORT / guess), LONG / guess, PATIENCE / eager)
@@ -99,16 +99,16 @@ def calls_per_graph(nbytes: int, wanted: int, of: int, eager: float) -> int:
 
 
 def eager_calls(microseconds: float, wanted: int) -> int:
-    """Return how many calls to time at a time, of so many microseconds each."""
+    """Return the number of eager calls in a sample, at most ``wanted``."""
     return max(1, min(wanted, int(LONG / microseconds)))
 
 
 class Timer:
-    """Times lanes on one stream, on all ranks together. Its methods are collective.
+    """Times lanes on one stream of each rank. Its methods are collective.
 
     Args:
         ranks: the mpi4py communicator.
-        stream: as of :mod:`numba_symm.bench.streams`.
+        stream: a stream of :mod:`numba_symm.bench.streams`.
         barrier: enqueues a barrier of all ranks on a stream.
     """
 
@@ -118,14 +118,14 @@ class Timer:
         self._barrier = barrier
 
     def once(self, lane: Lane) -> None:
-        """Make one call a buffer, eagerly."""
+        """Make one eager call for each buffer."""
         self._enqueue(lane, lane.calls)
         self._stream.synchronize()
 
     def pace(self, lane: Lane) -> float:
-        """Return how many microseconds the slowest rank needs for an eager call.
+        """Return the slowest rank's microseconds for an eager call.
 
-        Not the first, which compiles or connects.
+        The first call, which compiles or connects, is not timed.
         """
         self._enqueue(lane, lane.calls[:1])
         self._stream.synchronize()
@@ -136,16 +136,16 @@ class Timer:
     def eager(
         self, lanes: Sequence[Lane], calls: int, warmups: int
     ) -> list[tuple[Summary, Summary]]:
-        """Time calls as the host makes them.
+        """Time eager calls.
 
         Args:
-            lanes: what to time, in turns.
-            calls: at most at a time.
-            warmups: calls of each lane before.
+            lanes: the lanes, which are interleaved.
+            calls: the most calls in a sample.
+            warmups: untimed calls of each lane before.
 
         Returns:
-            For each lane the microseconds until a call is enqueued and until it is
-            done, of several calls enqueued back to back.
+            For each lane the microseconds a call until it is enqueued and until it is
+            done, where several calls are enqueued back to back.
         """
         orders = []
         for lane in lanes:
@@ -165,13 +165,13 @@ class Timer:
 
     def capture(self, lane: Lane, count: int) -> Any:
         """Return a graph of ``count`` calls, replayed once."""
-        self._ranks.Barrier()  # a library may talk to its peers during a capture
+        self._ranks.Barrier()  # some libraries communicate during a capture
         graph = self._stream.capture(lane.rotated(count), lane.current)
         self._stream.replay(graph)
         return graph
 
     def graphs(self, graphs: Sequence[Any], count: int, replays: int) -> list[Summary]:
-        """Time graphs of ``count`` calls each, in turns; return each one's summary."""
+        """Time graphs of ``count`` calls each, interleaved; return their summaries."""
         samples = np.empty((len(graphs), replays))
         for turn in range(replays):
             for index, graph in enumerate(graphs):

@@ -1,4 +1,4 @@
-"""The operations that can be measured: one table entry each."""
+"""The operations that can be measured, one table entry each."""
 
 import functools
 import math
@@ -16,10 +16,10 @@ from numba_symm.collectives.communicator import Communicator
 Array = np.ndarray[Any, Any]
 
 Expected = Callable[[Sequence[Tiled], str, int], list[Tiled]]
-"""From (all ranks' inputs, reduction, rank) to that rank's output."""
+"""Returns a rank's output for (all ranks' inputs, reduction, rank)."""
 
 Call = Callable[[int], object]
-"""Enqueues one collective on the stream of that handle."""
+"""Enqueues one collective on the stream with the given handle."""
 
 TYPES: dict[str, np.dtype[Any]] = {
     "half": np.dtype(np.float16),
@@ -41,29 +41,28 @@ _REDUCE: dict[str, np.ufunc] = {
 REDUCTIONS = tuple(_REDUCE)
 
 NO_REDUCTION = "none"
-"""What nccl-tests calls the reduction of an operation that only moves data."""
+"""The reduction of an operation that only moves data, as nccl-tests names it."""
 
-_finfo: Callable[[Any], Any] = ml_dtypes.finfo  # it has no types
+_finfo: Callable[[Any], Any] = ml_dtypes.finfo  # it has no type annotations
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective: its data, its result, its arithmetic, and how to call ours.
+    """A collective: its inputs, its result, its bandwidth, and our calls.
 
     Attributes:
-        name: of the contenders' methods too.
-        shapes: from (count, ranks) to the elements of a rank's input and output; the
-            larger of them is the message that nccl-tests' ``size`` means.
-        bus: from the number of ranks to bus bandwidth / algorithm bandwidth.
-        inputs: from (random numbers, ranks, reduction, dtype) to a pattern a rank,
-            whose results are exact in the dtype in any order.
-        expected: from (all ranks' inputs, reduction, rank) to that rank's output.
-        plan: from (communicator, input, output, reduction, algorithm) to a call that
-            is prepared once.
-        call: the same, for a call that looks its arguments up each time.
-        algorithms: the names of ours.
-        in_place: whether ours has its output for input.
-        apart: whether input and output may not be one.
+        name: of the operation and of the contenders' methods.
+        shapes: returns the elements of a rank's input and output for (count, ranks);
+            the larger one is the ``size`` of nccl-tests.
+        bus: returns bus bandwidth / algorithm bandwidth for a number of ranks.
+        inputs: returns a pattern for each rank, for (random generator, ranks,
+            reduction, dtype); results are exact in the dtype in any order.
+        expected: returns a rank's output for (all ranks' inputs, reduction, rank).
+        plan: returns a plan for (communicator, input, output, reduction, algorithm).
+        call: the same, for a plain call.
+        algorithms: the names of our algorithms.
+        in_place: whether our input is always the output array.
+        apart: whether input and output must not be the same array.
         reduces: whether it has a reduction.
     """
 
@@ -83,12 +82,13 @@ class Operation:
 def reducible(
     random: np.random.Generator, ranks: int, op: str, dtype: np.dtype[Any]
 ) -> Array:
-    """Return a pattern a rank; reduced in any order, the result is exact.
+    """Return a pattern for each rank whose reduction is exact in any order.
 
-    Integers are any, since they wrap around, but for an average their sum does not.
-    Floats are integers so small that their sum is exact, or for a product one of them
-    any number and the others powers of 2. For an average they are powers of 2, times
-    the number of ranks: NCCL divides each before it adds them.
+    - Integers have any value, as they wrap around; for an average their sum must not.
+    - Floats are integers so small that their sum is exact.
+    - For a product of floats, one factor has any value; the others are powers of 2.
+    - For an average of floats, they are powers of 2 times the number of ranks, because
+      NCCL divides each before it adds them.
     """
     shape = (ranks, PERIOD)
     if dtype.kind == "i":
@@ -121,7 +121,7 @@ def _powers(random: np.random.Generator, shape: tuple[int, ...]) -> Array:
 
 
 def reduced(patterns: Array, op: str) -> Array:
-    """Reduce the first axis: integers as such, floats in float64, rounded once."""
+    """Reduce the first axis: integers in their dtype, floats in float64."""
     dtype = patterns.dtype
     kept = dtype if dtype.kind == "i" else np.dtype(np.float64)
     total: Array = _REDUCE[op].reduce(patterns.astype(kept), axis=0)
@@ -131,7 +131,7 @@ def reduced(patterns: Array, op: str) -> Array:
 
 
 def _divided(total: Array, ranks: int) -> Array:
-    """Return the quotients, those of integers rounded towards 0."""
+    """Return the quotients; those of integers are rounded towards 0."""
     if total.dtype.kind == "i":
         total = total - np.fmod(total, ranks)
         return total // ranks
@@ -166,7 +166,7 @@ ROOT = 0
 
 
 def _at_root(expected: Expected) -> Expected:
-    """Return what is expected of an operation whose root alone has an output."""
+    """Return the expected outputs of an operation where only the root has one."""
 
     def at_root(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
         return expected(inputs, op, rank) if rank == ROOT else []
@@ -187,13 +187,13 @@ def _lefts(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
 
 
 def _parts(count: int, ranks: int) -> tuple[int, int]:
-    """Return the elements of a part and of all, of about ``count``."""
+    """Return the elements of a shard and of all shards, of about ``count``."""
     part = max(1, count // ranks)
     return part, part * ranks
 
 
 def _reducing(name: str, *, prepared: bool) -> Callable[..., Call]:
-    """Return what makes a call of a reducing operation of ours."""
+    """Return a factory of calls of one of our reducing operations."""
 
     def make(
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
@@ -207,7 +207,7 @@ def _reducing(name: str, *, prepared: bool) -> Callable[..., Call]:
 
 
 def _moving(name: str, *, prepared: bool) -> Callable[..., Call]:
-    """Return what makes a call of an operation of ours that only moves data."""
+    """Return a factory of calls of one of our operations that only move data."""
 
     def make(
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
@@ -221,7 +221,7 @@ def _moving(name: str, *, prepared: bool) -> Callable[..., Call]:
 
 
 def _reduce(*, prepared: bool) -> Callable[..., Call]:
-    """Return what makes a call of our reduce, whose root alone has an output."""
+    """Return a factory of calls of our reduce, where only the root has an output."""
 
     def make(
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
@@ -237,7 +237,7 @@ def _reduce(*, prepared: bool) -> Callable[..., Call]:
 
 
 def _broadcast(*, prepared: bool) -> Callable[..., Call]:
-    """Return what makes a call of our broadcast, which works in place."""
+    """Return a factory of calls of our broadcast, which works in place."""
 
     def make(
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None

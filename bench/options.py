@@ -1,4 +1,4 @@
-"""The command line; letters, suffixes and type names are those of nccl-tests."""
+"""The command line. Letters, suffixes and type names are those of nccl-tests."""
 
 import argparse
 import importlib.util
@@ -23,20 +23,26 @@ DESCRIPTION = """Time a collective by message size against other libraries, and 
 every result. Start it on several ranks: numba-symm run -n 4 -m numba_symm.bench
 all_reduce -e 1G"""
 
+MODULE = "python -m numba_symm.bench"
+"""The benchmark's name in its usage, unless ``numba-symm bench`` starts it."""
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Return the options, or raise SystemExit after argparse's usual help or usage.
 
-    ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names; a
-    ``plot`` has what is to be drawn in ``run``.
+def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
+    """Return the options, or show help or usage and raise SystemExit.
+
+    Args:
+        argv: the arguments.
+        name: the command's name in its usage.
+
+    Returns:
+        ``types``, ``reductions``, ``against`` and ``algorithms`` are tuples of names.
+        The run that ``plot`` draws is in ``run``.
     """
-    parser = argparse.ArgumentParser(
-        "python -m numba_symm.bench", description=DESCRIPTION
-    )
+    parser = argparse.ArgumentParser(name, description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
     operations = {name: _add(commands, each) for name, each in OPERATIONS.items()}
-    plot = commands.add_parser("plot", help="draw a recorded run again")
-    plot.add_argument("json", type=Path, help="what --json has written")
+    plot = commands.add_parser("plot", help="draw a recorded run")
+    plot.add_argument("json", type=Path, help="a file written by --json")
     plot.add_argument("image", type=Path, help="such as r.png or r.svg")
     options = parser.parse_args(argv)
     if options.command in operations:
@@ -64,7 +70,7 @@ def _add(
         metavar="SIZE",
         type=nbytes,
         default="1K",
-        help="smallest (default %(default)s)",
+        help="smallest size (default %(default)s)",
     )
     add(
         "-e",
@@ -72,7 +78,7 @@ def _add(
         metavar="SIZE",
         type=nbytes,
         default=largest,
-        help="largest (default %(default)s)",
+        help="largest size (default %(default)s)",
     )
     add(
         "-f",
@@ -80,14 +86,14 @@ def _add(
         metavar="F",
         type=_at_least(2),
         default=4,
-        help="from one size to the next (default %(default)s)",
+        help="factor from one size to the next (default %(default)s)",
     )
     add(
         "-d",
         dest="types",
         metavar="TYPE,…",
         type=_names(TYPES),
-        help=f"types of elements, of {', '.join(TYPES)}, or all "
+        help=f"element types: some of {', '.join(TYPES)}, or all "
         "(default float; with --shuffle: all)",
     )
     if operation.reduces:
@@ -96,7 +102,7 @@ def _add(
             dest="reductions",
             metavar="OP,…",
             type=_names(REDUCTIONS),
-            help=f"reductions, of {', '.join(REDUCTIONS)}, or all "
+            help=f"reductions: some of {', '.join(REDUCTIONS)}, or all "
             "(default sum; with --shuffle: all)",
         )
     else:
@@ -107,8 +113,8 @@ def _add(
         metavar="N",
         type=_at_least(1),
         default=20,
-        help="calls timed at a time, at least in a graph and at most eager; "
-        "fewer if they take more than 4 ms (default %(default)s)",
+        help="the least calls in a graph, and the most in an eager sample; fewer if "
+        "they take more than 4 ms (default %(default)s)",
     )
     add(
         "-w",
@@ -116,7 +122,7 @@ def _add(
         metavar="N",
         type=_at_least(0),
         default=5,
-        help="calls before the timed ones (default %(default)s)",
+        help="untimed calls before the timed ones (default %(default)s)",
     )
     add(
         "-G",
@@ -139,7 +145,8 @@ def _add(
         metavar="NAME,…",
         type=_names(CONTENDERS),
         default="mpi" if SIMULATED else "nccl,nccl-symm,torch",
-        help=f"contenders, of {', '.join(CONTENDERS)}, or all (default %(default)s)",
+        help=f"contenders: some of {', '.join(CONTENDERS)}, or all "
+        "(default %(default)s)",
     )
     add(
         "--algorithm",
@@ -147,37 +154,40 @@ def _add(
         metavar="NAME,…",
         default=(),
         type=_names(operation.algorithms),
-        help="one of ours: measure it instead of the one chosen by size; several, or "
-        f"all: each in a column of its own; of {', '.join(operation.algorithms)}",
+        help="one: measure it instead of the algorithm chosen by size; several, or "
+        "all: measure each in its own column; "
+        f"some of {', '.join(operation.algorithms)}",
     )
     add(
         "--plain",
         action="store_true",
-        help="our arrays are ordinary device memory, not symmetric",
+        help="use ordinary device memory for our arrays, not symmetric memory",
     )
     add(
         "--shuffle",
         metavar="N",
         type=_at_least(1),
-        help="time nothing: make N calls, each of a random size, type, reduction and "
-        "algorithm, in or out of place, and check all results",
+        help="instead of timing, make N calls, each of a random size, type, reduction "
+        "and algorithm, in or out of place, and check all results",
     )
-    add("--seed", type=_at_least(0), help="of the random numbers (default a new one)")
+    add("--seed", type=_at_least(0), help="seed of the random numbers (default random)")
     add("--json", type=Path, metavar="FILE", help="write all measurements to a file")
-    add("--plot", type=Path, metavar="FILE", help="draw them, such as into r.png")
+    add("--plot", type=Path, metavar="FILE", help="draw them to a file, such as r.png")
     return parser
 
 
 def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Refuse what does not fit together, and fill in what depends on other options."""
+    """Refuse contradictory options, and set those that depend on others."""
     if options.first > options.last:
-        parser.error(f"-b {options.first} is more than -e {options.last}")
+        parser.error(
+            f"expected -b of at most -e, got -b {options.first} -e {options.last}"
+        )
+    if options.shuffle and (options.json or options.plot):
+        parser.error("--shuffle records no measurements; omit --json and --plot")
     if options.json:
         _check_folder(parser, options.json)
     if options.plot:
         _check_image(parser, options.plot)
-    if options.shuffle and (options.json or options.plot):
-        parser.error("--shuffle measures nothing that --json or --plot could show")
     shuffled = options.shuffle is not None
     options.types = options.types or (tuple(TYPES) if shuffled else ("float",))
     options.reductions = options.reductions or (REDUCTIONS if shuffled else ("sum",))
@@ -188,7 +198,7 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
 def _complete_plot(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
-    """Read the run, or refuse what is none."""
+    """Read the run, or refuse the file."""
     try:
         options.run = load(options.json)
     except NoRun as error:
@@ -198,13 +208,15 @@ def _complete_plot(
 
 def _check_folder(parser: argparse.ArgumentParser, file: Path) -> None:
     if not file.absolute().parent.is_dir():
-        parser.error(f"there is no folder {file.parent} to write {file.name} to")
+        parser.error(
+            f"expected a folder for {file.name}, but {file.parent} does not exist"
+        )
 
 
 def _check_image(parser: argparse.ArgumentParser, image: Path) -> None:
     _check_folder(parser, image)
     if importlib.util.find_spec("matplotlib") is None:
-        parser.error(f"{image} needs matplotlib: pip install matplotlib")
+        parser.error(f"{image} needs matplotlib; pip install matplotlib")
 
 
 def nbytes(text: str) -> int:
@@ -213,7 +225,7 @@ def nbytes(text: str) -> int:
     number = text[:-1] if unit > 1 else text
     if not number.isdecimal() or int(number) == 0:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no size; give bytes such as 512, 64K, 16M or 1G"
+            f"expected bytes such as 512, 64K, 16M or 1G, got {text!r}"
         )
     return int(number) * unit
 
@@ -228,14 +240,16 @@ def sizes(first: int, last: int, factor: int) -> Iterator[int]:
 def _at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r}: give at least {least}")
+            raise argparse.ArgumentTypeError(
+                f"expected a number of at least {least}, got {text!r}"
+            )
         return int(text)
 
     return number
 
 
 def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
-    """Return a parser of comma-separated names of ``known`` ones, or ``all``."""
+    """Return a parser of comma-separated names in ``known``, or ``all``."""
     known = tuple(known)
 
     def names(text: str) -> tuple[str, ...]:
@@ -245,7 +259,7 @@ def _names(known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
         unknown = [name for name in found if name not in known]
         if unknown or not found:
             raise argparse.ArgumentTypeError(
-                f"{text!r}: give some of {', '.join(known)}, or all"
+                f"expected some of {', '.join(known)}, or all, got {text!r}"
             )
         return found
 

@@ -1,4 +1,4 @@
-"""Draws a run: latency and bus bandwidth against message size, a line a contender."""
+"""Draws a run: latency and bus bandwidth by message size, a line for each contender."""
 
 import itertools
 import json
@@ -18,36 +18,36 @@ Points = list[tuple[int, float, float]]
 
 
 class NoRun(Exception):
-    """A file holds no run that could be drawn; the text says what is wrong."""
+    """A file does not contain a run that can be drawn; the text has the reason."""
 
 
 def load(file: Path) -> dict[str, Any]:
-    """Return what ``--json`` has written.
+    """Return a run that ``--json`` has written.
 
     Raises:
-        NoRun: it is no such file.
+        NoRun: the file is something else.
     """
     try:
         run: dict[str, Any] = json.loads(file.read_text())
     except OSError as error:
         raise NoRun(f"{file}: {error.strerror}") from error
     except ValueError as error:
-        raise NoRun(f"{file} is no JSON: {error}") from error
+        raise NoRun(f"{file} is not JSON: {error}") from error
     try:
         title(run)
         drawable = bool(lines(run))
-    except Exception:  # whatever is missing, or is something else than in a run
+    except Exception:  # a key is missing, or a value has another type
         drawable = False
     if not drawable:
-        raise NoRun(f"{file} holds no run; give a file that --json has written")
+        raise NoRun(f"{file} contains no run; pass a file that --json has written")
     return run
 
 
 def lines(run: Mapping[str, Any]) -> dict[str, Points]:
-    """Return the lines of a picture by label, ours first.
+    """Return the lines of a plot by label, ours first.
 
     Args:
-        run: what ``--json`` has written.
+        run: a run that ``--json`` has written.
 
     Returns:
         Points of (bytes, microseconds, bus bandwidth in GB/s), out of place.
@@ -72,8 +72,8 @@ def draw(run: Mapping[str, Any], image: Path) -> None:
     """Draw a run.
 
     Args:
-        run: what ``--json`` has written.
-        image: where to; its ending says which format.
+        run: a run that ``--json`` has written.
+        image: the file to write; its suffix selects the format.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -102,7 +102,7 @@ def draw(run: Mapping[str, Any], image: Path) -> None:
 
 
 def title(run: Mapping[str, Any]) -> str:
-    """Return what was measured, and where."""
+    """Return the operation, type, reduction and devices of a run."""
     facts = run["facts"]
     devices = list(dict.fromkeys(name.split(",")[0] for name in facts["devices"]))
     kinds = {_kind(row[0]) for row in run["rows"]}

@@ -1,4 +1,4 @@
-"""A progress bar, where somebody sees a terminal."""
+"""A progress bar, if the output goes to a terminal."""
 
 import os
 import sys
@@ -20,10 +20,10 @@ STARTED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def bar(*, shown: bool) -> Progress:
-    """Return a progress bar, to be entered; it is drawn when it is told to.
+    """Return a progress bar, a context manager; it is drawn only by ``update``.
 
     Args:
-        shown: false on all ranks but one.
+        shown: true on one rank only.
     """
     stream = terminal() if shown else None
     console = Console(file=stream or sys.stderr, force_terminal=stream is not None)
@@ -35,25 +35,25 @@ def bar(*, shown: bool) -> Progress:
         console=console,
         transient=True,
         disable=stream is None or console.is_dumb_terminal,
-        redirect_stdout=False,  # it would wrap rows that are wider than the terminal
+        redirect_stdout=False,  # rich would wrap rows wider than the terminal
         redirect_stderr=False,
-        auto_refresh=False,  # its thread would disturb what is timed
+        auto_refresh=False,  # its thread would disturb the timing
     )
 
 
 @contextmanager
 def hidden(progress: Progress) -> Iterator[None]:
-    """Take the bar away, for text to be printed."""
+    """Hide the bar while text is printed."""
     progress.stop()
     yield
     progress.start()
 
 
 def terminal() -> TextIO | None:
-    """Return the stream of this process that a terminal shows, or None.
+    """Return the standard stream of this process that goes to a terminal, or None.
 
-    Standard output if both do: the bar and the rows then come in the right order, for
-    which mpirun does not care between two streams.
+    Standard output is preferred: the rows go there, and mpirun does not keep the order
+    between two streams.
     """
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         if _at_terminal(number, stream):
@@ -64,9 +64,9 @@ def terminal() -> TextIO | None:
 def _at_terminal(number: int, stream: TextIO) -> bool:
     if STARTED_BY_MPI[0] not in os.environ and STARTED_BY_MPI[1] not in os.environ:
         return stream.isatty()
-    # Whatever mpirun gives its ranks, its own stream is where the text ends up.
+    # mpirun gives its ranks pipes, and writes their text to its own stream.
     try:
         behind = Path(f"/proc/{os.getppid()}/fd/{number}").readlink()
-    except OSError:  # mpirun is another user's, or far away
+    except OSError:  # mpirun runs as another user or on another host
         return False
     return str(behind).startswith(("/dev/pts/", "/dev/tty"))

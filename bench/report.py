@@ -1,4 +1,4 @@
-"""Text of a run: rows as in nccl-tests, our ratio to the others, and a summary."""
+"""The text of a run: rows as in nccl-tests, the contenders' times, and a summary."""
 
 import math
 import statistics
@@ -12,19 +12,19 @@ from numba_symm.bench.operations import Operation
 Record = Mapping[str, Any]
 
 SMALL = 4 << 20
-"""Bytes up to which the summary's means go."""
+"""Largest message, in bytes, of the summary's mean of small messages."""
 
 NOTHING = "-"
 
 
 def microseconds(record: Record) -> float:
-    """Return the median time of a call: in a graph if it was captured, else eager."""
+    """Return a call's median time: in a graph if it was captured, otherwise eager."""
     timed = record.get("graph") or record["done"]
     return float(timed["median"])
 
 
 def algorithm_bandwidth(record: Record) -> float:
-    """Return GB/s: the message's bytes by the time."""
+    """Return GB/s: the message's bytes divided by the time."""
     return float(record["bytes"]) / microseconds(record) / 1e3
 
 
@@ -36,7 +36,7 @@ def label(column: str, way: str) -> str:
 def best(
     records: Iterable[Record], column: str, in_place: bool = False
 ) -> Record | None:
-    """Return a column's fastest record, or None; our plain call does not count."""
+    """Return a column's fastest record, or None; our plain call is left out."""
     found = [
         each
         for each in records
@@ -49,7 +49,7 @@ def best(
 
 
 def ratio(records: Sequence[Record], contenders: Sequence[str]) -> float | None:
-    """Return the fastest contender's time by ours: above 1, ours is faster."""
+    """Return the fastest contender's time divided by ours; above 1, ours is faster."""
     ours = best(records, NAME)
     found = [best(records, name) for name in contenders]
     others = [microseconds(each) for each in found if each is not None]
@@ -59,12 +59,12 @@ def ratio(records: Sequence[Record], contenders: Sequence[str]) -> float | None:
 
 
 class Report:
-    """Lays a run out as text.
+    """Formats a run as text.
 
     Args:
-        operation: what is measured.
-        ranks: how many.
-        algorithms: those of ours that have a column of their own.
+        operation: the measured operation.
+        ranks: the number of ranks.
+        algorithms: our algorithms that have their own column.
         contenders: names, in the order of their columns.
     """
 
@@ -149,7 +149,7 @@ class Report:
         return lines
 
     def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
-        """Return the lines below the rows: what is wrong, means, spread, skipped."""
+        """Return the lines below the rows: wrong elements, means, spread, skipped."""
         return [
             *self._verdict(rows),
             *self._means(rows),
@@ -179,7 +179,7 @@ class Report:
             yield f"# Avg bus bandwidth    : {statistics.mean(ours):.4f}"
 
     def _means(self, rows: Sequence[Sequence[Record]]) -> Iterator[str]:
-        """Yield geometric means of the others' times by ours."""
+        """Yield geometric means of the contenders' times divided by ours."""
         groups = {"all sizes": rows}
         small = [records for records in rows if records[0]["bytes"] <= SMALL]
         if 0 < len(small) < len(rows):
@@ -191,7 +191,7 @@ class Report:
             shown = [f"{name} {mean:.3g}" for name, mean in found if mean is not None]
             if shown:
                 means = ", ".join(shown)
-                yield f"# Their times by ours, geometric mean, {title}: {means}"
+                yield f"# Contender's time / ours, geometric mean, {title}: {means}"
 
 
 def wrong_elements(rows: Iterable[Iterable[Record]]) -> int:
@@ -210,7 +210,7 @@ def _mean_ratio(
 
 
 def _spread(rows: Sequence[Sequence[Record]]) -> Iterator[str]:
-    """Yield how far apart the rounds of one row were, by column."""
+    """Yield the relative range of the samples of a row, by column."""
     spreads: dict[str, list[float]] = defaultdict(list)
     for records in rows:
         for column in _unique(each["column"] for each in records):
@@ -224,7 +224,7 @@ def _spread(rows: Sequence[Sequence[Record]]) -> Iterator[str]:
         for column, each in spreads.items()
     ]
     if shown:
-        yield "# Spread, (max - min) / median of the rounds: " + ", ".join(shown)
+        yield "# Spread, (max - min) / median of the samples: " + ", ".join(shown)
 
 
 def _skipped(rows: Sequence[Sequence[Record]]) -> Iterator[str]:

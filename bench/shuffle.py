@@ -1,8 +1,8 @@
-"""Calls of random sizes, types, reductions and algorithms, one after another.
+"""Random calls: sizes, types, reductions and algorithms are drawn for each.
 
-A batch is enqueued without waiting in between, and ranks do not meet on the host: one
-may begin its next batch while a peer still checks the last. Each call has buffers of
-its own, so that every result can be checked.
+The host enqueues a batch without waiting between the calls. Hosts do not synchronize
+with each other: a rank may begin its next batch while a peer checks the previous one.
+Each call has its own buffers, so that every result can be checked.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 
 BATCH = 8 if SIMULATED else 64
-"""Calls enqueued before the host waits, at most."""
+"""The most calls that the host enqueues before it waits."""
 
 ROOM = (1 if SIMULATED else 256) << 20
-"""Bytes for the inputs of a batch, unless one message needs more."""
+"""Bytes for the inputs of a batch, unless a single message needs more."""
 
 MISALIGNED = 4
-"""Arrays begin up to this many elements, exclusive, after an aligned address."""
+"""Arrays begin fewer than this many elements after an aligned address."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Drawn:
         counts: elements of a rank's input and output.
         type: of the elements, by its name in nccl-tests.
         op: the reduction.
-        in_place: input and output are one array.
-        planned: made by a plan; else by the plain call.
-        algorithm: which, or None for the one chosen by size.
-        shifts: elements by which input and output miss an aligned address.
-        start: the first element of the input's pattern.
+        in_place: whether input and output are the same array.
+        planned: whether a plan makes the call, instead of a plain call.
+        algorithm: its name, or None for the one chosen by size.
+        shifts: distance of input and output from an aligned address, in elements.
+        start: index in the pattern of the input's first element.
     """
 
     counts: tuple[int, int]
@@ -81,10 +81,10 @@ class Shuffle:
 
     Args:
         comm: our communicator.
-        stream: as of :mod:`numba_symm.bench.streams`.
-        operation: what to call.
+        stream: a stream of :mod:`numba_symm.bench.streams`.
+        operation: the operation to call.
         options: the command line.
-        allocate: from a number of bytes to a new array of them. Collective.
+        allocate: returns a new array of a number of bytes. Collective.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Shuffle:
         self._memory = allocate(self._room), allocate(self._room)
 
     def __iter__(self) -> Iterator[tuple[int, list[str]]]:
-        """Yield, after each batch, how many calls it had and what was wrong here."""
+        """Yield for each batch the number of calls and this rank's wrong results."""
         left = self._options.shuffle
         following = self._draw()
         while left:
@@ -176,7 +176,7 @@ class Shuffle:
         return self._memory[side][first : first + drawn.counts[side] * drawn.itemsize]
 
     def _contents(self, drawn: Drawn) -> tuple[Tiled, list[Tiled]]:
-        """Return this rank's input and what its output should be."""
+        """Return this rank's input and its expected output."""
         kind, size = (drawn.op, TYPES[drawn.type]), self._comm.size
         if (drawn.type, drawn.op) not in self._patterns:
             made = self._operation.inputs(self._random, size, *kind)
@@ -192,8 +192,8 @@ class Shuffle:
         x = out if source is target else source.view(dtype)
         make = self._operation.plan if drawn.planned else self._operation.call
         try:
-            # A plan names what it refuses at once, and the plain call would later.
+            # A plan refuses its arguments here; a plain call would refuse them later.
             self._operation.plan(self._comm, x, out, drawn.op, drawn.algorithm)
-        except ArgumentError:  # this algorithm does not take such elements
+        except ArgumentError:  # this algorithm does not support the dtype
             return make(self._comm, x, out, drawn.op, None)
         return make(self._comm, x, out, drawn.op, drawn.algorithm)

@@ -1,4 +1,4 @@
-"""Where calls are enqueued: a CUDA stream, or in the simulator the host itself."""
+"""The stream on which calls are enqueued: a CUDA stream, or the simulator's host."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -11,7 +11,7 @@ from numba_symm.environment import SIMULATED
 
 
 class GpuStream:
-    """A CUDA stream that calls are enqueued on, eagerly or in graphs."""
+    """A CUDA stream for eager calls and graphs."""
 
     def __init__(self) -> None:
         from cuda.core import Device, EventOptions
@@ -21,7 +21,7 @@ class GpuStream:
         self.handle = int(self._stream.handle)
 
     def synchronize(self) -> None:
-        """Wait until all that was enqueued is done."""
+        """Wait until all enqueued work is done."""
         self._stream.sync()
 
     def capture(
@@ -29,13 +29,13 @@ class GpuStream:
         calls: Sequence[Call],
         current: Callable[[int], AbstractContextManager[Any]],
     ) -> Any:
-        """Return a graph of calls, one after another.
+        """Return a graph of consecutive calls.
 
         Args:
-            calls: what to capture.
-            current: from a stream to a context in which the calls go there.
+            calls: the calls to capture.
+            current: returns a context that makes a stream current.
         """
-        with cuda.defer_cleanup():  # Numba must free nothing meanwhile
+        with cuda.defer_cleanup():  # Numba must not free memory during a capture
             builder = self._stream.create_graph_builder().begin_building("relaxed")
             handle = int(builder.stream.handle)
             with current(handle):
@@ -49,11 +49,11 @@ class GpuStream:
         self._stream.sync()
 
     def time(self, graph: Any, before: Callable[[int], object]) -> float:
-        """Return the microseconds of device time that a graph takes.
+        """Return the device time of a graph in microseconds.
 
         Args:
-            graph: what to launch.
-            before: enqueues what lets all ranks begin together.
+            graph: the graph to launch.
+            before: enqueues a barrier, so that all ranks begin together.
         """
         before(self.handle)
         start = self._stream.record(options=self._timed)
@@ -64,14 +64,14 @@ class GpuStream:
 
 
 class HostStream:
-    """The simulator's: a call has ended when it returns, and there are no graphs."""
+    """The simulator's stream: every call blocks, and there are no graphs."""
 
     handle = 0
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
 
 def new_stream() -> Any:
-    """Return the stream to measure on."""
+    """Return the stream for measurements."""
     return HostStream() if SIMULATED else GpuStream()

@@ -1,4 +1,4 @@
-"""Measuring row by row: one message size, type and reduction at a time."""
+"""Measures a run row by row: a row is a message size, a type and a reduction."""
 
 import argparse
 import functools
@@ -18,13 +18,14 @@ from numba_symm.bench.operations import TYPES, Operation
 from numba_symm.bench.options import sizes
 
 Record = dict[str, Any]
-"""One way of one contender for one message, as in the JSON file."""
+"""The measurement of one way of a contender for one message, as in the JSON file."""
 
 ALIGNMENT = 512
-"""Bytes between the beginnings of buffers are a multiple of this."""
+"""The alignment of buffers within an allocation, in bytes."""
 
 STEP = 7_919
-"""How much further in its pattern each next buffer begins: all hold something else."""
+"""Elements of the pattern by which each buffer begins later than the one before, so
+that all buffers have different contents."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Row:
 
     Attributes:
         counts: elements of a rank's input and output.
-        nbytes: what nccl-tests calls size: the larger of the two in bytes.
-        type: the elements' type, by its name in nccl-tests.
+        nbytes: the larger of the two in bytes, which nccl-tests calls size.
+        type: the element type, by its name in nccl-tests.
         op: the reduction.
     """
 
@@ -62,7 +63,7 @@ def rows(operation: Operation, options: argparse.Namespace, ranks: int) -> list[
 
 
 def stride(nbytes: int) -> int:
-    """Return how far apart buffers of ``nbytes`` begin."""
+    """Return the distance between the starts of buffers of ``nbytes``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -70,7 +71,7 @@ class Sweep:
     """Measures the rows of a run. Its methods are collective.
 
     Args:
-        operation: what to measure.
+        operation: the operation to measure.
         options: the command line.
         timer: times lanes.
         ranks: the mpi4py communicator.
@@ -92,7 +93,7 @@ class Sweep:
         self._contenders = contenders
         self._random = np.random.default_rng(options.seed)
         self.rows = rows(operation, options, ranks.size)
-        # As large as any row needs; each row views its part.
+        # Large enough for every row; each row uses views of it.
         room = [
             max(
                 buffers(row.nbytes) * stride(row.counts[side] * row.dtype.itemsize)
@@ -152,7 +153,7 @@ class Sweep:
                 record["wrong"] = _sum(record["wrong"], wrong)
 
     def _contents(self, row: Row) -> tuple[list[Tiled], list[list[Tiled]]]:
-        """Return fresh contents of this rank's inputs, and its outputs, by buffer."""
+        """Return new inputs and the expected outputs of this rank, by buffer."""
         size, operation = self._ranks.size, self._operation
         patterns = operation.inputs(self._random, size, row.op, row.dtype)
         inputs, results = [], []
@@ -163,11 +164,11 @@ class Sweep:
         return inputs, results
 
     def _lanes(self, row: Row) -> tuple[list[Lane], list[Record]]:
-        """Return what can be measured, and records of what cannot."""
+        """Return the lanes of all contenders, and records of skipped ones."""
         lanes: list[Lane] = []
         skipped: list[Record] = []
         for contender in self._contenders:
-            # In place there is a column for ours only, where input and output are one.
+            # Only ours has a column for in place, if input and output may be equal.
             same = row.counts[0] == row.counts[1] and not self._operation.apart
             both = isinstance(contender, Ours) and same
             for in_place in (False, True) if both else (False,):
@@ -179,7 +180,7 @@ class Sweep:
     def _ways(
         self, row: Row, contender: Contender, in_place: bool
     ) -> tuple[list[Lane], list[Record]]:
-        """Return a contender's lanes, and records of what it cannot do here."""
+        """Return a contender's lanes, and records of skipped ones."""
         step = functools.partial(self._tried, row, contender, in_place)
         if isinstance(contender, Ours):  # its errors end the run
             return step()
@@ -193,10 +194,10 @@ class Sweep:
     def _tried(
         self, row: Row, contender: Contender, in_place: bool
     ) -> tuple[list[Lane], list[Record]]:
-        """Return the same, having made every call once."""
+        """Return the same, after making every call once."""
         prepare = getattr(contender, self._operation.name, None)
         if prepare is None:
-            raise Missing(f"{contender.name} has no {self._operation.name} here")
+            raise Missing(f"{contender.name} has no {self._operation.name}")
         sources, targets = self._buffers(row, contender)
         made = []
         for source, target in zip(sources, targets, strict=True):
@@ -251,14 +252,14 @@ class Sweep:
         inputs: Sequence[Tiled],
         results: Sequence[list[Tiled]],
     ) -> int | None:
-        """Return how many elements are wrong after the graph that was timed."""
+        """Return the number of wrong elements after a replay of the timed graph."""
         if not self._options.check:
             return None
         if not lane.output_only:
             _fill(lane, inputs)
             self._timer.replay(graph)
             return self._wrong(lane, results)
-        # In place its calls work on each other's results: take one call a buffer.
+        # In place, a buffer's calls reduce each other's results: one call a buffer.
         single = self._timer.capture(lane, len(lane.calls))
         _fill(lane, inputs)
         self._timer.replay(single)
@@ -266,14 +267,14 @@ class Sweep:
         return self._wrong(lane, results)
 
     def _wrong(self, lane: Lane, results: Sequence[list[Tiled]]) -> int:
-        """Return the wrong elements of all ranks."""
+        """Return the number of wrong elements on all ranks."""
         pairs = zip(lane.outputs, results, strict=True)
         mine = sum(data.count_wrong(array, expected) for array, expected in pairs)
         return int(sum(self._ranks.allgather(mine)))
 
 
 def _fill(lane: Lane, inputs: Sequence[Tiled]) -> None:
-    """Put inputs where a lane takes them from, and poison where its results go."""
+    """Fill a lane's inputs, and poison its outputs."""
     for source, target, contents in zip(lane.inputs, lane.outputs, inputs, strict=True):
         if lane.output_only:
             data.fill(target, contents)

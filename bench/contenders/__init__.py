@@ -1,9 +1,9 @@
-"""The libraries that are measured: ours, and those it is measured against.
+"""The libraries that are measured: numba_symm ("ours") and its contenders.
 
-A contender has a method for each operation that it knows, of the operation's name:
-from (input, output, reduction) to its ways of running it, by name. The benchmark takes
-the fastest of a contender's ways; a way with the name of an algorithm of ours has a
-column of its own.
+A contender has a method for each operation that it supports, with the operation's
+name. The method returns the ways of running the operation for (input, output,
+reduction), by name. The benchmark reports the fastest way of a contender. A way named
+after one of our algorithms has its own column.
 """
 
 import functools
@@ -23,11 +23,11 @@ CONTENDERS = {
     "torch": "torch",
     "mpi": "mpi",
 }
-"""The modules of this package by the names that ``--against`` takes."""
+"""The modules of this package, by their names in ``--against``."""
 
 
 class Missing(Exception):
-    """A contender cannot run here; the text says why, and what would help."""
+    """A contender cannot run here; the text has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Way:
 
     Attributes:
         call: enqueues it.
-        in_place: it works on its output array alone, which holds the input.
-        eager: it is not captured into graphs.
+        in_place: whether it works on its output array alone, which holds the input.
+        eager: whether it is left out of graphs.
     """
 
     call: Call
@@ -46,17 +46,17 @@ class Way:
 
 
 Ways = dict[str, Way | str]
-"""Ways by name; of one that the arguments do not suit, why."""
+"""Ways by name, or the reason why a way does not support the arguments."""
 
 
 class Contender(Protocol):
-    """What the benchmark asks of a contender, besides the operations.
+    """The interface of a contender, besides its operations.
 
     Attributes:
-        name: as ``--against`` takes it.
+        name: its name in ``--against``.
         version: for the header.
-        captures: whether its calls can be captured into CUDA graphs; those of one
-            that works on host arrays cannot.
+        captures: whether its calls can be captured into CUDA graphs; false where it
+            works on host arrays.
     """
 
     name: str
@@ -64,17 +64,17 @@ class Contender(Protocol):
     captures: bool
 
     def allocate(self, nbytes: int) -> Any:
-        """Return a new array of bytes, of the kind this contender likes best."""
+        """Return a new array of bytes in the memory that suits this contender best."""
 
     def current(self, stream: int) -> AbstractContextManager[Any]:
-        """Return a context in which calls go to a stream, if it needs one."""
+        """Return a context that makes a stream current, for libraries that need it."""
 
     def close(self) -> None:
-        """Free everything. Collective; no graph of its calls is left."""
+        """Free everything. Collective; all graphs of its calls are closed before."""
 
 
 def no_context(stream: int) -> AbstractContextManager[Any]:
-    """Return the context of contenders that need none: calls name the stream."""
+    """Return an empty context, for contenders whose calls take a stream argument."""
     return nullcontext()
 
 
@@ -86,7 +86,7 @@ def load(
         f"{__name__}.{CONTENDERS[name]}"
     ),
 ) -> tuple[list[Contender], dict[str, str]]:
-    """Return the contenders that all ranks can run, and why not the others.
+    """Return the contenders that all ranks can run, and the others with the reasons.
 
     Collective.
 
@@ -94,8 +94,9 @@ def load(
         names: of contenders.
         comm: our communicator, which has bound this rank to its GPU.
         ranks: the mpi4py communicator.
-        module: from a name to the module of the contender: it has ``check()``, which
-            raises Missing and is local, and ``make(comm, ranks)``, which is collective.
+        module: returns the contender's module for a name. The module has ``check()``,
+            which is local and raises Missing, and ``make(comm, ranks)``, which is
+            collective.
     """
     found: list[Contender] = []
     missing: dict[str, str] = {}
@@ -120,7 +121,7 @@ def _make(module: Callable[[str], Any], name: str, comm: Any, ranks: Any) -> Any
 
 
 def attempt(ranks: Any, step: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Return what ``step`` returns, and why it failed if it did on any rank.
+    """Return the value of ``step``, and the reason if it failed on any rank.
 
     Collective.
     """
@@ -129,7 +130,7 @@ def attempt(ranks: Any, step: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def _attempt(step: Callable[[], Any]) -> tuple[Any, str | None]:
-    # Whatever another library raises: the benchmark goes on without it.
+    # Other libraries may raise anything; the benchmark continues without them.
     try:
         return step(), None
     except Missing as error:
@@ -139,7 +140,7 @@ def _attempt(step: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def from_first_rank(ranks: Any, make: Callable[[], Any]) -> Any:
-    """Return what ``make`` returns on rank 0, or raise on all ranks. Collective."""
+    """Return rank 0's value of ``make``, or raise on all ranks. Collective."""
     made, reason = _attempt(make) if ranks.rank == 0 else (None, None)
     made, reason = ranks.bcast((made, reason))
     if reason is not None:
@@ -160,7 +161,7 @@ def need_a_gpu_each(comm: Any, ranks: Any) -> None:
 
 
 def imported(name: str, cure: str) -> Any:
-    """Return a module, or raise Missing with the command that would bring it."""
+    """Return a module, or raise Missing with the command that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

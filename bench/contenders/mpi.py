@@ -1,4 +1,4 @@
-"""MPI on host arrays, through mpi4py: runs everywhere, with no GPU too."""
+"""MPI on host arrays, through mpi4py; runs without a GPU too."""
 
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ from numba_symm.bench.operations import ROOT
 
 
 def check() -> None:
-    """Do nothing: the benchmark itself needs MPI."""
+    """Do nothing: without MPI, the benchmark does not start."""
 
 
 def make(comm: Any, ranks: Any) -> "Mpi":
@@ -19,7 +19,7 @@ def make(comm: Any, ranks: Any) -> "Mpi":
 
 
 class Mpi:
-    """MPI_Allreduce and its kin; a call has ended when it returns."""
+    """MPI's blocking collectives, such as MPI_Allreduce."""
 
     name = "mpi"
     captures = False
@@ -66,7 +66,7 @@ class Mpi:
         return self._reducing("Reduce", x, out, op, root=ROOT)
 
     def _reducing(self, name: str, x: Any, out: Any, op: str, **more: Any) -> Ways:
-        """Return the one way of a reduction, or what MPI lacks for it."""
+        """Return the one way of a reduction, or the reason why MPI has none."""
         if x.dtype.itemsize == 2:
             return {"": f"MPI has no {x.dtype.name}"}
         if op == "avg":
@@ -86,7 +86,7 @@ class Mpi:
         return {"": Way(lambda stream: self._ranks.Scatter(x, out, ROOT))}
 
     def sendrecv(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of sending to the right and receiving from the left."""
+        """Return the one way of a send to the right and a recv from the left."""
         right = (self._ranks.rank + 1) % self._ranks.size
         left = (self._ranks.rank - 1) % self._ranks.size
         x, out = x.view(np.uint8), out.view(np.uint8)

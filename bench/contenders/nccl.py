@@ -23,7 +23,7 @@ CURE = "pip install nccl4py, and nvidia-nccl-cu13 (or nvidia-nccl-cu12) for NCCL
 
 
 def check() -> None:
-    """Raise Missing unless nccl4py and NCCL are there."""
+    """Raise Missing unless nccl4py and NCCL are installed."""
     need_gpus()
     if imported("nccl.core", CURE).get_version().libnccl is None:
         raise Missing(f"nccl4py finds no NCCL library; {CURE}")
@@ -99,7 +99,7 @@ class Nccl:
         return {"": Way(lambda stream: enqueue(stream=stream))}
 
     def sendrecv(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of sending to the right and receiving from the left."""
+        """Return the one way of a send to the right and a recv from the left."""
         rank, size = self._rank, self._size
         source, target = _named(x), _named(out)
 
@@ -116,10 +116,10 @@ class Nccl:
 
 
 def _named(array: Any) -> Any:
-    """Return an array as NCCL's binding can read it, by DLPack.
+    """Return an array that nccl4py reads by DLPack.
 
-    By the array interface it has no bfloat16, and takes every array to be on device 0
-    (cuda-python#2928), which it then refuses on all ranks but the first.
+    Through the CUDA array interface, nccl4py has no bfloat16. It also assumes that
+    every array is on device 0 (cuda-python#2928), and refuses it on other ranks.
     """
     from cuda.core import Buffer
     from cuda.core.utils import StridedMemoryView
@@ -140,7 +140,7 @@ _TYPE_CODE, _BFLOAT16 = 20, 4  # DLPack's DLTensor.dtype.code, and kDLBfloat
 
 
 class _Bfloat16:
-    """A view of uint16 that says through DLPack that it is one of bfloat16.
+    """A view of uint16 that DLPack exports as bfloat16.
 
     cuda.core reads bfloat16 by DLPack, but does not export it.
     """
@@ -153,7 +153,8 @@ class _Bfloat16:
         return device
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
-        # Whatever version is asked for: this capsule begins with its DLTensor.
+        # max_version is not passed on: only an unversioned capsule begins with its
+        # DLTensor, which is edited here.
         capsule = self._bits.__dlpack__(stream=stream)
         tensor = _pointer_of(capsule, b"dltensor")
         ctypes.c_uint8.from_address(tensor + _TYPE_CODE).value = _BFLOAT16

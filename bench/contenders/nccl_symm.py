@@ -1,4 +1,4 @@
-"""NCCL's symmetric kernels: memory of its own, registered as symmetric windows."""
+"""NCCL's symmetric kernels, on NCCL's memory registered as symmetric windows."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class NcclSymm(Nccl):
     name = "nccl-symm"
 
     def allocate(self, nbytes: int) -> Any:
-        """Return a new array of bytes that all ranks have registered. Collective."""
+        """Return a new array of bytes, registered on all ranks. Collective."""
         buffer = self._core.mem_alloc(nbytes)
         flag = self._core.WindowFlag.COLL_SYMMETRIC
         window = self._comm.register_window(buffer, flag)
@@ -32,7 +32,7 @@ class NcclSymm(Nccl):
 
 
 class _Bytes:
-    """A buffer of cuda.core as an array of bytes; keeps it."""
+    """A buffer of cuda.core as an array of bytes; holds a reference to the buffer."""
 
     def __init__(self, buffer: Any, nbytes: int):
         self._buffer = buffer

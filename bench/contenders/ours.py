@@ -1,4 +1,4 @@
-"""numba_symm itself: the plan that is measured, and the plain call beside it."""
+"""numba_symm itself: plans, and plain calls for comparison."""
 
 import functools
 from collections.abc import Callable
@@ -21,8 +21,9 @@ class Ours:
 
     Args:
         comm: the communicator.
-        algorithms: one: it is measured; several: each beside what is chosen by size.
-        plain: arrays are ordinary device memory, not symmetric.
+        algorithms: one is measured instead of the algorithm chosen by size; several
+            are measured in addition to it.
+        plain: whether arrays are ordinary device memory instead of symmetric.
     """
 
     name = NAME
@@ -69,4 +70,4 @@ class Ours:
         return ways
 
     def close(self) -> None:
-        """Do nothing: who made the communicator closes it."""
+        """Do nothing: the caller closes the communicator."""

@@ -1,8 +1,7 @@
 """torch's symmetric-memory kernels: one-shot and two-shot.
 
-Two-shot works in place, so its input is gone afterwards; a copy that would keep it is
-not counted, which is in torch's favour. One-shot reads symmetric memory and
-writes to any.
+Two-shot works in place and overwrites its input. A copy of the input is not timed,
+which favours torch. One-shot reads symmetric memory and writes any memory.
 """
 
 from contextlib import AbstractContextManager
@@ -27,8 +26,8 @@ CURE = "pip install torch"
 LOCAL = "127.0.0.1"
 
 ONE_SHOT_LIMIT = 16 << 20
-"""Largest message, in bytes, that one-shot is tried with: it moves all inputs to all
-ranks, and has lost to two-shot long before."""
+"""Largest message for one-shot, in bytes. It moves all inputs to all ranks, and is
+slower than two-shot at much smaller messages already."""
 
 
 def check() -> None:
@@ -99,9 +98,9 @@ class Torch:
         return ways
 
     def _tensor(self, array: Any) -> Any:
-        """Return the part of a tensor of ours that an array views.
+        """Return a view of the allocated tensor for an array within it.
 
-        It must be a view of the tensor itself: torch finds peers by its storage.
+        It must view the tensor itself, because torch finds peers by the storage.
         """
         address = int(array.device_ctypes_pointer.value)
         dtype = getattr(self._torch, array.dtype.name)
@@ -109,7 +108,7 @@ class Torch:
             first = address - tensor.data_ptr()
             if 0 <= first < tensor.numel():
                 return tensor[first : first + array.nbytes].view(dtype)
-        raise ValueError(f"no tensor of ours has address {address:#x}")
+        raise ValueError(f"expected an array of allocate(), got address {address:#x}")
 
     def close(self) -> None:
         """Free the memory and leave the process group."""
@@ -118,7 +117,7 @@ class Torch:
 
 
 def _store(torch: Any, ranks: Any) -> Any:
-    """Return a store that all ranks of this host reach. Collective."""
+    """Return a store that all ranks of this host can connect to. Collective."""
     options = {
         "world_size": ranks.size,
         "timeout": timedelta(seconds=60),

@@ -20,7 +20,7 @@ from numba_symm.errors import ArgumentError
 
 
 class Ranks:
-    """Rank 0 of two; the other one answers what it is told to."""
+    """Rank 0 of two; the test sets the answers of the other one."""
 
     rank, size = 0, 2
 
@@ -58,7 +58,7 @@ def test_every_contender_has_its_module():
         assert callable(found.make), name
 
 
-def test_a_contender_that_is_there_is_made():
+def test_an_available_contender_is_made():
     assert load(["a"], None, Ranks(), lambda name: library()) == (["made"], {})
 
 
@@ -70,11 +70,11 @@ def test_a_contender_that_is_there_is_made():
         (library(make=raising(RuntimeError("no GPU"))), "RuntimeError: no GPU"),
     ],
 )
-def test_a_missing_contender_is_named_with_its_reason(module, reason):
+def test_a_missing_contender_is_reported_with_the_reason(module, reason):
     assert load(["a"], None, Ranks(), lambda name: module) == ([], {"a": reason})
 
 
-def test_a_contender_that_another_rank_misses_is_made_on_none():
+def test_a_contender_missing_on_one_rank_is_made_on_none():
     made = []
     module = library(make=lambda comm, ranks: made.append(ranks))
     found = load(["a"], None, Ranks("not on this host"), lambda name: module)
@@ -82,12 +82,12 @@ def test_a_contender_that_another_rank_misses_is_made_on_none():
     assert made == []
 
 
-def test_an_uninstalled_module_is_missing_with_its_cure():
+def test_a_missing_module_is_reported_with_its_installation():
     with pytest.raises(Missing, match=r"no_such_module.*; pip install it"):
         contenders.imported("no_such_module", "pip install it")
 
 
-def test_what_fails_on_rank_0_fails_everywhere():
+def test_a_failure_on_rank_0_is_raised_on_every_rank():
     assert contenders.from_first_rank(Ranks(), lambda: 5) == 5
     with pytest.raises(Missing, match="OSError: no port"):
         contenders.from_first_rank(Ranks(), raising(OSError("no port")))
@@ -95,7 +95,7 @@ def test_what_fails_on_rank_0_fails_everywhere():
 
 @pytest.fixture
 def core(monkeypatch):
-    """A stand-in for nccl.core that notes what it is called with."""
+    """A stand-in for nccl.core that records its calls."""
     calls = []
     comm = types.SimpleNamespace(
         allreduce=lambda *words, **more: calls.append((words, more)),
@@ -127,7 +127,7 @@ def test_nccl_without_its_library_is_missing(core):
 
 
 @pytest.mark.parametrize("op", REDUCTIONS)
-def test_nccl_reduces_on_the_stream_it_is_given(core, op):
+def test_nccl_reduces_on_the_stream_of_the_call(core, op):
     nccl = Nccl(Ranks())
     assert nccl.version == "NCCL 2.28.9, nccl4py 0.6.0"
     x, out = np.zeros(4, np.float32), np.zeros(4, np.float32)
@@ -142,11 +142,11 @@ def test_nccl_reduces_on_the_stream_it_is_given(core, op):
 
 
 class HostView:
-    """A stand-in for cuda.core's views of device memory: of NumPy's, without a GPU."""
+    """A stand-in for cuda.core's views of device memory, over NumPy's memory."""
 
     @staticmethod
     def from_buffer(memory, shape, *, dtype):
-        if dtype.name == "bfloat16":  # as the real one's, which is made all the same
+        if dtype.name == "bfloat16":  # cuda.core makes such a view, too
             return SimpleNamespace(__dlpack__=raising(BufferError("bfloat16")))
         return StridedMemoryView.from_dlpack(memory.owner.view(dtype), stream_ptr=-1)
 
@@ -160,7 +160,7 @@ def test_nccl_gets_the_address_and_type_of_an_array_by_dlpack(name, monkeypatch)
     )
     array = np.arange(6).astype(TYPES[name]).view(Owned)
     named = nccl_module._named(array)
-    for _ in range(2):  # a capsule is taken once, a view often
+    for _ in range(2):  # a capsule is consumed once, a view may be exported often
         found = StridedMemoryView.from_any_interface(named, stream_ptr=-1)
         assert (found.dtype, found.shape) == (array.dtype, array.shape)
         assert found.ptr == array.ctypes.data
@@ -169,7 +169,7 @@ def test_nccl_gets_the_address_and_type_of_an_array_by_dlpack(name, monkeypatch)
 
 
 class Tensor:
-    """Some of a stand-in for torch's tensors: a storage, an offset and a type."""
+    """A stand-in for a torch tensor: a storage, an offset and a type."""
 
     def __init__(self, base, first, count, dtype="uint8"):
         self.base, self.first, self.count, self.dtype = base, first, count, dtype
@@ -193,7 +193,7 @@ class Tensor:
 
 
 class DeviceArray:
-    """Some of an array of Numba's."""
+    """A stand-in for a Numba array."""
 
     def __init__(self, address, nbytes, dtype):
         self.device_ctypes_pointer = types.SimpleNamespace(value=address)
@@ -201,7 +201,7 @@ class DeviceArray:
 
 
 class Owned(np.ndarray):
-    """NumPy's array, with an address as Numba's has it."""
+    """A NumPy array with its address in Numba's attribute."""
 
     @property
     def device_ctypes_pointer(self):
@@ -267,7 +267,7 @@ def test_torch_reduces_views_of_its_own_tensors(torch):
     assert not ways["one_shot"].in_place
 
 
-def test_torch_one_shot_is_not_tried_with_large_messages(torch):
+def test_torch_one_shot_is_left_out_for_large_messages(torch):
     contender = Torch(0, Ranks())
     contender._tensors += [Tensor(0, 0, 1 << 30)]
     x = DeviceArray(0, torch_module.ONE_SHOT_LIMIT + 16, "float32")
@@ -275,7 +275,7 @@ def test_torch_one_shot_is_not_tried_with_large_messages(torch):
 
 
 @pytest.mark.parametrize(("dtype", "op"), [("int32", "sum"), ("float32", "max")])
-def test_torch_refuses_what_its_kernels_do_not_do(torch, dtype, op):
+def test_torch_refuses_types_and_operators_without_a_kernel(torch, dtype, op):
     x = DeviceArray(0, 64, dtype)
     (reason,) = Torch(0, Ranks()).all_reduce(x, x, op).values()
     assert "sum float32 and bfloat16 only" in reason
@@ -296,7 +296,7 @@ def test_mpi_has_no_16_bit_floats_and_no_average(name):
 
 
 class Comm:
-    """A communicator that notes its plans; one algorithm refuses integers."""
+    """A communicator that records its plans; one algorithm refuses integers."""
 
     backend = "vmm"
 
@@ -319,7 +319,7 @@ def ways(algorithms, dtype=np.float32, in_place=False):
     return Ours(Comm(), algorithms).all_reduce(x, out, "sum"), x, out
 
 
-def test_ours_is_a_plan_and_beside_it_the_plain_call():
+def test_ours_is_a_plan_and_a_plain_call():
     found, x, out = ways(())
     assert list(found) == ["plan", "call"]
     assert found["plan"].call(5) == ("plan", 5)
@@ -331,7 +331,7 @@ def test_ours_is_a_plan_and_beside_it_the_plain_call():
     assert list(ways((), in_place=True)[0]) == ["plan"]
 
 
-def test_one_algorithm_takes_the_place_of_the_chosen_one():
+def test_one_algorithm_replaces_the_chosen_one():
     comm = Comm()
     x = np.zeros(4, np.float32)
     found = Ours(comm, ("ring",)).all_reduce(x, x, "sum")
@@ -339,14 +339,14 @@ def test_one_algorithm_takes_the_place_of_the_chosen_one():
     assert comm.plans == ["ring"]
 
 
-def test_several_algorithms_are_measured_beside_the_chosen_one():
+def test_several_algorithms_are_measured_in_addition_to_the_chosen_one():
     found, _, _ = ways(("ring", "floats"), np.int32)
     assert list(found) == ["plan", "call", "ring", "floats"]
     assert found["floats"] == "floats: only floats"
     assert not isinstance(found["ring"], str)
 
 
-def test_every_operation_says_how_to_call_ours():
+def test_every_operation_makes_our_call():
     ours = Ours(SimpleNamespace(backend="host"))
     for name, operation in OPERATIONS.items():
         assert operation.name == name
@@ -357,5 +357,5 @@ def test_ours_has_no_other_operations():
     assert not hasattr(Ours(SimpleNamespace(backend="host")), "all_reduced")
 
 
-def test_contenders_that_need_no_context_get_an_empty_one():
+def test_no_context_is_an_empty_context():
     assert isinstance(contenders.no_context(7), contextlib.nullcontext)

@@ -42,7 +42,7 @@ def test_filling_repeats_the_pattern_from_its_start(count, start):
 
 
 @pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
-def test_what_was_filled_is_right_and_what_was_poisoned_is_wrong(dtype):
+def test_filled_elements_are_right_and_poisoned_ones_wrong(dtype):
     contents = Tiled(pattern(dtype), 5, 1000)
     array = filled(contents)
     assert data.count_wrong(array, [contents]) == 0
@@ -51,7 +51,7 @@ def test_what_was_filled_is_right_and_what_was_poisoned_is_wrong(dtype):
 
 
 @pytest.mark.parametrize("index", [0, 1, CHUNK - 1, CHUNK, CHUNK + PERIOD + 1])
-def test_one_wrong_bit_is_found_wherever_it_is(index):
+def test_one_wrong_bit_is_found_at_any_index(index):
     contents = Tiled(pattern(np.float16), 9, CHUNK + PERIOD + 2)
     array = filled(contents)
     array[2 * index + 1] ^= 1
@@ -69,7 +69,7 @@ def test_a_block_in_the_wrong_place_is_wrong():
     assert data.count_wrong(array, [contents]) > 100_000
 
 
-def test_parts_are_expected_one_after_another():
+def test_expected_contents_are_concatenated():
     parts = [Tiled(pattern(), 0, 10), Tiled(pattern()[::-1], 3, CHUNK + 4)]
     array = np.concatenate([filled(part) for part in parts])
     assert data.count_wrong(array, parts) == 0
@@ -83,7 +83,7 @@ def test_parts_are_expected_one_after_another():
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_results_are_exact_in_any_order(type_, op, ranks):
-    """Even where partial results are rounded to the dtype, as nobody has to."""
+    """Even if partial results are rounded to the dtype."""
     dtype = TYPES[type_]
     patterns = reducible(np.random.default_rng(1), ranks, op, dtype)
     assert patterns.shape == (ranks, PERIOD)
@@ -104,20 +104,19 @@ def test_results_are_exact_in_any_order(type_, op, ranks):
 
 @pytest.mark.parametrize("op", REDUCTIONS)
 @pytest.mark.parametrize("type_", TYPES)
-def test_inputs_vary_so_that_a_missing_rank_is_seen(type_, op):
+def test_leaving_out_a_rank_changes_the_result(type_, op):
     patterns = reducible(np.random.default_rng(1), 4, op, TYPES[type_])
     total = ALL_REDUCE.expected([Tiled(each, 0, 9) for each in patterns], op, 0)
     without = ALL_REDUCE.expected([Tiled(each, 0, 9) for each in patterns[1:]], op, 0)
     differing = np.count_nonzero(total[0].pattern != without[0].pattern)
-    # A quarter of the least or greatest come from any one rank; powers of 2 from one
-    # rank of a product are 1 as often as not.
+    # A rank has a quarter of the minima and maxima, and few of its factors are 1.
     assert differing > PERIOD / 5
 
 
 @pytest.mark.parametrize("type_", ["half", "bfloat16", "float", "double"])
 @pytest.mark.parametrize("ranks", range(1, 9))
-def test_an_average_is_exact_too_if_each_is_divided_first(type_, ranks):
-    """As by NCCL, which multiplies by a reciprocal of the elements' type."""
+def test_an_average_is_exact_if_inputs_are_divided_first(type_, ranks):
+    """NCCL multiplies each input by a reciprocal in the element type."""
     dtype = TYPES[type_]
     patterns = reducible(np.random.default_rng(1), ranks, "avg", dtype)
     everyone = [Tiled(each, 0, PERIOD) for each in patterns]

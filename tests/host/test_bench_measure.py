@@ -14,7 +14,7 @@ MIB = 1 << 20
 
 
 class Alone:
-    """The ranks of a job of one."""
+    """The communicator of a single rank."""
 
     rank, size = 0, 1
 
@@ -26,7 +26,7 @@ class Alone:
 
 
 class Slow(Alone):
-    """Two ranks, of which the other takes three times as long."""
+    """Two ranks; the other one takes three times as long."""
 
     size = 2
 
@@ -44,7 +44,7 @@ class Graph:
 
 
 class Stream:
-    """Runs everything at once; a graph takes as many microseconds as it has calls."""
+    """Runs calls immediately; a graph takes one microsecond for each of its calls."""
 
     handle = 77
 
@@ -74,11 +74,11 @@ def lane(calls, **more):
     return Lane(calls=calls, **facts | more)
 
 
-def test_a_summary_is_median_and_range():
+def test_a_summary_has_median_and_range():
     assert Summary.of([3.0, 1.0, 9.0, 2.0]) == Summary(2.5, 1.0, 9.0)
 
 
-def test_buffers_exceed_the_cache_but_one_large_message_needs_one():
+def test_buffers_exceed_the_cache_and_a_large_message_has_one():
     assert measure.buffers(1024) == 16
     assert measure.buffers(32 * MIB) * 32 * MIB >= 100e6
     assert measure.buffers(64 * MIB) * 64 * MIB >= 100e6
@@ -94,7 +94,7 @@ def test_a_graph_takes_milliseconds_and_uses_every_buffer_equally(nbytes):
     assert 1e3 <= count * (4 + nbytes / 170e3) <= 14e3
 
 
-def test_slow_calls_are_made_less_often():
+def test_slow_calls_are_fewer():
     assert measure.eager_calls(10, 20) == 20
     assert measure.eager_calls(1000, 20) == 4
     assert measure.eager_calls(1e6, 20) == 1
@@ -102,11 +102,11 @@ def test_slow_calls_are_made_less_often():
     assert measure.calls_per_graph(1024, 20, 16, eager=1e6) == 16
 
 
-def test_calls_go_through_the_buffers_in_turn():
+def test_calls_rotate_through_the_buffers():
     assert lane("abc").rotated(7) == list("abcabca")
 
 
-def test_graphs_take_turns_and_the_slowest_rank_counts():
+def test_graphs_are_interleaved_and_the_slowest_rank_counts():
     order, stream = [], Stream()
     timer = Timer(Slow(), stream, lambda handle: order.append("barrier"))
     lanes = [lane([lambda handle, name=name: order.append(name)]) for name in "ab"]
@@ -117,7 +117,7 @@ def test_graphs_take_turns_and_the_slowest_rank_counts():
     assert found == [Summary(3.0, 3.0, 3.0)] * 2  # 1 a call, 3 on the other rank
 
 
-def test_eager_calls_take_turns_on_the_stream(monkeypatch):
+def test_eager_calls_of_lanes_are_interleaved(monkeypatch):
     order = []
     now = iter(range(10_000))
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(now) * 1e-6)
@@ -128,7 +128,7 @@ def test_eager_calls_take_turns_on_the_stream(monkeypatch):
     found = timer.eager(lanes, calls=3, warmups=0)
     timed = order[-6 * measure.ROUNDS :]
     assert timed == ([("a", 77)] * 3 + [("b", 77)] * 3) * measure.ROUNDS
-    for issue, done in found:  # the clock moves by 1 each time it is read
+    for issue, done in found:  # each reading of the clock advances it by 1
         assert issue.median == pytest.approx(1 / 3)
         assert done.median == pytest.approx(2 / 3)
 
@@ -159,7 +159,7 @@ class Library:
 
 
 def swept(monkeypatch, *contenders, line="-b 64 -e 1K -n 2 -w 1 -G 2"):
-    """Return the records of a sweep, row by row, and its stream."""
+    """Return the records of a sweep by row, and its stream."""
     monkeypatch.setattr(data, "arrived", lambda: None)  # no GPU here
     asked = options.parse(["all_reduce", *line.split()])
     stream = Stream()
@@ -192,7 +192,7 @@ def test_one_wrong_element_is_counted_in_every_check(monkeypatch, in_place):
     assert [row[0]["wrong"] for row in rows] == [2 * buffers] * 3  # eager, and graph
 
 
-def test_a_library_that_does_nothing_is_wrong_everywhere(monkeypatch):
+def test_every_element_of_a_call_without_effect_is_wrong(monkeypatch):
     class Idle(Library):
         def all_reduce(self, x, out, op):
             return {"": Way(lambda handle: None)}
@@ -201,19 +201,19 @@ def test_a_library_that_does_nothing_is_wrong_everywhere(monkeypatch):
     assert rows[0][0]["wrong"] == 16 * measure.buffers(64)
 
 
-def test_a_graph_that_does_nothing_is_noticed(monkeypatch):
+def test_every_element_of_a_graph_without_effect_is_wrong(monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Stream, "replay", lambda self, graph: None)
         rows, _ = swept(patched, Library(), line="-b 64 -e 64 -G 1")
     assert rows[0][0]["wrong"] == 16 * measure.buffers(64)
 
 
-def test_nothing_is_checked_on_demand(monkeypatch):
+def test_checks_can_be_disabled(monkeypatch):
     rows, _ = swept(monkeypatch, Library(), line="-b 64 -e 64 -c 0")
     assert rows[0][0]["wrong"] is None
 
 
-def test_what_a_library_refuses_or_cannot_do_is_skipped_with_its_reason(monkeypatch):
+def test_a_way_that_cannot_run_is_skipped_with_its_reason(monkeypatch):
     class Refusing(Library):
         def all_reduce(self, x, out, op):
             return (
@@ -245,14 +245,14 @@ def test_what_a_library_refuses_or_cannot_do_is_skipped_with_its_reason(monkeypa
         for name, row in by_type.items()
     }
     failing = {"failing": "OSError: broken pipe"}
-    failing |= {"ignorant": "ignorant has no all_reduce here"}
+    failing |= {"ignorant": "ignorant has no all_reduce"}
     assert skipped == {
         "float": failing,
         "double": failing | {"refusing": "no float64"},
     }
 
 
-def test_buffers_hold_different_contents_and_do_not_overlap(monkeypatch):
+def test_buffers_have_different_contents_and_do_not_overlap(monkeypatch):
     seen = {}
 
     class Spying(Library):

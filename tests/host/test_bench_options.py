@@ -18,8 +18,9 @@ def test_sizes_have_binary_suffixes(text, wanted):
 
 
 @pytest.mark.parametrize("text", ["", "K", "0", "-4", "1.5K", "12KB", "1e6"])
-def test_what_is_no_size_is_refused_with_examples(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="give bytes such as 512, 64K"):
+def test_a_wrong_size_is_refused_with_examples(text):
+    wanted = "expected bytes such as 512, 64K"
+    with pytest.raises(argparse.ArgumentTypeError, match=wanted):
         options.nbytes(text)
 
 
@@ -29,7 +30,7 @@ def test_sizes_grow_by_the_factor_up_to_the_last():
     assert list(options.sizes(7, 7, 2)) == [7]
 
 
-def test_the_command_of_the_readme_is_understood():
+def test_a_command_with_many_options_is_parsed():
     line = "all_reduce -b 1K -e 1G -f 4 -d float -o sum -n 20 -w 5 -G 20"
     asked = options.parse([*line.split(), "--against", "nccl,nccl-symm,torch,mpi"])
     assert (asked.first, asked.last, asked.factor) == (1 << 10, 1 << 30, 4)
@@ -39,7 +40,7 @@ def test_the_command_of_the_readme_is_understood():
     assert asked.algorithms == ()
 
 
-def test_all_means_all():
+def test_all_selects_every_name():
     asked = options.parse(["all_reduce", "-d", "all", "-o", "all", "--against", "all"])
     assert asked.types == tuple(TYPES)
     assert asked.reductions == REDUCTIONS
@@ -48,7 +49,7 @@ def test_all_means_all():
     assert every == OPERATIONS["all_reduce"].algorithms
 
 
-def test_shuffling_takes_every_type_and_reduction_unless_told():
+def test_shuffle_defaults_to_every_type_and_reduction():
     asked = options.parse(["all_reduce", "--shuffle", "9"])
     assert (asked.types, asked.reductions) == (tuple(TYPES), REDUCTIONS)
     asked = options.parse(
@@ -68,11 +69,11 @@ def test_an_operation_that_only_moves_data_has_no_reduction(name, more, capsys):
 
 
 @pytest.mark.parametrize("name", REDUCING)
-def test_an_operation_that_reduces_has_a_choice(name):
+def test_an_operation_that_reduces_takes_reductions(name):
     assert options.parse([name, "-o", "max,avg"]).reductions == ("max", "avg")
 
 
-def test_each_run_has_a_seed_of_its_own_unless_told():
+def test_each_run_has_its_own_seed_by_default():
     seeds = {options.parse(["all_reduce"]).seed for _ in range(4)}
     assert len(seeds) > 1
     assert options.parse(["all_reduce", "--seed", "5"]).seed == 5
@@ -83,24 +84,24 @@ def test_each_run_has_a_seed_of_its_own_unless_told():
     [
         ("", "arguments are required: command"),
         ("all_reduced", "invalid choice: 'all_reduced'"),
-        ("all_reduce -b 1X", "'1X' is no size"),
-        ("all_reduce -b 2K -e 1K", "-b 2048 is more than -e 1024"),
-        ("all_reduce -f 1", "'1': give at least 2"),
-        ("all_reduce -n 0", "'0': give at least 1"),
+        ("all_reduce -b 1X", "16M or 1G, got '1X'"),
+        ("all_reduce -b 2K -e 1K", "-b of at most -e, got -b 2048 -e 1024"),
+        ("all_reduce -f 1", "expected a number of at least 2, got '1'"),
+        ("all_reduce -n 0", "expected a number of at least 1, got '0'"),
         ("all_reduce -c 2", "invalid choice: 2"),
-        ("all_reduce -d float,complex", "give some of half, bfloat16, float"),
-        ("all_reduce -o median", "give some of sum, prod, min, max"),
-        ("all_reduce --against nccl,rccl", "give some of nccl, nccl-symm, torch, mpi"),
-        ("all_reduce --algorithm ring", "give some of"),
-        ("all_reduce --json /not/there/r.json", "there is no folder /not/there"),
-        ("all_reduce --shuffle 5 --plot r.png", "--shuffle measures nothing"),
+        ("all_reduce -d float,complex", "expected some of half, bfloat16, float"),
+        ("all_reduce -o median", "expected some of sum, prod, min, max"),
+        ("all_reduce --against rccl", "expected some of nccl, nccl-symm, torch, mpi"),
+        ("all_reduce --algorithm ring", "expected some of"),
+        ("all_reduce --json /not/there/r.json", "/not/there does not exist"),
+        ("all_reduce --shuffle 5 --plot r.png", "--shuffle records no measurements"),
         ("all_reduce -q", "unrecognized arguments: -q"),
         ("plot r.json", "arguments are required: image"),
         ("plot /not/there.json r.png", "/not/there.json: No such file or directory"),
         ("plot / r.png", "/: Is a directory"),
     ],
 )
-def test_wrong_usage_ends_with_code_2_and_says_why(line, said, capsys):
+def test_wrong_usage_exits_with_code_2_and_the_reason(line, said, capsys):
     with pytest.raises(SystemExit) as ended:
         options.parse(line.split())
     assert ended.value.code == 2
@@ -109,11 +110,12 @@ def test_wrong_usage_ends_with_code_2_and_says_why(line, said, capsys):
     assert said in shown
 
 
-def test_help_names_letters_and_choices(capsys):
+def test_help_lists_options_and_choices(capsys):
     with pytest.raises(SystemExit) as ended:
         options.parse(["all_reduce", "-h"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
+    assert shown.startswith("usage: python -m numba_symm.bench all_reduce ")
     for words in ("-b SIZE", "-G N", "--against", "nccl-symm", "bfloat16", "--shuffle"):
         assert words in shown
 
@@ -123,11 +125,15 @@ def test_plotting_without_matplotlib_is_refused_before_the_run(monkeypatch, caps
     with pytest.raises(SystemExit):
         options.parse(["all_reduce", "--plot", "r.png"])
     assert "pip install matplotlib" in capsys.readouterr().err
+    with pytest.raises(SystemExit):  # --shuffle with --plot never needs matplotlib
+        options.parse(["all_reduce", "--shuffle", "5", "--plot", "r.png"])
+    assert "--shuffle records no measurements" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [["-h"], ["plot", "-h"]])
-def test_the_numba_symm_command_hands_all_words_on(words, capsys):
+def test_numba_symm_bench_passes_its_arguments_on(words, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["bench", *words])
     assert ended.value.code == 0
-    assert "python -m numba_symm.bench" in capsys.readouterr().out
+    name = " ".join(["numba-symm bench", *words]).removesuffix(" -h")
+    assert capsys.readouterr().out.startswith(f"usage: {name} [-h]")

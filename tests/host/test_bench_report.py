@@ -29,10 +29,10 @@ def record(column, microseconds, way="", in_place=False, nbytes=1 << 20, **more)
 
 
 def row(nbytes=1 << 20, scale=1.0, **more):
-    """A message that ours takes 10 µs for, in place 20, NCCL 30 and torch 15 or 40."""
+    """A message with times in µs: ours 10, in place 20, NCCL 30 and torch 15 or 40."""
     found = [
         record("numba_symm", 10.0 * scale, "plan"),
-        record("numba_symm", 1.0, "call"),  # eager only, and no rival of the plan
+        record("numba_symm", 1.0, "call"),  # not compared with the plan
         record("numba_symm", 20.0 * scale, "plan", in_place=True),
         record("nccl", 30.0 * scale),
         record("torch", 15.0 * scale, "two_shot"),
@@ -60,7 +60,7 @@ def test_the_formulas_are_those_of_nccl_tests():
     assert shown[12:] == ["30.00", "15.00", "1.50"]
 
 
-def test_the_header_names_every_column_above_its_numbers():
+def test_the_header_has_each_name_above_its_column():
     top, names, units = text(algorithms=["one_shot_ll"]).header()
     assert top.startswith("#")
     wanted = "# size count type redop time algbw busbw #wrong time algbw busbw #wrong"
@@ -72,7 +72,7 @@ def test_the_header_names_every_column_above_its_numbers():
     assert len(shown) == len(names)
 
 
-def test_the_ratio_is_to_the_best_contender_and_above_1_where_we_are_faster():
+def test_the_ratio_is_the_best_contenders_time_divided_by_ours():
     assert report.ratio(row(), ["nccl"]) == 3.0
     assert report.ratio(row(), ["nccl", "torch"]) == 1.5
     assert report.ratio(row(), []) is None
@@ -86,17 +86,17 @@ def test_a_missing_or_skipped_cell_is_a_dash():
     assert shown[12:] == ["-", "-", "-"]
 
 
-def test_without_graphs_the_time_is_that_of_eager_calls():
+def test_without_graphs_the_eager_time_is_reported():
     found = [each | {"graph": None} for each in row()]
     assert report.microseconds(found[0]) == 20.0
 
 
-def test_unchecked_results_are_not_called_right():
+def test_unchecked_results_are_not_available():
     shown = text().row([each | {"wrong": None} for each in row()]).split()
     assert shown[7] == shown[11] == "N/A"
 
 
-def test_the_footer_adds_up_what_is_wrong_and_names_it():
+def test_the_footer_counts_and_lists_wrong_elements():
     rows = [row(), row(1 << 24)]
     assert "# Out of bounds values : 0 OK" in text().footer(rows)
     rows[1][2]["wrong"], rows[0][3]["wrong"] = 3, 4
@@ -115,7 +115,7 @@ def test_the_footer_has_geometric_means_of_small_and_of_all_messages():
     assert "geometric mean, up to 4M: nccl 3" in shown
 
 
-def test_the_footer_tells_the_spread_and_what_was_skipped_once():
+def test_the_footer_has_the_spread_and_each_skipped_way_once():
     skipped = {"column": "mpi", "skipped": "MPI has no float16", "in_place": False}
     rows = [[*row(), record("mpi", 1.0) | skipped] for _ in range(3)]
     shown = text(["nccl", "torch", "mpi"]).footer(rows)
@@ -131,7 +131,7 @@ def test_the_eager_table_shows_each_way():
     assert line.split()[3:6] == ["5.00", "/", "20.00"]
 
 
-def test_a_plot_has_one_line_a_contender_with_its_best_times():
+def test_a_plot_has_a_line_for_each_contender_with_its_best_times():
     found = plot.lines(RUN)
     assert list(found) == ["numba_symm", "nccl", "torch"]
     assert [size for size, _, _ in found["nccl"]] == [1 << 10, 1 << 20, 1 << 30]
@@ -140,13 +140,13 @@ def test_a_plot_has_one_line_a_contender_with_its_best_times():
     assert bandwidth == pytest.approx((1 << 20) / 15 / 1e3 * 1.5)
 
 
-def test_kinds_have_lines_of_their_own():
+def test_each_type_has_its_own_line():
     run = RUN | {"rows": [row(), row(type="half")]}
     labels = list(plot.lines(run))
     assert {"numba_symm, float sum", "numba_symm, half sum"} <= set(labels)
 
 
-def test_a_recorded_run_is_drawn_again_without_mpi(tmp_path, monkeypatch):
+def test_a_recorded_run_is_drawn_without_mpi(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     file, image = tmp_path / "r.json", tmp_path / "r.png"
     file.write_text(json.dumps(RUN))
@@ -165,17 +165,17 @@ EMPTY = {"operation": "reduce", "facts": {"ranks": 2, "devices": []}, "rows": []
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is no JSON: Expecting value"),
-        (b"# numba_symm.bench all_reduce", "is no JSON: Expecting value"),
-        (b"\x89PNG\r\n", "is no JSON: 'utf-8' codec"),
-        (b"[]", "holds no run; give a file that --json has written"),
-        (b"3", "holds no run"),
-        (b'{"name": "something else"}', "holds no run"),
-        (json.dumps(RUN | {"operation": "median"}).encode(), "holds no run"),
-        (json.dumps(EMPTY).encode(), "holds no run"),
+        (b"", "is not JSON: Expecting value"),
+        (b"# numba_symm.bench all_reduce", "is not JSON: Expecting value"),
+        (b"\x89PNG\r\n", "is not JSON: 'utf-8' codec"),
+        (b"[]", "contains no run; pass a file that --json has written"),
+        (b"3", "contains no run"),
+        (b'{"name": "something else"}', "contains no run"),
+        (json.dumps(RUN | {"operation": "median"}).encode(), "contains no run"),
+        (json.dumps(EMPTY).encode(), "contains no run"),
     ],
 )
-def test_what_is_no_run_is_not_drawn(content, said, tmp_path, capsys):
+def test_plot_refuses_a_file_without_a_run(content, said, tmp_path, capsys):
     file = tmp_path / "r.json"
     file.write_bytes(content)
     with pytest.raises(SystemExit) as ended:
@@ -184,16 +184,17 @@ def test_what_is_no_run_is_not_drawn(content, said, tmp_path, capsys):
     assert f"error: {file} {said}" in capsys.readouterr().err
 
 
-def test_a_run_is_not_drawn_into_a_folder_that_is_not_there(tmp_path, capsys):
+def test_plot_refuses_a_folder_that_does_not_exist(tmp_path, capsys):
     file = tmp_path / "r.json"
     file.write_text(json.dumps(RUN))
     with pytest.raises(SystemExit) as ended:
         bench.main(["plot", str(file), "/not/there/r.png"])
     assert ended.value.code == 2
-    assert "error: there is no folder /not/there" in capsys.readouterr().err
+    wanted = "error: expected a folder for r.png, but /not/there does not exist"
+    assert wanted in capsys.readouterr().err
 
 
-def test_the_title_says_what_was_measured_where():
+def test_the_title_has_the_operation_and_the_devices():
     assert plot.title(RUN) == "all_reduce, float sum, 4 x NVIDIA H200"
     moved = RUN | {"operation": "broadcast", "rows": [row(op="none")]}
     assert plot.title(moved) == "broadcast, float, 4 x NVIDIA H200"
@@ -206,7 +207,7 @@ def test_the_title_says_what_was_measured_where():
     ("size", "wanted"),
     [(512, "512"), (1 << 10, "1K"), (1 << 22, "4M"), (3 << 29, "1.5G")],
 )
-def test_sizes_are_readable(size, wanted):
+def test_sizes_have_a_suffix(size, wanted):
     assert plot.human(size) == wanted
 
 
@@ -214,7 +215,7 @@ def test_the_commit_is_unknown_outside_of_a_checkout(tmp_path):
     assert facts.commit(tmp_path) == "unknown"
 
 
-def test_contenders_are_kept_from_multicast():
+def test_multicast_is_disabled_for_contenders():
     assert facts.NVLS_OFF["NCCL_NVLS_ENABLE"] == "0"
     assert facts.NVLS_OFF["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
 

@@ -1,4 +1,4 @@
-"""The benchmark, run by the ranks of this job, small enough for the simulator."""
+"""The benchmark on the ranks of this job, with messages small enough to simulate."""
 
 import dataclasses
 import json
@@ -14,13 +14,13 @@ SMALL = ["-n", "2", "-w", "1", "-G", "2", "--against", "mpi"]
 
 @pytest.fixture
 def shown(world, capfd):
-    """Return what all ranks have printed since the last call, from rank 0 on."""
+    """Return a function: the output of each rank since its last call, by rank."""
     return lambda: world.allgather(capfd.readouterr())
 
 
 @pytest.fixture
 def folder(world, tmp_path):
-    """A folder of rank 0's, which alone writes files."""
+    """Return a folder of rank 0, which alone writes files."""
     return world.bcast(tmp_path)
 
 
@@ -29,10 +29,10 @@ def run(*words):
 
 
 def spoil(monkeypatch, world, when):
-    """Turn the sign of one element of our results on the last rank.
+    """Flip the sign of one element of our results on the last rank.
 
     Args:
-        when: whether to, from the arguments of a call: x, out, op and algorithm.
+        when: returns whether to, for a call's x, out, op and algorithm.
     """
     right = OPERATIONS["all_reduce"]
 
@@ -101,7 +101,7 @@ def test_each_algorithm_has_a_column_and_may_refuse_a_type(world, shown):
         assert (cell == "-") == (f"# Skipped {name}, int32 sum: " in text.out)
 
 
-def test_contenders_that_cannot_run_here_are_named(world, shown, monkeypatch):
+def test_missing_contenders_are_reported(world, shown, monkeypatch):
     monkeypatch.setattr("numba_symm.bench.contenders.SIMULATED", True)
     assert run("-b", 16, "-e", 16, *SMALL[:-1], "nccl,torch") == 0
     (text, *_) = shown()
@@ -132,7 +132,7 @@ def test_shuffled_calls_are_right(shown):
 
 @pytest.mark.parametrize("turn", range(3))
 def test_shuffled_calls_of_every_operation_are_right(turn, world, shown):
-    """On each number of ranks some of the operations, on three of them all."""
+    """Each number of ranks tests some operations, three numbers test all of them."""
     name = list(OPERATIONS)[(3 * turn + world.size) % len(OPERATIONS)]
     words = ["--shuffle", 3, "-b", 64, "-e", 2000, "--seed", 3]
     assert bench.main([name, *map(str, words)]) == 0
@@ -153,7 +153,7 @@ def test_one_wrong_shuffled_call_fails_the_run_on_all(world, shown, monkeypatch)
     assert "# 12 calls, wrong results: 1 FAILED" in text.out
 
 
-def test_the_same_seed_makes_the_same_calls(world, monkeypatch, shown):
+def test_the_seed_determines_the_calls(world, monkeypatch, shown):
     spoil(monkeypatch, world, lambda *words: True)
     found = []
     for seed in (1, 1, 2):
@@ -165,7 +165,7 @@ def test_the_same_seed_makes_the_same_calls(world, monkeypatch, shown):
     assert found[0] == found[1] != found[2]
 
 
-def test_wrong_usage_is_told_by_one_rank_and_ends_all_with_code_2(shown):
+def test_wrong_usage_is_shown_by_one_rank_and_exits_all_with_code_2(shown):
     for words in (["-b", "x"], ["-q"]):
         with pytest.raises(SystemExit) as ended:
             run(*words)
