@@ -1,6 +1,7 @@
 # make demo     learn handwritten digits on 4 ranks; `make demo RANKS=8` on 8
 # make test     every test, under mpirun where a test needs ranks
 # make check    lint, format, types
+# make docs     the documentation, into build/docs
 # make clean    remove what these made
 
 PYTHON ?= python3
@@ -18,9 +19,10 @@ CUDA := $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA [UMD ]*Version: \(1[23
 EXTRAS_demo := mpi,demo$(CUDA)
 EXTRAS_test := test
 EXTRAS_dev := dev
+EXTRAS_docs := docs
 ALSO_dev := $(VENV)/test.installed # dev has all that test has
 
-.PHONY: demo test check clean
+.PHONY: demo test check docs clean
 
 demo: $(VENV)/demo.installed
 	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
@@ -32,6 +34,11 @@ check: $(VENV)/dev.installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy --strict -p numba_symm
+
+# Warnings are errors: links that lead nowhere, examples that print something else.
+docs: $(VENV)/docs.installed
+	$(BIN)/python -m sphinx -EnWq --keep-going -b html docs build/docs
+	$(BIN)/python -m sphinx -nWq -b doctest -d build/docs/.doctrees docs build/doctest
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

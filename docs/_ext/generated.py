@@ -1,0 +1,198 @@
+"""Parts of pages that are made from the code, so that they cannot disagree with it."""
+
+import contextlib
+import io
+import json
+import textwrap
+from pathlib import Path
+from types import MappingProxyType
+from unittest import mock
+
+from docutils import nodes
+from docutils.parsers.rst import directives
+from sphinx.util.docutils import SphinxDirective
+
+from numba_symm import dtypes
+from numba_symm.bench import options
+from numba_symm.collectives import operations, select
+from numba_symm.launch import cli
+
+RESULTS = Path(__file__).parents[2] / "bench/results"
+
+
+class Help(SphinxDirective):
+    """What ``numba-symm … -h`` prints; the argument is what stands for the dots."""
+
+    required_arguments = 1
+    final_argument_whitespace = True
+
+    def run(self):
+        """Return the text as a literal block."""
+        asked = [*self.arguments[0].split(), "-h"]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            if asked[0] == "bench":  # whose command line starts MPI first
+                options.parse(asked[1:], cli.BENCH)
+            cli.main(asked)
+        text = textwrap.dedent(printed.getvalue()).strip()
+        block = nodes.literal_block(text, text)
+        block["language"] = "text"
+        return [block]
+
+
+class Algorithms(SphinxDirective):
+    """Which algorithm each operation chooses on GPUs, by bytes, type and ranks."""
+
+    def run(self):
+        """Return a table of the largest size of each algorithm."""
+        ranks = [f"{number} ranks" for number in _RANKS]
+        rows = [["operation", *ranks]]
+        gpus = (mock.patch.object(each, "SIMULATED", False) for each in _CHOOSERS)
+        with contextlib.ExitStack() as stack:
+            for patch in gpus:
+                stack.enter_context(patch)
+            for operation in _OPERATIONS:
+                kinds = _REDUCED if operation.reduces else _MOVED
+                for kind, dtype in kinds.items():
+                    element = dtypes.element(dtype, "docs")
+                    cells = [self._cell(operation, n, element) for n in _RANKS]
+                    rows.append([f"`{operation.name}`{kind}", *cells])
+        return self.parse_text_to_nodes(_markdown(rows))
+
+    def _cell(self, operation, size, element):
+        lines, first = [], 1
+        while first is not None:
+            name = operation.fastest(first, size, element)
+            last = _last(
+                lambda n, name=name: operation.fastest(n, size, element) == name, first
+            )
+            most = (
+                "above"
+                if last is None
+                else f"to {_human(last * operation.parts(size))}"
+            )
+            lines.append(f"{most}: `{name}`")
+            first = None if last is None else last + 1
+        return "<br>".join(lines)
+
+
+_RANKS = (2, 4, 8)  # what the limits were measured with
+_REDUCED = {", floats": "float32", ", other types": "int32"}
+_MOVED = {"": "int8"}
+_CHOOSERS = (operations, select)
+_OPERATIONS = (
+    *(operations.ALL_REDUCE, operations.REDUCE, operations.REDUCE_SCATTER),
+    *(operations.SCAN, operations.BROADCAST, operations.ALL_GATHER),
+    operations.ALL_TO_ALL,
+)
+
+
+def _last(holds, first, most=1 << 40):
+    """Return the last number from ``first`` on for which it holds; None: no end."""
+    if holds(most):
+        return None
+    low, high = first, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+class Measured(SphinxDirective):
+    """Recorded runs, as a table of microseconds: a column each for us and the others.
+
+    The arguments are files of bench/results; the option names other contenders.
+    """
+
+    required_arguments = 1
+    final_argument_whitespace = True
+    option_spec = MappingProxyType({"against": directives.unchanged_required})
+
+    def run(self):
+        """Return the table; the fastest of each run and size is bold."""
+        columns = ["numba_symm", *self.options["against"].split()]
+        files = [RESULTS / name for name in self.arguments[0].split()]
+        runs = [json.loads(file.read_text()) for file in files]
+        for file in files:
+            self.env.note_dependency(str(file))
+        head, times = ["message"], {}
+        for run in runs:
+            names = [_NAMES.get(column, column) for column in columns]
+            if len(runs) > 1:
+                names[0] = f"`{run['operation']}`"
+            head += names
+            for row in run["rows"]:
+                found = [_best(row, column) for column in columns]
+                least = min(found)
+                cells = [
+                    f"**{_digits(t)}**" * (t == least) or _digits(t) for t in found
+                ]
+                times.setdefault(row[0]["bytes"], []).extend(cells)
+        rows = [[_human(nbytes), *cells] for nbytes, cells in times.items()]
+        return self.parse_text_to_nodes(_markdown([head, *rows]))
+
+
+_NAMES = {"nccl": "NCCL", "nccl-symm": "NCCL symmetric"}
+
+
+def _best(row, column):
+    """Return the least time of a contender in graphs, out of place if it has one."""
+    return min(
+        (each["in_place"], each["graph"]["median"])
+        for each in row
+        if each["column"] == column and "graph" in each
+    )[1]
+
+
+def _digits(microseconds):
+    return f"{microseconds:.1f}" if microseconds < 99.95 else f"{microseconds:.0f}"
+
+
+def _human(nbytes):
+    """Return bytes with a binary unit and at most three digits."""
+    units = ["B", "KiB", "MiB", "GiB"]
+    while nbytes >= 1023.5:
+        nbytes /= 1024
+        del units[0]
+    return f"{nbytes:.3g} {units[0]}"
+
+
+def _markdown(rows):
+    """Return rows of cells, of which the first is the head, as a table."""
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+
+_HOMES = ("numba_symm.Communicator.", "numba_symm.sharing.", "numba_symm.")
+
+
+def resolve(app, env, node, content):
+    """Link a docstring's short name, or a module's name for what is public above it.
+
+    A docstring means its neighbours by their names alone; in a summary table, or on
+    another page, Sphinx no longer knows whose neighbours.
+    """
+    python = env.get_domain("py")
+    name = node.get("reftarget", "").rpartition(".")[2]
+    if node.get("refdomain") != "py" or not name:
+        return None
+    for home in _HOMES:
+        found = python.objects.get(home + name)
+        if found is not None:
+            return python.resolve_xref(
+                *(env, node["refdoc"], app.builder, node["reftype"], home + name),
+                *(node, content),
+            )
+    return None
+
+
+def setup(app):
+    """Add the directives, and the way in which names are looked up."""
+    for name, directive in (
+        ("algorithms", Algorithms),
+        ("help", Help),
+        ("measured", Measured),
+    ):
+        app.add_directive(name, directive)
+    app.connect("missing-reference", resolve)
+    return {"parallel_read_safe": True}

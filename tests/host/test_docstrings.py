@@ -1,0 +1,47 @@
+"""``help`` has something to say of everything public."""
+
+import inspect
+from types import FunctionType
+
+import numba_symm as ns
+from numba_symm import device
+
+METHODS = (FunctionType, classmethod, staticmethod, property)
+
+
+def public():
+    """Return everything public, by name, with the methods of the classes."""
+    found = {name: getattr(ns, name) for name in ns.__all__}
+    found |= {f"device.{name}": getattr(device, name) for name in device.__all__}
+    found |= {
+        f"sharing.{name}": getattr(ns.sharing, name) for name in ns.sharing.__all__
+    }
+    for name, value in list(found.items()):
+        if inspect.isclass(value):
+            found |= {
+                f"{name}.{member}": there
+                for member, there in vars(value).items()
+                if not member.startswith("_") and isinstance(there, METHODS)
+            }
+    return found
+
+
+def test_everything_public_has_a_docstring():
+    lacking = [
+        name
+        for name, value in public().items()
+        if not (getattr(value, "__doc__", None) or "").strip()
+    ]
+    assert lacking == []
+
+
+def test_loads_and_stores_say_what_they_are():
+    for name, ptx in {
+        "ld_u16": "ld.global.u16",
+        "ld_acquire_sys_u32": "ld.acquire.sys.global.u32",
+        "st_release_sys_u64": "st.release.sys.global.u64",
+        "st_relaxed_sys_v2_u64": "st.relaxed.sys.global.v2.u64",
+    }.items():
+        function = getattr(device, name)
+        assert f"``{ptx}``" in function.__doc__
+        assert function.__name__ == name

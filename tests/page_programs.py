@@ -1,0 +1,24 @@
+"""Run programs one after another on this rank; started by test_pages.py under mpirun.
+
+    python tests/page_programs.py FOLDER PROGRAM...
+
+What a program prints goes to FOLDER/<program>.<rank>.
+"""
+
+import contextlib
+import runpy
+import sys
+from pathlib import Path
+
+from mpi4py import MPI
+
+
+def main(folder, *programs):
+    for program in map(Path, programs):
+        file = Path(folder, f"{program.stem}.{MPI.COMM_WORLD.rank}")
+        with file.open("w") as printed, contextlib.redirect_stdout(printed):
+            runpy.run_path(str(program), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,72 @@
+"""The documentation's programs print what its pages show, and its error texts exist."""
+
+import ast
+import re
+
+import pytest
+
+from numba_symm.launch import cli
+from tests.test_mpirun import ROOT, deadline_of, environment, run
+
+PAGES = ROOT / "docs"
+PROGRAMS = sorted(PAGES.glob("programs/*.py"))
+ON_GPUS = {"graph"}  # nothing is captured in the simulator
+RANKS = 4
+SOURCES = [
+    file
+    for folder in ("collectives", "launch", "numba_symm")
+    for file in (ROOT / folder).rglob("*.py")
+]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """Run all programs in one job; return where each rank's output is."""
+    folder = tmp_path_factory.mktemp("pages")
+    environ = environment(RANKS)
+    simulated = environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+    left_out = ON_GPUS if simulated else set()
+    programs = [str(each) for each in PROGRAMS if each.stem not in left_out]
+    runner = ["-m", "mpi4py", str(ROOT / "tests/page_programs.py"), str(folder)]
+    command = cli.mpirun_command(RANKS, [*runner, *programs], cli.find_mpirun())
+    log = folder / "mpirun.txt"
+    assert run(command, environ, log, deadline_of(environ)) == 0, log.read_text()
+    return folder
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)
+def test_a_program_prints_what_its_page_shows(job, program):
+    files = [job / f"{program.stem}.{rank}" for rank in range(RANKS)]
+    if program.stem in ON_GPUS and not files[0].exists():
+        pytest.skip("no NVIDIA GPU")
+    printed = [line for file in files for line in file.read_text().splitlines()]
+    assert printed == program.with_suffix(".txt").read_text().splitlines()
+
+
+def test_every_program_and_its_output_are_on_a_page():
+    text = "\n".join(page.read_text() for page in PAGES.glob("*.md"))
+    for program in PROGRAMS:
+        assert f"programs/{program.name}" in text
+        assert f"programs/{program.stem}.txt" in text
+
+
+def test_every_text_that_troubleshooting_explains_is_in_the_code():
+    page = (PAGES / "troubleshooting.md").read_text()
+    tables = re.findall(r"^\| text \|.*\n\|[-|]*\n((?:\|.*\n)+)", page, re.MULTILINE)
+    assert len(tables) == page.count("\n| text |")
+    cells = re.findall(r"^\| `(.+?)` \|", "".join(tables), re.MULTILINE)
+    assert len(cells) == sum(table.count("\n") for table in tables)
+    known = [text for file in SOURCES for text in texts(file)]
+    for cell in cells:
+        pattern = re.compile(".+?".join(map(re.escape, cell.split("…"))))
+        assert any(map(pattern.search, known)), f"no error says {cell!r}"
+
+
+def texts(file):
+    """Yield the strings of a source file, what is inserted into them as dots."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            parts = (getattr(part, "value", None) for part in node.values)
+            yield "".join(part if isinstance(part, str) else "…" for part in parts)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
