@@ -48,6 +48,7 @@ $(BIN)/python:
 
 # Editable, so that what runs is this tree.
 $(VENV)/%.installed: pyproject.toml | $(BIN)/python
+	@echo "Installing packages into $(VENV) with pip: about a minute, without output."
 	$(BIN)/python -m pip install -qq --disable-pip-version-check \
 		--editable '.[$(EXTRAS_$*)]'
 	touch $@ $(ALSO_$*)
