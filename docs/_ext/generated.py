@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import textwrap
 from pathlib import Path
 from types import MappingProxyType
@@ -163,6 +164,38 @@ def _markdown(rows):
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
+INTERNAL = ("disown",)
+"""Methods that have no underscore, because other modules call them."""
+
+
+def skip(app, what, name, obj, skipped, options):
+    """Leave internal methods out of the reference."""
+    return True if name in INTERNAL else None
+
+
+def write_sections(app, what, name, obj, options, lines):
+    """Write a docstring's sections of prose as fields.
+
+    Napoleon takes the words before a colon for a type. In this project no result has
+    one, and an error section may refer to another method: "As :meth:`all_reduce`."
+    """
+    written, at = [], 0
+    while at < len(lines):
+        head, at = lines[at], at + 1
+        start = at
+        while at < len(lines) and (not lines[at] or lines[at].startswith(" ")):
+            at += 1
+        body = lines[start:at]
+        errors = head == "Raises:" and body and not _NAMED_ERRORS(body[0])
+        if head == "Returns:" or errors:
+            written += ["", f":{head.lower()} {body[0].strip()}", *body[1:]]
+        else:
+            written += [head, *body]
+    lines[:] = written
+
+
+_NAMED_ERRORS = re.compile(r"\s+\w+(, \w+)*: ").match
+
 _HOMES = ("numba_symm.Communicator.", "numba_symm.sharing.", "numba_symm.")
 
 
@@ -195,4 +228,6 @@ def setup(app):
     ):
         app.add_directive(name, directive)
     app.connect("missing-reference", resolve)
+    app.connect("autodoc-skip-member", skip)
+    app.connect("autodoc-process-docstring", write_sections, priority=400)
     return {"parallel_read_safe": True}

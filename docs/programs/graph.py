@@ -1,9 +1,12 @@
 import numpy as np
 from cuda.core import Device
 from mpi4py import MPI
-from numba import cuda
+from numba import config, cuda
 
 import numba_symm as ns
+
+if config.ENABLE_CUDASIM:
+    raise SystemExit("graph.py: expected GPUs; the simulator captures nothing")
 
 with ns.Communicator(MPI.COMM_WORLD) as comm:
     x = comm.empty(4, np.float32)
