@@ -17,8 +17,8 @@ from numba_symm.collectives.workspace import (
     layout,
     resume,
 )
-from numba_symm.device.signals import BARRIER
 from numba_symm.kernels import Kernel, Launch
+from numba_symm.waits import BARRIER
 
 
 def make_barrier(size: int, between: bool) -> Any:

@@ -28,9 +28,9 @@ from numba_symm.collectives.workspace import (
 )
 from numba_symm.device.intrinsics import ld_v2_u64, word_of
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import BROADCAST_DIRECT
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
+from numba_symm.waits import BROADCAST_DIRECT
 
 BATCH = 2  # vectors that a thread loads before it stores them
 

@@ -44,13 +44,9 @@ from numba_symm.device.intrinsics import (
     st_v2_u64,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import (
-    BROADCAST_COPIES,
-    BROADCAST_DIRECT,
-    BROADCAST_SIGNALLED,
-)
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
+from numba_symm.waits import BROADCAST_COPIES, BROADCAST_DIRECT, BROADCAST_SIGNALLED
 
 
 def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:

@@ -37,9 +37,9 @@ from numba_symm.collectives.workspace import (
     divide_up,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import ALL_REDUCE_COPIES
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
+from numba_symm.waits import ALL_REDUCE_COPIES
 
 PIECES = 2  # of a shard; with more, the barriers cost more than they hide
 EVENTS = 2 * PIECES

@@ -54,14 +54,9 @@ from numba_symm.device.intrinsics import (
     st_v2_u64,
     thread_index,
 )
-from numba_symm.device.signals import (
-    CALL_MISMATCH,
-    POLLS_PER_CHECK,
-    fail,
-    must_give_up,
-    wait_record,
-)
+from numba_symm.device.signals import POLLS_PER_CHECK, fail, must_give_up, wait_record
 from numba_symm.kernels import Kernel
+from numba_symm.waits import CALL_MISMATCH
 
 BLOCKS = 128
 """Most blocks of the second launch: more loads at once only congest the links, and

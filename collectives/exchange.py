@@ -51,16 +51,25 @@ from numba_symm.collectives.workspace import (
     layout,
     resume,
 )
-from numba_symm.device import signals
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
     word_of,
 )
 from numba_symm.device.lanes import Lanes, make_lanes
-from numba_symm.device.signals import CALL_MISMATCH, fail, wait_record
+from numba_symm.device.signals import fail, wait_record
 from numba_symm.dtypes import Element, Op, UserOperator, identity
 from numba_symm.kernels import Kernel, Launch
+from numba_symm.waits import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    BROADCAST,
+    CALL_MISMATCH,
+    EXSCAN,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCAN,
+)
 
 DIGEST, _DIGEST = 0x2E0D7C5AB16F9483, 0x5CE1A08F
 """What tells a digest, the vector's lowest 32 bits, from data: the other 96 bits, which
@@ -126,13 +135,13 @@ class Exchange(NamedTuple):
 
 
 EXCHANGES = {
-    "all_gather": Exchange(False, Output.PARTS, signals.ALL_GATHER),
-    "all_to_all": Exchange(True, Output.PARTS, signals.ALL_TO_ALL),
-    "reduce_scatter": Exchange(True, Output.REDUCED, signals.REDUCE_SCATTER),
-    "scan": Exchange(False, Output.UP_TO_THIS, signals.SCAN),
-    "exscan": Exchange(False, Output.BEFORE_THIS, signals.EXSCAN),
-    "reduce": Exchange(False, Output.AT_ROOT, signals.REDUCE),
-    "broadcast": Exchange(False, Output.OF_ROOT, signals.BROADCAST),
+    "all_gather": Exchange(False, Output.PARTS, ALL_GATHER),
+    "all_to_all": Exchange(True, Output.PARTS, ALL_TO_ALL),
+    "reduce_scatter": Exchange(True, Output.REDUCED, REDUCE_SCATTER),
+    "scan": Exchange(False, Output.UP_TO_THIS, SCAN),
+    "exscan": Exchange(False, Output.BEFORE_THIS, EXSCAN),
+    "reduce": Exchange(False, Output.AT_ROOT, REDUCE),
+    "broadcast": Exchange(False, Output.OF_ROOT, BROADCAST),
 }
 """The operations, by name."""
 

@@ -19,13 +19,13 @@ from numba_symm.collectives.copies import Copies, Copy
 from numba_symm.collectives.direct import along_ring, refusal
 from numba_symm.collectives.exchange import EXCHANGES
 from numba_symm.collectives.launches import Enqueue, InTurn
-from numba_symm.device import signals
 from numba_symm.dtypes import Element, Op
+from numba_symm.waits import ALL_GATHER_COPIES, ALL_TO_ALL_COPIES, BROADCAST_COPIES
 
 _OPERATIONS = {
-    "all_gather": signals.ALL_GATHER_COPIES,
-    "all_to_all": signals.ALL_TO_ALL_COPIES,
-    "broadcast": signals.BROADCAST_COPIES,
+    "all_gather": ALL_GATHER_COPIES,
+    "all_to_all": ALL_TO_ALL_COPIES,
+    "broadcast": BROADCAST_COPIES,
 }
 _INPUT, _OUTPUT = 1, 2  # which of a rank's arrays the others copy from
 

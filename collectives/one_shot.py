@@ -34,13 +34,9 @@ from numba_symm.collectives.workspace import (
     resume,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import (
-    ONE_SHOT_LL,
-    ONE_SHOT_MARKED,
-    ONE_SHOT_SENTINEL,
-)
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
+from numba_symm.waits import ONE_SHOT_LL, ONE_SHOT_MARKED, ONE_SHOT_SENTINEL
 
 _OPERATIONS = {
     "sentinel": ONE_SHOT_SENTINEL,

@@ -36,9 +36,9 @@ from numba_symm.collectives.workspace import (
 )
 from numba_symm.device.intrinsics import ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import ONE_SHOT_PULL
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
+from numba_symm.waits import ONE_SHOT_PULL
 
 
 def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any:

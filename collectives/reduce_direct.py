@@ -32,9 +32,9 @@ from numba_symm.collectives.workspace import (
 )
 from numba_symm.device.intrinsics import ld_v2_u64, word_of
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import REDUCE_DIRECT
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
+from numba_symm.waits import REDUCE_DIRECT
 
 LOADS = 8  # vectors that a thread loads before it reduces them
 

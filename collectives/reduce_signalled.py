@@ -57,9 +57,9 @@ from numba_symm.collectives.workspace import (
 )
 from numba_symm.device.intrinsics import ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import REDUCE_DIRECT, REDUCE_SIGNALLED
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
+from numba_symm.waits import REDUCE_DIRECT, REDUCE_SIGNALLED
 
 
 def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> Any:

@@ -65,14 +65,13 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.signals import (
     POLLS_PER_CHECK,
-    TRANSFER,
-    TRANSFER_MISMATCH,
     fail,
     must_give_up,
     wait_for_epoch,
     wait_record,
 )
 from numba_symm.kernels import Kernel, Launch
+from numba_symm.waits import TRANSFER, TRANSFER_MISMATCH
 
 ABSENT = -1
 """In the place of a message's bytes, where there is none."""

@@ -39,13 +39,9 @@ from numba_symm.collectives.workspace import (
     resume,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import (
-    TWO_SHOT_LL,
-    TWO_SHOT_MARKED,
-    TWO_SHOT_SENTINEL,
-)
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
+from numba_symm.waits import TWO_SHOT_LL, TWO_SHOT_MARKED, TWO_SHOT_SENTINEL
 
 SCATTER, GATHER = 0, 1  # the two sets of mailboxes
 LOADS = 4  # vectors that a thread loads before it posts them

@@ -59,9 +59,9 @@ from numba_symm.device.intrinsics import (
     st_v2_u64,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import TWO_SHOT_SIGNALLED
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
+from numba_symm.waits import TWO_SHOT_SIGNALLED
 
 SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags tells of
 

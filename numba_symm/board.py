@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
-from numba_symm import driver, forks
+from numba_symm import driver, forks, waits
 from numba_symm.backends.host import memory_file
-from numba_symm.device import signals
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import (
     CallMismatch,
@@ -34,69 +33,10 @@ from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.waiting import Wait
 
-_OPERATIONS = {
-    signals.PUT_SIGNAL: ("put_signal", "channel"),
-    signals.WAIT_SIGNAL: ("wait_signal", "channel"),
-    signals.BARRIER: ("barrier", "block"),
-    signals.ONE_SHOT_PULL: ("all_reduce (one_shot_pull)", "block"),
-    signals.ONE_SHOT_SENTINEL: ("all_reduce (one_shot_sentinel)", "block"),
-    signals.ONE_SHOT_MARKED: ("all_reduce (one_shot_marked)", "block"),
-    signals.ONE_SHOT_LL: ("all_reduce (one_shot_ll)", "block"),
-    signals.TWO_SHOT_SENTINEL: ("all_reduce or reduce (two_shot_sentinel)", "block"),
-    signals.TWO_SHOT_MARKED: ("all_reduce or reduce (two_shot_marked)", "block"),
-    signals.TWO_SHOT_LL: ("all_reduce or reduce (two_shot_ll)", "block"),
-    signals.ALL_GATHER: ("all_gather", "block"),
-    signals.ALL_TO_ALL: ("all_to_all", "block"),
-    signals.REDUCE_SCATTER: ("reduce_scatter", "block"),
-    signals.SCAN: ("scan", "block"),
-    signals.EXSCAN: ("exscan", "block"),
-    signals.REDUCE: ("reduce", "block"),
-    signals.BROADCAST: ("broadcast", "block"),
-    signals.REDUCE_SIGNALLED: ("reduce (signalled)", "block"),
-    signals.ALL_REDUCE_COPIES: ("all_reduce (copy_engine)", "block"),
-    signals.ALL_GATHER_COPIES: ("all_gather (copy_engine)", "block"),
-    signals.ALL_TO_ALL_COPIES: ("all_to_all (copy_engine)", "block"),
-    signals.BROADCAST_COPIES: ("broadcast (copy_engine)", "block"),
-    signals.BROADCAST_SIGNALLED: ("broadcast (signalled)", "block"),
-    signals.BROADCAST_DIRECT: ("broadcast (direct)", "block"),
-    signals.REDUCE_DIRECT: ("reduce (direct)", "block"),
-    signals.TRANSFER: ("a message or a collective made of them", "channel"),
-    signals.TWO_SHOT_SIGNALLED: ("all_reduce or reduce (two_shot_signalled)", "block"),
-}
-_LATE, _ENDED, _ABANDONED = 125, 126, 127  # numbers of the host, not of kernels
 _WORDS = 512  # bytes in which each rank says why it leaves
 _PIECE = 2048  # bytes that a rank passes at a time, the number of all of them first
 _LOCKS = 1 << 40  # beyond the file's end: a byte a rank, locked as long as it lives
 _UNSURE = 0.01  # seconds after which a rank that waits asks whether others live
-_DIFFERED = (
-    "If that rank was not late, their calls differed: Communicator(…, debug=True) says "
-    "where"
-)
-_UNANSWERED = "If that rank was not late, it has no call that answers this one"
-_ONE_BY_ONE = (
-    f"{_UNANSWERED}, or a later block has it: the simulator runs a kernel's blocks one "
-    "after another, {} of them after this one"
-)
-_UNMATCHED = (
-    "If that rank was not late, it sends or receives something else: two ranks that "
-    "both send first do so by sendrecv or in a group; of gather, scatter and the v "
-    "forms Communicator(…, debug=True) says where"
-)
-_HINTS = {
-    signals.PUT_SIGNAL: _UNANSWERED,
-    signals.WAIT_SIGNAL: _UNANSWERED,
-    signals.TRANSFER: _UNMATCHED,
-}
-_MISMATCHES = {
-    signals.CALL_MISMATCH: (
-        "rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, op or "
-        "root; Communicator(…, debug=True) says in what"
-    ),
-    signals.TRANSFER_MISMATCH: (
-        "rank {rank} receives another number of bytes than rank {peer} sends it: the "
-        "two calls' counts or dtypes differ, or their order does"
-    ),
-}
 _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
 
 
@@ -314,13 +254,13 @@ class Board:
             alive = locks.is_locked(self._alive, _LOCKS + rank)
             # It may have come, and have closed its board, since we looked.
             if not alive and rank in self._absent(step):
-                record = _ENDED << 56 | self._rank << 48 | rank << 40
+                record = waits.ENDED << 56 | self._rank << 48 | rank << 40
                 self._report(record, wait.what)
                 return True
         return False
 
     def _report_late(self, wait: Wait, absent: Sequence[int]) -> None:
-        record = _LATE << 56 | self._rank << 48 | absent[0] << 40
+        record = waits.LATE << 56 | self._rank << 48 | absent[0] << 40
         self._report(record, f"{wait.what}\n{wait.said(absent)}\n{wait.limit}")
 
     def late(self, wait: Wait, absent: Sequence[int]) -> CollectiveError:
@@ -343,7 +283,7 @@ class Board:
         """
         if isinstance(cause, BaseException):
             cause = left(cause, operation)
-        record = _ABANDONED << 56 | self._rank << 48
+        record = waits.ABANDONED << 56 | self._rank << 48
         self._report(record, f"{operation}\n{cause}")
 
     def _report(self, record: int, words: str = "") -> None:
@@ -403,25 +343,24 @@ def describe(record: int, words: str = "") -> Failure:
     place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
     two = (rank, peer)
     operation, cause, limit = [*words.split("\n"), "", ""][:3]
-    if number == _ABANDONED:
+    if number == waits.ABANDONED:
         return Failure(RankLeft, f"rank {rank} {cause}", "", (rank,), operation)
-    if number == _ENDED:
+    if number == waits.ENDED:
         text = (
             f"rank {peer} has ended without closing the communicator; rank {rank} "
             f"waited for it in {operation}"
         )
         return Failure(RankLeft, text, "", (peer,), operation)
-    if number == _LATE:
+    _, name, kind, hint = waits.TABLE[number]
+    if number == waits.LATE:
         text = f"rank {rank} {cause}"
-        return Failure(CollectiveTimeout, text, _DIFFERED, two, operation, limit)
-    if number in _MISMATCHES:
-        text = _MISMATCHES[number].format(rank=rank, peer=peer)
-        return Failure(CallMismatch, text, "", two)
-    signal = number in (signals.PUT_SIGNAL, signals.WAIT_SIGNAL)
-    name, kind = _OPERATIONS[number]
+        return Failure(CollectiveTimeout, text, hint, two, operation, limit)
+    if not kind:
+        text = name.format(rank=rank, peer=peer)
+        return Failure(CallMismatch, text, hint, two)
+    signal = number in (waits.PUT_SIGNAL, waits.WAIT_SIGNAL)
     at = f"{kind} {place}" + f", epoch {epoch}" * (epoch > 0 and not signal)
     text = f"rank {rank} waited for rank {peer} in {name}, {at}"
-    hint = _HINTS.get(number, _DIFFERED)
     if signal and epoch:
-        hint = _ONE_BY_ONE.format(epoch)
+        hint = waits.ONE_BY_ONE.format(epoch)
     return Failure(CollectiveTimeout, text, hint, two, name)

@@ -33,6 +33,7 @@ from numba_symm.device.intrinsics import (
     thread_index,
 )
 from numba_symm.environment import SIMULATED
+from numba_symm.waits import PUT_SIGNAL, WAIT_SIGNAL
 
 MAX_CHANNELS = 128
 """Channels of a pad: enough for one a block of the largest grids in use."""
@@ -90,23 +91,13 @@ class Context(_Scalars):
     buffer_size: int | None = None
 
 
-# What a kernel was doing when it gave up; the host turns it into words.
-PUT_SIGNAL, WAIT_SIGNAL, BARRIER, ONE_SHOT_PULL = 1, 2, 3, 4
-ONE_SHOT_SENTINEL, ONE_SHOT_LL, TWO_SHOT_SENTINEL, TWO_SHOT_LL = 5, 6, 7, 8
-TWO_SHOT_SIGNALLED, ALL_REDUCE_COPIES, BROADCAST = 9, 10, 12
-REDUCE_SIGNALLED, TRANSFER, TRANSFER_MISMATCH, BROADCAST_SIGNALLED = 13, 14, 15, 16
-BROADCAST_COPIES, BROADCAST_DIRECT, REDUCE_DIRECT = 17, 18, 19
-ONE_SHOT_MARKED, TWO_SHOT_MARKED = 20, 21
-ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, SCAN, EXSCAN, REDUCE = 22, 23, 24, 25, 26, 27
-ALL_GATHER_COPIES, ALL_TO_ALL_COPIES, CALL_MISMATCH = 28, 29, 30
-
-
 @device_function
 def wait_record(operation: int, rank: int, peer: int, place: int, epoch: int) -> int:
     """Pack who waited for whom into 8 bytes, which are stored in one piece.
 
-    Bits 56-62 operation, 48-55 rank, 40-47 peer, 24-39 channel or block, 0-23 epoch;
-    signals have no epoch, but how many blocks the simulator runs after this one.
+    Bits 56-62 operation (a number of ``waits.TABLE``), 48-55 rank, 40-47 peer, 24-39
+    channel or block, 0-23 epoch; signals have no epoch, but how many blocks the
+    simulator runs after this one.
     """
     who = operation << 56 | rank << 48 | peer << 40
     return who | (place & 0xFFFF) << 24 | (epoch & 0xFFFFFF)

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from numba_symm import board
+from numba_symm import board, waits
 from numba_symm.board import Board, Failure, describe
-from numba_symm.collectives import select
 from numba_symm.device import signals
 from numba_symm.errors import (
     CallMismatch,
@@ -27,35 +26,7 @@ from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.waiting import Wait
 from tests.threads import outcomes, run_ranks
 
-TEXTS = {
-    signals.PUT_SIGNAL: "put_signal, channel 5",
-    signals.WAIT_SIGNAL: "wait_signal, channel 5",
-    signals.BARRIER: "barrier, block 5",
-    signals.ONE_SHOT_PULL: "all_reduce (one_shot_pull), block 5",
-    signals.ONE_SHOT_SENTINEL: "all_reduce (one_shot_sentinel), block 5",
-    signals.ONE_SHOT_MARKED: "all_reduce (one_shot_marked), block 5",
-    signals.ONE_SHOT_LL: "all_reduce (one_shot_ll), block 5",
-    signals.TWO_SHOT_SENTINEL: "all_reduce or reduce (two_shot_sentinel), block 5",
-    signals.TWO_SHOT_MARKED: "all_reduce or reduce (two_shot_marked), block 5",
-    signals.TWO_SHOT_LL: "all_reduce or reduce (two_shot_ll), block 5",
-    signals.TWO_SHOT_SIGNALLED: "all_reduce or reduce (two_shot_signalled), block 5",
-    signals.ALL_GATHER: "all_gather, block 5",
-    signals.ALL_TO_ALL: "all_to_all, block 5",
-    signals.REDUCE_SCATTER: "reduce_scatter, block 5",
-    signals.SCAN: "scan, block 5",
-    signals.EXSCAN: "exscan, block 5",
-    signals.REDUCE: "reduce, block 5",
-    signals.BROADCAST: "broadcast, block 5",
-    signals.ALL_REDUCE_COPIES: "all_reduce (copy_engine), block 5",
-    signals.ALL_GATHER_COPIES: "all_gather (copy_engine), block 5",
-    signals.ALL_TO_ALL_COPIES: "all_to_all (copy_engine), block 5",
-    signals.BROADCAST_COPIES: "broadcast (copy_engine), block 5",
-    signals.REDUCE_SIGNALLED: "reduce (signalled), block 5",
-    signals.BROADCAST_SIGNALLED: "broadcast (signalled), block 5",
-    signals.BROADCAST_DIRECT: "broadcast (direct), block 5",
-    signals.REDUCE_DIRECT: "reduce (direct), block 5",
-    signals.TRANSFER: "a message or a collective made of them, channel 5",
-}
+KERNELS = {number: each for number, each in waits.TABLE.items() if each.place}
 
 
 def record(operation, rank=1, peer=2, place=5, epoch=0):
@@ -63,18 +34,19 @@ def record(operation, rank=1, peer=2, place=5, epoch=0):
     return signals.wait_record.py_func(operation, rank, peer, place, epoch)
 
 
-@pytest.mark.parametrize("operation", TEXTS)
+@pytest.mark.parametrize("operation", KERNELS)
 def test_a_record_says_who_waited_for_whom_and_where(operation):
-    text = f"rank 1 waited for rank 2 in {TEXTS[operation]}"
+    words, place = KERNELS[operation].words, KERNELS[operation].place
+    text = f"rank 1 waited for rank 2 in {words}, {place} 5"
     error, found, hint, ranks, name, limit = describe(record(operation))
     assert error is CollectiveTimeout
     assert found == text
     assert hint.startswith("If that rank was not late, ")
     assert ranks == (1, 2)
-    assert f" in {name}, " in text
+    assert name == words
     assert limit == ""
     other = describe(record(operation, epoch=77))
-    if operation in (signals.PUT_SIGNAL, signals.WAIT_SIGNAL):  # of later blocks
+    if operation in (waits.PUT_SIGNAL, waits.WAIT_SIGNAL):  # of later blocks
         assert other.text == text
         assert "one after another, 77 of them after this one" in other.hint
     else:
@@ -84,11 +56,11 @@ def test_a_record_says_who_waited_for_whom_and_where(operation):
 @pytest.mark.parametrize(
     ("operation", "words"),
     [
-        (signals.PUT_SIGNAL, "it has no call that answers this one"),
-        (signals.WAIT_SIGNAL, "it has no call that answers this one"),
-        (signals.TRANSFER, "it sends or receives something else"),
-        (signals.BARRIER, "their calls differed"),
-        (board._LATE, "their calls differed"),
+        (waits.PUT_SIGNAL, "it has no call that answers this one"),
+        (waits.WAIT_SIGNAL, "it has no call that answers this one"),
+        (waits.TRANSFER, "it sends or receives something else"),
+        (waits.BARRIER, "their calls differed"),
+        (waits.LATE, "their calls differed"),
     ],
 )
 def test_a_hint_says_what_else_it_may_have_been(operation, words):
@@ -97,37 +69,15 @@ def test_a_hint_says_what_else_it_may_have_been(operation, words):
 
 def test_who_leaves_is_not_late():
     said = "zeros\nleft zeros by Mistake"
-    failure = describe(record(board._ABANDONED), said)
+    failure = describe(record(waits.ABANDONED), said)
     text = "rank 1 left zeros by Mistake"
     assert failure == Failure(RankLeft, text, "", (1,), "zeros")
-    failure = describe(record(board._ENDED), "zeros")
+    failure = describe(record(waits.ENDED), "zeros")
     assert failure.text == (
         "rank 2 has ended without closing the communicator; rank 1 waited for it in "
         "zeros"
     )
     assert (failure.error, failure.ranks) == (RankLeft, (2,))
-
-
-def test_every_operation_of_a_kernel_has_a_text():
-    assert set(board._OPERATIONS) == set(TEXTS)
-    numbers = [
-        *TEXTS,
-        signals.CALL_MISMATCH,
-        signals.TRANSFER_MISMATCH,
-        board._LATE,
-        board._ENDED,
-        board._ABANDONED,
-    ]
-    assert sorted(numbers) == sorted(set(numbers))
-    assert all(0 < number < 128 for number in numbers)
-
-
-def test_every_algorithm_is_named_as_its_caller_names_it():
-    names = [
-        f"all_reduce{' or reduce' * name.startswith('two_shot')} ({name}), block 5"
-        for name in select.ALL_REDUCE
-    ]
-    assert set(names) <= set(TEXTS.values())
 
 
 def differing(operation):
@@ -140,10 +90,10 @@ def differing(operation):
 
 
 def test_a_mismatch_says_which_ranks_differ_and_in_what():
-    text = differing(signals.CALL_MISMATCH)
+    text = differing(waits.CALL_MISMATCH)
     assert text.endswith("dtype, op or root; Communicator(…, debug=True) says in what")
     assert text.startswith("rank 1's call differs from rank 2's: operation")
-    text = differing(signals.TRANSFER_MISMATCH)
+    text = differing(waits.TRANSFER_MISMATCH)
     assert text.startswith("rank 1 receives another number of bytes than rank 2 sends")
 
 
@@ -154,16 +104,16 @@ def test_the_parts_of_a_record_do_not_run_into_each_other(rank, peer, place, epo
     text = (
         f"rank {rank} waited for rank {peer} in barrier, block {place}, epoch {epoch}"
     )
-    assert describe(record(signals.BARRIER, rank, peer, place, epoch)).text == text
+    assert describe(record(waits.BARRIER, rank, peer, place, epoch)).text == text
 
 
 def test_what_is_too_wide_is_cut_and_spoils_nothing_else():
-    found = describe(record(signals.BARRIER, 1, 2, 0x10005, (1 << 24) + 3))
+    found = describe(record(waits.BARRIER, 1, 2, 0x10005, (1 << 24) + 3))
     assert found.text == "rank 1 waited for rank 2 in barrier, block 5, epoch 3"
 
 
 def test_a_record_fits_the_signed_word_that_kernels_store():
-    for operation in (*TEXTS, signals.CALL_MISMATCH, board._LATE, board._ABANDONED):
+    for operation in waits.TABLE:
         assert 0 < record(operation, 255, 255, 0xFFFF, 0xFFFFFF) < 1 << 63
 
 
@@ -213,7 +163,7 @@ def test_nothing_has_failed_at_first():
 def test_a_kernels_record_is_read_by_the_rank_it_was_stored_for():
     def play(made, comm):
         if comm.rank == 0:
-            store(made.address, 1, record(signals.BARRIER, rank=0, peer=2))
+            store(made.address, 1, record(waits.BARRIER, rank=0, peer=2))
         comm.barrier()
         return made.failure()
 
@@ -270,7 +220,7 @@ def test_a_failure_s_facts_are_kept_by_a_copy():
 def test_the_first_failure_stays():
     def play(made, comm):
         if comm.rank == 0:
-            store(made.address, 0, record(signals.BARRIER))
+            store(made.address, 0, record(waits.BARRIER))
             made.abandon("is away")
         comm.barrier()
         return made.failure()

@@ -1,0 +1,98 @@
+"""The table of what kernels wait for, and that kernels take their numbers from it."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+from numba_symm import collectives, device, waits
+from numba_symm.collectives import select
+
+MODULES = [
+    found.name
+    for package in (device, collectives)
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+]
+"""Whose code runs on the device."""
+
+
+def test_no_two_share_a_number():
+    with pytest.raises(ValueError, match=r"1 means .*put_signal.*; take another one"):
+        waits._wait(waits.PUT_SIGNAL, "another")
+    names = {
+        value: name
+        for name, value in vars(waits).items()
+        if name.isupper() and isinstance(value, int)
+    }
+    assert set(names) == set(waits.TABLE)
+
+
+def test_a_number_fits_its_bits_of_a_record():
+    assert all(0 < number < 128 for number in waits.TABLE)
+
+
+def test_every_algorithm_is_named_as_its_caller_names_it():
+    names = [
+        f"all_reduce{' or reduce' * name.startswith('two_shot')} ({name})"
+        for name in select.ALL_REDUCE
+    ]
+    assert set(names) <= {each.words for each in waits.TABLE.values()}
+
+
+CARRIERS = ("operation", "left_over")
+"""What parameters that take a number are named; ``left_over`` may be 0 or a bool."""
+
+
+def carried(module):
+    """Yield each expression that a module assigns or passes to a carrier."""
+    for node in ast.walk(ast.parse(inspect.getsource(module))):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in CARRIERS:
+            yield node.value
+        if isinstance(node, ast.Call):
+            called = value_of(node.func, module)
+            called = getattr(called, "py_func", called)
+            called = inspect.unwrap(called) if callable(called) else None
+            if inspect.isfunction(called) or hasattr(called, "_fields"):
+                names = inspect.signature(called).parameters
+                passed = list(zip(names, node.args, strict=False))
+                passed += [(each.arg, each.value) for each in node.keywords]
+                yield from (given for name, given in passed if name in CARRIERS)
+
+
+def value_of(expression, module):
+    """Return what a name, an attribute or a literal is in a module, or None."""
+    try:
+        return eval(ast.unparse(expression), dict(vars(module)))
+    except (AttributeError, NameError):
+        return None
+
+
+def values_of(expression, module):
+    """Yield what an expression may be; nothing where a carrier is passed on."""
+    if isinstance(expression, ast.IfExp):
+        yield from values_of(expression.body, module)
+        yield from values_of(expression.orelse, module)
+    elif isinstance(expression, ast.Subscript):
+        yield from value_of(expression.value, module).values()
+    elif ast.unparse(expression).rpartition(".")[2] not in CARRIERS:
+        yield value_of(expression, module)
+
+
+def numbers(name):
+    """Return the numbers that a module's kernels may store."""
+    module = importlib.import_module(name)
+    found = [value for each in carried(module) for value in values_of(each, module)]
+    return [each for each in found if each != 0 and not isinstance(each, bool)]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_kernels_wait_for_what_is_in_the_table(module):
+    assert [each for each in numbers(module) if each not in waits.TABLE] == []
+
+
+def test_every_number_is_some_kernels_or_the_hosts():
+    used = {number for module in MODULES for number in numbers(module)}
+    host = {waits.LATE, waits.ENDED, waits.ABANDONED}
+    assert used | host == set(waits.TABLE)
