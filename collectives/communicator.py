@@ -26,8 +26,17 @@ from numba_symm import (
     streams,
 )
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives import barrier, copy_engine
-from numba_symm.collectives.launches import Enqueue, InTurn
+from numba_symm.collectives.kernels import barrier, copied_all_reduce
+from numba_symm.collectives.messages import (
+    Pending,
+    Planned,
+    Stream,
+    Transfers,
+    by_one_thread,
+    check_apart,
+    check_rank,
+    second_thread,
+)
 from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -40,15 +49,11 @@ from numba_symm.collectives.operations import (
     SCAN,
     Operation,
 )
-from numba_symm.collectives.point_to_point import (
-    Pending,
-    Planned,
-    Stream,
-    Transfers,
-    by_one_thread,
-    check_apart,
-    check_rank,
-    second_thread,
+from numba_symm.collectives.protocols.binding import Enqueue, InTurn
+from numba_symm.collectives.protocols.workspace import (
+    BLOCK_REGISTERS,
+    MAX_BLOCKS,
+    layout,
 )
 from numba_symm.collectives.vector_forms import (
     Call,
@@ -59,7 +64,6 @@ from numba_symm.collectives.vector_forms import (
     places_of,
     table_of,
 )
-from numba_symm.collectives.workspace import BLOCK_REGISTERS, MAX_BLOCKS, layout
 from numba_symm.device.signals import Guard
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import (
@@ -231,7 +235,7 @@ class Communicator(VectorForms):
             self.peer_access = group.peer_access
             self.stream = stream
             self.heap = heap = Heap(group)
-            self.order = StreamOrder(copy_engine.EVENTS)
+            self.order = StreamOrder(copied_all_reduce.EVENTS)
             with group.exchange.agreed("Communicator"):
                 self._debug = arguments.flag(debug, "Communicator", "debug")
                 self._default_stream(stream)

@@ -6,20 +6,20 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives import (
-    broadcast_direct,
-    broadcast_signalled,
+from numba_symm.collectives import select
+from numba_symm.collectives.kernels import (
+    chunked_broadcast,
+    chunked_exchange,
+    chunked_reduce,
+    copied_exchange,
+    direct_broadcast,
+    direct_reduce,
     exchange,
-    exchange_copies,
-    exchange_signalled,
-    reduce_direct,
-    reduce_signalled,
-    select,
     two_shot,
 )
-from numba_symm.collectives.exchange import EXCHANGES, Output
-from numba_symm.collectives.launches import Enqueue
-from numba_symm.collectives.mailboxes import TRANSPORTS
+from numba_symm.collectives.kernels.exchange import EXCHANGES, Output
+from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.dtypes import Element, Op
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
@@ -207,12 +207,12 @@ def _exchange(
     algorithms: dict[str, Callable[..., Enqueue]] = {
         "marked": functools.partial(exchange.bind, "marked", kind),
         "ll": functools.partial(exchange.bind, "ll", kind),
-        "signalled": signalled or functools.partial(exchange_signalled.bind, kind),
+        "signalled": signalled or functools.partial(chunked_exchange.bind, kind),
     }
     if reduces:
         algorithms["sentinel"] = functools.partial(exchange.bind, "sentinel", kind)
     else:
-        algorithms["copy_engine"] = functools.partial(exchange_copies.bind, name)
+        algorithms["copy_engine"] = functools.partial(copied_exchange.bind, name)
     fastest = functools.partial(_fastest_exchange, reduces, not reduces)
     parts = (lambda size: size) if kind.parts_in else (lambda size: 1)
     at_root = kind.output is Output.AT_ROOT
@@ -249,11 +249,11 @@ ALL_TO_ALL = _exchange("all_to_all", _exchanged_shape)
 REDUCE_SCATTER = _exchange("reduce_scatter", _scattered_shape)
 SCAN = _exchange("scan", _same_shape, without=("avg",))
 EXSCAN = _exchange("exscan", _same_shape, without=("avg",))
-_REDUCE = _exchange("reduce", _same_shape, reduce_signalled.bind)
+_REDUCE = _exchange("reduce", _same_shape, chunked_reduce.bind)
 REDUCE = _REDUCE._replace(
     fastest=_fastest_reduce,
     algorithms=_REDUCE.algorithms
-    | {"direct": reduce_direct.bind}
+    | {"direct": direct_reduce.bind}
     | {
         f"two_shot_{transport}": functools.partial(_reduce_in_two_shots, transport)
         for transport in TRANSPORTS
@@ -261,8 +261,8 @@ REDUCE = _REDUCE._replace(
 )
 REDUCE_PART = REDUCE._replace(name="reduce_scatter_v")
 """One of the reductions that a ``reduce_scatter_v`` is made of."""
-_BROADCAST = _exchange("broadcast", _same_shape, broadcast_signalled.bind)
+_BROADCAST = _exchange("broadcast", _same_shape, chunked_broadcast.bind)
 BROADCAST = _BROADCAST._replace(
     fastest=_fastest_broadcast,
-    algorithms=_BROADCAST.algorithms | {"direct": broadcast_direct.bind},
+    algorithms=_BROADCAST.algorithms | {"direct": direct_broadcast.bind},
 )

@@ -3,14 +3,14 @@
 import functools
 from typing import Any, NamedTuple, Protocol
 
-from numba_symm.collectives import (
-    copy_engine,
+from numba_symm.collectives.kernels import (
+    chunked_all_reduce,
+    copied_all_reduce,
     one_shot,
     one_shot_pull,
     two_shot,
-    two_shot_signalled,
 )
-from numba_symm.collectives.launches import Enqueue
+from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.dtypes import Element, Op
 from numba_symm.environment import SIMULATED
 
@@ -50,8 +50,8 @@ ALL_REDUCE: dict[str, Bind] = {
     "two_shot_sentinel": functools.partial(two_shot.bind, "sentinel"),
     "two_shot_marked": functools.partial(two_shot.bind, "marked"),
     "two_shot_ll": functools.partial(two_shot.bind, "ll"),
-    "two_shot_signalled": two_shot_signalled.bind,
-    "copy_engine": copy_engine.bind,
+    "two_shot_signalled": chunked_all_reduce.bind,
+    "copy_engine": copied_all_reduce.bind,
     "one_shot_pull": one_shot_pull.bind,
 }
 """Algorithms of all_reduce by name."""

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from numba_symm import arrays
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives.point_to_point import (
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.messages import (
     Copy,
     PointToPoint,
     Stream,
@@ -19,7 +20,6 @@ from numba_symm.collectives.point_to_point import (
     check_rank,
     is_integer,
 )
-from numba_symm.collectives.transfer import Message
 from numba_symm.errors import ArgumentError
 from numba_symm.launch.exchange import StoreExchange
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from numba import cuda
 
-from numba_symm.collectives.workspace import MAX_BLOCKS, THREADS
+from numba_symm.collectives.protocols.workspace import MAX_BLOCKS, THREADS
 from numba_symm.device.intrinsics import (
     device_function,
     ld_u64,

@@ -7,7 +7,7 @@ import pytest
 
 from explore.scheduler import Machine, explore
 from explore.source import SMALL, device_code
-from explore.world import ALGORITHMS, MAILED, World, an_integer
+from explore.world import ALGORITHMS, MAILED, World, an_integer, region_of
 
 # With a block or two, 1 to 5 rounds; full and partial ones, whole vectors or not.
 COUNTS = [1, 2, 3, 5, 6, 8, 9, 13, 18, 21, 36]
@@ -93,10 +93,10 @@ def calls_on_own_arrays(code, epochs=0, lag=0):
                 world.memory.plant(array + 8 * i, 8, word)
         for _ in range(4):
             root = machine.random.randrange(world.size)
-            name = machine.random.choice(["broadcast_direct", "reduce_direct"])
+            name = machine.random.choice(["direct_broadcast", "direct_reduce"])
             refusing = machine.random.choice([None, None, None, *range(world.size)])
             outputs = arrays
-            if name == "broadcast_direct":
+            if name == "direct_broadcast":
                 words = [words[root]] * world.size
             else:
                 total = [sum(column) for column in zip(*words, strict=True)]
@@ -131,7 +131,7 @@ def calls_after_many(code, lag):
 
     def scenario(machine):
         world = World(machine, code, blocks=machine.random.choice([1, 2]))
-        region = world.layout.two_shot_signalled
+        region = world.layout.chunked
         first_set = 4 * world.size * world.blocks
         for workspace in world.workspaces:
             for at in world.epochs(region):
@@ -139,7 +139,7 @@ def calls_after_many(code, lag):
             for at in range(region.flags, region.flags + first_set, 4):
                 world.memory.plant(workspace + at, 4, lag)
         for _ in range(2):
-            world.all_reduce("two_shot_signalled", machine.random.choice(COUNTS))
+            world.all_reduce("chunked_all_reduce", machine.random.choice(COUNTS))
         world.run()
 
     return scenario
@@ -150,7 +150,7 @@ def calls_at_the_wrap(code, *names):
 
     def scenario(machine):
         world = World(machine, code, blocks=machine.random.choice([1, 2]))
-        region = world.layout.two_shot_signalled
+        region = world.layout.chunked
         epoch = 2**32 - 1 - machine.random.randrange(12)
         world.plant_epochs(region, epoch)
         for _ in range(4):
@@ -193,7 +193,7 @@ def all_reduces_at_the_wrap(code, algorithm):
 
     def scenario(machine):
         world = World(machine, code, blocks=a_limit(machine.random, [algorithm]))
-        region = getattr(world.layout, algorithm.replace("one_shot_pull", "pull"))
+        region = getattr(world.layout, region_of(algorithm))
         mailed = algorithm in MAILED
         one_flight = mailed and algorithm.startswith("one")
         last = device_code().mailboxes.LAST_EPOCH if mailed else 2**32 - 1

@@ -36,32 +36,38 @@ SMALL = Shape(2, 2, 2)
 """A few show every race; two ranks send two vectors at once, more ranks one."""
 
 _MODULES = (
-    "numba_symm.collectives.workspace",
+    "numba_symm.collectives.protocols.workspace",
     "numba_symm.device.signals",
     "numba_symm.device.lanes",
-    "numba_symm.collectives.ring",
-    "numba_symm.collectives.mailboxes",
-    "numba_symm.collectives.flags",
-    "numba_symm.collectives.one_shot",
-    "numba_symm.collectives.one_shot_pull",
-    "numba_symm.collectives.two_shot",
-    "numba_symm.collectives.exchange",
-    "numba_symm.collectives.parts",
-    "numba_symm.collectives.direct",
-    "numba_symm.collectives.barrier",
-    "numba_symm.collectives.two_shot_signalled",
-    "numba_symm.collectives.exchange_signalled",
-    "numba_symm.collectives.reduce_signalled",
-    "numba_symm.collectives.broadcast_signalled",
-    "numba_symm.collectives.broadcast_direct",
-    "numba_symm.collectives.reduce_direct",
-    "numba_symm.collectives.copies",
-    "numba_symm.collectives.copy_engine",
-    "numba_symm.collectives.exchange_copies",
-    "numba_symm.collectives.transfer",
+    "numba_symm.collectives.protocols.order",
+    "numba_symm.collectives.protocols.mailboxes",
+    "numba_symm.collectives.protocols.flags",
+    "numba_symm.collectives.kernels.one_shot",
+    "numba_symm.collectives.kernels.one_shot_pull",
+    "numba_symm.collectives.kernels.two_shot",
+    "numba_symm.collectives.kernels.exchange",
+    "numba_symm.collectives.protocols.slots",
+    "numba_symm.collectives.protocols.handshake",
+    "numba_symm.collectives.kernels.barrier",
+    "numba_symm.collectives.kernels.chunked_all_reduce",
+    "numba_symm.collectives.kernels.chunked_exchange",
+    "numba_symm.collectives.kernels.chunked_reduce",
+    "numba_symm.collectives.kernels.chunked_broadcast",
+    "numba_symm.collectives.kernels.direct_broadcast",
+    "numba_symm.collectives.kernels.direct_reduce",
+    "numba_symm.collectives.protocols.copies",
+    "numba_symm.collectives.kernels.copied_all_reduce",
+    "numba_symm.collectives.kernels.copied_exchange",
+    "numba_symm.collectives.kernels.transfer",
     "explore.programs",
 )
 """In the order of their imports."""
+
+_PACKAGES = (
+    "numba_symm.collectives",
+    "numba_symm.collectives.kernels",
+    "numba_symm.collectives.protocols",
+)
 
 _NEVER_STOP = {"range", "len", "min", "max", "int", "word_of"}  # merely for speed
 
@@ -145,7 +151,7 @@ def _device_code(
         "numba_symm.streams": streams,
         "numba": numba,
         "numba_symm.device.intrinsics": intrinsics,
-        "numba_symm.collectives": ModuleType("collectives"),
+        **{name: ModuleType(name) for name in _PACKAGES},
         "numba_symm.environment": environment,
         "numba_symm.kernels": kernels,
     }

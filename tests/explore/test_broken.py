@@ -24,11 +24,11 @@ from explore.scenarios import (
 )
 from explore.source import SMALL, device_code
 from explore.world import ALGORITHMS, MAILED
-from numba_symm.collectives import (
-    broadcast_signalled,
-    exchange_signalled,
-    reduce_signalled,
-    two_shot_signalled,
+from numba_symm.collectives.kernels import (
+    chunked_all_reduce,
+    chunked_broadcast,
+    chunked_exchange,
+    chunked_reduce,
 )
 
 # What is broken: the algorithms that it must spoil, and the edits (module, text that
@@ -57,14 +57,14 @@ def turns_parts(module, *begins):
 
 
 GATHER, AWAIT, SCATTER, REDUCE = turns_parts(
-    two_shot_signalled,
+    chunked_all_reduce,
     "if turn >= 2:",
     "if turn == 1:",
     "if turn < chunks:",
     "if 1 <= turn <= chunks:",
 )
 _, EXCHANGE_TAKE, EXCHANGE_TELL = turns_parts(
-    exchange_signalled,
+    chunked_exchange,
     r"if turn < chunks and not .*:\n +slot",
     "if turn >= 1:",
     r"if turn < chunks:\n +failed",
@@ -78,7 +78,7 @@ TURNS = {
         "if turn >= (2|hops) and",
         r"if turn (<= chunks:|< chunks \+)",
     )
-    for module in (reduce_signalled, broadcast_signalled)
+    for module in (chunked_reduce, chunked_broadcast)
 }
 
 SENTINEL, LL, MARKED = MAILED[:4:2], MAILED[1:4:2], MAILED[4:]
@@ -180,16 +180,16 @@ OF_THREE_RANKS = {  # who have more than one neighbour
     ),
     "vectors in the ring's order": (
         ALGORITHMS[:-1],
-        ("ring", "turning = rank >> bit & 1 != 0", "turning = False"),
+        ("order", "turning = rank >> bit & 1 != 0", "turning = False"),
     ),
     "one mailbox for all ranks": (
         MAILED,
         ("mailboxes", "rank_stride = count * line", "rank_stride = 0"),
     ),
     "slots counted as their receiver does": (
-        ("two_shot_signalled",),
+        ("chunked_all_reduce",),
         (
-            "two_shot_signalled",
+            "chunked_all_reduce",
             "# The sender is its k-th neighbour's (n - 2 - k)-th.\n"
             "                            there = slot + (others - 1 - k) * rank_stride",
             "there = slot + k * rank_stride",
@@ -234,7 +234,7 @@ FLAGS_BROKEN = {
     ),
     "one half": (
         FLAGGED,
-        ("two_shot_signalled", "(2 * block + (epoch & 1))", "2 * block"),
+        ("chunked_all_reduce", "(2 * block + (epoch & 1))", "2 * block"),
         ("one_shot_pull", "(2 * block + (epoch & 1))", "2 * block"),
     ),
     "slots by element": (
@@ -247,25 +247,25 @@ FLAGS_BROKEN = {
         ),
     ),
     "one set of slots": (
-        ("two_shot_signalled",),
-        ("two_shot_signalled", "half + which * set_stride", "half"),
+        ("chunked_all_reduce",),
+        ("chunked_all_reduce", "half + which * set_stride", "half"),
     ),
     "one set of flags": (
-        ("two_shot_signalled",),
-        ("two_shot_signalled", "which * flag_set + ", ""),
+        ("chunked_all_reduce",),
+        ("chunked_all_reduce", "which * flag_set + ", ""),
     ),
     "scatter before gather": (
-        ("two_shot_signalled",),
+        ("chunked_all_reduce",),
         (
-            "two_shot_signalled",
+            "chunked_all_reduce",
             GATHER + AWAIT + SCATTER,
             AWAIT + SCATTER + GATHER,
         ),
     ),
     "gather last": (
-        ("two_shot_signalled",),
+        ("chunked_all_reduce",),
         (
-            "two_shot_signalled",
+            "chunked_all_reduce",
             GATHER + AWAIT + SCATTER + REDUCE,
             AWAIT + SCATTER + REDUCE + GATHER,
         ),
@@ -292,7 +292,7 @@ def turns_broken(module):
 
 
 REDUCE_BROKEN = {
-    **turns_broken(reduce_signalled),
+    **turns_broken(chunked_reduce),
     "slots counted as their receiver does": (
         "to = ring[k] + slot + (others - 1 - k) * rank_stride",
         "to = ring[k] + slot + k * rank_stride",
@@ -303,7 +303,7 @@ REDUCE_BROKEN = {
         "target, number * share + at",
     ),
 }
-BROADCAST_BROKEN = turns_broken(broadcast_signalled)
+BROADCAST_BROKEN = turns_broken(chunked_broadcast)
 BROADCAST_OF_THREE_BROKEN = {
     "relayed to the next": ("if k != to_root:", "if k != 0:"),
     "shards counted from the root": (
@@ -331,10 +331,10 @@ FEW_BROKEN = {
     ],
 }
 NEXT_BROKEN = {  # calls that disturb the next one, or the one before
-    "two_shot_signalled": ("two_shot_signalled", AWAIT, ""),
-    "gather": ("parts", "more = (told", "more = 0 * (told"),
-    "reduce": ("parts", "more = (told", "more = 0 * (told"),
-    "broadcast": ("parts", "more = (told", "more = 0 * (told"),
+    "chunked_all_reduce": ("chunked_all_reduce", AWAIT, ""),
+    "gather": ("slots", "more = (told", "more = 0 * (told"),
+    "reduce": ("slots", "more = (told", "more = 0 * (told"),
+    "broadcast": ("slots", "more = (told", "more = 0 * (told"),
 }
 SYNCED = {
     "a flag before all have written": (
@@ -366,58 +366,58 @@ TRANSFER_BROKEN = {
 }
 DIRECT_BROKEN = {
     "no fence before the addresses": (
-        "direct",
+        "handshake",
         "fence_acq_rel_sys()\n        for k",
         "pass\n        for k",
     ),
     "no fence after them": (
-        "direct",
+        "handshake",
         "fence_acq_rel_sys()\n        # The epoch counts",
         "pass\n        # The epoch counts",
     ),
     "a refusal of one's own forgotten": (
-        "direct",
+        "handshake",
         "elif first[0] == REFUSED:",
         "elif False:",
     ),
-    "another's refusal forgotten": ("direct", "lowest = min(lowest, first)", "pass"),
+    "another's refusal forgotten": ("handshake", "lowest = min(lowest, first)", "pass"),
     "what was refused left undone": (
-        "reduce_signalled",
+        "chunked_reduce",
         "not left(guard, ring, own, block)",
         "(left(guard, ring, own, block) or True)",
     ),
     "what was not refused done twice": (
-        "reduce_signalled",
+        "chunked_reduce",
         "not left(guard, ring, own, block)",
         "(left(guard, ring, own, block) and False)",
     ),
-    "the digest not looked at": ("direct", " | late", ""),
+    "the digest not looked at": ("handshake", " | late", ""),
     "nobody waits for the others' loads and stores": (
-        "direct",
+        "handshake",
         "failed = told(guard, own + flags, 0, epoch, failed)",
         "pass",
     ),
-    "what is refused worked on": ("broadcast_direct", "refused(own) or", ""),
-    "what is refused reduced": ("reduce_direct", "refused(own) or", ""),
+    "what is refused worked on": ("direct_broadcast", "refused(own) or", ""),
+    "what is refused reduced": ("direct_reduce", "refused(own) or", ""),
     "what was refused not relayed": (
-        "broadcast_signalled",
+        "chunked_broadcast",
         "not left(guard, ring, own, block)",
         "(left(guard, ring, own, block) or True)",
     ),
     "the input taken for the output": (
-        "reduce_direct",
+        "direct_reduce",
         "_, into = ld_v2_u64",
         "into, _ = ld_v2_u64",
     ),
 }
 DIRECT_OF_TWO_BROKEN = {
     "what was refused left undone": (
-        "two_shot_signalled",
+        "chunked_all_reduce",
         "not left(guard, ring, own, block)",
         "(left(guard, ring, own, block) or True)",
     ),
     "what was not refused done twice": (
-        "two_shot_signalled",
+        "chunked_all_reduce",
         "not left(guard, ring, own, block)",
         "(left(guard, ring, own, block) and False)",
     ),
@@ -508,7 +508,7 @@ def test_flags_broken_are_found(algorithm, edits, ranks, races):
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", REDUCE_BROKEN)
 def test_reductions_broken_are_found(what, races):
-    code = device_code(("reduce_signalled", *REDUCE_BROKEN[what]))
+    code = device_code(("chunked_reduce", *REDUCE_BROKEN[what]))
     breaks(calls_of(code, "reduce"), 3, races=races)
 
 
@@ -516,8 +516,8 @@ def test_reductions_broken_are_found(what, races):
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", EXCHANGE_BROKEN)
 def test_exchanges_broken_are_found(what, races, ranks):
-    code = device_code(("exchange_signalled", *EXCHANGE_BROKEN[what]))
-    breaks(calls_of(code, "gather", "scan", "two_shot_signalled"), ranks, races=races)
+    code = device_code(("chunked_exchange", *EXCHANGE_BROKEN[what]))
+    breaks(calls_of(code, "gather", "scan", "chunked_all_reduce"), ranks, races=races)
 
 
 @worlds
@@ -534,7 +534,7 @@ def test_few_threads_exchanging_broken_are_found(what, transport, ranks):
 @pytest.mark.parametrize("name", ["gather", "reduce"])
 @pytest.mark.parametrize("what", PARTS_BROKEN)
 def test_parts_broken_are_found(what, name, races):
-    code = device_code(("parts", *PARTS_BROKEN[what]))
+    code = device_code(("slots", *PARTS_BROKEN[what]))
     breaks(calls_of(code, name), 3, races=races)
 
 
@@ -549,14 +549,14 @@ def test_calls_that_disturb_each_other_are_found(name, races):
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", BROADCAST_BROKEN)
 def test_broadcasts_broken_are_found(what, races, ranks):
-    code = device_code(("broadcast_signalled", *BROADCAST_BROKEN[what]))
+    code = device_code(("chunked_broadcast", *BROADCAST_BROKEN[what]))
     breaks(calls_of(code, "broadcast"), ranks, races=races)
 
 
 @by_anything_and_by_result
 @pytest.mark.parametrize("what", BROADCAST_OF_THREE_BROKEN)
 def test_broadcasts_of_three_ranks_broken_are_found(what, races):
-    code = device_code(("broadcast_signalled", *BROADCAST_OF_THREE_BROKEN[what]))
+    code = device_code(("chunked_broadcast", *BROADCAST_OF_THREE_BROKEN[what]))
     breaks(calls_of(code, "broadcast"), 3, races=races)
 
 
@@ -578,7 +578,7 @@ def test_reductions_of_two_ranks_own_arrays_broken_are_found(what, races):
 def test_flags_that_refused_calls_did_not_renew_are_found(races):
     told = "failed = tell(ring, flags, guard.rank, epoch, failed)"
     code = device_code(
-        ("direct", told, f"if found != REFUSED:\n                {told}")
+        ("handshake", told, f"if found != REFUSED:\n                {told}")
     )
     breaks(calls_on_own_arrays(code, 2**31, 2**31 - 1), 3, races=races)
 
@@ -586,7 +586,7 @@ def test_flags_that_refused_calls_did_not_renew_are_found(races):
 @worlds
 @by_anything_and_by_result
 def test_results_counted_with_the_calls_of_others_are_found(races, ranks):
-    edit = ("two_shot_signalled", "= ld_u32(results_at)", "= before")
+    edit = ("chunked_all_reduce", "= ld_u32(results_at)", "= before")
     breaks(calls_after_many(device_code(edit), 2**31 + 10), ranks, races=races)
 
 

@@ -22,7 +22,7 @@ class Stream(list):
     stream = property(lambda self: self)
 
     def __init__(self, code, size, workspace):
-        self.refused = code.direct.make_refused(size)
+        self.refused = code.handshake.make_refused(size)
         self.kernel, self.workspace = code.programs.copy, workspace
         self.mine = []  # the rank's arrays, first and last byte
 
@@ -108,11 +108,11 @@ class Copying(World):
             if name == "all_reduce":
                 wanted = [sum(column) for column in zip(*given, strict=True)]
                 args = (comm, sources[rank], targets[rank], words, INT64, "sum")
-                bound = self.code.copy_engine.bind(*args)
+                bound = self.code.copied_all_reduce.bind(*args)
             else:
                 count = words if name == "broadcast" else part
                 args = (name, comm, sources[rank], targets[rank], count, INT64, "sum")
-                bound = self.code.exchange_copies.bind(*args, root)
+                bound = self.code.copied_exchange.bind(*args, root)
                 at = slice(rank * part, (rank + 1) * part)
                 wanted = given[root]
                 if name == "all_gather":
@@ -142,10 +142,10 @@ def test_calls_by_copies(ranks):
 
 
 BROKEN = {
-    "an input elsewhere not noticed": ("direct", "!= known_first[k]", "!= theirs"),
-    "an output elsewhere not noticed": ("direct", "!= known_second[k]", "!= output"),
+    "an input elsewhere not noticed": ("handshake", "!= known_first[k]", "!= theirs"),
+    "an output elsewhere not noticed": ("handshake", "!= known_second[k]", "!= output"),
     "nobody waits for the results": (
-        "copy_engine",
+        "copied_all_reduce",
         "self._barrier(side.stream)\n",
         "pass\n",
     ),
@@ -155,17 +155,17 @@ BROKEN = {
         "if False",
     ),
     "what was refused left undone": (
-        "two_shot_signalled",
+        "chunked_all_reduce",
         "not left(guard, ring, own, block)",
         "(left(guard, ring, own, block) or True)",
     ),
     "an exchange that was refused left undone": (
-        "exchange_signalled",
+        "chunked_exchange",
         "not left(guard, ring, own, block)",
         "(left(guard, ring, own, block) or True)",
     ),
     "nobody waits for the others' copies": (
-        "direct",
+        "handshake",
         "failed = told(guard, own + flags, 0, epoch, failed)",
         "pass",
     ),

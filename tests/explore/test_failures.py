@@ -71,13 +71,13 @@ BROKEN = {
     ),
     "another call": (
         (
-            *("two_shot_marked", "two_shot_signalled", "one_shot_pull"),
+            *("two_shot_marked", "chunked_all_reduce", "one_shot_pull"),
             *("reduce", "messages"),
         ),
         ("workspace", "own + 8 * block) != 0", "own + 8 * block) == -1"),
     ),
     "a block that does not agree on its flags": (
-        ("two_shot_signalled", "one_shot_pull", "gather", "reduce", "broadcast"),
+        ("chunked_all_reduce", "one_shot_pull", "gather", "reduce", "broadcast"),
         ("flags", f"return {AGREED}", f"{AGREED}\n        return failed"),
     ),
     "a block of which some have begun late": (
@@ -98,7 +98,7 @@ BROKEN = {
     ),
     "addresses of who does not come": (
         ("own_arrays",),
-        ("direct", "REFUSED, FAILED = 0, -1", "REFUSED, FAILED = 0, 0"),
+        ("handshake", "REFUSED, FAILED = 0, -1", "REFUSED, FAILED = 0, 0"),
     ),
     "a barrier that tells who waited only": (
         ("barrier",),

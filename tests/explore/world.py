@@ -18,7 +18,7 @@ ALGORITHMS = (
     "two_shot_ll",
     "one_shot_marked",
     "two_shot_marked",
-    "two_shot_signalled",
+    "chunked_all_reduce",
     "one_shot_pull",
 )
 MAILED = ALGORITHMS[:6]
@@ -140,7 +140,7 @@ class World:
         self.alike += [[t + 8 * i for t in targets] for i in range(count)]
 
     def reduce(self, count):
-        """Add a reduction to any root by ``reduce_signalled``."""
+        """Add a reduction to any root by ``chunked_reduce``."""
         root = self.random.randrange(self.size)
         kind = self.random.choice(KINDS)
         sources, words = self.inputs(count, DRAW[kind])
@@ -149,16 +149,16 @@ class World:
         for comm in self.comms:
             mine = target if comm.rank == root else 0
             args = (comm, sources[comm.rank], mine, count, kind, "sum", root)
-            self.streams[comm.rank].append(self.code.reduce_signalled.bind(*args))
+            self.streams[comm.rank].append(self.code.chunked_reduce.bind(*args))
         self.expect(target, total)
 
     def broadcast(self, count):
-        """Add a broadcast from any root by ``broadcast_signalled``."""
+        """Add a broadcast from any root by ``chunked_broadcast``."""
         root = self.random.randrange(self.size)
         arrays, words = self.inputs(count)
         for comm, array in zip(self.comms, arrays, strict=True):
             args = (comm, array, array, count, INT64, "sum", root)
-            self.streams[comm.rank].append(self.code.broadcast_signalled.bind(*args))
+            self.streams[comm.rank].append(self.code.chunked_broadcast.bind(*args))
             self.expect(array, words[root])
 
     def on_own_arrays(self, name, root, arrays, outputs, count, refusing=None):
@@ -196,25 +196,25 @@ class World:
                 self.streams[comm.rank].append(self.code.transfer.bind(comm, *lists))
 
     def scan(self, count):
-        """Add an inclusive scan by ``exchange_signalled``."""
+        """Add an inclusive scan by ``chunked_exchange``."""
         kind = self.random.choice(KINDS)
         exchanged = self.code.exchange.EXCHANGES["scan"]
         sources, words = self.inputs(count, DRAW[kind])
         targets = self.map("output", 8 * count)
         for comm, source, target in zip(self.comms, sources, targets, strict=True):
             args = (exchanged, comm, source, target, count, kind, "sum")
-            self.streams[comm.rank].append(self.code.exchange_signalled.bind(*args))
+            self.streams[comm.rank].append(self.code.chunked_exchange.bind(*args))
             columns = zip(*words[: comm.rank + 1], strict=True)
             self.expect(target, [TOTAL[kind](column) for column in columns])
 
     def gather(self, count):
-        """Add an all-gather by ``exchange_signalled``."""
+        """Add an all-gather by ``chunked_exchange``."""
         exchanged = self.code.exchange.EXCHANGES["all_gather"]
         sources, words = self.inputs(count)
         targets = self.map("output", 8 * count * self.size + 8)
         for comm, source, target in zip(self.comms, sources, targets, strict=True):
             args = (exchanged, comm, source, target, count, INT64, "sum")
-            self.streams[comm.rank].append(self.code.exchange_signalled.bind(*args))
+            self.streams[comm.rank].append(self.code.chunked_exchange.bind(*args))
             for rank, mine in enumerate(words):
                 self.expect(target + 8 * count * rank, mine)
 
@@ -271,7 +271,7 @@ class World:
         regions = [
             each for each in vars(self.layout).values() if hasattr(each, "slots")
         ]
-        where = self.code.direct.make_where(self.size)
+        where = self.code.handshake.make_where(self.size)
         places = [
             *range(0, regions[0].epochs, 8),  # that the rank has failed
             *(at for each in regions for at in range(each.epochs, each.flags, 4)),
@@ -319,10 +319,16 @@ def is_right(found, word):
     return found is not None and float_of(found) != float_of(found)
 
 
+def region_of(algorithm):
+    """Return the name of the region that an all-reduce works in."""
+    regions = {"chunked_all_reduce": "chunked", "one_shot_pull": "pull"}
+    return regions.get(algorithm, algorithm)
+
+
 REGIONS = (
     "barrier",
     "direct",
-    *dict.fromkeys(name.replace("one_shot_pull", "pull") for name in ALGORITHMS),
+    *map(region_of, ALGORITHMS),
 )
 
 

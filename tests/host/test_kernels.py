@@ -16,17 +16,17 @@ from cuda.core.utils import FileStreamProgramCache
 from numba.cuda import types
 
 from numba_symm import code_cache, dtypes, kernels, pads
-from numba_symm.collectives import (
+from numba_symm.collectives.kernels import (
     barrier,
-    broadcast_direct,
-    copy_engine,
-    direct,
+    chunked_all_reduce,
+    copied_all_reduce,
+    direct_broadcast,
+    direct_reduce,
     one_shot,
     one_shot_pull,
-    reduce_direct,
     two_shot,
-    two_shot_signalled,
 )
+from numba_symm.collectives.protocols import handshake
 from numba_symm.device import Context, Guard, signals
 from numba_symm.kernels import GUARD, Kernel
 
@@ -39,12 +39,12 @@ KERNELS = {
     "one_shot_marked": one_shot.kernel(4, FLOAT32, "min", True, "marked", 2),
     "two_shot_marked": two_shot.kernel(4, BFLOAT16, "sum", False, "marked", 1),
     "two_shot_ll": two_shot.kernel(4, BFLOAT16, "sum", True, "ll", 2),
-    "two_shot_signalled": two_shot_signalled.kernel(4, FLOAT32, "sum", False),
+    "two_shot_signalled": chunked_all_reduce.kernel(4, FLOAT32, "sum", False),
     "one_shot_pull": one_shot_pull.kernel(4, FLOAT32, "max", True),
-    "copy_engine": copy_engine.kernel(4, FLOAT32, "sum", False),
-    "meet": direct.meet_kernel(3),
-    "broadcast_direct": broadcast_direct.kernel(4, FLOAT32, True),
-    "reduce_direct": reduce_direct.kernel(4, BFLOAT16, "sum", True),
+    "copy_engine": copied_all_reduce.kernel(4, FLOAT32, "sum", False),
+    "meet": handshake.meet_kernel(3),
+    "broadcast_direct": direct_broadcast.kernel(4, FLOAT32, True),
+    "reduce_direct": direct_reduce.kernel(4, BFLOAT16, "sum", True),
     "barrier": barrier.kernel(4, True),
     "pad_barrier": pads.barrier_kernel(4),
     "put_signal": pads.put_signal_kernel(4),

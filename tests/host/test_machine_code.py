@@ -20,21 +20,21 @@ import nvidia
 import pytest
 
 from numba_symm import dtypes, pads
-from numba_symm.collectives import (
+from numba_symm.collectives.kernels import (
     barrier,
-    broadcast_direct,
-    broadcast_signalled,
-    direct,
+    chunked_all_reduce,
+    chunked_broadcast,
+    chunked_exchange,
+    chunked_reduce,
+    direct_broadcast,
+    direct_reduce,
     exchange,
-    exchange_signalled,
     one_shot,
     one_shot_pull,
-    reduce_direct,
-    reduce_signalled,
     two_shot,
-    two_shot_signalled,
 )
-from numba_symm.collectives.workspace import TWO_SHOT
+from numba_symm.collectives.protocols import handshake
+from numba_symm.collectives.protocols.workspace import TWO_SHOT
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture here
 
@@ -62,23 +62,23 @@ ALGORITHMS = {
     "two_sentinel": two_shot_of("sentinel"),
     "two_marked": two_shot_of("marked"),
     "two_ll": two_shot_of("ll"),
-    "signalled": lambda *a: two_shot_signalled.kernel(*a, False),
+    "signalled": lambda *a: chunked_all_reduce.kernel(*a, False),
     "pull": lambda *a: one_shot_pull.kernel(*a, False),
     "gather_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, GATHER),
     "gather_marked": lambda *a: exchange.kernel(*a, False, "marked", 1, GATHER),
     "scatter_sentinel": lambda *a: exchange.kernel(*a, False, "sentinel", 1, SCATTER),
-    "gather_signalled": lambda *a: exchange_signalled.kernel(*a, False, GATHER),
+    "gather_signalled": lambda *a: chunked_exchange.kernel(*a, False, GATHER),
     "scan_sentinel": lambda *a: exchange.kernel(*a, False, "sentinel", 1, SCAN),
     "exscan_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, EXSCAN),
     "reduce_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, REDUCE),
     "broadcast_marked": lambda *a: exchange.kernel(*a, False, "marked", 1, BROADCAST),
-    "scan_signalled": lambda *a: exchange_signalled.kernel(*a, False, SCAN),
-    "reduce_signalled": lambda *a: reduce_signalled.kernel(*a, False),
-    "broadcast_signalled": lambda n, e, op: broadcast_signalled.kernel(n, e, False),
-    "reduce_of_two_left": lambda *a: two_shot_signalled.kernel(*a, False, True),
-    "reduce_of_two": lambda *a: exchange_signalled.kernel(*a, False, REDUCE),
-    "reduce_direct": lambda *a: reduce_direct.kernel(*a, False),
-    "broadcast_direct": lambda n, e, op: broadcast_direct.kernel(n, e, False),
+    "scan_signalled": lambda *a: chunked_exchange.kernel(*a, False, SCAN),
+    "reduce_signalled": lambda *a: chunked_reduce.kernel(*a, False),
+    "broadcast_signalled": lambda n, e, op: chunked_broadcast.kernel(n, e, False),
+    "reduce_of_two_left": lambda *a: chunked_all_reduce.kernel(*a, False, True),
+    "reduce_of_two": lambda *a: chunked_exchange.kernel(*a, False, REDUCE),
+    "reduce_direct": lambda *a: direct_reduce.kernel(*a, False),
+    "broadcast_direct": lambda n, e, op: direct_broadcast.kernel(n, e, False),
 }
 SPILLS = {("two_ll", 8), ("signalled", 8), ("reduce_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8)}
@@ -92,7 +92,7 @@ FLOATS = [(2, "float16", "sum"), (4, "float32", "sum"), (8, "bfloat16", "sum")]
 OTHERS = [(2, "int64", "prod"), (8, "bfloat16", "sum")]
 SIGNALS = {
     "barrier": barrier.kernel,
-    "meet": direct.meet_kernel,
+    "meet": handshake.meet_kernel,
     "pad_barrier": pads.barrier_kernel,
     "put_signal": pads.put_signal_kernel,
     "wait_signal": pads.wait_signal_kernel,

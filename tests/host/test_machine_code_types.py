@@ -9,8 +9,8 @@ import nvidia
 import pytest
 
 from numba_symm import dtypes, kernels
-from numba_symm.collectives import exchange, one_shot, one_shot_pull
-from numba_symm.collectives.workspace import ONE_SHOT
+from numba_symm.collectives.kernels import exchange, one_shot, one_shot_pull
+from numba_symm.collectives.protocols.workspace import ONE_SHOT
 from numba_symm.dtypes import UserOperator
 from tests.operators import ELEMENTS, PAIRS
 

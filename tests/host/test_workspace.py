@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from numba_symm.collectives import workspace
+from numba_symm.collectives.protocols import workspace
 
 
 @pytest.mark.parametrize("size", range(1, 33))

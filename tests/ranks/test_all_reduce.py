@@ -12,9 +12,9 @@ import pytest
 import numba_symm as ns
 from numba_symm import dtypes
 from numba_symm.collectives import select
-from numba_symm.collectives.mailboxes import LAST_EPOCH, TRANSPORTS
-from numba_symm.collectives.two_shot import LINE
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.kernels.two_shot import LINE
+from numba_symm.collectives.protocols.mailboxes import LAST_EPOCH, TRANSPORTS
+from numba_symm.collectives.protocols.workspace import (
     ONE_SHOT,
     PULL,
     ROW,
@@ -526,7 +526,7 @@ def test_none_takes_the_algorithm_of_the_table(comm, monkeypatch):
 class Workspace:
     """A communicator's workspace on this rank, changed while nothing runs."""
 
-    PROTOCOLS = (*MAILED, "two_shot_signalled", "pull", "barrier")
+    PROTOCOLS = (*MAILED, "chunked", "pull", "barrier")
 
     def __init__(self, comm, world):
         self.comm, self.world = comm, world
@@ -535,7 +535,8 @@ class Workspace:
         self.memory = comm._group.backend
 
     def region(self, algorithm):
-        return getattr(self.at, algorithm.replace("one_shot_pull", "pull"))
+        regions = {"two_shot_signalled": "chunked", "one_shot_pull": "pull"}
+        return getattr(self.at, regions.get(algorithm, algorithm))
 
     def quiet(self):
         """Wait until no rank has anything running."""

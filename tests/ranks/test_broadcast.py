@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm.collectives.broadcast_direct import BATCH
-from numba_symm.collectives.direct import BLOCKS
-from numba_symm.collectives.two_shot import LINE
-from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS
+from numba_symm.collectives.kernels.direct_broadcast import BATCH
+from numba_symm.collectives.kernels.two_shot import LINE
+from numba_symm.collectives.protocols.handshake import BLOCKS
+from numba_symm.collectives.protocols.workspace import ONE_SHOT, SIGNALLED, THREADS
 from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import (

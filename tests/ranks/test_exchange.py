@@ -6,7 +6,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.collectives import operations
-from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS
+from numba_symm.collectives.protocols.workspace import ONE_SHOT, SIGNALLED, THREADS
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import (
     bits,

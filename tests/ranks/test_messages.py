@@ -10,9 +10,9 @@ import pytest
 from mpi4py import MPI
 
 import numba_symm as ns
-from numba_symm.collectives import transfer
-from numba_symm.collectives.transfer import most_messages
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.kernels import transfer
+from numba_symm.collectives.kernels.transfer import most_messages
+from numba_symm.collectives.protocols.workspace import (
     DEPTH,
     THREADS,
     VECTOR,

@@ -6,10 +6,15 @@ import pytest
 import numba_symm as ns
 from numba_symm import dtypes
 from numba_symm.collectives import operations
-from numba_symm.collectives.direct import BLOCKS
-from numba_symm.collectives.reduce_direct import LOADS
-from numba_symm.collectives.two_shot import LINE
-from numba_symm.collectives.workspace import ONE_SHOT, SIGNALLED, THREADS, TWO_SHOT
+from numba_symm.collectives.kernels.direct_reduce import LOADS
+from numba_symm.collectives.kernels.two_shot import LINE
+from numba_symm.collectives.protocols.handshake import BLOCKS
+from numba_symm.collectives.protocols.workspace import (
+    ONE_SHOT,
+    SIGNALLED,
+    THREADS,
+    TWO_SHOT,
+)
 from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import (

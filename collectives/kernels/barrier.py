@@ -8,10 +8,10 @@ its barrier is visible to all ranks' streams after theirs.
 import functools
 from typing import Any
 
-from numba_symm.collectives import workspace
-from numba_symm.collectives.direct import make_refused
-from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.handshake import make_refused
+from numba_symm.collectives.protocols.workspace import (
     follow_previous_grid,
     keep_agreed,
     layout,
@@ -27,7 +27,7 @@ def make_barrier(size: int, between: bool) -> Any:
     Args:
         size: number of ranks.
         between: whether it stands between a meeting and the rest of a call
-            (``direct.py``); it then does nothing if the meeting refused.
+            (``handshake.py``); it then does nothing if the meeting refused.
     """
     epochs, flags = layout(size).barrier.epochs, layout(size).barrier.flags
     tell, told = make_flags(size, BARRIER)

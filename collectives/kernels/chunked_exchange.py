@@ -13,7 +13,7 @@ reduction to one of two ranks, the other one sends, and the root takes.
 
 Memory order. ``flags.py`` orders what a block did in a turn before its flag, and what
 the others did in theirs after it. Chunks have four parts of the slots in turn
-(``parts.py``). Chunk t goes where chunk t-4 was, after all have told turn t-2, and so
+(``slots.py``). Chunk t goes where chunk t-4 was, after all have told turn t-2, and so
 have read that.
 """
 
@@ -23,12 +23,17 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import workspace
-from numba_symm.collectives.direct import make_left
-from numba_symm.collectives.exchange import Exchange, Output, make_total, of_none
-from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.parts import after, make_place
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.kernels.exchange import (
+    Exchange,
+    Output,
+    make_total,
+    of_none,
+)
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.slots import after, make_place
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     LOADS,
     ROW,
@@ -49,7 +54,7 @@ from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 
-def make_exchange_signalled(
+def make_chunked_exchange(
     size: int, element: Element, op: Op, ragged: bool, kind: Exchange, left_over: int
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
@@ -59,7 +64,7 @@ def make_exchange_signalled(
     total = make_total(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
     tell, told = make_flags(size, kind.operation)
-    at = layout(size).two_shot_signalled
+    at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
     rows = SIGNALLED.steps(size)
@@ -76,7 +81,7 @@ def make_exchange_signalled(
     batch_in = min(rows, max(1, LOADS // received))
     held = max(batch_out * sent, batch_in * received)
 
-    def exchange_signalled(
+    def chunked_exchange(
         guard: Any,
         early: bool,
         ring: Any,
@@ -176,7 +181,7 @@ def make_exchange_signalled(
                     break
         keep(own, epochs, block, after(before, chunks, 1), failed)
 
-    return exchange_signalled
+    return chunked_exchange
 
 
 @functools.cache
@@ -191,7 +196,7 @@ def kernel(
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, kind, left_over)
     arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
-    return workspace.make_kernel(make_exchange_signalled, constants, *arguments)
+    return workspace.make_kernel(make_chunked_exchange, constants, *arguments)
 
 
 def bind(
@@ -208,7 +213,7 @@ def bind(
     """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
 
     With a root it is for a reduction, and for at most two ranks. ``left_over``: as
-    ``two_shot_signalled.py`` says.
+    ``chunked_all_reduce.py`` says.
     """
     vectors = divide_up(count, element.lanes)
     grid, height, chunks = chunks_of(vectors, comm.size, comm.max_blocks)

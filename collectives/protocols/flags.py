@@ -12,7 +12,7 @@ it has written for others; and all its threads know, so that they store nothing 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba_symm.collectives.workspace import THREADS
+from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,

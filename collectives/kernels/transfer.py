@@ -32,8 +32,8 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm import dtypes
-from numba_symm.collectives import workspace
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.workspace import (
     DEPTH,
     ROW,
     THREADS,

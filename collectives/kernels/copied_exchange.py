@@ -14,11 +14,12 @@ send the message once for each rank.
 
 from typing import Any, NamedTuple
 
-from numba_symm.collectives import broadcast_signalled, direct, exchange_signalled
-from numba_symm.collectives.copies import Copies, Copy
-from numba_symm.collectives.direct import along_ring, refusal
-from numba_symm.collectives.exchange import EXCHANGES
-from numba_symm.collectives.launches import Enqueue, InTurn
+from numba_symm.collectives.kernels import chunked_broadcast, chunked_exchange
+from numba_symm.collectives.kernels.exchange import EXCHANGES
+from numba_symm.collectives.protocols import handshake
+from numba_symm.collectives.protocols.binding import Enqueue, InTurn
+from numba_symm.collectives.protocols.copies import Copies, Copy
+from numba_symm.collectives.protocols.handshake import along_ring, refusal
 from numba_symm.dtypes import Element, Op
 from numba_symm.waits import ALL_GATHER_COPIES, ALL_TO_ALL_COPIES, BROADCAST_COPIES
 
@@ -62,12 +63,12 @@ def bind(
     operation = _OPERATIONS[name]
     if name == "broadcast":
         if comm.size != 2:
-            return broadcast_signalled.bind(*args, root)
-        rest = broadcast_signalled.bind(*args, root, left_over=True)
+            return chunked_broadcast.bind(*args, root)
+        rest = chunked_broadcast.bind(*args, root, left_over=True)
     elif comm.size == 1:
-        return exchange_signalled.bind(EXCHANGES[name], *args)
+        return chunked_exchange.bind(EXCHANGES[name], *args)
     else:
-        rest = exchange_signalled.bind(EXCHANGES[name], *args, left_over=operation)
+        rest = chunked_exchange.bind(EXCHANGES[name], *args, left_over=operation)
     part = count * element.itemsize
     read = _read(name, comm, source, target, part)
     call = f"{name} of {count} {element.name} from {root}"
@@ -78,7 +79,7 @@ def bind(
         offer = along_ring(rank, read.seen), array
         known = along_ring(rank, read.sources), array
         copies = _copies(name, comm, source, target, part, root, read)
-    move: Enqueue = direct.bind(comm, operation, call, offer, copies, rest, known)
+    move: Enqueue = handshake.bind(comm, operation, call, offer, copies, rest, known)
     own = Copy(target + rank * part, source, part)
     if read is not None and read.array == _OUTPUT and own.source != own.target:
         return InTurn(Copies(comm.order, [own]), move)

@@ -4,10 +4,10 @@ The ranks but the root each own a shard; of two ranks the root owns all. An owne
 its shard in all ranks' inputs, reduces it in rank order, and stores the result in the
 root's output, vector by vector: so no link carries more than the message once in each
 direction, and nothing waits between the first vector and the last. The inputs and the
-root's output must be symmetric: ``direct.py`` says how the ranks learn where they are,
-and what happens if one is not.
+root's output must be symmetric: ``handshake.py`` says how the ranks learn where they
+are, and what happens otherwise.
 
-Memory order: as ``broadcast_direct.py``. In place, the thread that reads a vector of
+Memory order: as ``direct_broadcast.py``. In place, the thread that reads a vector of
 the root's input stores that vector of its output afterwards, and no other touches it.
 
 Each element is reduced by one rank, in rank order: to the bits of an all-reduce.
@@ -19,12 +19,13 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import direct, reduce_signalled, workspace
-from numba_symm.collectives.direct import make_refused, make_where, offered
-from numba_symm.collectives.exchange import Output, make_total
-from numba_symm.collectives.launches import Enqueue
-from numba_symm.collectives.two_shot import shard
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.kernels import chunked_reduce
+from numba_symm.collectives.kernels.exchange import Output, make_total
+from numba_symm.collectives.kernels.two_shot import shard
+from numba_symm.collectives.protocols import handshake, workspace
+from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     THREADS,
     divide_up,
@@ -39,7 +40,7 @@ from numba_symm.waits import REDUCE_DIRECT
 LOADS = 8  # vectors that a thread loads before it reduces them
 
 
-def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any:
+def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
@@ -50,7 +51,7 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
     batch = max(1, LOADS // size)
     held = batch * size
 
-    def reduce_direct(
+    def direct_reduce(
         guard: Any,
         early: bool,
         ring: Any,
@@ -96,7 +97,7 @@ def make_reduce_direct(size: int, element: Element, op: Op, ragged: bool) -> Any
                     store(into, first + vector, count, words[0], words[1])
             start += batch * stride
 
-    return reduce_direct
+    return direct_reduce
 
 
 @functools.cache
@@ -104,7 +105,7 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
     arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
-    return workspace.make_kernel(make_reduce_direct, constants, *arguments)
+    return workspace.make_kernel(make_direct_reduce, constants, *arguments)
 
 
 def bind(
@@ -119,7 +120,7 @@ def bind(
     """Return what enqueues it; see ``Bind`` in ``select.py``, ``operations.py``."""
     args = (comm, source, target, count, element, op, root)
     if comm.size == 1:
-        return reduce_signalled.bind(*args)
+        return chunked_reduce.bind(*args)
     nbytes = count * element.itemsize
     inputs = outputs = offered(comm, source, nbytes)
     if comm.rank == root:
@@ -129,11 +130,11 @@ def bind(
     call = f"reduce of {count} {element.name} by {op!r} to {root}"
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size - 1)
-    grid = min(divide_up(share, THREADS), comm.max_blocks, direct.BLOCKS)
+    grid = min(divide_up(share, THREADS), comm.max_blocks, handshake.BLOCKS)
     move = workspace.launch(
         kernel(comm.size, element, op, count % element.lanes != 0),
         *(comm, grid),
         *(source, target, count, vectors, share, root),
     )
-    rest = reduce_signalled.bind(*args, left_over=True)
-    return direct.bind(comm, REDUCE_DIRECT, call, (inputs, outputs), move, rest)
+    rest = chunked_reduce.bind(*args, left_over=True)
+    return handshake.bind(comm, REDUCE_DIRECT, call, (inputs, outputs), move, rest)

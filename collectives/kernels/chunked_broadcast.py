@@ -7,7 +7,7 @@ The message is cut into a shard for each rank but the root, its owner. In chunks
     collect   everyone copies the others' pieces from its workspace into its array
 
 so the root sends the message once, and each other rank receives it once. This is the
-reverse of ``reduce_signalled.py``, and as ordered: turns, slots, flags and epochs are
+reverse of ``chunked_reduce.py``, and as ordered: turns, slots, flags and epochs are
 the same. Two ranks have one owner and nothing to relay: a call ends a turn earlier.
 """
 
@@ -17,13 +17,13 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import workspace
-from numba_symm.collectives.direct import make_left
-from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.launches import Enqueue
-from numba_symm.collectives.parts import after, make_place
-from numba_symm.collectives.two_shot import shard
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.kernels.two_shot import shard
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.slots import after, make_place
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     LOADS,
     ROW,
@@ -49,10 +49,10 @@ from numba_symm.kernels import Kernel
 from numba_symm.waits import BROADCAST_COPIES, BROADCAST_DIRECT, BROADCAST_SIGNALLED
 
 
-def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
+def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
-    at = layout(size).two_shot_signalled
+    at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
     rows = SIGNALLED.steps(size)
@@ -74,7 +74,7 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
         mine = owner < others and step < height and at < share
         return mine and owner * share + at < vectors
 
-    def broadcast_signalled(
+    def chunked_broadcast(
         guard: Any,
         early: bool,
         ring: Any,
@@ -167,7 +167,7 @@ def make_broadcast_signalled(size: int, element: Element, ragged: bool) -> Any:
                     break
         keep(own, epochs, block, after(before, chunks, hops), failed)
 
-    return broadcast_signalled
+    return chunked_broadcast
 
 
 @functools.cache
@@ -175,7 +175,7 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     arguments = (types.int64, ADDRESS, *6 * (types.int64,))
     constants = (size, element, ragged)
-    return workspace.make_kernel(make_broadcast_signalled, constants, *arguments)
+    return workspace.make_kernel(make_chunked_broadcast, constants, *arguments)
 
 
 def bind(
@@ -191,7 +191,7 @@ def bind(
     """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
 
     ``source`` and ``target`` are one. ``left_over``: it is the third launch of a
-    broadcast between the ranks' own arrays (``direct.py``), and does what the second
+    broadcast between the ranks' own arrays (``handshake.py``), and does what the second
     has not done.
     """
     if comm.size == 1:

@@ -2,7 +2,7 @@
 
 A call is three launches. In the first, of one block, each rank tells every other at
 which addresses that one sees its arrays, in packets of mailboxes (``mailboxes.py``)
-with the call's epoch. The second, of ``broadcast_direct.py`` or ``reduce_direct.py``,
+with the call's epoch. The second, of ``direct_broadcast.py`` or ``direct_reduce.py``,
 works on the arrays. A rank whose array is not symmetric, or not on a 16-byte boundary,
 tells 0 instead: then the second does nothing, and the third goes through the workspace.
 If nobody did, all that the third does is to make the ranks wait for each other.
@@ -30,11 +30,11 @@ from typing import Any
 
 from numba.cuda import types
 
-from numba_symm.collectives import workspace
-from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.launches import Enqueue, InTurn, digest_of
-from numba_symm.collectives.mailboxes import peek_packets, post_packets
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.binding import Enqueue, InTurn, digest_of
+from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.mailboxes import peek_packets, post_packets
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     THREADS,
     VECTOR,

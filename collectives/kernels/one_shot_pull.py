@@ -20,9 +20,9 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import workspace
-from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     PULL,
     ROW,

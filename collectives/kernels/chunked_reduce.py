@@ -2,7 +2,7 @@
 
 The ranks but the root each own a shard: every rank sends each owner that one's shard,
 the owners reduce and send to the root. So no link carries more than the message once
-in each direction, where ``two_shot_signalled.py`` needs more. Slots, flags and epochs
+in each direction, where ``chunked_all_reduce.py`` needs more. Slots, flags and epochs
 are that one's. (Of two ranks it is an exchange, or an all-reduce: see ``bind``.) A
 block moves a chunk of rows at a time; in turn t each rank
 
@@ -17,7 +17,7 @@ root follows what root does not matter.
 
 Memory order. ``flags.py`` orders what a block did in a turn before its flag, and what
 the others did in theirs after it. No slot is both scattered into and sent results, so
-chunks have four parts of the slots in turn (``parts.py``). Chunk t is scattered into
+chunks have four parts of the slots in turn (``slots.py``). Chunk t is scattered into
 the part of chunk t-4 after all have told turn t-2; owners read what was there in turn
 t-3, and the root the results in turn t-2.
 
@@ -30,17 +30,14 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import (
-    exchange_signalled,
-    two_shot_signalled,
-    workspace,
-)
-from numba_symm.collectives.direct import make_left
-from numba_symm.collectives.exchange import EXCHANGES, Output, make_total
-from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.parts import after, make_place
-from numba_symm.collectives.two_shot import shard
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.kernels import chunked_all_reduce, chunked_exchange
+from numba_symm.collectives.kernels.exchange import EXCHANGES, Output, make_total
+from numba_symm.collectives.kernels.two_shot import shard
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.slots import after, make_place
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     LOADS,
     ROW,
@@ -62,14 +59,14 @@ from numba_symm.kernels import Kernel, Launch
 from numba_symm.waits import REDUCE_DIRECT, REDUCE_SIGNALLED
 
 
-def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> Any:
+def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes, Output.AT_ROOT)
     tell, told = make_flags(size, REDUCE_SIGNALLED)
     left = make_left(size, REDUCE_DIRECT)
-    at = layout(size).two_shot_signalled
+    at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
     rows = SIGNALLED.steps(size)
@@ -78,7 +75,7 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
     batch = min(rows, max(1, LOADS // size))
     held = batch * size
 
-    def reduce_signalled(
+    def chunked_reduce(
         guard: Any,
         early: bool,
         ring: Any,
@@ -183,7 +180,7 @@ def make_reduce_signalled(size: int, element: Element, op: Op, ragged: bool) -> 
                     break
         keep(own, epochs, block, after(before, chunks, 2), failed)
 
-    return reduce_signalled
+    return chunked_reduce
 
 
 @functools.cache
@@ -191,7 +188,7 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
     arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
-    return workspace.make_kernel(make_reduce_signalled, constants, *arguments)
+    return workspace.make_kernel(make_chunked_reduce, constants, *arguments)
 
 
 def bind(
@@ -213,9 +210,9 @@ def bind(
     if comm.size <= 2:
         one_chunk = chunks_of(vectors, comm.size, comm.max_blocks).number == 1
         if one_chunk and not left_over:
-            return exchange_signalled.bind(EXCHANGES["reduce"], *args, root)
+            return chunked_exchange.bind(EXCHANGES["reduce"], *args, root)
         # Of more chunks, links in use both ways take less time.
-        return two_shot_signalled.bind(*args, REDUCE_DIRECT if left_over else 0)
+        return chunked_all_reduce.bind(*args, REDUCE_DIRECT if left_over else 0)
     owners = comm.size - 1
     share = shard(vectors, owners)
     grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)

@@ -4,10 +4,10 @@ The message is cut into a shard for each rank but the root, its owner. An owner 
 its shard in the root's array and stores it in its own and in the other owners', vector
 by vector: so the root sends the message once, each other rank receives it once, and
 nothing waits between the first vector and the last. The arrays must be symmetric:
-``direct.py`` says how the ranks learn where they are, and what happens if one is not.
+``handshake.py`` says how the ranks learn where they are, and what happens otherwise.
 
-Memory order: ``direct.py``'s, which orders the streams' earlier work before all this,
-and all this before what follows on any rank's stream.
+Memory order: that of ``handshake.py``, which orders the streams' earlier work before
+this kernel, and this kernel before what follows on any rank's stream.
 """
 
 import functools
@@ -16,11 +16,12 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import broadcast_signalled, direct, workspace
-from numba_symm.collectives.direct import make_refused, make_where, offered
-from numba_symm.collectives.launches import Enqueue
-from numba_symm.collectives.two_shot import shard
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.kernels import chunked_broadcast
+from numba_symm.collectives.kernels.two_shot import shard
+from numba_symm.collectives.protocols import handshake, workspace
+from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     THREADS,
     divide_up,
@@ -35,13 +36,13 @@ from numba_symm.waits import BROADCAST_DIRECT
 BATCH = 2  # vectors that a thread loads before it stores them
 
 
-def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
+def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
     refused, where = make_refused(size), make_where(size)
     others = size - 1
 
-    def broadcast_direct(
+    def direct_broadcast(
         guard: Any,
         early: bool,
         ring: Any,
@@ -83,7 +84,7 @@ def make_broadcast_direct(size: int, element: Element, ragged: bool) -> Any:
                             store(into, first + vector, count, low[i], high[i])
             start += BATCH * stride
 
-    return broadcast_direct
+    return direct_broadcast
 
 
 @functools.cache
@@ -91,7 +92,7 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, ragged)
     arguments = (ADDRESS, *4 * (types.int64,))
-    return workspace.make_kernel(make_broadcast_direct, constants, *arguments)
+    return workspace.make_kernel(make_direct_broadcast, constants, *arguments)
 
 
 def bind(
@@ -109,16 +110,16 @@ def bind(
     """
     args = (comm, source, target, count, element, op, root)
     if comm.size <= 2:  # nothing is relayed
-        return broadcast_signalled.bind(*args)
+        return chunked_broadcast.bind(*args)
     call = f"broadcast of {count} {element.name} from {root}"
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size - 1)
-    grid = min(divide_up(share, THREADS), comm.max_blocks, direct.BLOCKS)
+    grid = min(divide_up(share, THREADS), comm.max_blocks, handshake.BLOCKS)
     move = workspace.launch(
         kernel(comm.size, element, count % element.lanes != 0),
         *(comm, grid),
         *(target, count, vectors, share, root),
     )
     seen = offered(comm, target, count * element.itemsize)
-    rest = broadcast_signalled.bind(*args, left_over=True)
-    return direct.bind(comm, BROADCAST_DIRECT, call, (seen, seen), move, rest)
+    rest = chunked_broadcast.bind(*args, left_over=True)
+    return handshake.bind(comm, BROADCAST_DIRECT, call, (seen, seen), move, rest)

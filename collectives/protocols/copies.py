@@ -5,7 +5,7 @@ Each rank copies from the other ranks' arrays into its own. Nothing stops a copy
 has been enqueued, so no copy may write another rank's array: after a failure, a rank
 that comes late changes its own output only, and its next check raises.
 
-A call by copy engines is a call between the ranks' own arrays (``direct.py``) whose
+A call by copy engines is a call between the ranks' own arrays (``handshake.py``) whose
 second launch is a series of copies. The host enqueues them, so it must know beforehand
 where the other ranks' arrays are: it assumes the same part of the same symmetric block
 as its own. If the meeting finds that one array is elsewhere, all ranks refuse. The

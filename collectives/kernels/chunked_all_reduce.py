@@ -12,7 +12,7 @@ chunk k then. Results of chunk k+2 are sent into the half of chunk k after every
 part of chunk k+2 came, which it sends after it has read the results of chunk k.
 
 Between calls, of this kernel and the others that have these slots, flags and epochs
-(``broadcast_signalled.py``, ``reduce_signalled.py``, ``exchange_signalled.py``): a
+(``chunked_broadcast.py``, ``chunked_reduce.py``, ``chunked_exchange.py``): a
 call's first chunk goes into the half that follows from its first epoch, of which every
 rank has read everything by then; anything else is written after all have told that they
 are in this call, and so have left the one before. Here a call ends before a rank knows
@@ -30,12 +30,12 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import workspace
-from numba_symm.collectives.direct import make_left
-from numba_symm.collectives.flags import make_flags
-from numba_symm.collectives.ring import make_in_rank_order
-from numba_symm.collectives.two_shot import shard
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.kernels.two_shot import shard
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.order import make_in_rank_order
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     LOADS,
     MAX_BLOCKS,
@@ -66,12 +66,12 @@ from numba_symm.waits import TWO_SHOT_SIGNALLED
 SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags tells of
 
 
-def make_two_shot_signalled(
+def make_chunked_all_reduce(
     size: int, element: Element, op: Op, ragged: bool, left_over: int
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
-    at = layout(size).two_shot_signalled
+    at = layout(size).chunked
     epochs, flags, slots = at.epochs, at.flags, at.slots
     rows = SIGNALLED.steps(size)
     rank_stride = rows * ROW
@@ -95,7 +95,7 @@ def make_two_shot_signalled(
     in_rank_order = make_in_rank_order(size)
     left = make_left(size, left_over)
 
-    def two_shot_signalled(
+    def chunked_all_reduce(
         guard: Any,
         early: bool,
         ring: Any,
@@ -216,7 +216,7 @@ def make_two_shot_signalled(
         if thread == 0:
             st_u32(results_at, (results_before + chunks) & 0xFFFFFFFF)
 
-    return two_shot_signalled
+    return chunked_all_reduce
 
 
 @functools.cache
@@ -226,7 +226,7 @@ def kernel(
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, left_over)
     arguments = (ADDRESS, ADDRESS, types.int64, types.int64, types.int64)
-    return workspace.make_kernel(make_two_shot_signalled, constants, *arguments)
+    return workspace.make_kernel(make_chunked_all_reduce, constants, *arguments)
 
 
 def bind(
@@ -241,7 +241,7 @@ def bind(
     """Return the packed launch; see ``Bind`` in ``select.py``.
 
     ``left_over``: it is the third launch of this operation between the ranks' own
-    arrays (``direct.py``), and does what the second has not done; 0: it is not.
+    arrays (``handshake.py``), and does what the second has not done; 0: it is not.
     """
     vectors = divide_up(count, element.lanes)
     share = shard(vectors, comm.size)

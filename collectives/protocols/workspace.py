@@ -92,7 +92,7 @@ class Layout:
     two_shot_sentinel: Region
     two_shot_marked: Region
     two_shot_ll: Region
-    two_shot_signalled: Region
+    chunked: Region
     transfer: Region
     nbytes: int
 
@@ -222,7 +222,7 @@ def layout(size: int) -> Layout:
         "pull": PULL.most(size) * 2 * PULL.rows * ROW,
         **{f"one_shot_{name}": taken(each, 1) for name, each in ONE_SHOT.items()},
         **{f"two_shot_{name}": taken(each, 2) for name, each in TWO_SHOT.items()},
-        "two_shot_signalled": taken(SIGNALLED, 2),
+        "chunked": taken(SIGNALLED, 2),
     }
     regions: dict[str, Any] = {}
     end = _lines(8 * MOST_BLOCKS)

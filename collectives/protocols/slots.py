@@ -1,6 +1,6 @@
 """The four parts of a block's slots that chunks have in turn.
 
-The slots are those of ``two_shot_signalled.py``: two halves of two sets. Chunks 0 and 1
+The slots are those of ``chunked_all_reduce.py``: two halves of two sets. Chunks 0 and 1
 of a call go into one half, 2 and 3 into the other, and so on.
 
 Between calls, of any kernel with these slots, flags and epochs: the half in which a
@@ -12,7 +12,7 @@ chunk; so many epochs are counted that the next one begins in the other half.
 
 from collections.abc import Callable
 
-from numba_symm.collectives.workspace import ROW, SIGNALLED, layout
+from numba_symm.collectives.protocols.workspace import ROW, SIGNALLED, layout
 from numba_symm.device.intrinsics import device_function
 
 
@@ -23,7 +23,7 @@ def make_place(size: int) -> Callable[[int, int, int], int]:
     chunk in a call that began after epoch ``before``: for each neighbour, along the
     ring, ``SIGNALLED.steps(size)`` rows.
     """
-    slots = layout(size).two_shot_signalled.slots
+    slots = layout(size).chunked.slots
     set_stride = (size - 1) * SIGNALLED.steps(size) * ROW
 
     @device_function

@@ -45,7 +45,13 @@ TensorRT-LLM.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba_symm.collectives.workspace import MARK, ROW, VECTOR, Protocol, Region
+from numba_symm.collectives.protocols.workspace import (
+    MARK,
+    ROW,
+    VECTOR,
+    Protocol,
+    Region,
+)
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
@@ -229,7 +235,7 @@ def most_blocks(comm: Any, transport: str, protocol: Protocol) -> int:
 class Mailboxes(NamedTuple):
     """Device functions for the mailboxes of one protocol.
 
-    ``k`` counts along the ring (``ring.py``).
+    ``k`` counts along the ring (``order.py``).
 
     Attributes:
         next_epoch: ``(epoch)`` counts rounds.

@@ -16,7 +16,7 @@ barrier follows each piece's reduction: all ranks' results of that piece are com
 and no rank needs what it staged of it. The third launch follows the last gather.
 
 Where an array is not symmetric, or begins elsewhere in its block on another rank, or
-the call is in place, ``two_shot_signalled.py`` reduces in the third launch; where the
+the call is in place, ``chunked_all_reduce.py`` reduces in the third launch; where the
 message does not divide into whole vectors for each rank, it does so at once.
 """
 
@@ -26,11 +26,12 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import barrier, direct, two_shot_signalled
-from numba_symm.collectives.copies import Copies, Copy, enqueue
-from numba_symm.collectives.direct import along_ring, refusal
-from numba_symm.collectives.launches import Enqueue
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.kernels import barrier, chunked_all_reduce
+from numba_symm.collectives.protocols import handshake
+from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.protocols.copies import Copies, Copy, enqueue
+from numba_symm.collectives.protocols.handshake import along_ring, refusal
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     THREADS,
     VECTOR,
@@ -117,8 +118,8 @@ def bind(
     args = (comm, source, target, count, element, op)
     vectors = divide_up(count, element.lanes)
     if comm.size == 1 or vectors % comm.size != 0 or count % element.lanes != 0:
-        return two_shot_signalled.bind(*args)
-    rest = two_shot_signalled.bind(*args, left_over=ALL_REDUCE_COPIES)
+        return chunked_all_reduce.bind(*args)
+    rest = chunked_all_reduce.bind(*args, left_over=ALL_REDUCE_COPIES)
     call = f"all_reduce of {count} {element.name} by {op!r}"
     inputs = comm.heap.place(source, count * element.itemsize)
     outputs = comm.heap.place(target, count * element.itemsize)
@@ -136,7 +137,7 @@ def bind(
             for first in range(0, share, step)
         ]
         move = Pipeline(comm, pieces)
-    return direct.bind(comm, ALL_REDUCE_COPIES, call, offer, move, rest, known)
+    return handshake.bind(comm, ALL_REDUCE_COPIES, call, offer, move, rest, known)
 
 
 def _piece(

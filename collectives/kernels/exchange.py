@@ -30,16 +30,16 @@ import numpy as np
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import workspace
-from numba_symm.collectives.launches import digest_of
-from numba_symm.collectives.mailboxes import (
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.binding import digest_of
+from numba_symm.collectives.protocols.mailboxes import (
     EVERYONE,
     TRANSPORTS,
     make_mailboxes,
     most_blocks,
 )
-from numba_symm.collectives.ring import make_in_rank_order
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.protocols.order import make_in_rank_order
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     ONE_SHOT,
     THREADS,
@@ -167,7 +167,7 @@ def make_total(
     @device_function
     def of_some(taken: int, low: Any, high: Any, first: int) -> Any:
         total = unpack(low[first], high[first])
-        # All ranks are looked at: every index is a constant, as in ``ring.py``.
+        # All ranks are looked at: every index is a constant, as in ``order.py``.
         for r in range(1, size):
             if r < taken:
                 total = combine(total, unpack(low[first + r], high[first + r]))

@@ -9,9 +9,9 @@ import numpy as np
 
 from numba_symm import arrays, streams
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives import transfer
-from numba_symm.collectives.launches import Enqueue, InTurn
-from numba_symm.collectives.transfer import Message
+from numba_symm.collectives.kernels import transfer
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.protocols.binding import Enqueue, InTurn
 from numba_symm.errors import ArgumentError
 
 Stream = tuple[int, Any]

@@ -13,15 +13,15 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives import workspace
-from numba_symm.collectives.mailboxes import (
+from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols.mailboxes import (
     EVERYONE,
     TRANSPORTS,
     make_mailboxes,
     most_blocks,
 )
-from numba_symm.collectives.ring import make_in_rank_order
-from numba_symm.collectives.workspace import (
+from numba_symm.collectives.protocols.order import make_in_rank_order
+from numba_symm.collectives.protocols.workspace import (
     ADDRESS,
     ONE_SHOT,
     THREADS,

@@ -1,0 +1,1 @@
+"""Device code that kernels share, and what binds a kernel to a call."""
