@@ -35,7 +35,7 @@ def make_barrier(size: int, between: bool) -> Any:
 
     def barrier(guard: Any, early: bool, ring: Any, own: int) -> None:
         follow_previous_grid(early)
-        if between and refused(own):
+        if between and refused(own):  # explore: refused
             return
         epoch, failed = resume(own, epochs, 0)
         epoch = (epoch + 1) & 0xFFFFFFFF

@@ -84,12 +84,12 @@ def make_chunked_all_reduce(
 
     @device_function
     def place(block: int, epoch: int, which: int) -> int:
-        half = slots + (2 * block + (epoch & 1)) * half_stride
-        return half + which * set_stride
+        half = slots + (2 * block + (epoch & 1)) * half_stride  # explore: half
+        return half + which * set_stride  # explore: set
 
     @device_function
     def flag_place(block: int, which: int) -> int:
-        return flags + which * flag_set + 4 * size * block
+        return flags + which * flag_set + 4 * size * block  # explore: flags
 
     tell, told = make_flags(size, TWO_SHOT_SIGNALLED)
     in_rank_order = make_in_rank_order(size)
@@ -109,7 +109,7 @@ def make_chunked_all_reduce(
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if left_over != 0 and not left(guard, ring, own, block):
+        if left_over != 0 and not left(guard, ring, own, block):  # explore: left
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -119,12 +119,12 @@ def make_chunked_all_reduce(
         stride = cuda.gridDim.x * rows * THREADS
         before, failed = resume(own, epochs, block)
         results_at = own + epochs + 4 * (MOST_BLOCKS + block)
-        results_before = ld_u32(results_at)
+        results_before = ld_u32(results_at)  # explore: results
         first = block * rows * THREADS + thread
         # In each turn: results of the chunk before last, the next one's input, and the
         # reduction of the last one that was sent. The order is what the halves rest on.
         for turn in range(chunks + 2):
-            if turn >= 2:
+            if turn >= 2:  # explore: gather
                 epoch = (results_before + turn - 1) & 0xFFFFFFFF
                 flag = own + flag_place(block, REDUCED)
                 failed = told(guard, flag, block, epoch, failed)
@@ -144,14 +144,14 @@ def make_chunked_all_reduce(
                         if at < share and target != 0:
                             at += (guard.rank + 1 + k) % size * share
                             store(target, at, count, low[i], high[i])
-            if turn == 1:
+            if turn == 1:  # explore: wait
                 # All ranks have left the call before.
                 epoch = (before + turn) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
                 failed = told(guard, flag, block, epoch, failed)
                 if failed:
                     break
-            if turn < chunks:
+            if turn < chunks:  # explore: scatter
                 epoch = (before + turn + 1) & 0xFFFFFFFF
                 slot = place(block, epoch, SCATTERED) + VECTOR * thread
                 vector = first + turn * stride
@@ -165,6 +165,7 @@ def make_chunked_all_reduce(
                         step, k = row + i // others, i % others
                         if vector + step * THREADS < share and not failed:
                             # The sender is its k-th neighbour's (n - 2 - k)-th.
+                            # explore: mirror
                             there = slot + (others - 1 - k) * rank_stride
                             words = low[i], high[i]
                             st_v2_u64(ring[k] + there + step * ROW, words)
@@ -172,7 +173,7 @@ def make_chunked_all_reduce(
                 failed = tell(ring, flag, guard.rank, epoch, failed)
                 if failed:
                     break
-            if 1 <= turn <= chunks:
+            if 1 <= turn <= chunks:  # explore: reduce
                 epoch = (before + turn) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
                 failed = told(guard, flag, block, epoch, failed)

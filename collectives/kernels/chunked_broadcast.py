@@ -91,7 +91,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if left_over != 0 and not left(guard, ring, own, block):
+        if left_over != 0 and not left(guard, ring, own, block):  # explore: left
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -122,7 +122,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                         if sent and not failed:
                             to = ring[k] + slot + (others - 1 - k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
-            if turn >= 1:
+            if turn >= 1:  # explore: wait
                 last = (before + turn) & 0xFFFFFFFF
                 failed = told(guard, own + flag, block, last, failed)
                 if failed:
@@ -141,7 +141,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                             words = low[i], high[i]
                             for k in range(others):
                                 to = slot + (others - 1 - k) * rank_stride
-                                if k != to_root:
+                                if k != to_root:  # explore: to-root
                                     st_v2_u64(ring[k] + to + (row + i) * ROW, words)
                             there = mine * share + vector + (row + i) * THREADS
                             store(array, there, count, words[0], words[1])
@@ -159,9 +159,10 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                         step, k = row + i // others, i % others
                         owner = (mine + 1 + k) % size
                         if inside(owner, vector, step, height, share, vectors):
+                            # explore: store
                             there = owner * share + vector + step * THREADS
                             store(array, there, count, low[i], high[i])
-            if turn < chunks + hops - 1:
+            if turn < chunks + hops - 1:  # explore: tell
                 failed = tell(ring, flag, rank, epoch, failed)
                 if failed:
                     break

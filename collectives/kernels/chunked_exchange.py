@@ -98,7 +98,7 @@ def make_chunked_exchange(
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if left_over != 0 and not left(guard, ring, own, block):
+        if left_over != 0 and not left(guard, ring, own, block):  # explore: left
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -136,7 +136,7 @@ def make_chunked_exchange(
                             if parts_out:
                                 j = i * sent + mine
                                 store(there, at, count, low[j], high[j])
-            if turn >= 1:
+            if turn >= 1:  # explore: wait
                 last = (before + turn) & 0xFFFFFFFF
                 failed = told(guard, own + flag, block, last, failed)
                 if failed:
@@ -175,7 +175,7 @@ def make_chunked_exchange(
                                 store(target, at, count, words[0], words[1])
                             elif none_stored:
                                 store(target, at, count, none_low, none_high)
-            if turn < chunks:
+            if turn < chunks:  # explore: tell
                 failed = tell(ring, flag, rank, epoch, failed)
                 if failed:
                     break

@@ -94,7 +94,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        if left_over != 0 and not left(guard, ring, own, block):
+        if left_over != 0 and not left(guard, ring, own, block):  # explore: left
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -125,9 +125,10 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                         inside = step < height and at < share and owner < others
                         if inside and not failed:
                             # The sender is its k-th neighbour's (n - 2 - k)-th.
+                            # explore: mirror
                             to = ring[k] + slot + (others - 1 - k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
-            if turn >= 1:
+            if turn >= 1:  # explore: wait
                 last = (before + turn) & 0xFFFFFFFF
                 failed = told(guard, own + flag, block, last, failed)
                 if failed:
@@ -156,7 +157,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                         if step < height and vector + step * THREADS < share:
                             result = total(size, low, high, i * size)
                             for k in range(others):
-                                if k == root:
+                                if k == root:  # explore: to-root
                                     to = slot + (others - 1 - k) * rank_stride
                                     st_v2_u64(ring[k] + to + step * ROW, result)
             if turn >= 2 and target != 0:
@@ -173,8 +174,9 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                         step, k = row + i // others, i % others
                         at = vector + step * THREADS
                         if step < height and at < share:
+                            # explore: store
                             store(target, k * share + at, count, low[i], high[i])
-            if turn <= chunks:
+            if turn <= chunks:  # explore: tell
                 failed = tell(ring, flag, rank, epoch, failed)
                 if failed:
                     break

@@ -104,7 +104,7 @@ class Pipeline:
                 side.follow(stream, index)
                 piece.reduce(side.stream)
                 # All ranks have reduced this piece, and need what they staged no more.
-                self._barrier(side.stream)
+                self._barrier(side.stream)  # explore: barrier
                 side.mark(len(self._pieces) + index)
             for index, piece in enumerate(self._pieces):
                 side.lead(stream, len(self._pieces) + index)

@@ -56,7 +56,7 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
         follow_previous_grid(early)
         # Owners are numbered from the one after the root on.
         owner = (guard.rank + others - root) % size
-        if refused(own) or owner == others:
+        if refused(own) or owner == others:  # explore: refused
             return
         low = cuda.local.array(BATCH, types.int64)
         high = cuda.local.array(BATCH, types.int64)

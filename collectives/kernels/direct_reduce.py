@@ -66,7 +66,7 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
         follow_previous_grid(early)
         # Owners are numbered from the one after the root on, or from the root.
         owner = (guard.rank + after_owner - root) % size
-        if refused(own) or owner == others:
+        if refused(own) or owner == others:  # explore: refused
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -75,7 +75,7 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
         mine = min(share, vectors - first)
         into = target
         if size > 2:
-            _, into = ld_v2_u64(own + where(others - 1 - owner))
+            _, into = ld_v2_u64(own + where(others - 1 - owner))  # explore: into
         for r in range(size):
             # By rank: the order of the reduction.
             k = (r + others - guard.rank) % size

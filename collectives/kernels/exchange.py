@@ -275,8 +275,8 @@ def make_exchange(
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
-        posted = sent_to if rooted and thread != 0 else EVERYONE
-        wanted = got_of if rooted and thread != 0 else EVERYONE
+        posted = sent_to if rooted and thread != 0 else EVERYONE  # explore: posted
+        wanted = got_of if rooted and thread != 0 else EVERYONE  # explore: wanted
         own_low = cuda.local.array(steps, types.int64)
         own_high = cuda.local.array(steps, types.int64)
         low = cuda.local.array(size, types.int64)
@@ -314,7 +314,7 @@ def make_exchange(
                     failed = not receive(guard, boxes, epoch, block, low, high, wanted)
                     if rooted and thread == 0 and not failed:
                         failed = not alike(guard, digest, got_of, low, high)
-                    if failed:
+                    if failed:  # explore: give-up
                         break
                     low[0] = own_low[step]
                     high[0] = own_high[step]
@@ -331,7 +331,7 @@ def make_exchange(
                 wipe(own, block, epoch, thread)
             start += steps * stride
             if start - thread < vectors:
-                if rooted and thread == 0:
+                if rooted and thread == 0:  # explore: fence
                     # What thread 0 has heard comes before the threads meet: of the
                     # ranks to which they post, they have heard nothing themselves.
                     fence_acq_rel_sys()

@@ -95,6 +95,7 @@ def make_one_shot(
                 vector = start + step * stride
                 if vector < vectors:
                     words = load(source, vector, count)
+                    # explore: sent
                     own_low[step], own_high[step] = sent(words[0], words[1])
             for step in range(steps):
                 if start + step * stride < vectors and not failed:
@@ -107,7 +108,7 @@ def make_one_shot(
                     failed = not receive(
                         guard, boxes, epoch, block, low, high, EVERYONE
                     )
-                    if failed:
+                    if failed:  # explore: give-up
                         break
                     low[0] = own_low[step]
                     high[0] = own_high[step]

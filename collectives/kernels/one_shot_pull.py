@@ -69,9 +69,9 @@ def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any
         epoch, failed = resume(own, epochs, block)
         own_flags = flags + 4 * size * block
         start = block * share
-        while start < vectors:
+        while start < vectors:  # explore: rounds
             epoch = (epoch + 1) & 0xFFFFFFFF
-            half = slots + (2 * block + (epoch & 1)) * half_bytes
+            half = slots + (2 * block + (epoch & 1)) * half_bytes  # explore: half
             end = min(start + share, vectors)
             for vector in range(start + thread, end, THREADS):
                 slot = own + half + 16 * (vector - start)

@@ -108,7 +108,7 @@ def _await_piece(guard: Any, flag: int, epoch: int, record: int) -> bool:
     """Poll a slot's flag until it is piece ``epoch``'s (acquire)."""
     polls = 0
     started = 0
-    while ld_acquire_sys_u64(flag) & _LOW_HALF != epoch:
+    while ld_acquire_sys_u64(flag) & _LOW_HALF != epoch:  # explore: await
         poll_pause()
         polls += 1
         if polls % POLLS_PER_CHECK == 0:
@@ -146,17 +146,17 @@ def make_transfer(
     @device_function
     def raise_flag(address: int, word: int) -> None:
         # What the whole block has written of the piece comes before its flag.
-        syncthreads()
+        syncthreads()  # explore: flag-meet
         if thread_index() == 0:
-            fence_acq_rel_sys()
+            fence_acq_rel_sys()  # explore: flag-fence
             st_relaxed_sys_u64(address, word)
 
     @device_function
     def give_credit(address: int, epoch: int) -> None:
         # What the whole block has read of the piece, it has read before it says so.
-        syncthreads()
+        syncthreads()  # explore: credit-meet
         if thread_index() == 0:
-            fence_acq_rel_sys()
+            fence_acq_rel_sys()  # explore: credit-fence
             st_relaxed_sys_u32(address, epoch)
 
     def transfer(
@@ -217,7 +217,8 @@ def make_transfer(
                 word = word_of(size_word | epoch)
                 if thread == 0 and not failed:
                     if sending:
-                        due = (epoch - DEPTH) & _LOW_HALF
+                        due = (epoch - DEPTH) & _LOW_HALF  # explore: due
+                        # explore: wait
                         failed = not wait_for_epoch(guard, credit, due, record)
                     else:
                         failed = not _await_piece(guard, flag_now, epoch, record)
@@ -226,8 +227,8 @@ def make_transfer(
                             record = wait_record(TRANSFER_MISMATCH, rank, peer, 0, 0)
                             fail(guard, record)
                 # What one thread has waited for, the whole block may use.
-                stopped = syncthreads_or(failed)
-                if stopped:
+                stopped = syncthreads_or(failed)  # explore: agree
+                if stopped:  # explore: give-up
                     break
                 for row in range(0, piece_rows, batch):
                     for i in range(batch):

@@ -115,7 +115,7 @@ def make_two_shot(
                     failed = not receive(
                         guard, boxes, epoch, block, low, high, EVERYONE
                     )
-                    if failed:
+                    if failed:  # explore: give-up-scatter
                         break
                     in_rank_order(guard.rank, low, high, spare)
                     total = unpack(low[0], high[0])
@@ -126,6 +126,7 @@ def make_two_shot(
                     boxes = box(block, epoch, GATHER, 0, step, thread)
                     post(ring, boxes, result[0], result[1], epoch)
                     if target != 0:
+                        # explore: result
                         store(target, mine, count, result[0], result[1])
             for step in range(steps):
                 vector = start + step * stride
@@ -134,7 +135,7 @@ def make_two_shot(
                     failed = not receive(
                         guard, boxes, epoch, block, low, high, EVERYONE
                     )
-                    if failed:
+                    if failed:  # explore: give-up-gather
                         break
                     if target != 0:
                         for k in range(others):

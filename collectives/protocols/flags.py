@@ -49,14 +49,14 @@ def make_flags(size: int, operation: int) -> Flags:
 
     @device_function
     def tell(ring: Any, flags: int, rank: int, epoch: int, failed: bool) -> bool:
-        failed = syncthreads_or(failed)
+        failed = syncthreads_or(failed)  # explore: meet
         thread = thread_index()
         if thread < size - 1:
             # One fence for all flags: the threads of a warp execute it together.
-            fence_acq_rel_sys()
+            fence_acq_rel_sys()  # explore: fence
         for k in range(size - 1):
             if thread == k % THREADS and not failed:
-                st_relaxed_sys_u32(ring[k] + flags + 4 * rank, epoch)
+                st_relaxed_sys_u32(ring[k] + flags + 4 * rank, epoch)  # explore: raise
         return failed
 
     @device_function
@@ -65,8 +65,9 @@ def make_flags(size: int, operation: int) -> Flags:
         while peer < size and not failed:
             if peer != guard.rank:
                 record = wait_record(operation, guard.rank, peer, block, epoch)
+                # explore: wait
                 failed = not wait_for_epoch(guard, flags + 4 * peer, epoch, record)
             peer += THREADS
-        return syncthreads_or(failed)
+        return syncthreads_or(failed)  # explore: agree
 
     return Flags(tell, told)

@@ -64,7 +64,7 @@ grids of this size may be launched early (``workspace.py``)."""
 
 _BOX = 4 * VECTOR  # two vectors as packets
 
-REFUSED, FAILED = 0, -1
+REFUSED, FAILED = 0, -1  # explore: failed
 """What is kept in the place of a neighbour's first word after a refusal or failure."""
 
 Offer = tuple[tuple[int, ...], tuple[int, ...]]
@@ -85,7 +85,7 @@ def make_meet(size: int) -> Any:
         started = 0
         digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
         first, second, missing = peek_packets(mail, VECTOR, epoch)
-        while missing | late != 0:
+        while missing | late != 0:  # explore: come
             poll_pause()
             polls += 1
             if polls % POLLS_PER_CHECK == 0:
@@ -117,7 +117,7 @@ def make_meet(size: int) -> Any:
         before, failed = resume(own, epochs, 0)
         epoch = (before + 1) & 0xFFFFFFFF
         if thread < others:
-            fence_acq_rel_sys()
+            fence_acq_rel_sys()  # explore: fence-before
         for k in range(others):
             if thread == k % THREADS and not failed:
                 # The sender is its k-th neighbour's (n - 2 - k)-th.
@@ -142,7 +142,7 @@ def make_meet(size: int) -> Any:
                     fail(guard, record)
             if failed:
                 theirs = FAILED
-            elif first[0] == REFUSED:
+            elif first[0] == REFUSED:  # explore: refuses
                 # A rank that refuses treats all ranks as refusing.
                 theirs = REFUSED
             st_v2_u64(own + where(k), (theirs, output))
@@ -151,11 +151,12 @@ def make_meet(size: int) -> Any:
             # The same thread stored them.
             if thread == k % THREADS and known_first[k] != 0:
                 theirs, output = ld_v2_u64(own + where(k))
+                # explore: elsewhere
                 elsewhere = theirs != known_first[k] or output != known_second[k]
                 if elsewhere and theirs != FAILED:
                     st_v2_u64(own + where(k), (REFUSED, output))
         if thread < others:
-            fence_acq_rel_sys()
+            fence_acq_rel_sys()  # explore: fence-after
         # The epoch counts on when the call is over.
         keep(own, epochs, 0, before, failed)
 
@@ -193,7 +194,7 @@ def make_outcome(size: int) -> Callable[[int], int]:
         lowest = 1
         for k in range(others):
             first, _ = ld_v2_u64(own + where(k))
-            lowest = min(lowest, first)
+            lowest = min(lowest, first)  # explore: lowest
         return lowest
 
     return outcome
@@ -232,9 +233,9 @@ def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]
             epoch, failed = resume(own, epochs, 0)
             epoch = (epoch + 1) & 0xFFFFFFFF
             # After a refusal, too: flags must not be 2**31 calls old.
-            failed = tell(ring, flags, guard.rank, epoch, failed)
+            failed = tell(ring, flags, guard.rank, epoch, failed)  # explore: tell
             if found != REFUSED:
-                failed = told(guard, own + flags, 0, epoch, failed)
+                failed = told(guard, own + flags, 0, epoch, failed)  # explore: wait
             # All threads have resumed before they told.
             keep_agreed(own, epochs, 0, epoch, failed)
         return found == REFUSED

@@ -76,7 +76,7 @@ EVERYONE = -1
 UNMARKED = 0xFFFFFFFF
 """The marks that say that they have not come."""
 
-LAST_EPOCH = 2**32 - 2
+LAST_EPOCH = 2**32 - 2  # explore: last-epoch
 """The epoch after which 1 follows: even, so that halves go on alternating."""
 
 _NOT_THE_TOP_BIT = 0x7FFFFFFFFFFFFFFF
@@ -104,7 +104,7 @@ class Transport(NamedTuple):
 
 
 @device_function
-def _sent_sentinel(low: int, high: int) -> Any:
+def _sent_sentinel(low: int, high: int) -> Any:  # explore: sent
     if low == EMPTY:
         low = low & _NOT_THE_TOP_BIT
     if high == EMPTY:
@@ -120,7 +120,7 @@ def _post_sentinel(box: int, low: int, high: int, epoch: int) -> None:
 @device_function
 def _peek_sentinel(box: int, epoch: int) -> Any:
     low, high = ld_relaxed_sys_v2_u64(box)
-    return low, high, word_of((low == EMPTY) | (high == EMPTY))
+    return low, high, word_of((low == EMPTY) | (high == EMPTY))  # explore: empty
 
 
 @device_function
@@ -136,10 +136,11 @@ def _sent_as_it_is(low: int, high: int) -> Any:
 @device_function
 def _marks(box: int) -> int:
     """Return where the marks of this thread's vector at ``box`` are: after its row."""
-    return box + ROW - (VECTOR - MARK) * thread_index_x()
+    return box + ROW - (VECTOR - MARK) * thread_index_x()  # explore: marks
 
 
 @device_function
+# explore: post-marked
 def _post_marked(box: int, first: int, second: int, epoch: int) -> None:
     marks = 0
     if first == EMPTY:
@@ -157,6 +158,7 @@ def _peek_marked(box: int, epoch: int) -> Any:
     first, second = ld_relaxed_sys_v2_u64(box)
     marks = ld_relaxed_sys_u32(_marks(box)) & UNMARKED
     unmarked = marks == UNMARKED
+    # explore: missing
     missing = word_of((first == EMPTY) | (second == EMPTY) | unmarked)
     if marks & 1 != 0:
         first = EMPTY
@@ -168,7 +170,7 @@ def _peek_marked(box: int, epoch: int) -> Any:
 @device_function
 def _clear_marked(box: int) -> None:
     st_relaxed_sys_v2_u64(box, (EMPTY, EMPTY))
-    st_relaxed_sys_u32(_marks(box), UNMARKED)
+    st_relaxed_sys_u32(_marks(box), UNMARKED)  # explore: unmark
 
 
 @device_function
@@ -187,6 +189,7 @@ def peek_packets(box: int, stride: int, epoch: int) -> Any:
     flag = word_of(epoch << 32)
     first, second = ld_relaxed_sys_v2_u64(box)
     third, fourth = ld_relaxed_sys_v2_u64(box + stride)
+    # explore: wrong
     wrong = (first ^ flag) | (second ^ flag) | (third ^ flag) | (fourth ^ flag)
     low = word_of((first & _LOW) | second << 32)
     high = word_of((third & _LOW) | fourth << 32)
@@ -211,7 +214,7 @@ def _clear_ll(box: int) -> None:
 @device_function
 def _wipe_ll(box: int) -> None:
     st_relaxed_sys_v2_u64(box, (0, 0))
-    st_relaxed_sys_v2_u64(box + ROW, (0, 0))
+    st_relaxed_sys_v2_u64(box + ROW, (0, 0))  # explore: wipe-second
 
 
 TRANSPORTS = {
@@ -289,7 +292,7 @@ def make_mailboxes(
     count = protocol.steps(size)
     row = protocol.row
     line = protocol.most(size) * row
-    rank_stride = count * line
+    rank_stride = count * line  # explore: rank-stride
     set_stride = others * rank_stride
     half_stride = sets * set_stride
     slots = region.slots
@@ -303,7 +306,8 @@ def make_mailboxes(
     def box(block: int, epoch: int, which: int, k: int, step: int, thread: int) -> int:
         # The blocks' rows of a step lie side by side, as the messages' do: their stores
         # spread over all of the memory's channels.
-        half = slots + (epoch & 1) * half_stride + which * set_stride
+        half = slots + (epoch & 1) * half_stride + which * set_stride  # explore: half
+        # explore: step
         return half + k * rank_stride + step * line + block * row + thread * VECTOR
 
     @device_function
@@ -311,6 +315,7 @@ def make_mailboxes(
         ring: Any, k: int, first: int, low: int, high: int, epoch: int
     ) -> None:
         # The sender is its k-th neighbour's (n - 2 - k)-th.
+        # explore: mirror
         post_to(ring[k] + first + (others - 1 - k) * rank_stride, low, high, epoch)
 
     @device_function
@@ -353,10 +358,10 @@ def make_mailboxes(
                             late = (guard.rank + 1 + k) % size
                     record = wait_record(operation, guard.rank, late, block, epoch)
                     given_up = must_give_up(guard, started, record)
-        if arrived:
+        if arrived:  # explore: arrived
             for k in range(others):
                 if wanted >> k & 1 != 0:
-                    clear(first + k * rank_stride)
+                    clear(first + k * rank_stride)  # explore: clear
         return arrived
 
     @device_function
@@ -365,7 +370,7 @@ def make_mailboxes(
 
     @device_function
     def wipe(own: int, block: int, epoch: int, thread: int) -> None:
-        if epoch >= last_epoch - 1:
+        if epoch >= last_epoch - 1:  # explore: wipe
             for index in range(sets * others * count):
                 wipe_box(own + box(block, epoch, 0, 0, index, thread))
 
@@ -373,8 +378,8 @@ def make_mailboxes(
     def next_round(failed: bool) -> bool:
         # What the block has read and cleared comes before what any of its threads posts
         # next, which lets the peers overwrite it; so the fence follows the meeting.
-        failed = syncthreads_or(failed)
-        fence_acq_rel_sys()
+        failed = syncthreads_or(failed)  # explore: meet
+        fence_acq_rel_sys()  # explore: fence
         return failed
 
     wiping = keep if wipe_box is None else wipe

@@ -24,7 +24,7 @@ def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
     def in_rank_order(rank: int, low: Any, high: Any, spare: Any) -> None:
         # By 1, 2, 4 … places, so that every index is a constant: registers have none.
         for bit in range(turns):
-            turning = rank >> bit & 1 != 0
+            turning = rank >> bit & 1 != 0  # explore: turning
             for r in range(size):
                 before = (r + size - (1 << bit)) % size
                 spare[r] = low[before] if turning else low[r]

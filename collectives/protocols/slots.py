@@ -28,8 +28,8 @@ def make_place(size: int) -> Callable[[int, int, int], int]:
 
     @device_function
     def place(block: int, before: int, chunk: int) -> int:
-        half = (before + 1 + (chunk >> 1)) & 1
-        return slots + (4 * block + 2 * half + (chunk & 1)) * set_stride
+        half = (before + 1 + (chunk >> 1)) & 1  # explore: half
+        return slots + (4 * block + 2 * half + (chunk & 1)) * set_stride  # explore: set
 
     return place
 
@@ -45,5 +45,5 @@ def after(before: int, chunks: int, hops: int) -> int:
     """
     told = chunks + hops - 1
     # Another one if the next call would begin in the half of the last chunk.
-    more = (told + 1 + (chunks - 1 >> 1)) & 1
+    more = (told + 1 + (chunks - 1 >> 1)) & 1  # explore: more
     return (before + told + more) & 0xFFFFFFFF

@@ -307,7 +307,7 @@ def resume(own: int, epochs: int, block: int) -> Any:
     of its own launch has found, and its own block's other threads have not: the block
     has to agree before a branch that it must take together.
     """
-    failed = ld_relaxed_sys_u64(own + 8 * block) != 0
+    failed = ld_relaxed_sys_u64(own + 8 * block) != 0  # explore: failed
     return word_of(ld_u32(own + epochs + 4 * block)), failed
 
 
@@ -318,7 +318,7 @@ def keep(own: int, epochs: int, block: int, epoch: int, failed: bool) -> None:
     The whole block calls it, at the end of a call.
     """
     # All threads have resumed before the epoch changes.
-    keep_agreed(own, epochs, block, epoch, syncthreads_or(failed))
+    keep_agreed(own, epochs, block, epoch, syncthreads_or(failed))  # explore: agree
 
 
 @device_function

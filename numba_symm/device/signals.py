@@ -38,7 +38,7 @@ from numba_symm.waits import PUT_SIGNAL, WAIT_SIGNAL
 MAX_CHANNELS = 128
 """Channels of a pad: enough for one a block of the largest grids in use."""
 
-POLLS_PER_CHECK = 8 if SIMULATED else 4096
+POLLS_PER_CHECK = 8 if SIMULATED else 4096  # explore: polls
 """Polls between two looks at the clock and the board: some milliseconds on a GPU.
 
 The board lies across PCIe, and every thread of a grid may be waiting: looking after
@@ -137,6 +137,7 @@ def wait_for_epoch(guard: Any, flag: int, epoch: int, record: int) -> bool:
     """
     polls = 0
     started = 0
+    # explore: await-epoch
     while (ld_acquire_sys_u32(flag) - epoch) & 0xFFFFFFFF >= 0x80000000:
         poll_pause()
         polls += 1
@@ -153,7 +154,7 @@ def _wait_for_slot(guard: Any, slot: int, value: int, record: int) -> bool:
     """Poll a pad's slot until it holds ``value`` (acquire)."""
     polls = 0
     started = 0
-    while ld_acquire_sys_u32(slot) != value:
+    while ld_acquire_sys_u32(slot) != value:  # explore: await-slot
         poll_pause()
         polls += 1
         if polls % POLLS_PER_CHECK == 0:
@@ -184,8 +185,8 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
     """
     slot = _slot(ctx, dst, channel, ctx.rank)
     record = wait_record(PUT_SIGNAL, ctx.rank, dst, channel, later_blocks())
-    taken = _wait_for_slot(ctx.guard, slot, 0, record)
-    if taken:
+    taken = _wait_for_slot(ctx.guard, slot, 0, record)  # explore: put-wait
+    if taken:  # explore: put
         st_release_sys_u32(slot, 1)
     return taken
 
@@ -203,8 +204,8 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
     """
     slot = _slot(ctx, ctx.rank, channel, src)
     record = wait_record(WAIT_SIGNAL, ctx.rank, src, channel, later_blocks())
-    arrived = _wait_for_slot(ctx.guard, slot, 1, record)
-    if arrived:
+    arrived = _wait_for_slot(ctx.guard, slot, 1, record)  # explore: take-wait
+    if arrived:  # explore: take
         st_release_sys_u32(slot, 0)
     return arrived
 
@@ -225,7 +226,7 @@ def barrier(ctx: Any, channel: int) -> bool:
     threads = block_size()
     met = True
     # All writes of this block come before its release of the signals below.
-    syncthreads()
+    syncthreads()  # explore: meet
     peer = thread
     while peer < len(ctx.pads) and met:
         if peer != ctx.rank:
@@ -234,10 +235,10 @@ def barrier(ctx: Any, channel: int) -> bool:
     peer = thread
     while peer < len(ctx.pads) and met:
         if peer != ctx.rank:
-            met = wait_signal(ctx, peer, channel)
+            met = wait_signal(ctx, peer, channel)  # explore: wait
         peer += threads
     # The peers' writes, acquired by one thread each, become visible to all.
-    return not syncthreads_or(not met)
+    return not syncthreads_or(not met)  # explore: agree
 
 
 @device_function

@@ -19,6 +19,20 @@ worlds = pytest.mark.parametrize("ranks", [2, 3])
 each_transport = pytest.mark.parametrize("transport", ["sentinel", "marked", "ll"])
 
 
+def each_broken(table, ranks=(2, 3)):
+    """Run a test for each broken variant, algorithm that it must spoil, and world.
+
+    ``table`` has the algorithms and then the edits, by what is broken.
+    """
+    cases = [
+        pytest.param(algorithm, edits, n, id=f"{what}-{algorithm}-{n}")
+        for what, (algorithms, *edits) in table.items()
+        for algorithm in algorithms
+        for n in ranks
+    ]
+    return pytest.mark.parametrize(("algorithm", "edits", "ranks"), cases)
+
+
 def all_reduces(code, *algorithms):
     """Calls of any size, one right after the other."""
 

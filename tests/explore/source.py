@@ -15,6 +15,7 @@ from types import GeneratorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from explore import intrinsics
+from explore.markers import Edit, marked
 from explore.scheduler import Launch
 
 
@@ -123,19 +124,24 @@ def _copy(target: int, source: int, nbytes: int, stream: Any) -> None:
     stream.copy(target, source, nbytes)
 
 
-def device_code(*edits: tuple[str, str, str], shape: Shape = SMALL) -> SimpleNamespace:
-    """Return the modules by their last names, with edits (module, text, new text).
+def device_code(*edits: Edit, shape: Shape = SMALL) -> SimpleNamespace:
+    """Return the modules by their last names, with edits at their markers.
 
-    An edit's text must occur exactly once, so that it follows the code as it changes.
     The ``shape`` is an attribute, too.
     """
     return _device_code(edits, shape)
 
 
+def paths() -> dict[str, Path]:
+    """Return the modules' files by their last names."""
+    return {
+        name.rpartition(".")[2]: Path(importlib.util.find_spec(name).origin)
+        for name in _MODULES
+    }
+
+
 @functools.cache
-def _device_code(
-    edits: tuple[tuple[str, str, str], ...], shape: Shape
-) -> SimpleNamespace:
+def _device_code(edits: tuple[Edit, ...], shape: Shape) -> SimpleNamespace:
     kernels = ModuleType("kernels")
     kernels.GUARD, kernels.Kernel, kernels.Launch = None, _Kernel, Launch
     numba = ModuleType("numba")
@@ -161,7 +167,7 @@ def _device_code(
 
     for name in _MODULES:
         package, _, last = name.rpartition(".")
-        mine = [edit[1:] for edit in edits if edit[0] == last]
+        mine = [edit for edit in edits if edit.module == last]
         known[name] = module = _execute(name, mine, find)
         if package in known:
             setattr(known[package], last, module)
@@ -170,7 +176,7 @@ def _device_code(
         if last == "two_shot":
             module.LINE = 1  # shards of any number of vectors
     last_names = {name.rpartition(".")[2]: known[name] for name in _MODULES}
-    assert {edit[0] for edit in edits} <= set(last_names)
+    assert {edit.module for edit in edits} <= set(last_names)
     return SimpleNamespace(**last_names, shape=shape)
 
 
@@ -194,15 +200,20 @@ def _shrink(workspace: ModuleType, shape: Shape) -> None:
     }
 
 
-def _execute(name: str, edits: list[tuple[str, str]], find: Any) -> ModuleType:
+def _execute(name: str, edits: list[Edit], find: Any) -> ModuleType:
     path = importlib.util.find_spec(name).origin
     text = Path(path).read_text()
-    for old, new in edits:
-        assert text.count(old) == 1, f"{name} has {text.count(old)} of {old!r}"
-        text = text.replace(old, new)
-    tree = ast.fix_missing_locations(_Stopping().visit(ast.parse(text)))
+    tree = ast.parse(text)
+    places = marked(text, tree) if edits else {}
+    for edit in edits:
+        edit.apply(tree, places)
+    tree = ast.fix_missing_locations(_Stopping().visit(tree))
     module = ModuleType(name)
-    module.__builtins__ = {**vars(builtins), "__import__": find}
+    known = {**vars(builtins), "__import__": find}
+    for name_put_in in {name for edit in edits for name in edit.names}:
+        if hasattr(intrinsics, name_put_in):
+            known[name_put_in] = getattr(intrinsics, name_put_in)
+    module.__builtins__ = known
     module._generator = GeneratorType
     exec(compile(tree, path, "exec"), vars(module))
     return module

@@ -8,6 +8,7 @@ result is right or untouched, and if one rank has failed, all are told.
 
 import pytest
 
+from explore.markers import removed, replaced, within
 from explore.scenarios import (
     all_reduces,
     breaks,
@@ -22,7 +23,7 @@ from explore.scenarios import (
 from explore.source import device_code
 from explore.world import ALGORITHMS
 
-IMPATIENT = ("signals", "8 if SIMULATED else 4096", "1")
+IMPATIENT = replaced("signals", "polls", "POLLS_PER_CHECK = 1")
 """Every poll looks at the clock."""
 
 HASTE = 0.02
@@ -41,80 +42,74 @@ CALLS = {
     "signals": words_by_signals,
 }
 
-GIVE_UP = "                    if failed:\n                        break\n"
 AGREED = "syncthreads_or(failed)"
 BROKEN = {
     "a total of what did not come": (
         ("one_shot_ll", "one_shot_sentinel"),
-        ("one_shot", GIVE_UP, ""),
+        removed("one_shot", "give-up"),
     ),
     "a shard of what did not come": (
         ("two_shot_ll", "two_shot_marked"),
-        ("two_shot", GIVE_UP + " " * 20 + "in_rank", " " * 20 + "in_rank"),
+        removed("two_shot", "give-up-scatter"),
     ),
     "shards that did not come": (
         ("two_shot_ll", "two_shot_marked"),
-        ("two_shot", GIVE_UP + " " * 20 + "if target", " " * 20 + "if target"),
+        removed("two_shot", "give-up-gather"),
     ),
-    "vectors that did not come": (("few_ll",), ("exchange", GIVE_UP, "")),
+    "vectors that did not come": (("few_ll",), removed("exchange", "give-up")),
     "what did not come is cleared": (
         ("one_shot_sentinel",),
-        (
-            "mailboxes",
-            "        if arrived:\n            for",
-            "        if 1:\n            for",
-        ),
+        within("mailboxes", "arrived", "arrived", "True"),
     ),
     "another round": (
         ("one_shot_ll", "one_shot_sentinel", "few_ll"),
-        ("mailboxes", f"failed = {AGREED}", AGREED),
+        replaced("mailboxes", "meet", AGREED),
     ),
     "another call": (
         (
             *("two_shot_marked", "chunked_all_reduce", "one_shot_pull"),
             *("reduce", "messages"),
         ),
-        ("workspace", "own + 8 * block) != 0", "own + 8 * block) == -1"),
+        within(
+            "workspace",
+            "failed",
+            "ld_relaxed_sys_u64(own + 8 * block) != 0",
+            "ld_relaxed_sys_u64(own + 8 * block) == -1",
+        ),
     ),
     "a block that does not agree on its flags": (
         ("chunked_all_reduce", "one_shot_pull", "gather", "reduce", "broadcast"),
-        ("flags", f"return {AGREED}", f"{AGREED}\n        return failed"),
+        replaced("flags", "agree", f"{AGREED}\nreturn failed"),
     ),
     "a block of which some have begun late": (
         ("one_shot_pull",),
-        (
+        within(
             "one_shot_pull",
-            "while start < vectors:",
-            "while start < vectors and not failed:",
+            "rounds",
+            "start < vectors",
+            "start < vectors and not failed",
         ),
     ),
-    "messages of who gave up": (
-        ("messages",),
-        ("transfer", "                if stopped:\n                    break\n", ""),
-    ),
+    "messages of who gave up": (("messages",), removed("transfer", "give-up")),
     "messages of a block that does not agree": (
         ("messages",),
-        ("transfer", f"stopped = {AGREED}", AGREED),
+        replaced("transfer", "agree", AGREED),
     ),
     "addresses of who does not come": (
         ("own_arrays",),
-        ("handshake", "REFUSED, FAILED = 0, -1", "REFUSED, FAILED = 0, 0"),
+        replaced("handshake", "failed", "REFUSED, FAILED = 0, 0"),
     ),
     "a barrier that tells who waited only": (
         ("barrier",),
-        (
-            "signals",
-            "return not syncthreads_or(not met)",
-            "syncthreads()\n    return met",
-        ),
+        replaced("signals", "agree", "syncthreads()\nreturn met"),
     ),
     "a signal that was not taken": (
         ("signals",),
-        ("signals", "    if taken:\n", "    if True:\n"),
+        within("signals", "put", "taken", "True"),
     ),
     "a signal that did not come": (
         ("signals",),
-        ("signals", "    if arrived:\n", "    if True:\n"),
+        within("signals", "take", "arrived", "True"),
     ),
 }
 

@@ -23,7 +23,6 @@ from explore.intrinsics import (
 )
 from explore.memory import Finding
 from explore.scheduler import STEP, Launch, Machine
-from explore.source import device_code
 
 SCHEDULES = 300
 
@@ -258,8 +257,3 @@ def test_a_thread_that_leaves_the_others_at_syncthreads_is_reported():
 
     with pytest.raises(Finding, match="divergence"):
         alone(kernel, threads=2)
-
-
-def test_an_edit_that_matches_nothing_is_refused():
-    with pytest.raises(AssertionError, match="has 0 of"):
-        device_code(("one_shot", "what is not there", ""))

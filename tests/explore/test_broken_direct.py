@@ -1,0 +1,76 @@
+"""Broken variants of calls on the ranks' own arrays, which the search must find."""
+
+import pytest
+
+from explore.markers import removed, replaced, within
+from explore.scenarios import breaks, by_anything_and_by_result, calls_on_own_arrays
+from explore.source import device_code
+
+LEFT = "left(guard, ring, own, block)"
+
+
+def left_undone(module):
+    """Return the edit by which the third launch does nothing."""
+    return within(module, "left", LEFT, f"({LEFT} and False)")
+
+
+def done_always(module):
+    """Return the edit by which the third launch does the call again."""
+    return within(module, "left", LEFT, f"({LEFT} or True)")
+
+
+BROKEN = {
+    "no fence before the addresses": removed("handshake", "fence-before"),
+    "no fence after them": removed("handshake", "fence-after"),
+    "a refusal of one's own forgotten": within(
+        "handshake", "refuses", "first[0] == REFUSED", "False"
+    ),
+    "another's refusal forgotten": removed("handshake", "lowest"),
+    "what was refused left undone": left_undone("chunked_reduce"),
+    "what was not refused done twice": done_always("chunked_reduce"),
+    "the digest not looked at": within(
+        "handshake", "come", "missing | late", "missing"
+    ),
+    "nobody waits for the others' loads and stores": removed("handshake", "wait"),
+    "what is refused worked on": within(
+        "direct_broadcast", "refused", "refused(own)", "False"
+    ),
+    "what is refused reduced": within(
+        "direct_reduce", "refused", "refused(own)", "False"
+    ),
+    "what was refused not relayed": left_undone("chunked_broadcast"),
+    "the input taken for the output": replaced(
+        "direct_reduce", "into", "into, _ = ld_v2_u64(own + where(others - 1 - owner))"
+    ),
+}
+OF_TWO_RANKS_BROKEN = {
+    "what was refused left undone": left_undone("chunked_all_reduce"),
+    "what was not refused done twice": done_always("chunked_all_reduce"),
+    "nobody waits for the other's loads": removed("handshake", "wait"),
+    "no fence before the addresses": removed("handshake", "fence-before"),
+    "no fence after them": removed("handshake", "fence-after"),
+}
+FLAGS_NOT_RENEWED = replaced(
+    "handshake",
+    "tell",
+    "if found != REFUSED:\n    failed = tell(ring, flags, guard.rank, epoch, failed)",
+)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", BROKEN)
+def test_calls_on_own_arrays_broken_are_found(what, races):
+    breaks(calls_on_own_arrays(device_code(BROKEN[what])), 3, races=races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", OF_TWO_RANKS_BROKEN)
+def test_reductions_of_two_ranks_own_arrays_broken_are_found(what, races):
+    code = device_code(OF_TWO_RANKS_BROKEN[what])
+    breaks(calls_on_own_arrays(code), 2, races=races)
+
+
+@by_anything_and_by_result
+def test_flags_that_refused_calls_did_not_renew_are_found(races):
+    code = device_code(FLAGS_NOT_RENEWED)
+    breaks(calls_on_own_arrays(code, 2**31, 2**31 - 1), 3, races=races)

@@ -1,0 +1,180 @@
+"""Broken variants of the mailboxes, which the search must find."""
+
+import pytest
+
+from explore.markers import moved, removed, replaced, within
+from explore.scenarios import (
+    all_reduces,
+    all_reduces_at_the_wrap,
+    breaks,
+    each_broken,
+    each_transport,
+    mailed_calls,
+    worlds,
+)
+from explore.source import device_code
+from explore.world import MAILED
+
+SENTINEL, LL, MARKED = MAILED[:4:2], MAILED[1:4:2], MAILED[4:]
+NOT_TWO_LL = [name for name in MAILED if name != "two_shot_ll"]
+CLEARED = [*SENTINEL, *MARKED]
+
+# What is broken: the algorithms that it must spoil, and the edits that break them.
+BROKEN = {
+    # By LL, two flights are in step without all this: a thread answers its twin only
+    # after it has read what the twin sent, and nothing is cleared.
+    "one half": (
+        NOT_TWO_LL,
+        within("mailboxes", "half", "(epoch & 1) * half_stride", "0"),
+    ),
+    "no syncthreads between rounds": (NOT_TWO_LL, removed("mailboxes", "meet")),
+    "no fence between rounds": (CLEARED, removed("mailboxes", "fence")),
+    "a fence before the threads meet": (
+        CLEARED,
+        moved("mailboxes", "meet", after="fence"),
+    ),
+    "not cleared": (CLEARED, removed("mailboxes", "clear")),
+    "cleared after the next post": (
+        CLEARED,
+        within(
+            "mailboxes",
+            "clear",
+            "first + k * rank_stride",
+            "first + k * rank_stride + (1 - 2 * (epoch & 1)) * half_stride",
+        ),
+    ),
+    "one word not looked at": (
+        SENTINEL,
+        within("mailboxes", "empty", "low == EMPTY", "False"),
+    ),
+    "the other not looked at": (
+        SENTINEL,
+        within("mailboxes", "empty", "high == EMPTY", "False"),
+    ),
+    "one word sent as it is": (
+        SENTINEL,
+        within("mailboxes", "sent", "low == EMPTY", "False"),
+    ),
+    "the other sent as it is": (
+        SENTINEL,
+        within("mailboxes", "sent", "high == EMPTY", "False"),
+    ),
+    "one of the marked words not looked at": (
+        MARKED,
+        within("mailboxes", "missing", "first == EMPTY", "False"),
+    ),
+    "the other of the marked words not looked at": (
+        MARKED,
+        within("mailboxes", "missing", "second == EMPTY", "False"),
+    ),
+    "marks not looked at": (
+        MARKED,
+        within("mailboxes", "missing", "unmarked", "False"),
+    ),
+    "one mark not set": (
+        MARKED,
+        within("mailboxes", "post-marked", "marks = 1", "marks = 0"),
+    ),
+    "the other mark not set": (
+        MARKED,
+        within("mailboxes", "post-marked", "marks += 2", "marks += 0"),
+    ),
+    "one marked word sent as it is": (
+        MARKED,
+        within("mailboxes", "post-marked", "first = 0", "first = EMPTY"),
+    ),
+    "marks left as they were": (MARKED, removed("mailboxes", "unmark")),
+    "one place for the marks of all threads": (
+        MARKED,
+        within("mailboxes", "marks", "VECTOR - MARK", "VECTOR"),
+    ),
+    "the sender goes on with another NaN": (
+        SENTINEL,
+        within("one_shot", "sent", "sent(words[0], words[1])", "words"),
+        replaced(
+            "two_shot", "result", "store(target, mine, count, packed[0], packed[1])"
+        ),
+    ),
+    **{
+        f"the {which} flag not looked at": (
+            LL,
+            within("mailboxes", "wrong", f"{which} ^ flag", "0"),
+        )
+        for which in ("first", "second", "third", "fourth")
+    },
+    "one set of mailboxes": (
+        ("two_shot_sentinel", "two_shot_ll", "two_shot_marked"),
+        within("mailboxes", "half", "which * set_stride", "0"),
+    ),
+}
+OF_TWO_RANKS_BROKEN = {  # who have more than one step
+    "one mailbox for all steps": (
+        MAILED,
+        within("mailboxes", "step", "step * line", "0"),
+    ),
+}
+WRAP_BROKEN = {
+    "nothing wiped": (LL, removed("mailboxes", "wipe")),
+    "one half wiped": (
+        LL,
+        within("mailboxes", "wipe", "epoch >= last_epoch - 1", "epoch >= last_epoch"),
+    ),
+    "the other half wiped": (
+        LL,
+        within(
+            "mailboxes", "wipe", "epoch >= last_epoch - 1", "epoch == last_epoch - 1"
+        ),
+    ),
+    "half a packet wiped": (LL, removed("mailboxes", "wipe-second")),
+    "one set wiped": (
+        ("two_shot_ll",),
+        within("mailboxes", "wipe", "sets * others * count", "others * count"),
+    ),
+    "no fence between rounds": (LL, removed("mailboxes", "fence")),
+    "an odd last epoch": (
+        MAILED,
+        replaced("mailboxes", "last-epoch", "LAST_EPOCH = 2**32 - 1"),
+    ),
+}
+EPOCH_BROKEN = {  # flags have a syncthreads of their own
+    "the epoch changed before all have read it": (
+        MAILED,
+        within("workspace", "agree", "syncthreads_or(failed)", "failed"),
+    ),
+}
+FEW_BROKEN = {
+    "thread 0 exchanges no more than the others": (
+        within("exchange", "posted", "thread != 0", "True"),
+        within("exchange", "wanted", "thread != 0", "True"),
+    ),
+    "the threads meet before thread 0's fence": (removed("exchange", "fence"),),
+}
+
+
+@each_broken(BROKEN)
+def test_mailboxes_broken_are_found(algorithm, edits, ranks):
+    breaks(all_reduces(device_code(*edits), algorithm), ranks)
+
+
+@each_broken(OF_TWO_RANKS_BROKEN, [2])
+def test_steps_broken_are_found(algorithm, edits, ranks):
+    breaks(all_reduces(device_code(*edits), algorithm), ranks)
+
+
+@each_broken(WRAP_BROKEN)
+def test_what_is_broken_at_the_wrap_is_found(algorithm, edits, ranks):
+    breaks(all_reduces_at_the_wrap(device_code(*edits), algorithm), ranks)
+
+
+@each_broken(EPOCH_BROKEN)
+def test_an_epoch_changed_too_early_is_found(algorithm, edits, ranks):
+    breaks(all_reduces(device_code(*edits), algorithm), ranks)
+
+
+@worlds
+@each_transport
+@pytest.mark.parametrize("what", FEW_BROKEN)
+def test_few_threads_exchanging_broken_are_found(what, transport, ranks):
+    if (what, transport) == ("the threads meet before thread 0's fence", "ll"):
+        pytest.skip("nothing is cleared, and loads are never late here")
+    breaks(mailed_calls(device_code(*FEW_BROKEN[what]), transport), ranks)

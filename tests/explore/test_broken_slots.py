@@ -1,0 +1,99 @@
+"""Broken variants of the kernels that share slots, which the search must find."""
+
+import pytest
+
+from explore.markers import moved, removed, replaced, within
+from explore.scenarios import breaks, by_anything_and_by_result, calls_of, worlds
+from explore.source import device_code
+
+PARTS_BROKEN = {
+    "one half": replaced("slots", "half", "half = 1"),
+    "one set of slots": within("slots", "set", "chunk & 1", "0"),
+    "chunks in turn in the halves": within("slots", "half", "chunk >> 1", "chunk"),
+}
+
+
+def turns_broken(module):
+    """Return what breaks the turns of a kernel that has parts of the slots in turn."""
+    return {
+        "told before the work": moved(module, "tell", after="wait"),
+        "used before all have told": moved(module, "wait", before="tell"),
+    }
+
+
+REDUCE_BROKEN = {
+    **turns_broken("chunked_reduce"),
+    "slots counted as their receiver does": within(
+        "chunked_reduce", "mirror", "others - 1 - k", "k"
+    ),
+    "the root forgotten": within("chunked_reduce", "to-root", "k == root", "k == 0"),
+    "shards counted from this rank": within(
+        "chunked_reduce", "store", "k * share", "number * share"
+    ),
+}
+BROADCAST_BROKEN = turns_broken("chunked_broadcast")
+BROADCAST_OF_THREE_BROKEN = {
+    "relayed to the next": within(
+        "chunked_broadcast", "to-root", "k != to_root", "k != 0"
+    ),
+    "shards counted from the root": within(
+        "chunked_broadcast", "store", "owner * share", "k * share"
+    ),
+}
+EXCHANGE_BROKEN = {
+    "the chunk before awaited": within(
+        "chunked_exchange",
+        "wait",
+        "told(guard, own + flag, block, last, failed)",
+        "told(guard, own + flag, block, last - 1, failed)",
+    ),
+    "told before it is taken": moved("chunked_exchange", "tell", before="wait"),
+}
+NEXT_BROKEN = {  # calls that disturb the next one, or the one before
+    "chunked_all_reduce": removed("chunked_all_reduce", "wait"),
+    "gather": replaced("slots", "more", "more = 0"),
+    "reduce": replaced("slots", "more", "more = 0"),
+    "broadcast": replaced("slots", "more", "more = 0"),
+}
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("name", ["gather", "reduce"])
+@pytest.mark.parametrize("what", PARTS_BROKEN)
+def test_parts_broken_are_found(what, name, races):
+    breaks(calls_of(device_code(PARTS_BROKEN[what]), name), 3, races=races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", REDUCE_BROKEN)
+def test_reductions_broken_are_found(what, races):
+    breaks(calls_of(device_code(REDUCE_BROKEN[what]), "reduce"), 3, races=races)
+
+
+@worlds
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", BROADCAST_BROKEN)
+def test_broadcasts_broken_are_found(what, races, ranks):
+    code = device_code(BROADCAST_BROKEN[what])
+    breaks(calls_of(code, "broadcast"), ranks, races=races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", BROADCAST_OF_THREE_BROKEN)
+def test_broadcasts_of_three_ranks_broken_are_found(what, races):
+    code = device_code(BROADCAST_OF_THREE_BROKEN[what])
+    breaks(calls_of(code, "broadcast"), 3, races=races)
+
+
+@worlds
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", EXCHANGE_BROKEN)
+def test_exchanges_broken_are_found(what, races, ranks):
+    code = device_code(EXCHANGE_BROKEN[what])
+    breaks(calls_of(code, "gather", "scan", "chunked_all_reduce"), ranks, races=races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("name", NEXT_BROKEN)
+def test_calls_that_disturb_each_other_are_found(name, races):
+    breaks(calls_of(device_code(NEXT_BROKEN[name]), name, "gather"), 3, races=races)
