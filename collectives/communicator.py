@@ -77,7 +77,9 @@ from numba_symm.group import Group
 from numba_symm.kernels import REGISTERS
 from numba_symm.launch import ranks, waiting
 from numba_symm.launch.devices import GPU
-from numba_symm.memory import Heap, SymmetricMemory, SymmetricMemoryAllocator
+from numba_symm.memory.allocator import SymmetricMemoryAllocator
+from numba_symm.memory.heap import Heap
+from numba_symm.memory.symmetric import SymmetricMemory
 from numba_symm.remembered import UNKNOWN, Remembered
 from numba_symm.streams import StreamOrder
 

@@ -41,7 +41,8 @@ from numba_symm.launch.devices import GPU, device_has_multicast_support
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.ranks import World
-from numba_symm.memory import SymmetricMemory, SymmetricMemoryAllocator
+from numba_symm.memory.allocator import SymmetricMemoryAllocator
+from numba_symm.memory.symmetric import SymmetricMemory
 from numba_symm.sharing import open_shared, share
 
 try:

@@ -23,7 +23,6 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
-from numba_symm import memory
 from numba_symm.collectives import select
 from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
 from numba_symm.kernels import Kernel
@@ -830,9 +829,9 @@ def fails_on_one_rank(world, how):
             def refuse(self, nbytes, *args):
                 raise ns.BackendError(f"no {nbytes} bytes left")
 
-            real = memory.SymmetricMemoryAllocator.allocate
-            undo.callback(setattr, memory.SymmetricMemoryAllocator, "allocate", real)
-            memory.SymmetricMemoryAllocator.allocate = refuse
+            real = ns.SymmetricMemoryAllocator.allocate
+            undo.callback(setattr, ns.SymmetricMemoryAllocator, "allocate", real)
+            ns.SymmetricMemoryAllocator.allocate = refuse
         error, seconds = attempt(lambda: ns.Communicator(world, **options))
     leaked = open_files() - before
     with ns.Communicator(world, timeout=PATIENT) as comm:

@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm import driver, memory
+from numba_symm import driver
 from numba_symm.arrays import Memory
 from numba_symm.backends import Mapping
 from numba_symm.backends.host import HostBackend
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError, DriverError
 from numba_symm.events import current_device
+from numba_symm.memory.allocator import block_around
 
 GOING_WITH_ARRAYS = ("host",)
 """Kinds whose mapping goes with the last array in it, without being unmapped."""
@@ -66,7 +67,7 @@ def locate(address: int, nbytes: int) -> Place | None:
     """
     if nbytes == 0:
         return Place("none", address, 0)
-    block = memory.block_around(address)
+    block = block_around(address)
     if block is not None and block.backend.exports_fd:
         return Place(
             kind=block.backend.name,

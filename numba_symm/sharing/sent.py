@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from numba_symm import memory, streams
+from numba_symm import streams
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError, ExchangeError
 from numba_symm.events import Event, on_device_of
+from numba_symm.memory.allocator import on_allocation_failure
 from numba_symm.sharing import broker
 from numba_symm.sharing.counters import ALTERED
 from numba_symm.sharing.guard import Guard, log
@@ -379,7 +380,7 @@ def collect_sent() -> bool:
 
 @functools.cache
 def _register_callbacks() -> None:
-    memory.on_allocation_failure(_free_memory)
+    on_allocation_failure(_free_memory)
     atexit.register(_tell_what_is_shared)
     os.register_at_fork(after_in_child=producer.start_anew)
 

@@ -10,10 +10,11 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import environment, memory
+from numba_symm import environment
 from numba_symm.backends import host_memory
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import devices, ranks
+from numba_symm.memory import allocator as allocators
 from tests.ranks import junk
 from tests.ranks.helpers import check_works, get, ordinary, put, refused
 
@@ -733,7 +734,7 @@ class Broken:
 @pytest.fixture
 def once(monkeypatch):
     """Try no allocation again, as is done once this process has shared."""
-    monkeypatch.setattr(memory, "_on_failure", [])
+    monkeypatch.setattr(allocators, "_on_failure", [])
 
 
 @pytest.mark.parametrize("erring", [0, -1], ids=["first", "last"])
@@ -799,7 +800,7 @@ def test_memory_is_asked_for_again_once_caches_were_emptied(
     comm, everywhere, last, monkeypatch
 ):
     emptied = []
-    monkeypatch.setattr(memory, "_on_failure", [lambda: emptied.append(True)])
+    monkeypatch.setattr(allocators, "_on_failure", [lambda: emptied.append(True)])
     with monkeypatch.context() as patch:
         if last:
             Broken(patch, comm.allocator._backend, "allocate")

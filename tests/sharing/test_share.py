@@ -12,7 +12,8 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import arrays, memory, sharing
+from numba_symm import arrays, sharing
+from numba_symm.backends import Allocation
 from numba_symm.environment import SIMULATED
 from tests.sharing.work import (
     are,
@@ -381,9 +382,9 @@ def fails_once():
             if not self.failed:
                 self.failed = True
                 raise ns.BackendError("no memory")
-            return memory.Allocation(4096, nbytes, None)
+            return Allocation(4096, nbytes, None)
 
-    return memory.SymmetricMemoryAllocator(Backend())
+    return ns.SymmetricMemoryAllocator(Backend())
 
 
 @pytest.mark.parametrize("how", ["collect", "share", "failed allocation"])

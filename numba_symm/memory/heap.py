@@ -1,0 +1,265 @@
+"""The symmetric memory of a communicator: which blocks are mapped on all its ranks."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from numba_symm import arguments, deferred, pads
+from numba_symm.arrays import Memory
+from numba_symm.backends.peers import Peers, map_peers
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+from numba_symm.group import Group
+from numba_symm.memory.allocator import Block, Mapper, allocator_of
+from numba_symm.memory.symmetric import SymmetricMemory
+
+
+@dataclass
+class _Entry:
+    """A block that is mapped on all ranks of one communicator.
+
+    Attributes:
+        number: counts the communicator's blocks, equal on all ranks.
+        block: this rank's.
+        peers: every rank's, mapped here.
+        pad: its signal pad, once it has had a rendezvous.
+        owner: what keeps this rank's memory: an array's Memory (weakly, so that
+            the array may be dropped), or a registered array.
+    """
+
+    number: int
+    block: Block
+    peers: Peers
+    pad: "_Pad | None" = None
+    owner: Callable[[], Any] = lambda: None
+
+
+@dataclass(frozen=True)
+class _Pad:
+    arena: _Entry
+    offset: int
+
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(base + self.offset for base in self.arena.peers.addresses)
+
+
+class Place(NamedTuple):
+    """Where a part of a symmetric block lies.
+
+    Attributes:
+        addresses: by rank, where this rank sees that part of the rank's block.
+        seen: by rank, where the rank sees that part of this rank's block.
+    """
+
+    addresses: tuple[int, ...]
+    seen: tuple[int, ...]
+
+
+class Heap(Mapper):
+    """The symmetric memory of one communicator.
+
+    All public methods but ``close_locally``, ``everywhere`` and ``seen`` are
+    collective: every rank calls them with equal sizes, in the same order.
+    """
+
+    def __init__(self, group: Group):
+        self.group = group
+        self.allocator = allocator_of(group.backend.name, group.gpu.ordinal)
+        self._entries: dict[int, _Entry] = {}
+        self._count = 0
+        self.generation = 0  # changes with what is mapped
+        self._arenas: list[_Entry] = []
+        self._free_pads: list[_Pad] = []
+
+    def allocate(self, nbytes: int, what: str) -> tuple[Memory, Peers]:
+        """Return zeroed memory and its mappings on all ranks.
+
+        It is given back some time after the last reference to the Memory is gone on
+        every rank: at the next allocation, or when the communicator closes. If that was
+        closed before: at the next allocation, or close, of any communicator.
+        """
+        self.reclaim()
+        entry = self._allocate(nbytes, what)
+        memory = Memory(entry.block.address, nbytes, entry.block)
+        entry.owner = weakref.ref(memory)
+        dropping = weakref.finalize(
+            memory, deferred.defer, self.allocator.release, entry.block
+        )
+        dropping.atexit = False  # the process' end frees it
+        return memory, entry.peers
+
+    def _allocate(self, nbytes: int, what: str) -> _Entry:
+        exchange = self.group.exchange
+        exchange.agree_equal(f"{nbytes} bytes", what)
+        with ExitStack() as undo:
+            with exchange.agreed(what):
+                block = self.allocator.allocate(nbytes, self.group.world.size)
+
+                @undo.push
+                def release(kind: Any, error: BaseException | None, trace: Any) -> None:
+                    # If this rank alone gives up, peers may have it mapped for good.
+                    frees = block.backend.frees_while_mapped
+                    if frees or exchange.is_everybodys(error):
+                        self.allocator.release(block)
+
+            entry = self._map(block, what)
+            undo.pop_all()
+        return entry
+
+    def _map(self, block: Block, what: str) -> _Entry:
+        nbytes = block.allocation.nbytes
+        peers = map_peers(self.group, block.backend, block.allocation, nbytes, what)
+        entry = _Entry(self._count, block, peers)
+        block.mapped += 1
+        self._entries[entry.number] = entry
+        self._count += 1
+        self.generation += 1
+        return entry
+
+    def reclaim(self) -> None:
+        """Free the blocks that every rank has dropped."""
+        deferred.give_back()
+        mine = [entry.number for entry in self._entries.values() if entry.block.dropped]
+        dropped = self.group.exchange.all_gather(mine, "dropped memory")
+        numbers = sorted(set(mine).intersection(*map(set, dropped)))
+        if not numbers:
+            return
+        self.generation += 1
+        entries = [self._entries.pop(number) for number in numbers]
+        with self.group.exchange.agreed("unmapping dropped memory"):
+            _unmap(entries)
+        # Every rank has unmapped them: the memory may go, whatever its kind.
+        for entry in entries:
+            entry.block.unmapped()
+        self._free_pads += [entry.pad for entry in entries if entry.pad is not None]
+
+    def rendezvous(self, address: int, array: Any = None) -> SymmetricMemory:
+        """Return the symmetric memory around ``address``, mapping it if need be.
+
+        Args:
+            address: where it begins; at the same offset of its block on all ranks.
+            array: what keeps memory that is not this library's; kept until close.
+        """
+        exchange, what = self.group.exchange, "rendezvous"
+        with exchange.agreed(what):
+            address = arguments.address(address, what)
+            entry = self._entry_around(address)
+            block = entry.block if entry else self._block_around(address, what)
+        offset = address - block.address
+        number = entry.number if entry else "new"
+        exchange.agree_equal(
+            f"block {number} of {block.nbytes} bytes ({block.backend.name}), "
+            f"offset {offset}",
+            what,
+        )
+        if entry is None:
+            entry = self._map(block, what)
+            if not block.own:
+                entry.owner = lambda: array
+        if entry.pad is None:
+            entry.pad = self._take_pad(what)
+        owner = entry.owner(), array
+        pad = entry.pad.addresses()
+        return SymmetricMemory(
+            self.group, entry.peers, block.nbytes, offset, pad, owner
+        )
+
+    def _entry_around(self, address: int) -> _Entry | None:
+        for entry in self._entries.values():
+            inside = 0 <= address - entry.block.address < max(entry.block.nbytes, 1)
+            if inside and entry.block.dropped:
+                raise ArgumentError(f"rendezvous: {address:#x} lies in freed memory")
+            if inside:
+                return entry
+        return None
+
+    def _block_around(self, address: int, what: str) -> Block:
+        block = self.allocator.find(address)
+        if block is not None:
+            return block
+        if SIMULATED:
+            raise ArgumentError(
+                f"{what}: the array at {address:#x} is in this process' private "
+                "memory; under the simulator use comm.empty()"
+            )
+        from numba_symm.backends.ipc import IpcBackend, allocation_around
+
+        found = allocation_around(address, what)
+        return Block(found.nbytes, IpcBackend(), found, own=False)
+
+    def place(self, address: int, nbytes: int) -> Place | None:
+        """Return where symmetric memory lies, on all ranks if they passed the same.
+
+        Not collective: other ranks' arrays may lie elsewhere. None: the bytes from
+        ``address`` on are not in one block that is kept as long as it is mapped.
+        """
+        for entry in self._entries.values():
+            offset = address - entry.block.address
+            inside = offset >= 0 and offset + nbytes <= entry.block.nbytes
+            if inside and (entry.block.own or entry.owner() is not None):
+                return Place(
+                    tuple(base + offset for base in entry.peers.addresses),
+                    tuple(base + offset for base in entry.peers.seen),
+                )
+        return None
+
+    def _take_pad(self, what: str) -> _Pad:
+        nbytes = pads.pad_nbytes(self.group.world.size)
+        if not self._free_pads:
+            arena = self._allocate(pads.PADS_PER_ARENA * nbytes, "signal pads")
+            self._arenas.append(arena)
+            self._free_pads = [
+                _Pad(arena, index * nbytes) for index in range(pads.PADS_PER_ARENA)
+            ]
+        pad = self._free_pads.pop(0)
+        with self.group.exchange.agreed(f"{what}: zeroing the signal pad"):
+            own = pad.addresses()[self.group.world.rank]
+            self.group.backend.fill(own, nbytes)
+        return pad
+
+    def close(self) -> None:
+        """Unmap all peers; free what no array views any more, the rest later."""
+        entries = self._forget()
+        with self.group.exchange.agreed("closing: unmapping peers"):
+            _unmap(entries)
+        # Every rank has unmapped: the memory may go, whatever its kind.
+        for entry in entries:
+            entry.block.unmapped()
+
+    def close_locally(self) -> None:
+        """Unmap all peers without any other rank.
+
+        Memory that must not be freed while a peer has it mapped stays until the
+        process ends.
+        """
+        entries = self._forget()
+        try:
+            _unmap(entries)
+        finally:
+            for entry in entries:
+                if entry.block.backend.frees_while_mapped:
+                    entry.block.unmapped()
+                else:
+                    _never_freed.append(entry)
+
+    def _forget(self) -> list[_Entry]:
+        deferred.give_back()  # the workspace among it
+        entries = list(self._entries.values())
+        self._entries.clear()
+        for arena in self._arenas:  # no array views them: they go once unmapped
+            self.allocator.release(arena.block)
+        self._arenas.clear()
+        self._free_pads.clear()
+        return entries
+
+
+_never_freed: list[_Entry] = []
+
+
+def _unmap(entries: list[_Entry]) -> None:
+    """Unmap the peers of every entry, whatever fails on the way."""
+    with ExitStack() as steps:
+        for entry in entries:
+            steps.callback(entry.peers.close)
