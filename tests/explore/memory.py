@@ -10,8 +10,8 @@ What it allows
   that did has read (of one thread's loads, the last). Stores that it knows it sees
   even while they wait.
 - Two stores to one address, neither of which happened before the other, take effect in
-  any order, whichever reached memory first. But a kernel's end is a time: what its
-  threads did or heard of has taken effect then, before what anyone does later.
+  any order, whichever reached memory first. But a kernel's end is a point in time: what
+  its threads did or heard of has taken effect then, before what anyone does later.
 - Happened before: in program order; by ``syncthreads``, for the threads of a block; by
   a kernel's start, for all earlier kernels of its rank; by an acquire that read what a
   release wrote, with fences in either place as well (relaxed store after a fence,
@@ -146,7 +146,14 @@ class Memory:
         log: called with a line for every access, if there is anyone to read it.
         races: whether to report them; if not, what they lead to may still be found.
         last: of all stores, how many wait as long as anything else can happen.
-        ends_count: whether a kernel's end is a time, see above.
+
+    The others are what is assumed of the platform (``docs/architecture.md``), to be
+    dropped one by one:
+        starts_see: whether what a rank's kernels did happened before its later kernels.
+        starts_inherit: whether what these knew of other ranks happened before as well.
+        copies_end: whether a copy has ended when its rank goes on. If not, its loads
+            happened before nothing, and its stores may still wait.
+        ends_count: whether a kernel's end is a point in time, see above.
         fences_carry: whether a fence, or a relaxed load, of one kernel makes a pattern
             with a store, or a fence, of a later one of the same rank.
     """
@@ -157,8 +164,12 @@ class Memory:
         self.log: Callable[[str], None] | None = None
         self.races = True
         self.last = 0.05
+        self.starts_see = True
+        self.starts_inherit = True
+        self.copies_end = True
         self.ends_count = True
         self.fences_carry = True
+        self._at_start: dict[int, list[int]] = {}  # what threads knew then
         self._over = [0] * threads  # up to which of their accesses have taken effect
         self._random = random
         self._regions: list[tuple[str, int, Fill]] = [("null", 0, None)]
@@ -263,7 +274,42 @@ class Memory:
         thread.heard.clear()
         thread.fenced = list(thread.known)
 
-    def end(self, threads: list[Observer]) -> None:
+    def next_kernel(self, threads: list[Observer], after_copy: bool) -> None:
+        """Let all threads of a rank go on to its next kernel."""
+        if after_copy and not self.copies_end:
+            for thread in threads:
+                before = self._at_start[thread.number]
+                before[thread.number] = thread.known[thread.number]
+                thread.known = before
+        else:
+            self._end(threads)
+            meet(threads)
+            if not (self.starts_see and self.starts_inherit):
+                self._forget(threads)
+        if not self.copies_end:
+            self._at_start |= {each.number: list(each.known) for each in threads}
+
+    def _forget(self, threads: list[Observer]) -> None:
+        """Let no thread know what a kernel does not know when it starts."""
+        mine = {thread.number for thread in threads}
+
+        def kept(known: list[int], number: int) -> list[int]:
+            return [
+                time
+                if other == number
+                or (self.starts_see if other in mine else self.starts_inherit)
+                else 0
+                for other, time in enumerate(known)
+            ]
+
+        for thread in threads:
+            thread.known = kept(thread.known, thread.number)
+            if thread.fenced is not None:
+                thread.fenced = kept(thread.fenced, thread.number)
+            if not self.starts_inherit:
+                thread.heard.clear()
+
+    def _end(self, threads: list[Observer]) -> None:
         """Let all that these threads did take effect: their kernel is over."""
         for thread in threads if not self.fences_carry else ():
             thread.fenced = None
@@ -340,3 +386,11 @@ class Memory:
         assert self.log is not None
         shown = "nothing" if value is None else f"{value:#x}"
         self.log(f"{who:>16} {does} {self._name(place)}: {shown}")
+
+
+def meet(observers: list[Observer]) -> None:
+    """Let each know what any of them knew."""
+    everyone = (observer.known for observer in observers)
+    known = [max(times) for times in zip(*everyone, strict=True)]
+    for observer in observers:
+        observer.known = list(known)

@@ -60,6 +60,20 @@ def receive(ctx: Any, src: int, outputs: int, first: int, count: int) -> None:
 
 
 @device_function
+def put_one_signal(ctx: Any, dst: int) -> None:
+    """Signal to a peer."""
+    if cuda.threadIdx.x == 0:
+        put_signal(ctx, dst, 0)
+
+
+@device_function
+def wait_for_signal(ctx: Any, src: int) -> None:
+    """Wait for a peer's signal."""
+    if cuda.threadIdx.x == 0:
+        wait_signal(ctx, src, 0)
+
+
+@device_function
 def write(target: int, inputs: int, words: int) -> None:
     """Copy words, with plain stores."""
     for i in range(cuda.threadIdx.x, words, THREADS):

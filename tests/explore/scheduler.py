@@ -20,7 +20,7 @@ from operator import attrgetter
 from random import Random
 from typing import Any
 
-from explore.memory import Finding, Memory, Observer
+from explore.memory import Finding, Memory, Observer, meet
 
 STEP, SYNC, POLL = range(3)  # what a thread stops for
 
@@ -37,11 +37,16 @@ _PRIORITY = attrgetter("priority")
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel of plain device code, with its grid and arguments."""
+    """A kernel of plain device code, with its grid and arguments.
+
+    Attributes:
+        is_copy: whether it stands for a copy of the stream.
+    """
 
     kernel: Callable[..., Any]
     grid: int
     args: tuple[Any, ...]
+    is_copy: bool = False
 
     def __call__(self, stream: list["Launch"]) -> None:
         """Enqueue it."""
@@ -59,6 +64,7 @@ class Thread:
         self.block = block
         self.index = index
         self.grid = launch.grid
+        self.copies = launch.is_copy
         self.observer = observer
         self.code: Generator[int, None, None] = launch.kernel(*launch.args)
         self.at_sync = False
@@ -103,6 +109,7 @@ class Machine:
                 for _ in range(_PRIORITY_CHANGES)
             )
         self._running: list[list[Thread]] = [[] for _ in range(ranks)]
+        self._shift = [0] * ranks
 
     def run(self, streams: list[list[Launch]]) -> None:
         """Run each rank's launches in order, and the ranks as the seed has it."""
@@ -149,18 +156,24 @@ class Machine:
         return max(ready, key=_PRIORITY)
 
     def _launch_next(self, rank: int) -> None:
-        """Start the rank's next kernel, which knows all that the last one knew."""
+        """Start the rank's next kernel, which knows all that the last one knew.
+
+        Unless the memory drops some of that; then a thread is another one of its block,
+        so that it does not know what the thread of its index did.
+        """
         running = self._running[rank]
-        launch = next(self._streams[rank], None)
-        known = [o for (r, _, _), o in self._observers.items() if r == rank]
-        self.memory.end(known)
-        _meet(known)
+        observers = [o for (r, _, _), o in self._observers.items() if r == rank]
+        self.memory.next_kernel(observers, bool(running) and running[0].copies)
         running.clear()
+        launch = next(self._streams[rank], None)
         if launch is None:
             return
+        if not (self.memory.starts_see and self.memory.copies_end):
+            self._shift[rank] += 1
         for block in range(launch.grid):
             for index in range(self.threads):
-                observer = self._observers[rank, block, index]
+                number = (index + self._shift[rank]) % self.threads
+                observer = self._observers[rank, block, number]
                 observer.outdated = self.random.random() < 0.5
                 thread = Thread(launch, rank, block, index, observer)
                 thread.priority = self.random.random()
@@ -200,7 +213,7 @@ class Machine:
                 if other.block == thread.block
             ]
             if all(other.at_sync for other in block):
-                _meet([other.observer for other in block])
+                meet([other.observer for other in block])
                 found = any(other.condition for other in block)
                 failed = any(other.failed for other in block)
                 for other in block:
@@ -227,14 +240,6 @@ class Machine:
         self.time += 2 * TIMEOUT
         for thread in asleep:
             thread.asleep_until = 0
-
-
-def _meet(observers: list[Observer]) -> None:
-    """Let each know what any of them knew."""
-    everyone = (observer.known for observer in observers)
-    known = [max(times) for times in zip(*everyone, strict=True)]
-    for observer in observers:
-        observer.known = list(known)
 
 
 def explore(

@@ -1,6 +1,7 @@
 """Calls by copy engines: the meeting, the copies, and what follows a refusal.
 
-A copy is a kernel here that copies word by word, in its place in the call's stream.
+And puts and gets, which are copies between a program's signals. A copy is a kernel here
+that copies word by word, in its place in the stream.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ class Stream(list):
         here = any(first <= source <= last for first, last in self.mine)
         own = 0 if here else self.workspace
         args = (self.refused, own, target, source, nbytes // 8)
-        self.append(Launch(self.kernel, 1, args))
+        self.append(Launch(self.kernel, 1, args, is_copy=True))
 
     def nothing(self, *args):
         """Leave the order of events to the list."""
@@ -135,6 +136,52 @@ def calls_by_copies(code):
         world.run()
 
     return scenario
+
+
+def puts_and_gets(code):
+    """Ranks in a ring that put into the next one's buffer, or get what is in it."""
+
+    def scenario(machine):
+        world = World(machine, code)
+        programs = code.programs
+        for _ in range(3):
+            putting = machine.random.random() < 0.5
+            count = machine.random.choice([1, 2, 5])
+            inputs, words = world.inputs(count)
+            outputs = world.map("output", 8 * count)
+            for rank, context in enumerate(world.contexts):
+                following, previous = (rank + 1) % world.size, (rank - 1) % world.size
+                buffer, theirs = world.buffers[rank], world.buffers[following]
+
+                def copy(target, source, rank=rank, count=count):
+                    args = (None, 0, target, source, count)
+                    launch = Launch(programs.copy, 1, args, is_copy=True)
+                    world.streams[rank].append(launch)
+
+                if putting:
+                    copy(theirs, inputs[rank])
+                    there, here = following, previous
+                else:
+                    world.launch(rank, programs.write, 1, buffer, inputs[rank], count)
+                    there, here = previous, following
+                world.launch(rank, programs.put_one_signal, 1, context, there)
+                world.launch(rank, programs.wait_for_signal, 1, context, here)
+                if putting:
+                    world.launch(rank, programs.write, 1, outputs[rank], buffer, count)
+                else:
+                    copy(outputs[rank], theirs)
+                # The buffer may be used again.
+                world.launch(rank, programs.put_one_signal, 1, context, here)
+                world.launch(rank, programs.wait_for_signal, 1, context, there)
+                world.expect(outputs[rank], words[here])
+        world.run()
+
+    return scenario
+
+
+@worlds
+def test_puts_and_gets(ranks):
+    holds(puts_and_gets(device_code()), ranks, 200)
 
 
 @worlds

@@ -126,7 +126,7 @@ def test_a_packet_comes_in_halves_but_its_halves_in_one_piece():
     assert outcomes(write, read) == {*product((0, 1 << 32 | 1), repeat=2)}
 
 
-def two_stores(fence, by_kernel=False):
+def two_stores(fence, by_kernel=False, ends_count=True):
     """Return what is in x when rank 0 has stored 1 and then rank 1, told of it, 2."""
 
     def write(x, y):
@@ -153,6 +153,7 @@ def two_stores(fence, by_kernel=False):
     found = set()
     for seed in range(SCHEDULES):
         machine = Machine(2, 1, 1, seed)
+        machine.memory.ends_count = ends_count
         args = tuple(machine.memory.map(name, 4, fill=0) for name in "xy")
         machine.run([[Launch(k, 1, args) for k in ks] for ks in (first, [follow])])
         found.add(machine.memory.final(args[0], 4))
@@ -173,6 +174,7 @@ def test_stores_to_one_address_take_effect_in_the_order_that_fences_give():
 
 def test_a_kernels_stores_take_effect_before_its_rank_goes_on():
     assert two_stores(no_fence, by_kernel=True) == {2}
+    assert two_stores(no_fence, by_kernel=True, ends_count=False) == {1, 2}
 
 
 def both_threads(before, after):
@@ -222,6 +224,69 @@ def test_a_kernel_knows_what_the_one_before_it_stored():
         args = machine.memory.map("x", 4, fill=0), []
         machine.run([[Launch(write, 1, args), Launch(read, 1, args)]])
         assert args[-1] == [1, 1]
+
+
+def write(x, y, seen):
+    if thread_index() == 0:
+        yield from st_relaxed_sys_u32(x, 1)
+
+
+def write_and_fence(x, y, seen):
+    yield from st_relaxed_sys_u32(x, 1)
+    yield from fence_acq_rel_sys()
+
+
+def write_and_tell(x, y, seen):
+    yield from st_relaxed_sys_u32(x, 1)
+    yield from st_release_sys_u32(y, 1)
+
+
+def tell(x, y, seen):
+    yield from st_relaxed_sys_u32(y, 1)
+
+
+def wait(x, y, seen):
+    while (yield from ld_acquire_sys_u32(y)) == 0:
+        yield from poll_pause()
+
+
+def wait_and_read(x, y, seen):
+    yield from wait(x, y, seen)
+    yield from read(x, y, seen)
+
+
+def read(x, y, seen):
+    seen.append((yield from ld_relaxed_sys_u32(x)))
+
+
+@pytest.mark.parametrize(
+    ("assumption", "streams"),
+    [
+        ("starts_see", [[write, read]]),
+        ("copies_end", [[write, read]]),
+        ("starts_inherit", [[write_and_tell], [wait, read]]),
+        ("fences_carry", [[write_and_fence, tell], [wait_and_read]]),
+    ],
+)
+def test_what_earlier_kernels_did_is_known_unless_that_is_dropped(assumption, streams):
+    def seen_with(assumed):
+        found = set()
+        for seed in range(SCHEDULES):
+            machine = Machine(len(streams), 1, 2, seed)
+            setattr(machine.memory, assumption, assumed)
+            x, y = (machine.memory.map(name, 4, fill=0) for name in "xy")
+            seen = []
+            machine.run(
+                [
+                    [Launch(k, 1, (x, y, seen), is_copy=k is write) for k in kernels]
+                    for kernels in streams
+                ]
+            )
+            found |= set(seen)
+        return found
+
+    assert seen_with(True) == {1}
+    assert seen_with(False) == {0, 1}
 
 
 def alone(kernel, threads=1):

@@ -1,0 +1,94 @@
+"""What each protocol assumes of the platform: found by dropping it.
+
+``memory.py`` defines the assumptions, ``docs/architecture.md`` gives their sources. For
+every protocol, the search finds it broken if one that it needs is dropped, and finds
+nothing if all others are dropped together.
+"""
+
+import pytest
+
+from explore.scenarios import (
+    all_reduces,
+    all_reduces_at_the_wrap,
+    breaks,
+    calls_of,
+    calls_on_own_arrays,
+    exchanges_between_barriers,
+    holds,
+    mailed_calls,
+    messages,
+    plain_stores_between_barriers,
+    words_by_signals,
+)
+from explore.source import device_code
+from explore.test_copies import calls_by_copies, puts_and_gets
+
+ASSUMPTIONS = "starts_see", "starts_inherit", "copies_end", "ends_count", "fences_carry"
+
+# A block keeps its epochs, or a program its data, from one kernel to the next.
+SEES = {"starts_see"}
+# A rank stores where peers have read, or loads what they have stored, because an
+# earlier kernel of the rank acquired the flag that permits it.
+INHERITS = SEES | {"starts_inherit"}
+# Only the end of the kernel that empties a mailbox lies between that and the packets
+# of the next call, which let the peer fill it again.
+EMPTIES = SEES | {"ends_count"}
+# Copies acquire and release nothing: the kernels before and after them do.
+COPIES = INHERITS | {"copies_end"}
+
+PROTOCOLS = {
+    "one_shot_sentinel": (lambda code: all_reduces(code, "one_shot_sentinel"), EMPTIES),
+    "one_shot_marked": (lambda code: all_reduces(code, "one_shot_marked"), EMPTIES),
+    "two_shot_sentinel": (lambda code: all_reduces(code, "two_shot_sentinel"), EMPTIES),
+    "two_shot_marked": (lambda code: all_reduces(code, "two_shot_marked"), EMPTIES),
+    "few_sentinel": (lambda code: mailed_calls(code, "sentinel"), EMPTIES),
+    "few_marked": (lambda code: mailed_calls(code, "marked"), EMPTIES),
+    # A packet's epoch shows whether it is new. So only the two calls before the epochs
+    # overflow empty mailboxes.
+    "one_shot_ll": (lambda code: all_reduces(code, "one_shot_ll"), SEES),
+    "two_shot_ll": (lambda code: all_reduces(code, "two_shot_ll"), SEES),
+    "few_ll": (lambda code: mailed_calls(code, "ll"), SEES),
+    "one_shot_ll_at_the_wrap": (
+        lambda code: all_reduces_at_the_wrap(code, "one_shot_ll"),
+        EMPTIES,
+    ),
+    "two_shot_ll_at_the_wrap": (
+        lambda code: all_reduces_at_the_wrap(code, "two_shot_ll"),
+        EMPTIES,
+    ),
+    "one_shot_pull": (lambda code: all_reduces(code, "one_shot_pull"), INHERITS),
+    "chunked_all_reduce": (
+        lambda code: all_reduces(code, "chunked_all_reduce"),
+        INHERITS,
+    ),
+    "exchanges": (lambda code: calls_of(code, "gather", "scan"), INHERITS),
+    "reduce": (lambda code: calls_of(code, "reduce"), INHERITS),
+    "broadcast": (lambda code: calls_of(code, "broadcast"), INHERITS),
+    "direct": (calls_on_own_arrays, INHERITS),
+    "copies": (calls_by_copies, COPIES),
+    "puts": (puts_and_gets, COPIES),
+    # Each kernel itself acquires the flags, credits and signals that it relies on.
+    "messages": (messages, SEES),
+    "signals": (words_by_signals, SEES),
+    # The program stores and loads in other kernels before and after.
+    "barrier_in_a_kernel": (exchanges_between_barriers, INHERITS),
+    "barrier_on_a_stream": (plain_stores_between_barriers, INHERITS),
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_what_a_protocol_does_not_need_may_be_dropped(protocol, ranks):
+    calls, needs = PROTOCOLS[protocol]
+    dropped = {name: False for name in ASSUMPTIONS if name not in needs}
+    holds(calls(device_code()), ranks, 80 // ranks, **dropped)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "assumption"),
+    [(name, each) for name, (_, needs) in PROTOCOLS.items() for each in sorted(needs)],
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_a_protocol_needs_is_found(protocol, assumption, ranks):
+    calls, _ = PROTOCOLS[protocol]
+    breaks(calls(device_code()), ranks, **{assumption: False})
