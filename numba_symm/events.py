@@ -24,15 +24,10 @@ from numba_symm.errors import ArgumentError, DeviceError, DriverError
 HANDLE_BYTES = 64
 """The size of an event's inter-process handle."""
 
-_DEFAULT = streams.LEGACY_DEFAULT
 
 _PRIORITIES = 1 << 31  # the range of C's int; a GPU has a few priorities
 
 _BLOCKING, _NO_TIMING, _INTERPROCESS = 1, 2, 4  # CU_EVENT_*
-
-
-def _handle_of(stream: Any) -> int:
-    return _DEFAULT if stream is None else streams.handle_of(stream)
 
 
 def _is_done(query: str, handle: Any) -> bool:
@@ -142,7 +137,7 @@ class Event:
             stream: a stream of any library, or a handle; None: the legacy default
                 stream.
         """
-        handle = _handle_of(stream)
+        handle = streams.handle_or_default(stream)
         if SIMULATED:
             self._recorded = time.perf_counter()
             return
@@ -150,7 +145,7 @@ class Event:
 
     def wait(self, stream: Any = None) -> None:
         """Make later work of ``stream`` wait for the latest record."""
-        handle = _handle_of(stream)
+        handle = streams.handle_or_default(stream)
         if not SIMULATED:
             driver.call("cuStreamWaitEvent", handle, self._handle, 0)
 
@@ -299,7 +294,7 @@ class Stream:
     @property
     def handle(self) -> int:
         """The ``CUstream``; 0 in the simulator."""
-        return _DEFAULT if SIMULATED else int(self._core.handle)
+        return streams.LEGACY_DEFAULT if SIMULATED else int(self._core.handle)
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """Return the protocol's version and the handle."""
@@ -335,7 +330,7 @@ class Stream:
             stream: a stream of any library, or a handle; None: the legacy default
                 stream.
         """
-        handle = _handle_of(stream)
+        handle = streams.handle_or_default(stream)
         if not SIMULATED:
             _join(self.handle, handle)
 

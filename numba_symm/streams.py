@@ -34,6 +34,11 @@ def handle_of(stream: Any) -> int:
     return LEGACY_DEFAULT
 
 
+def handle_or_default(stream: Any) -> int:
+    """Return the handle of a stream; None is the legacy default stream."""
+    return LEGACY_DEFAULT if stream is None else handle_of(stream)
+
+
 def _found_in(stream: Any) -> int:
     try:
         found = stream if isinstance(stream, int) else _told_by(stream)

@@ -249,7 +249,7 @@ class SymmetricMemory:
         between streams, which events do.
         """
         self._check_open()
-        pads.fence_kernel().bind(1)(_handle(stream))
+        pads.fence_kernel().bind(1)(streams.handle_or_default(stream))
 
     def barrier(self, channel: int = 0, stream: Any = None) -> None:
         """Enqueue a barrier of all ranks on ``channel``. Every rank calls it.
@@ -291,7 +291,7 @@ class SymmetricMemory:
 
     def _launch(self, what: str, kernel: Any, stream: Any, *args: int) -> None:
         self._check_open()
-        handle = _handle(stream)
+        handle = streams.handle_or_default(stream)
         try:
             kernel(self.world_size).bind(1, self._ctx, *args)(handle)
         except BaseException as error:
@@ -310,12 +310,8 @@ class SymmetricMemory:
             raise ClosedError("this symmetric memory was closed by its communicator")
 
 
-def _handle(stream: Any) -> int:
-    return streams.LEGACY_DEFAULT if stream is None else streams.handle_of(stream)
-
-
 def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any) -> Any:
-    if not SIMULATED and streams.is_capturing(_handle(stream)):
+    if not SIMULATED and streams.is_capturing(streams.handle_or_default(stream)):
         raise ArgumentError(
             "get: pass out= while a stream is being captured into a graph; memory "
             "cannot be allocated then"
@@ -325,7 +321,7 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any) -> Any
 
 def _copy(target: int, source: int, nbytes: int, stream: Any, what: str) -> None:
     """Enqueue a copy between arrays that do not overlap."""
-    handle = _handle(stream)
+    handle = streams.handle_or_default(stream)
     if nbytes == 0:
         return
     if abs(target - source) < nbytes:

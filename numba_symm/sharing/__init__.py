@@ -77,7 +77,7 @@ def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
     kinds.current_ordinal()  # from here on the thread has a context
     view = arrays.view(array, "share")
     found = layout.of(array, view)
-    handle = _stream_for(stream, view)
+    handle = streams.handle_or_default(view.stream if stream is None else stream)
     received.refuse_capture(handle, "share")
     low, high = found.extent
     address, nbytes = view.address + low, high - low
@@ -143,12 +143,6 @@ def _checked_opens(opens: int) -> int:
     if not 1 <= found < 1 << 31:
         raise ArgumentError(f"share: opens={opens!r}; give how often it will be opened")
     return found
-
-
-def _stream_for(stream: Any, view: arrays.ArrayView) -> int:
-    if stream is not None:
-        return streams.handle_of(stream)
-    return streams.LEGACY_DEFAULT if view.stream is None else view.stream
 
 
 def _keeper(array: Any) -> Any:

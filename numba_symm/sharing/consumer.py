@@ -311,7 +311,7 @@ class Reference:
         """Wait for the stream; return False if it cannot, as it is being captured."""
         if SIMULATED:
             return True
-        stream = stream_handle(self._stream)
+        stream = streams.handle_or_default(self._stream)
         with self.in_context():
             if streams.is_capturing(stream):
                 return False
@@ -388,8 +388,3 @@ def on_counters(handle: SharedHandle, job: Callable[[CounterFile], T]) -> T:
     if producer.is_at(handle.producer):
         return producer.guard.do(lambda: job(producer.checked(handle).file))
     return consumer.guard.do(lambda: job(consumer.checked_counters(handle)))
-
-
-def stream_handle(stream: Any) -> int:
-    """Return a stream's handle; None is the legacy default stream."""
-    return streams.LEGACY_DEFAULT if stream is None else streams.handle_of(stream)

@@ -15,7 +15,6 @@ from numba_symm.sharing.consumer import (
     Mapped,
     Reference,
     consumer,
-    stream_handle,
 )
 from numba_symm.sharing.handle import SharedHandle
 from numba_symm.sharing.layout import Layout
@@ -42,7 +41,7 @@ class ReceivedData:
                 f"open_shared: expected a handle, got {type(handle).__name__}; pass "
                 "what share() gave, or SharedHandle.from_bytes(...)"
             )
-        refuse_capture(stream_handle(stream), "open_shared")
+        refuse_capture(streams.handle_or_default(stream), "open_shared")
         kinds.current_ordinal()  # from here on the thread has a context
         consumer.retry()
         self.handle = handle
