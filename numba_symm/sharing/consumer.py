@@ -11,9 +11,9 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from numba_symm import driver, streams
 from numba_symm.arrays import Memory
@@ -31,8 +31,6 @@ CLOSED = "this shared array was closed; open its handle again, if others still s
 
 # The producer's name, kind, base, our GPU. Hashed without a call of a Python function.
 Key = tuple[bytes, str, int, int]
-
-T = TypeVar("T")
 
 
 class Mapped:
@@ -378,13 +376,18 @@ class Reference:
 consumer = Consumer()
 
 
-def on_counters(handle: SharedHandle, job: Callable[[CounterFile], T]) -> T:
-    """Return ``job`` of the counter file of a handle, called under its guard.
+def _cancel(handle: SharedHandle) -> int:
+    """Do what :meth:`SharedHandle.cancel` says, on either side."""
 
-    Raises:
-        ArgumentError: the handle was altered.
-        ClosedError: the sharing is over, or the producer has ended.
-    """
-    if producer.is_at(handle.producer):
-        return producer.guard.do(lambda: job(producer.checked(handle).file))
-    return consumer.guard.do(lambda: job(consumer.checked_counters(handle)))
+    def cancelled(file: CounterFile) -> int:
+        return file.cancel(handle.slot, handle.serial)
+
+    try:
+        if producer.is_at(handle.producer):
+            return producer.guard.do(lambda: cancelled(producer.checked(handle).file))
+        return consumer.guard.do(lambda: cancelled(consumer.checked_counters(handle)))
+    except ClosedError:  # the sharing is over, or the producer has ended
+        return 0
+
+
+SharedHandle._cancel = _cancel

@@ -5,11 +5,11 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from numba_symm.errors import ArgumentError, ClosedError
+from numba_symm.errors import ArgumentError
 from numba_symm.events import HANDLE_BYTES
 from numba_symm.sharing.broker import Address
 from numba_symm.sharing.counters import DIGEST_BYTES, SLOTS
@@ -65,6 +65,9 @@ class SharedHandle:
     event: bytes = field(repr=False)
     event_sync_required: bool
     device: str
+
+    # Set by the module ``consumer``, which knows both sides and imports this one.
+    _cancel: ClassVar[Callable[["SharedHandle"], int]]
 
     def __post_init__(self) -> None:
         for name, fits in _FITS.items():
@@ -150,12 +153,7 @@ class SharedHandle:
             ArgumentError: the handle was altered.
             ExchangeError: another process, which is stopped, keeps the counters locked.
         """
-        from numba_symm.sharing.consumer import on_counters
-
-        try:
-            return on_counters(self, lambda file: file.cancel(self.slot, self.serial))
-        except ClosedError:  # the sharing is over, or the producer has ended
-            return 0
+        return SharedHandle._cancel(self)
 
     def _recorded(self) -> dict[str, Any]:
         """Return all attributes but the layout, as JSON has them."""
