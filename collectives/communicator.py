@@ -26,6 +26,7 @@ from numba_symm import (
     streams,
 )
 from numba_symm.arrays import ArrayView
+from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives.kernels import barrier, copied_all_reduce
 from numba_symm.collectives.messages import (
     Pending,
@@ -80,7 +81,6 @@ from numba_symm.launch.devices import GPU
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.memory.heap import Heap
 from numba_symm.memory.symmetric import SymmetricMemory
-from numba_symm.remembered import UNKNOWN, Remembered
 from numba_symm.streams import StreamOrder
 
 P = ParamSpec("P")
@@ -253,7 +253,7 @@ class Communicator(VectorForms):
                 self._fill_sentinels()
             self.max_blocks = min(limits)
             self._memory: arrays.Memory | None = memory
-            self._plans = Remembered(MAX_PLANS)
+            self._plans = Cache(MAX_PLANS)
             self._barrier: Enqueue | None = None
             self._pending: Pending | None = None
             self._within: dict[None, int] = {}  # the thread that is in a call

@@ -11,6 +11,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import dtypes
+from numba_symm.cache import Cache
 from numba_symm.collectives import select
 from numba_symm.collectives.kernels.two_shot import LINE
 from numba_symm.collectives.protocols.mailboxes import LAST_EPOCH, TRANSPORTS
@@ -24,7 +25,6 @@ from numba_symm.collectives.protocols.workspace import (
     layout,
 )
 from numba_symm.environment import SIMULATED
-from numba_symm.remembered import Remembered
 from tests.ranks.helpers import (
     Window,
     bits,
@@ -496,7 +496,7 @@ def test_a_plan_in_place_repeats_its_effect(comm):
 
 
 def test_more_different_calls_than_a_communicator_remembers(comm, monkeypatch):
-    monkeypatch.setattr(comm, "_plans", Remembered(4))
+    monkeypatch.setattr(comm, "_plans", Cache(4))
     x = comm.empty(12, np.int32)
     put(x, np.full(12, 2, np.int32))
     for count in [*range(1, 9), *range(1, 9)]:

@@ -1,10 +1,10 @@
 """The cache of packed launches."""
 
-from numba_symm.remembered import UNKNOWN, Remembered
+from numba_symm.cache import UNKNOWN, Cache
 
 
 def test_used_values_stay_and_unused_ones_are_evicted():
-    cache = Remembered(10)
+    cache = Cache(10)
     cache.put("used", 0)
     cache.put("unused", None)
     for number in range(100):
@@ -16,7 +16,7 @@ def test_used_values_stay_and_unused_ones_are_evicted():
 
 
 def test_none_is_a_value_and_clear_removes_all():
-    cache = Remembered(2)
+    cache = Cache(2)
     for number in range(4):
         cache.put(number, None)
         assert cache.get(number) is None

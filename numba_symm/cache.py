@@ -4,10 +4,10 @@ from collections.abc import Hashable
 from typing import Any
 
 UNKNOWN: Any = object()
-"""The result of ``Remembered.get`` for a missing key."""
+"""The result of ``Cache.get`` for a missing key."""
 
 
-class Remembered:
+class Cache:
     """Values by key: those of the ``most`` keys used last, and at most as many more.
 
     There are two generations. A lookup moves a value to the younger one. When that is
