@@ -1,23 +1,15 @@
-"""Who the ranks are: the communicator they arrive with and the hosts they run on."""
+"""Who the ranks are: the communicator they arrive with, and their names in texts."""
 
 import operator
 import os
-import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from numbers import Integral
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 from numba_symm import forks
 from numba_symm.environment import warn_once
-from numba_symm.errors import ArgumentError, DeviceError
-
-if TYPE_CHECKING:
-    from numba_symm.launch.exchange import StoreExchange
-
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+from numba_symm.errors import ArgumentError
 
 
 class Comm(Protocol):
@@ -36,36 +28,6 @@ class Comm(Protocol):
 
     def barrier(self) -> None:
         """Return once every rank has called it."""
-
-
-@dataclass(frozen=True)
-class World:
-    """One rank's place among all ranks and among those of its host.
-
-    Attributes:
-        rank: this process, 0 to size - 1.
-        size: how many ranks there are.
-        local_rank: its position among the ranks of its host.
-        local_size: how many ranks that host has.
-        host: the host's name for readers; equal on all ranks of one host.
-    """
-
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    host: str
-
-    def __post_init__(self) -> None:
-        if not (
-            _integers(self.rank, self.size, self.local_rank, self.local_size)
-            and 0 <= self.local_rank <= self.rank < self.size
-            and self.local_rank < self.local_size <= self.size
-        ):
-            raise ArgumentError(
-                f"{self} is no place among ranks: pass integers with 0 <= local_rank "
-                "<= rank < size and local_rank < local_size <= size"
-            )
 
 
 def checked(comm: object) -> Comm:
@@ -95,7 +57,7 @@ def checked(comm: object) -> Comm:
         )
     found = cast(Any, comm)
     rank, size = found.rank, found.size
-    if not (_integers(rank, size) and 0 <= rank < size):
+    if not (are_integers(rank, size) and 0 <= rank < size):
         raise ArgumentError(
             f"{comm!r} is no communicator: it has rank {rank!r} of size {size!r}; pass "
             "one whose rank is an integer from 0 to size - 1"
@@ -107,51 +69,9 @@ def checked(comm: object) -> Comm:
     return cast(Comm, found)
 
 
-def _integers(*numbers: Any) -> bool:
+def are_integers(*numbers: Any) -> bool:
+    """Return whether all are integers, of any type."""
     return all(isinstance(number, Integral) for number in numbers)
-
-
-def discover(exchange: "StoreExchange") -> World:
-    """Find this rank's place. Collective.
-
-    Ranks are on one host when their kernel's boot id is the same, whatever the
-    host name: two containers of one host differ in name and share the boot id.
-    """
-    seen = exchange.all_gather((_boot_id(), socket.gethostname()), "hosts")
-    boot_id = seen[exchange.rank][0]
-    local = [rank for rank, (other, _) in enumerate(seen) if other == boot_id]
-    return World(
-        rank=exchange.rank,
-        size=exchange.size,
-        local_rank=local.index(exchange.rank),
-        local_size=len(local),
-        # The first local rank's name, so that containers of one host agree on it.
-        host=f"{seen[local[0]][1]} ({boot_id[:8]})",
-    )
-
-
-def refuse_several_hosts(hosts: Sequence[str]) -> None:
-    """Raise :class:`DeviceError` unless every rank's ``World.host`` is the same."""
-    if len(set(hosts)) > 1:
-        raise DeviceError(
-            "numba_symm works between the GPUs of one host, and "
-            f"{sentence(dict(enumerate(hosts)), 'is on', 'are on')}; start all ranks "
-            "on one host, or make one communicator per host (in MPI: "
-            "comm.Split_type(MPI.COMM_TYPE_SHARED))"
-        )
-
-
-MOST_RANKS = 64
-"""Ranks of one communicator: kernels name each other rank by a bit of a word."""
-
-
-def refuse_too_many(size: int) -> None:
-    """Raise :class:`ArgumentError` for more ranks than kernels can name."""
-    if size > MOST_RANKS:
-        raise ArgumentError(
-            f"{size} ranks, and a communicator has {MOST_RANKS} at most; "
-            "make one for each part of them (in MPI: comm.Split)"
-        )
 
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
@@ -278,13 +198,6 @@ def sentence(texts: dict[int, str], one: str, many: str) -> str:
         f"{name_ranks(ranks)} {one if len(ranks) == 1 else many} {text}"
         for text, ranks in grouped(texts).items()
     )
-
-
-def _boot_id() -> str:
-    try:
-        return BOOT_ID.read_text().strip()
-    except OSError:  # a sandbox that hides /proc: the name is the best there is
-        return socket.gethostname()
 
 
 _mpi_is_the_parents = False  # in a child that was forked from a process of MPI

@@ -14,7 +14,7 @@ from numba_symm.errors import (
     CollectiveError,
     CollectiveTimeout,
 )
-from numba_symm.launch import devices, ranks, waiting
+from numba_symm.launch import devices, hosts, ranks, waiting
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.waiting import Wait
@@ -77,15 +77,15 @@ class Group:
 
     def _make(self, device: int | None, timeout: float | None) -> None:
         exchange = self.exchange
-        self.world = ranks.discover(exchange)
+        self.world = hosts.discover(exchange)
         with exchange.agreed("Communicator"):
             environment.chosen_setup_timeout()
             self.timeout = environment.chosen_timeout(timeout)
         exchange.agree_equal(f"timeout={self.timeout:g}", "Communicator")
         if self.world.local_size < self.world.size:
-            hosts = exchange.all_gather(self.world.host, "hosts")
-            ranks.refuse_several_hosts(hosts)
-        ranks.refuse_too_many(self.world.size)
+            found = exchange.all_gather(self.world.host, "hosts")
+            hosts.refuse_several_hosts(found)
+        hosts.refuse_too_many(self.world.size)
         self.channel = self._undo.enter_context(IpcChannel(exchange))
         self.board = Board(exchange, self.channel, self._undo)
         exchange.meet_at(self.board)

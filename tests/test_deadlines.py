@@ -26,7 +26,7 @@ from numba_symm import device as symm
 from numba_symm.collectives import select
 from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
 from numba_symm.kernels import Kernel
-from numba_symm.launch import fds, ranks, waiting
+from numba_symm.launch import fds, hosts, waiting
 from tests.spawned import attempt, open_files, outcomes, run_ranks
 
 AWAY = 1  # the rank that does not come
@@ -822,8 +822,8 @@ def fails_on_one_rank(world, how):
             os.environ["NUMBA_SYMM_SETUP_TIMEOUT"] = "soon"
             undo.callback(os.environ.pop, "NUMBA_SYMM_SETUP_TIMEOUT")
         elif how == "hosts" and one:
-            undo.callback(setattr, ranks, "BOOT_ID", ranks.BOOT_ID)
-            ranks.BOOT_ID = Path("/nowhere")
+            undo.callback(setattr, hosts, "BOOT_ID", hosts.BOOT_ID)
+            hosts.BOOT_ID = Path("/nowhere")
         elif how == "no memory" and one:
 
             def refuse(self, nbytes, *args):

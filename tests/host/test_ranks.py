@@ -8,9 +8,9 @@ import pytest
 
 from numba_symm import environment
 from numba_symm.errors import ArgumentError, DeviceError
-from numba_symm.launch import ranks, waiting
+from numba_symm.launch import hosts, ranks, waiting
 from numba_symm.launch.exchange import StoreExchange
-from numba_symm.launch.ranks import World
+from numba_symm.launch.hosts import World
 from numba_symm.launch.waiting import Wait
 from tests.threads import run_ranks
 
@@ -22,7 +22,7 @@ def test_ranks_of_one_host_are_numbered_in_order():
 
 
 def found(comm):
-    return ranks.discover(StoreExchange(comm, "test"))
+    return hosts.discover(StoreExchange(comm, "test"))
 
 
 class Alone:
@@ -53,14 +53,14 @@ def test_containers_of_one_host_are_one_host():
 
 
 def test_without_a_boot_id_hosts_are_told_apart_by_name(monkeypatch, tmp_path):
-    monkeypatch.setattr(ranks, "BOOT_ID", tmp_path / "missing")
+    monkeypatch.setattr(hosts, "BOOT_ID", tmp_path / "missing")
     assert found(Alone()).host.startswith(f"{socket.gethostname()} (")
 
 
 def test_several_hosts_are_refused_by_name():
-    ranks.refuse_several_hosts(["a"] * 4)
+    hosts.refuse_several_hosts(["a"] * 4)
     with pytest.raises(DeviceError, match=r"ranks 0, 2 are on a, rank 1 is on b;"):
-        ranks.refuse_several_hosts(["a", "b", "a"])
+        hosts.refuse_several_hosts(["a", "b", "a"])
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_impossible_places_are_refused(place):
 
 
 def test_more_ranks_than_a_word_has_bits_are_refused():
-    ranks.refuse_too_many(64)
+    hosts.refuse_too_many(64)
     with pytest.raises(ArgumentError, match="65 ranks, and a communicator has 64 at"):
-        ranks.refuse_too_many(65)
+        hosts.refuse_too_many(65)
 
 
 @pytest.fixture

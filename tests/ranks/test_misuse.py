@@ -13,7 +13,7 @@ import numba_symm as ns
 from numba_symm import environment
 from numba_symm.backends import host_memory
 from numba_symm.environment import SIMULATED
-from numba_symm.launch import devices, ranks
+from numba_symm.launch import devices, hosts
 from numba_symm.memory import allocator as allocators
 from tests.ranks import junk
 from tests.ranks.helpers import check_works, get, ordinary, put, refused
@@ -55,7 +55,7 @@ def fresh(world):
 
 def test_too_many_ranks(world, everywhere, monkeypatch, fresh):
     with monkeypatch.context() as patch:
-        patch.setattr(ranks, "MOST_RANKS", world.size - 1)
+        patch.setattr(hosts, "MOST_RANKS", world.size - 1)
         everywhere(
             ns.ArgumentError,
             lambda: ns.Communicator(world),
@@ -600,8 +600,8 @@ def test_a_backend_that_is_asked_for_is_taken(world, monkeypatch, name):
 def test_ranks_on_two_hosts_are_refused(world, fresh, everywhere, last, monkeypatch):
     with monkeypatch.context() as patch:
         if last:
-            patch.setattr(ranks, "_boot_id", lambda: "elsewhere")
-            patch.setattr(ranks.socket, "gethostname", lambda: "node7")
+            patch.setattr(hosts, "_boot_id", lambda: "elsewhere")
+            patch.setattr(hosts.socket, "gethostname", lambda: "node7")
         said = everywhere(
             ns.DeviceError,
             lambda: ns.Communicator(world, timeout=60),

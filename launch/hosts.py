@@ -1,0 +1,92 @@
+"""Which hosts the ranks run on, and each rank's place there."""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from numba_symm.errors import ArgumentError, DeviceError
+from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.ranks import are_integers, sentence
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True)
+class World:
+    """One rank's place among all ranks and among those of its host.
+
+    Attributes:
+        rank: this process, 0 to size - 1.
+        size: how many ranks there are.
+        local_rank: its position among the ranks of its host.
+        local_size: how many ranks that host has.
+        host: the host's name for readers; equal on all ranks of one host.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+
+    def __post_init__(self) -> None:
+        if not (
+            are_integers(self.rank, self.size, self.local_rank, self.local_size)
+            and 0 <= self.local_rank <= self.rank < self.size
+            and self.local_rank < self.local_size <= self.size
+        ):
+            raise ArgumentError(
+                f"{self} is no place among ranks: pass integers with 0 <= local_rank "
+                "<= rank < size and local_rank < local_size <= size"
+            )
+
+
+def discover(exchange: StoreExchange) -> World:
+    """Find this rank's place. Collective.
+
+    Ranks are on one host when their kernel's boot id is the same, whatever the
+    host name: two containers of one host differ in name and share the boot id.
+    """
+    seen = exchange.all_gather((_boot_id(), socket.gethostname()), "hosts")
+    boot_id = seen[exchange.rank][0]
+    local = [rank for rank, (other, _) in enumerate(seen) if other == boot_id]
+    return World(
+        rank=exchange.rank,
+        size=exchange.size,
+        local_rank=local.index(exchange.rank),
+        local_size=len(local),
+        # The first local rank's name, so that containers of one host agree on it.
+        host=f"{seen[local[0]][1]} ({boot_id[:8]})",
+    )
+
+
+def refuse_several_hosts(hosts: Sequence[str]) -> None:
+    """Raise :class:`DeviceError` unless every rank's ``World.host`` is the same."""
+    if len(set(hosts)) > 1:
+        raise DeviceError(
+            "numba_symm works between the GPUs of one host, and "
+            f"{sentence(dict(enumerate(hosts)), 'is on', 'are on')}; start all ranks "
+            "on one host, or make one communicator per host (in MPI: "
+            "comm.Split_type(MPI.COMM_TYPE_SHARED))"
+        )
+
+
+MOST_RANKS = 64
+"""Ranks of one communicator: kernels name each other rank by a bit of a word."""
+
+
+def refuse_too_many(size: int) -> None:
+    """Raise :class:`ArgumentError` for more ranks than kernels can name."""
+    if size > MOST_RANKS:
+        raise ArgumentError(
+            f"{size} ranks, and a communicator has {MOST_RANKS} at most; "
+            "make one for each part of them (in MPI: comm.Split)"
+        )
+
+
+def _boot_id() -> str:
+    try:
+        return BOOT_ID.read_text().strip()
+    except OSError:  # a sandbox that hides /proc: the name is the best there is
+        return socket.gethostname()
