@@ -20,6 +20,7 @@ from typing import Any, Self
 from numba_symm import arguments, driver, streams
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, DeviceError, DriverError
+from numba_symm.launch import devices
 
 HANDLE_BYTES = 64
 """The size of an event's inter-process handle."""
@@ -278,9 +279,7 @@ class Stream:
     @property
     def device(self) -> Any:
         """The GPU, as a :class:`numba_symm.GPU`."""
-        from numba_symm.launch.devices import visible_gpus
-
-        return visible_gpus()[self.device_index]
+        return devices.visible_gpus()[self.device_index]
 
     @property
     def core(self) -> Any:
@@ -366,9 +365,7 @@ def _device(ordinal: int | None) -> Any:
 
     if ordinal is None:
         return current_device()
-    from numba_symm.launch.devices import visible_gpus
-
-    return Device(_checked_device(ordinal, len(visible_gpus())))
+    return Device(_checked_device(ordinal, len(devices.visible_gpus())))
 
 
 @contextmanager

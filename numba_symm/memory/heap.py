@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from numba_symm import arguments, deferred, pads
 from numba_symm.arrays import Memory
+from numba_symm.backends import ipc
 from numba_symm.backends.peers import Peers, map_peers
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
@@ -184,10 +185,8 @@ class Heap(Mapper):
                 f"{what}: the array at {address:#x} is in this process' private "
                 "memory; under the simulator use comm.empty()"
             )
-        from numba_symm.backends.ipc import IpcBackend, allocation_around
-
-        found = allocation_around(address, what)
-        return Block(found.nbytes, IpcBackend(), found, own=False)
+        found = ipc.allocation_around(address, what)
+        return Block(found.nbytes, ipc.IpcBackend(), found, own=False)
 
     def place(self, address: int, nbytes: int) -> Place | None:
         """Return where symmetric memory lies, on all ranks if they passed the same.

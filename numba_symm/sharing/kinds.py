@@ -19,13 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm import driver
+from numba_symm import backends, driver
 from numba_symm.arrays import Memory
-from numba_symm.backends import Mapping
+from numba_symm.backends import Mapping, ipc
 from numba_symm.backends.host import HostBackend
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError, DriverError
 from numba_symm.events import current_device
+from numba_symm.launch import devices
 from numba_symm.memory.allocator import block_around
 
 GOING_WITH_ARRAYS = ("host",)
@@ -101,9 +102,7 @@ def current_ordinal() -> int:
 @functools.cache
 def uuid_of(ordinal: int) -> str:
     """Return what names a GPU in all processes."""
-    from numba_symm.launch.devices import visible_gpus
-
-    return visible_gpus()[ordinal].uuid
+    return devices.visible_gpus()[ordinal].uuid
 
 
 def _check_on_device(address: int, nbytes: int) -> None:
@@ -153,10 +152,8 @@ def _export_pool(pool: int) -> int:
 
 
 def _locate_in_cuda_malloc(address: int) -> Place:
-    from numba_symm.backends.ipc import IpcBackend, allocation_around
-
     try:
-        found = allocation_around(address, "share")
+        found = ipc.allocation_around(address, "share")
     except BackendError:
         raise _refused(
             address,
@@ -164,7 +161,7 @@ def _locate_in_cuda_malloc(address: int) -> Place:
             "memory management that another library mapped, such as torch's expandable "
             "segments, or memory that another library imported)",
         ) from None
-    return Place("ipc", found.address, found.nbytes, IpcBackend().export(found))
+    return Place("ipc", found.address, found.nbytes, ipc.IpcBackend().export(found))
 
 
 def _refused(address: int, kind: str) -> ArgumentError:
@@ -219,8 +216,6 @@ def unmap_memory(kind: str, mapping: Mapping, ordinal: int) -> None:
 
 @functools.cache
 def _backend(kind: str, ordinal: int) -> Any:
-    from numba_symm import backends
-
     return backends.create(kind, ordinal)
 
 

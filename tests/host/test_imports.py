@@ -1,0 +1,126 @@
+"""The rooms of docs/architecture.md: which module may import which."""
+
+import ast
+import os
+import re
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "numba_symm"
+ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
+
+LAZY = {
+    ("launch.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
+}
+"""Imports of our own modules within functions, each with its reason."""
+
+
+def rooms():
+    """Return the names in the first column of the table, by row."""
+    text = ARCHITECTURE.read_text().partition("## The house\n")[2]
+    table = text.partition("\n| room |")[2].partition("\n\n")[0]
+    return [re.findall(r"`(.+?)`", row.split("|")[1]) for row in table.splitlines()[2:]]
+
+
+def files():
+    """Return every module's file by the module's name in the package."""
+    found = {}
+    for folder, folders, names in os.walk(PACKAGE, followlinks=True):
+        folders[:] = [name for name in folders if name != "__pycache__"]
+        for path in (Path(folder, name) for name in names if name.endswith(".py")):
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            name = ".".join(part for part in parts if part != "__init__")
+            found[name] = path
+    return found
+
+
+FILES = files()
+
+
+def imported(node):
+    """Yield the modules of the package that a statement imports."""
+    if isinstance(node, ast.Import):
+        names = [each.name for each in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        names = [f"{node.module}.{each.name}" for each in node.names]
+    else:
+        return
+    for name in names:
+        top, _, rest = name.partition(".")
+        if top == PACKAGE.name:
+            yield rest if rest in FILES else rest.rpartition(".")[0]
+
+
+def graph():
+    """Return what each module imports, (at its top level, in functions)."""
+    found = {}
+    for name, path in FILES.items():
+        tree = ast.parse(path.read_text())
+        everywhere = {id(node): node for node in ast.walk(tree)}
+        lazy = {
+            id(inner)
+            for node in everywhere.values()
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            for inner in ast.walk(node)
+        }
+        at_top, within = set(), set()
+        for key, node in everywhere.items():
+            (within if key in lazy else at_top).update(imported(node))
+        found[name] = at_top, within
+    return found
+
+
+GRAPH = graph()
+
+
+def row(name):
+    """Return the row of the table that names a module most exactly, or None."""
+    path = str(FILES[name].relative_to(PACKAGE))
+    fitting = [
+        (len(room), number)
+        for number, names in enumerate(rooms())
+        for room in names
+        if path == room or (room.endswith("/") and path.startswith(room))
+    ]
+    return max(fitting)[1] if fitting else None
+
+
+def test_every_module_has_a_room_and_every_room_a_module():
+    assert [name for name in FILES if row(name) is None] == []
+    paths = [str(path.relative_to(PACKAGE)) for path in FILES.values()]
+    named = [room for names in rooms() for room in names]
+    assert len(named) == len(set(named)) > 20
+    assert [room for room in named if not any(map(startswith(room), paths))] == []
+
+
+def startswith(room):
+    return lambda path: path.startswith(room)
+
+
+def test_modules_import_only_from_rows_above_and_their_own():
+    rows = {name: row(name) for name in FILES}
+    wrong = [
+        f"{name} imports {other}"
+        for name, (at_top, _) in GRAPH.items()
+        for other in at_top
+        if rows[other] > rows[name]
+    ]
+    assert wrong == []
+
+
+def test_imports_within_functions_have_a_reason():
+    lazy = {(name, other) for name, (_, within) in GRAPH.items() for other in within}
+    assert lazy == set(LAZY)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    """All imports count: those in functions, and those for type checkers, too."""
+    left = {name: at_top | within for name, (at_top, within) in GRAPH.items()}
+    before = None
+    while left != before:  # without those that import none of them, or no other imports
+        before = left
+        used = set().union(*left.values())
+        left = {name: others & set(left) for name, others in left.items()}
+        left = {
+            name: others for name, others in left.items() if others and name in used
+        }
+    assert left == {}
