@@ -69,7 +69,7 @@ def make_put_signal() -> Any:
     """Return the kernel behind ``SymmetricMemory.put_signal``."""
 
     def pad_put_signal(ctx: Any, dst: int, channel: int) -> None:
-        if cuda.threadIdx.x == 0:
+        if cuda.threadIdx.x == 0:  # explore: put
             signals.put_signal(ctx, dst, channel)
 
     return pad_put_signal
@@ -79,7 +79,7 @@ def make_wait_signal() -> Any:
     """Return the kernel behind ``SymmetricMemory.wait_signal``."""
 
     def pad_wait_signal(ctx: Any, src: int, channel: int) -> None:
-        if cuda.threadIdx.x == 0:
+        if cuda.threadIdx.x == 0:  # explore: wait
             signals.wait_signal(ctx, src, channel)
 
     return pad_wait_signal

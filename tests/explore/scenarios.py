@@ -302,7 +302,38 @@ def parts(machine, total):
     return [(0, middle), (middle, total - middle)][middle == 0 :]
 
 
-def plain_stores_between_barriers(code):
+def words_by_signals_of_the_host(code):
+    """A chain of ranks, which put and wait for a signal between kernels, by word."""
+
+    def scenario(machine):
+        world = World(machine, code)
+        total = 3
+        inputs, words = world.inputs(total)
+        outputs = world.map("output", 8 * total)
+        write = code.programs.write
+        for context in world.contexts:
+            rank, stream = context.rank, world.streams[context.rank]
+            for at in range(0, 8 * total, 8):
+                if rank > 0:
+                    wait = code.pads.wait_signal_kernel(world.size)
+                    stream.append(wait.bind(1, context, rank - 1, 0))
+                    args = (outputs[rank] + at, world.buffers[rank] + at, 1)
+                    world.launch(rank, write, 1, *args)
+                if rank < world.size - 1:
+                    args = (world.buffers[rank + 1] + at, inputs[rank] + at, 1)
+                    world.launch(rank, write, 1, *args)
+                    if machine.random.random() < 0.5:
+                        stream.append(code.pads.fence_kernel().bind(1))
+                    put = code.pads.put_signal_kernel(world.size)
+                    stream.append(put.bind(1, context, rank + 1, 0))
+            if rank > 0:
+                world.expect(outputs[rank], words[rank - 1])
+        world.run()
+
+    return scenario
+
+
+def plain_stores_between_barriers(code, barrier=World.barrier):
     """Kernels that write, a barrier on the stream, and kernels that read from peers."""
 
     def scenario(machine):
@@ -314,12 +345,12 @@ def plain_stores_between_barriers(code):
             for rank in range(world.size):
                 args = (world.buffers[rank], inputs[rank], count)
                 world.launch(rank, code.programs.write, 1, *args)
-            world.barrier()
+            barrier(world)
             for rank in range(world.size):
                 args = (world.buffers, outputs[rank], count)
                 world.launch(rank, code.programs.read, 1, *args)
                 world.expect(outputs[rank], [word for mine in words for word in mine])
-            world.barrier()
+            barrier(world)
         world.run()
 
     return scenario

@@ -60,6 +60,7 @@ _MODULES = (
     "numba_symm.collectives.kernels.copied_all_reduce",
     "numba_symm.collectives.kernels.copied_exchange",
     "numba_symm.collectives.kernels.transfer",
+    "numba_symm.pads",
     "explore.programs",
 )
 """In the order of their imports."""
@@ -68,6 +69,7 @@ _PACKAGES = (
     "numba_symm.collectives",
     "numba_symm.collectives.kernels",
     "numba_symm.collectives.protocols",
+    "numba_symm.device",
 )
 
 _NEVER_STOP = {"range", "len", "min", "max", "int", "word_of"}  # merely for speed

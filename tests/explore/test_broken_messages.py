@@ -8,10 +8,13 @@ from explore.scenarios import (
     by_anything_and_by_result,
     exchanges_between_barriers,
     messages,
+    plain_stores_between_barriers,
     words_by_signals,
+    words_by_signals_of_the_host,
     worlds,
 )
 from explore.source import device_code
+from explore.world import World
 
 TRANSFER_BROKEN = {
     "no credit": removed("transfer", "wait"),
@@ -37,6 +40,11 @@ SIGNALS_BROKEN = {
     "awaited relaxed": within(
         "signals", "await-slot", "ld_acquire_sys_u32(slot)", "ld_relaxed_sys_u32(slot)"
     ),
+}
+PADS_BROKEN = {
+    **SIGNALS_BROKEN,
+    "every thread signals": within("pads", "put", "cuda.threadIdx.x == 0", "True"),
+    "every thread waits": within("pads", "wait", "cuda.threadIdx.x == 0", "True"),
 }
 IN_KERNEL_BROKEN = {
     "no syncthreads before": removed("signals", "meet"),
@@ -68,3 +76,19 @@ def test_the_barrier_in_a_kernel_broken_is_found(what, races, ranks):
 def test_signals_broken_are_found(what, races, ranks):
     code = device_code(SIGNALS_BROKEN[what])
     breaks(words_by_signals(code), ranks, races=races)
+
+
+@worlds
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", PADS_BROKEN)
+def test_signals_of_the_host_broken_are_found(what, races, ranks):
+    code = device_code(PADS_BROKEN[what])
+    breaks(words_by_signals_of_the_host(code), ranks, races=races)
+
+
+@worlds
+@by_anything_and_by_result
+@pytest.mark.parametrize("what", SIGNALS_BROKEN)
+def test_the_barrier_of_symmetric_memory_broken_is_found(what, races, ranks):
+    code = device_code(SIGNALS_BROKEN[what])
+    breaks(plain_stores_between_barriers(code, World.pad_barrier), ranks, races=races)

@@ -23,10 +23,11 @@ from explore.scenarios import (
     messages,
     plain_stores_between_barriers,
     words_by_signals,
+    words_by_signals_of_the_host,
     worlds,
 )
 from explore.source import device_code
-from explore.world import ALGORITHMS
+from explore.world import ALGORITHMS, World
 
 each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
@@ -117,3 +118,14 @@ def test_the_barrier_in_a_kernel(ranks):
 @worlds
 def test_signals(ranks):
     holds(words_by_signals(device_code()), ranks, 300)
+
+
+@worlds
+def test_signals_of_the_host(ranks):
+    holds(words_by_signals_of_the_host(device_code()), ranks, 300)
+
+
+@worlds
+def test_the_barrier_of_symmetric_memory(ranks):
+    scenario = plain_stores_between_barriers(device_code(), World.pad_barrier)
+    holds(scenario, ranks, 300)

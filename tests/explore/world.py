@@ -244,6 +244,12 @@ class World:
         for comm in self.comms:
             self.streams[comm.rank].append(self.code.barrier.bind(comm))
 
+    def pad_barrier(self):
+        """Add the barrier of symmetric memory."""
+        kernel = self.code.pads.barrier_kernel(self.size)
+        for context in self.contexts:
+            self.streams[context.rank].append(kernel.bind(1, context, 0))
+
     def run(self):
         """Run all calls, and check what they leave behind.
 

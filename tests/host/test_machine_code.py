@@ -26,11 +26,13 @@ from numba_symm.collectives.kernels import (
     chunked_broadcast,
     chunked_exchange,
     chunked_reduce,
+    copied_all_reduce,
     direct_broadcast,
     direct_reduce,
     exchange,
     one_shot,
     one_shot_pull,
+    transfer,
     two_shot,
 )
 from numba_symm.collectives.protocols import handshake
@@ -79,6 +81,7 @@ ALGORITHMS = {
     "reduce_of_two": lambda *a: chunked_exchange.kernel(*a, False, REDUCE),
     "reduce_direct": lambda *a: direct_reduce.kernel(*a, False),
     "broadcast_direct": lambda n, e, op: direct_broadcast.kernel(n, e, False),
+    "copied": lambda *a: copied_all_reduce.kernel(*a, False),
 }
 SPILLS = {("two_ll", 8), ("signalled", 8), ("reduce_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8)}
@@ -96,6 +99,8 @@ SIGNALS = {
     "pad_barrier": pads.barrier_kernel,
     "put_signal": pads.put_signal_kernel,
     "wait_signal": pads.wait_signal_kernel,
+    "fence": lambda n: pads.fence_kernel(),
+    "transfer": lambda n: transfer.kernel(n, 8, False, 1, 1),
 }
 
 
@@ -121,8 +126,9 @@ ALIKE = (*EXCHANGED, *SIGNALLED)
 ONE_FLIGHT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
 MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_marked", "two_ll")]
 PADS = [
-    (name, n) for name in SIGNALS if name not in ("barrier", "meet") for n in (2, 8)
+    (name, n) for name in ("pad_barrier", "put_signal", "wait_signal") for n in (2, 8)
 ]
+FENCE = [("fence", 2)]
 MOVING = (
     "gather_ll",
     "gather_marked",
@@ -145,9 +151,10 @@ DIRECT = [
     if case[0] > 2 or name == "reduce_direct"
 ]
 MEETING = [("meet", 2), ("meet", 8)]
-FLAGGED = [*TOLD, *PADS]
-COLLECTIVE = [*MAILBOXES, *TOLD, *DIRECT, *MEETING]
-EVERY = [*COLLECTIVE, *PADS]
+MESSAGES = [("transfer", 2), ("transfer", 8)]
+FLAGGED = [*TOLD, *PADS, *MESSAGES]
+COLLECTIVE = [*MAILBOXES, *TOLD, *DIRECT, *MEETING, *MESSAGES]
+EVERY = [*COLLECTIVE, *PADS, *cases("copied")]
 
 
 def on(cases):
@@ -297,9 +304,10 @@ def test_memory_is_global_and_nothing_is_atomic(case, cc):
     assert not code.find(r"(LD|ST|ATOM|ATOMG|ATOMS|RED|REDG)(\..*)?")
 
 
-@on(EVERY)
+@on([case for case in EVERY if case[0] != "copied"])
 def test_nothing_is_called(case, cc):
-    # A division by what is not constant is a call of some hundred instructions.
+    # A division by what is not constant is a call of some hundred instructions. The
+    # reduction between copies has one, for its range: it waits for nobody.
     assert not compiled(case, cc).find(r"CALL\.ABS.*")
 
 
@@ -361,6 +369,26 @@ def test_signals_access_memory_at_system_scope_only(case, cc):
     code = compiled(case, cc)
     accesses = code.find(r"(LDG|STG)\b.*")
     assert accesses == code.find(r"(LDG|STG)\.E(\.64)?\.STRONG\.SYS")
+
+
+@on(MESSAGES)
+def test_a_flag_and_a_credit_follow_a_fence_each(case, cc):
+    code = compiled(case, cc)
+    fences = code.find(r"MEMBAR\.(ALL|SC)\.SYS")
+    told = code.find(r"STG\.E(\.64)?\.STRONG\.SYS")
+    following = [min(store for store in told if store > fence) for fence in fences]
+    # A flag has the piece's length beside its epoch, a credit the epoch only.
+    kinds = sorted(code.instructions[store].opcode for store in following)
+    assert kinds == ["STG.E.64.STRONG.SYS", "STG.E.STRONG.SYS"]
+    for fence, store in zip(fences, following, strict=True):
+        assert not opcodes(code.between(fence, store), r"(LDG|STG|BAR)\b.*")
+
+
+@on(FENCE)
+def test_a_fence_is_nothing_else(case, cc):
+    code = compiled(case, cc)
+    assert len(code.find(r"MEMBAR\.(ALL|SC)\.SYS")) == 1
+    assert not code.find(r"(LDG|STG|LD|ST|BAR|ATOM|RED)\b.*")
 
 
 @on([("barrier", 2), ("barrier", 8)])

@@ -1,0 +1,54 @@
+"""Every kernel is explored, and its machine code looked at: no list is kept by hand."""
+
+from explore.scenarios import (
+    plain_stores_between_barriers,
+    search,
+    words_by_signals_of_the_host,
+)
+from explore.source import device_code
+from explore.test_copies import calls_by_copies
+from explore.test_failures import CALLS
+from explore.world import World
+from tests.host import test_machine_code
+from tests.kernels import every_kernel, named
+
+SCENARIOS = [
+    *CALLS.values(),
+    calls_by_copies,
+    plain_stores_between_barriers,
+    lambda code: plain_stores_between_barriers(code, World.pad_barrier),
+    words_by_signals_of_the_host,
+]
+ENOUGH = 5  # schedules of a scenario, in which it launches all its kernels
+
+
+def test_the_source_names_kernels():
+    assert len(every_kernel()) > 10
+    assert "numba_symm.pads.make_fence" in every_kernel()
+
+
+def test_every_kernel_is_explored(monkeypatch):
+    launched = set()
+    run = World.run
+
+    def noting(world):
+        launched.update(
+            named(each.kernel) for stream in world.streams for each in stream
+        )
+        run(world)
+
+    monkeypatch.setattr(World, "run", noting)
+    for scenario in SCENARIOS:
+        for ranks in (2, 3):
+            search(scenario(device_code()), ranks, ENOUGH)
+    missing = every_kernel() - launched
+    assert not missing, f"no scenario launches {missing}: add one"
+
+
+def test_every_kernels_machine_code_is_looked_at():
+    looked_at = {
+        named(test_machine_code.kernel(*case).factory)
+        for case in test_machine_code.EVERY + test_machine_code.FENCE
+    }
+    missing = every_kernel() - looked_at
+    assert not missing, f"tests/host/test_machine_code.py has no case of {missing}"

@@ -1,0 +1,30 @@
+"""The names of all kernels, from the package's source."""
+
+import ast
+
+from numba_symm.kernels import PACKAGE, _device_files
+
+MAKERS = {"Kernel", "make_kernel"}  # their first argument is a factory
+
+
+def named(factory):
+    """Return the name of a factory, or of the one that has made a kernel's function."""
+    return f"{factory.__module__}.{factory.__qualname__.partition('.')[0]}"
+
+
+def every_kernel():
+    """Return the names of all factories that kernels are made of."""
+    found = set()
+    for path in _device_files():
+        module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and maker_of(node) in MAKERS:
+                factory = ast.unparse(node.args[0])
+                if factory != "factory":  # of a function that hands it on
+                    found.add(f"{module}.{factory}")
+    return found
+
+
+def maker_of(call):
+    """Return the last name of what is called."""
+    return getattr(call.func, "attr", getattr(call.func, "id", None))
