@@ -89,8 +89,8 @@ class StoreExchange:
     def disown(self) -> None:
         """Refuse a forked child's steps: the ranks know its parent."""
         self._astray = (
-            f"this process was forked from rank {self.rank}'s, which alone exchanges "
-            f"values with the other ranks; {forks.ADVICE}"
+            f"this process was forked from rank {self.rank} and cannot exchange values "
+            f"with the other ranks; {forks.ADVICE}"
         )
 
     def meet_at(self, meeting: Meeting) -> None:

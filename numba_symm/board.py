@@ -1,13 +1,13 @@
-"""The status board: one 8-byte record a rank, in host memory that every GPU reaches.
+"""The status board: one 8-byte record for each rank, in memory that every GPU reaches.
 
-A kernel that gives up writes what it waited for into every rank's record. The host
-reads its own with a plain load, so asking costs nothing; kernels that wait look at
-their rank's now and then, so all leave soon after the first.
+A kernel that gives up a wait stores what it waited for into every rank's record. The
+host reads its own record by a plain load, which costs nothing. Kernels that wait read
+their rank's record regularly, so all of them end soon after the first.
 
-Behind the records lies what only hosts look at: what a rank that leaves says in words,
-how far each has come in calls that all make, and the small values they exchange there.
-So a rank that waits in such a call sees who has failed, left or ended, and need not
-wait within MPI.
+The rest of the board is for hosts only: the text of a rank that leaves, the step of each
+rank in calls that all ranks make, and the small values that they exchange. So a rank that
+waits in such a call sees which rank has failed, left or ended, and need not wait in
+MPI.
 """
 
 import ctypes
@@ -33,10 +33,10 @@ from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.waiting import Wait
 
-_WORDS = 512  # bytes in which each rank says why it leaves
-_PIECE = 2048  # bytes that a rank passes at a time, the number of all of them first
-_LOCKS = 1 << 40  # beyond the file's end: a byte a rank, locked as long as it lives
-_UNSURE = 0.01  # seconds after which a rank that waits asks whether others live
+_WORDS = 512  # bytes of each rank's text, which says why it leaves
+_PIECE = 2048  # bytes that a rank passes at a time, with the total number first
+_LOCKS = 1 << 40  # beyond the file's end: one byte for each rank, locked while it lives
+_UNSURE = 0.01  # seconds after which a waiting rank checks whether the others live
 _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
 
 
@@ -44,12 +44,13 @@ class Failure(NamedTuple):
     """Why a communicator failed.
 
     Attributes:
-        error: the class of what is raised.
-        text: who failed whom.
-        hint: what else it may have been; "" if nothing.
-        ranks: whom the text names.
-        operation: what the text says they were in; "" where it is not known.
-        limit: what set the deadline of a host's wait; "": of kernels', their timeout.
+        error: the class of the exception.
+        text: which rank failed, and how.
+        hint: another possible cause; "" if there is none.
+        ranks: the ranks that the text names.
+        operation: the operation that the text names; "" if it is unknown.
+        limit: the setting that gave a host's wait its deadline; "" for a kernel's wait,
+            whose deadline is the timeout.
     """
 
     error: type[CollectiveError]
@@ -60,23 +61,23 @@ class Failure(NamedTuple):
     limit: str = ""
 
     def exception(self, advice: str = "") -> CollectiveError:
-        """Return what is to be raised, with ``advice`` behind its text."""
+        """Return the exception to raise, with ``advice`` at the end of its text."""
         limit = f" ({self.limit})" if self.limit else ""
         text = f"{self.text}{limit}{advice}"
         return self.error(text, ranks=self.ranks, operation=self.operation)
 
 
 class Board:
-    """The board of one communicator. Collective: every rank makes it at once.
+    """The board of one communicator. Collective.
 
     Args:
         exchange: the ranks.
-        channel: sends descriptors between them.
-        undo: closes the board, whatever happens.
+        channel: sends file descriptors between them.
+        undo: closes the board, in any case.
 
     Attributes:
-        address: of rank 0's record, as this process' kernels see it, once
-            :meth:`register` was called.
+        address: the address of rank 0's record for this process' kernels, after
+            :meth:`register`.
     """
 
     _records: Any
@@ -84,7 +85,7 @@ class Board:
     _words: Any
 
     def __init__(self, exchange: StoreExchange, channel: IpcChannel, undo: ExitStack):
-        # Before others rely on it: once it is closed, they see that this rank is gone.
+        # Before others rely on it: when it is closed, they see that this rank has left.
         undo.callback(self.close)
         self._undo = ExitStack()
         self._rank = exchange.rank
@@ -100,7 +101,7 @@ class Board:
         nbytes = pieces_at + 2 * self._size * _PIECE
         with ExitStack() as files:
             fd = -1
-            # Sent within this step, so that nobody waits for it if there is none.
+            # Sent within this step, so that no rank waits for it after a failure.
             with exchange.agreed("making the status board"):
                 if self._rank == 0:
                     fd = memory_file("numba_symm board", nbytes)
@@ -128,7 +129,7 @@ class Board:
         forks.watch(self)
 
     def register(self) -> None:
-        """Let this process' kernels reach the records. Local; set the GPU before."""
+        """Map the records for this process' kernels. Local, on the current GPU."""
         self.address = ctypes.addressof(self._records)
         if not SIMULATED:
             with ExitStack() as undo:
@@ -136,11 +137,11 @@ class Board:
                 self._undo.push(undo.pop_all())
 
     def failure(self) -> Failure | None:
-        """Return why the communicator failed, or None while it has not."""
+        """Return why the communicator has failed, or None if it has not."""
         return self._said(self._rank) if self._records[self._rank] else None
 
     def _said(self, rank: int) -> Failure | None:
-        """Return what a rank's record says."""
+        """Return the failure in a rank's record, or None."""
         record = self._records[rank]
         if not record:
             return None
@@ -154,15 +155,15 @@ class Board:
             raise failure.exception()
 
     def is_ahead(self, rank: int) -> bool:
-        """Return whether a rank has come to a later step than this one."""
+        """Return whether a rank is at a later step than this rank."""
         return int(self._steps[rank]) > self._step
 
     def gate(self, wait: Wait) -> Failure | None:
-        """Wait until every rank is here or one has failed; return why it failed.
+        """Wait for every rank. Return the failure if there is one, else None.
 
-        Collective, and decided alike on all ranks that are here: a rank votes to go
-        on once all are here, to stop if it sees a failure first; all go on if all
-        have voted so. So all ranks make the call that follows, or none does.
+        Collective. A rank votes to continue when all ranks have arrived, and to stop if
+        it sees a failure first. All continue if all have voted to continue. So all
+        ranks make the call that follows, or none does.
         """
         failure = self.failure()
         if failure is not None:
@@ -182,7 +183,7 @@ class Board:
             self._steps[self._rank] = vote
         if self._reached(go, wait, heed=False) and stop not in list(self._steps):
             return None
-        # Whoever votes to stop has seen a record, which may not be here yet.
+        # A rank that votes to stop has seen a record, which may not be here yet.
         said = [self.failure(), *map(self._said, range(self._size))]
         return next(failure for failure in said if failure is not None)
 
@@ -190,14 +191,14 @@ class Board:
         """Return every rank's bytes, in rank order. Collective.
 
         Raises:
-            CollectiveError: a rank did not come in time, has left, or has ended.
+            CollectiveError: a rank did not arrive in time, has left, or has ended.
         """
         room = _PIECE - 8
         gathered = [b""] * self._size
         longest, start = 1, 0
         while start < longest:
-            # Pieces alternate between two places. All ranks have read the piece before
-            # the last one: they have come to the last.
+            # Pieces alternate between two places. When this one is stored, all ranks
+            # have read the one before the last: they have reached the step of the last.
             piece = data[start : start + room]
             at = self._place(self._rank)
             self._pieces[at : at + 8] = len(data).to_bytes(8, "little")
@@ -217,7 +218,7 @@ class Board:
         return (self._turn * self._size + rank) * _PIECE
 
     def _meet(self, wait: Wait) -> None:
-        """Wait until every rank has come to this step, or raise what has failed."""
+        """Wait until every rank has reached the next step, or raise the failure."""
         if self._records is None:
             raise ClosedError("the status board was closed")
         self._step += 1
@@ -226,12 +227,13 @@ class Board:
             self.look()
 
     def _reached(self, step: int, wait: Wait, *, heed: bool = True) -> bool:
-        """Return whether all ranks have come to a step before one has failed.
+        """Wait for all ranks. Return whether they reached a step before a failure.
 
         Args:
-            step: which.
+            step: the number of the step.
             wait: this wait.
-            heed: a record on the board ends it; else only what is found while waiting.
+            heed: whether a record on the board ends the wait. A rank that is late or
+                has ended ends it in any case.
         """
         while True:
             absent = self._absent(step)
@@ -249,10 +251,10 @@ class Board:
         return [rank for rank, at in enumerate(self._steps) if at < step]
 
     def _reports_ended(self, absent: Sequence[int], step: int, wait: Wait) -> bool:
-        """Report a rank whose process has ended; return whether there is one."""
+        """Report a rank whose process has ended. Return whether there is one."""
         for rank in absent:
             alive = locks.is_locked(self._alive, _LOCKS + rank)
-            # It may have come, and have closed its board, since we looked.
+            # It may have arrived, and closed its board, since the step was read.
             if not alive and rank in self._absent(step):
                 record = waits.ENDED << 56 | self._rank << 48 | rank << 40
                 self._report(record, wait.what)
@@ -264,22 +266,26 @@ class Board:
         self._report(record, f"{wait.what}\n{wait.said(absent)}\n{wait.limit}")
 
     def late(self, wait: Wait, absent: Sequence[int]) -> CollectiveError:
-        """Make the communicator fail, as ``absent`` did not come; return the error."""
+        """Make the communicator fail because ranks are late. Return the error.
+
+        Args:
+            wait: the wait that has reached its deadline.
+            absent: the ranks that did not arrive.
+        """
         self._report_late(wait, absent)
         failure = self._said(self._rank)
         assert failure is not None
         return failure.exception()
 
     def abandon(self, cause: BaseException | str, operation: str = "") -> None:
-        """Make every rank's waiting kernels leave, and its later calls fail.
+        """Make the communicator fail on every rank: waiting kernels end, calls raise.
 
-        Nothing happens where the communicator has failed before, or the board was
-        closed.
+        Does nothing if the communicator has failed before, or the board was closed.
 
         Args:
-            cause: why this rank will not come: the exception it leaves by, or what
-                follows "rank 3" in a sentence.
-            operation: what it leaves, such as ``"all_reduce"``; "": its program.
+            cause: why this rank leaves: an exception, or the text after "rank 3".
+            operation: the call that it leaves, such as ``"all_reduce"``; "" if it leaves
+                the program.
         """
         if isinstance(cause, BaseException):
             cause = left(cause, operation)
@@ -291,25 +297,25 @@ class Board:
             return
         if not self._words[self._rank].value:
             packed = words.encode(errors="replace")[: _WORDS - 1]
-            self._words[self._rank].value = packed  # before a record says to read it
+            self._words[self._rank].value = packed  # before a record refers to it
         for rank in range(self._size):
             if not self._records[rank]:
                 self._records[rank] = record
 
     def close(self) -> None:
-        """Give the board up, once no kernel uses it. Local and idempotent."""
+        """Unmap the board, which no kernel may use any more. Local and idempotent."""
         self._undo.close()
 
     def disown(self) -> None:
         """Write nothing more, in a forked child: the board is its parent's.
 
-        Nor may the child keep the parent's lock when that one has ended.
+        Close the lock file, too: the child must not keep the lock of a parent that ends.
         """
         self._let_go()
         self._let_go_of_lock()
 
     def _let_go(self) -> None:
-        """Drop what keeps the map from being closed."""
+        """Drop the objects that prevent the mapping from being closed."""
         self._pieces.release()
         self._records = self._steps = self._words = None
 
@@ -320,24 +326,24 @@ class Board:
 
 
 def _unmap(memory: mmap.mmap) -> None:
-    # Where an exception's traceback keeps the records, it keeps the memory, too.
+    # If an exception's traceback keeps the records, it keeps the memory, too.
     with suppress(BufferError):
         memory.close()
 
 
 def _register(address: int, undo: ExitStack) -> int:
-    """Let GPUs reach a page of host memory; return where they see it."""
+    """Map a page of host memory for the GPUs. Return its address there."""
     driver.call("cuMemHostRegister", address, mmap.PAGESIZE, _DEVICEMAP)
     undo.callback(driver.call, "cuMemHostUnregister", address)
     return int(driver.call("cuMemHostGetDevicePointer", address, 0))
 
 
 def describe(record: int, words: str = "") -> Failure:
-    """Return what a record says; ``signals.wait_record`` says what its bits are.
+    """Return the failure in a record, whose bits ``signals.wait_record`` describes.
 
     Args:
-        record: of any rank.
-        words: what the rank that wrote it says, see :meth:`Board.abandon`.
+        record: the record of any rank.
+        words: the text of the rank that stored it, see :meth:`Board.abandon`.
     """
     number, rank, peer = record >> 56, record >> 48 & 0xFF, record >> 40 & 0xFF
     place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF

@@ -1,17 +1,17 @@
-"""Forked children: what they inherit still belongs to their parent."""
+"""Forked children: the objects that they inherit still belong to their parent."""
 
 import os
 import weakref
 from typing import Protocol
 
-ADVICE = "start processes by spawn, and make what they need there"
+ADVICE = "start processes by spawn, and construct what they need there"
 
 
 class Inherited(Protocol):
-    """What a forked child must not use, nor give back."""
+    """An object that a forked child must neither use nor release."""
 
     def disown(self) -> None:
-        """Let go of it, in a child: nothing that the parent has may change."""
+        """Give it up, in a child. Nothing of the parent may change."""
 
 
 _watched: "weakref.WeakSet[Inherited]" = weakref.WeakSet()

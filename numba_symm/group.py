@@ -1,4 +1,4 @@
-"""Ranks bound to GPUs: what symmetric memory and kernels need of a communicator."""
+"""Ranks bound to GPUs: the part of a communicator that memory and kernels need."""
 
 import math
 from collections.abc import Iterator
@@ -23,33 +23,33 @@ _MARGIN = 1.0  # seconds
 
 
 class Group:
-    """Ranks that know their GPUs, their memory's kind and each other.
+    """Ranks with their GPUs, their backend, their status board and their exchange.
 
-    Collective: every rank makes it at once, with equal ``timeout``.
+    Collective: every rank passes the same ``timeout``.
 
     Args:
         comm: mpi4py's communicator, or any object with rank, size, allgather and
             barrier.
-        device: ordinal of this rank's GPU, or None to have it assigned.
-        timeout: seconds a kernel waits for a peer; 0 waits for ever; None:
+        device: the ordinal of this rank's GPU. None: one is assigned.
+        timeout: seconds that a kernel waits for a peer; 0: indefinitely; None:
             ``NUMBA_SYMM_TIMEOUT``, else 300.
-        own: ``comm`` is for this group alone, and need not be duplicated.
+        own: whether ``comm`` belongs to this group alone, and is not duplicated.
 
     Attributes:
         timeout: the seconds, checked.
-        comm: what the ranks talk through: of an mpi4py communicator, a duplicate.
+        comm: the communicator of the ranks' messages; for mpi4py, a duplicate.
         world: this rank's place.
-        exchange: the ranks' store.
-        channel: sends descriptors between them.
+        exchange: exchanges small values between the ranks.
+        channel: sends file descriptors between the ranks.
         gpu: this rank's GPU.
-        peer_access: which GPU reaches which, by rank; None where not known.
-        backend: where memory comes from.
-        refused: why better backends were not taken, by name.
-        board: where kernels report that they gave up.
-        guard: what kernels need to give up.
+        peer_access: which GPU can access which, by rank; None where it is unknown.
+        backend: allocates and maps memory.
+        refused: why better backends were not used, by name.
+        board: the status board, where kernels report failures.
+        guard: what kernels need to give up a wait.
         told: the failure that a call of this rank has last raised.
         closed: whether it was closed.
-        why_closed: what whoever uses it all the same is told.
+        why_closed: the text of the error that later calls raise.
     """
 
     def __init__(
@@ -103,19 +103,19 @@ class Group:
         forks.watch(self)
 
     def disown(self) -> None:
-        """Leave everything to the parent, in a forked child."""
+        """Give everything up, in a forked child: it is the parent's."""
         self.closed = True
         self.why_closed = (
-            f"this process was forked from rank {self.world.rank}'s, which alone can "
-            f"use the communicator; {forks.ADVICE}"
+            f"this process was forked from rank {self.world.rank} and cannot use its "
+            f"communicator; {forks.ADVICE}"
         )
         self._undo.pop_all()
 
     def check(self) -> None:
-        """Raise if the communicator was closed or a kernel has given up.
+        """Raise if the communicator has failed or was closed.
 
         Raises:
-            CollectiveError: it has failed; says why.
+            CollectiveError: it has failed; the text has the cause.
             ClosedError: it was closed.
         """
         self.check_open()
@@ -125,7 +125,7 @@ class Group:
 
     @property
     def failed(self) -> bool:
-        """Whether it has failed or was closed; asking costs nothing."""
+        """Whether it has failed or was closed; reads host memory only."""
         return self.closed or self.board.failure() is not None
 
     def check_open(self) -> None:
@@ -135,10 +135,10 @@ class Group:
 
     @contextmanager
     def set_up(self, what: str) -> Iterator[None]:
-        """Make a call that all ranks make, once every rank is here. Collective.
+        """Wait for every rank, then make a call that all ranks make. Collective.
 
-        All ranks begin, or none does. A rank that leaves the block by an exception that
-        is not every rank's tells the others, whose call and later ones raise.
+        All ranks begin, or none does. If a rank leaves the block by an exception that
+        not every rank raises, it reports that: the others' call, and later ones, raise.
 
         Args:
             what: the call, as the user names it.
@@ -156,7 +156,7 @@ class Group:
             yield
         except CollectiveError:
             failure = self.board.failure()
-            if failure is None:  # a communicator that it makes has failed
+            if failure is None:  # a communicator that the call makes has failed
                 raise
             raise self._error(failure) from None
         except BaseException as error:
@@ -165,14 +165,14 @@ class Group:
             raise
 
     def failure_after_meeting(self) -> CollectiveError | None:
-        """Wait for every rank to come to its end; return why one has failed.
+        """Wait for every rank to close. Return the failure if there is one, else None.
 
-        Collective, with no kernel of this rank running; all ranks return the same.
-        Does not wait for the others once one has failed, or for the timeout.
+        Collective. No kernel of this rank may be running. All ranks return the same.
+        The wait ends when a rank has failed, or after the timeout.
         """
         self.exchange.call = what = "close"
         wait = self.exchange.wait(what)
-        # A little longer than kernels wait: theirs is the better reason.
+        # Longer than kernels wait, because their record says more.
         seconds = self.timeout and self.timeout + _MARGIN
         if seconds and not 0 < self.exchange.timeout < seconds:
             limit = f"timeout: {self.timeout:g} s"
@@ -181,7 +181,7 @@ class Group:
         return None if failure is None else self._error(failure)
 
     def _error(self, failure: Failure) -> CollectiveError:
-        """Return what is to be raised, and remember that it was."""
+        """Return the exception to raise, and remember its failure."""
         self.told = failure
         if failure.error is CollectiveTimeout and not failure.limit:
             failure = failure._replace(limit=f"timeout: {self.timeout:g} s")
@@ -192,20 +192,20 @@ class Group:
         )
 
     def abandon(self, cause: BaseException | str, operation: str = "") -> None:
-        """Make every rank's waiting kernels leave, and its later calls fail.
+        """Make the communicator fail on every rank; see :meth:`Board.abandon`.
 
-        This rank knows why. See :meth:`Board.abandon`.
+        Later calls of this rank need not report this failure: it knows the cause.
         """
         if not self.failed:
             self.board.abandon(cause, operation)
             self.told = self.board.failure()
 
     def give_up(self, error: BaseException) -> None:
-        """Undo what was made of it, as its construction has failed.
+        """Undo what was made, after the construction has failed.
 
         Args:
-            error: why. If it is this rank's alone, the others are told, and nothing
-                that takes all ranks is undone.
+            error: the cause. If only this rank raises it, the rank reports it to the
+                others, and undoes nothing that needs all ranks.
         """
         self.closed = True
         everybodys = self.exchange.is_everybodys(error)
@@ -216,21 +216,21 @@ class Group:
             ranks.release(self.comm)
 
     def close(self) -> None:
-        """Give up the board, the channel and the duplicated communicator."""
+        """Close the board and the channel, and free the duplicated communicator."""
         self.closed = True
         self._undo.close()
         ranks.release(self.comm)
 
     def close_locally(self) -> None:
-        """Give up the board and the channel; freeing the duplicate is collective."""
+        """Close the board and the channel; freeing the duplicate is collective."""
         self.closed = True
         self._undo.close()
 
 
 def _patience() -> float:
-    """Return the seconds that ranks wait to find each other.
+    """Return the seconds that ranks wait for each other's first message.
 
-    A mistake in them is told when all ranks are there.
+    A mistake in the variable is reported later, when all ranks can raise it.
     """
     try:
         return environment.chosen_setup_timeout()

@@ -123,8 +123,8 @@ def test_a_forked_child_is_refused_and_changes_nothing():
         assert ended.output == ""
         assert told.pop("close") == ""
         assert told.pop("channel").startswith("ClosedError: ")
-        text = f"this process was forked from rank {rank}'s, which alone "
+        text = f"this process was forked from rank {rank} and cannot "
         assert text in told.pop("exchange")
         for name, error in told.items():
             assert error.startswith(f"ClosedError: {text}"), (name, error)
-            assert error.endswith("by spawn, and make what they need there"), error
+            assert error.endswith("by spawn, and construct what they need there"), error
