@@ -1,7 +1,7 @@
-"""Local rank to GPU, by UUID, and which GPUs reach each other's memory.
+"""The assignment of GPUs to ranks, by UUID, and the peer access between GPUs.
 
-An ordinal means nothing to another process: with one visible GPU per rank, every
-rank's is 0. A UUID names the same GPU everywhere.
+An ordinal is valid in one process only: if each rank sees one GPU, its ordinal is 0 on
+every rank. A UUID names the same GPU in all processes.
 """
 
 import functools
@@ -21,15 +21,15 @@ Matrix = list[list[bool | None]]
 
 @dataclass(frozen=True)
 class GPU:
-    """What is known of a GPU that this process sees.
+    """The properties of a GPU that this process sees.
 
     Attributes:
-        ordinal: its number in this process, which other processes need not share.
+        ordinal: its number in this process; another process may have another one.
         uuid: its name on the host.
-        name: the product's name.
-        pci_bus_id: its place on the bus, as ``nvidia-smi`` prints it.
+        name: the name of the product.
+        pci_bus_id: its address on the bus, as ``nvidia-smi`` prints it.
         compute_capability: major and minor number.
-        multicast: whether it supports multicast; reported, never used.
+        multicast: whether it supports multicast, which the library does not use.
     """
 
     ordinal: int
@@ -42,7 +42,7 @@ class GPU:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What one rank can be bound to; gathered before the GPUs are dealt out."""
+    """The GPUs that one rank can be bound to; gathered before the assignment."""
 
     visible: list[str]
     preferred: str | None
@@ -50,20 +50,20 @@ class _Offer:
 
 
 def bind(exchange: StoreExchange, device: int | None = None) -> GPU:
-    """Give every rank a GPU of its own and make it current. Collective.
+    """Assign every rank a GPU of its own and make it current. Collective.
 
     Args:
         exchange: the ranks, all of one host.
-        device: the ordinal this rank wants; None takes the device of a CUDA context
-            that is already current, else the GPU of this rank's number, else any.
+        device: the ordinal of this rank's GPU. None: the device of the current CUDA
+            context, else the GPU of this rank's number, else any.
 
     Returns:
         This rank's GPU, current for Numba and cuda.core in the calling thread.
 
     Raises:
-        DeviceError: on all ranks: no GPU, MIG slices, or too few GPUs where sharing
-            them is not allowed.
-        ArgumentError: on all ranks: a rank's ``device`` is not one it sees.
+        DeviceError: on all ranks: no GPU, MIG slices only, or too few GPUs although
+            sharing is not allowed.
+        ArgumentError: on all ranks: a rank does not see its ``device``.
     """
     with exchange.agreed("finding GPUs"):
         gpus = visible_gpus()
@@ -72,7 +72,7 @@ def bind(exchange: StoreExchange, device: int | None = None) -> GPU:
             preferred=_preferred(gpus, device),
             share=allow_overlapping_devices(),
         )
-    offers = exchange.all_gather(offer, "dealing out GPUs")
+    offers = exchange.all_gather(offer, "assigning GPUs")
     uuids = assign(
         [offer.visible for offer in offers],
         [offer.preferred for offer in offers],
@@ -85,17 +85,17 @@ def bind(exchange: StoreExchange, device: int | None = None) -> GPU:
 
 
 def check_peer_access(exchange: StoreExchange, gpu: GPU) -> Matrix:
-    """Return which rank's GPU reaches which other's memory. Collective.
+    """Return which rank's GPU can access which other's memory. Collective.
 
     Returns:
-        ``matrix[r][s]``: whether rank r's GPU reaches rank s's; None where rank r's
-        process does not see the other GPU and so cannot ask the driver.
+        ``matrix[r][s]``: whether rank r's GPU can access rank s's. None if rank r's
+        process does not see the other GPU, so that the driver does not tell.
 
     Raises:
-        PeerAccessError: on all ranks, naming the pairs that have no access.
+        PeerAccessError: on all ranks; the text names the pairs without access.
     """
     uuids = exchange.all_gather(gpu.uuid, "GPUs of all ranks")
-    with exchange.agreed("asking for peer access"):
+    with exchange.agreed("checking peer access"):
         ordinals = {seen.uuid: seen.ordinal for seen in visible_gpus()}
         row = [_access(gpu.ordinal, ordinals.get(peer)) for peer in uuids]
     matrix = exchange.all_gather(row, "peer access")
@@ -106,12 +106,12 @@ def check_peer_access(exchange: StoreExchange, gpu: GPU) -> Matrix:
 def assign(
     visible: Sequence[Sequence[str]], preferred: Sequence[str | None], share: bool
 ) -> list[str]:
-    """Return one UUID per rank: its own GPU or, if need be and allowed, a shared one.
+    """Return one UUID for each rank: its own GPU, or a shared one if that is needed.
 
     Args:
         visible: the UUIDs that each rank sees, in its own order.
-        preferred: the one that a rank must get, or None.
-        share: whether ranks may share a GPU when there are too few.
+        preferred: for each rank the UUID that it must get, or None.
+        share: whether ranks may share a GPU if there are too few.
 
     Raises:
         DeviceError: a rank sees none, or there are too few and ``share`` is False.
@@ -133,12 +133,12 @@ def assign(
             if share:
                 return _spread(choices)
             raise DeviceError(_too_few(choices, tried))
-    dealt = {rank: uuid for uuid, rank in owners.items()}
-    return [dealt[rank] for rank in range(len(choices))]
+    assigned = {rank: uuid for uuid, rank in owners.items()}
+    return [assigned[rank] for rank in range(len(choices))]
 
 
 def refuse_missing_access(matrix: Matrix, uuids: Sequence[str]) -> None:
-    """Raise :class:`PeerAccessError` naming the pairs of ranks without access."""
+    """Raise :class:`PeerAccessError`, with the pairs of ranks that have no access."""
     pairs = [
         f"  rank {rank} ({uuids[rank]}) to rank {peer} ({uuids[peer]})"
         for rank, row in enumerate(matrix)
@@ -147,9 +147,10 @@ def refuse_missing_access(matrix: Matrix, uuids: Sequence[str]) -> None:
     ]
     if pairs:
         raise PeerAccessError(
-            "every GPU must reach every other's memory, and the driver says that some "
-            "cannot:\n" + "\n".join(pairs) + "\nchoose GPUs that `nvidia-smi topo "
-            "-p2p r` marks OK, by device= or CUDA_VISIBLE_DEVICES"
+            "expected peer access between all GPUs; the driver reports no access from\n"
+            + "\n".join(pairs)
+            + "\nchoose GPUs that `nvidia-smi topo -p2p r` marks OK, by device= or "
+            "CUDA_VISIBLE_DEVICES"
         )
 
 
@@ -159,7 +160,7 @@ def is_mig(gpu: GPU) -> bool:
 
 
 def refuse_mig(gpus: Sequence[GPU]) -> list[GPU]:
-    """Return the GPUs that are no MIG slices; raise :class:`DeviceError` if all are."""
+    """Return the GPUs that are not MIG slices. Raise DeviceError if all are."""
     whole = [gpu for gpu in gpus if not is_mig(gpu)]
     if gpus and not whole:
         raise DeviceError(
@@ -170,7 +171,7 @@ def refuse_mig(gpus: Sequence[GPU]) -> list[GPU]:
 
 
 def visible_gpus() -> list[GPU]:
-    """Return the GPUs that this process sees; the simulator's one is its own."""
+    """Return the GPUs that this process sees; in the simulator, its own one."""
     if SIMULATED:
         return [_simulated_gpu()]
     return [_facts(ordinal) for ordinal in range(_device_count())]
@@ -183,9 +184,9 @@ def device_has_multicast_support(ordinal: int) -> bool:
 
 
 def _preferred(gpus: Sequence[GPU], device: int | None) -> str | None:
-    """Return the UUID this rank must get: asked for, or of a context in use."""
+    """Return the UUID that this rank must get: as requested, or of its context."""
     if not gpus:
-        return None  # assign() tells every rank
+        return None  # assign() raises on every rank
     ordinal = _current_ordinal() if device is None else _checked_ordinal(gpus, device)
     return None if ordinal is None else refuse_mig([gpus[ordinal]])[0].uuid
 
@@ -194,11 +195,11 @@ def _checked_ordinal(gpus: Sequence[GPU], device: int) -> int:
     try:
         ordinal = operator.index(device)
     except Exception:  # whatever an object's own method raises
-        raise ArgumentError(f"device={device!r}: give a GPU's number") from None
+        raise ArgumentError(f"device={device!r}: expected a GPU's ordinal") from None
     if not 0 <= ordinal < len(gpus):
         raise ArgumentError(
-            f"device={device}: this process sees {len(gpus)} GPU(s), from 0 (see "
-            "CUDA_VISIBLE_DEVICES)"
+            f"device={device}: expected 0 to {len(gpus) - 1}, because this process "
+            f"sees {len(gpus)} GPU(s); see CUDA_VISIBLE_DEVICES"
         )
     return ordinal
 
@@ -214,7 +215,7 @@ def _place(
     owners: dict[str, int],
     tried: set[str],
 ) -> bool:
-    """Find ``rank`` a GPU, moving earlier ranks to another one where they can."""
+    """Find a GPU for ``rank``. Move earlier ranks to other GPUs if that helps."""
     for uuid in choices[rank]:
         if uuid not in tried:
             tried.add(uuid)
@@ -225,13 +226,16 @@ def _place(
 
 
 def _spread(choices: Sequence[Sequence[str]]) -> list[str]:
-    """Deal shared GPUs, each rank the least loaded it sees, fewest choices first."""
+    """Assign shared GPUs: to each rank the one with the fewest ranks that it sees.
+
+    Ranks with the fewest choices are first.
+    """
     load: Counter[str] = Counter()
-    dealt: dict[int, str] = {}
+    assigned: dict[int, str] = {}
     for rank in sorted(range(len(choices)), key=lambda rank: len(choices[rank])):
-        dealt[rank] = min(choices[rank], key=load.__getitem__)
-        load[dealt[rank]] += 1
-    return [dealt[rank] for rank in range(len(choices))]
+        assigned[rank] = min(choices[rank], key=load.__getitem__)
+        load[assigned[rank]] += 1
+    return [assigned[rank] for rank in range(len(choices))]
 
 
 def _too_few(choices: Sequence[Sequence[str]], tried: set[str]) -> str:
@@ -258,7 +262,7 @@ def _simulated_gpu() -> GPU:
 
 
 def _device_count() -> int:
-    """Start the driver and return how many GPUs it shows; 0 without a driver."""
+    """Start the driver and return the number of GPUs; 0 without a driver."""
     from cuda.bindings import driver
 
     try:
@@ -268,7 +272,7 @@ def _device_count() -> int:
     if code == driver.CUresult.CUDA_ERROR_NO_DEVICE:
         return 0
     if code != driver.CUresult.CUDA_SUCCESS:
-        raise DeviceError(f"the CUDA driver did not start: cuInit said {code.name}")
+        raise DeviceError(f"the CUDA driver did not start: cuInit returned {code.name}")
     _, count = driver.cuDeviceGetCount()
     return int(count)
 
@@ -289,7 +293,7 @@ def _facts(ordinal: int) -> GPU:
 
 
 def _current_ordinal() -> int | None:
-    """Return the device of the CUDA context current in this thread, if there is one."""
+    """Return the device of this thread's current CUDA context, or None."""
     if SIMULATED:
         return None
     from cuda.bindings import driver

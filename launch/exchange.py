@@ -1,4 +1,4 @@
-"""The store: small values between ranks, checked to be the same step on all."""
+"""The store: exchanges small values between ranks that are at the same step."""
 
 import pickle
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class _Message:
 
 
 class Meeting(Protocol):
-    """Where the ranks of a host exchange bytes once they have found each other."""
+    """Exchanges bytes between the ranks of a host, without MPI: the status board."""
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's bytes, or raise CollectiveError. Collective."""
@@ -46,32 +46,32 @@ class Meeting(Protocol):
         """Return whether a rank waits for this one at a later step."""
 
     def late(self, wait: Wait, absent: Sequence[int]) -> CollectiveError:
-        """Tell all ranks that the deadline has passed; return what to raise."""
+        """Report to all ranks that the deadline has passed. Return the error."""
 
     def abandon(self, cause: BaseException, operation: str) -> None:
-        """Tell all ranks that this one leaves a call by an exception."""
+        """Report to all ranks that this one leaves a call by an exception."""
 
 
 class StoreExchange:
     """All-gather and barrier of small values, in the same order on every rank.
 
-    Every message says which step of which store it belongs to. Ranks that have
-    gone different ways are told apart at once, with what each was doing, instead
-    of reading each other's values wrongly. One thread at a time.
+    Every message contains its store and step. If the ranks are at different steps, they
+    raise an error that names each rank's step; they never read a value of another step.
+    One thread at a time.
 
-    A rank waits for the others until ``timeout``, looking at them now and then: after
-    a minute it warns of whom it waits for. Only communicators that are not mpi4py's
-    wait as they do, until the store has a meeting place.
+    A rank polls for the others until ``timeout``. After a minute it warns of the ranks
+    that it waits for. A communicator that is not mpi4py's waits in its own way, until
+    the store uses the status board.
 
     Args:
-        comm: the ranks; the store is the only user of its messages.
+        comm: the ranks; no one else may use this communicator's messages.
         prefix: the store's name, the same on all ranks.
-        timeout: seconds that a step waits for other ranks, 0 indefinitely. None:
+        timeout: seconds that a step waits for other ranks; 0: indefinitely. None:
             ``NUMBA_SYMM_SETUP_TIMEOUT``, else indefinitely.
 
     Attributes:
         timeout: the seconds.
-        call: the call of the user's that steps are made for; "": a step is one.
+        call: the user's call to which the steps belong; "" if each step is a call.
     """
 
     def __init__(self, comm: Comm, prefix: str, timeout: float | None = None) -> None:
@@ -87,25 +87,25 @@ class StoreExchange:
         forks.watch(self)
 
     def disown(self) -> None:
-        """Refuse a forked child's steps: the ranks know its parent."""
+        """Refuse steps of a forked child: the rank is its parent."""
         self._astray = (
             f"this process was forked from rank {self.rank} and cannot exchange values "
             f"with the other ranks; {forks.ADVICE}"
         )
 
     def meet_at(self, meeting: Meeting) -> None:
-        """Exchange all that follows there. Collective, and involves no other rank."""
+        """Use ``meeting`` for all later steps. Every rank calls it; no rank waits."""
         self._meeting = meeting
 
     def wait(self, what: str) -> Wait:
-        """Return a wait that begins now."""
+        """Start a wait, and return it."""
         return Wait(self.call or what, self.rank, self.timeout)
 
     def look(self, wait: Wait, absent: Sequence[int]) -> None:
         """Raise if the wait for ``absent`` has lasted too long, or a rank has failed.
 
         Raises:
-            CollectiveTimeout: on all ranks, if the store has a meeting place.
+            CollectiveTimeout: on all ranks, if the store uses the status board.
             CollectiveError: a rank has failed.
         """
         if self._meeting is not None:
@@ -119,7 +119,7 @@ class StoreExchange:
         return self._meeting is not None and self._meeting.is_ahead(rank)
 
     def leave(self, cause: BaseException) -> None:
-        """Tell the other ranks that this one leaves the call by an exception. Local."""
+        """Report to the others that this rank leaves by an exception. Local."""
         if self._meeting is not None:
             self._meeting.abandon(cause, self.call)
         else:
@@ -135,7 +135,7 @@ class StoreExchange:
         Raises:
             ExchangeError: on all ranks, if they are not at the same step, now or in
                 an earlier call.
-            CollectiveError: a rank did not come in time, has left, or has ended.
+            CollectiveError: a rank did not arrive in time, has left, or has ended.
         """
         if self._astray:  # others may have given up: do not wait for them
             raise ExchangeError(self._astray)
@@ -144,7 +144,7 @@ class StoreExchange:
         try:
             messages = self._gathered(mine, self.wait(what))
         except BaseException as error:
-            if not isinstance(error, SymmError):  # this rank's alone, amid the step
+            if not isinstance(error, SymmError):  # of this rank only, within the step
                 self.leave(error)
             raise
         places = dict(enumerate(map(_place, messages)))
@@ -163,16 +163,16 @@ class StoreExchange:
         return [pickle.loads(each) for each in packed]
 
     def barrier(self, what: str) -> None:
-        """Return once every rank has come to this step. Collective."""
+        """Return when every rank has reached this step. Collective."""
         self.all_gather(None, what)
 
     def agree_equal(self, fact: str, what: str) -> None:
         """Check that every rank holds the same ``fact``. Collective.
 
         Args:
-            fact: the value in words, such as ``"2048 float32"``; equal text is
-                equal value.
-            what: the operation it is an argument of.
+            fact: the value as a text, such as ``"2048 float32"``. Equal texts mean
+                equal values.
+            what: the operation to which it belongs.
 
         Raises:
             ArgumentError: on all ranks, with each rank's fact, if they differ.
@@ -188,25 +188,25 @@ class StoreExchange:
     def agreed(self, what: str) -> Iterator[None]:
         """Agree at the end of the block whether it succeeded on every rank.
 
-        Collective. The block does local work only: a rank that fails leaves it
-        early and would miss an exchange in it.
+        Collective. The block contains local work only: a rank that fails leaves it
+        early, and would miss an exchange in it.
 
         Raises:
-            SymmError: on all ranks, with each failed rank's own text, if the block
-                failed on any. The class is the lowest failed rank's, SymmError for
-                an error from elsewhere. On a failed rank its own error is the
-                cause, except that KeyboardInterrupt and SystemExit pass unchanged.
+            SymmError: on all ranks, if the block failed on any, with the text of each
+                rank that failed. The class is that of the lowest failed rank's error;
+                for other errors it is SymmError. On a failed rank, its own error is
+                the cause. KeyboardInterrupt and SystemExit pass unchanged there.
         """
         step = f"{what}: outcome"
         try:
             yield
         except Exception as error:
             if isinstance(error, CollectiveError) and self._meeting is not None:
-                raise  # all are told of it there
+                raise  # the status board reports it to all
             reports = self.all_gather(_report(error), step)
             raise _common_error(what, reports) from error
         except BaseException as error:
-            with suppress(CollectiveError):  # this one is the first to see
+            with suppress(CollectiveError):  # the first error is raised
                 self.all_gather(_report(error), step)
                 error.__dict__[_MET_BY] = self._comm
             raise
@@ -215,10 +215,10 @@ class StoreExchange:
             raise _common_error(what, reports)
 
     def is_everybodys(self, error: BaseException | None) -> bool:
-        """Return whether every rank meets ``error`` at this step, or none an error.
+        """Return whether every rank raises ``error`` at this step, or none an error.
 
-        Then the ranks are still in step: they may undo what they did together. If it
-        is this rank's alone, the others do not come.
+        If so, the ranks are still in step, and may undo together what they did. If
+        only this rank raises it, the others will not take part.
         """
         if isinstance(error, SymmError):
             return not isinstance(error, CollectiveError)
@@ -235,7 +235,7 @@ def _place(message: object) -> str:
 
 
 def _report(error: BaseException) -> tuple[str, str] | None:
-    """Return the class name and text that the other ranks raise it with."""
+    """Return the class name and the text of the error that the other ranks raise."""
     kind = type(error).__name__
     if isinstance(error, SymmError):
         return kind, str(error)

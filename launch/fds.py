@@ -1,9 +1,10 @@
-"""File descriptors between the ranks of a host, over Unix sockets. No CUDA in it.
+"""File descriptors between the ranks of a host, over Unix sockets. Uses no CUDA.
 
-Each pair of ranks has a connected socket. Ranks meet by random names in Linux' abstract
-namespace: no file, so no TMPDIR, and a crash leaves no name behind. Ranks must share a
-network namespace, which is where such names live. The names are closed once all ranks
-are connected, so a process that takes the name of a rank that died receives nothing.
+Each pair of ranks has a connected socket. The ranks find each other by random names in
+Linux' abstract namespace. So there is no file, TMPDIR is not needed, and no name
+remains after a crash. Abstract names belong to a network namespace, which ranks must
+share. The names are closed when all ranks are connected. So a process that takes the
+name of a rank that has ended receives nothing.
 """
 
 import errno
@@ -26,11 +27,11 @@ from numba_symm.launch.exchange import StoreExchange
 
 _GREETING = struct.Struct("=16sI")  # the listening rank's token, the caller's rank
 _UCRED = struct.Struct("=iII")
-_MESSAGE = b"f"  # beside each descriptor, as an empty message means that the end closed
+_MESSAGE = b"f"  # beside each descriptor; an empty message would mean "closed"
 _CONTROL_SPACE = socket.CMSG_SPACE(4)
 _BACKLOG = 1024
 
-# The receiver's queue is full, or too many descriptors of this user are in flight.
+# The receiver's queue is full, or too many descriptors of this user are in transit.
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED)
 _RETRY_SECONDS = 0.001
@@ -39,7 +40,7 @@ _TOO_MANY = "this process may have too many open files (see ulimit -n)"
 
 
 class Credentials(NamedTuple):
-    """Who made the other end of a connection, as the kernel says."""
+    """The process at the other end of a connection, as the Linux kernel reports it."""
 
     pid: int
     uid: int
@@ -47,38 +48,38 @@ class Credentials(NamedTuple):
 
 
 def credentials(connection: socket.socket) -> Credentials:
-    """Return who is at the other end of a connected Unix socket.
+    """Return the credentials of the other end of a connected Unix socket.
 
-    Process ids are those of this process' pid namespace, 0 for processes outside it.
+    Its process id is that of this process' pid namespace; 0 for a process outside it.
     """
     option = (socket.SOL_SOCKET, socket.SO_PEERCRED)
     return Credentials(*_UCRED.unpack(connection.getsockopt(*option, _UCRED.size)))
 
 
 class IpcChannel:
-    """Sends file descriptors between ranks; several may exist at once.
+    """Sends file descriptors between ranks. Several channels may exist.
 
-    Creating one is collective. What follows is not checked across ranks: wrap it in
-    ``exchange.agreed`` so that a failure is every rank's. Descriptors of one sender
-    arrive in the order they were sent. The caller closes every descriptor that it
-    receives; one is never inherited by a child process. One thread at a time.
+    Construction is collective. Later calls are not checked across ranks: wrap them in
+    ``exchange.agreed`` to raise a failure on every rank. Descriptors of one sender
+    arrive in the order in which they were sent. The caller closes every descriptor that
+    it receives. Child processes do not inherit them. One thread at a time.
 
     A send or a receive waits as long as a step of ``exchange`` does.
 
     Args:
-        exchange: the ranks; it carries the sockets' names.
+        exchange: the ranks; it sends the sockets' names.
 
     Raises:
         ArgumentError: ``exchange`` is not a StoreExchange.
-        SymmError: on all ranks, if two could not be connected, or belong to
+        SymmError: on all ranks, if two ranks could not be connected, or belong to
             different users.
     """
 
     def __init__(self, exchange: StoreExchange) -> None:
         if not isinstance(exchange, StoreExchange):
             raise ArgumentError(
-                f"IpcChannel: expected a StoreExchange, got {exchange!r}; make one of "
-                "the communicator"
+                f"IpcChannel: expected a StoreExchange, got {exchange!r}; pass "
+                "StoreExchange(comm, name)"
             )
         self.rank = exchange.rank
         self.size = exchange.size
@@ -93,7 +94,7 @@ class IpcChannel:
                 listener = listening.enter_context(_socket())
                 listener.bind(_name(self.rank))
                 listener.listen(_BACKLOG)
-            # Gathering the names also says that every socket listens.
+            # After this, every socket listens.
             names = exchange.all_gather(
                 (listener.getsockname(), token),
                 "names of the channels for file descriptors",
@@ -101,7 +102,7 @@ class IpcChannel:
             with exchange.agreed("connecting channels for file descriptors"):
                 for dst in range(self.rank):
                     self._connect(dst, *names[dst])
-            # By that agreement, whoever calls here has connected and sent its greeting.
+            # After that agreement, every caller has connected and sent its greeting.
             with exchange.agreed("accepting channels for file descriptors"):
                 self._accept(listener, token)
             undo.pop_all()
@@ -111,8 +112,8 @@ class IpcChannel:
         """Send a descriptor of ``fd``'s file to rank ``dst``; ``fd`` stays open.
 
         Raises:
-            ArgumentError: ``dst`` or ``fd`` cannot be one.
-            ExchangeError: ``dst`` is gone.
+            ArgumentError: ``dst`` is not a rank, or ``fd`` not a descriptor.
+            ExchangeError: ``dst`` has ended or closed its channel.
             CollectiveTimeout: ``dst`` did not receive in time.
             CollectiveError: a rank has failed.
         """
@@ -137,20 +138,18 @@ class IpcChannel:
                     raise ExchangeError(text) from error
             self._exchange.look(wait, [dst])
             if self._exchange.is_ahead(dst):
-                raise ExchangeError(
-                    f"{self._unsent(dst)}, which does not receive any more"
-                )
-            # The peer may itself be waiting to send to us: make room.
+                raise ExchangeError(f"{self._unsent(dst)}, which is at a later step")
+            # The peer may also be waiting to send to this rank: make room.
             self._receive(_RETRY_SECONDS)
 
     def recv_fd(self, src: int) -> int:
         """Return the next descriptor from rank ``src``.
 
         Raises:
-            ArgumentError: there is no rank ``src``.
-            ExchangeError: ``src`` is gone, or the descriptor was lost because this
-                process has too many open files.
-            CollectiveTimeout: none came in time.
+            ArgumentError: ``src`` is not a rank.
+            ExchangeError: ``src`` has ended or closed its channel, or the descriptor
+                was lost because this process has too many open files.
+            CollectiveTimeout: none arrived in time.
             CollectiveError: a rank has failed.
         """
         src = self._checked_rank(src, "recv_fd: src")
@@ -174,7 +173,7 @@ class IpcChannel:
     def all_gather_fds(self, fd: int) -> list[int]:
         """Return a descriptor of every rank's file, in rank order. Collective.
 
-        The own entry is a duplicate of ``fd``, so that every entry may be closed.
+        This rank's entry is a duplicate of ``fd``, so that every entry may be closed.
         """
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         for dst in others:
@@ -193,39 +192,42 @@ class IpcChannel:
 
         Args:
             src: the rank that sends; the same on all ranks.
-            fd: what ``src`` sends, which gets a duplicate of it; unused elsewhere.
+            fd: the descriptor that ``src`` sends; unused on other ranks. ``src`` gets a
+                duplicate of it.
         """
         src = self._checked_rank(src, "broadcast_fds: src")
         if self.rank != src:
             return self.recv_fd(src)
         if fd is None:
-            raise ArgumentError(f"broadcast_fds: rank {src} sends, and passed no fd")
+            raise ArgumentError(
+                f"broadcast_fds: expected fd on rank {src}, which sends, got None"
+            )
         for dst in range(self.size):
             if dst != src:
                 self.send_fd(dst, fd)
         return _duplicate(fd)
 
     def discard(self) -> None:
-        """Close all descriptors that have come and that nobody took. Local.
+        """Close all descriptors that have arrived and that no call returned. Local.
 
-        For a failed collective: once every rank has left it, none is under way. After
+        For a failed collective: when every rank has left it, none is in transit. After
         ``close`` there are none.
         """
         more = True
         while more:
-            with suppress(ExchangeError):  # what was lost need not be closed
+            with suppress(ExchangeError):  # a lost descriptor need not be closed
                 more = self._receive(0)
         self._close_stashed()
 
     def close(self) -> None:
-        """Close the sockets and the descriptors that nobody took. Local, idempotent."""
+        """Close the sockets and all descriptors that no call returned. Idempotent."""
         self._closed = True
         while self._ends:
             self._ends.popitem()[1].close()
         self._close_stashed()
 
     def disown(self) -> None:
-        """Close a forked child's copies of the sockets: messages are its parent's."""
+        """Close a forked child's copies of the sockets: they are its parent's."""
         self.close()
 
     def __enter__(self) -> Self:
@@ -249,7 +251,7 @@ class IpcChannel:
         return rank
 
     def _connect(self, dst: int, name: bytes, token: bytes) -> None:
-        """Connect to a rank that listens, and say which rank this is."""
+        """Connect to a rank that listens, and send this rank's number."""
         wait = self._exchange.wait("connecting")
         with ExitStack() as undo:
             end = undo.enter_context(_socket())
@@ -264,14 +266,14 @@ class IpcChannel:
                     if error.errno not in _FULL:
                         raise ExchangeError(f"{text}: {error.strerror}") from error
                 self._exchange.look(wait, [dst])
-                time.sleep(_RETRY_SECONDS)  # strangers fill the queue of callers
+                time.sleep(_RETRY_SECONDS)  # other processes fill the queue of callers
             self._check_user(end, dst)
             end.send(_GREETING.pack(token, self.rank))
             self._ends[dst] = end
             undo.pop_all()
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:
-        """Accept the ranks above this one, which have connected; drop strangers."""
+        """Accept the higher ranks, which have connected. Reject other processes."""
         missing = set(range(self.rank + 1, self.size))
         while missing:
             try:
@@ -303,8 +305,8 @@ class IpcChannel:
             )
 
     def _receive(self, seconds: float) -> bool:
-        """Wait for messages and stash their descriptors; return whether any came."""
-        poll = select.poll()  # unlike select.select, right for descriptors past 1023
+        """Wait for messages and stash their descriptors. Return whether any arrived."""
+        poll = select.poll()  # select.select fails for descriptors above 1023
         for end in self._ends.values():
             poll.register(end, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(seconds * 1000)}
@@ -320,7 +322,7 @@ class IpcChannel:
             )
         except OSError as error:
             if error.errno in (errno.ECONNRESET, *_FULL):
-                return  # told once, before what was sent until then and the end
+                return  # raised once, before earlier messages and the end
             raise ExchangeError(
                 f"rank {self.rank} cannot receive a file descriptor from rank {src}: "
                 f"{error.strerror}"
@@ -349,7 +351,7 @@ class IpcChannel:
 
 
 _ENDED = (
-    "whose channel is gone: that rank has ended or closed it, or runs in another "
+    "whose channel is closed: that rank has ended or closed it, or runs in another "
     "network namespace (containers of one job must share one)"
 )
 
@@ -365,11 +367,11 @@ def _socket() -> socket.socket:
 
 
 def _caller(end: socket.socket, token: bytes) -> int | None:
-    """Return the rank that a caller says it is, None if it is a stranger."""
+    """Return a caller's rank, or None if the caller is not a rank."""
     end.setblocking(False)
     try:
         greeting = end.recv(_GREETING.size + 1)
-    except OSError:  # it has sent none, or has gone
+    except OSError:  # it has sent none, or has ended
         return None
     if len(greeting) != _GREETING.size:
         return None
@@ -389,7 +391,7 @@ def _checked(fd: int) -> "array[int]":
     try:
         return array("i", [fd])
     except Exception:  # whatever an object's own method raises
-        raise ArgumentError(f"{fd!r} cannot be a file descriptor") from None
+        raise ArgumentError(f"expected a file descriptor, got {fd!r}") from None
 
 
 def _duplicate(fd: int) -> int:

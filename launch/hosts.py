@@ -1,4 +1,4 @@
-"""Which hosts the ranks run on, and each rank's place there."""
+"""The hosts that the ranks run on, and each rank's place there."""
 
 import socket
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ class World:
     """One rank's place among all ranks and among those of its host.
 
     Attributes:
-        rank: this process, 0 to size - 1.
-        size: how many ranks there are.
+        rank: this process' number, 0 to size - 1.
+        size: the number of ranks.
         local_rank: its position among the ranks of its host.
-        local_size: how many ranks that host has.
-        host: the host's name for readers; equal on all ranks of one host.
+        local_size: the number of ranks on that host.
+        host: the host's name in texts; equal on all ranks of one host.
     """
 
     rank: int
@@ -37,16 +37,16 @@ class World:
             and self.local_rank < self.local_size <= self.size
         ):
             raise ArgumentError(
-                f"{self} is no place among ranks: pass integers with 0 <= local_rank "
-                "<= rank < size and local_rank < local_size <= size"
+                "World: expected integers with 0 <= local_rank <= rank < size and "
+                f"local_rank < local_size <= size, got {self}"
             )
 
 
 def discover(exchange: StoreExchange) -> World:
-    """Find this rank's place. Collective.
+    """Return this rank's place. Collective.
 
-    Ranks are on one host when their kernel's boot id is the same, whatever the
-    host name: two containers of one host differ in name and share the boot id.
+    Ranks are on one host if their Linux kernels have the same boot id. Two containers
+    of one host share the boot id, but not the host name.
     """
     seen = exchange.all_gather((_boot_id(), socket.gethostname()), "hosts")
     boot_id = seen[exchange.rank][0]
@@ -73,20 +73,20 @@ def refuse_several_hosts(hosts: Sequence[str]) -> None:
 
 
 MOST_RANKS = 64
-"""Ranks of one communicator: kernels name each other rank by a bit of a word."""
+"""The most ranks of a communicator: kernels use one bit of a word for each rank."""
 
 
 def refuse_too_many(size: int) -> None:
-    """Raise :class:`ArgumentError` for more ranks than kernels can name."""
+    """Raise :class:`ArgumentError` for more than ``MOST_RANKS`` ranks."""
     if size > MOST_RANKS:
         raise ArgumentError(
-            f"{size} ranks, and a communicator has {MOST_RANKS} at most; "
-            "make one for each part of them (in MPI: comm.Split)"
+            f"Communicator: expected at most {MOST_RANKS} ranks, got {size}; make "
+            "several communicators (in MPI: comm.Split)"
         )
 
 
 def _boot_id() -> str:
     try:
         return BOOT_ID.read_text().strip()
-    except OSError:  # a sandbox that hides /proc: the name is the best there is
+    except OSError:  # in a sandbox that hides /proc
         return socket.gethostname()

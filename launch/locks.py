@@ -1,8 +1,8 @@
-"""Locks on bytes of a file, which tell whether the process that holds them is alive.
+"""Locks on bytes of a file, which show whether the process that holds them is alive.
 
-They are Linux' open-file-description locks: the kernel drops them when nobody has the
-description any more, so when a process ends, however it ends. Bytes beyond the file's
-end can be locked, too.
+They are Linux' open-file-description locks. The Linux kernel releases them when no
+process has the description any more, so when the process ends, in whatever way. Bytes
+beyond the end of the file can be locked, too.
 """
 
 import fcntl
@@ -33,7 +33,7 @@ def try_lock(fd: int, byte: int) -> bool:
 
 
 def unlocking(byte: int) -> bytes:
-    """Return what F_OFD_SETLK takes to unlock a byte."""
+    """Return the argument of F_OFD_SETLK that unlocks a byte."""
     return _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0)
 
 

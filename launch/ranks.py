@@ -1,4 +1,4 @@
-"""Who the ranks are: the communicator they arrive with, and their names in texts."""
+"""The ranks: the communicator that the caller passed, and their names in texts."""
 
 import operator
 import os
@@ -13,7 +13,7 @@ from numba_symm.errors import ArgumentError
 
 
 class Comm(Protocol):
-    """What the library asks of a communicator; mpi4py's have it."""
+    """The members that a communicator needs; mpi4py's have them."""
 
     @property
     def rank(self) -> int:
@@ -21,7 +21,7 @@ class Comm(Protocol):
 
     @property
     def size(self) -> int:
-        """How many processes take part."""
+        """The number of processes."""
 
     def allgather(self, sendobj: Any, /) -> list[Any]:
         """Return every rank's picklable object, in rank order."""
@@ -31,16 +31,16 @@ class Comm(Protocol):
 
 
 def checked(comm: object) -> Comm:
-    """Return ``comm``, or raise :class:`ArgumentError` saying what it lacks."""
+    """Return ``comm``. Raise :class:`ArgumentError` if it is not a communicator."""
     if comm is None or (is_mpi(comm) and not comm):  # MPI.COMM_NULL
         raise ArgumentError(
-            f"{comm!r} is no communicator: pass one that this process belongs to, "
-            "such as MPI.COMM_WORLD"
+            f"expected a communicator, got {comm!r}; pass one that this process "
+            "belongs to, such as MPI.COMM_WORLD"
         )
     if is_mpi(comm) and _mpi_is_the_parents:
         raise ArgumentError(
-            f"{comm!r} cannot be used: this process was forked from one that uses MPI; "
-            f"{forks.ADVICE}"
+            f"{comm!r} cannot be used, because this process was forked from one that "
+            f"uses MPI; {forks.ADVICE}"
         )
     if is_mpi(comm) and sys.modules["mpi4py.MPI"].Is_finalized():
         raise ArgumentError(
@@ -51,16 +51,16 @@ def checked(comm: object) -> Comm:
     lacking = [name for name in members if not hasattr(comm, name)]
     if lacking:
         raise ArgumentError(
-            f"{comm!r} is no communicator: it lacks {', '.join(lacking)}; "
-            "pass an mpi4py communicator or any object with rank, size, allgather "
-            "and barrier"
+            f"expected a communicator, got {comm!r}, which has no "
+            f"{', '.join(lacking)}; pass an mpi4py communicator or any object with "
+            "rank, size, allgather and barrier"
         )
     found = cast(Any, comm)
     rank, size = found.rank, found.size
     if not (are_integers(rank, size) and 0 <= rank < size):
         raise ArgumentError(
-            f"{comm!r} is no communicator: it has rank {rank!r} of size {size!r}; pass "
-            "one whose rank is an integer from 0 to size - 1"
+            f"expected a communicator whose rank is an integer from 0 to size - 1, got "
+            f"{comm!r} with rank {rank!r} of size {size!r}"
         )
     if getattr(comm, "is_inter", False):
         raise ArgumentError(
@@ -75,24 +75,24 @@ def are_integers(*numbers: Any) -> bool:
 
 
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""What launchers tell every process they start, the innermost one first.
+"""The variables in which launchers pass the number of ranks, the innermost one first.
 
-Slurm's is of a step: an allocation's SLURM_NTASKS also reaches programs that run alone.
+Slurm's is that of a step, because programs outside of a step have SLURM_NTASKS, too.
 """
 
 
 def warn_if_alone(comm: object) -> None:
-    """Warn, once in a process, if a launcher has started more ranks than MPI sees.
+    """Warn, once in a process, if a launcher has started more ranks than MPI has.
 
-    ``comm`` may be anything; only mpi4py's communicators are looked at.
+    ``comm`` may be anything; only mpi4py's communicators are checked.
     """
     if not is_mpi(comm):
         return
     mpi = sys.modules["mpi4py.MPI"]
-    told = _told_by_launcher()
-    if mpi.Is_finalized() or mpi.COMM_WORLD.size > 1 or told is None:
+    set_by_launcher = _set_by_launcher()
+    if mpi.Is_finalized() or mpi.COMM_WORLD.size > 1 or set_by_launcher is None:
         return
-    variable, size = told
+    variable, size = set_by_launcher
     if size > 1:
         warn_once(
             f"MPI.COMM_WORLD has 1 rank, but the launcher set {variable}: the launcher "
@@ -101,8 +101,8 @@ def warn_if_alone(comm: object) -> None:
         )
 
 
-def _told_by_launcher() -> tuple[str, int] | None:
-    """Return a variable and the least number of ranks that it tells of."""
+def _set_by_launcher() -> tuple[str, int] | None:
+    """Return a launcher's variable, and the least number of ranks that it implies."""
     for name in _SIZES:
         value = os.environ.get(name, "")
         if value.isdecimal():
@@ -114,18 +114,18 @@ def _told_by_launcher() -> tuple[str, int] | None:
 def duplicate(comm: Comm) -> Comm:
     """Return a communicator of the same ranks. Collective.
 
-    An mpi4py communicator's is given to :func:`release` in the end; any other object
-    is returned as it is.
+    Pass the duplicate of an mpi4py communicator to :func:`release` in the end. Any
+    other object is returned unchanged.
     """
     comm = checked(comm)
     return cast(Comm, cast(Any, comm).Dup()) if is_mpi(comm) else comm
 
 
 def checked_split(comm: Comm, color: Any, key: Any) -> tuple[int | None, int]:
-    """Return a split's color, None for no group, and its key; not collective.
+    """Return a split's color, None for no group, and its key. Not collective.
 
     Raises:
-        ArgumentError: they are no numbers that MPI takes, or ``comm`` cannot split.
+        ArgumentError: MPI does not accept them, or ``comm`` cannot split.
     """
     checked(comm)
     if not is_mpi(comm) and not hasattr(comm, "split"):
@@ -151,15 +151,15 @@ def _checked_int(value: Any, least: int, name: str, what: str) -> int:
     except Exception:  # whatever an object's own method raises
         number = _MPI_INTS
     if not least <= number < _MPI_INTS:
-        raise ArgumentError(f"split: {name}={value!r}; give {what}")
+        raise ArgumentError(f"split: {name}={value!r}: expected {what}")
     return number
 
 
 def split(comm: Comm, color: int | None, key: int) -> Comm | None:
     """Return a communicator of the ranks that pass this color, None for color None.
 
-    Collective. Its ranks are ordered by ``key``, then by their rank in ``comm``. An
-    mpi4py communicator's is given to :func:`release` in the end.
+    Collective. Its ranks are ordered by ``key``, then by their rank in ``comm``. Pass
+    one of mpi4py to :func:`release` in the end.
     """
     if is_mpi(comm):
         undefined = sys.modules["mpi4py.MPI"].UNDEFINED
@@ -170,10 +170,10 @@ def split(comm: Comm, color: int | None, key: int) -> Comm | None:
 
 
 def release(comm: Comm | None) -> None:
-    """Free a communicator that this library duplicated or split off.
+    """Free a communicator that :func:`duplicate` or :func:`split` returned.
 
-    Nothing happens to None, a second time or once MPI has finalized. MPI calls
-    freeing collective: every rank does it, in the same order.
+    Does nothing for None, in a second call, or after MPI was finalized. Freeing is
+    collective in MPI: every rank does it, in the same order.
     """
     if comm and is_mpi(comm) and not sys.modules["mpi4py.MPI"].Is_finalized():
         cast(Any, comm).Free()
@@ -193,7 +193,7 @@ def grouped(texts: dict[int, str]) -> dict[str, list[int]]:
 
 
 def sentence(texts: dict[int, str], one: str, many: str) -> str:
-    """Return "rank 0 <one> a, ranks 1, 2 <many> b": who differs, at a glance."""
+    """Return "rank 0 <one> a, ranks 1, 2 <many> b", grouped by equal texts."""
     return ", ".join(
         f"{name_ranks(ranks)} {one if len(ranks) == 1 else many} {text}"
         for text, ranks in grouped(texts).items()
@@ -214,6 +214,6 @@ os.register_at_fork(after_in_child=_leave_mpi_to_the_parent)
 
 def is_mpi(comm: object) -> bool:
     """Return whether ``comm`` is a communicator of mpi4py's."""
-    # Importing mpi4py.MPI calls MPI_Init; who holds a communicator has imported it.
+    # Do not import mpi4py.MPI, which calls MPI_Init: its communicators imply it.
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and isinstance(comm, mpi.Comm)

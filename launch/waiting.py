@@ -1,7 +1,7 @@
-"""How a rank waits for others: it looks now and then, and never blocks within MPI.
+"""How a rank waits for others: it polls, and never blocks within MPI.
 
-So Python's signal handlers run meanwhile, a wait can have a deadline and can say for
-whom it waits, and MPI goes on with what the program has begun.
+So Python's signal handlers run during a wait, a wait can have a deadline and can name
+the ranks that it waits for, and MPI makes progress with the program's own messages.
 """
 
 import math
@@ -23,10 +23,10 @@ from numba_symm.launch.ranks import Comm, checked, is_mpi, name_ranks
 T = TypeVar("T")
 
 PATIENCE = 60.0
-"""Seconds after which a rank that waits says for whom."""
+"""Seconds after which a waiting rank warns of the ranks that it waits for."""
 
 TAG = 28275
-"""Of the messages by which ranks find each other."""
+"""The tag of the messages that ranks send before there is a status board."""
 
 _SPIN = 2e-4  # seconds of a wait without sleep
 _LONGEST_PAUSE = 1e-3
@@ -37,13 +37,13 @@ _unsent: list[Any] = []
 
 
 class Wait:
-    """One wait of a call that all ranks make.
+    """One wait, in a call that all ranks make.
 
     Args:
         what: the call, as the user names it.
-        rank: who waits.
-        seconds: how long at most; 0: indefinitely.
-        limit: what sets these seconds, in words.
+        rank: the rank that waits.
+        seconds: how long it waits at most; 0: indefinitely.
+        limit: the setting that gives these seconds, as a text.
     """
 
     def __init__(self, what: str, rank: int, seconds: float = 0, limit: str = ""):
@@ -57,14 +57,14 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """How long it has lasted."""
+        """The seconds since it began."""
         return time.monotonic() - self._began
 
     def look(self, absent: Sequence[int]) -> bool:
-        """Return whether the deadline has passed; warn once when the wait is long.
+        """Return whether the deadline has passed. Warn once when the wait is long.
 
         Args:
-            absent: the ranks that are waited for; none: not known.
+            absent: the ranks that it waits for; empty if they are unknown.
         """
         now = time.monotonic()
         if now > self._word:
@@ -75,7 +75,7 @@ class Wait:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        # A rank may have gone on because all had come, this one not knowing it yet.
+        # A rank may be past it because all had arrived, which this one may see later.
         before, self._forsaken = self._forsaken, any(look() for look in _watched.get())
         if before and self._forsaken:
             raise ExchangeError(
@@ -85,10 +85,10 @@ class Wait:
         return now > self._end
 
     def pause(self, absent: Sequence[int]) -> bool:
-        """Leave the processor to others for a moment; then as :meth:`look`."""
+        """Let other processes run for a moment, then return :meth:`look`."""
         seconds = self.seconds
         if seconds < _SPIN:
-            time.sleep(0)  # lets go of the interpreter, too
+            time.sleep(0)  # releases the interpreter, too
             os.sched_yield()
         else:
             time.sleep(min(seconds / 16, _LONGEST_PAUSE))
@@ -100,7 +100,7 @@ class Wait:
         return f"waited for {whom} in {self.what}"
 
     def error(self, absent: Sequence[int]) -> CollectiveTimeout:
-        """Return what to raise at the deadline where there is no status board."""
+        """Return the error for the deadline if there is no status board."""
         return CollectiveTimeout(
             f"rank {self._rank} {self.said(absent)} ({self.limit})",
             ranks=(self._rank, *absent),
@@ -110,7 +110,7 @@ class Wait:
 
 @contextmanager
 def watching(look: Callable[[], bool]) -> Iterator[None]:
-    """Have every wait within the block call ``look`` now and then.
+    """Make every wait within the block call ``look`` regularly.
 
     It may raise, or return whether a rank that takes part in the block is past it.
     """
@@ -124,13 +124,13 @@ def watching(look: Callable[[], bool]) -> Iterator[None]:
 def duplicate(comm: Comm, wait: Wait) -> Comm:
     """Return a communicator whose messages cannot mix with the user's.
 
-    Collective. An mpi4py communicator is duplicated and the duplicate is given
-    to :func:`numba_symm.launch.ranks.release` in the end; any other object is
-    returned as it is. A rank that was interrupted here goes on with the same duplicate
-    when it comes again, as MPI cannot take its call back.
+    Collective. An mpi4py communicator is duplicated; pass the duplicate to
+    :func:`numba_symm.launch.ranks.release` in the end. Any other object is returned
+    unchanged. MPI cannot cancel this call. So a rank that was interrupted here
+    continues with the same duplicate in its next call.
 
     Raises:
-        CollectiveTimeout: not all ranks have come in time; MPI does not say which.
+        CollectiveTimeout: not all ranks have arrived in time; MPI does not tell which.
     """
     comm = checked(comm)
     if not is_mpi(comm):
@@ -153,11 +153,11 @@ def duplicate(comm: Comm, wait: Wait) -> Comm:
 def all_gather(comm: Comm, value: T, wait: Wait) -> list[T]:
     """Return every rank's ``value``, in rank order. Collective.
 
-    Only mpi4py's communicators can be polled; others wait as they do.
+    Only mpi4py's communicators can be polled. Others wait in their own way.
 
     Raises:
-        CollectiveTimeout: a rank has not come in time.
-        RankLeft: one has left, see :func:`leave`.
+        CollectiveTimeout: a rank has not arrived in time.
+        RankLeft: a rank has left, see :func:`leave`.
     """
     if not is_mpi(comm):
         return comm.allgather(value)
@@ -182,9 +182,9 @@ def all_gather(comm: Comm, value: T, wait: Wait) -> list[T]:
 
 
 def undisturbed(call: Callable[[], T]) -> T:
-    """Return ``call()``; Python's signal handlers run after it, and not within.
+    """Return ``call()``. Python's signal handlers run after it, not during it.
 
-    For calls of MPI that block although every rank is on the way to them.
+    For calls that block in MPI until every rank makes them, which all are about to do.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()  # no handler runs here
@@ -205,11 +205,11 @@ def undisturbed(call: Callable[[], T]) -> T:
 
 
 def leave(comm: Comm, cause: BaseException, what: str) -> None:
-    """Tell ranks that wait in :func:`all_gather` that this one will not come. Local.
+    """Report to ranks that wait in :func:`all_gather` that this rank leaves. Local.
 
     Args:
-        comm: this library's own; nobody uses it afterwards.
-        cause: the exception that this rank leaves by.
+        comm: this library's own communicator, which is not used afterwards.
+        cause: the exception by which this rank leaves.
         what: the call that it leaves.
     """
     if comm and is_mpi(comm):  # not freed
@@ -228,7 +228,7 @@ def _sent_to_others(comm: Any, value: object) -> list[Any]:
 
 
 def _received(comm: Any, rank: int) -> dict[int, Any]:
-    """Return what a rank has sent, by rank; nothing if it has not yet."""
+    """Return a rank's message, by rank; empty if none has arrived."""
     message = comm.improbe(rank, TAG)
     if message is None:
         return {}
@@ -241,9 +241,9 @@ def _received(comm: Any, rank: int) -> dict[int, Any]:
 
 
 def _progress() -> None:
-    """Let MPI go on with what the program has begun: it does so only when called.
+    """Let MPI make progress, which it does only within its calls.
 
-    A rank may come only after a message of its own has been taken here.
+    A peer may arrive only after this process has received the peer's message.
     """
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():

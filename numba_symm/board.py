@@ -4,10 +4,10 @@ A kernel that gives up a wait stores what it waited for into every rank's record
 host reads its own record by a plain load, which costs nothing. Kernels that wait read
 their rank's record regularly, so all of them end soon after the first.
 
-The rest of the board is for hosts only: the text of a rank that leaves, the step of each
-rank in calls that all ranks make, and the small values that they exchange. So a rank that
-waits in such a call sees which rank has failed, left or ended, and need not wait in
-MPI.
+The rest of the board is for hosts only: the text of a rank that leaves, the step of
+each rank in calls that all ranks make, and the small values that they exchange. So a
+rank that waits in such a call sees which rank has failed, left or ended, and need not
+wait in MPI.
 """
 
 import ctypes
@@ -284,8 +284,8 @@ class Board:
 
         Args:
             cause: why this rank leaves: an exception, or the text after "rank 3".
-            operation: the call that it leaves, such as ``"all_reduce"``; "" if it leaves
-                the program.
+            operation: the call that it leaves, such as ``"all_reduce"``; "" if it
+                leaves the program.
         """
         if isinstance(cause, BaseException):
             cause = left(cause, operation)
@@ -309,7 +309,8 @@ class Board:
     def disown(self) -> None:
         """Write nothing more, in a forked child: the board is its parent's.
 
-        Close the lock file, too: the child must not keep the lock of a parent that ends.
+        Close the lock file, too: the child must not keep the lock of a parent that
+        ends.
         """
         self._let_go()
         self._let_go_of_lock()

@@ -1,8 +1,8 @@
-"""What finalizers give back later.
+"""Releases that finalizers defer.
 
 The garbage collector runs finalizers at any moment and in any thread: while a stream is
-being captured, which waiting for the GPU would spoil; amid another call, which peers
-wait for; or between two steps of the code that looks memory up.
+being captured, which a wait for the GPU would invalidate; within another call, which
+peers wait for; or between two steps of a look-up of memory.
 """
 
 import warnings
@@ -20,7 +20,7 @@ class _Queue:
         forks.watch(self)
 
     def disown(self) -> None:
-        """Give nothing back in a forked child."""
+        """Release nothing in a forked child."""
         self.steps.clear()
 
 
@@ -28,14 +28,15 @@ _queue = _Queue()
 
 
 def defer(step: Callable[..., object], *args: object) -> None:
-    """Have ``step(*args)`` run at the next :func:`give_back`; for finalizers."""
+    """Run ``step(*args)`` in the next :func:`give_back`. For finalizers."""
     _queue.steps.append(lambda: step(*args))
 
 
 def give_back() -> None:
-    """Run what finalizers have deferred, unless the GPU cannot be waited for now.
+    """Run the steps that finalizers have deferred.
 
-    For calls that may wait for the GPU. What cannot be unmapped safely stays mapped.
+    For calls that may wait for the GPU. If that is impossible now, nothing is run:
+    memory that cannot be unmapped safely stays mapped.
     """
     steps = _queue.steps
     if not steps:

@@ -1,16 +1,17 @@
-"""The environment variables the library reads, each in one place.
+"""The environment variables that the library reads, each in one place.
 
 ========================================== =================================
 ``NUMBA_SYMM_BACKEND``                     ``vmm``, ``ipc`` or ``host``
 ``NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES``   ``1``: ranks may share a GPU
-``NUMBA_SYMM_TIMEOUT``                     seconds a kernel waits; 0: for ever
-``NUMBA_SYMM_SETUP_TIMEOUT``               seconds set-up calls wait
-``NUMBA_SYMM_MULTIPROCESSORS``             how many a communicator may take
+``NUMBA_SYMM_TIMEOUT``                     seconds a kernel waits for a peer
+``NUMBA_SYMM_SETUP_TIMEOUT``               seconds a set-up call waits for a peer
+``NUMBA_SYMM_MULTIPROCESSORS``             the most that a communicator occupies
 ``NUMBA_ENABLE_CUDASIM``                   ``1``: Numba's CUDA simulator
 ========================================== =================================
 
-And cuda-bindings' ``CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM``, which says what
-stream the handle 0 names.
+A time of 0 means indefinitely. The library also reads the variable
+``CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM`` of cuda-bindings, which determines the
+stream of the handle 0.
 """
 
 import functools
@@ -33,13 +34,13 @@ VARIABLES = (
     "NUMBA_SYMM_SETUP_TIMEOUT",
     "NUMBA_SYMM_MULTIPROCESSORS",
 )
-"""The library's own."""
+"""The library's own variables."""
 
 _OF_TESTS = "NUMBA_SYMM_TEST_"  # of tests/test_mpirun.py
 
 
 def unknown() -> list[str]:
-    """Return what is to be said of variables that only look like the library's."""
+    """Return a text for each unknown variable that begins with ``NUMBA_SYMM_``."""
     return [
         f"{name} is not known; there are {', '.join(VARIABLES)}"
         for name in sorted(os.environ)
@@ -50,14 +51,14 @@ def unknown() -> list[str]:
 
 
 def warn_of_unknown() -> None:
-    """Warn of such variables, once in a process."""
+    """Warn of unknown variables, once in a process."""
     for text in unknown():
         warn_once(text)
 
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Warn the caller of the function that calls this one's caller."""
+    """Warn once in a process, at the line three calls above this one."""
     warnings.warn(f"numba_symm: {text}", RuntimeWarning, stacklevel=4)
 
 
@@ -71,7 +72,7 @@ BACKENDS = backends_of(simulated=SIMULATED)
 
 
 def zero_is_per_thread() -> bool:
-    """Return whether cuda-bindings take handle 0 for the thread's default stream."""
+    """Return whether the handle 0 is the thread's default stream for cuda-bindings."""
     value = os.environ.get("CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM", "0")
     return value not in ("", "0")
 
@@ -80,10 +81,10 @@ DEFAULT_TIMEOUT = 300.0
 
 
 def requested_backend(*, simulated: bool = SIMULATED) -> str | None:
-    """Return the backend that ``NUMBA_SYMM_BACKEND`` asks for, or None.
+    """Return the backend in ``NUMBA_SYMM_BACKEND``, or None.
 
     Args:
-        simulated: kernels run in the simulator, as they do in this process or not.
+        simulated: whether kernels will run in the simulator.
     """
     name = os.environ.get("NUMBA_SYMM_BACKEND")
     backends = backends_of(simulated=simulated)
@@ -91,8 +92,8 @@ def requested_backend(*, simulated: bool = SIMULATED) -> str | None:
         return name
     where = "Numba's CUDA simulator" if simulated else "a process with GPUs"
     raise ArgumentError(
-        f"NUMBA_SYMM_BACKEND={name!r} cannot be used: in {where} it may be "
-        f"{' or '.join(backends)}; correct it or unset it"
+        f"NUMBA_SYMM_BACKEND={name!r}: expected {' or '.join(backends)} in {where}; "
+        "correct it or unset it"
     )
 
 
@@ -101,20 +102,21 @@ def allow_overlapping_devices() -> bool:
     value = os.environ.get("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "0")
     if value not in ("", "0", "1"):
         raise ArgumentError(
-            f"NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES={value!r}: set it to 0 or 1"
+            f"NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES={value!r}: expected 0 or 1"
         )
     return value == "1"
 
 
 def timeout() -> float:
-    """Return the seconds a kernel may wait for a peer; 0 means for ever."""
+    """Return the seconds that a kernel waits for a peer; 0: indefinitely."""
     return _seconds("NUMBA_SYMM_TIMEOUT", DEFAULT_TIMEOUT)
 
 
 def chosen_setup_timeout(asked: float | None = None) -> float:
-    """Return the seconds a set-up call may wait for a peer; 0 means for ever.
+    """Return the seconds that a set-up call waits for a peer; 0: indefinitely.
 
-    Those that a caller ``asked`` for, or the environment's for None.
+    Args:
+        asked: the caller's argument; None: the environment's value is used.
     """
     if asked is not None:
         return checked_timeout(asked, f"timeout={asked!r}")
@@ -133,20 +135,27 @@ def _seconds(variable: str, default: float) -> float:
 
 
 def chosen_timeout(asked: float | None) -> float:
-    """Return the seconds that a caller ``asked`` for, or the environment's for None."""
+    """Return the seconds in the caller's argument; for None, the environment's."""
     return timeout() if asked is None else checked_timeout(asked, f"timeout={asked!r}")
 
 
 def checked_timeout(seconds: Any, asked: str) -> float:
-    """Return ``seconds``, or raise :class:`ArgumentError` naming what was ``asked``."""
+    """Return ``seconds``. Raise :class:`ArgumentError` if they are wrong.
+
+    Args:
+        seconds: the number.
+        asked: the argument or variable, for the error's text.
+    """
     number = isinstance(seconds, int | float | np.number)
     if not number or not 0 <= seconds < 1e9:  # also refuses NaN
-        raise ArgumentError(f"{asked}: give seconds from 0 (wait for ever) to 1e9")
+        raise ArgumentError(
+            f"{asked}: expected seconds from 0 (wait indefinitely) to 1e9"
+        )
     return float(seconds)
 
 
 def multiprocessors() -> int | None:
-    """Return how many multiprocessors a communicator may take; None: its default."""
+    """Return the most multiprocessors of a communicator; None: its default."""
     value = os.environ.get("NUMBA_SYMM_MULTIPROCESSORS")
     if value is None:
         return None
@@ -155,15 +164,20 @@ def multiprocessors() -> int | None:
 
 
 def chosen_multiprocessors(asked: Any) -> int | None:
-    """Return how many a caller ``asked`` for, or the environment's for None."""
+    """Return the number in the caller's argument; for None, the environment's."""
     if asked is None:
         return multiprocessors()
     return checked_multiprocessors(asked, f"multiprocessors={asked!r}")
 
 
 def checked_multiprocessors(number: Any, asked: str) -> int:
-    """Return ``number``, or raise :class:`ArgumentError` naming what was ``asked``."""
+    """Return ``number``. Raise :class:`ArgumentError` if it is wrong.
+
+    Args:
+        number: the number.
+        asked: the argument or variable, for the error's text.
+    """
     integer = isinstance(number, int | np.integer) and not isinstance(number, bool)
     if not integer or number < 1:
-        raise ArgumentError(f"{asked}: expected an integer from 1")
+        raise ArgumentError(f"{asked}: expected an integer of at least 1")
     return int(number)

@@ -1,4 +1,4 @@
-"""Streams: finding the handle in what a caller passed, and ordering calls."""
+"""Streams: the handles of the objects that callers pass, and the order of calls."""
 
 import ctypes
 import functools
@@ -25,11 +25,11 @@ _LEGACY_DEFAULTS = (1,) if _ZERO_IS_PER_THREAD else (0, 1)
 def handle_of(stream: Any) -> int:
     """Return the handle of a Numba, cuda.core, CuPy or torch stream, or of an int.
 
-    In the simulator it is always the legacy default stream's.
+    In the simulator, return the handle of the legacy default stream.
     """
     if not SIMULATED:
         return _found_in(stream)
-    if not isinstance(stream, cuda.stream):  # the simulator's own have no handle
+    if not isinstance(stream, cuda.stream):  # the simulator's streams have no handle
         _found_in(stream)
     return LEGACY_DEFAULT
 
@@ -41,19 +41,19 @@ def handle_or_default(stream: Any) -> int:
 
 def _found_in(stream: Any) -> int:
     try:
-        found = stream if isinstance(stream, int) else _told_by(stream)
+        found = stream if isinstance(stream, int) else _handle_in(stream)
     except Exception:  # whatever a foreign object's own methods raise
         found = None
     if found is None or not 0 <= found < 1 << 64:
         raise ArgumentError(
-            f"stream={stream!r} is no stream: pass one of Numba, cuda.core, CuPy or "
-            "torch, or its handle as an int"
+            f"expected a stream, got {stream!r}; pass a stream of Numba, cuda.core, "
+            "CuPy or torch, or its handle as an int"
         )
     return found
 
 
-def _told_by(stream: Any) -> int | None:
-    """Return the handle that a stream's attributes tell, or None."""
+def _handle_in(stream: Any) -> int | None:
+    """Return the handle in a stream's attributes, or None."""
     protocol = getattr(stream, "__cuda_stream__", None)
     if protocol is not None:
         return int((protocol() if callable(protocol) else protocol)[1])
@@ -65,17 +65,17 @@ def _told_by(stream: Any) -> int | None:
 
 
 def named(stream: int) -> int:
-    """Return a stream's handle, a default stream's always the same one."""
+    """Return a stream's handle; for each default stream, always the same one."""
     if stream in _LEGACY_DEFAULTS:
         return LEGACY_DEFAULT
     return stream or _PER_THREAD
 
 
 def identity(stream: int) -> int:
-    """Return a number that no other stream has in the life of the process.
+    """Return a number that no other stream of this process has, then or later.
 
-    A handle has no such meaning: 2 is another stream in each thread, and a new stream
-    may get the handle of one that was destroyed.
+    A handle is not unique: 2 is another stream in each thread, and a new stream may get
+    the handle of one that was destroyed.
     """
     if stream in _LEGACY_DEFAULTS:
         return _LEGACY_IDENTITY
@@ -88,24 +88,24 @@ def identity(stream: int) -> int:
 _LEGACY_IDENTITY = -1  # the driver's are not negative
 
 Place = int | frozenset[int]
-"""Where a stream is: its identity; in a capture, what its next node will follow."""
+"""A stream's identity; in a capture, the nodes that its next node will follow."""
 
 
 def _in_capture(stream: int) -> tuple[int, Place]:
-    """Return which capture a stream is in, and where; asks for no identity."""
+    """Return the number of a stream's capture, and its place there."""
     found = driver.call("cuStreamGetCaptureInfo", stream)
     return int(found[1]), frozenset(int(node) for node in found[3])
 
 
 class StreamOrder:
-    """Orders the calls of one communicator, whichever streams they run on.
+    """Orders the calls of one communicator on any streams.
 
-    Its kernels share state, so each must follow the one before: eager calls the
-    latest eager call, calls in a capture the latest call of that capture. The caller
-    orders a graph's replays against other calls.
+    Its kernels share state, so each call must follow the previous one: an eager call
+    the latest eager call, a call in a capture the latest call of that capture. The
+    caller orders a graph's replays against other calls.
 
     Args:
-        events: how many a call's side stream needs.
+        events: the number of events that a call's side stream needs.
     """
 
     def __init__(self, events: int) -> None:
@@ -116,9 +116,9 @@ class StreamOrder:
 
     @property
     def side(self) -> "SideStream":
-        """The second stream for the call that was entered last.
+        """The second stream for the latest call.
 
-        Each capture has its own: one that a capture holds cannot run anything else.
+        Each capture has its own, because a stream in a capture cannot run other work.
         """
         return self._latest.side
 
@@ -126,10 +126,10 @@ class StreamOrder:
         """Make the stream of a handle wait for the latest call.
 
         Returns:
-            What to leave after this call.
+            The object whose ``leave`` is called after this call.
         """
         place: Place
-        # The legacy stream cannot be captured, and must not be asked during a capture.
+        # The legacy stream cannot be captured. Do not query it during a capture.
         if stream in _LEGACY_DEFAULTS or not is_capturing(stream):
             trail, place = self._eager, identity(stream)
         else:
@@ -142,13 +142,13 @@ class StreamOrder:
     def _of_capture(self, capture: int) -> "_Trail":
         if capture not in self._captured:
             self._captured[capture] = _Trail(self._events, captured=True)
-            if len(self._captured) > _CAPTURES:  # nobody tells when one ends
+            if len(self._captured) > _CAPTURES:  # their ends are not reported
                 self._captured.popitem(last=False)[1].close()
         self._captured.move_to_end(capture)
         return self._captured[capture]
 
     def close(self) -> None:
-        """Destroy events and streams once their work is done; no call may follow."""
+        """Destroy events and streams when their work is done. No call may follow."""
         self._eager.close()
         while self._captured:
             self._captured.popitem()[1].close()
@@ -158,13 +158,13 @@ _CAPTURES = 16  # of one communicator at the same time, at most
 
 
 class _Trail:
-    """The latest of calls that follow one another.
+    """The latest call of a sequence.
 
-    Its event is recorded right after it: its stream may be gone later, or have work
-    that must not be waited for.
+    Its event is recorded immediately after it. Later, its stream may have been
+    destroyed, or have other work.
 
     Args:
-        events: how many a call's side stream needs.
+        events: the number of events that a call's side stream needs.
         captured: whether the calls are in a capture.
     """
 
@@ -184,14 +184,14 @@ class _Trail:
         return SideStream(self._events)
 
     def enter(self, stream: int, place: Place) -> None:
-        """Make ``stream`` wait for the latest call, unless it is right behind that.
+        """Make ``stream`` wait for the latest call, unless it follows that anyway.
 
-        In a capture a wait too many is more than time: what the stream does next would
-        follow the whole of the latest call, and could not start early.
+        In a capture, an unnecessary wait also costs the early launch: the stream's next
+        kernel would follow the whole latest call.
 
         Args:
             stream: its handle.
-            place: where it is.
+            place: its place.
         """
         if self._last is not None and place != self._last:
             driver.call("cuStreamWaitEvent", stream, self._event, 0)
@@ -208,7 +208,7 @@ class _Trail:
             _, self._last = _in_capture(self._stream)
 
     def close(self) -> None:
-        """Destroy event and side stream."""
+        """Destroy the event and the side stream."""
         self._last = None
         if "_event" in self.__dict__:
             driver.call("cuEventDestroy", self._event)
@@ -229,9 +229,9 @@ def is_capturing(stream: int) -> bool:
 
 
 def spoil_capture(stream: int) -> bool:
-    """Make sure that no graph comes of a capture; return whether there was one.
+    """Invalidate the stream's capture. Return whether there was one.
 
-    For what fails amid a call: its part that was captured must not be replayed.
+    For a call that fails in part: the part that was captured must not be replayed.
     """
     if SIMULATED or stream in _LEGACY_DEFAULTS:
         return False
@@ -257,7 +257,7 @@ def current_context() -> Any:
 
 @contextmanager
 def on_context(context: Any) -> Iterator[None]:
-    """Make a CUDA context current in this thread for a while."""
+    """Make a CUDA context current in this thread within the block."""
     if SIMULATED:
         yield
         return
@@ -272,10 +272,10 @@ _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 
 
 class SideStream:
-    """A second stream for part of a call's work; its steps are marked by events.
+    """A second stream for a part of a call's work, and its events.
 
     Args:
-        events: how many there are.
+        events: the number of events.
     """
 
     def __init__(self, events: int):
@@ -291,7 +291,7 @@ class SideStream:
                 raise
 
     def follow(self, stream: int, event: int) -> None:
-        """Let this stream's next work follow all work of another."""
+        """Make this stream's next work follow all work of another stream."""
         if self._events:
             driver.call("cuEventRecord", self._events[event], stream)
             driver.call("cuStreamWaitEvent", self.stream, self._events[event], 0)
@@ -302,27 +302,27 @@ class SideStream:
             driver.call("cuEventRecord", self._events[event], self.stream)
 
     def lead(self, stream: int, event: int) -> None:
-        """Let another stream's next work follow an event of this one."""
+        """Make another stream's next work follow an event of this one."""
         if self._events:
             driver.call("cuStreamWaitEvent", stream, self._events[event], 0)
 
     @contextmanager
     def joined(self, stream: int) -> Iterator[None]:
-        """Let ``stream`` follow all work of this one if the ``with`` block fails.
+        """Make ``stream`` follow all work of this one if the ``with`` block fails.
 
-        For the steps between :meth:`follow` and :meth:`lead`: what runs here may write
-        an array that the program uses again after the error.
+        For the steps between :meth:`follow` and :meth:`lead`: work on this stream may
+        write an array that the program uses again after the error.
         """
         try:
             yield
         except BaseException:
-            with suppress(DriverError):  # of a capture, which is spoiled anyway
+            with suppress(DriverError):  # in a capture, which is invalidated anyway
                 self.mark(-1)
                 self.lead(stream, -1)
             raise
 
     def close(self) -> None:
-        """Destroy stream and events once their work is done."""
+        """Destroy the stream and the events when their work is done."""
         while self._events:
             driver.call("cuEventDestroy", self._events.pop())
         if self.stream != LEGACY_DEFAULT:

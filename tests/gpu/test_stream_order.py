@@ -217,5 +217,5 @@ def test_cupy_s_current_stream(comm):
 
 
 def test_what_is_no_stream_is_refused(comm):
-    with pytest.raises(ns.ArgumentError, match="is no stream"):
+    with pytest.raises(ns.ArgumentError, match="expected a stream, got"):
         comm.all_reduce(comm.zeros(10), stream="0")

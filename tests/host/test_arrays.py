@@ -311,8 +311,8 @@ def test_an_object_that_is_not_a_stream_is_refused(rubbish):
     with pytest.raises(ArgumentError) as raised:
         streams.handle_of(rubbish)
     assert str(raised.value) == (
-        f"stream={rubbish!r} is no stream: pass one of Numba, cuda.core, CuPy or "
-        "torch, or its handle as an int"
+        f"expected a stream, got {rubbish!r}; pass a stream of Numba, cuda.core, CuPy "
+        "or torch, or its handle as an int"
     )
 
 

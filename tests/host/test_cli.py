@@ -253,11 +253,11 @@ def test_info_without_a_gpu(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("NUMBA_SYMM_TIMEOUT", "abc", "NUMBA_SYMM_TIMEOUT='abc': give seconds"),
-        ("NUMBA_SYMM_TIMEOUT", "-1", "NUMBA_SYMM_TIMEOUT='-1': give seconds"),
-        ("NUMBA_SYMM_MULTIPROCESSORS", "0", "='0': expected an integer from 1"),
-        ("NUMBA_SYMM_BACKEND", "ipc", "in Numba's CUDA simulator it may be host"),
-        ("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "yes", "set it to 0 or 1"),
+        ("NUMBA_SYMM_TIMEOUT", "abc", "NUMBA_SYMM_TIMEOUT='abc': expected seconds"),
+        ("NUMBA_SYMM_TIMEOUT", "-1", "NUMBA_SYMM_TIMEOUT='-1': expected seconds"),
+        ("NUMBA_SYMM_MULTIPROCESSORS", "0", "='0': expected an integer of at least 1"),
+        ("NUMBA_SYMM_BACKEND", "ipc", "expected host in Numba's CUDA simulator"),
+        ("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "yes", "expected 0 or 1"),
         ("NUMBA_SYMM_TIMEOT", "3", "NUMBA_SYMM_TIMEOT is not known; there are "),
     ],
 )

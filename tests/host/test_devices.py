@@ -294,5 +294,7 @@ def test_without_a_driver_or_a_device_no_gpu_is_seen(monkeypatch, code):
 def test_a_driver_that_does_not_start_is_told_by_its_own_word(monkeypatch):
     code = driver.CUresult.CUDA_ERROR_SYSTEM_NOT_READY
     monkeypatch.setattr(driver, "cuInit", lambda flags: (code,))
-    with pytest.raises(DeviceError, match="cuInit said CUDA_ERROR_SYSTEM_NOT_READY"):
+    with pytest.raises(
+        DeviceError, match="cuInit returned CUDA_ERROR_SYSTEM_NOT_READY"
+    ):
         devices.visible_gpus()

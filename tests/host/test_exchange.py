@@ -95,7 +95,7 @@ def test_two_stores_count_their_own_steps():
 
 
 def test_no_communicator_is_refused():
-    with pytest.raises(ArgumentError, match="is no communicator"):
+    with pytest.raises(ArgumentError, match="expected a communicator"):
         StoreExchange(None, "test")
 
 

@@ -73,7 +73,7 @@ def test_impossible_places_are_refused(place):
 
 def test_more_ranks_than_a_word_has_bits_are_refused():
     hosts.refuse_too_many(64)
-    with pytest.raises(ArgumentError, match="65 ranks, and a communicator has 64 at"):
+    with pytest.raises(ArgumentError, match="expected at most 64 ranks, got 65"):
         hosts.refuse_too_many(65)
 
 
@@ -127,9 +127,9 @@ def test_one_rank_where_a_launcher_started_more_is_warned_of(launched, environ, 
 
 @pytest.mark.parametrize("comm", [None, 0, 3, "world"])
 def test_what_is_no_communicator_is_refused(comm):
-    with pytest.raises(ArgumentError, match="is no communicator"):
+    with pytest.raises(ArgumentError, match="expected a communicator"):
         ranks.checked(comm)
-    with pytest.raises(ArgumentError, match="is no communicator"):
+    with pytest.raises(ArgumentError, match="expected a communicator"):
         duplicate(comm)
 
 
@@ -137,7 +137,7 @@ def test_a_refusal_names_the_missing_members():
     class Half:
         rank, size = 0, 1
 
-    with pytest.raises(ArgumentError, match="lacks allgather, barrier;"):
+    with pytest.raises(ArgumentError, match="which has no allgather, barrier;"):
         ranks.checked(Half())
 
 
@@ -243,7 +243,7 @@ def test_nothing_is_freed_once_mpi_has_finalized(mpi):
 
 
 def test_null_and_intercommunicators_are_refused(mpi):
-    with pytest.raises(ArgumentError, match="is no communicator"):
+    with pytest.raises(ArgumentError, match="expected a communicator"):
         ranks.checked(mpi.Comm("null"))
     inter = mpi.Comm("inter")
     inter.is_inter = True
@@ -279,10 +279,14 @@ def test_colors_and_keys_are_those_of_mpi(mpi):
             for key in (-(2**31), 2**31 - 1):
                 assert ranks.checked_split(comm, color, key) == (color, key)
         for color in (-1, 2**31, 0.0, "0"):
-            with pytest.raises(ArgumentError, match=r"color=.*; give an int of 0 to"):
+            with pytest.raises(
+                ArgumentError, match=r"color=.*: expected an int of 0 to"
+            ):
                 ranks.checked_split(comm, color, 0)
         for key in (-(2**31) - 1, 2**31, 0.0, None):
-            with pytest.raises(ArgumentError, match=r"key=.*; give an int of 32 bits"):
+            with pytest.raises(
+                ArgumentError, match=r"key=.*: expected an int of 32 bits"
+            ):
                 ranks.checked_split(comm, 0, key)
 
 

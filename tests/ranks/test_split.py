@@ -308,7 +308,7 @@ def test_a_color_wrong_on_one_rank_is_refused_on_all(comm, world, last):
             ns.ArgumentError,
             lambda c=color: comm.split(c if last else 0),
             "split failed on 1 of",
-            f"rank {world.size - 1}: split: color={color!r}; give an int of 0 to",
+            f"rank {world.size - 1}: split: color={color!r}: expected an int of 0 to",
         )
     check_works(comm)
 
@@ -320,7 +320,7 @@ def test_a_key_wrong_on_one_rank_is_refused_on_all(comm, world, last):
                 world,
                 ns.ArgumentError,
                 lambda c=color, k=key: comm.split(c, k if last else 0),
-                f"rank {world.size - 1}: split: key={key!r}; give an int of 32 bits",
+                f"rank {world.size - 1}: split: key={key!r}: expected an int of 32",
             )
     check_works(comm)
 
@@ -339,7 +339,7 @@ def test_a_split_that_gives_no_communicator_is_told(world, last):
             return 3 if last else found
 
     with ns.Communicator(Broken(world), timeout=60) as comm:
-        refused(world, ns.ArgumentError, lambda: comm.split(world.rank), "lacks rank")
+        refused(world, ns.ArgumentError, lambda: comm.split(world.rank), "has no rank")
         check_works(comm)
 
 

@@ -38,8 +38,8 @@ def test_an_object_that_is_not_a_stream_is_refused(rubbish):
     with pytest.raises(ArgumentError) as raised:
         streams.handle_of(rubbish)
     assert str(raised.value) == (
-        f"stream={rubbish!r} is no stream: pass one of Numba, cuda.core, CuPy or "
-        "torch, or its handle as an int"
+        f"expected a stream, got {rubbish!r}; pass a stream of Numba, cuda.core, CuPy "
+        "or torch, or its handle as an int"
     )
 
 
@@ -54,6 +54,6 @@ def test_every_call_refuses_an_object_that_is_not_a_stream(rubbish):
         lambda stream: ns.share(array, stream=stream),
         lambda stream: ns.open_shared(handle, stream=stream),
     ):
-        with pytest.raises(ArgumentError, match="is no stream"):
+        with pytest.raises(ArgumentError, match="expected a stream, got"):
             call(rubbish)
     handle.cancel()
