@@ -1,4 +1,4 @@
-"""Arithmetic on vectors of 16 bytes with 1 to 16 elements.
+"""Operations on vectors of 16 bytes with 1 to 16 elements.
 
 Kernels move data of every dtype as vectors of two 8-byte words:
 
@@ -15,29 +15,17 @@ pair of pairs. So all elements are in registers, and one source serves every wid
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from numba_symm.device.arithmetic import Arithmetic, make_arithmetic
+from numba_symm.device.codecs import CODECS, NARROW, complex128_of
 from numba_symm.device.intrinsics import (
-    bf16_of_f32,
-    bits_of_f32,
     bits_of_f64,
     device_function,
-    e4m3x2_of_f32x2,
-    e5m2x2_of_f32x2,
-    f16_of_f32,
-    f32_of_bf16,
-    f32_of_bits,
-    f32_of_f16,
-    f32x2_of_e4m3x2,
-    f32x2_of_e5m2x2,
     f64_of_bits,
     ld_u8,
     ld_u16,
     ld_u32,
     ld_u64,
     ld_v2_u64,
-    mul_rn_f32,
-    mul_rn_f64,
     st_u8,
     st_u16,
     st_u32,
@@ -46,14 +34,11 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.dtypes import (
-    LOGICAL,
     REDUCTIONS,
     Element,
     Op,
-    UserOperator,
     bitwise,
 )
-from numba_symm.environment import SIMULATED
 
 
 class Lanes(NamedTuple):
@@ -90,7 +75,7 @@ def make_lanes(element: Element, op: Op, ragged: bool, size: int) -> Lanes:
     if whole_words is not None:
         parts = _words(whole_words)
     else:
-        parts = _elements(element, _arithmetic(element, op, size))
+        parts = _elements(element, make_arithmetic(element, op, size))
     load, store = _ragged_access(element) if ragged else (_load_whole, _store_whole)
     return Lanes(*parts, load, store)
 
@@ -122,152 +107,7 @@ def _words(op: str) -> _Parts:
     return unpack, pack, combine
 
 
-class _Arithmetic(NamedTuple):
-    """The functions of elements in the accumulation type.
-
-    Attributes:
-        reduce: reduces two elements.
-        finish: converts the reduction of all ranks' elements to the result.
-    """
-
-    reduce: Callable[[Any, Any], Any]
-    finish: Callable[[Any], Any]
-
-
-def _arithmetic(element: Element, op: Op, size: int) -> _Arithmetic:
-    kind = element.accumulate.type
-    if isinstance(op, UserOperator):
-        return _Arithmetic(_reducing(op.function, kind), _same)
-    function = REDUCTIONS[op]
-    if op == "prod" and element.complex:
-        function = _COMPLEX_PRODUCTS[element.name]
-    return _Arithmetic(_reducing(function, kind), _finishing(element, op, size))
-
-
-def _reducing(function: Any, kind: Any) -> Callable[[Any, Any], Any]:
-    """Return a device function of two ``kind`` that returns one.
-
-    It converts the result, because Numba promotes to int64 and float64 in expressions
-    with literals.
-    """
-    if SIMULATED:
-        # An array's astype accepts values out of range, such as a user's Python ints.
-        return _quiet(lambda a, b: np.asarray(function(a, b)).astype(kind)[()])
-    inlined = device_function(function)
-
-    @device_function
-    def reduce(a: Any, b: Any) -> Any:
-        return kind(inlined(a, b))
-
-    return reduce
-
-
-def _finishing(element: Element, op: str, size: int) -> Callable[[Any], Any]:
-    if op == "avg":
-        return _divided(element, size)
-    if op in LOGICAL:
-        return _truth(element.accumulate.type)
-    return _same
-
-
-@device_function
-def _same(value: Any) -> Any:
-    return value
-
-
-def _truth(kind: Any) -> Callable[[Any], Any]:
-    """Return a function from an element to 0 or 1; needed for one rank, too."""
-
-    @device_function
-    def truth(value: Any) -> Any:
-        return kind(value != 0)
-
-    return truth
-
-
-def _divided(element: Element, size: int) -> Callable[[Any], Any]:
-    """Return a function that divides by the number of ranks; integers towards 0."""
-    if element.complex:
-        return _divided_complex(*_MADE[element.name], size)
-    if element.floating:
-        return _divided_real(element.accumulate.type, size)
-    return _divided_integer(element.accumulate.type, size)
-
-
-def _divided_real(kind: Any, size: int) -> Callable[[Any], Any]:
-    ranks = kind(size)
-    return _finisher(lambda value: kind(value / ranks))
-
-
-def _divided_complex(made: Any, part: Any, size: int) -> Callable[[Any], Any]:
-    ranks = part(size)
-    return _finisher(
-        lambda value: made(part(value.real / ranks), part(value.imag / ranks))
-    )
-
-
-def _divided_integer(kind: Any, size: int) -> Callable[[Any], Any]:
-    unsigned = {np.int32: np.uint32}.get(kind, np.uint64)
-    ranks = unsigned(size)
-
-    # ``//`` would round down, and take more instructions for signed integers.
-    def divided(value: Any) -> Any:
-        negative = value < 0
-        quotient = kind(unsigned(-value if negative else value) // ranks)
-        return kind(-quotient if negative else quotient)
-
-    return _finisher(divided)
-
-
-def _finisher(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return _quiet(function) if SIMULATED else device_function(function)
-
-
-def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disable NumPy's warnings: overflow wraps or is infinite, as on a GPU."""
-
-    def quiet(*args: Any) -> Any:
-        with np.errstate(all="ignore"):
-            return function(*args)
-
-    return quiet
-
-
-@device_function
-def _complex(real: Any, imag: Any) -> Any:
-    return complex(real, imag)
-
-
-_complex64 = _complex128 = _complex
-
-if SIMULATED:
-
-    def _complex64(real: Any, imag: Any) -> Any:
-        return np.array([real, imag], np.float32).view(np.complex64)[0]
-
-    def _complex128(real: Any, imag: Any) -> Any:
-        return np.array([real, imag], np.float64).view(np.complex128)[0]
-
-
-_MADE = {"complex64": (_complex64, np.float32), "complex128": (_complex128, np.float64)}
-
-
-def _complex_product(multiply: Any, made: Any) -> Callable[[Any, Any], Any]:
-    def product(a: Any, b: Any) -> Any:
-        real = multiply(a.real, b.real) - multiply(a.imag, b.imag)
-        imag = multiply(a.real, b.imag) + multiply(a.imag, b.real)
-        return made(real, imag)
-
-    return product
-
-
-_COMPLEX_PRODUCTS = {
-    "complex64": _complex_product(mul_rn_f32, _complex64),
-    "complex128": _complex_product(mul_rn_f64, _complex128),
-}
-
-
-def _elements(element: Element, arithmetic: _Arithmetic) -> _Parts:
+def _elements(element: Element, arithmetic: Arithmetic) -> _Parts:
     """Return a vector's functions, built from those of one or two elements."""
     if element.itemsize == 16:
         return _complex128_vector(arithmetic)
@@ -314,9 +154,9 @@ def _double(half: _Parts, width: int) -> _Parts:
     return unpack, pack, combine
 
 
-def _single(element: Element, arithmetic: _Arithmetic) -> _Parts:
+def _single(element: Element, arithmetic: Arithmetic) -> _Parts:
     """Return the functions of one element of at most 8 bytes."""
-    number, bits = _CODECS[element.name]
+    number, bits = CODECS[element.name]
     reduce, finish = arithmetic
     mask = (1 << 8 * element.itemsize) - 1 if element.itemsize < 8 else -1
 
@@ -331,12 +171,12 @@ def _single(element: Element, arithmetic: _Arithmetic) -> _Parts:
     return unpack, pack, reduce
 
 
-def _complex128_vector(arithmetic: _Arithmetic) -> _Parts:
+def _complex128_vector(arithmetic: Arithmetic) -> _Parts:
     reduce, finish = arithmetic
 
     @device_function
     def unpack(low: int, high: int) -> Any:
-        return _complex128(f64_of_bits(low), f64_of_bits(high))
+        return complex128_of(f64_of_bits(low), f64_of_bits(high))
 
     @device_function
     def pack(value: Any) -> Any:
@@ -346,36 +186,9 @@ def _complex128_vector(arithmetic: _Arithmetic) -> _Parts:
     return unpack, pack, reduce
 
 
-class _Narrow(NamedTuple):
-    """The conversion of two 8-bit floats.
-
-    Attributes:
-        widen: ``(bits)`` returns two float32.
-        narrow: converts two float32; it saturates.
-        limit: the least float32 that overflows.
-        beyond: the bits of the result of an overflow, as in ml_dtypes.
-    """
-
-    widen: Callable[[int], Any]
-    narrow: Callable[[Any, Any], int]
-    limit: Any
-    beyond: int
-
-
-_NARROW = {
-    "float8_e4m3fn": _Narrow(  # has no infinity, but NaN
-        *(f32x2_of_e4m3x2, e4m3x2_of_f32x2),
-        *(np.nextafter(np.float32(464), np.float32(465)), 0x7F),
-    ),
-    "float8_e5m2": _Narrow(
-        *(f32x2_of_e5m2x2, e5m2x2_of_f32x2, np.float32(61440), 0x7C)
-    ),
-}
-
-
-def _two_narrow(element: Element, arithmetic: _Arithmetic) -> _Parts:
+def _two_narrow(element: Element, arithmetic: Arithmetic) -> _Parts:
     """Return the functions of two 8-bit floats, which are converted together."""
-    widen, narrow, limit, beyond = _NARROW[element.name]
+    widen, narrow, limit, beyond = NARROW[element.name]
     reduce, finish = arithmetic
 
     @device_function
@@ -402,110 +215,6 @@ def _two_narrow(element: Element, arithmetic: _Arithmetic) -> _Parts:
         return reduce(a[0], b[0]), reduce(a[1], b[1])
 
     return unpack, pack, combine
-
-
-@device_function
-def _i8_of_bits(bits: int) -> Any:
-    return np.int32(np.int8(bits))
-
-
-@device_function
-def _i16_of_bits(bits: int) -> Any:
-    return np.int32(np.int16(bits))
-
-
-@device_function
-def _i32_of_bits(bits: int) -> Any:
-    return np.int64(np.int32(bits))
-
-
-@device_function
-def _i64_of_bits(bits: int) -> Any:
-    return np.int64(bits)
-
-
-@device_function
-def _narrow_u_of_bits(bits: int) -> Any:
-    return np.int32(bits)
-
-
-@device_function
-def _u64_of_bits(bits: int) -> Any:
-    return np.uint64(bits)
-
-
-@device_function
-def _bool_of_bits(bits: int) -> Any:
-    return bits != 0
-
-
-@device_function
-def _bits_of_8(value: Any) -> Any:
-    return value & 0xFF
-
-
-@device_function
-def _bits_of_16(value: Any) -> Any:
-    return value & 0xFFFF
-
-
-@device_function
-def _bits_of_32(value: Any) -> Any:
-    return np.uint32(value & 0xFFFFFFFF)
-
-
-@device_function
-def _bits_of_64(value: Any) -> Any:
-    return np.int64(value)
-
-
-@device_function
-def _c64_of_bits(bits: int) -> Any:
-    real = f32_of_bits(bits & 0xFFFFFFFF)
-    return _complex64(real, f32_of_bits(bits >> 32 & 0xFFFFFFFF))
-
-
-@device_function
-def _bits_of_c64(value: Any) -> Any:
-    return word_of(bits_of_f32(value.real)) | word_of(bits_of_f32(value.imag)) << 32
-
-
-_CODECS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "float16": (f32_of_f16, f16_of_f32),
-    "bfloat16": (f32_of_bf16, bf16_of_f32),
-    "float32": (f32_of_bits, bits_of_f32),
-    "float64": (f64_of_bits, bits_of_f64),
-    "complex64": (_c64_of_bits, _bits_of_c64),
-    "bool": (_bool_of_bits, _bits_of_64),
-    "int8": (_i8_of_bits, _bits_of_8),
-    "int16": (_i16_of_bits, _bits_of_16),
-    "int32": (_i32_of_bits, _bits_of_32),
-    "int64": (_i64_of_bits, _bits_of_64),
-    "uint8": (_narrow_u_of_bits, _bits_of_8),
-    "uint16": (_narrow_u_of_bits, _bits_of_16),
-    "uint32": (_i64_of_bits, _bits_of_32),
-    "uint64": (_u64_of_bits, _bits_of_64),
-}
-"""Conversions of an element's bits to the accumulation type, and back."""
-
-if SIMULATED:  # NumPy checks ranges, a GPU does not
-
-    def _signed(kind: Any, width: int) -> Callable[[int], Any]:
-        sign = 1 << width - 1
-        return lambda bits: kind((int(bits) & 2 * sign - 1 ^ sign) - sign)
-
-    def _bits(width: int) -> Callable[[Any], int]:
-        return lambda value: int(value) & (1 << width) - 1
-
-    _CODECS |= {
-        "bool": (np.bool_, int),
-        "int8": (_signed(np.int32, 8), _bits(8)),
-        "int16": (_signed(np.int32, 16), _bits(16)),
-        "int32": (_signed(np.int64, 32), _bits(32)),
-        "int64": (_signed(np.int64, 64), _bits(64)),
-        "uint32": (np.int64, _bits(32)),
-        "uint64": (lambda bits: np.uint64(int(bits) & (1 << 64) - 1), _bits(64)),
-    }
 
 
 @device_function

@@ -39,6 +39,8 @@ SMALL = Shape(2, 2, 2)
 _MODULES = (
     "numba_symm.collectives.protocols.workspace",
     "numba_symm.device.signals",
+    "numba_symm.device.codecs",
+    "numba_symm.device.arithmetic",
     "numba_symm.device.lanes",
     "numba_symm.collectives.protocols.order",
     "numba_symm.collectives.protocols.mailboxes",
