@@ -3,7 +3,8 @@
     python tests/rank.py FOLDER SECONDS [pytest arguments]
 
 All that the rank prints goes to FOLDER/<rank>.txt, its exit code to
-FOLDER/<rank>.code. Where every thread is after SECONDS is printed too: a rank that
+FOLDER/<rank>.code, the names of the kernels that its tests bind to
+FOLDER/<rank>.kernels. Where every thread is after SECONDS is printed too: a rank that
 lives as long hangs.
 """
 
@@ -24,6 +25,25 @@ class AtOnce:
     pytest_collectreport = pytest_runtest_logreport
 
 
+class Kernels:
+    """Notes the names of the kernels that tests bind."""
+
+    def __init__(self):
+        self.names = set()
+
+    def pytest_collection_finish(self):
+        from numba_symm.kernels import Kernel
+        from tests.kernels import named
+
+        bind = Kernel.bind
+
+        def noting(kernel, *args, **options):
+            self.names.add(named(kernel.factory))
+            return bind(kernel, *args, **options)
+
+        Kernel.bind = noting
+
+
 def main(folder, seconds, *arguments):
     rank = os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"]
     with Path(folder, f"{rank}.txt").open("w") as output:
@@ -36,9 +56,11 @@ def main(folder, seconds, *arguments):
 
         # Of its own: ranks that clear away old folders together trip over each other.
         own = f"--basetemp={Path(folder, f'tmp{rank}')}"
-        code = int(pytest.main([own, *arguments], plugins=[AtOnce]))
+        kernels = Kernels()
+        code = int(pytest.main([own, *arguments], plugins=[AtOnce, kernels]))
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
+    Path(folder, f"{rank}.kernels").write_text("\n".join(sorted(kernels.names)))
     Path(folder, f"{rank}.code").write_text(str(code))
     return code
 

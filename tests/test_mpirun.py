@@ -20,6 +20,7 @@ import pytest
 
 from numba_symm.errors import DeviceError
 from numba_symm.launch import cli
+from tests.kernels import every_kernel
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
@@ -35,6 +36,8 @@ INNARDS = re.compile(r'^  File ".*/(_pytest|pluggy)/')  # pytest's part of a dum
 PYTEST = ["-vs", "--no-header", "--no-summary"]
 PYTEST += ["-pno:cacheprovider", "-pno:faulthandler"]  # rank.py has its own
 
+BOUND = {}
+"""By file, the names of the kernels that its tests have bound."""
 
 by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
@@ -43,6 +46,15 @@ by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 @by_file
 def test_on_ranks(file, ranks, tmp_path):
     check(file, ranks, tmp_path)
+
+
+def test_every_kernel_is_bound_by_a_test_on_ranks():
+    """After the tests above: it skips where not all of them ran here."""
+    ran = BOUND.keys() >= {file for file in FILES if file.parent.name == "ranks"}
+    if not ran or max(RANKS) < 3:  # two ranks relay nothing
+        pytest.skip("not all files ran, on three ranks or more")
+    missing = every_kernel() - set().union(*BOUND.values())
+    assert not missing, f"no test in tests/ranks binds {missing}: add one"
 
 
 def check(file, ranks, tmp_path):
@@ -55,6 +67,8 @@ def check(file, ranks, tmp_path):
     program = [str(ROOT / "tests/rank.py"), str(tmp_path), str(dump), *PYTEST]
     command = cli.mpirun_command(ranks, [*program, str(file)], cli.find_mpirun())
     code = run(command, environ, tmp_path / "mpirun.txt", deadline)
+    for names in tmp_path.glob("*.kernels"):
+        BOUND.setdefault(file, set()).update(read(names).split())
     if code is None:
         late = f"{ranks} ranks had not ended after {deadline:g} s and were killed"
         pytest.fail(describe(late, ranks, tmp_path), pytrace=False)
