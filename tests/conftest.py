@@ -16,7 +16,7 @@ STOPPED = 70
 """The exit code of a rank whose own tests passed, where another rank's failed."""
 
 if not UNDER_MPIRUN:
-    collect_ignore_glob = ["ranks/test_*.py", "gpu/test_*.py"]
+    collect_ignore_glob = ["ranks/test_*.py", "ranks/*/test_*.py", "gpu/test_*.py"]
 
 
 class Agreement:

@@ -1,4 +1,4 @@
-"""Runs every file of tests/ranks and tests/gpu under mpirun, on 2 to 4 ranks.
+"""Runs tests/ranks and tests/gpu under mpirun, each file or folder, on 2 to 4 ranks.
 
 Without a GPU the ranks run in Numba's CUDA simulator, and tests/gpu is skipped. This
 process never does: the simulator disables the compiling that other tests need.
@@ -25,6 +25,9 @@ from tests.kernels import every_kernel
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.glob("ranks/test_*.py")) + sorted(TESTS.glob("gpu/test_*.py"))
+FILES += sorted({file.parent for file in TESTS.glob("ranks/*/test_*.py")})
+"""Of one job each; a folder's files are one job, as starting one takes seconds."""
+
 ASKED = os.environ.get("NUMBA_SYMM_TEST_RANKS")
 RANKS = [int(number) for number in (ASKED or "1,2,3,4").split(",")]
 DEADLINE = os.environ.get("NUMBA_SYMM_TEST_DEADLINE")

@@ -1,4 +1,4 @@
-"""Runs every file of tests/ranks and tests/gpu on one rank.
+"""Runs the files and folders in tests/ranks and tests/gpu on one rank.
 
 In a file of its own, for a worker that has no other ranks to run.
 """

@@ -1,7 +1,6 @@
-"""Sends and receives, their groups, and the collectives that are made of them."""
+"""Sends and receives, and their groups."""
 
 import contextlib
-import gc
 import random
 import time
 
@@ -10,7 +9,6 @@ import pytest
 from mpi4py import MPI
 
 import numba_symm as ns
-from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.kernels.transfer import most_messages
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
@@ -20,42 +18,16 @@ from numba_symm.collectives.protocols.workspace import (
     transfer_rows,
 )
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import Window, meet, ordinary, put, refused
-
-TWELVE = np.dtype([("a", np.int32), ("b", np.float64)], align=False)
-DTYPES = [np.dtype(kind) for kind in (np.uint8, np.int16, np.float32, np.float64)]
-DTYPES += [np.dtype(np.complex128), TWELVE]
-needs_peers = pytest.mark.skipif(
-    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
-    reason="one rank alone has nobody to send to",
+from tests.ranks.helpers import ordinary, put, refused
+from tests.ranks.messages.contents import (
+    DTYPES,
+    Part,
+    added,
+    content,
+    needs_peers,
+    right_and_left,
+    same,
 )
-
-
-def content(count, dtype, *seed):
-    """Return elements of any bits, which all ranks can tell."""
-    random = np.random.default_rng([*seed, count])
-    return random.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
-
-
-class Part:
-    """Elements in the middle of device memory whose rest nobody may touch."""
-
-    def __init__(self, comm, count, dtype, host=None, symmetric=False, offset=0):
-        self.dtype = dtype
-        self.nbytes = count * dtype.itemsize
-        offset *= dtype.itemsize
-        size = offset + self.nbytes + Window.MARGIN
-        # Every rank allocates, whichever it uses: allocating is collective.
-        shared = comm.empty(1 << 12 if SIMULATED else 1 << 22, np.uint8)
-        whole = shared[:size] if symmetric and size <= shared.size else None
-        whole = ordinary(size, np.uint8) if whole is None else whole
-        self.window = Window(whole, offset, self.nbytes)
-        filled = np.zeros(self.nbytes, np.uint8) if host is None else host
-        self.window.fill(filled.view(np.uint8))
-        self.array = self.window.array.view(dtype) if count else ordinary(0, dtype)
-
-    def read(self):
-        return self.window.read().view(self.dtype)
 
 
 def edges(size):
@@ -65,14 +37,6 @@ def edges(size):
     whole = [row, row * channels, row * channels * rows, row * channels * rows * DEPTH]
     found = {0, 1, 3, VECTOR, *(n + d for n in whole for d in (-1, 0, 1))}
     return sorted(n for n in found | {3 * whole[-1] + 5} if n >= 0)
-
-
-def right_and_left(comm):
-    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-
-
-def same(found, wanted):
-    return found.tobytes() == wanted.tobytes()
 
 
 def test_a_ring_of_every_size(comm, world):
@@ -349,10 +313,6 @@ def mistaken_counts(comm, x, last):
     ]
 
 
-def added(a, b):
-    return a + b
-
-
 def test_nothing_of_a_group_is_started_after_an_error(comm, world):
     right, left = right_and_left(comm)
     x, out = comm.zeros(10), comm.zeros(10)
@@ -376,296 +336,6 @@ def test_a_line_has_ends(comm, world):
     comm.sendrecv(x, right, out, left)
     comm.synchronize()
     assert (out.copy_to_host() == comm.rank - 1).all()
-    world.barrier()
-
-
-@pytest.mark.parametrize("uneven", [False, True])
-def test_gather_and_scatter(comm, world, uneven):
-    calls = []
-    for step, dtype in enumerate(DTYPES):
-        root = step % comm.size
-        counts = [3 + (r * 57 + step) % 91 * uneven for r in range(comm.size)]
-        counts[step % comm.size] *= step != 1  # one that has none
-        if not uneven:
-            counts = [17 + step] * comm.size
-        parts = [content(n, dtype, r, step) for r, n in enumerate(counts)]
-        wanted = np.concatenate(parts)
-        x = Part(comm, counts[comm.rank], dtype, parts[comm.rank])
-        back = Part(comm, counts[comm.rank], dtype)
-        out = Part(comm, wanted.size, dtype)
-        is_root = comm.rank == root
-        if uneven:
-            listed = counts if is_root else None
-            found = comm.gather_v(
-                x.array, listed, None, root, out.array if is_root else None
-            )
-            whole = found if is_root else None
-            comm.scatter_v(whole, listed, None, root, back.array)
-        else:
-            into = out.array if is_root else None
-            found = comm.gather(x.array, root, into)
-            comm.scatter(found, root, back.array)
-        assert found is (out.array if is_root else None)
-        calls.append((is_root, wanted, out, back, parts[comm.rank]))
-    comm.synchronize()
-    for is_root, wanted, out, back, part in calls:
-        assert same(out.read(), wanted if is_root else np.zeros_like(wanted))
-        assert same(back.read(), part)
-    world.barrier()
-
-
-def test_new_outputs_and_their_shapes(comm, world):
-    x = comm.zeros((2, 3), np.int16)
-    put(x, np.full((2, 3), comm.rank, np.int16))
-    found = comm.gather(x, root=comm.size - 1)
-    last = comm.rank == comm.size - 1
-    assert (found.shape if last else found) == ((comm.size, 2, 3) if last else None)
-    mine = ordinary((1, 2, 3), np.int16)
-    part = comm.scatter(found, comm.size - 1, None if last else mine)
-    assert part.shape == (1, 2, 3)
-    flat = comm.all_gather_v(x, [6] * comm.size)
-    assert flat.shape == (6 * comm.size,)
-    comm.synchronize()
-    assert (part.copy_to_host() == comm.rank).all()
-    assert (flat.copy_to_host() == np.repeat(np.arange(comm.size), 6)).all()
-    world.barrier()
-
-
-def test_gather_and_scatter_in_place(comm, world):
-    root, dtype = comm.size - 1, DTYPES[2]
-    whole = comm.zeros((comm.size, 21))
-    mine = whole[comm.rank]
-    put(mine, content(21, dtype, comm.rank))
-    comm.gather(mine, root, whole if comm.rank == root else None)
-    comm.synchronize()
-    wanted = np.stack([content(21, dtype, r) for r in range(comm.size)])
-    if comm.rank == root:
-        assert same(whole.copy_to_host(), wanted)
-    x = whole if comm.rank == root else None
-    comm.scatter(x, root, mine.reshape(1, 21))
-    comm.synchronize()
-    assert same(mine.copy_to_host(), content(21, dtype, comm.rank))
-    comm.all_gather_v(mine, [21] * comm.size, out=whole)
-    comm.synchronize()
-    assert same(whole.copy_to_host(), wanted)
-    world.barrier()
-
-
-def test_what_only_the_root_has_is_ignored_on_other_ranks(comm, world):
-    """As MPI does: programs pass the same to all."""
-    root, counts = comm.size - 1, [2] * comm.size
-    whole, out = comm.zeros(2 * comm.size), comm.zeros(2)
-    put(whole, np.full(2 * comm.size, comm.rank, np.float32))
-    for other in (whole, np.zeros(3), "nothing"):
-        put(out, np.full(2, -1, np.float32))
-        given = whole if comm.rank == root else other
-        comm.scatter(given, root, out)
-        comm.scatter_v(given, counts, None, root, out)
-        comm.synchronize()
-        assert (out.copy_to_host() == root).all()
-    mine, all_in = comm.zeros(2), comm.zeros(2 * comm.size)
-    put(mine, np.full(2, comm.rank, np.float32))
-    for other in (all_in, np.zeros(3), "nothing", all_in[:1]):
-        into = all_in if comm.rank == root else other
-        sum_in = out if comm.rank == root else other
-        for found in (
-            comm.gather(mine, root, into),
-            comm.gather_v(mine, counts, None, root, into),
-            comm.reduce(mine, "sum", root, sum_in),
-            comm.reduce_init(mine, "sum", root, sum_in)(),
-        ):
-            assert found is None or comm.rank == root
-        comm.synchronize()
-        if comm.rank == root:
-            assert (all_in.copy_to_host() == np.repeat(np.arange(comm.size), 2)).all()
-            assert (out.copy_to_host() == sum(range(comm.size))).all()
-        else:
-            assert (all_in.copy_to_host() == 0).all()
-            assert (out.copy_to_host() == root).all()
-    world.barrier()
-
-
-@pytest.fixture
-def packed(monkeypatch):
-    """The messages of all calls that were worked out, and not only remembered."""
-    found, bind = [], transfer.bind
-    spy = lambda *args: found.append(args[1:]) or bind(*args)  # noqa: E731
-    monkeypatch.setattr(transfer, "bind", spy)
-    return found
-
-
-@needs_peers
-def test_a_call_is_worked_out_once(comm, world, packed):
-    right, left = right_and_left(comm)
-    size, rank, root = comm.size, comm.rank, 1
-    x, out = comm.zeros(size), comm.zeros(size)
-    whole = comm.zeros(size * size)
-    into = whole if rank == root else None
-    counts, ones = [size] * size, np.ones(size, int)
-
-    def group():
-        with comm.group():
-            comm.send(x, right)
-            comm.recv(out, left)
-
-    for call in [
-        lambda: comm.sendrecv(x, right, out, left),
-        lambda: comm.gather(x, root, into),
-        lambda: comm.gather_v(x, counts, None, root, into),
-        lambda: comm.scatter(into, root, out),
-        lambda: comm.scatter_v(into, counts, None, root, out),
-        lambda: comm.all_gather_v(x, counts, out=whole),
-        lambda: comm.all_to_all_v(x, ones, ones, out=out),
-        group,
-    ]:
-        call()
-        before = len(packed)
-        call()
-        assert len(packed) == before
-        comm.synchronize()
-    world.barrier()
-
-
-@needs_peers
-def test_remembered_calls_are_told_apart(comm, world):
-    """Those of equal addresses: by count, type, shape, peer, root, displacements."""
-    right, left = right_and_left(comm)
-    size, rank = comm.size, comm.rank
-    x, out = comm.zeros(240, np.uint8), comm.zeros(240 * size, np.uint8)
-    calls = [(n, dtype) for n in (5, 3) for dtype in (np.uint8, np.float64)]
-    calls = [(n, np.dtype(dtype)) for n, dtype in calls]
-    for step, (count, dtype) in enumerate(2 * calls):
-        mine, all_in = x.view(dtype)[:count], out.view(dtype)[: size * count]
-
-        def cleared():
-            out.copy_to_device(np.full(240 * size, 0xA5, np.uint8))
-
-        def holds(places, count=count, dtype=dtype, step=step):
-            """Check what is in ``out``: at each of these elements, that rank's."""
-            wanted = np.full(240 * size, 0xA5, np.uint8).view(dtype)
-            for first, r in places:
-                wanted[first : first + count] = content(count, dtype, r, step)
-            assert same(out.copy_to_host(), wanted), (count, dtype)
-
-        put(mine, content(count, dtype, rank, step))
-        for to, source in [(right, left), (left, right)]:
-            cleared()
-            comm.sendrecv(mine, to, all_in[:count], source)
-            comm.synchronize()
-            holds([(0, source)])
-        for root in (0, size - 1):
-            cleared()
-            comm.gather(mine, root, all_in if rank == root else None)
-            comm.synchronize()
-            holds([(r * count, r) for r in range(size)] if rank == root else [])
-            cleared()
-            comm.scatter(all_in if rank == root else None, root, mine)
-            comm.synchronize()
-            assert (mine.view(np.uint8).copy_to_host() == 0xA5).all()
-            put(mine, content(count, dtype, rank, step))
-        for order in (range(size), range(size)[::-1]):
-            cleared()
-            displs = [place * count for place in order]
-            comm.all_gather_v(mine, [count] * size, displs, all_in)
-            comm.synchronize()
-            holds(list(zip(displs, range(size), strict=True)))
-    world.barrier()
-
-
-@needs_peers
-def test_remembered_calls_make_new_outputs(comm, world):
-    size, x = comm.size, comm.zeros(6)
-    kept = []
-    for step in range(4):
-        shape = (6,) if step % 2 else (2, 3)
-        put(x, np.full(6, step + comm.rank, np.float32))
-        kept.append((step, shape, comm.gather(x.reshape(shape)), comm.rank == 0))
-        kept.append((step, (6,), comm.all_gather_v(x, [6] * size), True))
-        comm.synchronize()
-    meet(comm, world)
-    for step, shape, found, here in kept:
-        assert (found is None) != here
-        if here:
-            assert found.size == 6 * size
-            assert found.shape in ((size, *shape), (6 * size,))
-            every = found.copy_to_host().reshape(size, 6)
-            assert (every == step + np.arange(size)[:, None]).all()
-
-
-@needs_peers
-def test_what_equals_remembered_arguments_is_refused_all_the_same(comm, world):
-    """1.0 and True are 1 to a dictionary."""
-    right, left = right_and_left(comm)
-    x, out, size = comm.zeros(1), comm.zeros(1), comm.size
-    for _ in range(2):
-        comm.sendrecv(x, right, out, left)
-        comm.gather(x, 1)
-        comm.all_gather_v(x, [1] * size)
-        for call in [
-            lambda: comm.sendrecv(x, float(right), out, left),
-            lambda: comm.gather(x, True),
-            lambda: comm.gather(x, 1.0),
-            lambda: comm.all_gather_v(x, [True] * size),
-            lambda: comm.all_gather_v(x, [1.0] * size),
-            lambda: comm.all_gather_v(x, [[1]] * size),
-        ]:
-            refused(world, ns.ArgumentError, call, "give a")
-    comm.synchronize()
-    world.barrier()
-
-
-@needs_peers
-def test_memory_freed_and_allocated_anew(comm, world, packed):
-    """Mostly at the same address: what is remembered is of the old memory."""
-    right, left = right_and_left(comm)
-    out = ordinary(100, np.float32)
-    for step in range(5):
-        gc.collect()
-        x = comm.zeros(100)  # frees the one before, of which nothing is kept
-        assert len(comm.heap._entries) == 2  # the other is the workspace
-        put(x, np.full(100, step + comm.rank, np.float32))
-        before = len(packed)
-        for _ in range(2):
-            comm.sendrecv(x, right, out, left)
-        assert len(packed) == before + 1
-        comm.synchronize()
-        assert (out.copy_to_host() == step + left).all()
-        world.barrier()
-        del x
-
-
-def test_all_gather_v_and_all_to_all_v(comm, world):
-    lot = random.Random(17)
-    largest = 300 if SIMULATED else 100_000
-    calls = []
-    for step in range(6 if SIMULATED else 30):
-        dtype = DTYPES[step % len(DTYPES)]
-        table = [
-            [lot.choice([0, 1, lot.randrange(largest)]) for _ in range(comm.size)]
-            for _ in range(comm.size)
-        ]
-        gaps = lot.choice([0, 0, 2])
-        sent, taken = table[comm.rank], [row[comm.rank] for row in table]
-        there = [sum(taken[:r]) + gaps * r for r in range(comm.size)]
-        room = max(first + n for first, n in zip(there, taken, strict=True))
-        parts = [content(n, dtype, comm.rank, r, step) for r, n in enumerate(sent)]
-        x = Part(comm, sum(sent), dtype, np.concatenate(parts))
-        out = Part(comm, room, dtype)
-        comm.all_to_all_v(x.array, sent, taken, None, there, out.array)
-        wanted = np.zeros(room * dtype.itemsize, np.uint8).view(dtype)
-        for r, first in enumerate(there):
-            one = content(taken[r], dtype, r, comm.rank, step)
-            wanted[first : first + taken[r]] = one
-        calls.append((wanted, out))
-        counts = [row[0] for row in table]
-        y = Part(comm, counts[comm.rank], dtype, content(counts[comm.rank], dtype, 5))
-        gathered = Part(comm, sum(counts), dtype)
-        comm.all_gather_v(y.array, counts, None, gathered.array)
-        wanted = np.concatenate([content(n, dtype, 5) for n in counts])
-        calls.append((wanted, gathered))
-    comm.synchronize()
-    for step, (wanted, out) in enumerate(calls):
-        assert same(out.read(), wanted), step
     world.barrier()
 
 
