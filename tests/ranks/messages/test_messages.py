@@ -270,8 +270,14 @@ def test_debug_mode_tells_of_one_ranks_mistake(world):
             (reduce_scatter_v, "overlaps"),
             (lambda: comm.gather(x, root=int(last)), "root 0"),
             (too_many, f"rank {size - 1}: group: more than"),
-            (lambda: comm.barrier("no" if last else 0), f"{size - 1}: stream='no'"),
-            (lambda: plan("no" if last else 0), f"{size - 1}: stream='no'"),
+            (
+                lambda: comm.barrier("no" if last else 0),
+                f"{size - 1}: expected a stream, got 'no'",
+            ),
+            (
+                lambda: plan("no" if last else 0),
+                f"{size - 1}: expected a stream, got 'no'",
+            ),
             *mistaken_counts(comm, x, last),
         ]
         for call, text in 2 * mistakes:
