@@ -1,17 +1,17 @@
-"""Sharing any GPU array between processes of a host, by reference count.
+"""Sharing GPU arrays between the processes of a host, by reference count.
 
-In one process, the producer, which goes on to use or drop the array as it likes::
+In the producer, which may use or drop its array afterwards::
 
-    handle = share(array, opens=2)  # small and picklable: send it as you send anything
+    handle = share(array, opens=2)  # small and picklable
 
-In two others, which need not be related to it::
+In each of two consumers, which need not be related to the producer::
 
-    array = open_shared(handle)  # the producer's memory, mapped; ordered after its work
+    array = open_shared(handle)  # maps the producer's memory, after the producer's work
     ...
     del array  # or array.close()
 
-The memory lives until both have given it back. Handles travel by MPI, a queue of
-``multiprocessing`` (started by spawn, never by fork) or a file.
+The memory lives until both consumers have given it back. Handles are sent by MPI, by a
+queue of ``multiprocessing`` (started by spawn, never by fork) or in a file.
 
 Source: PyTorch's ``CudaIPCTypes``.
 """
@@ -41,35 +41,35 @@ from numba_symm.sharing.sent import (
 def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
     """Return a handle by which other processes open an array without a copy.
 
-    The memory stays while references to it are out, though the array is dropped here:
-    one for each open to come, until it is taken and given back, or cancelled. It is
-    freed by the next call of this or of :func:`collect`, or when an allocation of this
-    library fails. Once all references were given back the sharing is over, and opening
-    the handle raises.
+    The sharing begins with ``opens`` references. An open takes one of them, and closing
+    or dropping the opened array gives it back. The memory lives while references
+    remain, even if the array is dropped here. It is freed by the next call of this or
+    of :func:`collect`, or when an allocation of this library fails. When all references
+    were given back or cancelled, the sharing is over, and opening the handle raises.
 
-    A received array may be shared on; that gives its own handle again, and waits for
-    ``stream``. Under Numba's simulator, arrays of ``comm.empty`` are shared in place;
-    other arrays are in private memory and **copied** into shared memory, in C order:
-    what is written to them later is not seen.
+    For an array of :func:`open_shared`, the original handle is returned again, after a
+    wait for ``stream``. In Numba's simulator, arrays of ``comm.empty`` are shared in
+    place. Other arrays are **copied** into shared memory there, in C order, and later
+    writes to them are not visible to consumers.
 
     Args:
         array: any device array, strided or not, of ``cudaMalloc``, of ``comm.empty``
             or of an exportable pool. Consumers may write to it.
         opens: how many times it will be opened, by any process; at least 1. More
-            opens are possible while references are out.
-        stream: what has written the array; consumers' streams wait for it. None: the
-            stream the array names, torch's or CuPy's current one for their arrays,
-            else the legacy default stream of the array's GPU.
+            opens are possible while references remain.
+        stream: the stream that has written the array; consumers' streams wait for it.
+            None: the stream that the array names (torch's or CuPy's current one for
+            their arrays), else the legacy default stream of the array's GPU.
 
     Returns:
-        A small object that can be pickled, copied, and dropped, without any effect.
+        A small object. Pickling, copying or dropping it has no effect.
 
     Raises:
-        ArgumentError: it is no device array, its memory is of a kind that other
-            processes cannot map, or the stream is being captured.
+        ArgumentError: it is not a device array, other processes cannot map its memory,
+            or the stream is being captured.
         ClosedError: it is a received array whose producer has ended.
         ExchangeError: no socket can be made for consumers' requests; or it is a
-            received array, of which a stopped process keeps the counters locked.
+            received array whose counters a stopped process keeps locked.
 
     Source: ``StorageSharing`` and ``CudaIPCTypes`` of PyTorch.
     """
@@ -141,12 +141,15 @@ def _checked_opens(opens: int) -> int:
     except Exception:  # whatever an object's own method raises
         found = 0
     if not 1 <= found < 1 << 31:
-        raise ArgumentError(f"share: opens={opens!r}; give how often it will be opened")
+        raise ArgumentError(
+            f"share: expected opens from 1 to 2**31 - 1, got {opens!r}; pass the "
+            "number of opens to come"
+        )
     return found
 
 
 def _keeper(array: Any) -> Any:
-    """Return what keeps an array's memory, the array itself only if need be."""
+    """Return the object that keeps an array's memory; the array itself if needed."""
     if SIMULATED:
         return array._ary
     if hasattr(array, "__cuda_ndarray__"):
@@ -156,25 +159,25 @@ def _keeper(array: Any) -> Any:
 
 
 def open_shared(handle: SharedHandle, stream: Any = None) -> Any:
-    """Return the array behind a handle, mapped into this process.
+    """Return the array that a handle names, mapped into this process.
 
-    In the process that shared it, a view. Give the array back by ``array.close()``, or
-    by dropping it and all views of it: its producer may free or reuse the memory once
-    ``stream`` is done with what it has then. That waits for ``stream``, so do neither
-    while a stream is being captured. An open that raises takes no reference.
+    In the process that shared it, return a view. Give the array back by
+    ``array.close()``, or by dropping it and all its views. Both wait for the work that
+    ``stream`` has then, so do neither while a stream is being captured. Afterwards the
+    producer may free or reuse the memory. An open that raises takes no reference.
 
     Args:
-        handle: from :func:`share`; may be opened many times, by many processes.
-        stream: what will use the array; it waits for the producer's work. None: the
-            legacy default stream.
+        handle: a handle of :func:`share`; may be opened many times, by many processes.
+        stream: the stream that will use the array; it waits for the producer's work.
+            None: the legacy default stream.
 
     Returns:
         A Numba device array on the current GPU, which may be another one than the
-        producer's. After ``close()`` every use of it raises ClosedError.
+        producer's. After ``close()``, every use of it raises ClosedError.
 
     Raises:
-        ArgumentError: it is not a handle that :func:`share` gave, or the stream is
-            being captured.
+        ArgumentError: it is not a handle of :func:`share`, or the stream is being
+            captured.
         ClosedError: all references were given back, or the producer has ended.
         BackendError: the memory cannot be mapped here.
         ExchangeError: the producer does not answer, or a process that is stopped keeps
@@ -191,16 +194,16 @@ def open_shared(handle: SharedHandle, stream: Any = None) -> Any:
 
 
 def collect() -> bool:
-    """Free the memory that other processes were the last to use.
+    """Free the memory of arrays that were dropped here and have no references left.
 
-    Also notices consumers that have died, and takes their references back.
+    Also takes back the references of consumers that have ended.
 
     Returns:
-        Whether there was any.
+        Whether any memory was freed.
 
     Raises:
         ExchangeError: a process that is stopped keeps counters locked; the text names
-            it. What it does not keep is freed.
+            it. Memory with other counters is freed.
 
     Source: ``CudaIPCCollect`` of PyTorch.
     """
@@ -210,14 +213,14 @@ def collect() -> bool:
 
 @dataclass(frozen=True)
 class Stats:
-    """What this process shares and has open.
+    """The numbers of things that this process shares and has open.
 
     Attributes:
-        limbo: blocks that were dropped here while references to them are out.
+        limbo: blocks that were dropped here while references to them remain.
         mappings: allocations of other processes that are mapped here.
-        counters: arrays shared from here, dropped or not.
-        events: inter-process events that are out, at most 1000.
-        unopened: references given out from here that no open has taken yet.
+        counters: arrays that this process shares, dropped or not.
+        events: inter-process events in use, at most 1000.
+        unopened: references of this process' arrays that no open has taken yet.
     """
 
     limbo: int
@@ -228,7 +231,7 @@ class Stats:
 
 
 def stats() -> Stats:
-    """Return what this process shares and has open, as of the last collect."""
+    """Return the numbers of this process, as of the last collect."""
     return producer.guard.do(_stats)
 
 

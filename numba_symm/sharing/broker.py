@@ -1,8 +1,8 @@
-"""File descriptors from a producer to whoever asks, since they cannot be pickled.
+"""Sends file descriptors, which cannot be pickled, from a producer to its consumers.
 
 The producer has one thread that waits for callers on a Unix socket. Its name is in
-Linux' abstract namespace: no file is left behind by a crash, and the processes must
-share a network namespace. Callers and producer must be of the same user.
+Linux' abstract namespace. So no file remains after a crash, and the processes must
+share a network namespace. Callers and producer must belong to the same user.
 """
 
 import errno
@@ -24,7 +24,7 @@ from numba_symm.launch.fds import credentials
 from numba_symm.sharing.guard import log
 
 COUNTERS, MEMORY = range(2)
-"""What one may ask for: a counter file; the memory of a shared array."""
+"""The kinds of requests: for a counter file; for the memory of a shared array."""
 
 Answer = tuple[int, int]
 """A descriptor and a number that belongs to it."""
@@ -32,22 +32,22 @@ Answer = tuple[int, int]
 _Received = tuple[bytes, list[tuple[int, int, bytes]], int, Any]  # by recvmsg
 
 _REQUEST = struct.Struct("=16sBqqq")  # token, what, file, slot, serial
-_REPLY = struct.Struct("=Bq")  # whether a descriptor comes along, its number
+_REPLY = struct.Struct("=Bq")  # whether a descriptor is sent with it, its number
 _GRANTED, _REFUSED, _FAILED = range(3)
 _TEXT_BYTES = 4096
 _BACKLOG = 1024
 _PATIENCE = 30  # seconds a caller waits for the producer
 _SILENCE = 5.0  # seconds that a caller may be silent
-_CALLERS = 256  # that may be silent at a time, as each takes a descriptor
+_CALLERS = 256  # that may be silent at a time, because each uses a descriptor
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a producer's broker is.
+    """The address of a producer's broker.
 
     Attributes:
-        name: of its socket.
-        token: what callers must know besides, as names can be listed by everyone.
+        name: the name of its socket.
+        token: a secret that callers must send, because every process can list names.
     """
 
     name: bytes
@@ -55,18 +55,18 @@ class Address:
 
 
 class Broker:
-    """Answers requests for descriptors in a thread of its own.
+    """Answers requests for descriptors in its own thread.
 
-    Callers are served as their requests come, whoever called before them; one that is
-    silent keeps nobody out.
+    Requests are answered in the order in which they arrive. A caller that sends nothing
+    does not delay other callers.
 
     Args:
         answer: returns the descriptor for a request (what, file, slot, serial), which
-            is closed here once it is sent. Called in the broker's thread; it must not
+            is closed here after it was sent. Called in the broker's thread. It must not
             wait for anything that may wait for a caller.
 
     Raises:
-        ExchangeError: there is no socket to be had.
+        ExchangeError: no socket can be made.
     """
 
     def __init__(self, answer: Callable[[int, int, int, int], Answer]):
@@ -86,11 +86,11 @@ class Broker:
         ).start()
 
     def close(self) -> None:
-        """Let go of the socket, for a forked child, where the thread is not."""
+        """Close the socket in a forked child, which does not have the thread."""
         self._socket.close()
 
     def _serve(self) -> None:
-        # Until when each caller may be silent; the one that came first is first.
+        # The time until which each caller may be silent, in the order of arrival.
         callers: dict[socket.socket, float] = {}
         with selectors.PollSelector() as selector:  # has no descriptor, unlike epoll
             selector.register(self._socket, selectors.EVENT_READ)
@@ -115,25 +115,25 @@ class Broker:
                     caller.close()
 
     def _accept(self) -> socket.socket | None:
-        """Return a new caller, or None where there is none that may ask."""
+        """Return a new caller, or None if there is none of this user."""
         try:
             caller, _ = self._socket.accept()
-        except BlockingIOError:  # it has gone again
+        except BlockingIOError:  # it has ended
             return None
         except OSError as error:
             log.warning("a request for a shared array was lost: %s", error)
-            time.sleep(0.1)  # too many open files, say: let somebody close some
+            time.sleep(0.1)  # there may be too many open files: wait for a close
             return None
         caller.setblocking(False)
         if credentials(caller).uid == os.geteuid():
             return caller
-        caller.close()  # who asks as another user has noticed that before
+        caller.close()  # a caller of another user finds that out by itself
         return None
 
     def _serve_one(self, caller: socket.socket) -> None:
         try:
             self._answer_one(caller)
-        except Exception as error:  # the caller has gone, say
+        except Exception as error:  # the caller may have ended
             log.info("a request for a shared array failed: %s", error)
 
     def _answer_one(self, caller: socket.socket) -> None:
@@ -142,7 +142,7 @@ class Broker:
             return
         token, *asked = _REQUEST.unpack(request)
         if not secrets.compare_digest(token, self.address.token):
-            caller.send(_reply(_REFUSED, "it was not shared here"))
+            caller.send(_reply(_REFUSED, "it was not shared by this process"))
             return
         try:
             fd, number = self._answer(*asked)
@@ -163,7 +163,7 @@ class Broker:
 def asked(
     address: Address, what: int, file: int, slot: int, serial: int
 ) -> Iterator[Answer]:
-    """Give a descriptor that a producer hands out, until the block ends.
+    """Request a descriptor from a producer. Close it at the end of the block.
 
     Raises:
         ClosedError: the producer has ended, or refuses.
@@ -185,7 +185,7 @@ def asked(
 
 
 def _exchange(name: bytes, request: bytes, received: list[_Received]) -> None:
-    """Send a request and add what is received to a list."""
+    """Send a request, and append the answer to a list."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as broker:
         _limit(broker, _PATIENCE)
         broker.connect(name)
@@ -194,8 +194,8 @@ def _exchange(name: bytes, request: bytes, received: list[_Received]) -> None:
         broker.send(request)
         space = socket.CMSG_SPACE(4)
         flags = socket.MSG_CMSG_CLOEXEC
-        # No Python between receiving and the list: a signal's handler may raise there,
-        # and nobody would know the descriptor.
+        # No Python function between the receipt and the list: a signal handler could
+        # raise there, and the descriptor would be lost.
         received.extend(map(broker.recvmsg, [_TEXT_BYTES], [space], [flags]))
 
 
@@ -209,16 +209,16 @@ def _descriptors(received: list[_Received]) -> list[int]:
 
 
 def _answer_of(received: list[_Received]) -> Answer:
-    """Return the descriptor and its number, or raise why there is none."""
+    """Return the descriptor and its number, or raise the reason for none."""
     ((reply, _, flags, _),) = received
     if not reply:
         raise ClosedError(ENDED)
     status, number = _REPLY.unpack_from(reply)
     reason = reply[_REPLY.size :].decode(errors="replace")
     if status == _REFUSED:
-        raise ClosedError(f"the producer refuses to hand out a shared array: {reason}")
+        raise ClosedError(f"the producer refuses to send a shared array: {reason}")
     if status == _FAILED:
-        raise ExchangeError(f"the producer cannot hand out a shared array: {reason}")
+        raise ExchangeError(f"the producer cannot send a shared array: {reason}")
     fds = _descriptors(received)
     if not fds or flags & socket.MSG_CTRUNC:
         raise ExchangeError(
@@ -233,7 +233,7 @@ ENDED = (
     "namespace: containers must share one); keep the producer running until its "
     "consumers are done"
 )
-"""What a consumer is told once the producer is gone."""
+"""The text for consumers after the producer has ended."""
 
 
 def _failure(error: OSError) -> ClosedError | ExchangeError:
@@ -253,8 +253,8 @@ def _reply(status: int, reason: str) -> bytes:
 
 
 def _limit(connection: socket.socket, seconds: int) -> None:
-    # Of the socket, not by settimeout(), which would make connect() fail at once
-    # when many callers wait.
+    # Of the socket, not by settimeout(), which would make connect() fail immediately
+    # if many callers wait.
     limit = struct.pack("ll", seconds, 0)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

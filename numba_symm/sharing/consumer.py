@@ -1,8 +1,9 @@
-"""What this process has open of others: mappings, counter files, references.
+"""The arrays of other processes that are open here: mappings, counters, references.
 
-One mapping a base allocation however many arrays, one description of each producer's
-counter file. A reference is given back after its stream is done, and after unmapping
-where it was the allocation's last: then the producer may free the memory.
+There is one mapping for each allocation, for any number of arrays, and one description
+of each counter file. A reference is given back when its stream is done. The last
+reference to an allocation is given back after the allocation was unmapped, because the
+producer may free the memory then.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from numba_symm.sharing.sent import producer
 
 CLOSED = "this shared array was closed; open its handle again, if others still share it"
 
-# The producer's name, kind, base, our GPU. Hashed without a call of a Python function.
+# The producer's name, kind, base, own GPU. No Python function is called to hash it.
 Key = tuple[bytes, str, int, int]
 
 
@@ -37,10 +38,10 @@ class Mapped:
     """An allocation of another process, mapped here.
 
     Attributes:
-        references: the opens that need it.
-        last: the reference that is given back once it is unmapped.
-        unmapped: whether it is.
-        ended: whether unmapping it is over; it may have failed.
+        references: the references of the opens that use it.
+        last: the reference that is given back after it was unmapped.
+        unmapped: whether it was unmapped.
+        ended: whether unmapping has ended, with success or not.
     """
 
     def __init__(self, key: Key, mapping: Mapping):
@@ -54,12 +55,12 @@ class Mapped:
         self._lock = threading.RLock()
 
     def finish(self, *, wait: bool) -> None:
-        """Unmap it after whatever still uses it, and give its last reference back.
+        """Unmap it when its work is done, and give its last reference back.
 
-        Whoever comes by may do it, so that it is done if one is interrupted.
+        Any thread may call it. So it is done even if one thread is interrupted.
 
         Args:
-            wait: for another thread that does it; else leave it to that one.
+            wait: whether to wait for another thread that is doing it.
         """
         if under(self._lock, self._unmap, wait=wait):
             consumer.guard.now(functools.partial(consumer.end, self))
@@ -67,7 +68,7 @@ class Mapped:
     def _unmap(self) -> bool:
         _, kind, _, ordinal = self.key
         if not self.unmapped and not self._lost and self.last is not None:
-            # If a signal's handler raises now, nobody knows how far this has come.
+            # If a signal handler raises now, it is unknown how far this has come.
             self._lost = kind not in kinds.GOING_WITH_ARRAYS
             try:
                 with self.last.in_context():
@@ -75,28 +76,28 @@ class Mapped:
                 self.unmapped = True
             except SymmError as error:
                 log.warning(
-                    "the memory of a shared array cannot be unmapped, so that its "
-                    "producer keeps it until this process ends: %s",
+                    "the memory of a shared array cannot be unmapped, so its producer "
+                    "keeps it until this process ends: %s",
                     error,
                 )
         return True
 
 
 class _Watch(weakref.ref[Memory]):
-    """Notices that an array is gone, and knows its reference."""
+    """A weak reference to an array's memory, with the array's reference."""
 
     __slots__ = ("reference",)
     reference: "Reference"
 
 
 class Consumer:
-    """What this process has open of others.
+    """The arrays of other processes that are open here.
 
     Attributes:
-        guard: under which all this changes.
+        guard: guards every change of this state.
         mapped: the allocations that are mapped.
-        closing: those that are just being unmapped, and must not be mapped anew.
-        dropped: arrays that are gone and whose references are to be given back.
+        closing: allocations that are being unmapped, and must not be mapped again yet.
+        dropped: arrays that were dropped, and whose references must be given back.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ class Consumer:
         self._files: dict[tuple[bytes, bytes, int], CounterFile] = {}
 
     def checked_counters(self, handle: SharedHandle) -> CounterFile:
-        """Return the counter file of a handle that its producer made. Under the guard.
+        """Return the counter file of a handle, after a check. Under the guard.
 
         Raises:
             ArgumentError: the handle was altered.
@@ -129,7 +130,7 @@ class Consumer:
         if file is not None:
             raise ClosedError(broker.ENDED)
         with broker.asked(address, broker.COUNTERS, number, 0, 0) as (lent, mine):
-            fd = os.dup(lent)  # of the same description, to which locks belong
+            fd = os.dup(lent)  # of the same description, which has the locks
             try:
                 file = self._files[key] = CounterFile(fd, mine)
             except BaseException:
@@ -144,11 +145,11 @@ class Consumer:
                 file.close()
 
     def map(self, key: Key, reference: "Reference") -> None:
-        """Map the allocation that a reference is for, or use it. Under the guard."""
+        """Map a reference's allocation, unless it is mapped. Under the guard."""
         mapped = self.mapped.get(key)
         if mapped is None:
             mapped = self._map(key, reference)
-        reference.mapped = mapped  # and only then the reverse: see Reference._leave
+        reference.mapped = mapped  # before the reverse; see Reference.leave
         mapped.references.add(reference)
 
     def _map(self, key: Key, reference: "Reference") -> Mapped:
@@ -168,24 +169,24 @@ class Consumer:
             reference.mapped = self.mapped[key] = mapped
         except SymmError:
             raise
-        except BaseException:  # a signal's handler: it may be mapped, unknown to us
+        except BaseException:  # of a signal handler: the memory may be mapped
             reference.lost = handle.kind not in kinds.GOING_WITH_ARRAYS
             raise
         return mapped
 
     def start_closing(self, mapped: Mapped, last: "Reference") -> None:
-        """Have no one else use a mapping. Under the guard; again does nothing."""
+        """Remove a mapping from those in use. Under the guard. Idempotent."""
         if self.mapped.get(mapped.key) is mapped:
             mapped.last = last
             self.closing[mapped.key] = mapped
             del self.mapped[mapped.key]
 
     def unmap_unused(self) -> None:
-        """Unmap what is closing, without the guard, as that waits for the device."""
+        """Unmap closing mappings. Not under the guard: it waits for the device."""
         if not self.closing:
             return
         me = threading.get_ident()
-        if me in self._unmappers:  # which goes on when this returns
+        if me in self._unmappers:  # that call continues when this one returns
             return
         try:
             self._unmappers.add(me)
@@ -198,7 +199,7 @@ class Consumer:
             self._unmappers.discard(me)
 
     def end(self, mapped: Mapped) -> None:
-        """Note that a mapping is no more. Under the guard; again does nothing."""
+        """Note that a mapping has ended. Under the guard. Idempotent."""
         mapped.ended = True
         if self.closing.get(mapped.key) is mapped:
             del self.closing[mapped.key]
@@ -213,17 +214,17 @@ class Consumer:
         return None
 
     def watch(self, memory: Memory, reference: "Reference") -> None:
-        """Have a reference given back when the memory of its array goes."""
+        """Give a reference back when the memory of its array is dropped."""
         trigger = weakref.finalize(memory, self.retry)
-        trigger.atexit = False  # the process' end gives everything back
-        # Called before that one. Written in C, so that a signal's handler cannot keep
-        # it from being noted; what retry() does not do, a later one does.
+        trigger.atexit = False  # the end of the process gives everything back
+        # Called before the trigger. It is a C function, so a signal handler cannot
+        # prevent it. If retry() is interrupted, a later retry() does the rest.
         watch = _Watch(memory, self.dropped.append)
         watch.reference = reference
         self._watches.add(watch)
 
     def retry(self) -> None:
-        """Give back the references of arrays that are gone."""
+        """Give back the references of arrays that were dropped."""
         for watch in list(self.dropped):
             reference = watch.reference
             reference.drop()
@@ -234,7 +235,7 @@ class Consumer:
         self.guard.do_queued()
 
     def start_anew(self) -> None:
-        """Let go of what a forked child has inherited; its parent still has it."""
+        """Give up what a forked child has inherited. Its parent still has it."""
         for file in self._files.values():
             file.close()
         self.__init__()  # type: ignore[misc]
@@ -246,15 +247,16 @@ def _register_callback() -> None:
 
 
 class Reference:
-    """One open's reference to a shared array, from before it is taken.
+    """One open's reference to a shared array. It is made before it is taken.
 
-    Knows nothing of the Memory with which it goes.
+    It does not refer to the array's Memory, whose finalizer gives it back.
 
     Attributes:
-        handle: of the array.
-        mapped: the allocation that it needs mapped.
-        lost: whether it is kept until the process ends, as memory may still be mapped.
-        failed: whether the open has failed that took it.
+        handle: the array's handle.
+        mapped: the array's mapping.
+        lost: whether it is kept until the process ends, because memory may still be
+            mapped.
+        failed: whether its open has failed.
     """
 
     def __init__(self, handle: SharedHandle, guard: Guard, stream: Any):
@@ -265,7 +267,7 @@ class Reference:
         self._guard = guard
         self._open = Open(handle.slot, handle.serial)
         self._counters: CounterFile | None = None
-        self._stream = stream  # kept, so that its handle stays its own
+        self._stream = stream  # kept, so that no other stream gets its handle
         self._process = os.getpid()
         self._context = None if SIMULATED else driver.call("cuCtxGetCurrent")
 
@@ -276,14 +278,14 @@ class Reference:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing to give back, or nothing that can be."""
+        """Whether nothing remains that can be given back."""
         mapped = self.mapped
         if self.lost or (mapped is not None and mapped.ended and not mapped.unmapped):
             return True
         return self._open.number is None
 
     def spans(self, address: int, nbytes: int) -> bool:
-        """Return whether the array it is for covers some memory of the mapping."""
+        """Return whether its array covers some memory of the mapping."""
         if self.mapped is None:
             return False
         layout = self.handle.layout
@@ -292,7 +294,7 @@ class Reference:
         return first + low <= address and address + nbytes <= first + high
 
     def again(self, address: int, found: Layout, opens: int) -> SharedHandle:
-        """Return the handle for an array within this one, and add its references."""
+        """Return the handle of an array within this one, and add its references."""
         if self.mapped is None:
             raise ClosedError(CLOSED)
         offset = address - self.mapped.mapping.address
@@ -306,7 +308,7 @@ class Reference:
         self._counters.add(self.handle.slot, self.handle.serial, opens)
 
     def wait(self) -> bool:
-        """Wait for the stream; return False if it cannot, as it is being captured."""
+        """Wait for the stream. Return False if the stream is being captured."""
         if SIMULATED:
             return True
         stream = streams.handle_or_default(self._stream)
@@ -317,11 +319,11 @@ class Reference:
         return True
 
     def drop(self) -> None:
-        """Give the reference back, from wherever a finaliser may run; or do nothing.
+        """Give the reference back if that is possible now. For finalizers.
 
-        Call it again while it is not :attr:`done`.
+        Call it again until it is :attr:`done`.
         """
-        if self.done or os.getpid() != self._process:  # a forked child's parent has it
+        if self.done or os.getpid() != self._process:  # in a forked child
             return
         try:
             ready = self.wait()
@@ -338,17 +340,17 @@ class Reference:
         self._guard.now(self.leave)
         if self.mapped is not None and self.mapped.last is self:
             self.mapped.finish(wait=True)
-            self._guard.now(self.leave)  # raises what kept it from being given back
+            self._guard.now(self.leave)  # raises if it cannot be given back
 
     def undo(self) -> None:
-        """Give the reference back as if never taken, because its open has failed."""
+        """Give the reference back as if not taken, because its open has failed."""
         self.failed = True
         self._guard.later(self.leave)
 
     def leave(self) -> None:
-        """Give the reference back, or begin to unmap first. Under the guard.
+        """Give the reference back, or first begin to unmap. Under the guard.
 
-        Again does nothing, so that it can be done again after an interrupt.
+        Idempotent, so that it can be repeated after an interrupt.
         """
         if self._counters is None or self.done:
             return
@@ -362,7 +364,7 @@ class Reference:
 
     @contextmanager
     def in_context(self) -> Iterator[None]:
-        """Make the GPU current on which the array was opened."""
+        """Make the array's GPU current within the block."""
         if self._context is None:
             yield
             return

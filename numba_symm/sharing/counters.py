@@ -1,13 +1,13 @@
-"""Counters of shared arrays, in memory that all processes see, and who is alive.
+"""Reference counters of shared arrays, in memory of all processes that use them.
 
-A file has a counter for each array: how many references are out. Changes are made
-under a lock on the file, so that they are atomic between processes. These locks are
-Linux' open-file-description locks, which the kernel drops when the process that holds
-them ends, however it ends. Each open of an array locks a byte of its own; a byte that
-is marked as open but locked by nobody tells of a process that was killed.
+A file has a counter for each array: its number of references. Changes are made under a
+lock on the file, so they are atomic between processes. The locks are Linux'
+open-file-description locks, which the Linux kernel releases when the process that holds
+them ends, in whatever way. Each open of an array locks a byte of its own. A byte that
+is marked as open, but not locked, belongs to a process that has ended.
 
-What other processes have written here is checked before it is used: a process that
-writes where it should not must not hang or end this one.
+Values that other processes can write are checked before they are used: a process that
+writes wrong values must not hang or end this one.
 
 Source: the reference-counter file of PyTorch's ``CudaIPCTypes``.
 """
@@ -29,29 +29,29 @@ SLOTS = 10_000
 """Counters in a file."""
 
 OPENS = 1 << 18
-"""Opens of a file's arrays that can be alive at the same time."""
+"""The most opens of a file's arrays at a time."""
 
 DIGEST_BYTES = 16
-"""The size of what the handles of a slot are checked by."""
+"""The size of the digest by which the handles of a slot are checked."""
 
 PATIENCE = 10.0
 """Seconds to wait for another process that keeps a file's lock."""
 
 LAYOUT = np.dtype(
     [
-        ("counter", np.int64, SLOTS),  # references that are out
-        ("unopened", np.int64, SLOTS),  # of these, not yet taken by an open
-        ("serial", np.int64, SLOTS),  # which use of the slot this is
-        ("next", np.int64, SLOTS),  # links slots whose counter has come to 0
+        ("counter", np.int64, SLOTS),  # the references
+        ("unopened", np.int64, SLOTS),  # those that no open has taken yet
+        ("serial", np.int64, SLOTS),  # the number of this use of the slot
+        ("next", np.int64, SLOTS),  # links slots whose counter has reached 0
         ("released", np.int64, 1),  # the first of these, from 1; 0: none
         ("slot", np.uint16, OPENS),  # of each open, from 1; 0: this one is free
-        ("holder", np.int64, 1),  # the process id of who holds the lock, for errors
-        ("digest", np.uint8, (SLOTS, DIGEST_BYTES)),  # of its handle, to check by
+        ("holder", np.int64, 1),  # the process that holds the lock, for errors
+        ("digest", np.uint8, (SLOTS, DIGEST_BYTES)),  # of its handle
     ]
 )
-_REGION = 4096  # opens of one process lie together, where their locks can merge
+_REGION = 4096  # opens of one process are adjacent, so that their locks can merge
 
-# What the locked bytes stand for. They lie beyond the file's end, which locks may.
+# The meanings of the locked bytes, which are beyond the end of the file.
 _MUTEX = 1 << 40
 PRODUCER = _MUTEX + 1
 CONSUMERS = 1 << 41  # and the consumer's number
@@ -63,12 +63,12 @@ T = TypeVar("T")
 
 
 class Open:
-    """An open of a shared array, as its counter file knows it.
+    """An open of a shared array, in its counter file.
 
     Attributes:
-        slot: of the array's counter.
-        serial: which use of the slot it opens.
-        number: which byte it has locked; None while it has no reference.
+        slot: the slot of the array's counter.
+        serial: the number of the slot's use.
+        number: the number of its locked byte; None while it has no reference.
         fresh: whether it was the first open to take its reference.
     """
 
@@ -80,18 +80,18 @@ class Open:
 
 
 class CounterFile:
-    """The counters, as any process may use them.
+    """A file of counters, for any process.
 
-    One thread at a time; between processes everything is atomic. A change that a
-    signal's handler ends by an exception is made or not, and leaves no lock held:
-    :mod:`numba_symm.sharing.guard` says how.
+    One thread at a time. Between processes, each method is atomic. If a signal handler
+    ends a change by an exception, the change is complete or not made, and no lock stays
+    held; see :mod:`numba_symm.sharing.guard`.
 
     Args:
-        fd: a description of the file that no other process has; closed by ``close``.
-        consumer: this process' number among those that use the file; 0: its producer.
+        fd: a description of the file that no other process has; ``close`` closes it.
+        consumer: this process' number among the users of the file; 0: its producer.
 
     Attributes:
-        stuck: whether another process was found to keep the lock.
+        stuck: whether another process has kept the lock for too long.
     """
 
     def __init__(self, fd: int, consumer: int):
@@ -112,28 +112,28 @@ class CounterFile:
         self._digest = fields["digest"]
 
     def value(self, slot: int) -> int:
-        """Return how many references to a slot's array are out."""
+        """Return the number of references to a slot's array."""
         return int(self._counter[slot])
 
     def unopened(self, slot: int) -> int:
-        """Return how many of these no open has taken yet."""
+        """Return the number of references that no open has taken yet."""
         return int(self._unopened[slot])
 
     def serial(self, slot: int) -> int:
-        """Return which use of the slot the present one is."""
+        """Return the number of the slot's present use."""
         return int(self._serial[slot])
 
     @property
     def idle(self) -> bool:
-        """Whether this process has nothing open that the file counts."""
+        """Whether this process has no array of this file open."""
         return not self._held
 
     def check(self, slot: int, serial: int, digest: bytes) -> None:
-        """Check that a handle says what the producer recorded of its slot.
+        """Check that a handle agrees with its producer's digest.
 
         Raises:
-            ClosedError: the slot is another array's by now.
-            ArgumentError: the handle says something else.
+            ClosedError: the slot belongs to another array now.
+            ArgumentError: the digests differ.
         """
         if self._serial[slot] != serial:
             raise ClosedError(OVER)
@@ -141,11 +141,11 @@ class CounterFile:
             raise ArgumentError(ALTERED)
 
     def take(self, opened: Open) -> None:
-        """Take a reference for an open: an unopened one, or one more.
+        """Take a reference for an open: one that no open has taken, or a new one.
 
         Raises:
-            ClosedError: all references were given back, so the array may be gone.
-            BackendError: too many opens are alive, or the kernel has no lock left.
+            ClosedError: all references were given back; the memory may be free.
+            BackendError: too many arrays are open, or the system has no lock left.
             ExchangeError: another process keeps the lock.
         """
         self._change(self._take, opened)
@@ -155,7 +155,7 @@ class CounterFile:
         self._enter(opened, self._lock_free_byte())
 
     def _enter(self, opened: Open, number: int) -> None:
-        # No calls: this is done, or not.
+        # No calls: all of this is done, or nothing.
         slot = opened.slot
         opened.fresh = self._unopened[slot] > 0
         if opened.fresh:
@@ -170,9 +170,9 @@ class CounterFile:
         """Give back the reference of an open, if it has one.
 
         Args:
-            opened: what took it.
-            unused: the open has failed: where it was the first to take its reference,
-                another one may.
+            opened: the open.
+            unused: whether the open has failed. If it was the first to take its
+                reference, another open may take that.
 
         Raises:
             ExchangeError: another process keeps the lock; nothing was given back.
@@ -186,8 +186,8 @@ class CounterFile:
             locks.unlock(self._fd, OPEN_BYTES + number)
 
     def _lower(self, slot: int, opened: Open | None, unused: bool = False) -> None:
-        """Lower a slot's counter by an open, or by all that is unopened."""
-        # No calls: this is done, or not.
+        """Lower a slot's counter by one open, or by all that no open has taken."""
+        # No calls: all of this is done, or nothing.
         if opened is None:
             self._counter[slot] -= self._unopened[slot]
             self._unopened[slot] = 0
@@ -204,7 +204,7 @@ class CounterFile:
             self._released[0] = slot + 1
 
     def add(self, slot: int, serial: int, opens: int) -> None:
-        """Add references for opens to come.
+        """Add references for later opens.
 
         Raises:
             ClosedError: all references were given back.
@@ -218,7 +218,7 @@ class CounterFile:
         self._counter[slot] += opens
 
     def cancel(self, slot: int, serial: int) -> int:
-        """Give back all unopened references and return how many there were.
+        """Give back all references that no open has taken. Return their number.
 
         Raises:
             ExchangeError: another process keeps the lock.
@@ -238,7 +238,7 @@ class CounterFile:
         return locks.is_locked(self._fd, PRODUCER)
 
     def close(self) -> None:
-        """Let go of the file, and so of all locks. No method may be called after."""
+        """Close the file, and so release all locks. No method may be called after."""
         os.close(self._fd)
         del self._counter, self._unopened, self._serial, self._next
         del self._released, self._slot, self._holder, self._digest
@@ -249,7 +249,7 @@ class CounterFile:
             raise ClosedError(OVER)
 
     def _lock_free_byte(self) -> int:
-        """Lock the byte of an open that is free, and return its number."""
+        """Lock a free byte, and return its number."""
         try:
             for first in range(self._start, self._start + OPENS, _REGION):
                 first %= OPENS
@@ -258,9 +258,10 @@ class CounterFile:
                     if locks.try_lock(self._fd, OPEN_BYTES + number):
                         return number
         except OSError as error:
-            raise BackendError(f"cannot lock an open's byte: {error}") from error
+            raise BackendError(f"open_shared: cannot lock a byte: {error}") from error
         raise BackendError(
-            f"{OPENS} opens of one producer's arrays are alive: too many"
+            f"open_shared: expected at most {OPENS} open arrays of one producer, got "
+            "one more; close some"
         )
 
     def _change(self, change: Callable[..., T], *args: Any) -> T:
@@ -271,18 +272,18 @@ class CounterFile:
         finally:
             if self._holder[0] == self._process:
                 self._holder[0] = 0
-            # The first call here, as a handler may raise after it.
+            # The first call here, because a signal handler may raise after it.
             fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _RELEASE_MUTEX)
 
     def _acquire(self) -> None:
         pause, end = 0.0, None
         while not locks.try_lock(self._fd, _MUTEX):
             now = time.monotonic()
-            if end is None:  # who was stuck once is not waited for again
+            if end is None:  # wait once only for a process that is stuck
                 end = now if self.stuck else now + PATIENCE
             if now >= end:
                 raise self._keeps_the_lock()
-            time.sleep(pause)  # not at all at first: it is held for microseconds
+            time.sleep(pause)  # 0 at first: the lock is held for microseconds
             pause = min(pause + 5e-5, 1e-3)
         self._holder[0] = self._process
         self.stuck = False
@@ -301,14 +302,14 @@ class CounterFile:
 
 
 OVER = (
-    "this array is shared no more: all its references were given back or cancelled, "
-    "and its memory may be gone; have the producer share it again, with opens= as many "
-    "as there will be consumers"
+    "this array is no longer shared: all its references were given back or cancelled, "
+    "and its memory may be free; share it again in the producer, with opens= as large "
+    "as the number of consumers"
 )
-"""What is said of a handle whose sharing is over."""
+"""The text for a handle whose sharing is over."""
 
 ALTERED = (
-    "open_shared: the handle says something else than its producer recorded: it was "
-    "altered or damaged on its way; pass what share() gave"
+    "open_shared: the handle differs from the producer's record: it was altered or "
+    "damaged; pass a handle of share()"
 )
-"""What is said of a handle that no producer made."""
+"""The text for a handle that no producer made."""

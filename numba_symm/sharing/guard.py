@@ -1,11 +1,11 @@
-"""A lock that finalisers may need, and that no signal leaves held.
+"""A lock that finalizers may need, and that stays held after no signal.
 
-A signal's handler may raise, as Ctrl-C's does. CPython runs handlers in the main
-thread, when a function written in Python starts, when a call ends, and when a loop goes
-back; not in between. So here and in the counters
+A signal handler may raise, as that of Ctrl-C does. CPython runs handlers in the main
+thread: when a function written in Python starts, when a call ends, and at the end of
+each pass of a loop; at no other place. So, here and in the counters,
 
-- what must be undone is undone by the first call in a ``finally``, of a C function;
-- what must be done as a whole stands in lines without a call.
+- the first call in a ``finally``, of a C function, undoes what must be undone;
+- changes that must be complete are in lines without a call.
 """
 
 import logging
@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 
 class Guard:
-    """Lets one thread at a time change some state; safe to use from finalisers.
+    """Lets one thread at a time change some state. Can be used in finalizers.
 
-    The garbage collector may run a finaliser in any thread at any moment, also in one
-    that holds the lock. So finalisers never wait: :meth:`later` queues their job,
-    and whoever holds the lock does it when it is done. A job that a signal's handler
-    ends by an exception is not done again by itself.
+    The garbage collector may run a finalizer in any thread at any moment, also in one
+    that holds the lock. So finalizers never wait: :meth:`later` queues their job, and
+    the thread that holds the lock runs it before it releases the lock. A job that a
+    signal handler ends by an exception is not repeated.
 
     Args:
-        after: called without the lock after it was held.
+        after: called without the lock, each time after the lock was held.
     """
 
     def __init__(self, after: Callable[[], None] = lambda: None) -> None:
@@ -39,30 +39,30 @@ class Guard:
         self._after = after
 
     def do(self, job: Callable[[], T]) -> T:
-        """Return ``job()``, called under the lock; its errors are the caller's."""
+        """Return ``job()``, called under the lock. Its errors are raised here."""
         try:
             return under(self._lock, job)  # type: ignore[return-value]  # it waits
         finally:
             self.do_queued()
 
     def now(self, job: Callable[[], None]) -> None:
-        """Do ``job`` under the lock before returning; its errors are the caller's."""
-        if self._lock._is_owned():  # within a finaliser after all
+        """Run ``job`` under the lock, and return. Its errors are raised here."""
+        if self._lock._is_owned():  # within a finalizer
             self.later(job)
         else:
             self.do(job)
 
     def later(self, job: Callable[[], None]) -> None:
-        """Do ``job`` under the lock as soon as it is free; errors are logged."""
+        """Run ``job`` under the lock as soon as it is free. Errors are logged."""
         self._jobs.append(job)
         self.do_queued()
 
     def do_queued(self) -> None:
-        """Do what was queued, unless this or another thread will, and ``after``."""
-        # Look again after releasing: a job may have come in the meantime.
+        """Run queued jobs, unless this or another thread will, then ``after``."""
+        # Check again after the release: a job may have been queued in between.
         while self._jobs and not self._lock._is_owned():
             if not under(self._lock, self._do_jobs, wait=False):
-                return  # whoever has the lock does them
+                return  # the thread that holds the lock runs them
         if not self._lock._is_owned():
             self._after()
 
@@ -71,7 +71,7 @@ class Guard:
             job = self._jobs.popleft()
             try:
                 job()
-            except SymmError:  # no other: it may be a signal handler's
+            except SymmError:  # others may be of a signal handler
                 log.exception("giving back a shared array failed")
         return True
 
@@ -80,8 +80,8 @@ def under(lock: Any, job: Callable[[], T], *, wait: bool = True) -> T | None:
     """Return ``job()``, called with a ``threading.RLock`` held.
 
     Args:
-        lock: released again, whatever raises.
-        job: what to do.
+        lock: the lock, which is released in any case.
+        job: the function.
         wait: if False and another thread holds the lock, return None instead.
     """
     try:

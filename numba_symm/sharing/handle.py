@@ -1,4 +1,4 @@
-"""What travels from a producer to its consumers."""
+"""The handle that a producer sends to its consumers."""
 
 import hashlib
 import json
@@ -23,31 +23,32 @@ _EXPORT_BYTES = {"ipc": 64, "pool": 64, "vmm": 0, "host": 0, "none": 0}
 
 @dataclass(frozen=True)
 class SharedHandle:
-    """Names an array of another process; small, and may be pickled and copied.
+    """Names a shared array. Small; can be pickled and copied.
 
-    Dropping or pickling one gives nothing back. Made by
-    :func:`numba_symm.sharing.share`. Through a file or a queue that others can write
-    to, send what :meth:`to_bytes` returns, as a pickle may run any code.
+    Made by :func:`numba_symm.sharing.share`. Dropping or pickling a handle changes no
+    reference. If others can write to the file or queue that carries it, send the bytes
+    of :meth:`to_bytes`, because reading a pickle may run any code.
 
     Attributes:
-        producer: where its process answers.
-        file: the number of its counter file.
+        producer: the address at which the producer answers requests.
+        file: the number of the array's counter file.
         slot: its counter there.
-        serial: which use of the slot it is.
-        kind: of the memory, see :mod:`numba_symm.sharing.kinds`.
-        base: where its allocation begins in the producer, which names it.
+        serial: the number of this use of the slot.
+        kind: the kind of memory, see :mod:`numba_symm.sharing.kinds`.
+        base: the address of its allocation in the producer, which identifies it.
         base_nbytes: the allocation's size.
-        base_handle: the allocation's inter-process handle, where that is bytes.
-        pool: names the pool it is of.
-        start: where in the allocation what was shared begins.
-        nbytes: how many bytes of it were shared.
-        layout: where in the allocation the array is: offset, shape, strides, dtype.
-        event: the inter-process handle of what to wait for, or empty.
+        base_handle: the allocation's inter-process handle, if that is bytes.
+        pool: identifies the pool of the memory.
+        start: the offset of the shared bytes in the allocation.
+        nbytes: the number of shared bytes.
+        layout: the array's place in the allocation: offset, shape, strides, dtype.
+        event: the inter-process handle of the event to wait for, or empty.
         event_sync_required: whether consumers have to wait for it.
-        device: the UUID of the GPU it lies on.
+        device: the UUID of the array's GPU.
 
     Raises:
-        ArgumentError: an attribute cannot be one, or the array lies elsewhere.
+        ArgumentError: an attribute is impossible, or the array is outside of the shared
+            bytes.
     """
 
     producer: Address
@@ -74,21 +75,22 @@ class SharedHandle:
             value = getattr(self, name)
             if not fits(value):
                 raise ArgumentError(
-                    f"SharedHandle: {name}={shown(value)} cannot be; pass what "
-                    "share() gave"
+                    f"SharedHandle: {name}={shown(value)} is impossible; pass a handle "
+                    "of share()"
                 )
         low, high = self.layout.extent
         first = self.layout.offset - self.start
         inside = first + low >= 0 and first + high <= self.nbytes
         if not inside or self.start + self.nbytes > self.base_nbytes:
             raise ArgumentError(
-                "SharedHandle: the array lies outside of what was shared; pass what "
-                "share() gave"
+                "SharedHandle: the array is outside of the shared bytes; pass a handle "
+                "of share()"
             )
         if len(self.base_handle) != _EXPORT_BYTES[self.kind]:
             raise ArgumentError(
-                f"SharedHandle: base_handle has {len(self.base_handle)} bytes, not "
-                f"those of {self.kind!r}; pass what share() gave"
+                f"SharedHandle: expected {_EXPORT_BYTES[self.kind]} bytes of "
+                f"base_handle for {self.kind!r}, got {len(self.base_handle)}; pass a "
+                "handle of share()"
             )
 
     @property
@@ -103,7 +105,7 @@ class SharedHandle:
 
     @property
     def digest(self) -> bytes:
-        """A digest of all but the layout, which the producer keeps to check by."""
+        """A digest of all but the layout, by which the producer checks handles."""
         found = [getattr(self, name) for name in _RECORDED]
         return _digest(repr((self.producer.name, self.producer.token, *found)).encode())
 
@@ -114,7 +116,7 @@ class SharedHandle:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "SharedHandle":
-        """Return the handle that :meth:`to_bytes` has made bytes of.
+        """Return the handle from the bytes of :meth:`to_bytes`.
 
         Raises:
             ArgumentError: these are other bytes, or they were damaged.
@@ -128,26 +130,26 @@ class SharedHandle:
         if data != _MAGIC + _digest(text) + text:
             raise ArgumentError(
                 "SharedHandle.from_bytes: these are not the bytes of a handle of this "
-                "version, or they were damaged; pass what to_bytes() gave"
+                "version, or they were damaged; pass the bytes of to_bytes()"
             )
         try:
             return cls(**_parsed(json.loads(text)))
         except ArgumentError:
             raise
-        except Exception as error:  # whatever a wrong type or number leads to
+        except Exception as error:  # a wrong type or number may raise any
             raise ArgumentError(
-                f"SharedHandle.from_bytes: these bytes name no array ({error}); pass "
-                "what to_bytes() gave"
+                f"SharedHandle.from_bytes: these bytes are not a handle ({error}); "
+                "pass the bytes of to_bytes()"
             ) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedHandle.from_bytes, (self.to_bytes(),)
 
     def cancel(self) -> int:
-        """Give back the references that no open has taken; return how many.
+        """Give back the references that no open has taken. Return their number.
 
-        All handles of this sharing share these references. An open that comes later
-        adds one if others are still out, and else raises. Any process may cancel.
+        These references belong to all handles of this sharing. A later open adds one
+        if other references remain, and raises if none does. Any process may cancel.
 
         Raises:
             ArgumentError: the handle was altered.
@@ -156,7 +158,7 @@ class SharedHandle:
         return SharedHandle._cancel(self)
 
     def _recorded(self) -> dict[str, Any]:
-        """Return all attributes but the layout, as JSON has them."""
+        """Return all attributes but the layout, as JSON values."""
         found = {name: getattr(self, name) for name in _RECORDED}
         producer = self.producer.name.hex(), self.producer.token.hex()
         handles = {name: found[name].hex() for name in ("base_handle", "event")}
@@ -164,7 +166,7 @@ class SharedHandle:
 
 
 def _parsed(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return what :meth:`SharedHandle._recorded` and the layout were made of."""
+    """Return the attributes from the values of :meth:`SharedHandle._recorded`."""
     name, token = map(bytes.fromhex, fields["producer"])
     return fields | {
         "producer": Address(name, token),
@@ -208,6 +210,6 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "event_sync_required": lambda value: type(value) is bool,
     "device": lambda value: type(value) is str and len(value) < 256,
 }
-"""What each attribute of a handle may be."""
+"""For each attribute of a handle, whether a value is possible."""
 
 _RECORDED = tuple(name for name in _FITS if name not in ("producer", "layout"))

@@ -1,4 +1,4 @@
-"""Kinds of memory: how each is named to other processes, and how they map it.
+"""Kinds of memory: how a process exports each, and how another one maps it.
 
 ``ipc``   ``cudaMalloc``, by a legacy handle of 64 bytes
 ``vmm``   blocks of this library, by a file descriptor
@@ -30,23 +30,23 @@ from numba_symm.launch import devices
 from numba_symm.memory.allocator import block_around
 
 GOING_WITH_ARRAYS = ("host",)
-"""Kinds whose mapping goes with the last array in it, without being unmapped."""
+"""Kinds whose mapping ends with its last array, without an explicit unmap."""
 
 _EXPORT_BYTES = 64  # of CUmemPoolPtrExportData, read by address as it is opaque
 
 
 @dataclass(frozen=True)
 class Place:
-    """The allocation that an array lies in, as its own process knows it.
+    """The allocation of an array, in the array's own process.
 
     Attributes:
         kind: see above.
-        base: where the allocation begins.
+        base: the address of the allocation.
         nbytes: its size.
-        data: what names it in other processes, where that is bytes.
+        data: its inter-process handle, if that is bytes.
         pool: the handle of its pool, for ``pool``.
-        export: returns a new descriptor, for the kinds that need one; may be called
-            in any thread.
+        export: returns a new file descriptor, for the kinds that need one. May be
+            called in any thread.
     """
 
     kind: str
@@ -61,10 +61,10 @@ def locate(address: int, nbytes: int) -> Place | None:
     """Find the allocation around an array of this process.
 
     Returns:
-        None under the simulator, if the array is in private memory.
+        The allocation; in the simulator None if the array is in private memory.
 
     Raises:
-        ArgumentError: the memory is of a kind that no other process can map.
+        ArgumentError: no other process can map memory of this kind.
     """
     if nbytes == 0:
         return Place("none", address, 0)
@@ -83,25 +83,25 @@ def locate(address: int, nbytes: int) -> Place | None:
 
 
 def ordinal_of(address: int, nbytes: int) -> int:
-    """Return the number of the GPU that an array of this process lies on."""
+    """Return the ordinal of the GPU of an array of this process."""
     if SIMULATED:
         return 0
     if nbytes == 0:
         return current_ordinal()
     from cuda.core import Buffer
 
-    # cuda-bindings' cuPointerGetAttribute calls every device 0 (cuda-python#2928).
+    # cuda-bindings' cuPointerGetAttribute returns 0 for every device: cuda-python#2928
     return int(Buffer.from_handle(address, nbytes).device_id)
 
 
 def current_ordinal() -> int:
-    """Return the number of the GPU that is current, making one so if none is."""
+    """Return the ordinal of the current GPU. Make one current if none is."""
     return 0 if SIMULATED else int(current_device().device_id)
 
 
 @functools.cache
 def uuid_of(ordinal: int) -> str:
-    """Return what names a GPU in all processes."""
+    """Return a GPU's UUID, which names it in all processes."""
     return devices.visible_gpus()[ordinal].uuid
 
 
@@ -119,7 +119,7 @@ def _locate_in_pool(address: int) -> Place | None:
     attribute = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
     try:
         pool = int(driver.call("cuPointerGetAttribute", attribute, address) or 0)
-    except DriverError:  # what some drivers say of memory that is in no pool
+    except DriverError:  # of some drivers, for memory that is not in a pool
         return None
     if not pool:
         return None
@@ -129,9 +129,9 @@ def _locate_in_pool(address: int) -> Place | None:
     except DriverError as error:
         raise _refused(
             address,
-            "stream-ordered memory (cudaMallocAsync) of a pool that was not made to be "
-            f"shared ({error}); cuda.core.DeviceMemoryResource makes one that is, with "
-            "the option ipc_enabled=True",
+            "stream-ordered memory (cudaMallocAsync) of a pool that cannot be exported "
+            f"({error}; cuda.core.DeviceMemoryResource with ipc_enabled=True makes a "
+            "pool that can)",
         ) from None
     return Place(
         kind="pool",
@@ -167,8 +167,8 @@ def _locate_in_cuda_malloc(address: int) -> Place:
 def _refused(address: int, kind: str) -> ArgumentError:
     return ArgumentError(
         f"share: the memory at {address:#x} is {kind}, which another process cannot "
-        "map; copy the array into memory of cudaMalloc (cuda.device_array, CuPy's or "
-        "torch's usual allocators) or of comm.empty and share that"
+        "map; copy the array into memory of cudaMalloc (the default allocators of "
+        "Numba, CuPy and torch) or of comm.empty, and share the copy"
     )
 
 
@@ -190,10 +190,10 @@ def map_memory(
         kind: as in the producer's :class:`Place`.
         nbytes: likewise.
         data: likewise.
-        pool: names the producer's pool, for ``pool``.
-        fetch: asks the producer for a descriptor, which it closes after a block.
-        ordinal: this process' number of the GPU.
-        own: whether the memory lies on that very GPU.
+        pool: identifies the producer's pool, for ``pool``.
+        fetch: requests a descriptor from the producer, and closes it after a block.
+        ordinal: the GPU's ordinal in this process.
+        own: whether the memory is on that GPU.
     """
     if kind == "pool":
         imported = functools.partial(_import_pool, fetch, ordinal, own)
@@ -207,7 +207,7 @@ def map_memory(
 
 
 def unmap_memory(kind: str, mapping: Mapping, ordinal: int) -> None:
-    """Unmap another process' allocation, after whatever still uses it."""
+    """Unmap another process' allocation, when all work that uses it is done."""
     if kind == "pool":
         _pools.close(mapping.resource, mapping.address)
     else:
@@ -220,10 +220,10 @@ def _backend(kind: str, ordinal: int) -> Any:
 
 
 class _ImportedPools:
-    """Other processes' pools: imported once each, while any allocation is mapped."""
+    """Other processes' pools, each imported once while an allocation is mapped."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finaliser may close one within another
+        self._lock = threading.RLock()  # a finalizer may close one within another
         self._handles: dict[tuple[Any, ...], Any] = {}
         self._users: dict[tuple[Any, ...], int] = {}
 
@@ -247,7 +247,7 @@ class _ImportedPools:
                 raise
 
     def close(self, key: tuple[Any, ...], address: int) -> None:
-        driver.call("cuCtxSynchronize")  # freeing waits for nothing
+        driver.call("cuCtxSynchronize")  # because cuMemFree does not wait
         with self._lock:
             try:
                 driver.call("cuMemFree", address)
@@ -288,14 +288,14 @@ def _import_pool(
 _pools = _ImportedPools()
 
 
-# Shared room for arrays of the simulator that are in private memory
+# Shared memory for copies of the simulator's private arrays
 
 _CHUNK = 16 << 20
 _ALIGNMENT = 64
 
 
 class _Chunk:
-    """Shared host memory, handed out from its beginning to its end."""
+    """Shared host memory, assigned from its beginning to its end."""
 
     def __init__(self, nbytes: int):
         backend = HostBackend()
@@ -312,10 +312,10 @@ class _Chunk:
 
 
 class _Rooms:
-    """Room for copies: many small ones in a chunk, for a descriptor each is dear."""
+    """Memory for copies, of which many small ones share a chunk and a descriptor."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # taken by finalisers
+        self._lock = threading.RLock()  # finalizers take it, too
         self._current: _Chunk | None = None
         self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
 
@@ -344,7 +344,7 @@ class _Rooms:
                 chunk = self._new(nbytes)
             elif chunk is None or chunk.end + nbytes > chunk.allocation.nbytes:
                 chunk = self._current = self._new(_CHUNK)
-            # Taken before anything is made: a finaliser may give rooms back then.
+            # Before an object is made, because a finalizer may free rooms then.
             start = chunk.end
             chunk.end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
             chunk.rooms += 1

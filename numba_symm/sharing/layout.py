@@ -1,4 +1,4 @@
-"""Where in its memory an array lies, strided or not, and making it again from that."""
+"""An array's place in its memory, strided or not, and arrays made from that."""
 
 import dataclasses
 import math
@@ -21,16 +21,16 @@ _PLAIN = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d*[a-zA-Z]+\])?")
 
 @dataclass(frozen=True)
 class Layout:
-    """An array, but for the memory.
+    """An array without its memory.
 
     Attributes:
         offset: bytes from the memory's beginning to the array's first element.
         shape: elements along each axis.
         strides: bytes from one element to the next, along each axis.
-        dtype: of the elements.
+        dtype: the type of the elements.
 
     Raises:
-        ArgumentError: there is no such array.
+        ArgumentError: no array can have this layout.
     """
 
     offset: int
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """The bytes it spans, from and to, counted from its first element."""
+        """The first byte and the end, relative to the first element."""
         if 0 in self.shape:
             return 0, 0
         spans = [
@@ -59,35 +59,35 @@ class Layout:
         return low, high + self.dtype.itemsize
 
     def at(self, offset: int) -> "Layout":
-        """Return the same at another offset."""
+        """Return the same layout at another offset."""
         return dataclasses.replace(self, offset=offset)
 
     def dense(self) -> "Layout":
-        """Return the same without gaps, in C order, at the memory's beginning."""
+        """Return the layout of a C-ordered copy, at the beginning of its memory."""
         strides = _c_strides(self.shape, self.dtype.itemsize)
         return Layout(0, self.shape, strides, self.dtype)
 
     def to_json(self) -> list[Any]:
-        """Return it as JSON has it."""
+        """Return it as JSON values."""
         dtype = _dtype_to_json(self.dtype)
         return [self.offset, list(self.shape), list(self.strides), dtype]
 
     @classmethod
     def from_json(cls, found: list[Any]) -> "Layout":
-        """Return what :meth:`to_json` was called on.
+        """Return the layout from the values of :meth:`to_json`.
 
         Raises:
-            Exception: of any kind, if it was something else.
+            Exception: of any class, for other values.
         """
         offset, shape, strides, dtype = found
         return cls(offset, tuple(shape), tuple(strides), _dtype_from_json(dtype))
 
 
 def shown(value: Any) -> str:
-    """Return any value as a few words for an error."""
+    """Return any value as a short text for an error."""
     try:
         return reprlib.repr(value)
-    except ValueError:  # an int of more digits than Python wants to print
+    except ValueError:  # an int with more digits than Python prints
         return f"a huge {type(value).__name__}"
 
 
@@ -99,7 +99,7 @@ def _is_layout(offset: Any, shape: Any, strides: Any, dtype: Any) -> bool:
         return False
     if not isinstance(dtype, np.dtype) or dtype.hasobject or dtype.itemsize == 0:
         return False
-    if dtype.subdtype is not None:  # NumPy has no arrays of these
+    if dtype.subdtype is not None:  # NumPy does not have arrays of these
         return False
     return bool(math.prod(filter(None, shape)) * dtype.itemsize < _LIMIT)
 
@@ -121,7 +121,7 @@ def _dtype_to_json(dtype: "np.dtype[Any]") -> Any:
             "itemsize": dtype.itemsize,
             "aligned": dtype.isalignedstruct,
         }
-    # Those of ml_dtypes call themselves void there.
+    # The names of ml_dtypes' types, because their ``str`` is that of void.
     return dtype.name if hasattr(ml_dtypes, dtype.name) else dtype.str
 
 
@@ -140,7 +140,7 @@ def _dtype_from_json(found: Any) -> "np.dtype[Any]":
 
 
 def of(array: Any, view: ArrayView) -> Layout:
-    """Return the layout of an array, its offset 0."""
+    """Return the layout of an array, with offset 0."""
     shape, itemsize = tuple(map(int, view.shape)), view.dtype.itemsize
     if view.order == "C":
         strides = _c_strides(shape, itemsize)
@@ -156,7 +156,7 @@ def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
 
 
 def _strides(array: Any, itemsize: int) -> tuple[int, ...]:
-    if hasattr(array, "__cuda_ndarray__"):  # Numba's, its simulator's too
+    if hasattr(array, "__cuda_ndarray__"):  # of Numba or its simulator
         return tuple(array.strides)
     from cuda.core.utils import StridedMemoryView
 
@@ -176,7 +176,7 @@ def build(memory: Memory, layout: Layout) -> Any:
     low, high = layout.extent
     bytes_ = memory.array(high - low, np.uint8, layout.offset + low)
     if SIMULATED:
-        host = bytes_._ary  # the simulator's array is a wrapper of NumPy's
+        host = bytes_._ary  # the simulator's array contains a NumPy array
         strides = layout.strides
         return type(bytes_)(np.ndarray(shape, dtype, host, -low, strides))
     from numba.cuda.cudadrv.devicearray import DeviceNDArray

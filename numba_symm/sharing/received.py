@@ -1,4 +1,4 @@
-"""Opening what another process has shared, and giving it back."""
+"""Opening an array of another process, and giving it back."""
 
 import weakref
 from typing import Any
@@ -25,9 +25,9 @@ class ReceivedData:
     """A shared array that this process has open, until it is dropped or closed.
 
     Args:
-        handle: what the producer's :func:`~numba_symm.sharing.share` gave.
-        stream: what uses the array; it waits for the producer's work, and the
-            reference is given back after it.
+        handle: a handle of the producer's :func:`~numba_symm.sharing.share`.
+        stream: the stream that uses the array. It waits for the producer's work, and
+            the reference is given back after its work.
 
     Raises:
         As :func:`~numba_symm.sharing.open_shared`.
@@ -39,7 +39,7 @@ class ReceivedData:
         if not isinstance(handle, SharedHandle):
             raise ArgumentError(
                 f"open_shared: expected a handle, got {type(handle).__name__}; pass "
-                "what share() gave, or SharedHandle.from_bytes(...)"
+                "a handle of share(), or SharedHandle.from_bytes(...)"
             )
         refuse_capture(streams.handle_or_default(stream), "open_shared")
         kinds.current_ordinal()  # from here on the thread has a context
@@ -49,7 +49,7 @@ class ReceivedData:
         here = producer.is_at(handle.producer)
         guard = producer.guard if here else consumer.guard
         self._reference = Reference(handle, guard, stream)
-        # Before anything is taken, so that it goes with the memory whatever happens.
+        # Before the reference is taken, so that dropping the memory gives it back.
         self._memory: Memory | None = Memory(0, 0, None)
         consumer.watch(self._memory, self._reference)
         try:
@@ -60,10 +60,10 @@ class ReceivedData:
         self._memory.address, self._memory.nbytes, self._memory.owner = opened
 
     def array(self) -> Any:
-        """Return the array; it has a method ``close``, which is this object's.
+        """Return the array; its method ``close`` is this object's.
 
         Raises:
-            ArgumentError: Numba has no such arrays.
+            ArgumentError: Numba has no arrays of this layout.
         """
         if self._memory is None:
             raise ClosedError(CLOSED)
@@ -78,7 +78,7 @@ class ReceivedData:
         return array
 
     def undo(self) -> None:
-        """Give the reference back as if never taken."""
+        """Give the reference back as if it had not been taken."""
         self._reference.undo()
         self._memory = None
 
@@ -88,19 +88,21 @@ class ReceivedData:
         return self._memory is None
 
     def close(self) -> None:
-        """Give the array back once the stream is done with it; again does nothing.
+        """Wait for the stream, and give the array back. Idempotent.
 
-        No view of the array may be used any more.
+        After that, no view of the array may be used.
 
         Raises:
             ArgumentError: the stream is being captured; the array stays open.
             ExchangeError: another process, which is stopped, keeps the counters
-                locked; close it again later.
+                locked; call it again later.
         """
         if self._memory is None:
             return
         if not self._reference.wait():
-            raise ArgumentError("close: the array's stream is being captured")
+            raise ArgumentError(
+                "close: the array's stream is being captured; close the array later"
+            )
         array = self._array() if self._array is not None else None
         if array is not None:
             _poison(array)
@@ -109,11 +111,11 @@ class ReceivedData:
         consumer.retry()
 
 
-_Opened = tuple[int, int, Any]  # what Memory is made of
+_Opened = tuple[int, int, Any]  # the arguments of Memory
 
 
 def _open_here(reference: Reference, stream: Any) -> _Opened:
-    """Open an array of this very process, for which CUDA opens no handle."""
+    """Open an array of this process, whose own handles CUDA does not open."""
     handle = reference.handle
 
     def take() -> SentData:
@@ -142,10 +144,10 @@ def _open_there(reference: Reference, stream: Any) -> _Opened:
 
 
 def _take(reference: Reference, key: Key) -> Mapped | None:
-    """Take a reference, and only then map what it keeps alive. Under the guard.
+    """Take a reference, and then map the memory that it keeps. Under the guard.
 
     Returns:
-        What is being unmapped and must be waited for first; None if that is done.
+        None, or a mapping of this memory that must be unmapped first.
     """
     closing = consumer.closing.get(key)
     if closing is None:
@@ -159,9 +161,9 @@ def received_around(address: int, nbytes: int) -> Reference | None:
     """Return an open array of another process that covers some memory, or None.
 
     Raises:
-        ArgumentError: the memory is another process', but of no array that is open.
+        ArgumentError: the memory is another process', but not of an open array.
     """
-    if not consumer.mapped:  # do not wait for whoever opens its first
+    if not consumer.mapped:  # do not wait for a thread that opens its first array
         return None
     return consumer.guard.do(lambda: _covering(address, nbytes))
 
@@ -174,18 +176,18 @@ def _covering(address: int, nbytes: int) -> Reference | None:
         if reference.spans(address, nbytes):
             return reference
     raise ArgumentError(
-        f"share: the memory at {address:#x} is another process' and not part of any "
-        "array that is open here; share what open_shared gave, or a slice of it"
+        f"share: the memory at {address:#x} is another process' and not "
+        "part of an open array; share an array of open_shared, or a slice of it"
     )
 
 
 def share_again(
     reference: Reference, address: int, found: Layout, opens: int, stream: int
 ) -> SharedHandle:
-    """Return the original handle of a received array, or of the slice of it asked for.
+    """Return the original handle of a received array, for the array or a slice of it.
 
-    CUDA exports no memory that was imported. The next consumer waits for the first
-    producer's event only, so the work of this process is waited for here.
+    CUDA cannot export memory that a process has imported. The next consumer waits only
+    for the producer's event. So this function waits for the work of this process.
     """
     if not SIMULATED:
         streams.synchronize(stream)
@@ -202,14 +204,14 @@ def refuse_capture(stream: int, what: str) -> None:
 
 
 class _Closed:
-    """Stands for the memory of a closed array."""
+    """Takes the place of a closed array's memory."""
 
     def __getattr__(self, name: str) -> Any:
         raise ClosedError(CLOSED)
 
 
 def _poison(array: Any) -> None:
-    """Have every use of an array raise ClosedError."""
+    """Make every use of an array raise ClosedError."""
     if SIMULATED:
         array._ary = _Closed()
         return

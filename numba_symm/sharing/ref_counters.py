@@ -1,4 +1,4 @@
-"""The counters of the process whose arrays they count."""
+"""The counter file of a producer."""
 
 import ctypes
 import heapq
@@ -23,17 +23,17 @@ from numba_symm.sharing.guard import log
 
 
 class RefCounterFile(CounterFile):
-    """The counters of the process whose arrays they count, which hands out slots.
+    """A file of counters, for the producer, which assigns its slots to arrays.
 
-    A slot that was returned is used again. There is always one that comes next, as
-    in the source: :meth:`get_offset`, :meth:`set_counter` and :meth:`counter_ptr` are
-    about it, and :meth:`rotate_offset` goes on to the one after.
+    One slot is the next one, as in PyTorch: :meth:`get_offset`, :meth:`set_counter` and
+    :meth:`counter_ptr` refer to it, and :meth:`rotate_offset` selects another one. A
+    slot that was returned is used again.
 
     Args:
         handle: a name for the file.
 
     Raises:
-        BackendError: there is no memory or descriptor for the file.
+        BackendError: there is no memory or file descriptor for the file.
 
     Source: ``CudaIPCRefCountersFile`` of PyTorch, whose slots are never used again.
     """
@@ -51,7 +51,7 @@ class RefCounterFile(CounterFile):
             raise BackendError(f"cannot make a file of counters: {error}") from error
         self._handle = handle
         self._used: set[int] = set()
-        # A heap: the lowest slot comes next. Those in use do not count; so a signal
+        # A heap: the lowest slot is the next one. Slots in use are skipped, so a signal
         # between two changes does no harm.
         self._free = list(range(SLOTS))
         self._numbers = itertools.count(1)
@@ -68,14 +68,14 @@ class RefCounterFile(CounterFile):
         return len(self._used) < SLOTS
 
     def offsets_in_use(self) -> int:
-        """Return how many slots are taken."""
+        """Return the number of slots in use."""
         return len(self._used)
 
     def get_offset(self) -> int:
-        """Return the slot that comes next.
+        """Return the next slot.
 
         Raises:
-            BackendError: all slots are taken.
+            BackendError: all slots are in use.
         """
         if not self.have_offsets():
             raise BackendError(f"all {SLOTS} counters of {self._handle} are in use")
@@ -88,22 +88,22 @@ class RefCounterFile(CounterFile):
         return self.address(self.get_offset())
 
     def set_counter(self, value: int) -> None:
-        """Set the next slot's counter; all its references are unopened."""
-        slot = self.get_offset()  # which no other process changes before it is named
+        """Set the next slot's counter. No open has taken any of the references."""
+        slot = self.get_offset()  # no other process knows it yet
         self._counter[slot] = self._unopened[slot] = value
 
     def set_digest(self, offset: int, digest: bytes) -> None:
-        """Say what handles of a slot are checked by."""
+        """Set the digest by which the handles of a slot are checked."""
         self._digest[offset] = np.frombuffer(digest, np.uint8)
 
     def rotate_offset(self) -> None:
-        """Take the next slot, so that another one comes next."""
+        """Mark the next slot as used, so that another one is the next."""
         self._used.add(self.get_offset())
 
     def return_offset(self, offset: int) -> None:
-        """Have a slot used again; whoever still names it is told that it is over.
+        """Free a slot. For handles that still name it, the sharing is over.
 
-        No references may be out, so that no other process changes it.
+        No references may remain, so that no other process changes the slot.
         """
         self._serial[offset] += 1
         self._counter[offset] = self._unopened[offset] = 0
@@ -115,14 +115,14 @@ class RefCounterFile(CounterFile):
         return int(self._counter.ctypes.data) + offset * ctypes.sizeof(ctypes.c_int64)
 
     def unopened_in_all(self) -> int:
-        """Return how many references no open has taken yet, in all slots."""
+        """Return the number of references, in all slots, that no open has taken."""
         return int(self._unopened[list(self._used)].sum())
 
     def describe(self) -> tuple[int, int]:
         """Return a new description of the file for a consumer, and its number.
 
-        The consumer's presence is locked on it, before it has it: once it has ended,
-        nobody holds that lock. May be called by any thread.
+        The description holds a lock for the consumer. The lock is released when the
+        consumer has ended. May be called in any thread.
         """
         # Not os.dup: locks belong to the description, which a duplicate would share.
         fd = locks.reopened(self._fd)
@@ -136,12 +136,14 @@ class RefCounterFile(CounterFile):
         return fd, number
 
     def take_released(self) -> list[int]:
-        """Return the slots whose counter has come to 0 since the last call.
+        """Return the slots whose counter has reached 0 since the last call.
 
-        Call :meth:`settled` once all are returned: else the next call finds them again.
+        Call :meth:`settled` when all were returned; otherwise the next call finds them
+        again.
 
-        Counts again, all slots, only if a consumer has ended: it may have been killed
-        with arrays open, or amid a change; or if another process has damaged the list.
+        Counts all slots again if a consumer has ended, because it may have been killed
+        with arrays open, or during a change; or if another process has damaged the
+        list.
 
         Raises:
             ExchangeError: another process keeps the lock.
@@ -159,7 +161,7 @@ class RefCounterFile(CounterFile):
         return self._change(self._take_released)
 
     def settled(self) -> None:
-        """Say that all slots that :meth:`take_released` gave were returned."""
+        """Note that all slots of :meth:`take_released` were returned."""
         self._settled = True
 
     def _take_released(self) -> list[int]:
@@ -181,13 +183,13 @@ class RefCounterFile(CounterFile):
         if not self._damaged:
             self._damaged = True
             log.warning(
-                "another process has written to the counters of shared arrays where "
-                "it should not; they are counted again"
+                "another process has overwritten the counters of shared arrays; they "
+                "are counted again"
             )
         return self._recount()
 
     def _recount(self) -> list[int]:
-        """Take back dead consumers' references; return the slots that have none now."""
+        """Take back ended consumers' references. Return the slots that have none."""
         self._settled = False
         marked = np.flatnonzero(self._slot)
         alive = np.isin(marked, self._alive())
@@ -201,7 +203,7 @@ class RefCounterFile(CounterFile):
         return [int(slot) for slot in used[self._counter[used] == 0]]
 
     def _alive(self) -> list[int]:
-        """Return the numbers of all opens whose byte somebody has locked."""
+        """Return the numbers of all opens whose byte is locked."""
         found = list(self._held)
         ranges = [(OPEN_BYTES, OPEN_BYTES + OPENS)]
         while ranges:  # each answer splits a range in two

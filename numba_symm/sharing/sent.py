@@ -1,7 +1,8 @@
-"""The producer's side: what it has sent, and what it must keep because others use it.
+"""The producer's side: the arrays that it shares, and the memory that it must keep.
 
-Nothing here waits for another process but for a counter file's lock, which is held
-for microseconds; for a process that is stopped meanwhile, it waits once, for seconds.
+The producer waits for other processes only for a counter file's lock, which is held for
+microseconds. If a process is stopped while it holds the lock, the producer waits once,
+for seconds.
 """
 
 import atexit
@@ -26,10 +27,10 @@ from numba_symm.sharing.handle import SharedHandle
 from numba_symm.sharing.ref_counters import RefCounterFile
 
 LIMBO_WARNING = 1000
-"""Blocks in limbo above which a warning is given."""
+"""The number of blocks in limbo above which a warning is given."""
 
 EVENTS = 1000
-"""Inter-process events that are out at most; CUDA allows only so many."""
+"""The most inter-process events in use; CUDA limits their number."""
 
 
 class SentData:
@@ -37,16 +38,16 @@ class SentData:
 
     Attributes:
         handle: the name of the counter file.
-        offset: its slot in there.
-        serial: which use of the slot this is.
+        offset: the slot in the file.
+        serial: the number of this use of the slot.
         counter_ptr: the counter's address, an int64 in memory that processes share.
-        device: the number of the GPU that the block lies on.
-        original_ptr: what keeps the block's memory.
-        event: what consumers wait for, or None.
-        event_sync_required: whether they have to.
+        device: the ordinal of the block's GPU.
+        original_ptr: the object that keeps the block's memory.
+        event: the event that consumers wait for, or None.
+        event_sync_required: whether consumers have to wait.
         nbytes: the bytes that the array spans.
-        export: returns a new descriptor of the memory, if its kind needs one.
-        digest: what handles are checked by.
+        export: returns a new file descriptor of the memory, if its kind needs one.
+        digest: the digest by which handles are checked.
 
     Source: ``CudaIPCSentData`` of PyTorch.
     """
@@ -73,32 +74,32 @@ class SentData:
         return self.number, self.offset
 
     def counter_value(self) -> int:
-        """Return how many references are out, opened or not; 0 once it is retired."""
+        """Return the number of references, taken or not; 0 after it was retired."""
         current = self.file.serial(self.offset) == self.serial
         return self.file.value(self.offset) if current else 0
 
     def set_original_ptr(self, keeper: Any, array: Any = None) -> None:
-        """Say what keeps the memory, and by which array its owner holds it.
+        """Set the object that keeps the memory, and the owner's array.
 
-        Once the owner has dropped ``array`` the block is in limbo; without one, it is
-        from the beginning.
+        When the owner has dropped ``array``, the block is in limbo. Without an array,
+        it is in limbo from the beginning.
         """
         self.original_ptr = keeper
         key, serial, dropped = self.key, self.serial, producer.dropped
         if array is not None:
-            try:  # the reference goes with this object, and its callback then too
+            try:  # the reference is dropped with this object, and so is its callback
                 self._watch = weakref.ref(
                     array, lambda _: dropped.append((key, serial))
                 )
                 return
-            except TypeError:  # an array that cannot tell when it goes
+            except TypeError:  # an array without weak references
                 pass
         dropped.append((key, serial))
 
     def record(self, stream: int) -> None:
-        """Have consumers wait for what ``stream`` has so far.
+        """Make consumers wait for the work that ``stream`` has now.
 
-        With too many events out the host waits instead, and they need not.
+        If too many events are in use, the host waits instead, and consumers need not.
         """
         if SIMULATED:
             return
@@ -120,12 +121,12 @@ class SentData:
         return True
 
     def set_digest(self, digest: bytes) -> None:
-        """Say what handles are checked by; before that, none can be opened."""
+        """Set the digest of handles. Before that, no handle can be opened."""
         self.digest = digest
         self.file.set_digest(self.offset, digest)
 
     def forget(self) -> Any:
-        """Let go of everything; return what kept the memory, for the caller to drop."""
+        """Drop everything. Return the object that kept the memory, to be dropped."""
         if self.event is not None:
             self.event = None
             producer.events -= 1
@@ -135,10 +136,10 @@ class SentData:
 
 
 class Limbo:
-    """Blocks that their owner has dropped while references to them were out.
+    """Blocks that their owner has dropped while references to them remained.
 
-    Source: ``CudaIPCSentDataLimbo`` of PyTorch, which scans all of it for every block
-    that is dropped; here :meth:`collect` can be told where to look.
+    Source: ``CudaIPCSentDataLimbo`` of PyTorch, which scans all blocks whenever one is
+    dropped. Here, :meth:`collect` can be restricted to candidates.
     """
 
     def __init__(self) -> None:
@@ -149,10 +150,10 @@ class Limbo:
         self._blocks[block.key] = block
 
     def collect(self, candidates: Iterable[SentData] | None = None) -> list[SentData]:
-        """Remove and return the blocks to which no references are out.
+        """Remove and return the blocks that have no references.
 
         Args:
-            candidates: where to look; None: at all of them.
+            candidates: the blocks to check; None: all.
         """
         found = list(self._blocks.values() if candidates is None else candidates)
         free = [
@@ -170,7 +171,7 @@ class Limbo:
 
 
 class Producer:
-    """What this process shares with others."""
+    """The arrays that this process shares."""
 
     def __init__(self) -> None:
         self.guard = Guard()
@@ -179,27 +180,27 @@ class Producer:
         self.limbo = Limbo()
         self.events = 0
         self.stuck: ExchangeError | None = None  # of the latest settle()
-        # What owners have dropped, by callbacks that may run at any moment.
+        # Arrays that owners have dropped, from callbacks that run at any moment.
         self.dropped: deque[tuple[tuple[int, int], int]] = deque()
         self._broker: broker.Broker | None = None
         self._warned = False
 
     @property
     def address(self) -> broker.Address:
-        """Where other processes ask for descriptors; starts the broker if need be."""
+        """The broker's address for other processes. Starts the broker if needed."""
         if self._broker is None:
             self._broker = broker.Broker(self._answer)
             _register_callbacks()
         return self._broker.address
 
     def is_at(self, address: broker.Address) -> bool:
-        """Return whether that is this process' broker."""
+        """Return whether this is the address of this process' broker."""
         return self._broker is not None and self._broker.address == address
 
     def new(self, keeper: Any, device: int, opens: int, made: list[SentData]) -> None:
-        """Add a new entry whose counter is at ``opens`` to ``made``. Under the guard.
+        """Append a new entry to ``made``, with its counter at ``opens``.
 
-        So the caller has it, even if interrupted.
+        So the caller has the entry even if it is interrupted. Under the guard.
         """
         number, file = self._file_with_room()
         file.set_counter(opens)
@@ -219,14 +220,14 @@ class Producer:
         return number, self.files[number]
 
     def find(self, number: int, offset: int, serial: int) -> SentData:
-        """Return an entry that is alive.
+        """Return an entry.
 
         Raises:
-            ClosedError: it is not.
+            ClosedError: the sharing is over.
         """
         sent = self.sent.get((number, offset))
         if sent is None or sent.serial != serial:
-            raise ClosedError("this array is shared no more")
+            raise ClosedError("this array is no longer shared; share it again")
         return sent
 
     def checked(self, handle: SharedHandle) -> SentData:
@@ -242,13 +243,13 @@ class Producer:
         return sent
 
     def settle(self) -> list[Any]:
-        """Retire what nobody refers to any more. Under the guard.
+        """Retire entries that have no references left. Under the guard.
 
-        Looks at what has changed since the last call, not at everything. Passes over a
-        file whose lock a stopped process keeps; ``stuck`` says so.
+        Checks only entries that have changed since the last call. Skips a file whose
+        lock a stopped process keeps, and sets ``stuck`` then.
 
         Returns:
-            What kept the memory, for the caller to drop after the guard.
+            The objects that kept the memory, to be dropped after the guard.
         """
         self.note_dropped()
         self.stuck = None
@@ -270,7 +271,7 @@ class Producer:
         return kept
 
     def note_dropped(self) -> None:
-        """Move to limbo what its owners have dropped. Under the guard."""
+        """Move blocks that their owners have dropped to limbo. Under the guard."""
         while self.dropped:
             key, serial = self.dropped.popleft()
             block = self.sent.get(key)
@@ -278,27 +279,27 @@ class Producer:
                 self.limbo.add(block)
 
     def retire(self, block: SentData) -> Any:
-        """Have an entry's slot used again; return what kept the memory."""
+        """Free an entry's slot. Return the object that kept the memory."""
         block.file.return_offset(block.offset)
         del self.sent[block.key]
         return block.forget()
 
     def withdraw(self, made: list[SentData]) -> None:
-        """Retire entries that nobody has a handle of. Under the guard."""
+        """Retire entries that have no handle. Under the guard."""
         for block in made:
             if self.sent.get(block.key) is block:
                 self.retire(block)
 
     def warn(self) -> None:
-        """Warn if many blocks are in limbo, once until they are fewer again."""
+        """Warn if many blocks are in limbo; again only after they became fewer."""
         size = self.limbo.size()
         if size > LIMBO_WARNING and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{size} shared arrays were dropped here while other processes still "
                 "use them or have yet to open them, so that their memory cannot be "
-                "freed: have consumers drop or close theirs, and cancel() handles "
-                "that nobody will open",
+                "freed; drop or close the arrays in the consumers, and cancel() "
+                "handles that no consumer will open",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -306,11 +307,11 @@ class Producer:
             self._warned = False
 
     def unopened(self) -> int:
-        """Return how many references no open has taken yet."""
+        """Return the number of references that no open has taken yet."""
         return sum(file.unopened_in_all() for file in self.files)
 
     def _answer(self, what: int, file: int, slot: int, serial: int) -> broker.Answer:
-        """Answer a request; in the broker's thread, so without the guard."""
+        """Answer a request. In the broker's thread, so without the guard."""
         if what == broker.COUNTERS:
             if not 0 <= file < len(self.files):
                 raise ClosedError("it has no such counters")
@@ -326,7 +327,7 @@ class Producer:
         return sent.export(), 0
 
     def start_anew(self) -> None:
-        """Let go of what a forked child has inherited; its parent goes on sharing."""
+        """Give up what a forked child has inherited. Its parent still shares it."""
         if self._broker is not None:
             self._broker.close()
         for file in self.files:
@@ -341,9 +342,9 @@ def new_ref_counted_sent_data(keeper: Any, device: int, opens: int = 1) -> SentD
     """Return a new entry for a block of memory, its counter at ``opens``.
 
     Args:
-        keeper: what keeps the memory.
-        device: the number of the GPU that it lies on.
-        opens: how many references are given out with it.
+        keeper: the object that keeps the memory.
+        device: the ordinal of its GPU.
+        opens: the number of references.
 
     Source: ``GetNewRefCountedSentData`` of PyTorch.
     """
@@ -353,12 +354,12 @@ def new_ref_counted_sent_data(keeper: Any, device: int, opens: int = 1) -> SentD
 
 @contextmanager
 def new_sent_data(keeper: Any, device: int, opens: int) -> Iterator[SentData]:
-    """Give a new entry; if the block raises, nothing is shared."""
+    """Yield a new entry. If the block raises, nothing is shared."""
     made: list[SentData] = []
     try:
         kept = producer.guard.do(producer.settle)
         producer.guard.do(lambda: producer.new(keeper, device, opens, made))
-        del kept  # not under the guard: whatever finalisers do, they may need it
+        del kept  # not under the guard, because finalizers may need it
         yield made[0]
     except BaseException:
         producer.guard.do(lambda: producer.withdraw(made))
@@ -366,7 +367,7 @@ def new_sent_data(keeper: Any, device: int, opens: int) -> Iterator[SentData]:
 
 
 def collect_sent() -> bool:
-    """Free what other processes were the last to use; return whether there was any.
+    """Free memory without references. Return whether any was freed.
 
     Raises:
         ExchangeError: a stopped process keeps counters locked; the text names it.
@@ -386,7 +387,7 @@ def _register_callbacks() -> None:
 
 
 def _free_memory() -> None:
-    """Collect, and have Numba free now what it frees later."""
+    """Collect, and make Numba free the memory that it would free later."""
     producer.guard.do(producer.settle)
     if not SIMULATED:
         from numba import cuda

@@ -77,7 +77,9 @@ def test_what_is_not_a_request_is_not_answered(address, request_):
 
 
 def test_refusals_and_failures_are_told_apart(address):
-    with pytest.raises(ClosedError, match=r"refuses .*: it was not shared here"):
+    with pytest.raises(
+        ClosedError, match=r"refuses .*: it was not shared by this process"
+    ):
         asked(Address(address.name, bytes(16)))
     with pytest.raises(ClosedError, match=r"refuses .*: it is over"):
         asked(address, 7)

@@ -28,7 +28,7 @@ from tests.sharing.work import (
 )
 from tests.spawned import run_ranks
 
-OVER = "ClosedError: this array is shared no more"
+OVER = "ClosedError: this array is no longer shared"
 SIZE = 1000
 
 # Bytes, whatever the layout
@@ -587,7 +587,11 @@ def test_misuse():
     assert values == [2, 2]
     assert "share: expected a device array, got ndarray in host" in errors["host array"]
     assert "share: expected a device array, got int" in errors["no array"]
-    assert errors["no opens"].startswith("ArgumentError: share: opens=0; give")
-    assert errors["half an open"].startswith("ArgumentError: share: opens=1.5; give")
+    assert errors["no opens"].startswith(
+        "ArgumentError: share: expected opens from 1 to 2**31 - 1, got 0;"
+    )
+    assert errors["half an open"].startswith(
+        "ArgumentError: share: expected opens from 1 to 2**31 - 1, got 1.5;"
+    )
     assert errors["no handle"].startswith("ArgumentError: open_shared: expected a han")
     assert clean
