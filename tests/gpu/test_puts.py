@@ -7,14 +7,10 @@ from numba import cuda
 
 import numba_symm as ns
 from tests.gpu.helpers import add, capturing, fill, to_device
+from tests.ranks.helpers import needs_peers
 
 MIB = 1 << 20
 SLOW = 20  # milliseconds
-
-needs_peers = pytest.mark.skipif(
-    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
-    reason="one rank alone has nobody to signal to",
-)
 
 
 @pytest.fixture

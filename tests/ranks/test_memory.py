@@ -10,7 +10,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import arrays, pads
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import check_works, get, put, refused
+from tests.ranks.helpers import check_works, get, needs_peers, put, refused
 
 
 def read(comm, address, nbytes):
@@ -178,12 +178,6 @@ def test_a_barrier_puts_writes_before_reads(comm, world):
         memory.barrier(pads.MAX_CHANNELS - 1)
     meet(comm, world)
     assert not pad_of(comm, memory).any()
-
-
-needs_peers = pytest.mark.skipif(
-    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
-    reason="one rank alone has nobody to signal to",
-)
 
 
 @needs_peers

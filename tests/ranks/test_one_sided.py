@@ -6,12 +6,7 @@ from ml_dtypes import bfloat16
 from numba import cuda
 
 import numba_symm as ns
-from tests.ranks.helpers import check_works, get, ordinary, put, refused
-
-needs_peers = pytest.mark.skipif(
-    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
-    reason="one rank alone has no neighbours",
-)
+from tests.ranks.helpers import check_works, get, needs_peers, ordinary, put, refused
 
 COUNT = 40
 

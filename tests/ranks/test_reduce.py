@@ -23,6 +23,7 @@ from tests.ranks.helpers import (
     check_works,
     get,
     meet,
+    needs_peers,
     ordinary,
     put,
     refused,
@@ -36,10 +37,6 @@ F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
 SOME = operators.PAIRS[:: 3 if SIMULATED else 7]  # compiling takes seconds
 
 by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-needs_peers = pytest.mark.skipif(
-    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
-    reason="one rank alone cannot differ from others",
-)
 
 
 def usable(algorithm, dtype):

@@ -10,12 +10,7 @@ import numba_symm as ns
 from numba_symm.board import Failure
 from numba_symm.collectives import communicator
 from numba_symm.launch import ranks, waiting
-from tests.ranks.helpers import check_works, get, refused
-
-needs_peers = pytest.mark.skipif(
-    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
-    reason="one rank alone has nobody to leave out",
-)
+from tests.ranks.helpers import check_works, get, needs_peers, refused
 
 
 class ByHand:

@@ -1,7 +1,6 @@
 """What the tests of messages send, and between whom."""
 
 import numpy as np
-import pytest
 
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import Window, ordinary
@@ -9,10 +8,6 @@ from tests.ranks.helpers import Window, ordinary
 TWELVE = np.dtype([("a", np.int32), ("b", np.float64)], align=False)
 DTYPES = [np.dtype(kind) for kind in (np.uint8, np.int16, np.float32, np.float64)]
 DTYPES += [np.dtype(np.complex128), TWELVE]
-needs_peers = pytest.mark.skipif(
-    "config.pluginmanager.get_plugin('agreement').comm.size == 1",
-    reason="one rank alone has nobody to send to",
-)
 
 
 def content(count, dtype, *seed):

@@ -9,12 +9,11 @@ import pytest
 import numba_symm as ns
 from numba_symm.collectives.kernels import transfer
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import meet, ordinary, put, refused
+from tests.ranks.helpers import meet, needs_peers, ordinary, put, refused
 from tests.ranks.messages.contents import (
     DTYPES,
     Part,
     content,
-    needs_peers,
     right_and_left,
     same,
 )

@@ -18,13 +18,12 @@ from numba_symm.collectives.protocols.workspace import (
     transfer_rows,
 )
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import ordinary, put, refused
+from tests.ranks.helpers import needs_peers, ordinary, put, refused
 from tests.ranks.messages.contents import (
     DTYPES,
     Part,
     added,
     content,
-    needs_peers,
     right_and_left,
     same,
 )

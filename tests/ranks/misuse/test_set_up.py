@@ -1,0 +1,425 @@
+"""Communicators and memory that cannot be made: every rank raises."""
+
+import dataclasses
+import gc
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm import environment
+from numba_symm.environment import SIMULATED
+from numba_symm.launch import devices, hosts
+from numba_symm.memory import allocator as allocators
+from tests.ranks.helpers import check_works, get, needs_peers, refused
+
+BACKEND = "NUMBA_SYMM_BACKEND"
+SHARING = "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES"
+TIMEOUT = "NUMBA_SYMM_TIMEOUT"
+
+
+def test_too_many_ranks(world, everywhere, monkeypatch, fresh):
+    with monkeypatch.context() as patch:
+        patch.setattr(hosts, "MOST_RANKS", world.size - 1)
+        everywhere(
+            ns.ArgumentError,
+            lambda: ns.Communicator(world),
+            f"expected at most {world.size - 1} ranks, got {world.size}",
+        )
+
+
+# Making a communicator
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), 1e9])
+def test_timeouts_that_are_none_are_refused(world, fresh, seconds):
+    refused(
+        world,
+        ns.ArgumentError,
+        lambda: ns.Communicator(world, timeout=seconds),
+        f"timeout={seconds!r}: expected seconds from 0",
+    )
+
+
+@pytest.mark.parametrize("seconds", ["-1", "soon", "nan", ""])
+def test_timeouts_of_the_environment_that_are_none_are_refused(
+    world, fresh, monkeypatch, seconds
+):
+    with monkeypatch.context() as patch:
+        patch.setenv(TIMEOUT, seconds)
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda: ns.Communicator(world),
+            f"{TIMEOUT}={seconds!r}: expected seconds",
+        )
+
+
+def test_the_environments_timeout_is_taken(world, monkeypatch):
+    monkeypatch.setenv(TIMEOUT, "12.5")
+    with ns.Communicator(world) as comm:
+        assert comm.timeout == 12.5
+    with ns.Communicator(world, timeout=7) as comm:
+        assert comm.timeout == 7
+
+
+@needs_peers
+def test_timeouts_must_agree(world, fresh, everywhere, last):
+    everywhere(
+        ns.ArgumentError,
+        lambda: ns.Communicator(world, timeout=5 if last else 60),
+        f"rank {world.size - 1} has timeout=5",
+        "timeout=60",
+    )
+
+
+def test_what_is_no_communicator_is_refused(world, fresh):
+    from mpi4py import MPI
+
+    for wrong, text in (
+        (None, "expected a communicator"),
+        (MPI.COMM_NULL, "expected a communicator"),
+        ("world", "which has no rank"),
+        (object(), "which has no rank, size, allgather, barrier"),
+    ):
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda w=wrong: ns.Communicator(w, timeout=60),
+            text,
+        )
+
+
+@pytest.mark.parametrize("device", [-1, 1000, "cuda:0", 0.5])
+def test_devices_that_are_none_are_refused(world, fresh, everywhere, last, device):
+    with ns.Communicator(world, timeout=60) as comm:
+        own = comm.device.ordinal
+    everywhere(
+        ns.ArgumentError,
+        lambda: ns.Communicator(world, device if last else own, timeout=60),
+        "failed on 1 of",
+        f"rank {world.size - 1}: device={device}".replace("=cuda:0", "='cuda:0'"),
+    )
+
+
+def test_backends_that_do_not_exist_are_refused(
+    world, fresh, everywhere, last, monkeypatch
+):
+    for name in ("nvlink", "", "vmm" if SIMULATED else "host"):
+        with monkeypatch.context() as patch:
+            if last:
+                patch.setenv(BACKEND, name)
+            said = everywhere(
+                ns.ArgumentError,
+                lambda: ns.Communicator(world, timeout=60),
+                f"rank {world.size - 1}: {BACKEND}={name!r}: expected",
+            )
+        assert " or ".join(environment.BACKENDS) in said
+
+
+@needs_peers
+def test_backends_must_agree(world, fresh, everywhere, last, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delenv(BACKEND, raising=False)
+        if last:
+            patch.setenv(BACKEND, environment.BACKENDS[0])
+        everywhere(
+            ns.ArgumentError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1} has {BACKEND}={environment.BACKENDS[0]}",
+            f"{BACKEND}=None",
+        )
+
+
+@pytest.mark.parametrize("name", environment.BACKENDS)
+def test_a_backend_that_is_asked_for_is_taken(world, monkeypatch, name):
+    monkeypatch.setenv(BACKEND, name)
+    with ns.Communicator(world, timeout=60) as comm:
+        assert comm.backend == ns.backend() == name
+        assert comm.refused_backends == {}
+        check_works(comm)
+
+
+# Machines that do not fit
+
+
+@needs_peers
+def test_ranks_on_two_hosts_are_refused(world, fresh, everywhere, last, monkeypatch):
+    with monkeypatch.context() as patch:
+        if last:
+            patch.setattr(hosts, "_boot_id", lambda: "elsewhere")
+            patch.setattr(hosts.socket, "gethostname", lambda: "node7")
+        said = everywhere(
+            ns.DeviceError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1} is on node7",
+            "works between the GPUs of one host",
+        )
+    assert "one communicator per host" in said
+
+
+@pytest.fixture
+def one_gpu(world, monkeypatch):
+    """Let all ranks believe that they see one and the same GPU."""
+    with ns.Communicator(world, timeout=60) as comm:
+        own = comm.device
+    seen = [dataclasses.replace(own, uuid=world.bcast(own.uuid))] * (own.ordinal + 1)
+    monkeypatch.setattr(devices, "visible_gpus", lambda: seen)
+    return own.ordinal
+
+
+@needs_peers
+def test_two_ranks_on_one_gpu_are_refused(
+    world, fresh, everywhere, one_gpu, monkeypatch
+):
+    monkeypatch.delenv(SHARING, raising=False)
+    said = everywhere(
+        ns.DeviceError,
+        lambda: ns.Communicator(world, one_gpu, timeout=60),
+        f"{world.size} ranks cannot have a GPU each",
+        f"{SHARING}=1",
+    )
+    assert "can only have 1 GPU(s)" in said
+    monkeypatch.undo()
+
+
+@needs_peers
+def test_sharing_a_gpu_must_be_allowed_on_all_ranks(
+    world, fresh, everywhere, one_gpu, last, monkeypatch
+):
+    monkeypatch.setenv(SHARING, "0" if last else "1")
+    everywhere(
+        ns.DeviceError,
+        lambda: ns.Communicator(world, one_gpu, timeout=60),
+        "cannot have a GPU each",
+    )
+    monkeypatch.undo()
+
+
+def test_ranks_share_a_gpu_where_allowed(world, one_gpu, monkeypatch):
+    monkeypatch.setenv(SHARING, "1")
+    with ns.Communicator(world, one_gpu, timeout=60) as comm:
+        assert len(set(world.allgather(comm.device.uuid))) == 1
+        check_works(comm)
+
+
+def test_what_allows_sharing_must_be_0_or_1(
+    world, fresh, everywhere, last, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        if last:
+            patch.setenv(SHARING, "yes")
+        everywhere(
+            ns.ArgumentError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1}: {SHARING}='yes': expected 0 or 1",
+        )
+
+
+def test_a_mig_slice_is_refused(world, fresh, everywhere, last, monkeypatch):
+    with monkeypatch.context() as patch:
+        if last:
+            found = devices.visible_gpus()
+            sliced = [
+                dataclasses.replace(gpu, name=f"{gpu.name} MIG 1g.18gb")
+                for gpu in found
+            ]
+            patch.setattr(devices, "visible_gpus", lambda: sliced)
+        everywhere(
+            ns.DeviceError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1}: ",
+            "is a MIG slice",
+            "use whole GPUs",
+        )
+
+
+def test_a_rank_without_a_gpu_is_refused(world, fresh, everywhere, last, monkeypatch):
+    with monkeypatch.context() as patch:
+        if last:
+            patch.setattr(devices, "visible_gpus", lambda: [])
+        everywhere(
+            ns.DeviceError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"no GPU is visible to rank {world.size - 1}",
+        )
+
+
+def test_gpus_without_peer_access_are_refused(
+    world, fresh, everywhere, last, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        if last:
+            patch.setattr(devices, "_access", lambda ordinal, peer: False)
+        said = everywhere(
+            ns.PeerAccessError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1} (",
+            "the driver reports no access",
+        )
+    assert said.count(" to rank ") == world.size
+
+
+# Failures of one rank's memory
+
+
+class Broken:
+    """Makes a method of a backend fail on one rank, at its n-th call."""
+
+    def __init__(self, patch, backend, method, at=1):
+        original, self.calls = getattr(backend, method), 0
+
+        def fail(*args):
+            self.calls += 1
+            if self.calls == at:
+                raise ns.BackendError(f"{method} is broken")
+            return original(*args)
+
+        patch.setattr(backend, method, fail)
+
+
+@pytest.fixture
+def once(monkeypatch):
+    """Try no allocation again, as is done once this process has shared."""
+    monkeypatch.setattr(allocators, "_on_failure", [])
+
+
+@pytest.mark.parametrize("erring", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("method", ["allocate", "export", "open"])
+def test_a_failure_of_one_rank_is_every_ranks(
+    comm, world, everywhere, monkeypatch, once, method, erring
+):
+    if method == "open" and comm.size == 1:
+        pytest.skip("one rank alone opens nobody's memory")
+    erring %= comm.size
+    keep = comm.empty(4, np.float32)
+    comm.rendezvous(keep).barrier()
+    for attempt in range(3):
+        gc.collect()  # what earlier tests dropped must not go in between
+        known = len(comm.heap._entries), len(comm.allocator._blocks), open_files()
+        with monkeypatch.context() as patch:
+            if comm.rank == erring:
+                # Opening the first peer's memory fails, or the last one's.
+                at = comm.size - 1 if method == "open" and attempt == 1 else 1
+                Broken(patch, comm.allocator._backend, method, at)
+            said = everywhere(
+                ns.BackendError,
+                lambda: comm.empty(100, np.float32),
+                f"failed on 1 of {comm.size} ranks",
+                f"rank {erring}: {method} is broken",
+            )
+        assert said.startswith("empty")
+        now = len(comm.heap._entries), len(comm.allocator._blocks), open_files()
+        assert now == known, "it left something behind"
+    comm.rendezvous(keep).barrier()
+    check_works(comm)
+
+
+def open_files():
+    return len([*Path("/proc/self/fd").iterdir()])
+
+
+@pytest.mark.parametrize("method", ["allocate", "export", "fill"])
+def test_a_rendezvous_that_failed_can_be_tried_again(
+    comm, world, everywhere, last, monkeypatch, once, method
+):
+    pointer = comm.allocator.alloc(80)
+    with monkeypatch.context() as patch:
+        if last:
+            backend = comm.allocator._backend if method != "fill" else None
+            Broken(patch, backend or comm._group.backend, method)
+        everywhere(
+            ns.BackendError,
+            lambda: comm.allocator.rendezvous(pointer, comm),
+            f"rank {comm.size - 1}: {method} is broken",
+        )
+    memory = comm.allocator.rendezvous(pointer, comm)
+    memory.barrier()
+    comm.synchronize()
+    world.barrier()
+    for peer in range(comm.size):
+        assert not any(comm._group.backend.read(memory.buffer_ptrs[peer], 80))
+    comm.allocator.free(pointer)
+    check_works(comm)
+
+
+def test_memory_is_asked_for_again_once_caches_were_emptied(
+    comm, everywhere, last, monkeypatch
+):
+    emptied = []
+    monkeypatch.setattr(allocators, "_on_failure", [lambda: emptied.append(True)])
+    with monkeypatch.context() as patch:
+        if last:
+            Broken(patch, comm.allocator._backend, "allocate")
+        x = comm.zeros(5, np.int32)
+    assert emptied == [True] * last
+    assert not get(comm.all_reduce(x)).any()
+
+
+@pytest.mark.parametrize("method", ["allocate", "export", "open", "write", "read"])
+def test_a_backend_that_does_not_work_is_given_up(world, fresh, monkeypatch, method):
+    if method == "open" and world.size == 1:
+        pytest.skip("one rank alone opens nobody's memory")
+    from numba_symm import backends
+
+    create = backends.create
+
+    def broken(name, ordinal):
+        backend = create(name, ordinal)
+        if world.rank == 0:
+            Broken(monkeypatch, backend, method)
+        return backend
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "create", broken)
+        (said,) = set(
+            refused(
+                world,
+                ns.BackendError,
+                lambda: ns.Communicator(world, timeout=60),
+                "no kind of memory can be shared by these ranks",
+                f"rank 0: {method} is broken",
+            )
+        )
+    asked = environment.requested_backend()
+    for name in [asked] if asked else environment.BACKENDS:
+        assert f"\n  {name}: trying memory of kind {name!r}" in said
+
+
+def test_a_peers_memory_that_reads_wrong_is_noticed(world, fresh, monkeypatch):
+    from numba_symm import backends
+
+    create = backends.create
+
+    def broken(name, ordinal):
+        backend = create(name, ordinal)
+        if world.rank == world.size - 1:
+            monkeypatch.setattr(backend, "write", lambda address, data: None)
+        return backend
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backends, "create", broken)
+        refused(
+            world,
+            ns.BackendError,
+            lambda: ns.Communicator(world, timeout=60),
+            f"rank {world.size - 1} wrote",
+            "which holds 0000000000000000",
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded")
+def test_a_forked_child_leaves_mpi_to_its_parent(world):
+    child = os.fork()
+    if child == 0:
+        try:
+            ns.Communicator(world)
+        except ns.ArgumentError as error:
+            os._exit(
+                7 if "was forked from one that uses MPI; start" in str(error) else 8
+            )
+        os._exit(9)
+    _, status = os.waitpid(child, 0)
+    assert world.allgather(os.waitstatus_to_exitcode(status)) == [7] * world.size
