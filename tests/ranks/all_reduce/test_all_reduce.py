@@ -1,33 +1,35 @@
-"""all_reduce against NumPy, bit for bit, and with itself in every order."""
+"""all_reduce, to the bit: counts, types, places, special values, calls in a row."""
 
 import itertools
 import random
 import time
-from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import dtypes
 from numba_symm.cache import Cache
 from numba_symm.collectives import select
-from numba_symm.collectives.kernels.two_shot import LINE
-from numba_symm.collectives.protocols.mailboxes import LAST_EPOCH, TRANSPORTS
-from numba_symm.collectives.protocols.workspace import (
-    ONE_SHOT,
-    PULL,
-    ROW,
-    SIGNALLED,
-    THREADS,
-    TWO_SHOT,
-    layout,
-)
 from numba_symm.environment import SIMULATED
+from tests.ranks.all_reduce.cases import (
+    ALGORITHMS,
+    COPIES,
+    DTYPES,
+    FLOATS,
+    LL,
+    MAILED,
+    OPS,
+    PLACES,
+    Call,
+    Case,
+    a_dtype,
+    named,
+    run,
+    takes,
+    tiles,
+)
 from tests.ranks.helpers import (
-    Window,
-    bits,
     digest,
     get,
     ordinary,
@@ -35,150 +37,12 @@ from tests.ranks.helpers import (
     reduced,
     refused,
     same,
-    values,
 )
 
-ALGORITHMS = tuple(select.ALL_REDUCE)
-MAILED = [name for name in ALGORITHMS if name.endswith(("_ll", "_marked", "_sentinel"))]
-LL = [name for name in MAILED if name.endswith("_ll")]
-COPIES = "copy_engine"
-FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
-DTYPES = tuple(np.dtype(dtype) for dtype in (*FLOATS, np.int32, np.int64))
-OPS = ("sum", "prod", "min", "max")
-PLACES = ("new", "out", "in place")
 ROUNDS = 1 if SIMULATED else 6
 """A simulated call costs 10 to 300 ms, a GPU's microseconds."""
 
 each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
-
-
-def named(item):
-    return str(item)
-
-
-def takes(algorithm, dtype):
-    """Return whether an algorithm, or None, is for a dtype."""
-    floating = dtypes.element(dtype, "test").floating
-    return floating or algorithm is None or not algorithm.endswith("sentinel")
-
-
-def a_dtype(algorithm, number):
-    """Return one of the dtypes that an algorithm is for."""
-    kinds = [dtype for dtype in DTYPES if takes(algorithm, dtype)]
-    return kinds[number % len(kinds)]
-
-
-def tiles(algorithm, dtype, comm):
-    """Return the counts at which an algorithm starts another piece.
-
-    Those of a block, a whole grid's first step, a round, and two rounds.
-    """
-    lanes, size, blocks = 16 // dtype.itemsize, comm.size, comm.max_blocks
-    kind, _, transport = algorithm.rpartition("_")
-    if algorithm in MAILED:
-        protocol = {"one_shot": ONE_SHOT, "two_shot": TWO_SHOT}[kind][transport]
-        blocks = min(blocks // TRANSPORTS[transport].weight, protocol.blocks)
-        block, steps = THREADS, protocol.steps(size)
-    elif algorithm == "two_shot_signalled":
-        blocks = min(blocks, SIGNALLED.blocks)
-        block, steps = SIGNALLED.steps(size) * THREADS, 1
-    else:
-        blocks = min(blocks, PULL.blocks)
-        block, steps = THREADS, PULL.rows
-    edges = [block, blocks * block, blocks * block * steps, 2 * blocks * block * steps]
-    shards = 1 if algorithm.startswith("one_shot") else size
-    return sorted({lanes * shards * edge for edge in edges})
-
-
-@dataclass
-class Case:
-    """One call: what every rank must agree on, and what is a rank's own."""
-
-    algorithm: str | None
-    dtype: np.dtype
-    op: str
-    count: int
-    place: str = "out"
-    symmetric: bool = True
-    symmetric_out: bool = True
-    offset: int = 0
-    offset_out: int = 0
-    special: bool = False
-    seed: int = 0
-
-    def inputs(self, size):
-        """Return every rank's input."""
-        return [
-            values([self.seed, rank], self.count, self.dtype, self.special)
-            for rank in range(size)
-        ]
-
-
-class Call:
-    """A case's arrays on this rank: made, enqueued, and looked at when all is done."""
-
-    def __init__(self, comm, case):
-        self.comm, self.case = comm, case
-        self.inputs = case.inputs(comm.size)
-        self.wanted = reduced(self.inputs, case.op)
-        # Every rank allocates both, whichever it uses: allocating is collective.
-        own = self.inputs[comm.rank]
-        self.source = self._window(case.offset, case.symmetric, own)
-        self.target = self._window(case.offset_out, case.symmetric_out, own[::-1])
-
-    def _window(self, offset, symmetric, host):
-        # Of one length on all ranks, whatever a rank's offset: allocations agree.
-        count, longest = self.case.count, 3 + self.case.count + Window.MARGIN
-        shared = self.comm.empty(longest, self.case.dtype)
-        buffer = shared if symmetric else ordinary(longest, self.case.dtype)
-        window = Window(buffer[: offset + count + Window.MARGIN], offset, count)
-        window.fill(host)
-        return window
-
-    def enqueue(self, op=None):
-        case, x = self.case, self.source.array
-        out = {"new": None, "out": self.target.array, "in place": x}[case.place]
-        options = {"out": out, "algorithm": case.algorithm}
-        self.result = self.comm.all_reduce(x, op or case.op, **options)
-        assert out is None or self.result is out
-
-    def check(self):
-        """Check the result and everything around it; return its digest."""
-        place, own = self.case.place, self.inputs[self.comm.rank]
-        source, target = self.source.read(), self.target.read()
-        if place == "new":
-            assert self.result.shape == (self.case.count,)
-            assert self.result.dtype == self.case.dtype
-            actual, unused = get(self.result), (source, own)
-        elif place == "out":
-            actual, unused = target, (source, own)
-        else:
-            actual, unused = source, (target, own[::-1])
-        assert same(actual, self.wanted), f"{actual} instead of {self.wanted}"
-        assert np.array_equal(bits(unused[0]), bits(np.ascontiguousarray(unused[1])))
-        return digest(actual)
-
-
-def run(comm, world, cases, before=lambda step: None):
-    """Enqueue all cases without waiting for any, then check all results."""
-    calls = [Call(comm, case) for case in cases]
-    world.barrier()
-    for step, call in enumerate(calls):
-        before(step)
-        call.enqueue()
-    comm.synchronize()
-    found, wrong = [], []
-    for call in calls:
-        try:
-            found.append(call.check())
-        except AssertionError as error:  # told to all ranks, which would wait
-            wrong.append(f"{call.case}: {error}")
-    everyone = world.allgather((found, wrong))
-    for rank, (_, texts) in enumerate(everyone):
-        assert not texts, f"rank {rank}, {len(texts)} calls, the first: {texts[0]}"
-    for rank, (other, _) in enumerate(everyone):
-        differing = [cases[i] for i in range(len(cases)) if other[i] != found[i]]
-        assert not differing, f"rank {rank} has other bits: {differing}"
 
 
 def sampled(seed, algorithm, dtype, comm, largest):
@@ -521,166 +385,3 @@ def test_none_takes_the_algorithm_of_the_table(comm, monkeypatch):
     for count, dtype, _ in calls:
         assert not get(comm.all_reduce(comm.zeros(count, dtype))).any()
     assert used == [name for _, _, name in calls]
-
-
-class Workspace:
-    """A communicator's workspace on this rank, changed while nothing runs."""
-
-    PROTOCOLS = (*MAILED, "chunked", "pull", "barrier")
-
-    def __init__(self, comm, world):
-        self.comm, self.world = comm, world
-        self.at = layout(comm.size)
-        self.base = comm.workspace.addresses[comm.rank]
-        self.memory = comm._group.backend
-
-    def region(self, algorithm):
-        regions = {"two_shot_signalled": "chunked", "one_shot_pull": "pull"}
-        return getattr(self.at, regions.get(algorithm, algorithm))
-
-    def quiet(self):
-        """Wait until no rank has anything running."""
-        self.comm.synchronize()
-        self.world.barrier()
-
-    def epoch(self, algorithm):
-        """Return the first block's epoch."""
-        place = self.base + self.region(algorithm).epochs
-        return int.from_bytes(self.memory.read(place, 4), "little")
-
-    def reset(self):
-        """Make all as new."""
-        self.quiet()
-        self.memory.fill(self.base, self.at.nbytes)
-        for region in self.at.sentinels:
-            length = region.end - region.slots
-            self.memory.fill(self.base + region.slots, length, 0xFF)
-        self.quiet()
-
-    def set_epochs(self, value):
-        """Make all protocols go on as after ``value`` rounds."""
-        self.quiet()
-        for name in self.PROTOCOLS:
-            region = self.region(name)
-            words = (region.slots - region.epochs) // 4  # epochs, then flags
-            data = value.to_bytes(4, "little") * words
-            self.memory.write(self.base + region.epochs, data)
-        self.quiet()
-
-    def plant(self, source, data, epoch):
-        """Put packets into one_shot_ll's mailbox of the first thread."""
-        size, protocol = self.comm.size, ONE_SHOT["ll"]
-        k = (source - self.comm.rank - 1) % size
-        rank_stride = protocol.steps(size) * protocol.most(size) * protocol.row
-        half = (epoch & 1) * (size - 1) * rank_stride
-        box = self.base + self.at.one_shot_ll.slots + half + k * rank_stride
-        packet = np.array([data & 0xFFFFFFFF, epoch, data >> 32, epoch], np.uint32)
-        nothing = np.array([0, epoch, 0, epoch], np.uint32)
-        self.memory.write(box, packet.tobytes())
-        self.memory.write(box + ROW, nothing.tobytes())
-
-
-@pytest.mark.parametrize("algorithm", [n for n in ALGORITHMS if n != COPIES])
-def test_epochs_come_round(comm, world, algorithm):
-    workspace = Workspace(comm, world)
-
-    def be_late(step):
-        if step % (comm.size + 2) == comm.rank:
-            time.sleep(0.01)
-
-    largest = 70 if SIMULATED else 1 << 17
-    # Rounds in the odd half and in the even one.
-    for before in (1, 2) if SIMULATED else (1, 2, 3):
-        workspace.set_epochs(LAST_EPOCH - before)
-        counts = (
-            (1, largest, 2, largest) if SIMULATED else (1, largest, 2, largest, 1, 3)
-        )
-        cases = [
-            Case(algorithm, a_dtype(algorithm, -1), "sum", count, seed=step)
-            for step, count in enumerate(counts)
-        ]
-        run(comm, world, cases, be_late)
-        assert workspace.epoch(algorithm) < 1000, "the epochs did not come round"
-
-
-@pytest.mark.parametrize("algorithm", LL)
-def test_packets_of_the_last_time_round_are_not_taken(comm, world, algorithm):
-    workspace, dtype = Workspace(comm, world), np.dtype(np.int64)
-    protocol = {"one": ONE_SHOT, "two": TWO_SHOT}[algorithm[:3]]["ll"]
-    shards, line = (1, 1) if algorithm == "one_shot_ll" else (comm.size, LINE)
-    blocks = min(comm.max_blocks // TRANSPORTS["ll"].weight, protocol.blocks)
-
-    def calls(vectors, *seeds):
-        count = 2 * shards * vectors
-        return [Case(algorithm, dtype, "max", count, seed=seed) for seed in seeds]
-
-    def be_late(step):
-        if step % comm.size == comm.rank:
-            time.sleep(0.1)  # time enough for the others to take a stale packet
-
-    # Every mailbox of all blocks and threads, in one round.
-    all_of_them = blocks * THREADS * protocol.steps(comm.size)
-    for block in {0, blocks - 1}:
-        workspace.reset()
-        run(comm, world, calls(all_of_them, 1, 2))  # epochs 1 and 2
-        workspace.set_epochs(LAST_EPOCH - 2)
-        # Few threads of the block have something to send, and come to the last epoch.
-        run(comm, world, calls(block * THREADS + line, 3, 4))
-        assert workspace.epoch(algorithm) == LAST_EPOCH
-        # All threads again, in epochs 1 and 2 of the second time round.
-        run(comm, world, calls(all_of_them, 5, 6), be_late)
-        assert workspace.epoch(algorithm) == 2
-
-
-def test_a_stale_packet_would_be_seen(comm, world):
-    """Show that the tests above can fail: a packet of the right epoch is taken."""
-    workspace, algorithm = Workspace(comm, world), "one_shot_ll"
-    epoch = workspace.epoch(algorithm) + 1
-    x = comm.empty(1, np.int64)
-    put(x, np.array([1 << comm.rank]))
-    wanted = (1 << comm.size) - 1
-    if comm.rank == 0:
-        for source in range(1, comm.size):
-            workspace.plant(source, 1000 * source, epoch)
-    workspace.quiet()
-    if comm.rank > 0:
-        world.barrier()
-    found = get(comm.all_reduce(x, algorithm=algorithm))[0]
-    if comm.rank == 0:
-        world.barrier()  # it has not waited for the others
-        wanted = 1 + 1000 * sum(range(1, comm.size))
-    assert found == wanted
-    workspace.quiet()
-    assert get(comm.all_reduce(x, algorithm=algorithm))[0] == (1 << comm.size) - 1
-
-
-@pytest.mark.parametrize("algorithm", [n for n in MAILED if n not in LL])
-def test_a_mailbox_that_was_read_is_empty_again(comm, world, algorithm):
-    workspace = Workspace(comm, world)
-    region = workspace.region(algorithm)
-    for count in (1, 70, 3):
-        dtype = a_dtype(algorithm, count)
-        run(comm, world, [Case(algorithm, dtype, "sum", count, seed=count)])
-    workspace.quiet()
-    slots = workspace.memory.read(
-        workspace.base + region.slots, region.end - region.slots
-    )
-    assert set(slots) <= {0xFF}
-
-
-def test_barriers_hold_when_their_epochs_come_round(comm, world):
-    workspace = Workspace(comm, world)
-    mine = comm.zeros(comm.size, np.int64)
-    memory = comm.rendezvous(mine)
-    peers = range(comm.size)
-    slots = [memory.get_buffer(peer, 1, np.int64, comm.rank) for peer in peers]
-    workspace.set_epochs(2**32 - 4)
-    for step in range(1, 9):
-        if step % comm.size == comm.rank:
-            time.sleep(0.01)
-        for slot in slots:
-            put(slot, np.array([step]))
-        comm.barrier()
-        assert get(mine).tolist() == [step] * comm.size, f"step {step}"
-        comm.barrier()
-    assert workspace.epoch("barrier") == 12

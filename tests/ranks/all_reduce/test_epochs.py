@@ -1,0 +1,193 @@
+"""Epochs and mailboxes of all_reduce, and of the barrier, over many calls."""
+
+import time
+
+import numpy as np
+import pytest
+
+from numba_symm.collectives.kernels.two_shot import LINE
+from numba_symm.collectives.protocols.mailboxes import LAST_EPOCH, TRANSPORTS
+from numba_symm.collectives.protocols.workspace import (
+    ONE_SHOT,
+    ROW,
+    THREADS,
+    TWO_SHOT,
+    layout,
+)
+from numba_symm.environment import SIMULATED
+from tests.ranks.all_reduce.cases import (
+    ALGORITHMS,
+    COPIES,
+    LL,
+    MAILED,
+    Case,
+    a_dtype,
+    run,
+)
+from tests.ranks.helpers import (
+    get,
+    put,
+)
+
+
+class Workspace:
+    """A communicator's workspace on this rank, changed while nothing runs."""
+
+    PROTOCOLS = (*MAILED, "chunked", "pull", "barrier")
+
+    def __init__(self, comm, world):
+        self.comm, self.world = comm, world
+        self.at = layout(comm.size)
+        self.base = comm.workspace.addresses[comm.rank]
+        self.memory = comm._group.backend
+
+    def region(self, algorithm):
+        regions = {"two_shot_signalled": "chunked", "one_shot_pull": "pull"}
+        return getattr(self.at, regions.get(algorithm, algorithm))
+
+    def quiet(self):
+        """Wait until no rank has anything running."""
+        self.comm.synchronize()
+        self.world.barrier()
+
+    def epoch(self, algorithm):
+        """Return the first block's epoch."""
+        place = self.base + self.region(algorithm).epochs
+        return int.from_bytes(self.memory.read(place, 4), "little")
+
+    def reset(self):
+        """Make all as new."""
+        self.quiet()
+        self.memory.fill(self.base, self.at.nbytes)
+        for region in self.at.sentinels:
+            length = region.end - region.slots
+            self.memory.fill(self.base + region.slots, length, 0xFF)
+        self.quiet()
+
+    def set_epochs(self, value):
+        """Make all protocols go on as after ``value`` rounds."""
+        self.quiet()
+        for name in self.PROTOCOLS:
+            region = self.region(name)
+            words = (region.slots - region.epochs) // 4  # epochs, then flags
+            data = value.to_bytes(4, "little") * words
+            self.memory.write(self.base + region.epochs, data)
+        self.quiet()
+
+    def plant(self, source, data, epoch):
+        """Put packets into one_shot_ll's mailbox of the first thread."""
+        size, protocol = self.comm.size, ONE_SHOT["ll"]
+        k = (source - self.comm.rank - 1) % size
+        rank_stride = protocol.steps(size) * protocol.most(size) * protocol.row
+        half = (epoch & 1) * (size - 1) * rank_stride
+        box = self.base + self.at.one_shot_ll.slots + half + k * rank_stride
+        packet = np.array([data & 0xFFFFFFFF, epoch, data >> 32, epoch], np.uint32)
+        nothing = np.array([0, epoch, 0, epoch], np.uint32)
+        self.memory.write(box, packet.tobytes())
+        self.memory.write(box + ROW, nothing.tobytes())
+
+
+@pytest.mark.parametrize("algorithm", [n for n in ALGORITHMS if n != COPIES])
+def test_epochs_come_round(comm, world, algorithm):
+    workspace = Workspace(comm, world)
+
+    def be_late(step):
+        if step % (comm.size + 2) == comm.rank:
+            time.sleep(0.01)
+
+    largest = 70 if SIMULATED else 1 << 17
+    # Rounds in the odd half and in the even one.
+    for before in (1, 2) if SIMULATED else (1, 2, 3):
+        workspace.set_epochs(LAST_EPOCH - before)
+        counts = (
+            (1, largest, 2, largest) if SIMULATED else (1, largest, 2, largest, 1, 3)
+        )
+        cases = [
+            Case(algorithm, a_dtype(algorithm, -1), "sum", count, seed=step)
+            for step, count in enumerate(counts)
+        ]
+        run(comm, world, cases, be_late)
+        assert workspace.epoch(algorithm) < 1000, "the epochs did not come round"
+
+
+@pytest.mark.parametrize("algorithm", LL)
+def test_packets_of_the_last_time_round_are_not_taken(comm, world, algorithm):
+    workspace, dtype = Workspace(comm, world), np.dtype(np.int64)
+    protocol = {"one": ONE_SHOT, "two": TWO_SHOT}[algorithm[:3]]["ll"]
+    shards, line = (1, 1) if algorithm == "one_shot_ll" else (comm.size, LINE)
+    blocks = min(comm.max_blocks // TRANSPORTS["ll"].weight, protocol.blocks)
+
+    def calls(vectors, *seeds):
+        count = 2 * shards * vectors
+        return [Case(algorithm, dtype, "max", count, seed=seed) for seed in seeds]
+
+    def be_late(step):
+        if step % comm.size == comm.rank:
+            time.sleep(0.1)  # time enough for the others to take a stale packet
+
+    # Every mailbox of all blocks and threads, in one round.
+    all_of_them = blocks * THREADS * protocol.steps(comm.size)
+    for block in {0, blocks - 1}:
+        workspace.reset()
+        run(comm, world, calls(all_of_them, 1, 2))  # epochs 1 and 2
+        workspace.set_epochs(LAST_EPOCH - 2)
+        # Few threads of the block have something to send, and come to the last epoch.
+        run(comm, world, calls(block * THREADS + line, 3, 4))
+        assert workspace.epoch(algorithm) == LAST_EPOCH
+        # All threads again, in epochs 1 and 2 of the second time round.
+        run(comm, world, calls(all_of_them, 5, 6), be_late)
+        assert workspace.epoch(algorithm) == 2
+
+
+def test_a_stale_packet_would_be_seen(comm, world):
+    """Show that the tests above can fail: a packet of the right epoch is taken."""
+    workspace, algorithm = Workspace(comm, world), "one_shot_ll"
+    epoch = workspace.epoch(algorithm) + 1
+    x = comm.empty(1, np.int64)
+    put(x, np.array([1 << comm.rank]))
+    wanted = (1 << comm.size) - 1
+    if comm.rank == 0:
+        for source in range(1, comm.size):
+            workspace.plant(source, 1000 * source, epoch)
+    workspace.quiet()
+    if comm.rank > 0:
+        world.barrier()
+    found = get(comm.all_reduce(x, algorithm=algorithm))[0]
+    if comm.rank == 0:
+        world.barrier()  # it has not waited for the others
+        wanted = 1 + 1000 * sum(range(1, comm.size))
+    assert found == wanted
+    workspace.quiet()
+    assert get(comm.all_reduce(x, algorithm=algorithm))[0] == (1 << comm.size) - 1
+
+
+@pytest.mark.parametrize("algorithm", [n for n in MAILED if n not in LL])
+def test_a_mailbox_that_was_read_is_empty_again(comm, world, algorithm):
+    workspace = Workspace(comm, world)
+    region = workspace.region(algorithm)
+    for count in (1, 70, 3):
+        dtype = a_dtype(algorithm, count)
+        run(comm, world, [Case(algorithm, dtype, "sum", count, seed=count)])
+    workspace.quiet()
+    slots = workspace.memory.read(
+        workspace.base + region.slots, region.end - region.slots
+    )
+    assert set(slots) <= {0xFF}
+
+
+def test_barriers_hold_when_their_epochs_come_round(comm, world):
+    workspace = Workspace(comm, world)
+    mine = comm.zeros(comm.size, np.int64)
+    memory = comm.rendezvous(mine)
+    peers = range(comm.size)
+    slots = [memory.get_buffer(peer, 1, np.int64, comm.rank) for peer in peers]
+    workspace.set_epochs(2**32 - 4)
+    for step in range(1, 9):
+        if step % comm.size == comm.rank:
+            time.sleep(0.01)
+        for slot in slots:
+            put(slot, np.array([step]))
+        comm.barrier()
+        assert get(mine).tolist() == [step] * comm.size, f"step {step}"
+        comm.barrier()
+    assert workspace.epoch("barrier") == 12

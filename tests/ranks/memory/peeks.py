@@ -1,0 +1,21 @@
+"""What the tests of memory write, and reading it back."""
+
+import numpy as np
+
+from numba_symm import pads
+
+
+def read(comm, address, nbytes):
+    """Return the bytes at a device address, once all work is done."""
+    comm.synchronize()
+    return comm._group.backend.read(address, nbytes)
+
+
+def pad_of(comm, memory):
+    """Return this rank's signal pad, a row a channel."""
+    data = read(comm, memory.signal_pad_ptrs[comm.rank], memory.signal_pad_size)
+    return np.frombuffer(data, np.uint32).reshape(pads.MAX_CHANNELS, comm.size)
+
+
+def pattern(rank, count=40):
+    return np.arange(count, dtype=np.float32) + 100 * rank

@@ -1,0 +1,287 @@
+"""Blocks of memory: the allocator, and how long each lives."""
+
+import bisect
+import gc
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm import arrays
+from numba_symm.environment import SIMULATED
+from tests.ranks.helpers import check_works, get, meet, put, refused
+from tests.ranks.memory.peeks import pattern, read
+
+# The allocator
+
+
+def test_blocks_are_found_from_any_pointer_inside(comm):
+    allocator = comm.allocator
+    assert isinstance(allocator, ns.SymmetricMemoryAllocator)
+    pointer, other = allocator.alloc(1000), allocator.alloc(8)
+    for inside in (0, 1, 500, 999):
+        assert allocator.get_alloc_size(pointer + inside) == 1000
+    assert allocator.get_alloc_size(other + 7) == 8
+    for outside in (pointer - 1, pointer + 1000, other + 8):
+        with pytest.raises(ns.ArgumentError, match=f"{outside:#x} is in no block"):
+            allocator.get_alloc_size(outside)
+        assert not allocator.is_rendezvous_completed(outside)
+    assert read(comm, pointer, 1000) == bytes(1000)
+    allocator.free(pointer)
+    with pytest.raises(ns.ArgumentError, match="is in no block"):
+        allocator.get_alloc_size(pointer + 1)
+    assert allocator.get_alloc_size(other) == 8
+    allocator.free(other)
+
+
+def test_what_is_no_block_cannot_be_freed(comm):
+    allocator = comm.allocator
+    pointer = allocator.alloc(64)
+    for wrong in (pointer + 1, pointer - 8, 0):
+        with pytest.raises(ns.ArgumentError, match=f"begins at {wrong:#x}"):
+            allocator.free(wrong)
+    allocator.free(pointer)
+    with pytest.raises(ns.ArgumentError, match="no block of this allocator"):
+        allocator.free(pointer)
+
+
+@pytest.mark.parametrize("nbytes", [-1, 1.5, "8", None])
+def test_sizes_that_are_none_are_refused(comm, nbytes):
+    with pytest.raises(ns.ArgumentError, match="expected a number of bytes"):
+        comm.allocator.alloc(nbytes)
+
+
+def test_an_allocation_of_nothing_has_an_address(comm):
+    pointer = comm.allocator.alloc(0)
+    assert pointer
+    assert comm.allocator.get_alloc_size(pointer) == 0
+    comm.allocator.free(pointer)
+
+
+def test_a_rendezvous_completes_a_block(comm, world):
+    allocator = comm.allocator
+    pointer = allocator.alloc(256)
+    assert not allocator.is_rendezvous_completed(pointer)
+    memory = allocator.rendezvous(pointer + 16, comm)
+    assert allocator.is_rendezvous_completed(pointer)
+    assert allocator.is_rendezvous_completed(pointer + 255)
+    assert memory.buffer_size == 240
+    put(memory.get_buffer(comm.rank, 60, "f4"), pattern(comm.rank, 60))
+    memory.barrier()
+    for rank in range(comm.size):
+        assert np.array_equal(get(memory.get_buffer(rank, 60, "f4")), pattern(rank, 60))
+    meet(comm, world)
+    allocator.free(pointer)
+    assert not allocator.is_rendezvous_completed(pointer)
+
+
+def test_arrays_of_the_communicator_are_blocks_of_the_allocator(comm):
+    x = comm.empty(10, np.float64)
+    memory = comm.rendezvous(x)
+    pointer = memory.buffer_ptrs[comm.rank]
+    assert comm.allocator.get_alloc_size(pointer + 79) == 80
+    assert comm.allocator.is_rendezvous_completed(pointer)
+
+
+# How long it lives
+
+
+def entries(comm):
+    """Return the numbers of the blocks that are mapped on all ranks."""
+    gc.collect()
+    return set(comm.heap._entries)
+
+
+def test_a_block_is_found_though_an_array_is_dropped_meanwhile(comm, monkeypatch):
+    """A finalizer may run in the same thread, between any two steps."""
+
+    def address_of(array):
+        return arrays.view(array, "test").address
+
+    kept = sorted((comm.zeros(3) for _ in range(3)), key=address_of)
+    wanted = address_of(kept[2])
+    real = bisect.bisect_right
+
+    def dropping(*given):
+        found = real(*given)
+        del kept[:2]
+        gc.collect()
+        return found
+
+    monkeypatch.setattr(bisect, "bisect_right", dropping)
+    block = comm.allocator.find(wanted)
+    monkeypatch.undo()
+    assert block.address == wanted
+    assert len(kept) == 1
+
+
+def test_arrays_go_once_all_ranks_have_dropped_them(comm, world):
+    before = entries(comm)
+    x = comm.empty(100, np.float32)
+    (number,) = entries(comm) - before
+    put(x, pattern(comm.rank, 100))
+    last = comm.size - 1
+    if comm.rank != last:
+        del x
+    first = comm.empty(1, np.int8)
+    assert number in entries(comm)  # the last rank still has its array
+    if comm.rank == last:
+        assert np.array_equal(get(x), pattern(last, 100))
+        del x
+    world.barrier()
+    assert number in entries(comm)  # nothing goes but at an allocation
+    second = comm.empty(1, np.int8)
+    assert number not in entries(comm)
+    assert len(entries(comm) - before) == 2
+    del first, second
+
+
+def test_memory_keeps_what_it_was_made_of(comm):
+    memory = comm.rendezvous(comm.empty(40, np.float32))
+    before = len(entries(comm))
+    put(memory.get_buffer(comm.rank, 40, "f4"), pattern(comm.rank))
+    more = [comm.empty(40, np.float32) for _ in range(3)]
+    assert len(entries(comm)) == before + 3
+    memory.barrier()
+    for rank in range(comm.size):
+        assert np.array_equal(get(memory.get_buffer(rank, 40, "f4")), pattern(rank))
+    memory.barrier()
+    del more
+
+
+def test_slices_keep_the_memory(comm):
+    x = comm.empty(40, np.float32)
+    put(x, pattern(comm.rank))
+    tail = x[30:]
+    del x
+    before = len(entries(comm))
+    more = [comm.zeros(40, np.float32) for _ in range(3)]
+    assert len(entries(comm)) == before + 3
+    assert np.array_equal(get(tail), pattern(comm.rank)[30:])
+    del more
+
+
+def test_much_more_can_be_allocated_in_turn_than_at_once(comm):
+    before = len(entries(comm))
+    for step in range(30):
+        x = comm.empty(1000, np.float32)
+        put(x, np.full(1000, step, "f4"))
+        del x
+    assert len(entries(comm)) <= before + 1
+
+
+def test_a_block_of_the_allocator_is_unmapped_once_all_have_freed_it(comm, world):
+    pointer = comm.allocator.alloc(64)
+    memory = comm.allocator.rendezvous(pointer, comm)
+    before = len(entries(comm))
+    comm.allocator.free(pointer)
+    keep = comm.empty(1, np.int8)
+    assert len(entries(comm)) == before
+    for call in (
+        memory.barrier,
+        lambda: memory.get_buffer(comm.rank, 1, np.uint8),
+        lambda: memory.ctx,
+        lambda: memory.buffer_ptrs_dev,
+        lambda: memory.signal_pad_ptrs_dev,
+    ):
+        refused(world, ns.ClosedError, call, "closed")
+    del keep
+
+
+def test_arrays_stay_readable_after_close(world):
+    comm = ns.Communicator(world, timeout=60)
+    x, y = comm.empty(40, np.float32), comm.zeros(7, np.float16)
+    put(x, pattern(comm.rank))
+    result = comm.all_reduce(y)
+    comm.synchronize()
+    tail = x[30:]
+    comm.close()
+    del x
+    gc.collect()
+    assert np.array_equal(get(tail), pattern(world.rank)[30:])
+    put(tail, np.ones(10, np.float32))
+    assert np.array_equal(get(tail), np.ones(10))
+    assert not get(result).any()
+    assert not get(y).any()
+
+
+def test_nothing_works_after_close(world):
+    comm = ns.Communicator(world, timeout=60)
+    x = comm.empty(5, np.float32)
+    memory, pointer = comm.rendezvous(x), comm.allocator.alloc(64)
+    plan = comm.all_reduce_init(x)
+    comm.close()
+    calls = [
+        comm.check,
+        comm.synchronize,
+        comm.barrier,
+        plan,
+        memory.barrier,
+        lambda: comm.empty(5),
+        lambda: comm.zeros(5),
+        lambda: comm.rendezvous(x),
+        lambda: comm.all_reduce(x),
+        lambda: comm.all_reduce_init(x),
+        lambda: comm.allocator.rendezvous(pointer, comm),
+        lambda: memory.get_buffer(0, 1, np.float32),
+        lambda: memory.ctx,
+        lambda: memory.buffer_ptrs_dev,
+        lambda: memory.signal_pad_ptrs_dev,
+        comm.__enter__,
+    ]
+    if world.size > 1:
+        other = (world.rank + 1) % world.size
+        calls += [lambda: memory.put_signal(other), lambda: memory.wait_signal(other)]
+    for call in calls:
+        refused(world, ns.ClosedError, call, "was closed")
+    comm.allocator.free(pointer)
+
+
+def test_closing_again_does_nothing(world):
+    comm = ns.Communicator(world, timeout=60)
+    comm.close()
+    comm.close()
+    with ns.Communicator(world, timeout=60) as comm:
+        comm.close()
+    with ns.Communicator(world, timeout=60) as comm:
+        check_works(comm)
+
+
+def test_memory_outlives_its_communicator_only_here(world):
+    first = ns.Communicator(world, timeout=60)
+    x = first.empty(6, np.float32)
+    put(x, pattern(world.rank, 6))
+    first.close()
+    with ns.Communicator(world, timeout=60) as second:
+        # It is still a block of the allocator: it can be mapped anew.
+        memory = second.rendezvous(x)
+        memory.barrier()
+        for rank in range(second.size):
+            assert np.array_equal(
+                get(memory.get_buffer(rank, 6, "f4")), pattern(rank, 6)
+            )
+        memory.barrier()
+        second.synchronize()
+        del memory
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has no memory of cudaMalloc")
+def test_ordinary_device_memory_is_registered(comm, world):
+    from numba import cuda
+
+    x = cuda.device_array(40, np.float32)
+    put(x, pattern(comm.rank))
+    memory = comm.rendezvous(x)
+    memory.barrier()
+    for rank in range(comm.size):
+        assert np.array_equal(get(memory.get_buffer(rank, 40, "f4")), pattern(rank))
+    meet(comm, world)
+
+
+def test_a_freed_block_has_no_rendezvous(comm, world):
+    address = comm.allocator.alloc(64)
+    comm.allocator.rendezvous(address, comm)
+    comm.allocator.free(address)
+    with pytest.raises(ns.SymmError, match="rendezvous failed on"):
+        comm.allocator.rendezvous(address, comm)
+    meet(comm, world)
