@@ -1,8 +1,8 @@
-"""Signal pads: their layout, where they come from, and host calls that use them.
+"""Signal pads: their layout, and the kernels of the host's signals.
 
-A pad has ``MAX_CHANNELS`` x ``world_size`` slots of uint32, at
-``world_size * channel + source`` (see ``device/signals.py``). Each rendezvous of an
-(allocation, communicator) pair has a pad of its own, so groups never alias.
+A pad has ``MAX_CHANNELS`` x ``world_size`` slots of uint32, at ``world_size * channel +
+source`` (see ``device/signals.py``). Each pair of an allocation and a communicator has
+its own pad, so communicators do not share slots.
 """
 
 import functools
@@ -18,7 +18,7 @@ from numba_symm.errors import ArgumentError
 from numba_symm.kernels import GUARD, Kernel
 
 PADS_PER_ARENA = 64
-"""Pads carved from one allocation, which may be no smaller than 2 MiB."""
+"""Pads in one allocation, because an allocation has at least 2 MiB."""
 
 THREADS = 32
 
@@ -36,7 +36,7 @@ def context_type(world_size: int) -> Any:
 
 
 def check_channel(channel: int, what: str) -> int:
-    """Return ``channel``, or raise ArgumentError if a pad has no such channel."""
+    """Return ``channel``. Raise ArgumentError if it is not a channel."""
     if not isinstance(channel, int) or not 0 <= channel < MAX_CHANNELS:
         raise ArgumentError(
             f"{what}: channel {channel!r}; a signal pad has channels 0 to "
@@ -46,7 +46,7 @@ def check_channel(channel: int, what: str) -> int:
 
 
 def check_peer(peer: int, rank: int, world_size: int, what: str) -> int:
-    """Return ``peer``, or raise ArgumentError if it is no other rank."""
+    """Return ``peer``. Raise ArgumentError if it is not another rank."""
     if not isinstance(peer, int) or not 0 <= peer < world_size or peer == rank:
         others = [r for r in range(world_size) if r != rank]
         raise ArgumentError(

@@ -1,4 +1,4 @@
-"""Functions a kernel may call; the same names run in Numba's CUDA simulator.
+"""Functions for kernels, on GPUs and in Numba's CUDA simulator.
 
 Use them in any ``@cuda.jit`` kernel::
 
@@ -12,7 +12,7 @@ Use them in any ``@cuda.jit`` kernel::
         symm.barrier(ctx, cuda.blockIdx.x)      # every rank's block of this index
 
 The simulator runs the blocks of a kernel one after another. So a block may wait there
-for other ranks' blocks of its index, but not for a later one.
+for other ranks' blocks of the same index, but not for blocks of a higher index.
 """
 
 from numba_symm.device.intrinsics import (

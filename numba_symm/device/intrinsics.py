@@ -1,7 +1,6 @@
-"""One name for each instruction: ``ptx.py``, or ``sim.py`` under the simulator.
+"""One name for each instruction: from ``ptx.py``, or in the simulator from ``sim.py``.
 
-The choice is made once, when the module is imported. What ``help`` says of an
-instruction is the same for both.
+The choice is made when the module is imported. The docstrings are the same for both.
 """
 
 from typing import TYPE_CHECKING
@@ -22,17 +21,17 @@ _WIDTHS = {
 }
 _ORDERS = {
     "": "Weak: signals, flags or ``syncthreads`` must order it with other threads.",
-    "relaxed_sys_": "Atomic for all GPUs and the host, 8 bytes at a time; orders "
-    "nothing else.",
-    "acquire_sys_": "Atomic for all GPUs and the host; what this thread does after "
-    "it\nsees what preceded the release whose value it loads.",
-    "release_sys_": "Atomic for all GPUs and the host; whoever acquires its value "
-    "sees\nwhat this thread did, or had seen, before it.",
+    "relaxed_sys_": "Atomic for all GPUs and the host, in units of up to 8 bytes. Does "
+    "not order\nother accesses.",
+    "acquire_sys_": "Atomic for all GPUs and the host. Writes before the release whose "
+    "value it loads\nare visible to this thread's later accesses.",
+    "release_sys_": "Atomic for all GPUs and the host. Writes that this thread made or "
+    "saw before it are\nvisible to the thread that acquires its value.",
 }
 
 
 def _document() -> None:
-    """Give every load and store, and what else has no text, its docstring."""
+    """Set the docstrings of loads, stores and functions without one."""
     texts = {
         "fence_acq_rel_sys": "Order this thread's accesses before it with those after, "
         "for all GPUs\nand the host: PTX's ``fence.acq_rel.sys``.",
@@ -48,7 +47,7 @@ def _document() -> None:
             texts[f"st_{order}{width}"] = (
                 f"Store {what}: PTX's ``st.{ptx}``.\n\n{meaning}\n\n"
                 f"Args:\n    address: an int64, {address}.\n"
-                "    value: what to store; a tuple where it is two."
+                "    value: the value; for two int64, a tuple of two."
             )
     for name, text in texts.items():
         found = globals().get(name)

@@ -1,13 +1,16 @@
-"""The instructions a kernel may use, named by their PTX.
+"""The instructions that a kernel may use, named after their PTX.
 
-Addresses are ``int64`` (device addresses fit, and Numba turns ``uint64 + int64``
-into a float); flags are ``uint32``; data words are ``int64`` bit patterns.
-A ``.sys`` access is atomic and ordered with accesses by every GPU and the host.
-``sim.py`` has the same names for Numba's simulator.
+Addresses are ``int64``: device addresses fit, and Numba makes a float of ``uint64 +
+int64``. Flags are ``uint32``. Data words are ``int64`` bit patterns. A ``.sys`` access
+is atomic and ordered with accesses by every GPU and the host. ``sim.py`` has the same
+names for Numba's simulator.
 
-Sources: `ld <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld>`_,
-`st <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st>`_,
-`memory consistency model <https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model>`_.
+Sources: `ld
+    <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld>`_,
+`st
+<https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st>`_,
+`memory consistency model
+<https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model>`_.
 """
 
 from collections.abc import Callable
@@ -38,8 +41,7 @@ _LLVM = {
 def device_function(function: F) -> F:
     """Make ``function`` callable from kernels.
 
-    It is inlined by Numba, so that a kernel is compiled whole, and so that no
-    driver is needed to compile it.
+    Numba inlines it, so that a kernel is compiled as a whole, without a driver.
     """
     return cuda.jit(device=True, inline="always")(function)  # type: ignore[no-any-return]
 
@@ -54,8 +56,8 @@ def _flat(numba_type: Any) -> list[Any]:
 def _emit(asm: str, result: Any, operands: list[Any]) -> Callable[..., Any]:
     """Return Numba code generation for one inline PTX statement.
 
-    It has side effects and clobbers memory, so the compiler neither drops,
-    repeats nor moves it across other memory accesses.
+    It is marked to have side effects and to clobber memory. So the compiler does not
+    drop it, repeat it, or move it across other memory accesses.
     """
     results, inputs = _flat(result), [s for o in operands for s in _flat(o)]
     constraints = [f"={_CONSTRAINT[t]}" for t in results]
@@ -236,7 +238,7 @@ def block_size() -> int:
 
 @device_function
 def word_of(bits: int) -> int:
-    """Return bits as an 8-byte word: a signed integer, so that words combine."""
+    """Return bits as an 8-byte word: a signed integer, as all data words."""
     return np.int64(bits)  # type: ignore[return-value]
 
 
@@ -244,7 +246,7 @@ def word_of(bits: int) -> int:
 def check_slot(
     owner: int, channel: int, source: int, world_size: int, channels: int
 ) -> None:
-    """Check nothing: a GPU has no time for it."""
+    """Check nothing, to save time on a GPU."""
 
 
 @device_function
@@ -283,15 +285,15 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
 
 
 def _escapes(array: str, args: Any, aliases: Any, reachable: set[str]) -> None:
-    """Tell Numba that others see an array that was made from an address.
+    """Mark an array that was made from an address as visible outside of the kernel.
 
-    It takes an array made in a kernel for the kernel's own, and drops stores into it
-    that the kernel does not read back.
+    Without that, Numba assumes that only the kernel reads an array that the kernel has
+    made, and drops stores that the kernel does not read back.
     """
     reachable.add(array)
 
 
-# By every name that a kernel may call them by.
+# By every name by which a kernel may call them.
 for _module in ("", ".intrinsics", ".ptx", ".signals"):
     for _name in ("array_at", "peer_array"):
         alias_func_extensions[_name, f"numba_symm.device{_module}"] = _escapes

@@ -1,15 +1,15 @@
 """Signals between GPUs, callable from any kernel.
 
-A signal pad holds one ``uint32`` slot for each channel and source rank, at
-``world_size * channel + source``. A slot is a mailbox of depth one with one writer
-on each side, so no atomic operation is needed: the sender waits for 0 and stores 1,
-the receiver waits for 1 and stores 0. It is back at 0 by itself, so a captured graph
-replays. The 0 says that the signal was taken, not that any data was read; one
-(pair, channel) has one user at a time.
+A signal pad has one ``uint32`` slot for each channel and source rank, at
+``world_size * channel + source``. A slot is a mailbox with one writer on each side, so
+no atomic operation is needed: the sender waits for 0 and stores 1, the receiver waits
+for 1 and stores 0. Each signal returns its slot to 0, so a captured graph can be
+replayed. The 0 shows that the signal was taken, not that any data was read. Each
+channel of a pair of ranks has one user at a time.
 
-Every wait has a deadline. When it passes, the waiting thread writes a record on
-every rank's status board and stops waiting; whoever finds a record on the board
-stops waiting too, so all kernels end and the CUDA context stays usable.
+Every wait has a deadline. When it passes, the waiting thread stores a record on every
+rank's status board and stops waiting. A thread that finds a record stops waiting, too.
+So all kernels end, and the CUDA context stays usable.
 """
 
 from typing import Any, NamedTuple
@@ -36,25 +36,25 @@ from numba_symm.environment import SIMULATED
 from numba_symm.waits import PUT_SIGNAL, WAIT_SIGNAL
 
 MAX_CHANNELS = 128
-"""Channels of a pad: enough for one a block of the largest grids in use."""
+"""The channels of a pad."""
 
 POLLS_PER_CHECK = 8 if SIMULATED else 4096  # explore: polls
-"""Polls between two looks at the clock and the board: some milliseconds on a GPU.
+"""Polls between two reads of the clock and the board: some milliseconds on a GPU.
 
-The board lies across PCIe, and every thread of a grid may be waiting: looking after
-128 polls, ranks 80 us apart delayed each other by their looks for good (4 GPUs, 64 KiB
-by LL packets: 128 us instead of 4).
+The board is read across PCIe, and every thread of a grid may be waiting. With 128
+polls, ranks that were 80 us apart delayed each other permanently by these reads (4
+GPUs, 64 KiB by LL packets: 128 us instead of 4).
 """
 
 
 class Guard(NamedTuple):
-    """What a wait needs to give up: scalars, passed by value to kernels.
+    """The deadline of waits and the status board: scalars, passed by value to kernels.
 
     Attributes:
-        board: address of the status board, one 8-byte record for each rank.
+        board: the address of the status board, one 8-byte record for each rank.
         rank: this rank.
-        world_size: number of ranks.
-        timeout: nanoseconds until a wait is given up; 0 waits for ever.
+        world_size: the number of ranks.
+        timeout: the nanoseconds of a wait; 0: indefinitely.
     """
 
     board: int
@@ -72,19 +72,19 @@ class _Scalars(NamedTuple):
 
 
 class Context(_Scalars):
-    """Symmetric memory as kernels see it; an ordinary kernel argument.
+    """Symmetric memory for kernels, which take it as an ordinary argument.
 
-    Numba takes it for the named tuple that it is. What else it holds, only the host
-    sees: the one of ``SymmetricMemory.ctx`` keeps the memory, as an array does.
+    Numba passes it to kernels as a named tuple. The last two attributes are for the
+    host only. ``SymmetricMemory.ctx`` keeps the memory, as an array does.
 
     Attributes:
         rank: this rank.
-        world_size: number of ranks.
-        buffers: address of every rank's buffer, mapped here; own one included.
-        pads: address of every rank's signal pad.
-        guard: how long to wait, and whom to tell.
-        owner: what keeps the memory.
-        buffer_size: bytes of a buffer; None: not known.
+        world_size: the number of ranks.
+        buffers: the address of every rank's buffer in this process.
+        pads: the address of every rank's signal pad in this process.
+        guard: the timeout, and where a failure is reported.
+        owner: the object that keeps the memory.
+        buffer_size: the bytes of a buffer; None if they are unknown.
     """
 
     owner: Any = None
@@ -93,11 +93,11 @@ class Context(_Scalars):
 
 @device_function
 def wait_record(operation: int, rank: int, peer: int, place: int, epoch: int) -> int:
-    """Pack who waited for whom into 8 bytes, which are stored in one piece.
+    """Return a record of a wait: 8 bytes, which are stored atomically.
 
     Bits 56-62 operation (a number of ``waits.TABLE``), 48-55 rank, 40-47 peer, 24-39
-    channel or block, 0-23 epoch; signals have no epoch, but how many blocks the
-    simulator runs after this one.
+    channel or block, 0-23 epoch. Signals have the number of blocks that the simulator
+    runs after this one instead of an epoch.
     """
     who = operation << 56 | rank << 48 | peer << 40
     return who | (place & 0xFFFF) << 24 | (epoch & 0xFFFFFF)
@@ -105,10 +105,10 @@ def wait_record(operation: int, rank: int, peer: int, place: int, epoch: int) ->
 
 @device_function
 def fail(guard: Any, record: int) -> None:
-    """Put ``record`` on every rank's board: what is under way ends without success.
+    """Store ``record`` on every rank's board, so that all waits end without success.
 
-    Peers may be reading their boards: the record is one relaxed store, and nothing else
-    is published by it.
+    Peers may be reading their boards. The record is one relaxed store, which publishes
+    nothing else.
     """
     for r in range(guard.world_size):
         st_relaxed_sys_u64(guard.board + 8 * r, record)
@@ -118,8 +118,8 @@ def fail(guard: Any, record: int) -> None:
 def must_give_up(guard: Any, started: int, record: int) -> bool:
     """Return whether a wait that began at ``started`` (ns) must end without success.
 
-    It must when a rank has failed already, or when the deadline has passed, in which
-    case every rank's board gets ``record``.
+    It must end if a rank has failed, or if its deadline has passed. In the second case,
+    store ``record`` on every rank's board.
     """
     if ld_relaxed_sys_u64(guard.board + 8 * guard.rank) != 0:
         return True
@@ -174,14 +174,14 @@ def _slot(ctx: Any, owner: int, channel: int, source: int) -> int:
 
 @device_function
 def put_signal(ctx: Any, dst: int, channel: int) -> bool:
-    """Signal rank ``dst`` on ``channel``, once it has taken the signal before.
+    """Signal rank ``dst`` on ``channel``, after it has taken the previous signal.
 
-    One thread calls it. Its own earlier writes, and those it has synchronised with
-    (``syncthreads``), are visible to the thread that takes the signal (release).
-    ``channel`` is 0 to 127; on a GPU nothing checks it, or ``dst``.
+    One thread calls it. Earlier writes of this thread, and of threads with which it has
+    synchronized (``syncthreads``), are visible to the thread that takes the signal
+    (release). ``channel`` is 0 to 127. On a GPU, neither it nor ``dst`` is checked.
 
     Returns:
-        False if the deadline passed first, or another rank had failed.
+        False if the deadline has passed, or another rank has failed.
     """
     slot = _slot(ctx, dst, channel, ctx.rank)
     record = wait_record(PUT_SIGNAL, ctx.rank, dst, channel, later_blocks())
@@ -195,12 +195,12 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
 def wait_signal(ctx: Any, src: int, channel: int) -> bool:
     """Wait for rank ``src``'s signal on ``channel``, and take it.
 
-    One thread calls it; with ``syncthreads`` after it, its whole block sees what
-    ``src`` wrote before it signalled (acquire). ``channel`` is 0 to 127; on a GPU
-    nothing checks it, or ``src``.
+    One thread calls it. It sees what ``src`` wrote before the signal (acquire). After a
+    ``syncthreads``, its whole block does. ``channel`` is 0 to 127. On a GPU, neither it
+    nor ``src`` is checked.
 
     Returns:
-        False if the deadline passed first, or another rank had failed.
+        False if the deadline has passed, or another rank has failed.
     """
     slot = _slot(ctx, ctx.rank, channel, src)
     record = wait_record(WAIT_SIGNAL, ctx.rank, src, channel, later_blocks())
@@ -212,15 +212,15 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
 
 @device_function
 def barrier(ctx: Any, channel: int) -> bool:
-    """Meet the same block of every rank on ``channel``.
+    """Wait until the same block of every rank has called this on ``channel``.
 
-    Every thread of one block calls it, on every rank. What any thread of any of
-    these blocks wrote before is visible to all of them after. ``channel`` is 0 to 127;
-    on a GPU nothing checks it. It is made of signals, which a timeout's text names.
+    Every thread of one block calls it, on every rank. What any thread of these blocks
+    wrote before it is visible to all of them after it. ``channel`` is 0 to 127, which
+    is not checked on a GPU. It is made of signals, so a timeout's text names a signal.
 
     Returns:
-        False, in all threads of the block, if the deadline passed or a rank failed.
-        After that, store nothing that a peer may read.
+        False, in all threads of the block, if the deadline has passed or a rank has
+        failed. After that, store nothing that a peer may read.
     """
     thread = thread_index()
     threads = block_size()
@@ -252,14 +252,13 @@ def peer_address(ctx: Any, rank: int) -> int:
 def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
     """Return rank ``rank``'s buffer as a C-contiguous array.
 
-    Numba's ``cuda.atomic`` is atomic for the threads of one GPU only. On a peer's
-    array, or on one that a peer changes at the same time, it loses updates.
+    Numba's ``cuda.atomic`` is atomic for the threads of one GPU only. It loses updates
+    of a peer's array, and of an array that a peer changes at the same time.
 
     Args:
         ctx: the memory's context.
-        rank: whose buffer.
-        shape: an int or a tuple of ints; on a GPU nothing checks that it fits the
-            buffer.
+        rank: the rank of the buffer.
+        shape: an int or a tuple of ints. A GPU does not check that it fits.
         dtype: a NumPy scalar type, such as ``np.float32``.
     """
     check_peer(rank, ctx.world_size)

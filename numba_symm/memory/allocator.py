@@ -1,4 +1,4 @@
-"""This process' part of symmetric memory: blocks, found from any pointer inside."""
+"""This process' part of symmetric memory: blocks, found by any pointer into them."""
 
 import bisect
 import functools
@@ -18,7 +18,7 @@ _allocators: list["SymmetricMemoryAllocator"] = []
 
 
 def on_allocation_failure(callback: Callable[[], None]) -> None:
-    """Have ``callback`` run when an allocation fails, before it is tried again."""
+    """Call ``callback`` when an allocation fails, before the second attempt."""
     _on_failure.append(callback)
 
 
@@ -26,13 +26,13 @@ class Block:
     """An allocation of this process that can be mapped by peers.
 
     Attributes:
-        address: where it begins.
-        nbytes: as asked for.
-        backend: its kind of memory.
-        allocation: the backend's.
-        mapped: how many communicators have it mapped.
-        dropped: whether its owner is done with it.
-        own: whether it is this library's to free, and not freed yet.
+        address: the address of its first byte.
+        nbytes: the size that was requested.
+        backend: its backend.
+        allocation: the backend's allocation.
+        mapped: the number of communicators that have it mapped.
+        dropped: whether its owner has dropped it.
+        own: whether this library has to free it, and has not done so.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Block:
         self._free_if_unused()
 
     def unmapped(self) -> None:
-        """Note that one communicator has it mapped no more."""
+        """Note that one communicator has unmapped it."""
         self.mapped -= 1
         self._free_if_unused()
 
@@ -63,10 +63,10 @@ class Block:
 
 
 class SymmetricMemoryAllocator:
-    """Allocates memory that peers can map, and finds it again from a pointer.
+    """Allocates memory that peers can map, and finds blocks by their addresses.
 
-    Allocating and freeing involve no other rank. ``comm.allocator`` is the one of a
-    communicator's memory; communicators of one GPU and backend share it.
+    Its methods are not collective, except :meth:`rendezvous`. ``comm.allocator`` is the
+    allocator of a communicator. Communicators of one GPU and backend share it.
 
     Source: ``SymmetricMemoryAllocator`` of PyTorch's symmetric memory.
     """
@@ -75,13 +75,13 @@ class SymmetricMemoryAllocator:
         self._backend = backend
         self._blocks: dict[int, Block] = {}
         self._starts: list[int] = []
-        # Threads allocate, free and look up. Finalizers, which an RLock would let in
-        # between the steps of their own thread, defer what they have to free.
+        # For threads. An RLock would admit finalizers between the steps of their own
+        # thread, so finalizers defer their releases.
         self._lock = threading.RLock()
         forks.watch(self)
 
     def disown(self) -> None:
-        """Free nothing that a forked child has inherited: its parent does."""
+        """Free nothing that a forked child has inherited: its parent frees it."""
         self._lock = threading.RLock()
         for block in self._blocks.values():
             block.own = False
@@ -96,7 +96,7 @@ class SymmetricMemoryAllocator:
         return self.allocate(nbytes).address
 
     def allocate(self, nbytes: int, ranks: int = 1) -> Block:
-        """Return a new block, as ``ranks`` processes do; see :meth:`alloc`."""
+        """Return a new block; ``ranks`` processes of the host allocate as much."""
         what = "a number of bytes from 0 to 2**63 - 1"
         nbytes = arguments.integer(
             nbytes, "alloc", what, 0, 2**63 - 1, "pass how many are needed"
@@ -119,8 +119,8 @@ class SymmetricMemoryAllocator:
     def free(self, ptr: int) -> None:
         """Free the block that begins at ``ptr``.
 
-        Peers keep what they have mapped; the memory goes when no communicator has
-        the block mapped any more.
+        Peers keep their mappings. The memory is freed when no communicator has the
+        block mapped.
         """
         ptr = arguments.address(ptr, "free")
         block = self._blocks.get(ptr)
@@ -129,7 +129,7 @@ class SymmetricMemoryAllocator:
         self.release(block)
 
     def release(self, block: Block) -> None:
-        """Free a block, unless that was done already."""
+        """Free a block. Idempotent."""
         with self._lock:
             if block.dropped:
                 return
@@ -150,7 +150,7 @@ class SymmetricMemoryAllocator:
         return block if inside else None
 
     def get_alloc_size(self, ptr: int) -> int:
-        """Return the bytes asked for of the block that contains ``ptr``."""
+        """Return the requested size of the block that contains ``ptr``."""
         ptr = arguments.address(ptr, "get_alloc_size")
         block = self.find(ptr)
         if block is None:
@@ -177,7 +177,7 @@ class SymmetricMemoryAllocator:
 
 
 class Mapper(ABC):
-    """What maps blocks on all ranks: the heap of a communicator."""
+    """Maps blocks on all ranks: the heap of a communicator."""
 
     @abstractmethod
     def rendezvous(self, address: int) -> SymmetricMemory:
@@ -185,14 +185,14 @@ class Mapper(ABC):
 
 
 class HasHeap(Protocol):
-    """A communicator, as far as memory is concerned."""
+    """The members of a communicator that memory needs."""
 
     @property
     def heap(self) -> Mapper:
         """The communicator's symmetric memory."""
 
     def set_up(self, what: str) -> AbstractContextManager[None]:
-        """Make a call that all ranks make, once all are here, or raise on all."""
+        """Wait for all ranks, then make a call that all make, or raise on all."""
 
     def _alone(self, what: str) -> AbstractContextManager[None]:
         """Keep other threads' calls out."""

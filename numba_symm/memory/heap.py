@@ -1,4 +1,4 @@
-"""The symmetric memory of a communicator: which blocks are mapped on all its ranks."""
+"""The symmetric memory of a communicator: the blocks that all its ranks have mapped."""
 
 import weakref
 from collections.abc import Callable
@@ -22,12 +22,12 @@ class _Entry:
     """A block that is mapped on all ranks of one communicator.
 
     Attributes:
-        number: counts the communicator's blocks, equal on all ranks.
-        block: this rank's.
-        peers: every rank's, mapped here.
-        pad: its signal pad, once it has had a rendezvous.
-        owner: what keeps this rank's memory: an array's Memory (weakly, so that
-            the array may be dropped), or a registered array.
+        number: its number among the communicator's blocks, equal on all ranks.
+        block: this rank's block.
+        peers: every rank's block, mapped here.
+        pad: its signal pad, after a rendezvous.
+        owner: returns the object that keeps this rank's memory: an array's Memory (by a
+            weak reference, so that the array may be dropped), or a registered array.
     """
 
     number: int
@@ -47,11 +47,11 @@ class _Pad:
 
 
 class Place(NamedTuple):
-    """Where a part of a symmetric block lies.
+    """The addresses of a part of a symmetric block.
 
     Attributes:
-        addresses: by rank, where this rank sees that part of the rank's block.
-        seen: by rank, where the rank sees that part of this rank's block.
+        addresses: by rank, the address here of that part of the rank's block.
+        seen: by rank, the address there of that part of this rank's block.
     """
 
     addresses: tuple[int, ...]
@@ -70,16 +70,17 @@ class Heap(Mapper):
         self.allocator = allocator_of(group.backend.name, group.gpu.ordinal)
         self._entries: dict[int, _Entry] = {}
         self._count = 0
-        self.generation = 0  # changes with what is mapped
+        self.generation = 0  # changes with the mappings
         self._arenas: list[_Entry] = []
         self._free_pads: list[_Pad] = []
 
     def allocate(self, nbytes: int, what: str) -> tuple[Memory, Peers]:
         """Return zeroed memory and its mappings on all ranks.
 
-        It is given back some time after the last reference to the Memory is gone on
-        every rank: at the next allocation, or when the communicator closes. If that was
-        closed before: at the next allocation, or close, of any communicator.
+        When every rank has dropped its last reference to the Memory, the memory is
+        freed at the next allocation, or when the communicator is closed. If references
+        are dropped after that, it is freed at the next allocation, or close, of any
+        communicator.
         """
         self.reclaim()
         entry = self._allocate(nbytes, what)
@@ -100,7 +101,7 @@ class Heap(Mapper):
 
                 @undo.push
                 def release(kind: Any, error: BaseException | None, trace: Any) -> None:
-                    # If this rank alone gives up, peers may have it mapped for good.
+                    # If only this rank gives up, peers may keep it mapped.
                     frees = block.backend.frees_while_mapped
                     if frees or exchange.is_everybodys(error):
                         self.allocator.release(block)
@@ -131,17 +132,18 @@ class Heap(Mapper):
         entries = [self._entries.pop(number) for number in numbers]
         with self.group.exchange.agreed("unmapping dropped memory"):
             _unmap(entries)
-        # Every rank has unmapped them: the memory may go, whatever its kind.
+        # Every rank has unmapped them, so memory of every kind may be freed.
         for entry in entries:
             entry.block.unmapped()
         self._free_pads += [entry.pad for entry in entries if entry.pad is not None]
 
     def rendezvous(self, address: int, array: Any = None) -> SymmetricMemory:
-        """Return the symmetric memory around ``address``, mapping it if need be.
+        """Return the symmetric memory at ``address``. Map its block if needed.
 
         Args:
-            address: where it begins; at the same offset of its block on all ranks.
-            array: what keeps memory that is not this library's; kept until close.
+            address: the address of its first byte, at the same offset of its block on
+                all ranks.
+            array: the object that keeps memory of another library; kept until close.
         """
         exchange, what = self.group.exchange, "rendezvous"
         with exchange.agreed(what):
@@ -189,10 +191,11 @@ class Heap(Mapper):
         return Block(found.nbytes, ipc.IpcBackend(), found, own=False)
 
     def place(self, address: int, nbytes: int) -> Place | None:
-        """Return where symmetric memory lies, on all ranks if they passed the same.
+        """Return the addresses of symmetric memory on all ranks.
 
-        Not collective: other ranks' arrays may lie elsewhere. None: the bytes from
-        ``address`` on are not in one block that is kept as long as it is mapped.
+        Not collective: they are those of the same part of the other ranks' blocks, and
+        other ranks may have passed another part. None: the bytes from ``address`` on
+        are not in one block that is kept as long as it is mapped.
         """
         for entry in self._entries.values():
             offset = address - entry.block.address
@@ -219,16 +222,16 @@ class Heap(Mapper):
         return pad
 
     def close(self) -> None:
-        """Unmap all peers; free what no array views any more, the rest later."""
+        """Unmap all peers. Free blocks that no array views; free the others later."""
         entries = self._forget()
         with self.group.exchange.agreed("closing: unmapping peers"):
             _unmap(entries)
-        # Every rank has unmapped: the memory may go, whatever its kind.
+        # Every rank has unmapped, so memory of every kind may be freed.
         for entry in entries:
             entry.block.unmapped()
 
     def close_locally(self) -> None:
-        """Unmap all peers without any other rank.
+        """Unmap all peers, without other ranks.
 
         Memory that must not be freed while a peer has it mapped stays until the
         process ends.
@@ -244,10 +247,10 @@ class Heap(Mapper):
                     _never_freed.append(entry)
 
     def _forget(self) -> list[_Entry]:
-        deferred.give_back()  # the workspace among it
+        deferred.give_back()  # includes the workspace
         entries = list(self._entries.values())
         self._entries.clear()
-        for arena in self._arenas:  # no array views them: they go once unmapped
+        for arena in self._arenas:  # no array views them: freed when unmapped
             self.allocator.release(arena.block)
         self._arenas.clear()
         self._free_pads.clear()
@@ -258,7 +261,7 @@ _never_freed: list[_Entry] = []
 
 
 def _unmap(entries: list[_Entry]) -> None:
-    """Unmap the peers of every entry, whatever fails on the way."""
+    """Unmap the peers of every entry, even if one of them fails."""
     with ExitStack() as steps:
         for entry in entries:
             steps.callback(entry.peers.close)

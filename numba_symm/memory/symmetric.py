@@ -1,4 +1,4 @@
-"""What a rendezvous gives: every rank's buffer, with its signal pad."""
+"""The result of a rendezvous: the buffers and signal pads of all ranks."""
 
 import functools
 import math
@@ -17,17 +17,17 @@ from numba_symm.group import Group
 
 
 class SymmetricMemory:
-    """A buffer that every rank has and can reach on every other, with its signal pad.
+    """The buffers of all ranks, mapped in this process, and their signal pads.
 
-    Made by ``comm.rendezvous(array)``. Valid until the communicator closes.
+    Made by ``comm.rendezvous(array)``. Valid until the communicator is closed.
 
     Attributes:
         rank: this rank.
-        world_size: number of ranks.
-        buffer_size: bytes from the rendezvous' address to the block's end.
-        signal_pad_size: bytes of a signal pad.
-        buffer_ptrs: address of every rank's buffer in this process.
-        signal_pad_ptrs: address of every rank's signal pad in this process.
+        world_size: the number of ranks.
+        buffer_size: the bytes from the array's beginning to the end of its block.
+        signal_pad_size: the bytes of a signal pad.
+        buffer_ptrs: the address of every rank's buffer in this process.
+        signal_pad_ptrs: the address of every rank's signal pad in this process.
 
     Source: ``CUDASymmetricMemory`` of PyTorch.
     """
@@ -56,19 +56,19 @@ class SymmetricMemory:
         )
         self._group = group
         self._peers = peers
-        # What keeps this rank's memory; contexts and arrays over it keep that, too.
+        # It keeps this rank's memory. Contexts and arrays over it keep that, too.
         self._owner = owner
         self._ctx.owner = self._owner, tuple(peers.mappings)
         self._ctx.buffer_size = self.buffer_size
 
     @property
     def ctx(self) -> Context:
-        """The form that kernels take, an ordinary argument of any ``@cuda.jit`` kernel.
+        """The context to pass to ``@cuda.jit`` kernels, as an ordinary argument.
 
-        It keeps the memory until the communicator closes, as this object does.
+        Like this object, it keeps the memory until the communicator is closed.
 
         Raises:
-            ClosedError: the communicator was closed, or the memory has gone.
+            ClosedError: the communicator or the memory was closed.
         """
         self._check_mapped()
         return self._ctx
@@ -81,20 +81,20 @@ class SymmetricMemory:
 
     @property
     def buffer_ptrs_dev(self) -> int:
-        """Device address of an array of ``world_size`` uint64: the buffers.
+        """The device address of the buffers' addresses, ``world_size`` uint64.
 
         Raises:
-            ClosedError: the communicator was closed, or the memory has gone.
+            ClosedError: the communicator or the memory was closed.
         """
         self._check_mapped()
         return arrays.view(self._pointer_arrays[0], "buffer_ptrs_dev").address
 
     @property
     def signal_pad_ptrs_dev(self) -> int:
-        """Device address of an array of ``world_size`` uint64: the signal pads.
+        """The device address of the signal pads' addresses, ``world_size`` uint64.
 
         Raises:
-            ClosedError: the communicator was closed, or the memory has gone.
+            ClosedError: the communicator or the memory was closed.
         """
         self._check_mapped()
         return arrays.view(self._pointer_arrays[1], "signal_pad_ptrs_dev").address
@@ -102,20 +102,20 @@ class SymmetricMemory:
     def get_buffer(
         self, rank: int, shape: Any, dtype: Any, storage_offset: int = 0
     ) -> Any:
-        """Return an array over rank ``rank``'s buffer; not collective.
+        """Return an array over rank ``rank``'s buffer. Not collective.
 
         Args:
-            rank: whose buffer.
+            rank: the rank of the buffer.
             shape: the array's shape, an int or a tuple.
             dtype: the array's dtype.
             storage_offset: elements of ``dtype`` from the buffer's start.
 
         Returns:
-            A Numba device array. A peer's must not be used after the communicator
-            has closed; nothing orders its use with the peer's but signals.
+            A Numba device array. Only signals order accesses of this rank and of the
+            peer. A peer's array must not be used after the communicator was closed.
 
         Raises:
-            ArgumentError: there is no such rank, or the array does not fit.
+            ArgumentError: ``rank`` is not a rank, or the array does not fit.
         """
         self._check_open()
         dtype = arrays.checked_dtype(dtype, "get_buffer")
@@ -130,7 +130,7 @@ class SymmetricMemory:
     def _place(
         self, rank: int, shape: Any, dtype: Any, storage_offset: int, what: str
     ) -> tuple[tuple[int, ...], int]:
-        """Return the shape as a tuple and the first byte, if an array fits there."""
+        """Return the shape as a tuple, and the first byte. Check that it fits."""
         if not isinstance(rank, int | np.integer) or not 0 <= rank < self.world_size:
             raise ArgumentError(
                 f"{what}: rank {rank!r}; there are ranks 0 to {self.world_size - 1}"
@@ -155,22 +155,23 @@ class SymmetricMemory:
     ) -> None:
         """Enqueue a copy of ``x`` into rank ``rank``'s buffer, by a copy engine.
 
-        Not collective, and may be captured. It arrives where that rank's
-        ``get_buffer(rank, x.shape, x.dtype, storage_offset)`` looks. That it has come
-        is for a signal to tell: whoever takes one that this stream has put after the
-        copy, by :meth:`put_signal` or :meth:`barrier`, sees it. ``x`` must stay as it
-        is, and nobody may use its place at ``rank``, until then.
+        Not collective. May be captured. The target is
+        ``get_buffer(rank, x.shape, x.dtype, storage_offset)``. Announce the copy by a
+        :meth:`put_signal` or :meth:`barrier` on the same stream: the data is visible to
+        the peer after it has taken that signal. Until then, ``x`` must not change, and
+        the target must not be used.
 
         Args:
             x: a device array of this rank's GPU, in C order, of any dtype.
-            rank: whose buffer, this rank's included.
+            rank: the rank of the buffer; may be this rank.
             storage_offset: elements of x's dtype from the buffer's start.
-            stream: where to; None is the legacy default stream, whichever ``x`` names.
+            stream: the stream; None: the legacy default stream, even if ``x`` names
+                another one.
 
         Raises:
-            ArgumentError: there is no such rank, ``x`` is no such array, does not fit
-                or overlaps its place.
-            ClosedError: the communicator was closed, or the memory has gone.
+            ArgumentError: ``rank`` is not a rank, or ``x`` is not such an array, does
+                not fit, or overlaps the target.
+            ClosedError: the communicator or the memory was closed.
             CollectiveError: the communicator has failed.
         """
         self._check_open()
@@ -190,26 +191,27 @@ class SymmetricMemory:
     ) -> Any:
         """Enqueue a copy from rank ``rank``'s buffer, by a copy engine.
 
-        Not collective, and may be captured. It takes what is there when the stream
-        comes to it: let the stream first take a signal that ``rank`` put after writing.
+        Not collective. May be captured. The copy reads the buffer when the stream
+        reaches it. So first enqueue a :meth:`wait_signal` for a signal that ``rank``
+        puts after it has written the data.
 
         Args:
-            rank: whose buffer, this rank's included.
-            shape: the shape of what is there, an int or a tuple.
-            dtype: its dtype.
+            rank: the rank of the buffer; may be this rank.
+            shape: the shape of the data, an int or a tuple.
+            dtype: the dtype of the data.
             storage_offset: elements of ``dtype`` from the buffer's start.
-            out: where to: a device array of this rank's GPU of that shape and dtype,
+            out: the target, a device array of this rank's GPU of that shape and dtype,
                 in C order. None: a new array of ordinary device memory.
-            stream: where to enqueue; None is the legacy default stream.
+            stream: the stream; None: the legacy default stream.
 
         Returns:
-            ``out``, or the new array; what is in it is defined once the stream's work
+            ``out``, or the new array. Its contents are defined when the stream's work
             is done.
 
         Raises:
-            ArgumentError: there is no such rank, nothing of that size, ``out`` is no
-                such array or overlaps it, or out=None in a capture.
-            ClosedError: the communicator was closed, or the memory has gone.
+            ArgumentError: ``rank`` is not a rank; the data does not fit; ``out`` is not
+                such an array, overlaps the data, or is None in a capture.
+            ClosedError: the communicator or the memory was closed.
             CollectiveError: the communicator has failed.
         """
         self._check_open()
@@ -239,14 +241,13 @@ class SymmetricMemory:
         return view
 
     def fence(self, stream: Any = None) -> None:
-        """Enqueue a kernel whose one thread fences at system scope; not collective.
+        """Enqueue a kernel with one fence at system scope. Not collective.
 
-        What the stream has put before is visible to a peer that takes a signal which
-        the stream puts after. :meth:`put_signal` and :meth:`barrier` see to that
-        without a fence: their kernels begin once the copies before them are done, and
-        release at system scope. So a fence between them adds no order; it says what
-        is meant, for one launch. It does not wait for a peer, and orders nothing
-        between streams, which events do.
+        It orders earlier puts of the stream before its later signals. This order exists
+        without a fence: the kernels of :meth:`put_signal` and :meth:`barrier` begin
+        when earlier copies are done, and release at system scope. So a fence only
+        documents the order, at the cost of a launch. It waits for no peer, and does not
+        order streams, for which there are events.
         """
         self._check_open()
         pads.fence_kernel().bind(1)(streams.handle_or_default(stream))
@@ -254,35 +255,36 @@ class SymmetricMemory:
     def barrier(self, channel: int = 0, stream: Any = None) -> None:
         """Enqueue a barrier of all ranks on ``channel``. Every rank calls it.
 
-        What any rank's stream wrote before is visible to all ranks' streams after.
-        ``stream=None`` here, and for signals, is the legacy default stream.
+        What any rank's stream wrote before the barrier is visible to every rank's
+        stream after it.
 
         Args:
-            channel: 0 to 127; a (pair, channel) has one user at a time.
-            stream: where to enqueue.
+            channel: 0 to 127; each pair of ranks has one user of it at a time.
+            stream: the stream; None: the legacy default stream.
 
         Raises:
-            ArgumentError: there is no such channel.
-            ClosedError: the communicator was closed, or the memory has gone.
+            ArgumentError: ``channel`` is not a channel.
+            ClosedError: the communicator or the memory was closed.
             CollectiveError: the communicator has failed.
         """
         pads.check_channel(channel, "barrier")
         self._launch("barrier", pads.barrier_kernel, stream, channel)
 
     def put_signal(self, dst: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a signal to rank ``dst``, once it has taken the one before.
+        """Enqueue a signal to rank ``dst``, after it has taken the previous one.
 
-        What this rank's stream wrote before is visible to whoever takes it. Channels,
-        streams and errors are those of :meth:`barrier`; ``dst`` is another rank.
+        What this rank's stream wrote before the signal is visible to ``dst`` after it
+        has taken the signal. Channels, streams and errors are those of :meth:`barrier`.
+        ``dst`` is another rank.
         """
         pads.check_channel(channel, "put_signal")
         pads.check_peer(dst, self.rank, self.world_size, "put_signal")
         self._launch("put_signal", pads.put_signal_kernel, stream, dst, channel)
 
     def wait_signal(self, src: int, channel: int = 0, stream: Any = None) -> None:
-        """Enqueue a wait for rank ``src``'s signal, which takes it.
+        """Enqueue a wait for rank ``src``'s signal, and take the signal.
 
-        Channels, streams and errors are those of :meth:`barrier`; ``src`` is another
+        Channels, streams and errors are those of :meth:`barrier`. ``src`` is another
         rank.
         """
         pads.check_channel(channel, "wait_signal")
@@ -295,7 +297,7 @@ class SymmetricMemory:
         try:
             kernel(self.world_size).bind(1, self._ctx, *args)(handle)
         except BaseException as error:
-            # The other ranks have enqueued theirs. No graph comes of a capture.
+            # The other ranks have enqueued theirs. A capture is invalidated.
             if not streams.spoil_capture(handle):
                 self._group.abandon(error, what)
             raise
