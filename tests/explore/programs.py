@@ -7,7 +7,9 @@ from numba import cuda
 from numba_symm.collectives.protocols.workspace import MAX_BLOCKS, THREADS
 from numba_symm.device.intrinsics import (
     device_function,
+    globaltimer,
     ld_u64,
+    poll_pause,
     st_u64,
     syncthreads_or,
 )
@@ -71,6 +73,14 @@ def wait_for_signal(ctx: Any, src: int) -> None:
     """Wait for a peer's signal."""
     if cuda.threadIdx.x == 0:
         wait_signal(ctx, src, 0)
+
+
+@device_function
+def come_late(timeout: int) -> None:
+    """Let that time pass, about in which the peers give up."""
+    started = globaltimer()
+    while globaltimer() - started < timeout:
+        poll_pause()
 
 
 @device_function

@@ -9,8 +9,6 @@ from explore.scheduler import Machine, explore
 from explore.source import SMALL, device_code
 from explore.world import ALGORITHMS, MAILED, World, an_integer, region_of
 
-# With a block or two, 1 to 5 rounds; full and partial ones, whole vectors or not.
-COUNTS = [1, 2, 3, 5, 6, 8, 9, 13, 18, 21, 36]
 WORST = 400  # schedules in which a broken protocol must show; most need under 20
 by_anything_and_by_result = pytest.mark.parametrize(
     "races", [True, False], ids=["by anything", "by result"]
@@ -33,14 +31,34 @@ def each_broken(table, ranks=(2, 3)):
     return pytest.mark.parametrize(("algorithm", "edits", "ranks"), cases)
 
 
+def counts(shape):
+    """Return how many words a call may have.
+
+    With a block or two, 1 to 5 rounds; full and partial ones, whole vectors or not.
+    """
+    half = shape.threads * shape.rows  # of what a block sends in a round to one other
+    larger = [half * n // 4 for n in (6, 8, 9, 13, 18, 21, 36)]
+    return [1, 2, 3, 5, *larger]
+
+
+def a_count(world):
+    """Return how many words a call has."""
+    return world.random.choice(counts(world.code.shape))
+
+
+def some_blocks(machine, code):
+    """Return the most blocks of a call, in a communicator's agreed limit."""
+    return machine.random.choice(range(1, code.shape.blocks + 1))
+
+
 def all_reduces(code, *algorithms):
     """Calls of any size, one right after the other."""
 
     def scenario(machine):
-        world = World(machine, code, blocks=a_limit(machine.random, algorithms))
+        world = World(machine, code, blocks=a_limit(machine, code, algorithms))
         for _ in range(4):
             algorithm = machine.random.choice(algorithms)
-            world.all_reduce(algorithm, machine.random.choice(COUNTS))
+            world.all_reduce(algorithm, a_count(world))
             if machine.random.random() < 0.1:
                 world.barrier()
         world.run()
@@ -52,10 +70,10 @@ def calls_of(code, *names):
     """Calls of collectives, of which some use the same slots and flags."""
 
     def scenario(machine):
-        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        world = World(machine, code, blocks=some_blocks(machine, code))
         for _ in range(4):
             name = machine.random.choice(names)
-            count = machine.random.choice(COUNTS)
+            count = a_count(world)
             if name in ALGORITHMS:
                 world.all_reduce(name, count)
             else:
@@ -70,9 +88,9 @@ def mailed_calls(code, transport):
 
     def scenario(machine):
         algorithm = f"one_shot_{transport}"
-        world = World(machine, code, blocks=a_limit(machine.random, [algorithm]))
+        world = World(machine, code, blocks=a_limit(machine, code, [algorithm]))
         for _ in range(4):
-            count = machine.random.choice(COUNTS)
+            count = a_count(world)
             if machine.random.random() < 0.2:
                 world.all_reduce(algorithm, count)
             else:
@@ -89,7 +107,7 @@ def calls_on_own_arrays(code, epochs=0, lag=0):
     """
 
     def scenario(machine):
-        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        world = World(machine, code, blocks=some_blocks(machine, code))
         region = world.layout.direct
         if epochs:
             world.plant_epochs(region, epochs, epochs - lag)
@@ -97,7 +115,7 @@ def calls_on_own_arrays(code, epochs=0, lag=0):
             packets = 8 * (world.size - 1)
             for at in range(region.slots, region.slots + 8 * packets, 8):
                 world.memory.plant(workspace + at, 8, epochs << 32 | 77)
-        count = machine.random.choice(COUNTS)
+        count = a_count(world)
         arrays = world.map("array", 8 * count + 8)
         if machine.random.random() < 0.1:
             arrays[0] += 8  # not aligned to 16 bytes
@@ -144,7 +162,7 @@ def calls_after_many(code, lag):
     """All-reduces after calls that raise one set of flags only, for so many epochs."""
 
     def scenario(machine):
-        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        world = World(machine, code, blocks=some_blocks(machine, code))
         region = world.layout.chunked
         first_set = 4 * world.size * world.blocks
         for workspace in world.workspaces:
@@ -153,7 +171,7 @@ def calls_after_many(code, lag):
             for at in range(region.flags, region.flags + first_set, 4):
                 world.memory.plant(workspace + at, 4, lag)
         for _ in range(2):
-            world.all_reduce("chunked_all_reduce", machine.random.choice(COUNTS))
+            world.all_reduce("chunked_all_reduce", a_count(world))
         world.run()
 
     return scenario
@@ -163,12 +181,12 @@ def calls_at_the_wrap(code, *names):
     """Calls on the same slots as the epochs come round."""
 
     def scenario(machine):
-        world = World(machine, code, blocks=machine.random.choice([1, 2]))
+        world = World(machine, code, blocks=some_blocks(machine, code))
         region = world.layout.chunked
         epoch = 2**32 - 1 - machine.random.randrange(12)
         world.plant_epochs(region, epoch)
         for _ in range(4):
-            name, count = machine.random.choice(names), machine.random.choice(COUNTS)
+            name, count = machine.random.choice(names), a_count(world)
             if name in ALGORITHMS:
                 world.all_reduce(name, count)
             else:
@@ -178,24 +196,49 @@ def calls_at_the_wrap(code, *names):
     return scenario
 
 
-def messages(code):
-    """Launches of several messages each, between any ranks, and of none at some."""
+def messages(code, epoch=0):
+    """Launches of several messages each, between any ranks, and of none at some.
+
+    After so many pieces of each channel, as ``epoch`` says.
+    """
 
     def scenario(machine):
-        world = World(machine, code, blocks=machine.random.choice([2, 4]))
+        world = World(machine, code, blocks=channels(machine, code))
+        if epoch:
+            world.plant_pieces(epoch)
         for _ in range(3):
-            lengths = [1, 2, 3, 8, 9, 17, 33]
             number = machine.random.choice([1, 2, 2, 3])
-            world.messages(*(machine.random.choice(lengths) for _ in range(number)))
+            world.messages(*(a_length(world) for _ in range(number)))
         world.run()
 
+    scenario.blocks = blocks_of_messages
     return scenario
 
 
-def a_limit(random, algorithms):
-    """Return the most blocks of a communicator's calls: one of an algorithm or two."""
+def blocks_of_messages(ranks, shape):
+    """Return the most blocks of a launch: each end of a pair has one, each way."""
+    return max(shape.blocks, 2 * (ranks - 1))
+
+
+def channels(machine, code):
+    """Return the most blocks of a communicator that has so many channels, or fewer."""
+    most = code.workspace.channels_of(machine.ranks)
+    return 2 * (machine.ranks - 1) * machine.random.choice(range(1, most + 1))
+
+
+def a_length(world):
+    """Return how many words a message has: up to five pieces of a channel."""
+    shape = world.code.shape
+    piece = 2 * shape.threads * shape.rows
+    all_channels = piece * world.code.workspace.channels_of(world.size)
+    larger = [piece, piece + 1, 2 * all_channels + 1, 4 * all_channels + 1]
+    return world.random.choice([1, 2, 3, *larger])
+
+
+def a_limit(machine, code, algorithms):
+    """Return the most blocks of a communicator's calls: one of an algorithm or more."""
     weight = 2 if any(name.endswith("_ll") for name in algorithms) else 1
-    return weight * random.choice([1, 2])
+    return weight * some_blocks(machine, code)
 
 
 def all_reduces_at_the_wrap(code, algorithm):
@@ -206,7 +249,7 @@ def all_reduces_at_the_wrap(code, algorithm):
     """
 
     def scenario(machine):
-        world = World(machine, code, blocks=a_limit(machine.random, [algorithm]))
+        world = World(machine, code, blocks=a_limit(machine, code, [algorithm]))
         region = getattr(world.layout, region_of(algorithm))
         mailed = algorithm in MAILED
         one_flight = mailed and algorithm.startswith("one")
@@ -367,11 +410,10 @@ def search(scenario, ranks, schedules, shape=SMALL, haste=0.0, **memory):
         haste: how likely a look at the clock finds that a deadline has passed.
         memory: attributes of the memory.
     """
-    # Each end of a pair has a block for its messages, each way.
-    blocks = 2 * (ranks - 1) if scenario.__qualname__.startswith("messages") else 0
+    blocks = getattr(scenario, "blocks", lambda ranks, shape: shape.blocks)
 
     def make(seed):
-        machine = Machine(ranks, max(shape.blocks, blocks), shape.threads, seed)
+        machine = Machine(ranks, blocks(ranks, shape), shape.threads, seed)
         machine.haste = haste
         machine.memory.last = 0.3 if haste else 0.05
         for name, value in memory.items():

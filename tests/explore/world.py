@@ -103,6 +103,21 @@ class World:
                 known = epoch if flags is None else flags
                 self.memory.plant(workspace + at, 4, known)
 
+    def plant_pieces(self, epoch):
+        """Let all channels of messages go on as after ``epoch`` pieces."""
+        region, depth = self.layout.transfer, self.code.workspace.DEPTH
+        lanes = (self.size - 1) * self.code.workspace.channels_of(self.size)
+        credits_at = region.flags + 8 * depth * lanes
+        for workspace in self.workspaces:
+            for at in range(region.epochs, region.flags, 4):
+                self.memory.plant(workspace + at, 4, epoch)
+            for lane in range(lanes):
+                self.memory.plant(workspace + credits_at + 4 * lane, 4, epoch)
+                for piece in range(epoch - depth + 1, epoch + 1):
+                    slot = depth * lane + piece % depth
+                    word = 8 << 32 | piece  # of a message of 8 bytes
+                    self.memory.plant(workspace + region.flags + 8 * slot, 8, word)
+
     def inputs(self, count, draw=None):
         """Return every rank's address of random words, and the words."""
         addresses = self.map("input", 8 * count + 8)
@@ -177,68 +192,104 @@ class World:
             args = (comm, array, target, count, INT64, "sum", root)
             getattr(self.code, name).bind(*args)(self.streams[comm.rank])
 
+    def own_arrays(self, count):
+        """Add a call between new arrays of the ranks, to or from any root."""
+        name = self.random.choice(["direct_broadcast", "direct_reduce"])
+        refusing = self.random.choice([None, None, None, *range(self.size)])
+        root = self.random.randrange(self.size)
+        arrays, words = self.inputs(count)
+        outputs = arrays
+        if name == "direct_broadcast":
+            for array in arrays:
+                self.expect(array, words[root])
+        else:
+            outputs = self.random.choice([arrays, self.map("output", 8 * count)])
+            total = [sum(column) for column in zip(*words, strict=True)]
+            self.expect(outputs[root], total)
+        self.on_own_arrays(name, root, arrays, outputs, count, refusing)
+
     def messages(self, *counts):
         """Add messages of some lengths between any ranks, in one launch a rank."""
+        self.groups(counts, lambda number: [range(number)])
+
+    def groups(self, counts, divided):
+        """Add messages of some lengths between any ranks, in launches of a rank's own.
+
+        ``divided`` returns the places of each launch's messages, among so many.
+        """
         Message = self.code.transfer.Message
-        sends, receives = [], []
+        mine = [[] for _ in self.comms]  # of each rank: whether it receives, a message
         for count in counts:
             src, dst = self.random.sample(range(self.size), 2)
             arrays, words = self.inputs(count)
             target = self.map("output", 8 * count)[dst]
-            sends.append((src, Message(dst, arrays[src], 8 * count)))
-            receives.append((dst, Message(src, target, 8 * count)))
+            mine[src].append((False, Message(dst, arrays[src], 8 * count)))
+            mine[dst].append((True, Message(src, target, 8 * count)))
             self.expect(target, words[src])
-        for comm in self.comms:
-            lists = [
-                [m for r, m in found if r == comm.rank] for found in (sends, receives)
-            ]
-            if any(lists):
-                self.streams[comm.rank].append(self.code.transfer.bind(comm, *lists))
+        for comm, messages in zip(self.comms, mine, strict=True):
+            for places in divided(len(messages)):
+                of_launch = [messages[place] for place in places]
+                lists = [
+                    [each for received, each in of_launch if received == receiving]
+                    for receiving in (False, True)
+                ]
+                if any(lists):
+                    launch = self.code.transfer.bind(comm, *lists)
+                    self.streams[comm.rank].append(launch)
 
     def scan(self, count):
-        """Add an inclusive scan by ``chunked_exchange``."""
-        kind = self.random.choice(KINDS)
-        exchanged = self.code.exchange.EXCHANGES["scan"]
-        sources, words = self.inputs(count, DRAW[kind])
-        targets = self.map("output", 8 * count)
-        for comm, source, target in zip(self.comms, sources, targets, strict=True):
-            args = (exchanged, comm, source, target, count, kind, "sum")
-            self.streams[comm.rank].append(self.code.chunked_exchange.bind(*args))
-            columns = zip(*words[: comm.rank + 1], strict=True)
-            self.expect(target, [TOTAL[kind](column) for column in columns])
+        """Add an inclusive scan in chunks."""
+        self.exchange("chunked", "scan", count)
 
     def gather(self, count):
-        """Add an all-gather by ``chunked_exchange``."""
-        exchanged = self.code.exchange.EXCHANGES["all_gather"]
-        sources, words = self.inputs(count)
-        targets = self.map("output", 8 * count * self.size + 8)
-        for comm, source, target in zip(self.comms, sources, targets, strict=True):
-            args = (exchanged, comm, source, target, count, INT64, "sum")
-            self.streams[comm.rank].append(self.code.chunked_exchange.bind(*args))
-            for rank, mine in enumerate(words):
-                self.expect(target + 8 * count * rank, mine)
+        """Add an all-gather in chunks."""
+        self.exchange("chunked", "all_gather", count)
 
     def mailed(self, transport, count):
-        """Add a broadcast or a reduction of any root, or a scan, by ``exchange``."""
+        """Add a broadcast or a reduction of any root, or a scan, by mailboxes."""
         name = self.random.choice(["broadcast", "reduce", "scan"])
-        exchanged = self.code.exchange.EXCHANGES[name]
+        self.exchange(transport, name, count)
+
+    def exchange(self, way, name, count):
+        """Add any exchange, by mailboxes of a transport or ``chunked``.
+
+        ``count`` words are a rank's shard where the input or output has shards.
+        """
+        kind, outputs = self.code.exchange.EXCHANGES[name], self.code.exchange.Output
         root = self.random.randrange(self.size)
-        moved = FLOAT64 if transport == "sentinel" else self.random.choice(KINDS)
-        sources, words = self.inputs(count, DRAW[moved])
-        in_place = name == "broadcast" or self.random.random() < 0.5
-        targets = sources if in_place else self.map("output", 8 * count)
+        moved = FLOAT64 if way == "sentinel" else self.random.choice(KINDS)
+        shards_out = kind.output is outputs.PARTS
+        sources, words = self.inputs(count * self.size**kind.parts_in, DRAW[moved])
+        targets = sources
+        if name != "broadcast" and (
+            name not in ("reduce", "scan") or self.random.random() < 0.5
+        ):
+            targets = self.map("output", 8 * count * self.size**shards_out)
         for comm, source, target in zip(self.comms, sources, targets, strict=True):
-            args = (transport, exchanged, comm, source, target, count, moved, "sum")
-            self.streams[comm.rank].append(self.code.exchange.bind(*args, root))
-            if name == "broadcast":
-                total = words[root]
-                if transport == "sentinel":
-                    total = [w if w != ALL_ONES else None for w in total]
-                self.expect(target, total)
-            elif name == "scan" or comm.rank == root:
-                last = comm.rank + 1 if name == "scan" else self.size
-                columns = zip(*words[:last], strict=True)
-                self.expect(target, [TOTAL[moved](column) for column in columns])
+            args = (kind, comm, source, target, count, moved, "sum", root)
+            if way == "chunked":
+                launch = self.code.chunked_exchange.bind(*args)
+            else:
+                launch = self.code.exchange.bind(way, *args)
+            self.streams[comm.rank].append(launch)
+            mine = words
+            if kind.parts_in:
+                mine = [each[comm.rank * count :][:count] for each in words]
+            taken = kind.output.taken(comm.rank, self.size, root)
+            if shards_out:
+                wanted = [word for shard in mine for word in shard]
+            elif name == "broadcast":
+                wanted = words[root]
+            elif taken > 0:
+                columns = zip(*mine[:taken], strict=True)
+                wanted = [TOTAL[moved](column) for column in columns]
+            elif name == "exscan":
+                wanted = [IDENTITY[moved]] * count
+            else:
+                wanted = []  # this rank has no output
+            if way == "sentinel":
+                wanted = [None if word == ALL_ONES else word for word in wanted]
+            self.expect(target, wanted)
 
     def barrier(self):
         for comm in self.comms:
@@ -371,4 +422,5 @@ def integer_sum(words):
 
 KINDS = INT64, FLOAT64
 DRAW = {INT64: a_word, FLOAT64: a_float}
+IDENTITY = {INT64: 0, FLOAT64: 1 << 63}  # 0 and -0.0
 TOTAL = {INT64: integer_sum, FLOAT64: float_sum}

@@ -1,0 +1,182 @@
+"""The protocols in larger shapes than elsewhere, with few schedules each.
+
+More threads, blocks and vectors of a thread, and up to four ranks: mailboxes of several
+steps, blocks of which some have nothing to do, rings that are no powers of 2.
+"""
+
+import pytest
+
+from explore.markers import removed, within
+from explore.scenarios import (
+    a_count,
+    a_length,
+    blocks_of_messages,
+    breaks,
+    calls_on_own_arrays,
+    channels,
+    holds,
+    messages,
+    some_blocks,
+)
+from explore.scheduler import TIMEOUT, Launch
+from explore.source import Shape, device_code
+from explore.test_failures import HASTE, IMPATIENT
+from explore.world import ALGORITHMS, World
+
+TRANSPORTS = "sentinel", "marked", "ll"
+EXCHANGES = "all_gather", "all_to_all", "reduce_scatter", "scan", "exscan"
+ROOTED = "reduce", "broadcast"
+
+each_shape = pytest.mark.parametrize(
+    "shape",
+    [Shape(2, 2, 4), Shape(3, 3, 4)],
+    ids=lambda shape: "-".join(map(str, shape)),
+)
+each_size = pytest.mark.parametrize("ranks", [2, 3, 4])
+
+
+def exchanges(code, *ways):
+    """Exchanges of every kind."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=2 * some_blocks(machine, code))
+        for _ in range(4):
+            way = machine.random.choice(ways)
+            add_exchange(world, way)
+        world.run()
+
+    return scenario
+
+
+def add_exchange(world, way):
+    kinds = EXCHANGES if way == "chunked" else EXCHANGES + ROOTED
+    world.exchange(way, world.random.choice(kinds), a_count(world))
+
+
+def everything(code, late=False):
+    """Calls of every kind; one rank may be ``late``, about when the others give up."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=2 * some_blocks(machine, code))
+        random = machine.random
+        some = {
+            "all_reduce": lambda: world.all_reduce(
+                random.choice(ALGORITHMS), a_count(world)
+            ),
+            "mailed": lambda: add_exchange(world, random.choice(TRANSPORTS)),
+            "chunked": lambda: add_exchange(world, "chunked"),
+            "reduce": lambda: world.reduce(a_count(world)),
+            "broadcast": lambda: world.broadcast(a_count(world)),
+            "barrier": world.barrier,
+            "own_arrays": lambda: world.own_arrays(a_count(world)),
+            "messages": lambda: world.messages(a_length(world), a_length(world)),
+        }
+        for _ in range(3 if late else 5):
+            random.choice(list(some.values()))()
+        if late:
+            stream = random.choice(world.streams)
+            waiting = Launch(code.programs.come_late, 1, (TIMEOUT,))
+            stream.insert(random.randrange(len(stream) + 1), waiting)
+        world.run()
+
+    scenario.blocks = lambda ranks, shape: blocks_of_messages(
+        ranks, shape._replace(blocks=2 * shape.blocks)
+    )
+    return scenario
+
+
+def groups(code, epoch=0):
+    """Messages that each rank groups into launches of its own, as in ``messages``."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=channels(machine, code))
+        if epoch:
+            world.plant_pieces(epoch)
+
+        def divided(number):
+            places = list(range(number))
+            while places:
+                some = 1 + machine.random.randrange(len(places))
+                yield places[:some]
+                del places[:some]
+
+        for _ in range(2):
+            number = machine.random.choice([2, 3, 4])
+            world.groups([a_length(world) for _ in range(number)], divided)
+        world.run()
+
+    scenario.blocks = blocks_of_messages
+    return scenario
+
+
+CALLS = {
+    "exchanges_mailed": lambda code: exchanges(code, *TRANSPORTS),
+    "exchanges_chunked": lambda code: exchanges(code, "chunked"),
+    "everything": everything,
+    "own_arrays": calls_on_own_arrays,
+    "own_arrays_at_the_wrap": lambda code: calls_on_own_arrays(code, 2**32 - 2),
+    "messages": messages,
+    "groups": groups,
+}
+
+
+@each_shape
+@each_size
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_in_larger_shapes(name, ranks, shape):
+    holds(CALLS[name](device_code(shape=shape)), ranks, 36 // ranks, shape=shape)
+
+
+@each_shape
+@each_size
+def test_a_rank_about_the_deadline(ranks, shape):
+    code = device_code(IMPATIENT, shape=shape)
+    calls = everything(code, late=True)
+    holds(calls, ranks, 120 // ranks, shape=shape, haste=HASTE)
+
+
+FOUR_CHANNELS = {2: Shape(2, 8, 2), 3: Shape(2, 16, 2)}
+LAST = 2**32 - 3  # pieces, after which the next ones come round
+
+
+@pytest.mark.parametrize("epoch", [0, LAST], ids=["from the start", "at the wrap"])
+@pytest.mark.parametrize("calls", [messages, groups])
+@pytest.mark.parametrize("ranks", FOUR_CHANNELS)
+def test_messages_through_four_channels(ranks, calls, epoch):
+    shape = FOUR_CHANNELS[ranks]
+    code = device_code(shape=shape)
+    assert code.workspace.channels_of(ranks) == 4
+    holds(calls(code, epoch), ranks, 30 // ranks, shape=shape)
+
+
+BROKEN = {
+    "exchanges_mailed": removed("mailboxes", "fence"),
+    "exchanges_chunked": removed("flags", "fence"),
+    "everything": removed("flags", "meet"),
+    "own_arrays": removed("handshake", "fence-before"),
+    "own_arrays_at_the_wrap": removed("handshake", "fence-after"),
+    "messages": removed("transfer", "credit-meet"),
+    "groups": removed("transfer", "flag-meet"),
+}
+
+
+@each_shape
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_broken_is_found_in_larger_shapes(name, shape):
+    code = device_code(BROKEN[name], shape=shape)
+    breaks(CALLS[name](code), 3, shape=shape)
+
+
+@each_shape
+def test_who_gave_up_and_goes_on_is_found_in_larger_shapes(shape):
+    edit = within("mailboxes", "arrived", "arrived", "True")
+    code = device_code(IMPATIENT, edit, shape=shape)
+    breaks(everything(code, late=True), 3, shape=shape, haste=HASTE)
+
+
+@pytest.mark.parametrize("calls", [messages, groups])
+def test_credits_that_are_compared_without_the_wrap_are_found(calls):
+    old = "(ld_acquire_sys_u32(flag) - epoch) & 0xFFFFFFFF >= 0x80000000"
+    edit = within("signals", "await-epoch", old, "ld_acquire_sys_u32(flag) < epoch")
+    shape = FOUR_CHANNELS[2]
+    breaks(calls(device_code(edit, shape=shape), LAST), 2, shape=shape)
