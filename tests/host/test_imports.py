@@ -16,7 +16,7 @@ LAZY = {
 
 def rooms():
     """Return the names in the first column of the table, by row."""
-    text = ARCHITECTURE.read_text().partition("## The house\n")[2]
+    text = ARCHITECTURE.read_text().partition("## Modules\n")[2]
     table = text.partition("\n| room |")[2].partition("\n\n")[0]
     return [re.findall(r"`(.+?)`", row.split("|")[1]) for row in table.splitlines()[2:]]
 
