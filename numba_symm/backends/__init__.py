@@ -1,4 +1,4 @@
-"""Where symmetric memory comes from and how a peer maps it: one file a kind."""
+"""Backends: allocation of symmetric memory and mappings of peers' memory."""
 
 from numba_symm.backends.host import HostBackend
 from numba_symm.backends.ipc import IpcBackend
@@ -8,14 +8,14 @@ from numba_symm.errors import ArgumentError
 
 
 def create(name: str, ordinal: int) -> Backend:
-    """Return the backend called ``name`` for the GPU with that ordinal."""
+    """Return the backend ``name`` for the GPU ``ordinal``."""
     if name == "vmm":
         return VmmBackend(ordinal)
     if name == "ipc":
         return IpcBackend()
     if name == "host":
         return HostBackend()
-    raise ArgumentError(f"there is no backend {name!r}; use vmm, ipc or host")
+    raise ArgumentError(f"expected backend vmm, ipc or host, got {name!r}")
 
 
 __all__ = ["Allocation", "Backend", "Mapping", "create"]

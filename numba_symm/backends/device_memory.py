@@ -6,7 +6,7 @@ from numba_symm import driver
 
 
 class DeviceMemory:
-    """Synchronous access by the host to any address a GPU can reach."""
+    """Synchronous accesses of the host to any address that a GPU can access."""
 
     def write(self, address: int, data: bytes) -> None:
         """Copy bytes to a device address, a peer's mapped memory included."""
@@ -20,6 +20,6 @@ class DeviceMemory:
         return data.raw
 
     def fill(self, address: int, nbytes: int, byte: int = 0) -> None:
-        """Set every byte; done when it returns."""
+        """Set every byte, and wait until that is done."""
         driver.call("cuMemsetD8", address, byte, nbytes)
         driver.call("cuCtxSynchronize")

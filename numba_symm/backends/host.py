@@ -1,4 +1,4 @@
-"""Shared host memory, for Numba's CUDA simulator: a memfd, mapped by every rank."""
+"""Shared host memory for Numba's CUDA simulator: memory files that every rank maps."""
 
 import ctypes
 import faulthandler
@@ -15,14 +15,14 @@ from numba_symm.errors import BackendError
 
 
 class HostBackend:
-    """Anonymous files that peers map by descriptor."""
+    """Anonymous files, which peers map by their descriptors."""
 
     name = "host"
     exports_fd = True
     frees_while_mapped = True
 
     def __init__(self) -> None:
-        # A kernel's access outside of any memory ends the process: say where it was.
+        # A kernel's access outside of any memory ends the process. Print its location.
         if not faulthandler.is_enabled():
             faulthandler.enable(2)
 
@@ -43,7 +43,7 @@ class HostBackend:
         return Allocation(address_of(memory), size, (fd, memory))
 
     def free(self, allocation: Allocation) -> None:
-        """Give the memory back; it goes with the last array that views it."""
+        """Free the memory, which lives until no array views it."""
         fd = allocation.resource[0]
         with _lock:
             del _allocated[fd]
@@ -54,10 +54,12 @@ class HostBackend:
         return os.dup(allocation.resource[0])
 
     def open(self, handle: Any, nbytes: int) -> Mapping:
-        """Map the file behind a peer's descriptor."""
+        """Map the file of a peer's descriptor."""
         found = os.fstat(handle).st_size
         if found < nbytes:
-            raise BackendError(f"a peer's memory has {found} bytes, not {nbytes}")
+            raise BackendError(
+                f"expected a peer's memory of {nbytes} bytes, got {found}"
+            )
         try:
             memory = mmap.mmap(handle, nbytes)
         except OSError as error:
@@ -65,7 +67,7 @@ class HostBackend:
         return Mapping(address_of(memory), nbytes, memory)
 
     def close(self, mapping: Mapping) -> None:
-        """Do nothing: the map goes with the last array that views it."""
+        """Do nothing: the mapping ends with the last array that views it."""
 
     def write(self, address: int, data: bytes) -> None:
         """Copy bytes to an address."""
@@ -81,12 +83,12 @@ class HostBackend:
 
 
 def memory_file(name: str, nbytes: int) -> int:
-    """Return the descriptor of a new memory file, whose size nobody can change.
+    """Return the descriptor of a new memory file, whose size cannot be changed.
 
-    Truncating a file ends every process that touches what it had mapped of it.
+    If a file were truncated, every process that accesses its mapping would end.
 
     Args:
-        name: what ``/proc`` calls the file.
+        name: the file's name in ``/proc``.
         nbytes: its size.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -107,8 +109,8 @@ _lock = threading.RLock()  # other threads close none while one looks at them al
 def _refuse_too_much(nbytes: int, ranks: int) -> None:
     """Raise BackendError unless all ranks' arrays fit into the host's memory.
 
-    What was allocated and never written takes no memory yet. All ranks have as much of
-    that, as what they allocate is symmetric.
+    Memory that was allocated but not written is not used yet. All ranks have as much of
+    it, because their allocations are symmetric.
     """
     unwritten = sum(_unwritten(fd, size) for fd, size in list(_allocated.items()))
     left = host_memory.available()
@@ -121,7 +123,7 @@ def _refuse_too_much(nbytes: int, ranks: int) -> None:
 
 
 def _unwritten(fd: int, nbytes: int) -> int:
-    """Return how many bytes of a file take no memory yet."""
+    """Return the bytes of a file that use no memory yet."""
     try:
         return nbytes - _BLOCK * os.fstat(fd).st_blocks
     except OSError:  # a finalizer of this thread has freed it meanwhile
@@ -132,5 +134,5 @@ _BLOCK = 512  # bytes, what st_blocks counts
 
 
 def address_of(memory: mmap.mmap) -> int:
-    """Return where a writable map lies."""
+    """Return the address of a writable mapping."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,7 +1,7 @@
-"""How much memory this host has left for Numba's simulator.
+"""The memory that this host has left for Numba's simulator.
 
-Linux hands shared memory out without counting it, and kills a process that writes to
-more of it than there is. So who allocates looks first.
+Linux allocates more shared memory than there is, and kills a process that writes to too
+much of it. So the simulator checks before it allocates.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def available() -> int:
-    """Return the bytes that this process can still take, on the host and by its groups.
+    """Return the bytes that this process can still use, on the host and in its groups.
 
-    Memory that only caches files counts as free; swap does not count.
+    Memory that caches files counts as free. Swap space does not count.
     """
     return min([_of_host(), *_of_groups()])
 
@@ -23,13 +23,13 @@ def _of_host() -> int:
     for line in (_PROC / "meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])
-    raise OSError("/proc/meminfo does not say MemAvailable")
+    raise OSError("/proc/meminfo has no MemAvailable")
 
 
 def _of_groups() -> Iterator[int]:
-    """Yield what each control group of this process can still take, if it has a limit.
+    """Yield the bytes that are left in each control group that has a limit.
 
-    Where a container hides the groups above its own, the mount's root is its own.
+    If a container hides the groups above its own, its own is the root of the mount.
     """
     try:
         lines = (_PROC / "self/cgroup").read_text().splitlines()
@@ -58,7 +58,7 @@ def _of_groups() -> Iterator[int]:
 
 
 def _caching(folder: Path, prefix: str) -> int:
-    """Return the bytes of files that a group caches, and gives up if need be."""
+    """Return the bytes of files that a group caches, which can be freed."""
     lines = (folder / "memory.stat").read_text().splitlines()
     stat = dict(line.split(" ", 1) for line in lines)
     kinds = (f"{prefix}inactive_file", f"{prefix}active_file")

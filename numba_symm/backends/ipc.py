@@ -1,7 +1,6 @@
-"""Legacy CUDA IPC: ``cudaMalloc`` memory, named by 64-byte handles.
+"""Legacy CUDA IPC: memory of ``cudaMalloc``, with handles of 64 bytes.
 
-Also registers arrays that other libraries allocated that way, wherever inside an
-allocation they lie.
+Also finds the allocation of arrays that other libraries allocated in this way.
 
 Source: `CUDA driver API, memory management
 <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>`_ (``cuIpc*``).
@@ -15,8 +14,8 @@ from numba_symm.backends.device_memory import DeviceMemory
 from numba_symm.backends.protocol import Allocation, Mapping
 from numba_symm.errors import BackendError, DriverError
 
-_HANDLE_BYTES = 64  # read by address: cuda-bindings 13.4 made handles opaque
-_GRANULARITY = 2 << 20  # whole pages: a handle names the page, other users' data too
+_HANDLE_BYTES = 64  # read by address, because handles are opaque in cuda-bindings 13.4
+_GRANULARITY = 2 << 20  # whole pages, because a handle exports a whole page
 
 
 class IpcBackend(DeviceMemory):
@@ -38,7 +37,7 @@ class IpcBackend(DeviceMemory):
         return Allocation(address, size, None)
 
     def free(self, allocation: Allocation) -> None:
-        """Free the memory, which no peer may have mapped any more."""
+        """Free the memory, which all peers must have unmapped."""
         driver.call("cuMemFree", allocation.address)
 
     def export(self, allocation: Allocation) -> bytes:
@@ -47,7 +46,7 @@ class IpcBackend(DeviceMemory):
         return ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
 
     def open(self, handle: Any, nbytes: int) -> Mapping:
-        """Map the allocation behind a peer's handle."""
+        """Map the allocation of a peer's handle."""
         from cuda.bindings import driver as binding
 
         ipc = binding.CUipcMemHandle()
@@ -57,10 +56,10 @@ class IpcBackend(DeviceMemory):
         return Mapping(address, nbytes, None)
 
     def close(self, mapping: Mapping) -> None:
-        """Unmap a peer's allocation, after whatever still uses it.
+        """Wait for the GPU, and unmap a peer's allocation.
 
         Raises:
-            DriverError: that cannot be waited for; the allocation stays mapped.
+            DriverError: the wait failed; the allocation stays mapped.
         """
         driver.call("cuCtxSynchronize")
         driver.call("cuIpcCloseMemHandle", mapping.address)
@@ -70,7 +69,7 @@ def allocation_around(address: int, what: str) -> Allocation:
     """Return the ``cudaMalloc`` allocation that contains ``address``.
 
     Raises:
-        BackendError: if the memory is of another kind, which has no legacy handle.
+        BackendError: the memory is of another kind, which has no legacy handle.
     """
     try:
         base, nbytes = driver.call("cuMemGetAddressRange", address)
@@ -78,8 +77,7 @@ def allocation_around(address: int, what: str) -> Allocation:
     except DriverError as error:
         raise BackendError(
             f"{what}: memory at {address:#x} cannot be shared between processes "
-            f"({error}); it must come from cudaMalloc (Numba's and CuPy's plain "
-            "allocators use it), not from a pool or from managed memory. "
-            "Use comm.empty() instead, or copy the array into memory from there"
+            f"({error}): expected memory of cudaMalloc, not of a pool, and not managed "
+            "memory; copy the array into one of comm.empty()"
         ) from None
     return Allocation(int(base), int(nbytes), None)

@@ -1,4 +1,4 @@
-"""Peers' memory: which kind works between all ranks, and mapping it."""
+"""The choice of a backend that works between all ranks, and mappings of all peers."""
 
 import os
 from contextlib import ExitStack
@@ -15,8 +15,8 @@ class Ranks(Protocol):
     """Ranks that map each other's memory, such as a :class:`numba_symm.group.Group`.
 
     Attributes:
-        exchange: the ranks' store.
-        channel: sends descriptors between them.
+        exchange: exchanges small values between the ranks.
+        channel: sends file descriptors between the ranks.
     """
 
     exchange: StoreExchange
@@ -26,9 +26,13 @@ class Ranks(Protocol):
 def choose_backend(ranks: Ranks, ordinal: int) -> tuple[Backend, dict[str, str]]:
     """Return the best backend that works between every pair of ranks. Collective.
 
-    ``ordinal`` is of this rank's GPU.
+    Args:
+        ranks: the ranks.
+        ordinal: the ordinal of this rank's GPU.
 
-    ``NUMBA_SYMM_BACKEND`` leaves one choice. Returns why others were refused too.
+    Returns:
+        The backend, which ``NUMBA_SYMM_BACKEND`` may select, and by name the reasons
+        against better ones.
     """
     exchange = ranks.exchange
     with exchange.agreed("reading NUMBA_SYMM_BACKEND"):
@@ -41,7 +45,7 @@ def choose_backend(ranks: Ranks, ordinal: int) -> tuple[Backend, dict[str, str]]
                 backend = backends.create(name, ordinal)
             prove(ranks, backend)
         except SymmError as error:
-            # No word on the memory: an interrupt, a bug, a rank that is late or gone.
+            # Not about the memory: an interrupt, a bug, a rank that is late or left.
             if type(error) is SymmError or isinstance(error, CollectiveError):
                 raise
             refused[name] = str(error)
@@ -52,7 +56,7 @@ def choose_backend(ranks: Ranks, ordinal: int) -> tuple[Backend, dict[str, str]]
 
 
 def prove(ranks: Ranks, backend: Backend) -> None:
-    """Write to every peer's memory and read what they wrote. Collective.
+    """Write to every peer's memory, and read what the peers wrote. Collective.
 
     Raises:
         SymmError: on all ranks, if a step failed or a byte is wrong on any.
@@ -83,8 +87,8 @@ def prove(ranks: Ranks, backend: Backend) -> None:
                 found = backend.read(block.address + 8 * r, 8)
                 if found != _pattern(r, rank):
                     raise BackendError(
-                        f"rank {r} wrote {_pattern(r, rank).hex()} into this rank's "
-                        f"memory, which holds {found.hex()}"
+                        f"expected {_pattern(r, rank).hex()}, which rank {r} wrote "
+                        f"into this rank's memory, got {found.hex()}"
                     )
 
 
@@ -96,9 +100,9 @@ class Peers:
     """Every rank's copy of an allocation, mapped into this process.
 
     Attributes:
-        addresses: by rank; this rank's own copy where it was allocated.
-        seen: by rank, at which address that one sees this rank's.
-        mappings: what keeps each peer's mapped; None for this rank.
+        addresses: by rank, the address of the rank's copy in this process.
+        seen: by rank, the address of this rank's copy in the rank's process.
+        mappings: by rank, the mapping of the rank's copy; None for this rank.
         closed: whether they were unmapped.
     """
 
@@ -119,8 +123,8 @@ class Peers:
         """Unmap the peers' memory.
 
         Args:
-            exchange: wait, after unmapping, until all ranks have done so; the memory
-                may then be freed whatever its kind. None: a local close.
+            exchange: the ranks. After unmapping, wait until all have unmapped, so that
+                memory of every kind may be freed. None: close locally.
         """
         self.closed = True
         self.mappings = [None] * len(self.mappings)
@@ -134,11 +138,11 @@ class Peers:
 def map_peers(
     ranks: Ranks, backend: Backend, block: Any, nbytes: int, what: str
 ) -> Peers:
-    """Map every rank's allocation here. Collective; fails on all ranks or none.
+    """Map every rank's allocation here. Collective. Fails on all ranks or on none.
 
     Args:
         ranks: the ranks.
-        backend: the allocations' kind, equal on all ranks.
+        backend: the backend of the allocations, equal on all ranks.
         block: this rank's :class:`Allocation`.
         nbytes: its size, equal on all ranks.
         what: the step's name in errors.
@@ -146,8 +150,8 @@ def map_peers(
     try:
         return _map_peers(ranks, backend, block, nbytes, what)
     except BaseException as error:
-        # If every rank is here, descriptors that nobody took must not be taken for the
-        # next ones; and once all have unmapped, the memory may be freed.
+        # If every rank is here, discard descriptors, so that they are not taken for
+        # later ones. When all ranks have unmapped, the memory may be freed.
         if ranks.exchange.is_everybodys(error):
             ranks.channel.discard()
             ranks.exchange.barrier(f"{what}: undone")

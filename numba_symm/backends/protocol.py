@@ -1,4 +1,4 @@
-"""What a backend does: allocate, export, import and map, unmap, free."""
+"""The interface of backends: allocate, export, map, unmap, free."""
 
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,9 +9,9 @@ class Allocation:
     """Memory of this process that peers can map.
 
     Attributes:
-        address: where it lies here.
-        nbytes: its size, rounded up to what the backend can map.
-        resource: what the backend needs to export and free it.
+        address: its address in this process.
+        nbytes: its size, rounded up to a size that the backend can map.
+        resource: the backend's object for it.
     """
 
     address: int
@@ -29,14 +29,14 @@ class Mapping:
 
 
 class Backend(Protocol):
-    """A kind of memory. No method involves another rank.
+    """Allocates memory and maps that of peers. No method is collective.
 
     Attributes:
         name: as in ``NUMBA_SYMM_BACKEND``.
-        exports_fd: whether handles are file descriptors, which travel over a
-            socket and are closed after use, or bytes.
-        frees_while_mapped: whether an allocation may be freed while peers still
-            have it mapped.
+        exports_fd: whether handles are file descriptors, which are sent over a socket
+            and closed after use. Otherwise they are bytes.
+        frees_while_mapped: whether an allocation may be freed while peers have it
+            mapped.
     """
 
     name: str
@@ -47,22 +47,22 @@ class Backend(Protocol):
         """Return at least ``nbytes`` of zeroed memory.
 
         Args:
-            nbytes: how much this process needs.
-            ranks: how many processes allocate as much now; of interest where their
-                memory is one.
+            nbytes: the size that this process needs.
+            ranks: the number of processes that allocate as much now; for backends in
+                which they share one memory.
         """
         ...
 
     def free(self, allocation: Allocation) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         ...
 
     def export(self, allocation: Allocation) -> Any:
-        """Return a descriptor (the caller closes it) or bytes naming the memory."""
+        """Return a handle of the memory. The caller closes a file descriptor."""
         ...
 
     def open(self, handle: Any, nbytes: int) -> Mapping:
-        """Map a peer's memory; the handle stays the caller's."""
+        """Map a peer's memory. The caller keeps the handle."""
         ...
 
     def close(self, mapping: Mapping) -> None:
@@ -70,7 +70,7 @@ class Backend(Protocol):
         ...
 
     def write(self, address: int, data: bytes) -> None:
-        """Copy bytes to an address in this process, mapped ones included."""
+        """Copy bytes to an address in this process, also of mapped memory."""
         ...
 
     def read(self, address: int, nbytes: int) -> bytes:
@@ -78,5 +78,5 @@ class Backend(Protocol):
         ...
 
     def fill(self, address: int, nbytes: int, byte: int = 0) -> None:
-        """Set every byte; done when it returns."""
+        """Set every byte, and wait until that is done."""
         ...

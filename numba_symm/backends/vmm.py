@@ -13,7 +13,7 @@ from numba_symm.backends.protocol import Allocation, Mapping
 
 
 class VmmBackend(DeviceMemory):
-    """Blocks of ``cuMemCreate``, mapped where they are needed."""
+    """Physical blocks of ``cuMemCreate``, mapped in this process and in peers."""
 
     name = "vmm"
     exports_fd = True
@@ -41,10 +41,10 @@ class VmmBackend(DeviceMemory):
             return Allocation(address, size, (handle, undo.pop_all()))
 
     def free(self, allocation: Allocation) -> None:
-        """Unmap the block and release it; peers' mappings keep the memory.
+        """Unmap the block and release it. Peers' mappings keep the memory.
 
         Raises:
-            DriverError: what still uses it cannot be waited for; it stays mapped.
+            DriverError: the wait for the GPU failed; the block stays mapped.
         """
         driver.call("cuCtxSynchronize")
         allocation.resource[1].close()
@@ -58,7 +58,7 @@ class VmmBackend(DeviceMemory):
         )
 
     def open(self, handle: Any, nbytes: int) -> Mapping:
-        """Import the block behind a descriptor and map it on this GPU."""
+        """Import the block of a descriptor, and map it on this GPU."""
         with ExitStack() as undo:
             block = driver.call(
                 "cuMemImportFromShareableHandle", int(handle), _posix_fd()
@@ -72,7 +72,7 @@ class VmmBackend(DeviceMemory):
         """Unmap a peer's block and drop this process' reference to it.
 
         Raises:
-            DriverError: what still uses it cannot be waited for; it stays mapped.
+            DriverError: the wait for the GPU failed; the block stays mapped.
         """
         driver.call("cuCtxSynchronize")
         mapping.resource.close()
@@ -98,8 +98,8 @@ def map_block(handle: Any, nbytes: int, ordinal: int) -> tuple[int, ExitStack]:
         ordinal: the GPU that gets access.
 
     Returns:
-        The address, and what undoes the mapping when closed, which waits for no kernel:
-        whatever still uses the block must end first.
+        The address, and a stack that unmaps the block when it is closed. It does not
+        wait for kernels, so their work on the block must be done before.
     """
     cuda = _binding()
     with ExitStack() as undo:

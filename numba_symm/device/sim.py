@@ -1,12 +1,12 @@
 """The instructions of ``ptx.py`` on host memory, for Numba's CUDA simulator.
 
-Addresses are host addresses, the ranks' memory is shared between processes, and
-the ranks' threads are operating-system threads. Aligned loads and stores of up to
-8 bytes are single host instructions, and x86-64 keeps a core's stores in order and
-its loads in order, which is all that the protocols ask of acquire and release.
+Addresses are host addresses, the ranks' memory is shared between processes, and the
+ranks' threads are operating-system threads. Aligned loads and stores of up to 8 bytes
+are single host instructions. x86-64 keeps a core's stores in order, and its loads in
+order, which is all that the protocols need of acquire and release.
 
-Device functions stay plain Python: they use no ``cuda.*`` name, so nothing needs
-swapping while they run (the simulator's swap is not safe between threads).
+Device functions are plain Python. They use no ``cuda.*`` name, so the simulator need
+not replace ``cuda`` while they run (which is not safe between threads).
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from numba_symm.errors import ArgumentError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_POLL_PAUSE = 100e-6  # seconds: long enough for the peers to get the core
+_POLL_PAUSE = 100e-6  # seconds, in which the peers can get the core
 
 
 def device_function(function: F) -> F:
@@ -67,18 +67,18 @@ def st_v2_u64(address: int, words: tuple[int, int]) -> None:
 
 
 def ld_relaxed_sys_v2_u64(address: int) -> tuple[int, int]:
-    """Load 16 bytes, each 8-byte half in one piece."""
+    """Load 16 bytes, each half of 8 bytes atomically."""
     return ld_u64(address), ld_u64(address + 8)
 
 
 def st_relaxed_sys_v2_u64(address: int, words: tuple[int, int]) -> None:
-    """Store 16 bytes, each 8-byte half in one piece."""
+    """Store 16 bytes, each half of 8 bytes atomically."""
     st_u64(address, words[0])
     st_u64(address + 8, words[1])
 
 
 def fence_acq_rel_sys() -> None:
-    """Do nothing: see the module's text."""
+    """Do nothing: see the module's docstring."""
 
 
 def griddepcontrol_wait() -> None:
@@ -186,7 +186,7 @@ def _thread() -> Any:
 
 
 def syncthreads() -> None:
-    """Wait until all threads of the block are here."""
+    """Wait until all threads of the block have called it."""
     _thread().syncthreads()
 
 
@@ -222,9 +222,9 @@ def check_slot(
     ranks = max(owner, source) < world_size and min(owner, source) >= 0
     if not ranks or not 0 <= channel < channels:
         raise ArgumentError(
-            f"a signal to rank {owner} from rank {source} on channel {channel}: there "
-            f"are ranks 0 to {world_size - 1} and channels 0 to {channels - 1}; on a "
-            "GPU nobody would have noticed"
+            f"a signal to rank {owner} from rank {source} on channel {channel}: "
+            f"expected ranks 0 to {world_size - 1} and channels 0 to {channels - 1}; a "
+            "GPU does not check this"
         )
 
 
@@ -232,23 +232,24 @@ def check_peer(rank: int, world_size: int) -> None:
     """Refuse a rank that does not exist."""
     if not 0 <= rank < world_size:
         raise ArgumentError(
-            f"rank {rank}'s buffer: there are ranks 0 to {world_size - 1}; on a GPU "
-            "nobody would have noticed"
+            f"rank {rank}'s buffer: expected ranks 0 to {world_size - 1}; a GPU does "
+            "not check this"
         )
 
 
 def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
-    """Refuse an array that is larger than the buffer it begins with."""
+    """Refuse an array that is larger than its buffer."""
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     if ctx.buffer_size is not None and nbytes > ctx.buffer_size:
         raise ArgumentError(
-            f"peer_array: shape {shape} of {np.dtype(dtype)} takes {nbytes} bytes and "
-            f"the buffer has {ctx.buffer_size}; on a GPU nobody would have noticed"
+            f"peer_array: expected at most {ctx.buffer_size} bytes, the buffer's size, "
+            f"got {nbytes} for shape {shape} of {np.dtype(dtype)}; a GPU does not "
+            "check this"
         )
 
 
 def later_blocks() -> int:
-    """Return how many blocks of the grid run after the caller's."""
+    """Return the number of the grid's blocks that run after this one."""
     thread = _thread()
     blocks, here = thread._manager._grid_dim, thread.blockIdx
     place = (here.x * blocks[1] + here.y) * blocks[2] + here.z
@@ -256,11 +257,11 @@ def later_blocks() -> int:
 
 
 def poll_pause() -> None:
-    """Give the core to the peers' threads, which share few cores.
+    """Let the peers' threads run, because they share few cores.
 
     Raises:
-        RuntimeError: another thread of the block has failed: the launch has, too, and
-            what is polled may be unmapped.
+        RuntimeError: another thread of the block has failed. So the launch has failed,
+            and the polled memory may be unmapped.
     """
     time.sleep(_POLL_PAUSE)
     thread = _thread()

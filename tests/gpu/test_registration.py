@@ -115,7 +115,7 @@ def test_memory_of_a_stream_ordered_pool_is_refused(comm, world):
         ns.BackendError,
         lambda: comm.rendezvous(array),
         "cannot be shared between processes",
-        "must come from cudaMalloc",
+        "expected memory of cudaMalloc",
         "comm.empty()",
     )
     y = comm.all_reduce(array, op="max")  # it is good for all that needs no mapping

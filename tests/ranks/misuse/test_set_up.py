@@ -406,7 +406,7 @@ def test_a_peers_memory_that_reads_wrong_is_noticed(world, fresh, monkeypatch):
             ns.BackendError,
             lambda: ns.Communicator(world, timeout=60),
             f"rank {world.size - 1} wrote",
-            "which holds 0000000000000000",
+            "memory, got 0000000000000000",
         )
 
 
