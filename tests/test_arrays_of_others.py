@@ -8,8 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from spawned import run_ranks
-from test_deadlines import attempt
+from spawned import attempt, run_ranks
 
 import numba_symm as ns
 from numba_symm import streams

@@ -1,9 +1,6 @@
-import array
 import errno
 import os
 import resource
-import select
-import socket
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +16,7 @@ from numba_symm.errors import (
 from numba_symm.launch import fds, waiting
 from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
+from tests.descriptors import content, gathered, memory, open_channel, open_fds
 from tests.threads import outcomes, run_ranks
 
 
@@ -28,36 +26,6 @@ def no_leak():
     before = open_fds()
     yield
     assert open_fds() == before
-
-
-def open_fds():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-def open_channel(comm, timeout=10.0, name="test"):
-    return IpcChannel(StoreExchange(comm, name, timeout))
-
-
-def memory(content):
-    fd = os.memfd_create("test", os.MFD_CLOEXEC)
-    os.write(fd, content.encode())
-    return fd
-
-
-def content(fd):
-    """Return what is in ``fd``'s file, and close it."""
-    try:
-        return os.pread(fd, 100, 0).decode()
-    finally:
-        os.close(fd)
-
-
-def gathered(channel, text):
-    fd = memory(text)
-    try:
-        return [content(received) for received in channel.all_gather_fds(fd)]
-    finally:
-        os.close(fd)
 
 
 def test_eight_ranks_gather_each_others_files():
@@ -169,126 +137,6 @@ def test_no_tmpdir_is_needed(monkeypatch, tmpdir):
     if tmpdir:
         monkeypatch.setenv("TMPDIR", tmpdir)
     test_one_rank_gathers_its_own_file()
-
-
-def name_of(rank):
-    return b"\0numba_symm-" + b"%032x" % rank
-
-
-@pytest.fixture
-def known_names(monkeypatch):
-    """Have channels listen by names that strangers know."""
-    monkeypatch.setattr(fds, "_name", name_of, raising=False)
-
-
-def meet_strangers(monkeypatch, call):
-    """Have ``call(name, token)`` precede the connection that rank 0 waits for."""
-    connect = IpcChannel._connect
-
-    def after_strangers(self, dst, name, token):
-        call(name, token)
-        connect(self, dst, name, token)
-
-    monkeypatch.setattr(IpcChannel, "_connect", after_strangers)
-
-
-def says(greeting, files=1):
-    """Return a stranger that sends ``greeting(token)`` and the end of some pipes."""
-
-    def call(name, token, calls):
-        stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        stranger.connect(name)
-        pipes = [os.pipe() for _ in range(files)]
-        rights = array.array("i", [write for _, write in pipes])
-        control = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if files else []
-        stranger.sendmsg([greeting(token)], control)
-        fds._close_all(rights)
-        calls.append((stranger, [read for read, _ in pipes]))
-
-    return call
-
-
-def is_silent(name, token, calls):
-    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stranger.connect(name)
-    calls.append((stranger, []))
-
-
-def greeting(token, src=1):
-    return fds._GREETING.pack(token, src)
-
-
-STRANGERS = {
-    "silent": is_silent,
-    "wrong token": says(lambda token: greeting(b"\0" * 16)),
-    "no such rank": says(lambda token: greeting(token, 7)),
-    "the rank itself": says(lambda token: greeting(token, 0)),
-    "longer": says(lambda token: greeting(token) + b"more"),
-    "shorter": says(lambda token: greeting(token)[:-1]),
-    "empty": says(lambda token: b"", 2),
-    "many files": says(lambda token: b"hello", 50),
-}
-
-
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_is_ignored_and_its_files_closed(monkeypatch, kind):
-    calls = []
-    meet_strangers(monkeypatch, lambda *to: STRANGERS[kind](*to, calls))
-
-    def play(comm):
-        with open_channel(comm) as channel:
-            return gathered(channel, f"{comm.rank}")
-
-    assert run_ranks(2, play) == [["0", "1"]] * 2
-    ((stranger, reads),) = calls
-    stranger.close()
-    assert all_closed(reads)
-
-
-def all_closed(reads):
-    try:
-        return all(
-            select.select([read], [], [], 0)[0] and os.read(read, 1) == b""
-            for read in reads
-        )
-    finally:
-        fds._close_all(reads)
-
-
-@pytest.mark.parametrize("kind", [socket.SOCK_SEQPACKET, socket.SOCK_DGRAM])
-def test_who_takes_the_name_of_a_rank_that_ended_receives_nothing(known_names, kind):
-    def play(comm):
-        with (
-            open_channel(comm) as channel,
-            socket.socket(socket.AF_UNIX, kind) as thief,
-        ):
-            if comm.rank == 1:
-                channel.close()
-                thief.bind(name_of(1))
-                if kind == socket.SOCK_SEQPACKET:
-                    thief.listen()
-            comm.barrier()
-            if comm.rank == 0:
-                with pytest.raises(ExchangeError, match="channel is closed"):
-                    channel.send_fd(1, 0)
-            comm.barrier()
-            return bool(select.select([thief], [], [], 0)[0])
-
-    assert run_ranks(2, play)[1] is False
-
-
-@pytest.mark.parametrize("suspect", ["listener", "caller"])
-def test_ranks_of_another_user_are_refused(monkeypatch, suspect):
-    found = fds.credentials
-
-    def another_user(end):
-        who = "listener" if end.getpeername() else "caller"
-        return found(end)._replace(uid=12345) if who == suspect else found(end)
-
-    monkeypatch.setattr(fds, "credentials", another_user)
-    for error in outcomes(2, open_channel):
-        assert isinstance(error, ExchangeError)
-        assert "belongs to user 12345" in str(error)
 
 
 def test_a_file_that_was_lost_is_told():

@@ -15,6 +15,8 @@ from numba_symm.environment import SIMULATED
 
 PATIENCE = 20  # seconds that anything may take to become true
 THREADS = 32
+OVER = "ClosedError: this array is no longer shared"
+SIZE = 1000
 
 
 @cuda.jit

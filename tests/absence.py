@@ -1,0 +1,42 @@
+"""Calls that need a rank that does not come, and how long the others wait."""
+
+import numpy as np
+from numba import cuda
+
+import numba_symm as ns
+
+AWAY = 1  # the rank that does not come
+SOON = 5.0  # seconds: far less than any timeout that would have to pass, for slow hosts
+PATIENT = 60  # a timeout that never passes
+
+
+def input_of(comm, value=None):
+    # Whole vectors for each of two or three ranks, as copy engines need.
+    return cuda.to_device(np.full(120, comm.rank + 1 if value is None else value, "f4"))
+
+
+def reduced(comm, algorithm=None):
+    """Return whether an all-reduce of 1, 2, … gives their sum."""
+    y = comm.all_reduce(input_of(comm), algorithm=algorithm)
+    comm.synchronize()
+    return bool((y.copy_to_host() == comm.size * (comm.size + 1) / 2).all())
+
+
+def warm_up(world):
+    """Have the kernels compiled and loaded before a short timeout counts."""
+    with ns.Communicator(world, timeout=PATIENT) as comm:
+        assert reduced(comm, "one_shot_ll")
+
+
+@cuda.jit
+def double(x):
+    i = cuda.grid(1)
+    if i < x.size:
+        x[i] = 2 * x[i]
+
+
+def context_is_alive():
+    """Return whether an ordinary kernel and ordinary copies still work."""
+    x = cuda.to_device(np.arange(10, dtype=np.float32))
+    double[1, 16](x)
+    return x.copy_to_host().tolist() == [2.0 * i for i in range(10)]
