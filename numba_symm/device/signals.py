@@ -110,7 +110,7 @@ def fail(guard: Any, record: int) -> None:
     Peers may be reading their boards. The record is one relaxed store, which publishes
     nothing else.
     """
-    for r in range(guard.world_size):
+    for r in range(guard.world_size):  # explore: fail
         st_relaxed_sys_u64(guard.board + 8 * r, record)
 
 
@@ -123,6 +123,7 @@ def must_give_up(guard: Any, started: int, record: int) -> bool:
     """
     if ld_relaxed_sys_u64(guard.board + 8 * guard.rank) != 0:
         return True
+    # explore: deadline
     if guard.timeout == 0 or globaltimer() - started <= guard.timeout:
         return False
     fail(guard, record)

@@ -399,7 +399,7 @@ def plain_stores_between_barriers(code, barrier=World.barrier):
     return scenario
 
 
-def search(scenario, ranks, schedules, shape=SMALL, haste=0.0, **memory):
+def search(scenario, ranks, schedules, shape=SMALL, haste=0.0, absent=None, **memory):
     """Return what the schedules show of a scenario, see ``explore``.
 
     Args:
@@ -408,13 +408,14 @@ def search(scenario, ranks, schedules, shape=SMALL, haste=0.0, **memory):
         schedules: how many.
         shape: the code's.
         haste: how likely a look at the clock finds that a deadline has passed.
+        absent: with haste, the rank that never comes, so that all others must fail.
         memory: attributes of the memory.
     """
     blocks = getattr(scenario, "blocks", lambda ranks, shape: shape.blocks)
 
     def make(seed):
         machine = Machine(ranks, blocks(ranks, shape), shape.threads, seed)
-        machine.haste = haste
+        machine.haste, machine.absent = haste, absent
         machine.memory.last = 0.3 if haste else 0.05
         for name, value in memory.items():
             setattr(machine.memory, name, value)

@@ -92,6 +92,7 @@ class Machine:
         self.threads = threads
         self.time = 1
         self.haste = 0.0  # how likely a look at the clock finds a deadline passed
+        self.absent: int | None = None  # where there is haste, a rank that never comes
         self.rule: Any = None  # what is told of every access, see ``failures``
         names = list(product(range(ranks), range(blocks), range(threads)))
         self._observers = {

@@ -120,6 +120,13 @@ def test_calls_that_fail(name, ranks):
     holds(CALLS[name](device_code(IMPATIENT)), ranks, 120 // ranks, haste=HASTE)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"messages"}))  # not to all
+def test_every_rank_leaves_when_one_never_comes(name, ranks):
+    calls = CALLS[name](device_code(IMPATIENT))
+    holds(calls, ranks, 12 // ranks, haste=HASTE, absent=ranks - 1)
+
+
 @pytest.mark.parametrize(
     ("name", "edit"),
     [
@@ -130,3 +137,20 @@ def test_calls_that_fail(name, ranks):
 )
 def test_who_gave_up_and_goes_on_is_found(name, edit):
     breaks(CALLS[name](device_code(IMPATIENT, edit)), 3, haste=HASTE)
+
+
+SILENT = {
+    "only its own board": within(
+        "signals", "fail", "range(guard.world_size)", "[guard.rank]"
+    ),
+    "no board": within("signals", "fail", "guard.world_size", "0"),
+    "nothing after a deadline": replaced("signals", "deadline", "return False"),
+}
+
+
+@pytest.mark.parametrize("absent", [None, 2])
+@pytest.mark.parametrize("what", SILENT)
+@pytest.mark.parametrize("name", ["one_shot_ll", "chunked_all_reduce", "signals"])
+def test_who_does_not_report_a_failure_is_found(name, what, absent):
+    code = device_code(IMPATIENT, SILENT[what])
+    breaks(CALLS[name](code), 3, haste=HASTE, absent=absent)

@@ -305,12 +305,13 @@ class World:
         """Run all calls, and check what they leave behind.
 
         Where there is haste, calls may fail, and a rank may leave before its last one:
-        then every word is right, or as it was.
+        then every word is right, or as it was. If a rank is absent, all are told so.
         """
         leaver = self.let_a_rank_leave() if self.machine.haste else None
         self.machine.run(self.streams)
         records = [self.memory.final(self.board + 8 * r, 8) for r in range(self.size)]
-        if any(records) and not all(records):
+        told = any(records) or self.machine.absent is not None
+        if told and not all(records):
             raise Finding("result", f"a rank was told of no failure: {records}")
         for address, words in self.expected.items():
             found = self.memory.final(address, 8)
@@ -336,6 +337,9 @@ class World:
         ]
         kept = {base + at for base in self.workspaces for at in places}
         self.machine.rule = NoStoreAfterFailure(board, kept)
+        if self.machine.absent is not None:
+            self.streams[self.machine.absent] = []
+            return self.machine.absent
         leaver = self.random.choice([None, self.random.randrange(self.size)])
         if leaver is not None:
             stream = self.streams[leaver]
