@@ -7,6 +7,7 @@ nothing if all others are dropped together.
 
 import pytest
 
+from explore.markers import replaced
 from explore.scenarios import (
     all_reduces,
     all_reduces_at_the_wrap,
@@ -92,3 +93,24 @@ def test_what_a_protocol_does_not_need_may_be_dropped(protocol, ranks):
 def test_what_a_protocol_needs_is_found(protocol, assumption, ranks):
     calls, _ = PROTOCOLS[protocol]
     breaks(calls(device_code()), ranks, **{assumption: False})
+
+
+FENCE = "fence_acq_rel_sys()\n"
+AT_START = replaced(
+    "workspace", "failed", FENCE + "failed = ld_relaxed_sys_u64(own + 8 * block) != 0"
+)
+AT_END = replaced(
+    "workspace",
+    "agree",
+    FENCE + "keep_agreed(own, epochs, block, epoch, syncthreads_or(failed))",
+)
+WITH_MAILBOXES = [name for name, (_, needs) in PROTOCOLS.items() if needs is EMPTIES]
+
+
+@pytest.mark.parametrize("protocol", WITH_MAILBOXES)
+def test_fences_at_both_ends_of_a_kernel_would_do_instead(protocol):
+    calls, _ = PROTOCOLS[protocol]
+    dropped = {name: False for name in ASSUMPTIONS if name not in INHERITS}
+    holds(calls(device_code(AT_START, AT_END)), 3, 30, **dropped)
+    for only in (AT_START, AT_END):
+        breaks(calls(device_code(only)), 3, **dropped)
