@@ -21,7 +21,7 @@ from numba_symm.collectives.messages import (
     is_integer,
 )
 from numba_symm.errors import ArgumentError
-from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.store import StoreExchange
 
 Counts = Sequence[int]
 

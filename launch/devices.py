@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
 from numba_symm.errors import ArgumentError, DeviceError, PeerAccessError
-from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.ranks import name_ranks
+from numba_symm.launch.store import StoreExchange
 
 Matrix = list[list[bool | None]]
 

@@ -23,7 +23,7 @@ from typing import NamedTuple, Self
 
 from numba_symm import arguments, forks
 from numba_symm.errors import ArgumentError, ClosedError, ExchangeError
-from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.store import StoreExchange
 
 _GREETING = struct.Struct("=16sI")  # the listening rank's token, the caller's rank
 _UCRED = struct.Struct("=iII")

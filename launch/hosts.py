@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from numba_symm.errors import ArgumentError, DeviceError
-from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.ranks import are_integers, sentence
+from numba_symm.launch.store import StoreExchange
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

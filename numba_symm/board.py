@@ -29,8 +29,8 @@ from numba_symm.errors import (
     left,
 )
 from numba_symm.launch import locks
-from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 
 _WORDS = 512  # bytes of each rank's text, which says why it leaves

@@ -2,7 +2,7 @@
 
 A text has the form ``call: expected A, got B; do C``. If a set-up call fails on one
 rank, every rank raises an error with the texts of all ranks (see
-:meth:`numba_symm.launch.exchange.StoreExchange.agreed`).
+:meth:`numba_symm.launch.store.StoreExchange.agreed`).
 """
 
 

@@ -15,8 +15,8 @@ from numba_symm.errors import (
     CollectiveTimeout,
 )
 from numba_symm.launch import devices, hosts, ranks, waiting
-from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 
 _MARGIN = 1.0  # seconds

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.store import StoreExchange
 
 
 def open_fds():

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 from numba_symm import backends, environment
 from numba_symm.backends.protocol import Backend, Mapping
 from numba_symm.errors import BackendError, CollectiveError, SymmError
-from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.store import StoreExchange
 
 
 class Ranks(Protocol):

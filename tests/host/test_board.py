@@ -21,8 +21,8 @@ from numba_symm.errors import (
     RankLeft,
     SymmError,
 )
-from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from tests.threads import outcomes, run_ranks
 

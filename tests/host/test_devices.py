@@ -6,7 +6,7 @@ from cuda.bindings import driver
 from numba_symm.errors import ArgumentError, DeviceError, PeerAccessError
 from numba_symm.launch import devices
 from numba_symm.launch.devices import GPU, assign
-from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.store import StoreExchange
 from tests.threads import outcomes
 
 SHARING = "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES"

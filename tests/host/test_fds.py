@@ -14,8 +14,8 @@ from numba_symm.errors import (
     ExchangeError,
 )
 from numba_symm.launch import fds, waiting
-from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.store import StoreExchange
 from tests.descriptors import content, gathered, memory, open_channel, open_fds
 from tests.threads import outcomes, run_ranks
 

@@ -9,8 +9,8 @@ import pytest
 from numba_symm import environment
 from numba_symm.errors import ArgumentError, DeviceError
 from numba_symm.launch import hosts, ranks, waiting
-from numba_symm.launch.exchange import StoreExchange
 from numba_symm.launch.hosts import World
+from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from tests.threads import run_ranks
 

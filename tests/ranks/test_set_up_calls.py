@@ -23,7 +23,7 @@ NAMES = ("board", "group", "memory")
 FILES = {str(HERE / f"{name}.py") for name in NAMES} | {
     str(Path(module.__file__))
     for name, module in list(sys.modules.items())
-    if name in {"numba_symm.launch.exchange", "numba_symm.launch.fds"}
+    if name in {"numba_symm.launch.store", "numba_symm.launch.fds"}
     or name == "numba_symm.collectives.communicator"
 }
 

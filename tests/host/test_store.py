@@ -3,7 +3,7 @@ import threading
 import pytest
 
 from numba_symm.errors import ArgumentError, DeviceError, ExchangeError, SymmError
-from numba_symm.launch.exchange import StoreExchange
+from numba_symm.launch.store import StoreExchange
 from tests.threads import outcomes, run_ranks
 
 
