@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from numba_symm.errors import ClosedError, ExchangeError
 from numba_symm.launch.fds import credentials
-from numba_symm.sharing.guard import log
+from numba_symm.sharing.finalizer_lock import log
 
 COUNTERS, MEMORY = range(2)
 """The kinds of requests: for a counter file; for the memory of a shared array."""

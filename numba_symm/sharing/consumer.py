@@ -23,7 +23,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ClosedError, SymmError
 from numba_symm.sharing import broker, kinds
 from numba_symm.sharing.counters import CounterFile, Open
-from numba_symm.sharing.guard import Guard, log, under
+from numba_symm.sharing.finalizer_lock import FinalizerLock, log, under
 from numba_symm.sharing.handle import SharedHandle
 from numba_symm.sharing.layout import Layout
 from numba_symm.sharing.sent import producer
@@ -101,7 +101,7 @@ class Consumer:
     """
 
     def __init__(self) -> None:
-        self.guard = Guard(after=self.unmap_unused)
+        self.guard = FinalizerLock(after=self.unmap_unused)
         self.mapped: dict[Key, Mapped] = {}
         self.closing: dict[Key, Mapped] = {}
         self.dropped: deque[Any] = deque()
@@ -259,7 +259,7 @@ class Reference:
         failed: whether its open has failed.
     """
 
-    def __init__(self, handle: SharedHandle, guard: Guard, stream: Any):
+    def __init__(self, handle: SharedHandle, guard: FinalizerLock, stream: Any):
         self.handle = handle
         self.mapped: Mapped | None = None
         self.lost = False

@@ -23,7 +23,7 @@ import numpy as np
 
 from numba_symm.errors import ArgumentError, BackendError, ClosedError, ExchangeError
 from numba_symm.launch import locks
-from numba_symm.sharing.guard import log
+from numba_symm.sharing.finalizer_lock import log
 
 SLOTS = 10_000
 """Counters in a file."""
@@ -84,7 +84,7 @@ class CounterFile:
 
     One thread at a time. Between processes, each method is atomic. If a signal handler
     ends a change by an exception, the change is complete or not made, and no lock stays
-    held; see :mod:`numba_symm.sharing.guard`.
+    held; see :mod:`numba_symm.sharing.finalizer_lock`.
 
     Args:
         fd: a description of the file that no other process has; ``close`` closes it.

@@ -21,7 +21,7 @@ log = logging.getLogger("numba_symm.sharing")
 T = TypeVar("T")
 
 
-class Guard:
+class FinalizerLock:
     """Lets one thread at a time change some state. Can be used in finalizers.
 
     The garbage collector may run a finalizer in any thread at any moment, also in one

@@ -19,7 +19,7 @@ from numba_symm.sharing.counters import (
     SLOTS,
     CounterFile,
 )
-from numba_symm.sharing.guard import log
+from numba_symm.sharing.finalizer_lock import log
 
 
 class RefCounterFile(CounterFile):

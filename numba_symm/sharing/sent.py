@@ -22,7 +22,7 @@ from numba_symm.events import Event, on_device_of
 from numba_symm.memory.allocator import on_allocation_failure
 from numba_symm.sharing import broker
 from numba_symm.sharing.counters import ALTERED
-from numba_symm.sharing.guard import Guard, log
+from numba_symm.sharing.finalizer_lock import FinalizerLock, log
 from numba_symm.sharing.handle import SharedHandle
 from numba_symm.sharing.ref_counters import RefCounterFile
 
@@ -174,7 +174,7 @@ class Producer:
     """The arrays that this process shares."""
 
     def __init__(self) -> None:
-        self.guard = Guard()
+        self.guard = FinalizerLock()
         self.files: list[RefCounterFile] = []
         self.sent: dict[tuple[int, int], SentData] = {}
         self.limbo = Limbo()

@@ -16,7 +16,7 @@ from numba_symm.errors import ArgumentError, BackendError, ClosedError, Exchange
 from numba_symm.launch import locks
 from numba_symm.sharing import counters
 from numba_symm.sharing.counters import CounterFile, Open
-from numba_symm.sharing.guard import Guard
+from numba_symm.sharing.finalizer_lock import FinalizerLock
 from numba_symm.sharing.layout import Layout
 from numba_symm.sharing.ref_counters import RefCounterFile
 from tests.interrupts import interrupted
@@ -221,7 +221,7 @@ def test_opens_of_one_consumer_lie_together(file):
 
 
 def test_the_guard_does_later_what_a_finaliser_asks_for():
-    guard, done = Guard(), []
+    guard, done = FinalizerLock(), []
 
     def job():
         guard.later(lambda: done.append("later"))
@@ -239,7 +239,7 @@ def test_what_comes_after_is_done_without_the_lock():
         if len(done) % 2:
             guard.now(lambda: done.append("after"))
 
-    guard = Guard(after)
+    guard = FinalizerLock(after)
     guard.now(lambda: done.append("now"))
     guard.later(lambda: done.append("later"))
     guard.do_queued()
@@ -247,7 +247,7 @@ def test_what_comes_after_is_done_without_the_lock():
 
 
 def test_an_error_of_a_later_job_is_logged_and_one_of_now_raised(caplog):
-    guard, done = Guard(), []
+    guard, done = FinalizerLock(), []
 
     def fails():
         raise BackendError("mine")
@@ -266,7 +266,7 @@ def test_an_error_of_a_later_job_is_logged_and_one_of_now_raised(caplog):
 
 
 def test_jobs_of_other_threads_are_not_lost():
-    guard, done, rounds = Guard(), [], 2000
+    guard, done, rounds = FinalizerLock(), [], 2000
 
     def work():
         for i in range(rounds):
@@ -397,7 +397,7 @@ def test_interrupts_leave_no_lock_and_no_half_change(file):
 
 
 def test_interrupts_leave_no_guard_held():
-    guard, done = Guard(), []
+    guard, done = FinalizerLock(), []
 
     def work():
         guard.do(lambda: done.append("now"))
