@@ -1,28 +1,58 @@
 """What each collective operation takes and gives, and its algorithms."""
 
-import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
+from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import select
+from numba_symm.collectives.checks import are_apart, check_order, check_parts
 from numba_symm.collectives.kernels import (
+    barrier,
+    chunked_all_reduce,
     chunked_broadcast,
     chunked_exchange,
     chunked_reduce,
+    copied_all_reduce,
     copied_exchange,
     direct_broadcast,
     direct_reduce,
-    exchange,
+    one_shot,
+    one_shot_pull,
     two_shot,
 )
-from numba_symm.collectives.kernels.exchange import EXCHANGES, Output
-from numba_symm.collectives.protocols.binding import Enqueue
-from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
+from numba_symm.collectives.protocols.binding import Bind, Call, Endpoint, Enqueue
+from numba_symm.collectives.protocols.exchanges import EXCHANGES
+from numba_symm.collectives.protocols.partition import chunks_of
+from numba_symm.collectives.protocols.workspace import TWO_SHOT
 from numba_symm.dtypes import Element, Op
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
+from numba_symm.launch.devices import GPU
+
+
+class Algorithm(NamedTuple):
+    """One algorithm of an operation; what it cannot do, ``chunked`` does.
+
+    Attributes:
+        bind: packs it for a call.
+        fewest: number of ranks, at least.
+        most: number of ranks, at most.
+        divided: whether each rank must get the same number of whole vectors.
+    """
+
+    bind: Bind
+    fewest: int = 1
+    most: float = math.inf
+    divided: bool = False
+
+    def suits(self, size: int, call: Call) -> bool:
+        """Return whether so many ranks can make the call with it."""
+        if self.divided and (call.vectors % size or call.count % call.element.lanes):
+            return False
+        return self.fewest <= size <= self.most
 
 
 class Operation(NamedTuple):
@@ -31,10 +61,7 @@ class Operation(NamedTuple):
     Attributes:
         name: as the communicator's method.
         reduces: whether it has an operator; without one, any dtype will do.
-        algorithms: by name, each a ``Bind`` (``select.py``); what they take as
-            ``count`` is the elements of a part. Those of an operation with a root
-            take ``root``, too, and 0 for the output of a rank that has none.
-        fastest: ``(bytes of a part, ranks, element)`` returns a name.
+        algorithms: by name, ``chunked`` among them.
         shape: ``(input, ranks)`` returns the output's shape.
         parts: into how many parts the input is cut, for a number of ranks.
         without: the operators that mean nothing for it.
@@ -44,8 +71,7 @@ class Operation(NamedTuple):
 
     name: str
     reduces: bool
-    algorithms: dict[str, Callable[..., Enqueue]]
-    fastest: Callable[[int, int, Element], str]
+    algorithms: dict[str, Algorithm]
     shape: Callable[[ArrayView, int], tuple[int, ...]]
     parts: Callable[[int], int]
     without: tuple[str, ...] = ()
@@ -74,7 +100,7 @@ class Operation(NamedTuple):
     ) -> str:
         """Return ``algorithm`` if it can do it; choose one for None."""
         if algorithm is None:
-            return self.fastest(nbytes, size, element)
+            return select.fastest(self.name, nbytes, size, element)
         if algorithm.endswith("sentinel") and not element.floating:
             raise ArgumentError(
                 f"{self.name}: algorithm={algorithm!r} is for floats, which have a "
@@ -83,186 +109,236 @@ class Operation(NamedTuple):
             )
         return algorithm
 
+    def work(
+        self,
+        source: ArrayView,
+        target: ArrayView | None,
+        op: Op,
+        algorithm: str | None,
+        root: int | None,
+        end: Endpoint,
+        gpu: GPU,
+    ) -> tuple[str, Call | None]:
+        """Return the algorithm for a call and what to give it, or None for no work.
+
+        Args:
+            source: the input.
+            target: the output; None on a rank that gets nothing.
+            op: the operator.
+            algorithm: its name, or None to choose the fastest.
+            root: the root, if the operation has one.
+            end: this rank's end.
+            gpu: this rank's GPU.
+
+        Raises:
+            ArgumentError: the call cannot be made.
+        """
+        parts = self.parts(end.size)
+        if self.reduces:
+            self.check(op)
+            element = _reducible(source.dtype, op, gpu, self.name)
+            count = source.size // parts
+        else:
+            element, count = dtypes.moved(source.dtype, source.size // parts)
+        if target is not None:
+            self.check_output(source, target, end.rank, end.size)
+            # A broadcast's root only reads it.
+            reads = self.rooted and not self.at_root and root == end.rank
+            if target.readonly and not reads:
+                raise ArgumentError(f"{self.name}: out is read-only")
+        name = self.chosen(algorithm, source.nbytes // parts, end.size, element)
+        if count == 0:
+            return name, None
+        for view in filter(None, (source, target)):
+            arrays.check_device(view, gpu.ordinal, self.name)
+        address = 0 if target is None else target.address
+        return name, Call(source.address, address, count, element, op, root or 0)
+
+    def described(
+        self, x: ArrayView, op: Any, algorithm: str | None, root: int | None
+    ) -> str:
+        """Return what the ranks must agree on, in words."""
+        words = [f"{x.size} {x.dtype.name} in {x.order} order"]
+        if self.reduces:
+            words.append(f"op {dtypes.reduction(op, self.name)!r}")
+        if self.rooted:
+            words.append(f"root {root}")
+        return ", ".join([*words, f"algorithm {algorithm!r}"])
+
+    def check_output(
+        self, source: ArrayView, target: ArrayView, rank: int, size: int
+    ) -> None:
+        """Refuse an output that does not fit the input."""
+        what = self.name
+        arrays.dense(target, f"{what}: out")
+        wanted = math.prod(self.shape(source, size))
+        if target.dtype != source.dtype or target.size != wanted:
+            raise ArgumentError(
+                f"{what}: out has {target.size} {target.dtype.name}, x has "
+                f"{source.size} {source.dtype.name}; out must have {wanted} of x's type"
+            )
+        if target.order != source.order:
+            raise ArgumentError(
+                f"{what}: x is in {source.order} order and out in {target.order} "
+                "order, so their elements do not correspond; pass both in one order"
+            )
+        # In place, the smaller of the two is this rank's part of the larger.
+        small, large = sorted((source, target), key=lambda view: view.nbytes)
+        place = large.address + (rank * small.nbytes if large.size > small.size else 0)
+        if not are_apart(small, large) and small.address != place:
+            raise ArgumentError(
+                f"{what}: out overlaps x without being x, or this rank's part of it; "
+                "pass that, or an array apart"
+            )
+
+    def bind(self, algorithm: str, end: Endpoint, call: Call) -> Enqueue:
+        """Pack a call for an algorithm of that name."""
+        found = self.algorithms[algorithm]
+        if not found.suits(end.size, call):
+            found = self.algorithms["chunked"]
+        return found.bind(end, call)
+
+
+def _reducible(dtype: Any, op: Op, gpu: GPU, what: str) -> Element:
+    """Return the element type, or refuse what it or the GPU cannot do."""
+    element = dtypes.element(dtype, what)
+    dtypes.check(op, element, what)
+    if not SIMULATED:
+        dtypes.check_capability(element, gpu.compute_capability, gpu.name, what)
+    return element
+
 
 def _same_shape(x: ArrayView, size: int) -> tuple[int, ...]:
     return x.shape
 
 
 def _gathered_shape(x: ArrayView, size: int) -> tuple[int, ...]:
-    _check_order(x, "all_gather")
+    check_order(x, "all_gather: x")
     return (size, *x.shape)
 
 
 def _exchanged_shape(x: ArrayView, size: int) -> tuple[int, ...]:
-    _check_parts(x, size, "all_to_all")
+    check_parts(x, size, "all_to_all")
     return x.shape
 
 
 def _scattered_shape(x: ArrayView, size: int) -> tuple[int, ...]:
-    _check_parts(x, size, "reduce_scatter")
+    check_parts(x, size, "reduce_scatter")
     return (x.shape[0] // size, *x.shape[1:])
 
 
-def _check_order(x: ArrayView, what: str) -> None:
-    if x.order != "C":
-        raise ArgumentError(
-            f"{what}: x is in Fortran order, in which a rank's part is not contiguous; "
-            "pass it in C order, or its transpose"
-        )
+def _mailed(name: str) -> dict[str, Algorithm]:
+    """Return the algorithms in one step by mailboxes."""
+    kind = EXCHANGES[name]
+    return {
+        f"one_shot_{transport}": Algorithm(partial(one_shot.bind, transport, kind))
+        for transport in kind.transports
+    }
 
 
-def _check_parts(x: ArrayView, size: int, what: str) -> None:
-    _check_order(x, what)
-    if not x.shape or x.shape[0] % size:
-        raise ArgumentError(
-            f"{what}: x has shape {x.shape}; the first axis is cut into a part for "
-            f"each rank, so its length must be a multiple of {size}"
-        )
-
-
-_K, _M = 1 << 10, 1 << 20
-
-
-class Limits(NamedTuple):
-    """The most bytes that a rank sends by each kind of algorithm; larger: copies."""
-
-    sentinel: int
-    ll: int
-    marked: int
-    signalled: int
-
-
-class ReduceLimits(NamedTuple):
-    """The most bytes of a reduction to one rank in one flight, and in two by each kind.
-
-    Larger ones go between the ranks' own arrays. Two ranks have nothing in two flights.
-    """
-
-    in_one: int
-    sentinel: int
-    marked: int
-
-
-# Measured on H200s with 2, 4 and 8 ranks; see bench/README.md. By number of ranks, as
-# ``row`` of ``select.py`` says.
-_LIMITS = (
-    Limits(32 * _M, 64 * _K, 2 * _M, 40 * _M),
-    Limits(3 * _M, 64 * _K, 1536 * _K, 40 * _M),
-    Limits(14 * _M, 224 * _K, 1792 * _K, 56 * _M),
-)
-_REDUCE_LIMITS = (
-    ReduceLimits(2 * _M, 0, 0),
-    ReduceLimits(256 * _K, 8 * _M, 1 * _M),
-    ReduceLimits(128 * _K, 4 * _M, 1 * _M),
-)
-# Between the ranks' own arrays, from so many bytes on; two ranks relay nothing, and
-# reduce by signals before.
-_BROADCAST_DIRECT = (math.inf, 1 * _M, 2 * _M)
-_REDUCE_OF_TWO_DIRECT = 32 * _M
-# A simulated round costs milliseconds, whatever it carries.
-_SIMULATED = Limits(512, 128, 512, 64 * _M)
-_SIMULATED_REDUCE = ReduceLimits(512, 2048, 2048)
-
-
-def _fastest_exchange(
-    reduces: bool, copied: bool, nbytes: int, size: int, element: Element
-) -> str:
-    limits = _SIMULATED if SIMULATED else _LIMITS[select.row(size)]
-    sent = nbytes * (size - 1)
-    # A sentinel changes a NaN's bits: for what is only moved, flags or marks.
-    if sent <= limits.sentinel and reduces and element.floating:
-        return "sentinel"
-    if sent <= limits.ll:
-        return "ll"
-    if sent <= limits.marked:
-        return "marked"
-    return "copy_engine" if copied and sent > limits.signalled else "signalled"
-
-
-def _fastest_broadcast(nbytes: int, size: int, element: Element) -> str:
-    if nbytes >= _BROADCAST_DIRECT[select.row(size)]:
-        return "direct"
-    return _fastest_exchange(False, size <= 2, nbytes, size, element)
-
-
-def _fastest_reduce(nbytes: int, size: int, element: Element) -> str:
-    limits = _SIMULATED_REDUCE if SIMULATED else _REDUCE_LIMITS[select.row(size)]
-    transport = select.transport_of(element, nbytes, size)
-    if nbytes <= limits.in_one:
-        return transport
-    if size <= 2:
-        return "direct" if nbytes >= _REDUCE_OF_TWO_DIRECT else "signalled"
-    in_two = limits.sentinel if transport == "sentinel" else limits.marked
-    return f"two_shot_{transport}" if nbytes <= in_two else "direct"
+def _two_shot() -> dict[str, Algorithm]:
+    return {
+        f"two_shot_{transport}": Algorithm(partial(two_shot.bind, transport))
+        for transport in TWO_SHOT
+    }
 
 
 def _exchange(
     name: str,
     shape: Callable[[ArrayView, int], tuple[int, ...]],
-    signalled: Callable[..., Enqueue] | None = None,
     without: tuple[str, ...] = (),
 ) -> Operation:
     kind = EXCHANGES[name]
-    reduces = kind.output.reduces
-    algorithms: dict[str, Callable[..., Enqueue]] = {
-        "marked": functools.partial(exchange.bind, "marked", kind),
-        "ll": functools.partial(exchange.bind, "ll", kind),
-        "signalled": signalled or functools.partial(chunked_exchange.bind, kind),
-    }
-    if reduces:
-        algorithms["sentinel"] = functools.partial(exchange.bind, "sentinel", kind)
-    else:
-        algorithms["copy_engine"] = functools.partial(copied_exchange.bind, name)
-    fastest = functools.partial(_fastest_exchange, reduces, not reduces)
+    chunked = partial(chunked_exchange.bind, kind)
+    algorithms = {**_mailed(name), "chunked": Algorithm(chunked)}
+    if not kind.output.reduces:
+        copied = partial(copied_exchange.bind, name, chunked)
+        algorithms["copy_engine"] = Algorithm(copied, fewest=2)
     parts = (lambda size: size) if kind.parts_in else (lambda size: 1)
-    at_root = kind.output is Output.AT_ROOT
-    rooted = at_root or kind.output is Output.OF_ROOT
-    return Operation(
-        *(name, reduces, algorithms, fastest, shape, parts, without, rooted, at_root)
-    )
+    return Operation(name, kind.output.reduces, algorithms, shape, parts, without)
 
 
-def _reduce_in_two_shots(
-    transport: str,
-    comm: Any,
-    source: int,
-    target: int,
-    count: int,
-    element: Element,
-    op: Op,
-    root: int,
-) -> Enqueue:
-    """Bind an all-reduce whose result only the root keeps: only it has a target."""
-    return two_shot.bind(transport, comm, source, target, count, element, op)
+def _chunked_reduce(end: Endpoint, call: Call, left_over: int = 0) -> Enqueue:
+    """Bind a reduction to one rank by the kernel for the number of ranks."""
+    if end.size > 2:
+        return chunked_reduce.bind(end, call, left_over)
+    chunks = chunks_of(call.vectors, end.size, end.max_blocks)
+    if chunks.number == 1 and not left_over:
+        return chunked_exchange.bind(EXCHANGES["reduce"], end, call)
+    # With more chunks it takes less time to use the link in both directions.
+    return chunked_all_reduce.bind(end, call, left_over)
+
+
+def _one(size: int) -> int:
+    return 1
 
 
 ALL_REDUCE = Operation(
     "all_reduce",
     True,
-    select.ALL_REDUCE,
-    select.all_reduce,
+    {
+        **_mailed("all_reduce"),
+        **_two_shot(),
+        "chunked": Algorithm(chunked_all_reduce.bind),
+        "copy_engine": Algorithm(
+            partial(
+                copied_all_reduce.bind,
+                chunked_all_reduce.bind,
+                partial(barrier.bind, between=True),
+            ),
+            fewest=2,
+            divided=True,
+        ),
+        "one_shot_pull": Algorithm(one_shot_pull.bind),
+    },
     _same_shape,
-    lambda size: 1,
+    _one,
 )
 ALL_GATHER = _exchange("all_gather", _gathered_shape)
 ALL_TO_ALL = _exchange("all_to_all", _exchanged_shape)
 REDUCE_SCATTER = _exchange("reduce_scatter", _scattered_shape)
 SCAN = _exchange("scan", _same_shape, without=("avg",))
 EXSCAN = _exchange("exscan", _same_shape, without=("avg",))
-_REDUCE = _exchange("reduce", _same_shape, chunked_reduce.bind)
-REDUCE = _REDUCE._replace(
-    fastest=_fastest_reduce,
-    algorithms=_REDUCE.algorithms
-    | {"direct": direct_reduce.bind}
-    | {
-        f"two_shot_{transport}": functools.partial(_reduce_in_two_shots, transport)
-        for transport in TRANSPORTS
+REDUCE = Operation(
+    "reduce",
+    True,
+    {
+        **_mailed("reduce"),
+        **_two_shot(),
+        "chunked": Algorithm(_chunked_reduce),
+        "direct": Algorithm(partial(direct_reduce.bind, _chunked_reduce), fewest=2),
     },
+    _same_shape,
+    _one,
+    rooted=True,
+    at_root=True,
 )
 REDUCE_PART = REDUCE._replace(name="reduce_scatter_v")
 """One of the reductions that a ``reduce_scatter_v`` is made of."""
-_BROADCAST = _exchange("broadcast", _same_shape, chunked_broadcast.bind)
-BROADCAST = _BROADCAST._replace(
-    fastest=_fastest_broadcast,
-    algorithms=_BROADCAST.algorithms | {"direct": direct_broadcast.bind},
+BROADCAST = Operation(
+    "broadcast",
+    False,
+    {
+        **_mailed("broadcast"),
+        "chunked": Algorithm(chunked_broadcast.bind),
+        "direct": Algorithm(
+            partial(direct_broadcast.bind, chunked_broadcast.bind), fewest=3
+        ),
+        "copy_engine": Algorithm(
+            partial(copied_exchange.bind, "broadcast", chunked_broadcast.bind),
+            fewest=2,
+            most=2,
+        ),
+    },
+    _same_shape,
+    _one,
+    rooted=True,
 )
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        *(ALL_REDUCE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER),
+        *(SCAN, EXSCAN, REDUCE, BROADCAST),
+    )
+}
+"""By name."""

@@ -1,117 +1,162 @@
-"""The one table that picks an algorithm, by bytes, type and number of ranks."""
+"""Which algorithm is the fastest: every limit, by bytes, type and number of ranks.
 
-import functools
-from typing import Any, NamedTuple, Protocol
+Measured on H200s with 2, 4 and 8 ranks; see bench/README.md.
+"""
 
-from numba_symm.collectives.kernels import (
-    chunked_all_reduce,
-    copied_all_reduce,
-    one_shot,
-    one_shot_pull,
-    two_shot,
-)
-from numba_symm.collectives.protocols.binding import Enqueue
-from numba_symm.dtypes import Element, Op
+import math
+from typing import NamedTuple
+
+from numba_symm.dtypes import Element
 from numba_symm.environment import SIMULATED
 
-
-class Bind(Protocol):
-    """Packs one all-reduce algorithm."""
-
-    def __call__(
-        self,
-        comm: Any,
-        source: int,
-        target: int,
-        count: int,
-        element: Element,
-        op: Op,
-    ) -> Enqueue:
-        """Return what all-reduces ``count`` elements.
-
-        Everything but the addresses is equal on all ranks; grid and slots follow from
-        it alone.
-
-        Args:
-            comm: the communicator (its guard, workspace and agreed grid are used).
-            source: address of the input, on this rank.
-            target: address of the output; may be ``source``.
-            count: number of elements, at least 1.
-            element: their type.
-            op: the operator.
-        """
-        ...
-
-
-ALL_REDUCE: dict[str, Bind] = {
-    "one_shot_sentinel": functools.partial(one_shot.bind, "sentinel"),
-    "one_shot_marked": functools.partial(one_shot.bind, "marked"),
-    "one_shot_ll": functools.partial(one_shot.bind, "ll"),
-    "two_shot_sentinel": functools.partial(two_shot.bind, "sentinel"),
-    "two_shot_marked": functools.partial(two_shot.bind, "marked"),
-    "two_shot_ll": functools.partial(two_shot.bind, "ll"),
-    "two_shot_signalled": chunked_all_reduce.bind,
-    "copy_engine": copied_all_reduce.bind,
-    "one_shot_pull": one_shot_pull.bind,
-}
-"""Algorithms of all_reduce by name."""
-
-
-class Limits(NamedTuple):
-    """The largest message, in bytes, of each kind of algorithm; larger: copies."""
-
-    one_shot: int
-    two_shot: int
-    signalled: int
-
-
 _K, _M = 1 << 10, 1 << 20
+ALL, NONE = math.inf, -1
 
-# Measured on H200s with 2, 4 and 8 ranks; see bench/README.md. By number of ranks, as
-# ``row`` says.
-_SENTINEL = (
-    Limits(1 * _M, 8 * _M, 64 * _M),
-    Limits(128 * _K, 4 * _M, 64 * _M),
-    Limits(64 * _K, 16 * _M, 256 * _M),
+
+class Step(NamedTuple):
+    """One algorithm and the largest message for which it is chosen.
+
+    Attributes:
+        algorithm: its name.
+        most: bytes, with 2 ranks, with 3 to 4, and with more.
+        sent: whether ``most`` limits what a rank sends to all others together; else
+            the message, or the part for one rank.
+    """
+
+    algorithm: str
+    most: tuple[float, float, float]
+    sent: bool = False
+
+
+class Choice(NamedTuple):
+    """The algorithms of an operation, in the order in which messages grow.
+
+    Attributes:
+        floats: of floats.
+        others: of all other types; of all types where nothing is reduced.
+    """
+
+    floats: tuple[Step, ...]
+    others: tuple[Step, ...]
+
+
+# A sentinel changes a NaN's bits, so floats that are only moved go like other types.
+_LL = Step("one_shot_ll", (64 * _K, 64 * _K, 224 * _K), sent=True)
+_MARKED = Step("one_shot_marked", (2 * _M, 1536 * _K, 1792 * _K), sent=True)
+
+
+_COPIED = (
+    _LL,
+    _MARKED,
+    Step("chunked", (40 * _M, 40 * _M, 56 * _M), sent=True),
+    Step("copy_engine", (ALL, ALL, ALL)),
 )
-_MARKED = (
-    Limits(2 * _M, 2 * _M, 64 * _M),
-    Limits(128 * _K, 1 * _M, 64 * _M),
-    Limits(64 * _K, 1 * _M, 256 * _M),
+_EXCHANGED = Choice(
+    floats=(
+        Step("one_shot_sentinel", (32 * _M, 3 * _M, 14 * _M), sent=True),
+        Step("chunked", (ALL, ALL, ALL)),
+    ),
+    others=(_LL, _MARKED, Step("chunked", (ALL, ALL, ALL))),
 )
-# The largest message by packets: less to do, but twice the bytes.
-_MOST_LL = (8 * _K, 8 * _K, 32 * _K)
-# A simulated round costs milliseconds, whatever it carries.
-_SIMULATED = Limits(512, 2048, 64 * _M)
-_SIMULATED_MOST_LL = 64
+# Two ranks have nothing to do in two shots.
+_REDUCED = Choice(
+    floats=(
+        Step("one_shot_sentinel", (2 * _M, 256 * _K, 128 * _K)),
+        Step("two_shot_sentinel", (NONE, 8 * _M, 4 * _M)),
+        Step("chunked", (32 * _M - 1, NONE, NONE)),
+        Step("direct", (ALL, ALL, ALL)),
+    ),
+    others=(
+        Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
+        Step("one_shot_marked", (2 * _M, 256 * _K, 128 * _K)),
+        Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
+        Step("chunked", (32 * _M - 1, NONE, NONE)),
+        Step("direct", (ALL, ALL, ALL)),
+    ),
+)
+# Two ranks have nothing to relay.
+_BROADCAST = (
+    _MARKED,
+    Step("chunked", (40 * _M, 1 * _M - 1, 2 * _M - 1)),
+    Step("copy_engine", (ALL, NONE, NONE)),
+    Step("direct", (NONE, ALL, ALL)),
+)
+ON_GPUS = {
+    "all_reduce": Choice(
+        floats=(
+            Step("one_shot_sentinel", (1 * _M, 128 * _K, 64 * _K)),
+            Step("two_shot_sentinel", (8 * _M, 4 * _M, 16 * _M)),
+            Step("chunked", (64 * _M, 64 * _M, 256 * _M)),
+            Step("copy_engine", (ALL, ALL, ALL)),
+        ),
+        others=(
+            # Packets are twice the bytes, and less to do.
+            Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
+            Step("one_shot_marked", (2 * _M, 128 * _K, 64 * _K)),
+            Step("two_shot_marked", (2 * _M, 1 * _M, 1 * _M)),
+            Step("chunked", (64 * _M, 64 * _M, 256 * _M)),
+            Step("copy_engine", (ALL, ALL, ALL)),
+        ),
+    ),
+    "all_gather": Choice(_COPIED, _COPIED),
+    "all_to_all": Choice(_COPIED, _COPIED),
+    "reduce_scatter": _EXCHANGED,
+    "scan": _EXCHANGED,
+    "exscan": _EXCHANGED,
+    "reduce": _REDUCED,
+    "reduce_scatter_v": _REDUCED,  # made of reductions
+    "broadcast": Choice(_BROADCAST, _BROADCAST),
+}
+"""By operation."""
 
 
-def transport_of(element: Element, nbytes: int, size: int) -> str:
-    """Return the fastest transport of ``mailboxes.py`` for a type that is reduced."""
-    if element.floating:
-        return "sentinel"
-    most = _SIMULATED_MOST_LL if SIMULATED else _MOST_LL[row(size)]
-    return "ll" if nbytes <= most else "marked"
+def _simulated(step: Step) -> Step:
+    """Return the step for the simulator, in which each step costs milliseconds."""
+    limits = {
+        "one_shot_ll": 128 if step.sent else 64,
+        "one_shot_marked": 512,
+        "one_shot_sentinel": 512,
+        "two_shot_marked": 2 * _K,
+        "two_shot_sentinel": 2 * _K,
+    }
+    limit = limits.get(step.algorithm, ALL)
+    few, some, many = step.most
+    return step._replace(most=(min(few, limit), min(some, limit), min(many, limit)))
 
 
-def limits_of(size: int, element: Element) -> Limits:
-    """Return the limits for a number of ranks and a type."""
-    if SIMULATED:
-        return _SIMULATED
-    return (_SENTINEL if element.floating else _MARKED)[row(size)]
+def _in_simulator(choice: Choice) -> Choice:
+    floats, others = (tuple(map(_simulated, steps)) for steps in choice)
+    return Choice(floats, others)
 
 
-def row(size: int) -> int:
-    """Return the place in a table of what is for 2 ranks, 3 to 4, and more."""
-    return 0 if size <= 2 else 1 if size <= 4 else 2
+CHOICES = (
+    {name: _in_simulator(choice) for name, choice in ON_GPUS.items()}
+    if SIMULATED
+    else ON_GPUS
+)
+"""By operation, where this process runs."""
 
 
-def all_reduce(nbytes: int, size: int, element: Element) -> str:
-    """Return the name of the fastest algorithm for a message and a world size."""
-    limits = limits_of(size, element)
-    transport = transport_of(element, nbytes, size)
-    if nbytes <= limits.one_shot:
-        return f"one_shot_{transport}"
-    if nbytes <= limits.two_shot:
-        return f"two_shot_{transport}"
-    return "two_shot_signalled" if nbytes <= limits.signalled else "copy_engine"
+def fastest(
+    name: str,
+    nbytes: int,
+    size: int,
+    element: Element,
+    choices: dict[str, Choice] = CHOICES,
+) -> str:
+    """Return the name of the fastest algorithm.
+
+    Args:
+        name: the operation.
+        nbytes: bytes of the message, or of the part for one rank.
+        size: number of ranks.
+        element: the element type.
+        choices: by operation.
+    """
+    column = 0 if size <= 2 else 1 if size <= 4 else 2
+    choice = choices[name]
+    for step in choice.floats if element.floating else choice.others:
+        counted = nbytes * (size - 1) if step.sent else nbytes
+        if counted <= step.most[column]:
+            return step.algorithm
+    raise AssertionError(f"{name}: no algorithm for {nbytes} bytes")

@@ -4,71 +4,36 @@ All are messages between pairs (``transfer.py``), and so may be grouped with oth
 Counts and displacements are MPI's: in elements of the flattened arrays.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
-from numba_symm import arrays
+from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.messages import (
-    Copy,
-    PointToPoint,
-    Stream,
-    Transfers,
+from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.checks import (
     check_apart,
+    check_length,
+    check_order,
+    check_parts,
     check_rank,
-    is_integer,
+    check_type,
 )
+from numba_symm.collectives.counts import (
+    Counts,
+    Place,
+    Table,
+    agree_on_counts,
+    end_of,
+    places_of,
+    refuse_overlap,
+    table_of,
+)
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.operations import REDUCE_PART
+from numba_symm.collectives.protocols.binding import Enqueue, InTurn
+from numba_symm.collectives.transfers import Copy, Stream, Transfers
 from numba_symm.errors import ArgumentError
-from numba_symm.launch.store import StoreExchange
-
-Counts = Sequence[int]
-
-Table = tuple[tuple[int, ...], tuple[int, ...] | None]
-"""Counts and displacements, checked; None: one after another."""
-
-Place = tuple[int, int]
-"""Where a rank's part begins, and how long it is, in elements."""
-
-
-_COUNTS = {
-    "gather_v": ("x.size", "counts[{}]"),
-    "scatter": ("x.size // size", "out.size"),
-    "scatter_v": ("counts[{}]", "out.size"),
-    "all_to_all_v": ("send_counts[{}]", "recv_counts[{}]"),
-}
-"""What says how much a rank sends to another, and how much that one expects of it."""
-
-_NAMED = 4  # pairs of ranks, in an error
-
-
-def agree_on_counts(exchange: StoreExchange, what: str, transfers: Transfers) -> None:
-    """Check that every rank expects of every other what that one sends. Collective.
-
-    Raises:
-        ArgumentError: on all ranks, with who passed what.
-    """
-    if what not in _COUNTS:  # the ranks have agreed on all counts
-        return
-    sends, receives = (
-        {message.peer: message.nbytes // transfers.itemsize for message in messages}
-        for messages in (transfers.sends, transfers.receives)
-    )
-    everyone = exchange.all_gather((sends, receives), f"{what}: counts")
-    sent_as, expected_as = _COUNTS[what]
-    wrong = [
-        f"rank {rank} sends {sent} elements ({sent_as.format(peer)}) to rank {peer}, "
-        f"which expects {everyone[peer][1][rank]} ({expected_as.format(rank)})"
-        for rank, (sends, _) in enumerate(everyone)
-        for peer, sent in sends.items()
-        if sent != everyone[peer][1][rank]
-    ]
-    if wrong:
-        more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
-        raise ArgumentError(
-            f"{what}: {'; '.join(wrong[:_NAMED])}{more}; pass counts that agree"
-        )
 
 
 class Piece:
@@ -80,7 +45,7 @@ class Piece:
         self.nbytes = count * itemsize
 
 
-class Call(NamedTuple):
+class Collected(NamedTuple):
     """A collective made of messages, ready to be enqueued.
 
     Attributes:
@@ -111,314 +76,211 @@ class Form(NamedTuple):
     transfers: Callable[..., Transfers]
 
 
-class VectorForms(PointToPoint):
-    """The part of a communicator whose collectives are made of messages."""
+def collected(
+    calls: Calls, what: str, prepare: Callable[..., Collected], *args: Any
+) -> Any:
+    """Make a collective that ``prepare(calls, what, *args)`` makes of messages.
 
-    def _collected(self, what: str, prepare: Callable[..., Call], *args: Any) -> Any:
-        raise NotImplementedError
+    In debug mode the ranks agree first, so that an error of one is all ranks'.
+    """
 
-    def _new(
-        self, like: ArrayView, shape: tuple[int, ...], handle: int, what: str
-    ) -> Any:
-        raise NotImplementedError
+    def admitted(call: Collected) -> str:
+        """Return what the ranks must agree on, if an open group can take the call."""
+        if calls.pending is not None:
+            calls.pending.check(call.transfers, call.stream)
+        return call.transfers.words
 
-    def _flat(self, view: ArrayView, what: str, written: bool = False) -> ArrayView:
-        """Return an array whose elements are counted in C order, or refuse it."""
-        found = self._usable(view, what, written)
-        if found.order != "C":
-            raise ArgumentError(
-                f"{what} is in Fortran order, in which a rank's part is not "
-                "contiguous; pass it in C order, or its transpose"
-            )
-        return found
+    with calls.alone(what):
+        given = calls, what, *args
+        if calls.compares():
+            with calls.set_up(what):
+                call = calls.compared(what, admitted, prepare, *given)
+                agree_on_counts(calls.group.exchange, what, call.transfers)
+        else:
+            calls.group.check_open()
+            try:
+                call = prepare(*given)
+            except BaseException as error:
+                calls.give_up_unless_refused(error, what)
+                raise
+        calls.transfer(what, call.transfers, call.stream, *call.keep)
+    return call.result
 
-    def _formed(
-        self, form: Form, what: str, x: Any, out: Any, stream: Any, *given: Any
-    ) -> Call:
-        """Return a call that reads x and writes out, which it makes if it is None."""
-        source = arrays.view(x, what)
-        chosen = self._stream_for(stream, source)
-        if out is None:
-            shape = self._planned(form.shape, what, source, *given)
-            out = self._new(source, shape, chosen[0], what)
-        target = arrays.view(out, f"{what}: out")
-        transfers = self._planned(form.transfers, what, source, target, *given)
-        return Call(transfers, chosen, (x, out), out)
 
-    def gather(self, x: Any, root: int = 0, out: Any = None, stream: Any = None) -> Any:
-        """Bring every rank's array to rank ``root``.
+def gather(
+    calls: Calls,
+    what: str,
+    x: Any,
+    counts: Counts | None,
+    displs: Counts | None,
+    root: int,
+    out: Any,
+    stream: Any,
+) -> Collected:
+    """Prepare a ``gather`` or ``gather_v``."""
+    root = check_rank(root, calls.size, f"{what}: root")
+    if calls.rank == root:
+        table = None if what == "gather" else _table(calls, what, counts, displs)
+        return _formed(calls, _GATHER, what, x, out, stream, root, table)
+    source = arrays.view(x, what)
+    transfers = calls.remembered(_contributed, what, source, root)
+    return Collected(transfers, calls.stream_for(stream, source), (x,), None)
 
-        Collective: every rank passes an array of equal shape and dtype, and the same
-        ``root``. Asynchronous.
 
-        Args:
-            x: a device array in C order. In place on root: ``out[root]``.
-            root: the rank that gets all.
-            out: on root: where to, an array of shape ``(size, *x.shape)``; None: a new
-                array of ordinary device memory. Elsewhere ignored, as in MPI.
-            stream: as for :meth:`all_reduce`.
-
-        Returns:
-            On root ``out``, or the new array: ``out[r]`` is rank r's x. Else None.
-
-        Raises:
-            As :meth:`all_reduce`.
-        """
-        return self._collected("gather", self._gather, x, None, None, root, out, stream)
-
-    def gather_v(
-        self,
-        x: Any,
-        counts: Counts | None = None,
-        displs: Counts | None = None,
-        root: int = 0,
-        out: Any = None,
-        stream: Any = None,
-    ) -> Any:
-        """Bring every rank's array, of any length, to rank ``root``.
-
-        Collective: every rank passes the same ``root`` and dtype. Asynchronous.
-
-        Args:
-            x: a device array in C order.
-            counts: on root: how many elements each rank's x has. Elsewhere ignored.
-            displs: on root: where in ``out`` each begins; None: one after another.
-            root: the rank that gets all.
-            out: on root: where to; None: a new array of one axis. Elsewhere ignored.
-            stream: as for :meth:`all_reduce`.
-
-        Returns:
-            On root ``out``, or the new array. Else None.
-
-        Raises:
-            As :meth:`all_reduce`.
-        """
-        return self._collected(
-            "gather_v", self._gather, x, counts, displs, root, out, stream
+def scatter(
+    calls: Calls,
+    what: str,
+    x: Any,
+    counts: Counts | None,
+    displs: Counts | None,
+    root: int,
+    out: Any,
+    stream: Any,
+) -> Collected:
+    """Prepare a ``scatter`` or ``scatter_v``."""
+    root = check_rank(root, calls.size, f"{what}: root")
+    if calls.rank == root:
+        table = None if what == "scatter" else _table(calls, what, counts, displs)
+        return _formed(calls, _SCATTER, what, x, out, stream, root, table)
+    if out is None:
+        raise ArgumentError(
+            f"{what}: pass out= on other ranks than root, which alone knows how much "
+            "there is"
         )
+    target = arrays.view(out, f"{what}: out")
+    transfers = calls.remembered(_taken, what, target, root)
+    return Collected(transfers, calls.stream_for(stream, target), (out,), out)
 
-    def _gather(
-        self,
-        what: str,
-        x: Any,
-        counts: Counts | None,
-        displs: Counts | None,
-        root: int,
-        out: Any,
-        stream: Any,
-    ) -> Call:
-        root = check_rank(root, self.size, f"{what}: root")
-        if self.rank == root:
-            even = what == "gather"
-            table = None if even else self._table(counts, displs, f"{what}: counts")
-            return self._formed(_GATHER, what, x, out, stream, root, table)
-        source = arrays.view(x, what)
-        transfers = self._planned(_contributed, what, source, root)
-        return Call(transfers, self._stream_for(stream, source), (x,), None)
 
-    def _table(self, counts: Counts | None, displs: Counts | None, what: str) -> Table:
-        return table_of(counts, displs, self.size, what)
+def all_gather(
+    calls: Calls,
+    what: str,
+    x: Any,
+    counts: Counts,
+    displs: Counts | None,
+    out: Any,
+    stream: Any,
+) -> Collected:
+    """Prepare an ``all_gather_v``."""
+    table = _table(calls, what, counts, displs)
+    return _formed(calls, _ALL_GATHER, what, x, out, stream, table)
 
-    def scatter(
-        self, x: Any = None, root: int = 0, out: Any = None, stream: Any = None
-    ) -> Any:
-        """Give each rank its part of rank ``root``'s array.
 
-        Collective: every rank passes the same ``root``. Asynchronous.
+def all_to_all(
+    calls: Calls,
+    what: str,
+    x: Any,
+    sent: tuple[Counts, Counts | None],
+    received: tuple[Counts, Counts | None],
+    out: Any,
+    stream: Any,
+) -> Collected:
+    """Prepare an ``all_to_all_v``."""
+    given = table_of(*sent, calls.size, f"{what}: send_counts")
+    taken = table_of(*received, calls.size, f"{what}: recv_counts")
+    return _formed(calls, _ALL_TO_ALL, what, x, out, stream, given, taken)
 
-        Args:
-            x: on root: a device array in C order whose first axis' length is a
-                multiple of the number of ranks; its r-th part goes to rank r.
-                Elsewhere ignored, as in MPI.
-            root: the rank that has x.
-            out: where to: an array of the part's size and x's dtype, required on other
-                ranks than root. On root None gives a new array of shape
-                ``(x.shape[0] // size, *x.shape[1:])``; in place: x's own part.
-            stream: as for :meth:`all_reduce`; None takes x's on root, else out's.
 
-        Returns:
-            ``out``, or the new array.
+def reduce_scatter(
+    calls: Calls, x: Any, counts: Counts, op: Any, out: Any, stream: Any
+) -> Any:
+    """Make a ``reduce_scatter_v``: a reduction of each rank's part."""
+    what = "reduce_scatter_v"
+    given = calls, what, x, counts, op, out, stream
+    with calls.alone(what):
+        _, launch, chosen, out = calls.checked(what, itemgetter(0), _parts, *given)
+        calls.run(what, launch, chosen, x, out)
+    return out
 
-        Raises:
-            As :meth:`all_reduce`.
-        """
-        return self._collected(
-            "scatter", self._scatter, x, None, None, root, out, stream
-        )
 
-    def scatter_v(
-        self,
-        x: Any = None,
-        counts: Counts | None = None,
-        displs: Counts | None = None,
-        root: int = 0,
-        out: Any = None,
-        stream: Any = None,
-    ) -> Any:
-        """Give each rank a part, of any length, of rank ``root``'s array.
+def _parts(
+    calls: Calls,
+    what: str,
+    x: Any,
+    counts: Counts,
+    op: Any,
+    out: Any,
+    stream: Any,
+) -> tuple[str, Enqueue | None, Stream, Any]:
+    """Return the reductions of all ranks' parts, in words and as a launch."""
+    source = _flat(calls, arrays.view(x, what), what)
+    places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
+    check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
+    first, count = places[calls.rank]
+    chosen = calls.stream_for(stream, source)
+    if out is None:
+        out = calls.new(source, (count,), chosen[0], what)
+    target = _flat(calls, arrays.view(out, f"{what}: out"), f"{what}: out", True)
+    check_length(target, count, f"{what}: out", "counts[rank]")
+    check_type(target, source, what)
+    itemsize = source.dtype.itemsize
+    if target.address != source.address + first * itemsize:
+        # Another rank's part is reduced after this one's was written.
+        check_apart(source, target, what)
+    launches = []
+    for root, (first, count) in enumerate(places):
+        address = source.address + first * itemsize
+        part = source._replace(address=address, shape=(count,), size=count)
+        into = target._replace(shape=(count,)) if root == calls.rank else None
+        launches.append(calls.packed(REDUCE_PART, part, into, op, None, root))
+    op = dtypes.reduction(op, what)
+    words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
+    todo = [launch for launch in launches if launch is not None]
+    return words, InTurn(*todo) if todo else None, chosen, out
 
-        Collective: every rank passes the same ``root``. Asynchronous.
 
-        Args:
-            x: on root: a device array in C order. Elsewhere ignored, as in MPI.
-            counts: on root: how many elements each rank gets. Elsewhere ignored.
-            displs: on root: where in ``x`` each rank's begin; None: one after another.
-            root: the rank that has x.
-            out: where to: an array of as many elements, required on other ranks than
-                root. On root None gives a new array of one axis.
-            stream: as for :meth:`all_reduce`; None takes x's on root, else out's.
+def _flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:
+    """Return an array whose elements are counted in C order, or refuse it."""
+    found = calls.usable(view, what, written)
+    check_order(found, what)
+    return found
 
-        Returns:
-            ``out``, or the new array.
 
-        Raises:
-            As :meth:`all_reduce`.
-        """
-        return self._collected(
-            "scatter_v", self._scatter, x, counts, displs, root, out, stream
-        )
+def _table(
+    calls: Calls, what: str, counts: Counts | None, displs: Counts | None
+) -> Table:
+    return table_of(counts, displs, calls.size, f"{what}: counts")
 
-    def _scatter(
-        self,
-        what: str,
-        x: Any,
-        counts: Counts | None,
-        displs: Counts | None,
-        root: int,
-        out: Any,
-        stream: Any,
-    ) -> Call:
-        root = check_rank(root, self.size, f"{what}: root")
-        if self.rank == root:
-            even = what == "scatter"
-            table = None if even else self._table(counts, displs, f"{what}: counts")
-            return self._formed(_SCATTER, what, x, out, stream, root, table)
-        if out is None:
-            raise ArgumentError(
-                f"{what}: pass out= on other ranks than root, which alone knows how "
-                "much there is"
-            )
-        target = arrays.view(out, f"{what}: out")
-        transfers = self._planned(_taken, what, target, root)
-        return Call(transfers, self._stream_for(stream, target), (out,), out)
 
-    def all_gather_v(
-        self,
-        x: Any,
-        counts: Counts,
-        displs: Counts | None = None,
-        out: Any = None,
-        stream: Any = None,
-    ) -> Any:
-        """Give every rank the arrays of all, which may differ in length.
-
-        Collective: every rank passes the same ``counts`` and dtype. Asynchronous.
-
-        Args:
-            x: a device array in C order with ``counts[rank]`` elements.
-            counts: how many elements each rank's x has.
-            displs: where in ``out`` each begins; None: one after another.
-            out: where to; None: a new array of one axis. In place, x is its own part.
-            stream: as for :meth:`all_reduce`.
-
-        Returns:
-            ``out``, or the new array.
-
-        Raises:
-            As :meth:`all_reduce`.
-        """
-        return self._collected(
-            "all_gather_v", self._all_gather, x, counts, displs, out, stream
-        )
-
-    def _all_gather(
-        self,
-        what: str,
-        x: Any,
-        counts: Counts,
-        displs: Counts | None,
-        out: Any,
-        stream: Any,
-    ) -> Call:
-        table = self._table(counts, displs, f"{what}: counts")
-        return self._formed(_ALL_GATHER, what, x, out, stream, table)
-
-    def all_to_all_v(
-        self,
-        x: Any,
-        send_counts: Counts,
-        recv_counts: Counts,
-        send_displs: Counts | None = None,
-        recv_displs: Counts | None = None,
-        out: Any = None,
-        stream: Any = None,
-    ) -> Any:
-        """Send each rank a part of ``x``, and take every rank's part for this one.
-
-        Collective: every rank passes the same dtype; what rank r sends rank s,
-        ``send_counts[s]`` there, is what s receives, ``recv_counts[r]`` here.
-        Asynchronous.
-
-        Args:
-            x: a device array in C order.
-            send_counts: how many elements go to each rank.
-            recv_counts: how many come from each rank.
-            send_displs: where in ``x`` those for each rank begin; None: one after
-                another.
-            recv_displs: where in ``out`` those of each rank begin; None likewise.
-            out: where to, apart from x; None: a new array of one axis.
-            stream: as for :meth:`all_reduce`.
-
-        Returns:
-            ``out``, or the new array.
-
-        Raises:
-            As :meth:`all_reduce`.
-        """
-        return self._collected(
-            *("all_to_all_v", self._all_to_all, x, (send_counts, send_displs)),
-            *((recv_counts, recv_displs), out, stream),
-        )
-
-    def _all_to_all(
-        self,
-        what: str,
-        x: Any,
-        sent: tuple[Counts, Counts | None],
-        received: tuple[Counts, Counts | None],
-        out: Any,
-        stream: Any,
-    ) -> Call:
-        given = self._table(*sent, f"{what}: send_counts")
-        taken = self._table(*received, f"{what}: recv_counts")
-        return self._formed(_ALL_TO_ALL, what, x, out, stream, given, taken)
+def _formed(
+    calls: Calls, form: Form, what: str, x: Any, out: Any, stream: Any, *given: Any
+) -> Collected:
+    """Return a call that reads x and writes out, which it makes if it is None."""
+    source = arrays.view(x, what)
+    chosen = calls.stream_for(stream, source)
+    if out is None:
+        shape = calls.remembered(form.shape, what, source, *given)
+        out = calls.new(source, shape, chosen[0], what)
+    target = arrays.view(out, f"{what}: out")
+    transfers = calls.remembered(form.transfers, what, source, target, *given)
+    return Collected(transfers, chosen, (x, out), out)
 
 
 def _gathered_shape(
-    comm: VectorForms, what: str, x: ArrayView, root: int, table: Table | None
+    calls: Calls, what: str, x: ArrayView, root: int, table: Table | None
 ) -> tuple[int, ...]:
-    x = comm._flat(x, what)
+    x = _flat(calls, x, what)
     if table is None:
-        return comm.size, *x.shape
+        return calls.size, *x.shape
     places = places_of(table)
-    _refuse_overlap(places, f"{what}: displs")
+    refuse_overlap(places, f"{what}: displs")
     check_length(x, places[root][1], f"{what}: x", f"counts[{root}]")
-    return (_end(places),)
+    return (end_of(places),)
 
 
 def _gathered(
-    comm: VectorForms,
+    calls: Calls,
     what: str,
     x: ArrayView,
     out: ArrayView,
     root: int,
     table: Table | None,
 ) -> Transfers:
-    _gathered_shape(comm, what, x, root, table)
-    places = places_of(table or ((x.size,) * comm.size, None))
-    out = _output(comm, out, x, what)
+    _gathered_shape(calls, what, x, root, table)
+    places = places_of(table or ((x.size,) * calls.size, None))
+    out = _output(calls, out, x, what)
     if table is None:
-        _check_even(out, comm.size * x.size, x, what)
+        _check_even(out, calls.size * x.size, x, what)
     else:
         _check_room(out, places, f"{what}: out")
     pieces = [Piece(out, *place) for place in places]
@@ -427,9 +289,9 @@ def _gathered(
     return Transfers([], _messages(pieces, root), copies, words, x.dtype.itemsize)
 
 
-def _contributed(comm: VectorForms, what: str, x: ArrayView, root: int) -> Transfers:
+def _contributed(calls: Calls, what: str, x: ArrayView, root: int) -> Transfers:
     """Return what another rank than the root sends in a gather."""
-    x = comm._flat(x, what)
+    x = _flat(calls, x, what)
     words = _contribution(what, x, root)
     sends = [Message(root, x.address, x.nbytes)]
     return Transfers(sends, [], (), words, x.dtype.itemsize)
@@ -441,30 +303,30 @@ def _contribution(what: str, x: ArrayView, root: int) -> str:
 
 
 def _scattered_shape(
-    comm: VectorForms, what: str, x: ArrayView, root: int, table: Table | None
+    calls: Calls, what: str, x: ArrayView, root: int, table: Table | None
 ) -> tuple[int, ...]:
-    x = comm._flat(x, what)
+    x = _flat(calls, x, what)
     if table is None:
-        _check_shares(x, comm.size)
-        return x.shape[0] // comm.size, *x.shape[1:]
+        check_parts(x, calls.size, "scatter")
+        return x.shape[0] // calls.size, *x.shape[1:]
     places = places_of(table)
     _check_room(x, places, f"{what}: x")
     return (places[root][1],)
 
 
 def _scattered(
-    comm: VectorForms,
+    calls: Calls,
     what: str,
     x: ArrayView,
     out: ArrayView,
     root: int,
     table: Table | None,
 ) -> Transfers:
-    _scattered_shape(comm, what, x, root, table)
-    places = places_of(table or ((x.size // comm.size,) * comm.size, None))
-    out = _output(comm, out, x, what)
+    _scattered_shape(calls, what, x, root, table)
+    places = places_of(table or ((x.size // calls.size,) * calls.size, None))
+    out = _output(calls, out, x, what)
     if table is None:
-        _check_even(out, x.size // comm.size, x, what)
+        _check_even(out, x.size // calls.size, x, what)
     else:
         check_length(out, places[root][1], f"{what}: out", f"counts[{root}]")
     pieces = [Piece(x, *place) for place in places]
@@ -474,76 +336,76 @@ def _scattered(
     return Transfers(_messages(pieces, root), [], copies, words, x.dtype.itemsize)
 
 
-def _taken(comm: VectorForms, what: str, out: ArrayView, root: int) -> Transfers:
+def _taken(calls: Calls, what: str, out: ArrayView, root: int) -> Transfers:
     """Return what another rank than the root receives in a scatter."""
-    out = comm._flat(out, f"{what}: out", written=True)
+    out = _flat(calls, out, f"{what}: out", written=True)
     receives = [Message(root, out.address, out.nbytes)]
     words = f"{out.dtype.name}, root {root}"
     return Transfers([], receives, (), words, out.dtype.itemsize)
 
 
 def _all_gathered_shape(
-    comm: VectorForms, what: str, x: ArrayView, table: Table
+    calls: Calls, what: str, x: ArrayView, table: Table
 ) -> tuple[int, ...]:
-    x = comm._flat(x, what)
+    x = _flat(calls, x, what)
     places = places_of(table)
-    _refuse_overlap(places, f"{what}: displs")
-    check_length(x, places[comm.rank][1], f"{what}: x", "counts[rank]")
-    return (_end(places),)
+    refuse_overlap(places, f"{what}: displs")
+    check_length(x, places[calls.rank][1], f"{what}: x", "counts[rank]")
+    return (end_of(places),)
 
 
 def _all_gathered(
-    comm: VectorForms, what: str, x: ArrayView, out: ArrayView, table: Table
+    calls: Calls, what: str, x: ArrayView, out: ArrayView, table: Table
 ) -> Transfers:
-    _all_gathered_shape(comm, what, x, table)
+    _all_gathered_shape(calls, what, x, table)
     places = places_of(table)
-    out = _output(comm, out, x, what)
+    out = _output(calls, out, x, what)
     _check_room(out, places, f"{what}: out")
     pieces = [Piece(out, *place) for place in places]
     sends = [
         Message(peer, x.address, x.nbytes)
-        for peer in range(comm.size)
-        if peer != comm.rank
+        for peer in range(calls.size)
+        if peer != calls.rank
     ]
-    copies = _own_piece(pieces[comm.rank], x, out, what)
+    copies = _own_piece(pieces[calls.rank], x, out, what)
     words = f"counts {list(table[0])}, {x.dtype.name}"
-    return Transfers(sends, _messages(pieces, comm.rank), copies, words)
+    return Transfers(sends, _messages(pieces, calls.rank), copies, words)
 
 
 def _exchanged_shape(
-    comm: VectorForms, what: str, x: ArrayView, given: Table, taken: Table
+    calls: Calls, what: str, x: ArrayView, given: Table, taken: Table
 ) -> tuple[int, ...]:
-    x = comm._flat(x, what)
+    x = _flat(calls, x, what)
     outgoing, incoming = places_of(given), places_of(taken)
-    _refuse_overlap(incoming, f"{what}: recv_displs")
-    (_, sent), (_, received) = outgoing[comm.rank], incoming[comm.rank]
+    refuse_overlap(incoming, f"{what}: recv_displs")
+    (_, sent), (_, received) = outgoing[calls.rank], incoming[calls.rank]
     if sent != received:
         raise ArgumentError(
-            f"{what}: rank {comm.rank} sends itself {sent} elements and receives "
+            f"{what}: rank {calls.rank} sends itself {sent} elements and receives "
             f"{received} from itself"
         )
     _check_room(x, outgoing, f"{what}: x")
-    return (_end(incoming),)
+    return (end_of(incoming),)
 
 
 def _exchanged(
-    comm: VectorForms,
+    calls: Calls,
     what: str,
     x: ArrayView,
     out: ArrayView,
     given: Table,
     taken: Table,
 ) -> Transfers:
-    _exchanged_shape(comm, what, x, given, taken)
-    out = _output(comm, out, x, what)
+    _exchanged_shape(calls, what, x, given, taken)
+    out = _output(calls, out, x, what)
     _check_room(out, places_of(taken), f"{what}: out")
     check_apart(x, out, what)
     outgoing = [Piece(x, *place) for place in places_of(given)]
     incoming = [Piece(out, *place) for place in places_of(taken)]
-    own, into = outgoing[comm.rank], incoming[comm.rank]
+    own, into = outgoing[calls.rank], incoming[calls.rank]
     return Transfers(
-        _messages(outgoing, comm.rank),
-        _messages(incoming, comm.rank),
+        _messages(outgoing, calls.rank),
+        _messages(incoming, calls.rank),
         [(into.address, own.address, own.nbytes)],
         x.dtype.name,
         x.dtype.itemsize,
@@ -556,57 +418,11 @@ _ALL_GATHER = Form(_all_gathered_shape, _all_gathered)
 _ALL_TO_ALL = Form(_exchanged_shape, _exchanged)
 
 
-def _output(comm: VectorForms, out: ArrayView, x: ArrayView, what: str) -> ArrayView:
+def _output(calls: Calls, out: ArrayView, x: ArrayView, what: str) -> ArrayView:
     """Return the output of a call that reads x, or refuse it."""
-    out = comm._flat(out, f"{what}: out", written=True)
+    out = _flat(calls, out, f"{what}: out", written=True)
     check_type(out, x, what)
     return out
-
-
-def _check_shares(source: ArrayView, size: int) -> None:
-    """Refuse an array that cannot be cut into a part for each rank."""
-    if not source.shape or source.shape[0] % size:
-        raise ArgumentError(
-            f"scatter: x has shape {source.shape}; the first axis is cut into a part "
-            f"for each rank, so its length must be a multiple of {size}"
-        )
-
-
-def table_of(
-    counts: Counts | None, displs: Counts | None, size: int, what: str
-) -> Table:
-    """Return counts and displacements, which may be anything, as a table, checked."""
-    if counts is None:
-        raise ArgumentError(f"{what}=None; give a number of elements for each rank")
-    lengths = _integers(counts, size, what)
-    if displs is None:
-        return lengths, None
-    return lengths, _integers(displs, size, what.replace("counts", "displs"))
-
-
-def places_of(table: Table) -> list[Place]:
-    """Return every rank's place."""
-    lengths, starts = table
-    if starts is None:
-        starts = (0, *itertools.accumulate(lengths[:-1]))
-    return list(zip(starts, lengths, strict=True))
-
-
-def _integers(given: Counts, size: int, what: str) -> tuple[int, ...]:
-    try:
-        found = tuple(given)
-    except Exception:  # whatever an object's own method raises
-        found = ()
-    integers = len(found) == size and all(map(is_integer, found))
-    if not integers or min(found) < 0:
-        raise ArgumentError(
-            f"{what}={given!r}; give an integer from 0 for each of {size} ranks"
-        )
-    return tuple(map(int, found))
-
-
-def _end(places: list[Place]) -> int:
-    return max(first + count for first, count in places)
 
 
 def _messages(pieces: list[Piece], but: int) -> list[Message]:
@@ -635,29 +451,6 @@ def _own_piece(
     return [(piece.address, alone.address, piece.nbytes)]
 
 
-def check_type(target: ArrayView, source: ArrayView, what: str) -> None:
-    """Refuse arrays of two types."""
-    if target.dtype != source.dtype:
-        raise ArgumentError(
-            f"{what}: out is of {target.dtype.name} and x of {source.dtype.name}; pass "
-            "both of one type"
-        )
-
-
-def check_length(view: ArrayView, count: int, what: str, name: str) -> None:
-    """Refuse an array of another number of elements."""
-    if view.size != count:
-        raise ArgumentError(f"{what} has {view.size} elements, and {name} is {count}")
-
-
-def _refuse_overlap(places: list[Place], what: str) -> None:
-    """Refuse parts of an output that are written twice."""
-    taken = sorted(place for place in places if place[1])
-    for (first, count), (following, _) in itertools.pairwise(taken):
-        if first + count > following:
-            raise ArgumentError(f"{what}: the parts of two ranks overlap in out")
-
-
 def _check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
     """Refuse an output of another size than follows from x and the ranks."""
     if out.size != count:
@@ -669,8 +462,8 @@ def _check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
 
 def _check_room(view: ArrayView, places: list[Place], what: str) -> None:
     """Refuse an array that is too small."""
-    if view.size < _end(places):
+    if view.size < end_of(places):
         raise ArgumentError(
             f"{what} has {view.size} elements, and counts and displacements reach to "
-            f"{_end(places)}"
+            f"{end_of(places)}"
         )

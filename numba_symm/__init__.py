@@ -19,7 +19,9 @@ starts neither MPI nor CUDA.
 from importlib.metadata import PackageNotFoundError, version
 
 from numba_symm import device, sharing
-from numba_symm.collectives.communicator import Communicator, Plan, backend
+from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.lifetime import backend
+from numba_symm.collectives.plans import Plan
 from numba_symm.device import Context
 from numba_symm.environment import allow_overlapping_devices
 from numba_symm.errors import (

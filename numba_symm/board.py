@@ -340,7 +340,7 @@ def _register(address: int, undo: ExitStack) -> int:
 
 
 def describe(record: int, words: str = "") -> Failure:
-    """Return the failure in a record, whose bits ``signals.wait_record`` describes.
+    """Return the failure in a record, whose bits ``polling.wait_record`` describes.
 
     Args:
         record: the record of any rank.

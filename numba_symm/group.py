@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from numba_symm import environment, forks
 from numba_symm.backends.peers import choose_backend
 from numba_symm.board import Board, Failure
-from numba_symm.device.signals import Guard
+from numba_symm.device.polling import Guard
 from numba_symm.errors import (
     ArgumentError,
     ClosedError,

@@ -26,7 +26,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm import code_cache, driver
-from numba_symm.device.signals import Guard
+from numba_symm.device.polling import Guard
 from numba_symm.dtypes import UserOperator
 from numba_symm.environment import SIMULATED
 

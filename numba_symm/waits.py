@@ -1,7 +1,7 @@
 """What kernels wait for: one table of numbers and words.
 
 A kernel that gives up a wait stores a record with a number of this table, see
-:func:`numba_symm.device.signals.wait_record`. :func:`numba_symm.board.describe` makes
+:func:`numba_symm.device.polling.wait_record`. :func:`numba_symm.board.describe` makes
 an error's text from it. A new algorithm adds its line here, with an unused number.
 """
 
@@ -66,21 +66,17 @@ PUT_SIGNAL = _wait(1, "put_signal", "channel", UNANSWERED)
 WAIT_SIGNAL = _wait(2, "wait_signal", "channel", UNANSWERED)
 BARRIER = _wait(3, "barrier")
 ONE_SHOT_PULL = _wait(4, "all_reduce (one_shot_pull)")
-ONE_SHOT_SENTINEL = _wait(5, "all_reduce (one_shot_sentinel)")
-ONE_SHOT_LL = _wait(6, "all_reduce (one_shot_ll)")
-TWO_SHOT_SENTINEL = _wait(7, "all_reduce or reduce (two_shot_sentinel)")
-TWO_SHOT_LL = _wait(8, "all_reduce or reduce (two_shot_ll)")
-TWO_SHOT_SIGNALLED = _wait(9, "all_reduce or reduce (two_shot_signalled)")
+ONE_SHOT = _wait(5, "all_reduce (one_shot)")
+TWO_SHOT = _wait(7, "all_reduce or reduce (two_shot)")
+CHUNKED = _wait(9, "all_reduce or reduce (chunked)")
 ALL_REDUCE_COPIES = _wait(10, "all_reduce (copy_engine)")
 BROADCAST = _wait(12, "broadcast")
-REDUCE_SIGNALLED = _wait(13, "reduce (signalled)")
+CHUNKED_REDUCE = _wait(13, "reduce (chunked)")
 TRANSFER = _wait(14, "a message or a collective made of them", "channel", UNMATCHED)
-BROADCAST_SIGNALLED = _wait(16, "broadcast (signalled)")
+CHUNKED_BROADCAST = _wait(16, "broadcast (chunked)")
 BROADCAST_COPIES = _wait(17, "broadcast (copy_engine)")
 BROADCAST_DIRECT = _wait(18, "broadcast (direct)")
 REDUCE_DIRECT = _wait(19, "reduce (direct)")
-ONE_SHOT_MARKED = _wait(20, "all_reduce (one_shot_marked)")
-TWO_SHOT_MARKED = _wait(21, "all_reduce or reduce (two_shot_marked)")
 ALL_GATHER = _wait(22, "all_gather")
 ALL_TO_ALL = _wait(23, "all_to_all")
 REDUCE_SCATTER = _wait(24, "reduce_scatter")

@@ -50,7 +50,7 @@ def all_reduce(comm, x):
 
 def into(comm, x):
     y = cuda.device_array_like(x)
-    return lambda: comm.all_reduce(x, out=y, algorithm="two_shot_ll")
+    return lambda: comm.all_reduce(x, out=y, algorithm="two_shot_marked")
 
 
 def direct(comm, x):
@@ -94,8 +94,8 @@ def group_with_captured_call(comm, x):
             with comm.group():
                 comm.all_reduce(x)
                 comm.all_reduce(x)
-                what, launch, _ = comm._pending.launches[1]
-                comm._pending.launches[1] = what, launch, (captured, None)
+                what, launch, _ = comm._calls.pending.launches[1]
+                comm._calls.pending.launches[1] = what, launch, (captured, None)
         finally:
             streams.spoil_capture = real
 

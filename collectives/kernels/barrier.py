@@ -8,7 +8,8 @@ its barrier is visible to all ranks' streams after theirs.
 import functools
 from typing import Any
 
-from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import Endpoint
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_refused
 from numba_symm.collectives.protocols.workspace import (
@@ -49,9 +50,9 @@ def make_barrier(size: int, between: bool) -> Any:
 @functools.cache
 def kernel(size: int, between: bool = False) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    return workspace.make_kernel(make_barrier, (size, between))
+    return binding.make_kernel(make_barrier, (size, between))
 
 
-def bind(comm: Any, between: bool = False) -> Launch:
-    """Return the launch of a barrier of ``comm``'s ranks; see ``make_barrier``."""
-    return workspace.launch(kernel(comm.size, between), comm, 1)
+def bind(end: Endpoint, between: bool = False) -> Launch:
+    """Return the launch of a barrier; see ``make_barrier``."""
+    return binding.launch(kernel(end.size, between), end, 1)

@@ -30,23 +30,27 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.kernels.two_shot import shard
-from numba_symm.collectives.protocols import workspace
+from numba_symm import waits
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_left
-from numba_symm.collectives.protocols.order import make_in_rank_order
+from numba_symm.collectives.protocols.order import (
+    make_in_rank_order,
+    make_mirror,
+    make_total,
+)
+from numba_symm.collectives.protocols.partition import is_ragged, shard
 from numba_symm.collectives.protocols.workspace import (
-    ADDRESS,
+    CHUNKED,
     LOADS,
     MAX_BLOCKS,
     MOST_BLOCKS,
     ROW,
-    SIGNALLED,
     THREADS,
     VECTOR,
     divide_up,
     follow_previous_grid,
-    is_ragged,
     keep,
     layout,
     resume,
@@ -61,7 +65,6 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import TWO_SHOT_SIGNALLED
 
 SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags tells of
 
@@ -70,15 +73,17 @@ def make_chunked_all_reduce(
     size: int, element: Element, op: Op, ragged: bool, left_over: int
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
-    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    lanes = make_lanes(element, op, ragged, size)
+    load, store, total = lanes.load, lanes.store, make_total(size, lanes)
     at = layout(size).chunked
     epochs, flags, slots = at.epochs, at.flags, at.slots
-    rows = SIGNALLED.steps(size)
+    rows = CHUNKED.steps(size)
     rank_stride = rows * ROW
     set_stride = (size - 1) * rank_stride
     half_stride = 2 * set_stride
     flag_set = 4 * size * MAX_BLOCKS
     others = size - 1
+    mirror = make_mirror(size)
     batch = min(rows, max(1, LOADS // size))
     held = batch * size
 
@@ -91,7 +96,7 @@ def make_chunked_all_reduce(
     def flag_place(block: int, which: int) -> int:
         return flags + which * flag_set + 4 * size * block  # explore: flags
 
-    tell, told = make_flags(size, TWO_SHOT_SIGNALLED)
+    tell, told = make_flags(size, waits.CHUNKED)
     in_rank_order = make_in_rank_order(size)
     left = make_left(size, left_over)
 
@@ -164,9 +169,7 @@ def make_chunked_all_reduce(
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
                         if vector + step * THREADS < share and not failed:
-                            # The sender is its k-th neighbour's (n - 2 - k)-th.
-                            # explore: mirror
-                            there = slot + (others - 1 - k) * rank_stride
+                            there = slot + mirror(k) * rank_stride
                             words = low[i], high[i]
                             st_v2_u64(ring[k] + there + step * ROW, words)
                 flag = flag_place(block, SCATTERED)
@@ -200,12 +203,9 @@ def make_chunked_all_reduce(
                                 own_low[j] = low[step * size + j]
                                 own_high[j] = high[step * size + j]
                             in_rank_order(guard.rank, own_low, own_high, spare)
-                            total = unpack(own_low[0], own_high[0])
-                            for r in range(1, size):
-                                total = combine(total, unpack(own_low[r], own_high[r]))
-                            result = pack(total)
+                            result = total(own_low, own_high, 0)
                             for k in range(others):
-                                there = slot + (others - 1 - k) * rank_stride
+                                there = slot + mirror(k) * rank_stride
                                 st_v2_u64(ring[k] + there + (row + step) * ROW, result)
                             if target != 0:
                                 at += mine
@@ -227,33 +227,24 @@ def kernel(
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, left_over)
     arguments = (ADDRESS, ADDRESS, types.int64, types.int64, types.int64)
-    return workspace.make_kernel(make_chunked_all_reduce, constants, *arguments)
+    return binding.make_kernel(make_chunked_all_reduce, constants, *arguments)
 
 
-def bind(
-    comm: Any,
-    source: int,
-    target: int,
-    count: int,
-    element: Element,
-    op: Op,
-    left_over: int = 0,
-) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select.py``.
+def bind(end: Endpoint, call: Call, left_over: int = 0) -> Launch:
+    """Return the packed launch.
 
-    ``left_over``: it is the third launch of this operation between the ranks' own
-    arrays (``handshake.py``), and does what the second has not done; 0: it is not.
+    Args:
+        end: this rank's end.
+        call: the call.
+        left_over: where the launch follows a handshake, what the ranks wait for there.
     """
-    vectors = divide_up(count, element.lanes)
-    share = shard(vectors, comm.size)
-    rows = SIGNALLED.steps(comm.size)
-    most = min(comm.max_blocks, SIGNALLED.most(comm.size))
+    share = shard(call.vectors, end.size)
+    rows = CHUNKED.steps(end.size)
+    most = min(end.max_blocks, CHUNKED.most(end.size))
     grid = min(divide_up(share, rows * THREADS), most)
-    ragged = share * comm.size != vectors or is_ragged(
-        source, target, count, element.lanes
-    )
-    return workspace.launch(
-        kernel(comm.size, element, op, ragged, left_over),
-        *(comm, grid, source, target, count, share),
+    ragged = is_ragged(call, share, end.size)
+    return binding.launch(
+        kernel(end.size, call.element, call.op, ragged, left_over),
+        *(end, grid, call.source, call.target, call.count, share),
         divide_up(share, grid * rows * THREADS),
     )

@@ -17,23 +17,20 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.kernels.two_shot import shard
-from numba_symm.collectives.protocols import workspace
-from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, Enqueue
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.order import make_mirror
+from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, shard
 from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
-    ADDRESS,
+    CHUNKED,
     LOADS,
     ROW,
-    SIGNALLED,
     THREADS,
     VECTOR,
-    chunks_of,
-    divide_up,
     follow_previous_grid,
-    is_ragged,
     keep,
     layout,
     resume,
@@ -44,9 +41,9 @@ from numba_symm.device.intrinsics import (
     st_v2_u64,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.dtypes import Element, Op
+from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
-from numba_symm.waits import BROADCAST_COPIES, BROADCAST_DIRECT, BROADCAST_SIGNALLED
+from numba_symm.waits import BROADCAST_COPIES, BROADCAST_DIRECT, CHUNKED_BROADCAST
 
 
 def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
@@ -55,14 +52,15 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
-    rows = SIGNALLED.steps(size)
+    rows = CHUNKED.steps(size)
     rank_stride = rows * ROW
     others = size - 1
+    mirror = make_mirror(size)
     batch = min(rows, max(1, LOADS // size))
     held = max(batch * others, LOADS)
     relayed = min(rows, LOADS)
     hops = 2 if size > 2 else 1
-    tell, told = make_flags(size, BROADCAST_SIGNALLED)
+    tell, told = make_flags(size, CHUNKED_BROADCAST)
     left = make_left(size, BROADCAST_DIRECT if size > 2 else BROADCAST_COPIES)
 
     @device_function
@@ -120,7 +118,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                         step, k = row + i // others, i % others
                         sent = inside(k, vector, step, height, share, vectors)
                         if sent and not failed:
-                            to = ring[k] + slot + (others - 1 - k) * rank_stride
+                            to = ring[k] + slot + mirror(k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
             if turn >= 1:  # explore: wait
                 last = (before + turn) & 0xFFFFFFFF
@@ -140,7 +138,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                         if inside(mine, vector, row + i, height, share, vectors):
                             words = low[i], high[i]
                             for k in range(others):
-                                to = slot + (others - 1 - k) * rank_stride
+                                to = slot + mirror(k) * rank_stride
                                 if k != to_root:  # explore: to-root
                                     st_v2_u64(ring[k] + to + (row + i) * ROW, words)
                             there = mine * share + vector + (row + i) * THREADS
@@ -176,33 +174,20 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     arguments = (types.int64, ADDRESS, *6 * (types.int64,))
     constants = (size, element, ragged)
-    return workspace.make_kernel(make_chunked_broadcast, constants, *arguments)
+    return binding.make_kernel(make_chunked_broadcast, constants, *arguments)
 
 
-def bind(
-    comm: Any,
-    source: int,
-    target: int,
-    count: int,
-    element: Element,
-    op: Op,
-    root: int,
-    left_over: bool = False,
-) -> Enqueue:
-    """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
+def bind(end: Endpoint, call: Call, left_over: int = 0) -> Enqueue:
+    """Return the packed launch; see ``chunked_all_reduce.bind``.
 
-    ``source`` and ``target`` are one. ``left_over``: it is the third launch of a
-    broadcast between the ranks' own arrays (``handshake.py``), and does what the second
-    has not done.
+    The call's source and target are one.
     """
-    if comm.size == 1:
+    if end.size == 1:
         return lambda stream: None
-    vectors = divide_up(count, element.lanes)
-    share = shard(vectors, comm.size - 1)
-    grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)
-    ragged = is_ragged(source, target, count, element.lanes)
-    return workspace.launch(
-        kernel(comm.size, element, ragged),
-        *(comm, grid, root, target, count, vectors, share, height, chunks),
-        int(left_over),
+    share = shard(call.vectors, end.size - 1)
+    grid, height, chunks = chunks_of(share, end.size, end.max_blocks)
+    return binding.launch(
+        kernel(end.size, call.element, is_ragged(call)),
+        *(end, grid, call.root, call.target, call.count, call.vectors),
+        *(share, height, chunks, int(left_over != 0)),
     )

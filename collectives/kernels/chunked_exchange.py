@@ -23,27 +23,26 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.kernels.exchange import (
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
+from numba_symm.collectives.protocols.exchanges import (
     Exchange,
     Output,
-    make_total,
+    make_total_for,
     of_none,
 )
-from numba_symm.collectives.protocols import workspace
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.order import make_mirror
+from numba_symm.collectives.protocols.partition import chunks_of, is_ragged
 from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
-    ADDRESS,
+    CHUNKED,
     LOADS,
     ROW,
-    SIGNALLED,
     THREADS,
     VECTOR,
-    chunks_of,
-    divide_up,
     follow_previous_grid,
-    is_ragged,
     keep,
     layout,
     resume,
@@ -61,15 +60,16 @@ def make_chunked_exchange(
     left = make_left(size, left_over)
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
-    total = make_total(size, lanes, kind.output)
+    total = make_total_for(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
     tell, told = make_flags(size, kind.operation)
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
-    rows = SIGNALLED.steps(size)
+    rows = CHUNKED.steps(size)
     rank_stride = rows * ROW
     others = size - 1
+    mirror = make_mirror(size)
     parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
     at_root = kind.output is Output.AT_ROOT
     # What a row of a thread is made of, as it is sent and as it is received: of the
@@ -130,8 +130,7 @@ def make_chunked_exchange(
                         if step < height and at < vectors and not failed:
                             for k in range(others):
                                 j = i * sent + (k if parts_in else 0)
-                                # The sender is its k-th neighbour's (n - 2 - k)-th.
-                                to = ring[k] + slot + (others - 1 - k) * rank_stride
+                                to = ring[k] + slot + mirror(k) * rank_stride
                                 st_v2_u64(to + step * ROW, (low[j], high[j]))
                             if parts_out:
                                 j = i * sent + mine
@@ -196,31 +195,17 @@ def kernel(
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, kind, left_over)
     arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
-    return workspace.make_kernel(make_chunked_exchange, constants, *arguments)
+    return binding.make_kernel(make_chunked_exchange, constants, *arguments)
 
 
-def bind(
-    kind: Exchange,
-    comm: Any,
-    source: int,
-    target: int,
-    count: int,
-    element: Element,
-    op: Op,
-    root: int = 0,
-    left_over: int = 0,
-) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
+def bind(kind: Exchange, end: Endpoint, call: Call, left_over: int = 0) -> Launch:
+    """Return the packed launch; see ``chunked_all_reduce.bind``.
 
-    With a root it is for a reduction, and for at most two ranks. ``left_over``: as
-    ``chunked_all_reduce.py`` says.
+    A reduction to a root is for two ranks at most.
     """
-    vectors = divide_up(count, element.lanes)
-    grid, height, chunks = chunks_of(vectors, comm.size, comm.max_blocks)
-    ragged = is_ragged(source, target, count, element.lanes)
-    part = count * element.itemsize
-    return workspace.launch(
-        kernel(comm.size, element, op, ragged, kind, left_over),
-        *(comm, grid, source, target, part, count, vectors),
-        *(kind.output.taken(comm.rank, comm.size, root), height, chunks),
+    grid, height, chunks = chunks_of(call.vectors, end.size, end.max_blocks)
+    return binding.launch(
+        kernel(end.size, call.element, call.op, is_ragged(call), kind, left_over),
+        *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
+        *(kind.output.taken(end.rank, end.size, call.root), height, chunks),
     )

@@ -30,24 +30,20 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.kernels import chunked_all_reduce, chunked_exchange
-from numba_symm.collectives.kernels.exchange import EXCHANGES, Output, make_total
-from numba_symm.collectives.kernels.two_shot import shard
-from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.order import make_mirror, make_total
+from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, shard
 from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
-    ADDRESS,
+    CHUNKED,
     LOADS,
     ROW,
-    SIGNALLED,
     THREADS,
     VECTOR,
-    chunks_of,
-    divide_up,
     follow_previous_grid,
-    is_ragged,
     keep,
     layout,
     resume,
@@ -56,22 +52,23 @@ from numba_symm.device.intrinsics import ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import REDUCE_DIRECT, REDUCE_SIGNALLED
+from numba_symm.waits import CHUNKED_REDUCE, REDUCE_DIRECT
 
 
 def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
-    total = make_total(size, lanes, Output.AT_ROOT)
-    tell, told = make_flags(size, REDUCE_SIGNALLED)
+    total = make_total(size, lanes)
+    tell, told = make_flags(size, CHUNKED_REDUCE)
     left = make_left(size, REDUCE_DIRECT)
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
-    rows = SIGNALLED.steps(size)
+    rows = CHUNKED.steps(size)
     rank_stride = rows * ROW
     others = size - 1
+    mirror = make_mirror(size)
     batch = min(rows, max(1, LOADS // size))
     held = batch * size
 
@@ -101,7 +98,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         own_low = cuda.local.array(batch, types.int64)
         own_high = cuda.local.array(batch, types.int64)
         rank = guard.rank
-        root = others - 1 - number  # its place in the ring
+        root = mirror(number)  # its place in the ring
         stride = cuda.gridDim.x * height * THREADS
         before, failed = resume(own, epochs, block)
         first = block * height * THREADS + thread
@@ -124,9 +121,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                         owner, at = (number + 1 + k) % size, vector + step * THREADS
                         inside = step < height and at < share and owner < others
                         if inside and not failed:
-                            # The sender is its k-th neighbour's (n - 2 - k)-th.
-                            # explore: mirror
-                            to = ring[k] + slot + (others - 1 - k) * rank_stride
+                            to = ring[k] + slot + mirror(k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
             if turn >= 1:  # explore: wait
                 last = (before + turn) & 0xFFFFFFFF
@@ -155,10 +150,10 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                     for i in range(batch):
                         step = row + i
                         if step < height and vector + step * THREADS < share:
-                            result = total(size, low, high, i * size)
+                            result = total(low, high, i * size)
                             for k in range(others):
                                 if k == root:  # explore: to-root
-                                    to = slot + (others - 1 - k) * rank_stride
+                                    to = slot + mirror(k) * rank_stride
                                     st_v2_u64(ring[k] + to + step * ROW, result)
             if turn >= 2 and target != 0:
                 slot = own + place(block, before, turn - 2) + VECTOR * thread
@@ -190,40 +185,21 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
     arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
-    return workspace.make_kernel(make_chunked_reduce, constants, *arguments)
+    return binding.make_kernel(make_chunked_reduce, constants, *arguments)
 
 
-def bind(
-    comm: Any,
-    source: int,
-    target: int,
-    count: int,
-    element: Element,
-    op: Op,
-    root: int,
-    left_over: bool = False,
-) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select.py``, ``operations.py``.
+def bind(end: Endpoint, call: Call, left_over: int = 0) -> Launch:
+    """Return the packed launch, for three ranks or more.
 
-    ``left_over``: it follows ``reduce_direct``, and does what that one has not done.
+    See ``chunked_all_reduce.bind``.
     """
-    args = (comm, source, target, count, element, op)
-    vectors = divide_up(count, element.lanes)
-    if comm.size <= 2:
-        one_chunk = chunks_of(vectors, comm.size, comm.max_blocks).number == 1
-        if one_chunk and not left_over:
-            return chunked_exchange.bind(EXCHANGES["reduce"], *args, root)
-        # Of more chunks, links in use both ways take less time.
-        return chunked_all_reduce.bind(*args, REDUCE_DIRECT if left_over else 0)
-    owners = comm.size - 1
-    share = shard(vectors, owners)
-    grid, height, chunks = chunks_of(share, comm.size, comm.max_blocks)
-    ragged = share * owners != vectors or is_ragged(
-        source, target, count, element.lanes
-    )
-    return workspace.launch(
-        kernel(comm.size, element, op, ragged),
-        *(comm, grid, source, target, count, share),
-        *((comm.rank - root - 1) % comm.size, height, chunks),
-        int(left_over),
+    owners = end.size - 1
+    share = shard(call.vectors, owners)
+    grid, height, chunks = chunks_of(share, end.size, end.max_blocks)
+    ragged = is_ragged(call, share, owners)
+    return binding.launch(
+        kernel(end.size, call.element, call.op, ragged),
+        *(end, grid, call.source, call.target, call.count, share),
+        *((end.rank - call.root - 1) % end.size, height, chunks),
+        int(left_over != 0),
     )

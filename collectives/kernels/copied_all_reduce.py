@@ -21,22 +21,25 @@ message does not divide into whole vectors for each rank, it does so at once.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.kernels import barrier, chunked_all_reduce
 from numba_symm.collectives.protocols import handshake
-from numba_symm.collectives.protocols.binding import Enqueue
-from numba_symm.collectives.protocols.copies import Copies, Copy, enqueue
-from numba_symm.collectives.protocols.handshake import along_ring, refusal
-from numba_symm.collectives.protocols.workspace import (
+from numba_symm.collectives.protocols.binding import (
     ADDRESS,
-    THREADS,
-    VECTOR,
-    divide_up,
+    BindRest,
+    Call,
+    Endpoint,
+    Enqueue,
+    along_ring,
 )
+from numba_symm.collectives.protocols.copies import Copies, Copy, enqueue
+from numba_symm.collectives.protocols.handshake import refusal
+from numba_symm.collectives.protocols.order import make_total
+from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, divide_up
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -51,7 +54,9 @@ _BLOCKS = 1024  # this kernel waits for nobody, so its grid need not fit
 
 def make_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel that reduces a piece of this rank's shard."""
-    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    vector_lanes = make_lanes(element, op, ragged, size)
+    load, store = vector_lanes.load, vector_lanes.store
+    total = make_total(size, vector_lanes)
     lanes = element.lanes
 
     def reduce(rank: int, mine: int, staged: int, share: int, vectors: int) -> None:
@@ -62,10 +67,7 @@ def make_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
             for r in range(size):
                 at = mine if r == rank else staged + VECTOR * share * r
                 low[r], high[r] = load(at, vector, vectors * lanes)
-            total = unpack(low[0], high[0])
-            for r in range(1, size):
-                total = combine(total, unpack(low[r], high[r]))
-            result = pack(total)
+            result = total(low, high, 0)
             at = staged + VECTOR * share * rank
             store(at, vector, vectors * lanes, result[0], result[1])
 
@@ -88,12 +90,12 @@ class _Piece(NamedTuple):
 
 
 class Pipeline:
-    """What comes between the meeting and the third launch."""
+    """What comes between the handshake and the launch that ends the call."""
 
-    def __init__(self, comm: Any, pieces: list[_Piece]):
-        self._barrier = barrier.bind(comm, between=True)
+    def __init__(self, end: Endpoint, between: Enqueue, pieces: list[_Piece]):
+        self._barrier = between
         self._pieces = pieces
-        self._order = comm.order
+        self._order = end.order
 
     def __call__(self, stream: int) -> None:
         """Enqueue all steps; ``stream`` has the last one."""
@@ -112,47 +114,52 @@ class Pipeline:
 
 
 def bind(
-    comm: Any, source: int, target: int, count: int, element: Element, op: Op
+    rest: BindRest,
+    between: Callable[[Endpoint], Enqueue],
+    end: Endpoint,
+    call: Call,
 ) -> Enqueue:
-    """Return what enqueues it; see ``Bind`` in ``select.py``."""
-    args = (comm, source, target, count, element, op)
-    vectors = divide_up(count, element.lanes)
-    if comm.size == 1 or vectors % comm.size != 0 or count % element.lanes != 0:
-        return chunked_all_reduce.bind(*args)
-    rest = chunked_all_reduce.bind(*args, left_over=ALL_REDUCE_COPIES)
-    call = f"all_reduce of {count} {element.name} by {op!r}"
-    inputs = comm.heap.place(source, count * element.itemsize)
-    outputs = comm.heap.place(target, count * element.itemsize)
-    offer = known = refusal(comm.size), refusal(comm.size)
-    move: Enqueue = Copies(comm.order, [])
-    if inputs and outputs and source != target and target % VECTOR == 0:
-        ring = functools.partial(along_ring, comm.rank)
+    """Return what enqueues it, for two ranks or more, each with whole vectors.
+
+    Args:
+        rest: binds the all-reduce through the workspace.
+        between: binds a barrier that a refusal skips.
+        end: this rank's end.
+        call: the call.
+    """
+    words = f"all_reduce of {call.count} {call.element.name} by {call.op!r}"
+    inputs = end.place(call.source, call.nbytes)
+    outputs = end.place(call.target, call.nbytes)
+    apart = call.source != call.target
+    offer = known = refusal(end.size), refusal(end.size)
+    move: Enqueue = Copies(end.order, [])
+    if inputs and outputs and apart and call.target % VECTOR == 0:
+        ring = functools.partial(along_ring, end.rank)
         offer = ring(inputs.seen), ring(outputs.seen)
         known = ring(inputs.addresses), ring(outputs.addresses)
-        share = vectors // comm.size
+        share = call.vectors // end.size
         step = divide_up(share, PIECES)
-        addresses = (inputs.addresses, outputs.addresses)
         pieces = [
-            _piece(comm, *addresses, share, first, step, element, op)
+            _piece(end, call, inputs.addresses, outputs.addresses, first, step)
             for first in range(0, share, step)
         ]
-        move = Pipeline(comm, pieces)
-    return handshake.bind(comm, ALL_REDUCE_COPIES, call, offer, move, rest, known)
+        move = Pipeline(end, between(end), pieces)
+    left = rest(end, call, ALL_REDUCE_COPIES)
+    return handshake.bind(end, ALL_REDUCE_COPIES, words, offer, move, left, known)
 
 
 def _piece(
-    comm: Any,
+    end: Endpoint,
+    call: Call,
     inputs: tuple[int, ...],
     outputs: tuple[int, ...],
-    share: int,
     first: int,
     most: int,
-    element: Element,
-    op: Op,
 ) -> _Piece:
     """Return the steps for ``most`` vectors of every shard at most, from ``first``."""
-    rank, size = comm.rank, comm.size
+    rank, size = end.rank, end.size
     others = [(rank + 1 + k) % size for k in range(size - 1)]
+    share = call.vectors // size
     vectors = min(most, share - first)
     nbytes = VECTOR * vectors
 
@@ -162,10 +169,10 @@ def _piece(
     target = outputs[rank]
     scatter = [Copy(at(target, r), at(inputs[r], rank), nbytes) for r in others]
     gather = [Copy(at(target, r), at(outputs[r], r), nbytes) for r in others]
-    most_blocks = _BLOCKS if comm.multiprocessors is None else comm.max_blocks
+    most_blocks = _BLOCKS if end.multiprocessors is None else end.max_blocks
     grid = min(divide_up(vectors, THREADS), most_blocks)
     source = inputs[rank]
     args = (rank, at(source, rank), at(target, 0), share, vectors)
     ragged = source % VECTOR != 0
-    reduce = kernel(size, element, op, ragged).bind(grid, *args)
+    reduce = kernel(size, call.element, call.op, ragged).bind(grid, *args)
     return _Piece(scatter, reduce, gather)

@@ -12,15 +12,19 @@ does the call. A broadcast to more than one rank always goes by signals: its roo
 send the message once for each rank.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from numba_symm.collectives.kernels import chunked_broadcast, chunked_exchange
-from numba_symm.collectives.kernels.exchange import EXCHANGES
 from numba_symm.collectives.protocols import handshake
-from numba_symm.collectives.protocols.binding import Enqueue, InTurn
+from numba_symm.collectives.protocols.binding import (
+    BindRest,
+    Call,
+    Endpoint,
+    Enqueue,
+    InTurn,
+    along_ring,
+)
 from numba_symm.collectives.protocols.copies import Copies, Copy
-from numba_symm.collectives.protocols.handshake import along_ring, refusal
-from numba_symm.dtypes import Element, Op
+from numba_symm.collectives.protocols.handshake import refusal
 from numba_symm.waits import ALL_GATHER_COPIES, ALL_TO_ALL_COPIES, BROADCAST_COPIES
 
 _OPERATIONS = {
@@ -45,82 +49,61 @@ class _Read(NamedTuple):
     sources: tuple[int, ...]
 
 
-def bind(
-    name: str,
-    comm: Any,
-    source: int,
-    target: int,
-    count: int,
-    element: Element,
-    op: Op,
-    root: int = 0,
-) -> Enqueue:
-    """Return what enqueues it; see ``Bind`` in ``select.py``, ``operations.py``.
+def bind(name: str, rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+    """Return what enqueues it, for two ranks or more, a broadcast for two.
 
-    ``name`` is ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
+    Args:
+        name: ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
+        rest: binds the operation through the workspace.
+        end: this rank's end.
+        call: the call.
     """
-    args, rank = (comm, source, target, count, element, op), comm.rank
+    rank = end.rank
     operation = _OPERATIONS[name]
-    if name == "broadcast":
-        if comm.size != 2:
-            return chunked_broadcast.bind(*args, root)
-        rest = chunked_broadcast.bind(*args, root, left_over=True)
-    elif comm.size == 1:
-        return chunked_exchange.bind(EXCHANGES[name], *args)
-    else:
-        rest = chunked_exchange.bind(EXCHANGES[name], *args, left_over=operation)
-    part = count * element.itemsize
-    read = _read(name, comm, source, target, part)
-    call = f"{name} of {count} {element.name} from {root}"
-    offer = known = refusal(comm.size), refusal(comm.size)
-    copies = Copies(comm.order, [])
+    words = f"{name} of {call.count} {call.element.name} from {call.root}"
+    read = _read(name, end, call)
+    offer = known = refusal(end.size), refusal(end.size)
+    copies = Copies(end.order, [])
     if read is not None:
-        array = (read.array,) * (comm.size - 1)
+        array = (read.array,) * (end.size - 1)
         offer = along_ring(rank, read.seen), array
         known = along_ring(rank, read.sources), array
-        copies = _copies(name, comm, source, target, part, root, read)
-    move: Enqueue = handshake.bind(comm, operation, call, offer, copies, rest, known)
-    own = Copy(target + rank * part, source, part)
+        copies = _copies(name, end, call, read)
+    left = rest(end, call, operation)
+    move = handshake.bind(end, operation, words, offer, copies, left, known)
+    own = Copy(call.target + rank * call.nbytes, call.source, call.nbytes)
     if read is not None and read.array == _OUTPUT and own.source != own.target:
-        return InTurn(Copies(comm.order, [own]), move)
+        return InTurn(Copies(end.order, [own]), move)
     return move
 
 
-def _read(name: str, comm: Any, source: int, target: int, part: int) -> _Read | None:
+def _read(name: str, end: Endpoint, call: Call) -> _Read | None:
     """Return what the ranks copy from, or None if this rank must refuse."""
-    rank, size = comm.rank, comm.size
-    in_place = source == target + rank * part
+    rank, size, part = end.rank, end.size, call.nbytes
+    in_place = call.source == call.target + rank * part
     if name == "all_gather" and not in_place:
-        place = comm.heap.place(source, part)
+        place = end.place(call.source, part)
         if place is not None:
             return _Read(_INPUT, place.seen, place.addresses)
     if name == "all_gather":
-        place = comm.heap.place(target, size * part)
+        place = end.place(call.target, size * part)
         if place is None:
             return None
         seen = tuple(address + rank * part for address in place.seen)
         sources = tuple(address + r * part for r, address in enumerate(place.addresses))
         return _Read(_OUTPUT, seen, sources)
-    if name == "all_to_all" and source == target:
+    if name == "all_to_all" and call.source == call.target:
         return None  # the input would be overwritten
     parts = size if name == "all_to_all" else 1
-    place = comm.heap.place(source, parts * part)
-    return place and _Read(_INPUT, place.seen, place.addresses)
+    place = end.place(call.source, parts * part)
+    return None if place is None else _Read(_INPUT, place.seen, place.addresses)
 
 
-def _copies(
-    name: str,
-    comm: Any,
-    source: int,
-    target: int,
-    part: int,
-    root: int,
-    read: _Read,
-) -> Copies:
-    rank, size = comm.rank, comm.size
+def _copies(name: str, end: Endpoint, call: Call, read: _Read) -> Copies:
+    rank, size, part, target = end.rank, end.size, call.nbytes, call.target
     if name == "broadcast":
-        copies = [Copy(target, read.sources[root], part)]
-        return Copies(comm.order, copies if rank != root else [])
+        copies = [Copy(target, read.sources[call.root], part)]
+        return Copies(end.order, copies if rank != call.root else [])
     # Of an all-to-all's input, one part is for this rank.
     mine = rank * part if name == "all_to_all" else 0
 
@@ -128,6 +111,6 @@ def _copies(
         return Copy(target + r * part, read.sources[r] + mine, part)
 
     others = [of((rank + 1 + k) % size) for k in range(size - 1)]
-    own = Copy(target + rank * part, source + mine, part)
+    own = Copy(target + rank * part, call.source + mine, part)
     beside = [own] if read.array == _INPUT and own.source != own.target else []
-    return Copies(comm.order, others, beside)
+    return Copies(end.order, others, beside)

@@ -16,20 +16,25 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.kernels import chunked_broadcast
-from numba_symm.collectives.kernels.two_shot import shard
-from numba_symm.collectives.protocols import handshake, workspace
-from numba_symm.collectives.protocols.binding import Enqueue
-from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
-from numba_symm.collectives.protocols.workspace import (
+from numba_symm.collectives.protocols import binding, handshake
+from numba_symm.collectives.protocols.binding import (
     ADDRESS,
+    BindRest,
+    Call,
+    Endpoint,
+    Enqueue,
+)
+from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
+from numba_symm.collectives.protocols.order import make_mirror
+from numba_symm.collectives.protocols.partition import shard
+from numba_symm.collectives.protocols.workspace import (
     THREADS,
     divide_up,
     follow_previous_grid,
 )
 from numba_symm.device.intrinsics import ld_v2_u64, word_of
 from numba_symm.device.lanes import make_lanes
-from numba_symm.dtypes import Element, Op
+from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
 from numba_symm.waits import BROADCAST_DIRECT
 
@@ -41,6 +46,7 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
     refused, where = make_refused(size), make_where(size)
     others = size - 1
+    mirror = make_mirror(size)
 
     def direct_broadcast(
         guard: Any,
@@ -63,7 +69,7 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
         theirs = cuda.local.array(others, types.int64)
         first = owner * share
         mine = min(share, vectors - first)
-        to_root = others - 1 - owner  # its place in the ring
+        to_root = mirror(owner)  # its place in the ring
         from_root, _ = ld_v2_u64(own + where(to_root))
         for k in range(others):
             theirs[k], _ = ld_v2_u64(own + where(k))
@@ -92,34 +98,24 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, ragged)
     arguments = (ADDRESS, *4 * (types.int64,))
-    return workspace.make_kernel(make_direct_broadcast, constants, *arguments)
+    return binding.make_kernel(make_direct_broadcast, constants, *arguments)
 
 
-def bind(
-    comm: Any,
-    source: int,
-    target: int,
-    count: int,
-    element: Element,
-    op: Op,
-    root: int,
-) -> Enqueue:
-    """Return what enqueues it; see ``Bind`` in ``select.py``, ``operations.py``.
+def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+    """Return what enqueues it, for three ranks or more.
 
-    ``source`` and ``target`` are one.
+    Args:
+        rest: binds the broadcast through the workspace.
+        end: this rank's end.
+        call: the call, whose source and target are one.
     """
-    args = (comm, source, target, count, element, op, root)
-    if comm.size <= 2:  # nothing is relayed
-        return chunked_broadcast.bind(*args)
-    call = f"broadcast of {count} {element.name} from {root}"
-    vectors = divide_up(count, element.lanes)
-    share = shard(vectors, comm.size - 1)
-    grid = min(divide_up(share, THREADS), comm.max_blocks, handshake.BLOCKS)
-    move = workspace.launch(
-        kernel(comm.size, element, count % element.lanes != 0),
-        *(comm, grid),
-        *(target, count, vectors, share, root),
+    words = f"broadcast of {call.count} {call.element.name} from {call.root}"
+    share = shard(call.vectors, end.size - 1)
+    grid = min(divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
+    move = binding.launch(
+        kernel(end.size, call.element, call.count % call.element.lanes != 0),
+        *(end, grid, call.target, call.count, call.vectors, share, call.root),
     )
-    seen = offered(comm, target, count * element.itemsize)
-    rest = chunked_broadcast.bind(*args, left_over=True)
-    return handshake.bind(comm, BROADCAST_DIRECT, call, (seen, seen), move, rest)
+    seen = offered(end, call.target, call.nbytes)
+    left = rest(end, call, BROADCAST_DIRECT)
+    return handshake.bind(end, BROADCAST_DIRECT, words, (seen, seen), move, left)

@@ -19,14 +19,18 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.kernels import chunked_reduce
-from numba_symm.collectives.kernels.exchange import Output, make_total
-from numba_symm.collectives.kernels.two_shot import shard
-from numba_symm.collectives.protocols import handshake, workspace
-from numba_symm.collectives.protocols.binding import Enqueue
-from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
-from numba_symm.collectives.protocols.workspace import (
+from numba_symm.collectives.protocols import binding, handshake
+from numba_symm.collectives.protocols.binding import (
     ADDRESS,
+    BindRest,
+    Call,
+    Endpoint,
+    Enqueue,
+)
+from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
+from numba_symm.collectives.protocols.order import make_mirror, make_total
+from numba_symm.collectives.protocols.partition import shard
+from numba_symm.collectives.protocols.workspace import (
     THREADS,
     divide_up,
     follow_previous_grid,
@@ -44,9 +48,10 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
-    total = make_total(size, lanes, Output.AT_ROOT)
+    total = make_total(size, lanes)
     refused, where = make_refused(size), make_where(size)
     others = size - 1
+    mirror = make_mirror(size)
     after_owner = others if size > 2 else size
     batch = max(1, LOADS // size)
     held = batch * size
@@ -75,7 +80,7 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
         mine = min(share, vectors - first)
         into = target
         if size > 2:
-            _, into = ld_v2_u64(own + where(others - 1 - owner))  # explore: into
+            _, into = ld_v2_u64(own + where(mirror(owner)))  # explore: into
         for r in range(size):
             # By rank: the order of the reduction.
             k = (r + others - guard.rank) % size
@@ -93,7 +98,7 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
             for i in range(batch):
                 vector = start + i * stride
                 if vector < mine:
-                    words = total(size, low, high, i * size)
+                    words = total(low, high, i * size)
                     store(into, first + vector, count, words[0], words[1])
             start += batch * stride
 
@@ -105,36 +110,30 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
     arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
-    return workspace.make_kernel(make_direct_reduce, constants, *arguments)
+    return binding.make_kernel(make_direct_reduce, constants, *arguments)
 
 
-def bind(
-    comm: Any,
-    source: int,
-    target: int,
-    count: int,
-    element: Element,
-    op: Op,
-    root: int,
-) -> Enqueue:
-    """Return what enqueues it; see ``Bind`` in ``select.py``, ``operations.py``."""
-    args = (comm, source, target, count, element, op, root)
-    if comm.size == 1:
-        return chunked_reduce.bind(*args)
-    nbytes = count * element.itemsize
-    inputs = outputs = offered(comm, source, nbytes)
-    if comm.rank == root:
-        outputs = offered(comm, target, nbytes)
+def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+    """Return what enqueues it, for two ranks or more.
+
+    Args:
+        rest: binds the reduction through the workspace.
+        end: this rank's end.
+        call: the call.
+    """
+    element, op = call.element, call.op
+    inputs = outputs = offered(end, call.source, call.nbytes)
+    if end.rank == call.root:
+        outputs = offered(end, call.target, call.nbytes)
         if outputs[0] == 0:
             inputs = outputs
-    call = f"reduce of {count} {element.name} by {op!r} to {root}"
-    vectors = divide_up(count, element.lanes)
-    share = shard(vectors, comm.size - 1)
-    grid = min(divide_up(share, THREADS), comm.max_blocks, handshake.BLOCKS)
-    move = workspace.launch(
-        kernel(comm.size, element, op, count % element.lanes != 0),
-        *(comm, grid),
-        *(source, target, count, vectors, share, root),
+    words = f"reduce of {call.count} {element.name} by {op!r} to {call.root}"
+    share = shard(call.vectors, end.size - 1)
+    grid = min(divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
+    move = binding.launch(
+        kernel(end.size, element, op, call.count % element.lanes != 0),
+        *(end, grid, call.source, call.target),
+        *(call.count, call.vectors, share, call.root),
     )
-    rest = chunked_reduce.bind(*args, left_over=True)
-    return handshake.bind(comm, REDUCE_DIRECT, call, (inputs, outputs), move, rest)
+    left = rest(end, call, REDUCE_DIRECT)
+    return handshake.bind(end, REDUCE_DIRECT, words, (inputs, outputs), move, left)

@@ -1,8 +1,16 @@
-"""All-reduce in one flight: every rank posts its whole input to every other rank.
+"""One exchange of every rank with every other: for small messages.
 
-For small messages. Every thread posts its vectors to its twin in every other rank,
-waits for theirs, and reduces them with its own; ``mailboxes.py`` says how that needs no
-barrier, and orders the memory accesses.
+Every thread posts a vector to its twin in every other rank and takes those that they
+post. The operations (``exchanges.py``) differ in what is sent, the same to all or each
+rank its own part, and in what becomes of it: stored, or reduced in rank order.
+
+``mailboxes.py`` says how that needs no barrier, and orders the memory accesses. In
+every step thread 0 of each block exchanges with all ranks, both ways: only so may the
+mailboxes be used again. Where a rank needs nothing of another, thread 0 gets a digest
+of that rank's call, and fails if it differs, or arrived instead of data: a wrong root,
+say, would fill mailboxes that nobody empties.
+
+In place is safe: a thread has loaded whatever it overwrites.
 
 Source: the one-shot all-reduces of NCCL (LL), MSCCL++ and TensorRT-LLM (Lamport).
 """
@@ -13,59 +21,96 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import workspace
-from numba_symm.collectives.protocols.mailboxes import (
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, digest_of
+from numba_symm.collectives.protocols.exchanges import (
     EVERYONE,
-    TRANSPORTS,
-    make_mailboxes,
-    most_blocks,
+    Exchange,
+    Output,
+    make_reduced,
+    of_none,
 )
-from numba_symm.collectives.protocols.order import make_in_rank_order
+from numba_symm.collectives.protocols.mailboxes import (
+    TRANSPORTS,
+    mailed_grid,
+    make_mailboxes,
+)
+from numba_symm.collectives.protocols.partition import is_ragged
 from numba_symm.collectives.protocols.workspace import (
-    ADDRESS,
     ONE_SHOT,
     THREADS,
     Region,
-    divide_up,
     follow_previous_grid,
-    is_ragged,
     keep,
     layout,
     resume,
 )
+from numba_symm.device.intrinsics import (
+    device_function,
+    fence_acq_rel_sys,
+)
 from numba_symm.device.lanes import make_lanes
+from numba_symm.device.polling import fail, wait_record
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import ONE_SHOT_LL, ONE_SHOT_MARKED, ONE_SHOT_SENTINEL
+from numba_symm.waits import (
+    CALL_MISMATCH,
+)
 
-_OPERATIONS = {
-    "sentinel": ONE_SHOT_SENTINEL,
-    "marked": ONE_SHOT_MARKED,
-    "ll": ONE_SHOT_LL,
-}
+DIGEST, _DIGEST = 0x2E0D7C5AB16F9483, 0x5CE1A08F
+"""What tells a digest, the vector's lowest 32 bits, from data: the other 96 bits, which
+data has by a chance of 2**-96."""
 
 
 def make_one_shot(
-    size: int, element: Element, op: Op, ragged: bool, transport: str, steps: int
+    size: int,
+    element: Element,
+    op: Op,
+    ragged: bool,
+    transport: str,
+    steps: int,
+    kind: Exchange,
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction.
 
     Args:
         size: number of ranks.
         element: the element type.
-        op: the operator.
+        op: the operator; of an operation without one, any.
         ragged: see ``lanes.make_lanes``.
         transport: a name of ``mailboxes.TRANSPORTS``.
-        steps: vectors that a thread has on the way at once.
+        steps: vectors that a thread has on the way at a time.
+        kind: what is exchanged.
     """
     region: Region = getattr(layout(size), f"one_shot_{transport}")
-    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    lanes = make_lanes(element, op, ragged, size)
+    load, store = lanes.load, lanes.store
     mail = make_mailboxes(
-        size, transport, region, ONE_SHOT[transport], 1, _OPERATIONS[transport]
+        size, transport, region, ONE_SHOT[transport], 1, kind.operation
     )
-    next_epoch, box, sent, post, _, receive, wipe, next_round = mail
-    in_rank_order = make_in_rank_order(size)
+    next_epoch, box, sent, _, post_one, receive, wipe, next_round = mail
     epochs = region.epochs
+    others = size - 1
+    parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
+    rooted = kind.output.rooted
+    # All ranks reduce the same vectors: each goes on with what the others get of it.
+    same_bits = kind.output is Output.REDUCED and not parts_in
+    reduced = make_reduced(size, lanes, kind.output)
+    none_stored, none_low, none_high = of_none(element, op, kind.output)
+
+    @device_function
+    def alike(guard: Any, digest: int, got_of: int, low: Any, high: Any) -> bool:
+        # Whether a digest, the same one, came where it was due, and only there.
+        other = 0
+        for k in range(others):
+            due = got_of >> k & 1 == 0
+            is_one = high[k + 1] == DIGEST and (low[k + 1] ^ digest) >> 32 == 0
+            if due != is_one or (due and low[k + 1] != digest):
+                other = k + 1
+        if other != 0:
+            peer = (guard.rank + other) % size
+            fail(guard, wait_record(CALL_MISMATCH, guard.rank, peer, 0, 0))
+        return other == 0
 
     def one_shot(
         guard: Any,
@@ -74,12 +119,19 @@ def make_one_shot(
         own: int,
         source: int,
         target: int,
+        part: int,
         count: int,
         vectors: int,
+        taken: int,
+        sent_to: int,
+        got_of: int,
+        digest: int,
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = cuda.blockIdx.x
+        posted = sent_to if rooted and thread != 0 else EVERYONE  # explore: posted
+        wanted = got_of if rooted and thread != 0 else EVERYONE  # explore: wanted
         own_low = cuda.local.array(steps, types.int64)
         own_high = cuda.local.array(steps, types.int64)
         low = cuda.local.array(size, types.int64)
@@ -88,41 +140,59 @@ def make_one_shot(
         stride = cuda.gridDim.x * THREADS
         epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
+        mine = source + guard.rank * part if parts_in else source
         # As long as the block's first thread has a vector: the block meets in between.
         while start - thread < vectors:
             epoch = next_epoch(epoch)
             for step in range(steps):
                 vector = start + step * stride
                 if vector < vectors:
-                    words = load(source, vector, count)
-                    # explore: sent
-                    own_low[step], own_high[step] = sent(words[0], words[1])
-            for step in range(steps):
-                if start + step * stride < vectors and not failed:
+                    words = load(mine, vector, count)
+                    if same_bits:  # explore: sent
+                        words = sent(words[0], words[1])
+                    own_low[step], own_high[step] = words
+                    for k in range(others):
+                        r = (guard.rank + 1 + k) % size
+                        if parts_in:
+                            words = load(source + r * part, vector, count)
+                        else:
+                            words = own_low[step], own_high[step]
+                        low[k], high[k] = words
                     boxes = box(block, epoch, 0, 0, step, thread)
-                    post(ring, boxes, own_low[step], own_high[step], epoch)
+                    for k in range(others):
+                        if posted >> k & 1 != 0 and not failed:
+                            words = low[k], high[k]
+                            if rooted and sent_to >> k & 1 == 0:
+                                words = digest, DIGEST
+                            post_one(ring, k, boxes, words[0], words[1], epoch)
             for step in range(steps):
                 vector = start + step * stride
                 if vector < vectors and not failed:
                     boxes = own + box(block, epoch, 0, 0, step, thread)
-                    failed = not receive(
-                        guard, boxes, epoch, block, low, high, EVERYONE
-                    )
+                    failed = not receive(guard, boxes, epoch, block, low, high, wanted)
+                    if rooted and thread == 0 and not failed:
+                        failed = not alike(guard, digest, got_of, low, high)
                     if failed:  # explore: give-up
                         break
                     low[0] = own_low[step]
                     high[0] = own_high[step]
-                    in_rank_order(guard.rank, low, high, spare)
-                    # In rank order on every rank: all get the same bits.
-                    total = unpack(low[0], high[0])
-                    for r in range(1, size):
-                        total = combine(total, unpack(low[r], high[r]))
-                    result = pack(total)
-                    store(target, vector, count, result[0], result[1])
+                    if parts_out:
+                        for j in range(size):
+                            there = target + (guard.rank + j) % size * part
+                            store(there, vector, count, low[j], high[j])
+                    elif taken > 0:
+                        result = reduced(guard.rank, taken, low, high, spare)
+                        store(target, vector, count, result[0], result[1])
+                    elif none_stored:
+                        store(target, vector, count, none_low, none_high)
             if not failed:
                 wipe(own, block, epoch, thread)
             start += steps * stride
             if start - thread < vectors:
+                if rooted and thread == 0:  # explore: fence
+                    # What thread 0 has heard comes before the threads meet: of the
+                    # ranks to which they post, they have heard nothing themselves.
+                    fence_acq_rel_sys()
                 failed = next_round(failed)
         keep(own, epochs, block, epoch, failed)
 
@@ -131,32 +201,30 @@ def make_one_shot(
 
 @functools.cache
 def kernel(
-    size: int, element: Element, op: Op, ragged: bool, transport: str, steps: int
-) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged, transport, steps)
-    arguments = (ADDRESS, ADDRESS, types.int64, types.int64)
-    weight = TRANSPORTS[transport].weight
-    return workspace.make_kernel(make_one_shot, constants, *arguments, weight=weight)
-
-
-def bind(
-    transport: str,
-    comm: Any,
-    source: int,
-    target: int,
-    count: int,
+    size: int,
     element: Element,
     op: Op,
-) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select.py``."""
-    protocol = ONE_SHOT[transport]
-    vectors = divide_up(count, element.lanes)
-    most = most_blocks(comm, transport, protocol)
-    grid = min(divide_up(vectors, THREADS), most)
-    steps = protocol.needed(vectors, grid, comm.size)
-    ragged = is_ragged(source, target, count, element.lanes)
-    return workspace.launch(
-        kernel(comm.size, element, op, ragged, transport, steps),
-        *(comm, grid, source, target, count, vectors),
+    ragged: bool,
+    transport: str,
+    steps: int,
+    kind: Exchange,
+) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    constants = (size, element, op, ragged, transport, steps, kind)
+    arguments = (ADDRESS, ADDRESS, *7 * (types.int64,))
+    weight = TRANSPORTS[transport].weight
+    return binding.make_kernel(make_one_shot, constants, *arguments, weight=weight)
+
+
+def bind(transport: str, kind: Exchange, end: Endpoint, call: Call) -> Launch:
+    """Return the packed launch."""
+    grid, steps = mailed_grid(end, transport, ONE_SHOT[transport], call.vectors)
+    element, op, root = call.element, call.op, call.root
+    words = f"{kind.output.name} of {call.count} {element.name} by {op!r}, root {root}"
+    return binding.launch(
+        kernel(end.size, element, op, is_ragged(call), transport, steps, kind),
+        *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
+        kind.output.taken(end.rank, end.size, root),
+        *kind.output.exchanged(end.rank, end.size, root),
+        digest_of(words) | _DIGEST << 32,
     )

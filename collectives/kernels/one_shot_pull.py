@@ -20,16 +20,17 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
 from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.order import make_total
+from numba_symm.collectives.protocols.partition import is_ragged
 from numba_symm.collectives.protocols.workspace import (
-    ADDRESS,
     PULL,
     ROW,
     THREADS,
     divide_up,
     follow_previous_grid,
-    is_ragged,
     keep,
     layout,
     resume,
@@ -43,7 +44,8 @@ from numba_symm.waits import ONE_SHOT_PULL
 
 def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
-    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    lanes = make_lanes(element, op, ragged, size)
+    load, store, total = lanes.load, lanes.store, make_total(size, lanes)
     at = layout(size).pull
     epochs, flags, slots = at.epochs, at.flags, at.slots
     half_bytes = PULL.rows * ROW
@@ -86,11 +88,7 @@ def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any
                 slot = half + 16 * (vector - start)
                 for r in range(size):
                     low[r], high[r] = ld_v2_u64(peers[r] + slot)
-                # In rank order on every rank: all get the same bits.
-                total = unpack(low[0], high[0])
-                for r in range(1, size):
-                    total = combine(total, unpack(low[r], high[r]))
-                result = pack(total)
+                result = total(low, high, 0)
                 store(target, vector, count, result[0], result[1])
             start += cuda.gridDim.x * share
         keep(own, epochs, block, epoch, failed)
@@ -104,22 +102,19 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     constants = (size, element, op, ragged)
     peers = types.UniTuple(ADDRESS, size)
     arguments = (ADDRESS, ADDRESS, types.int64, types.int64, types.int64, peers)
-    return workspace.make_kernel(make_one_shot_pull, constants, *arguments)
+    return binding.make_kernel(make_one_shot_pull, constants, *arguments)
 
 
-def bind(
-    comm: Any, source: int, target: int, count: int, element: Element, op: Op
-) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select.py``."""
-    vectors = divide_up(count, element.lanes)
-    grid = min(divide_up(vectors, THREADS), comm.max_blocks, PULL.most(comm.size))
+def bind(end: Endpoint, call: Call) -> Launch:
+    """Return the packed launch."""
+    vectors = call.vectors
+    grid = min(divide_up(vectors, THREADS), end.max_blocks, PULL.most(end.size))
     # Equal parts, of whole sweeps of the block, that fit the staging slots.
     sweeps = min(divide_up(divide_up(vectors, grid), THREADS), PULL.rows)
     share = sweeps * THREADS
     grid = min(grid, divide_up(vectors, share))
-    ragged = is_ragged(source, target, count, element.lanes)
-    return workspace.launch(
-        kernel(comm.size, element, op, ragged),
-        *(comm, grid, source, target, count, vectors, share),
-        comm.workspace.addresses,
+    return binding.launch(
+        kernel(end.size, call.element, call.op, is_ragged(call)),
+        *(end, grid, call.source, call.target, call.count, vectors, share),
+        end.workspaces,
     )

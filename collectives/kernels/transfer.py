@@ -32,7 +32,9 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm import dtypes
-from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import Endpoint
+from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
     ROW,
@@ -49,11 +51,9 @@ from numba_symm.collectives.protocols.workspace import (
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
-    globaltimer,
     ld_acquire_sys_u64,
     ld_relaxed_sys_u64,
     ld_v2_u64,
-    poll_pause,
     st_relaxed_sys_u32,
     st_relaxed_sys_u64,
     st_v2_u64,
@@ -63,13 +63,7 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.signals import (
-    POLLS_PER_CHECK,
-    fail,
-    must_give_up,
-    wait_for_epoch,
-    wait_record,
-)
+from numba_symm.device.polling import fail, make_wait, wait_for_epoch, wait_record
 from numba_symm.kernels import Kernel, Launch
 from numba_symm.waits import TRANSFER, TRANSFER_MISMATCH
 
@@ -104,19 +98,11 @@ class Message(NamedTuple):
 
 
 @device_function
-def _await_piece(guard: Any, flag: int, epoch: int, record: int) -> bool:
-    """Poll a slot's flag until it is piece ``epoch``'s (acquire)."""
-    polls = 0
-    started = 0
-    while ld_acquire_sys_u64(flag) & _LOW_HALF != epoch:  # explore: await
-        poll_pause()
-        polls += 1
-        if polls % POLLS_PER_CHECK == 0:
-            if started == 0:
-                started = globaltimer()
-            if must_give_up(guard, started, record):
-                return False
-    return True
+def _has_come(flag: int, epoch: int) -> bool:
+    return ld_acquire_sys_u64(flag) & _LOW_HALF == epoch  # explore: await
+
+
+_await_piece = make_wait(_has_come)
 
 
 def make_transfer(
@@ -135,6 +121,7 @@ def make_transfer(
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
     at = layout(size).transfer
     others = size - 1
+    mirror = make_mirror(size)
     rows = transfer_rows(size)
     slot_bytes = rows * ROW
     epochs, slots, flags = at.epochs, at.slots, at.flags
@@ -183,9 +170,8 @@ def make_transfer(
         for j in range(others):
             if j == k:
                 there = ring[j]
-        # This rank is its k-th neighbour's (n - 2 - k)-th.
         lane_here = k * stride + channel
-        lane_there = (others - 1 - k) * stride + channel
+        lane_there = mirror(k) * stride + channel
         lane, receiver = (lane_there, there) if sending else (lane_here, own)
         flag = receiver + flags + 8 * DEPTH * lane
         slot = receiver + slots + DEPTH * slot_bytes * lane
@@ -262,10 +248,12 @@ def kernel(size: int, width: int, ragged: bool, messages: int, channels: int) ->
     """Return the kernel, compiled when first bound."""
     listed = types.UniTuple(types.int64, 2 * messages * (size - 1))
     constants = (size, width, ragged, messages, channels)
-    return workspace.make_kernel(make_transfer, constants, listed, listed)
+    return binding.make_kernel(make_transfer, constants, listed, listed)
 
 
-def bind(comm: Any, sends: Sequence[Message], receives: Sequence[Message]) -> Launch:
+def bind(
+    end: Endpoint, sends: Sequence[Message], receives: Sequence[Message]
+) -> Launch:
     """Return the packed launch of at least one message.
 
     The messages of a pair are matched in the order given, ``most_messages`` at most.
@@ -274,25 +262,25 @@ def bind(comm: Any, sends: Sequence[Message], receives: Sequence[Message]) -> La
     for message in (*sends, *receives):
         bits |= message.address | message.nbytes
     width, ragged = min(8, bits & -bits) or 8, bits % VECTOR != 0
-    out, into = _by_ring(comm, sends), _by_ring(comm, receives)
+    out, into = _by_ring(end, sends), _by_ring(end, receives)
     most = max(len(each) for each in (*out, *into))
     messages = 1 << (most - 1).bit_length()
     # Small GPUs have fewer; all ranks have agreed on the smallest.
-    pairs = 2 * (comm.size - 1)
-    channels = max(1, min(channels_of(comm.size), comm.max_blocks // pairs))
+    pairs = 2 * (end.size - 1)
+    channels = max(1, min(channels_of(end.size), end.max_blocks // pairs))
     pieces = max(1, *(divide_up(each.nbytes, ROW) for each in (*sends, *receives)))
-    return workspace.launch(
-        kernel(comm.size, width, ragged, messages, channels),
-        *(comm, pairs * min(channels, pieces)),
+    return binding.launch(
+        kernel(end.size, width, ragged, messages, channels),
+        *(end, pairs * min(channels, pieces)),
         *(_listed(out, messages), _listed(into, messages)),
     )
 
 
-def _by_ring(comm: Any, messages: Sequence[Message]) -> list[list[Message]]:
+def _by_ring(end: Endpoint, messages: Sequence[Message]) -> list[list[Message]]:
     """Return each other rank's messages, along the ring."""
-    found: list[list[Message]] = [[] for _ in range(comm.size - 1)]
+    found: list[list[Message]] = [[] for _ in range(end.size - 1)]
     for message in messages:
-        found[(message.peer - comm.rank - 1) % comm.size].append(message)
+        found[(message.peer - end.rank - 1) % end.size].append(message)
     return found
 
 

@@ -18,22 +18,22 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import workspace
+from numba_symm import waits
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
+from numba_symm.collectives.protocols.exchanges import EVERYONE
 from numba_symm.collectives.protocols.mailboxes import (
-    EVERYONE,
     TRANSPORTS,
+    mailed_grid,
     make_mailboxes,
-    most_blocks,
 )
-from numba_symm.collectives.protocols.order import make_in_rank_order
+from numba_symm.collectives.protocols.order import make_in_rank_order, make_total
+from numba_symm.collectives.protocols.partition import is_ragged, shard
 from numba_symm.collectives.protocols.workspace import (
-    ADDRESS,
     THREADS,
     TWO_SHOT,
     Region,
-    divide_up,
     follow_previous_grid,
-    is_ragged,
     keep,
     layout,
     resume,
@@ -41,17 +41,9 @@ from numba_symm.collectives.protocols.workspace import (
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import TWO_SHOT_LL, TWO_SHOT_MARKED, TWO_SHOT_SENTINEL
 
 SCATTER, GATHER = 0, 1  # the two sets of mailboxes
 LOADS = 4  # vectors that a thread loads before it posts them
-LINE = 8  # vectors of 128 bytes; shards begin on lines, as far as the array does
-
-_OPERATIONS = {
-    "sentinel": TWO_SHOT_SENTINEL,
-    "marked": TWO_SHOT_MARKED,
-    "ll": TWO_SHOT_LL,
-}
 
 
 def make_two_shot(
@@ -59,9 +51,10 @@ def make_two_shot(
 ) -> Any:
     """Return the kernel; see ``one_shot.make_one_shot``."""
     region: Region = getattr(layout(size), f"two_shot_{transport}")
-    unpack, pack, combine, load, store = make_lanes(element, op, ragged, size)
+    lanes = make_lanes(element, op, ragged, size)
+    load, store, total = lanes.load, lanes.store, make_total(size, lanes)
     mail = make_mailboxes(
-        size, transport, region, TWO_SHOT[transport], 2, _OPERATIONS[transport]
+        size, transport, region, TWO_SHOT[transport], 2, waits.TWO_SHOT
     )
     next_epoch, box, sent, post, post_one, receive, wipe, next_round = mail
     in_rank_order = make_in_rank_order(size)
@@ -118,10 +111,7 @@ def make_two_shot(
                     if failed:  # explore: give-up-scatter
                         break
                     in_rank_order(guard.rank, low, high, spare)
-                    total = unpack(low[0], high[0])
-                    for r in range(1, size):
-                        total = combine(total, unpack(low[r], high[r]))
-                    packed = pack(total)
+                    packed = total(low, high, 0)
                     result = sent(packed[0], packed[1])
                     boxes = box(block, epoch, GATHER, 0, step, thread)
                     post(ring, boxes, result[0], result[1], epoch)
@@ -159,34 +149,15 @@ def kernel(
     constants = (size, element, op, ragged, transport, steps)
     arguments = (ADDRESS, ADDRESS, types.int64, types.int64)
     weight = TRANSPORTS[transport].weight
-    return workspace.make_kernel(make_two_shot, constants, *arguments, weight=weight)
+    return binding.make_kernel(make_two_shot, constants, *arguments, weight=weight)
 
 
-def shard(vectors: int, size: int) -> int:
-    """Return how many vectors each rank reduces; the last ranks may get fewer."""
-    return divide_up(divide_up(vectors, size), LINE) * LINE
-
-
-def bind(
-    transport: str,
-    comm: Any,
-    source: int,
-    target: int,
-    count: int,
-    element: Element,
-    op: Op,
-) -> Launch:
-    """Return the packed launch; see ``Bind`` in ``select.py``."""
-    protocol = TWO_SHOT[transport]
-    vectors = divide_up(count, element.lanes)
-    share = shard(vectors, comm.size)
-    most = most_blocks(comm, transport, protocol)
-    grid = min(divide_up(share, THREADS), most)
-    steps = protocol.needed(share, grid, comm.size)
-    ragged = share * comm.size != vectors or is_ragged(
-        source, target, count, element.lanes
-    )
-    return workspace.launch(
-        kernel(comm.size, element, op, ragged, transport, steps),
-        *(comm, grid, source, target, count, share),
+def bind(transport: str, end: Endpoint, call: Call) -> Launch:
+    """Return the packed launch."""
+    share = shard(call.vectors, end.size)
+    grid, steps = mailed_grid(end, transport, TWO_SHOT[transport], share)
+    ragged = is_ragged(call, share, end.size)
+    return binding.launch(
+        kernel(end.size, call.element, call.op, ragged, transport, steps),
+        *(end, grid, call.source, call.target, call.count, share),
     )

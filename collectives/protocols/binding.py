@@ -1,10 +1,104 @@
-"""What a packed call is, several of them in turn, and what ranks compare of one."""
+"""What binds a kernel to a call: who calls, what is asked for, what is enqueued."""
 
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numba.cuda import types
+
+from numba_symm.collectives.protocols.workspace import BLOCK_REGISTERS, THREADS
+from numba_symm.dtypes import Element, Op
+from numba_symm.kernels import GUARD, Kernel, Launch
+
+ADDRESS = types.int64
 
 Enqueue = Callable[[int], None]
 """Enqueues a packed call on the stream of that handle."""
+
+
+class Place(Protocol):
+    """Where an array lies on all ranks, if all pass the same one.
+
+    Attributes:
+        addresses: by rank, where this rank sees that one's array.
+        seen: by rank, where that rank sees this one's array.
+    """
+
+    @property
+    def addresses(self) -> tuple[int, ...]: ...  # noqa: D102
+
+    @property
+    def seen(self) -> tuple[int, ...]: ...  # noqa: D102
+
+
+@dataclass(frozen=True, eq=False)
+class Endpoint:
+    """One rank's end of a communicator, as kernels need it.
+
+    Attributes:
+        rank: this rank.
+        size: number of ranks.
+        guard: what kernels need to give up a wait.
+        workspaces: by rank, where this rank sees that one's workspace.
+        max_blocks: most blocks of a call, agreed on by all ranks.
+        multiprocessors: the limit that the user asked for, or None.
+        place: ``(address, nbytes)`` returns where symmetric memory lies, or None.
+        order: the communicator's ``StreamOrder``, for algorithms with a side stream.
+    """
+
+    rank: int
+    size: int
+    guard: Any
+    workspaces: tuple[int, ...]
+    max_blocks: int
+    multiprocessors: int | None
+    place: Callable[[int, int], Place | None]
+    order: Any
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank asks of an algorithm.
+
+    All but the addresses is equal on all ranks; grid and slots follow from it alone.
+
+    Attributes:
+        source: address of the input, on this rank.
+        target: address of the output, which may be ``source``; 0: this rank has none.
+        count: number of elements, at least 1; of an input that has a part for each
+            rank, or an output that has, those of one part.
+        element: their type.
+        op: the operator; of an operation without one, any.
+        root: the rank that an operation with a root names.
+    """
+
+    source: int
+    target: int
+    count: int
+    element: Element
+    op: Op
+    root: int = 0
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors hold ``count`` elements."""
+        return -(-self.count // self.element.lanes)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes ``count`` elements take."""
+        return self.count * self.element.itemsize
+
+
+Bind = Callable[[Endpoint, Call], Enqueue]
+"""Packs an algorithm for a call."""
+
+BindRest = Callable[[Endpoint, Call, int], Enqueue]
+"""Packs the launch that follows a handshake (``handshake.py``).
+
+The third argument is what the ranks wait for, as a number of ``waits.py``.
+"""
 
 
 class InTurn:
@@ -22,3 +116,42 @@ class InTurn:
 def digest_of(call: str) -> int:
     """Return what must be equal on all ranks, of a call in words."""
     return zlib.crc32(call.encode())
+
+
+def make_kernel(
+    factory: Callable[..., Any],
+    constants: tuple[Any, ...],
+    *arguments: Any,
+    weight: int = 1,
+) -> Kernel:
+    """Return a collective's kernel; ``constants`` begin with the number of ranks.
+
+    Its function takes what ``launch`` passes, then ``arguments`` of those types, and
+    calls ``follow_previous_grid`` first. A block takes ``weight`` blocks' registers.
+    """
+    size = constants[0]
+    ring = types.UniTuple(ADDRESS, max(1, size - 1))
+    common = (GUARD, types.boolean, ring, ADDRESS)
+    registers = weight * BLOCK_REGISTERS // THREADS
+    return Kernel(factory, constants, (*common, *arguments), THREADS, registers)
+
+
+def launch(kernel: Kernel, end: Endpoint, grid: int, *arguments: Any) -> Launch:
+    """Pack a launch: guard, whether it may be early, ring, own workspace, arguments.
+
+    The ring is the other ranks' workspaces, from the next rank on, so that the ranks
+    do not all turn to the same one first.
+
+    A grid may be launched while the one before it still runs, if both together take no
+    more room than the largest: four communicators at once count on that.
+    """
+    weight = kernel.registers * THREADS // BLOCK_REGISTERS
+    early = 2 * weight * grid <= end.max_blocks
+    own = end.workspaces[end.rank]
+    ring = along_ring(end.rank, end.workspaces) or (own,)
+    return kernel.bind(grid, end.guard, early, ring, own, *arguments, early=early)
+
+
+def along_ring(rank: int, by_rank: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the entries of the other ranks, from the one after ``rank`` on."""
+    return (*by_rank[rank + 1 :], *by_rank[:rank])

@@ -20,7 +20,7 @@ from numba_symm.device.intrinsics import (
     syncthreads_or,
     thread_index,
 )
-from numba_symm.device.signals import wait_for_epoch, wait_record
+from numba_symm.device.polling import wait_for_epoch, wait_record
 
 
 class Flags(NamedTuple):

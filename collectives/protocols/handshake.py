@@ -30,12 +30,19 @@ from typing import Any
 
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import workspace
-from numba_symm.collectives.protocols.binding import Enqueue, InTurn, digest_of
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import (
+    ADDRESS,
+    Endpoint,
+    Enqueue,
+    InTurn,
+    along_ring,
+    digest_of,
+)
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.mailboxes import peek_packets, post_packets
+from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
-    ADDRESS,
     THREADS,
     VECTOR,
     follow_previous_grid,
@@ -47,14 +54,12 @@ from numba_symm.collectives.protocols.workspace import (
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
-    globaltimer,
     ld_relaxed_sys_u64,
     ld_v2_u64,
-    poll_pause,
     st_v2_u64,
     thread_index,
 )
-from numba_symm.device.signals import POLLS_PER_CHECK, fail, must_give_up, wait_record
+from numba_symm.device.polling import fail, must_give_up, pause, wait_record
 from numba_symm.kernels import Kernel
 from numba_symm.waits import CALL_MISMATCH
 
@@ -77,6 +82,7 @@ def make_meet(size: int) -> Any:
     region = layout(size).direct
     epochs, slots = region.epochs, region.slots
     others = size - 1
+    mirror = make_mirror(size)
     where = make_where(size)
 
     @device_function
@@ -86,13 +92,9 @@ def make_meet(size: int) -> Any:
         digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
         first, second, missing = peek_packets(mail, VECTOR, epoch)
         while missing | late != 0:  # explore: come
-            poll_pause()
-            polls += 1
-            if polls % POLLS_PER_CHECK == 0:
-                if started == 0:
-                    started = globaltimer()
-                if must_give_up(guard, started, record):
-                    return 0, 0, 0, False
+            polls, started, due = pause(polls, started)
+            if due and must_give_up(guard, started, record):
+                return 0, 0, 0, False
             digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
             first, second, missing = peek_packets(mail, VECTOR, epoch)
         # Others may have given up on a rank that came as late as this.
@@ -120,8 +122,7 @@ def make_meet(size: int) -> Any:
             fence_acq_rel_sys()  # explore: fence-before
         for k in range(others):
             if thread == k % THREADS and not failed:
-                # The sender is its k-th neighbour's (n - 2 - k)-th.
-                mail = ring[k] + slots + (others - 1 - k) * _BOX
+                mail = ring[k] + slots + mirror(k) * _BOX
                 post_packets(mail, VECTOR, first[k], second[k], epoch)
                 post_packets(mail + 2 * VECTOR, VECTOR, digest, 0, epoch)
         # The board is far away: it is looked at while the packets are on their way. For
@@ -247,13 +248,13 @@ def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]
 def meet_kernel(size: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     seen = types.UniTuple(ADDRESS, size - 1)
-    return workspace.make_kernel(
+    return binding.make_kernel(
         make_meet, (size,), types.int64, types.int64, *4 * (seen,)
     )
 
 
 def bind(
-    comm: Any,
+    end: Endpoint,
     operation: int,
     call: str,
     offer: Offer,
@@ -264,7 +265,7 @@ def bind(
     """Return the three launches, of which the second and third are given.
 
     Args:
-        comm: the communicator.
+        end: this rank's end.
         operation: what a record of a wait given up names.
         call: the call in words, equal on all ranks.
         offer: what ``offered`` returned for the array that is read, and for the one
@@ -275,20 +276,15 @@ def bind(
             other offer is refused. None: it reads what they offer.
     """
     if known is None:
-        known = refusal(comm.size), refusal(comm.size)  # all zeros: nothing is known
+        known = refusal(end.size), refusal(end.size)  # all zeros: nothing is known
     args = (operation, digest_of(call), *offer, *known)
-    return InTurn(workspace.launch(meet_kernel(comm.size), comm, 1, *args), move, rest)
+    return InTurn(binding.launch(meet_kernel(end.size), end, 1, *args), move, rest)
 
 
-def offered(comm: Any, address: int, nbytes: int) -> tuple[int, ...]:
+def offered(end: Endpoint, address: int, nbytes: int) -> tuple[int, ...]:
     """Return at which addresses the ring's ranks see an array, or zeros to refuse."""
-    place = comm.heap.place(address, nbytes) if address % VECTOR == 0 else None
-    return refusal(comm.size) if place is None else along_ring(comm.rank, place.seen)
-
-
-def along_ring(rank: int, by_rank: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the entries of the other ranks, from the one after ``rank`` on."""
-    return (*by_rank[rank + 1 :], *by_rank[:rank])
+    place = end.place(address, nbytes) if address % VECTOR == 0 else None
+    return refusal(end.size) if place is None else along_ring(end.rank, place.seen)
 
 
 def refusal(size: int) -> tuple[int, ...]:

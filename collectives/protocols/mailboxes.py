@@ -45,33 +45,32 @@ TensorRT-LLM.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from numba_symm.collectives.protocols.binding import Endpoint
+from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     MARK,
     ROW,
+    THREADS,
     VECTOR,
     Protocol,
     Region,
+    divide_up,
 )
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
-    globaltimer,
     ld_relaxed_sys_u32,
     ld_relaxed_sys_v2_u64,
-    poll_pause,
     st_relaxed_sys_u32,
     st_relaxed_sys_v2_u64,
     syncthreads_or,
     thread_index_x,
     word_of,
 )
-from numba_symm.device.signals import POLLS_PER_CHECK, must_give_up, wait_record
+from numba_symm.device.polling import must_give_up, pause, wait_record
 
 EMPTY = -1
 """The word that says that nothing has come."""
-
-EVERYONE = -1
-"""All others, as bits along the ring."""
 
 UNMARKED = 0xFFFFFFFF
 """The marks that say that they have not come."""
@@ -229,10 +228,13 @@ TRANSPORTS = {
 """The ways of filling mailboxes, by name."""
 
 
-def most_blocks(comm: Any, transport: str, protocol: Protocol) -> int:
-    """Return the most blocks of a call of ``comm``, at least 1."""
-    fitting: int = comm.max_blocks // TRANSPORTS[transport].weight
-    return max(1, min(fitting, protocol.most(comm.size)))
+def mailed_grid(
+    end: Endpoint, transport: str, protocol: Protocol, vectors: int
+) -> tuple[int, int]:
+    """Return the grid of a call of so many vectors, and the steps of its kernel."""
+    most = min(end.max_blocks // TRANSPORTS[transport].weight, protocol.most(end.size))
+    grid = min(divide_up(vectors, THREADS), max(1, most))
+    return grid, protocol.needed(vectors, grid, end.size)
 
 
 class Mailboxes(NamedTuple):
@@ -289,6 +291,7 @@ def make_mailboxes(
     """
     _, sent, post_to, peek, clear, wipe_box = TRANSPORTS[transport]
     others = size - 1
+    mirror = make_mirror(size)
     count = protocol.steps(size)
     row = protocol.row
     line = protocol.most(size) * row
@@ -314,9 +317,7 @@ def make_mailboxes(
     def post_one(
         ring: Any, k: int, first: int, low: int, high: int, epoch: int
     ) -> None:
-        # The sender is its k-th neighbour's (n - 2 - k)-th.
-        # explore: mirror
-        post_to(ring[k] + first + (others - 1 - k) * rank_stride, low, high, epoch)
+        post_to(ring[k] + first + mirror(k) * rank_stride, low, high, epoch)
 
     @device_function
     def post(ring: Any, first: int, low: int, high: int, epoch: int) -> None:
@@ -346,11 +347,8 @@ def make_mailboxes(
                 missing |= gap if wanted >> k & 1 != 0 else 0
             arrived = missing == 0
             if not arrived:
-                poll_pause()
-                polls += 1
-                if polls % POLLS_PER_CHECK == 0:
-                    if started == 0:
-                        started = globaltimer()
+                polls, started, due = pause(polls, started)
+                if due:
                     late = 0
                     for k in range(others):
                         _, _, gap = peek(first + k * rank_stride, epoch)

@@ -1,22 +1,35 @@
 """The ring: how a rank counts the others, from the next one on.
 
 All ranks then turn to different ones at any time, and what a rank does with its k-th
-neighbour is written without knowing its own number. It is its k-th neighbour's
-(n - 2 - k)-th.
+neighbour is written without knowing its own number. What is reduced in rank order gives
+the same bits on every rank.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from numba_symm.device.intrinsics import device_function
+from numba_symm.device.lanes import Lanes
+
+
+def make_mirror(size: int) -> Callable[[int], int]:
+    """Return a device function: as whose k-th neighbour a rank's k-th neighbour has it.
+
+    ``(k)`` is for ``size`` ranks.
+    """
+
+    @device_function
+    def mirror(k: int) -> int:
+        return size - 2 - k  # explore: mirror
+
+    return mirror
 
 
 def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
     """Return a device function that puts vectors in the order of their ranks.
 
     ``(rank, low, high, spare)``: two local arrays of ``size`` words, of the own vector
-    and then the ring's, are turned; ``spare`` is another array of that size. What is
-    reduced in rank order gives the same bits on every rank.
+    and then the ring's, are turned; ``spare`` is another array of that size.
     """
     turns = (size - 1).bit_length()
 
@@ -37,3 +50,21 @@ def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
                 high[r] = spare[r]
 
     return in_rank_order
+
+
+def make_total(size: int, lanes: Lanes) -> Callable[[Any, Any, int], Any]:
+    """Return a device function that reduces one vector of each rank, in rank order.
+
+    ``(low, high, first)`` returns the two words of the result; the words of rank r are
+    in the local arrays at ``first + r``.
+    """
+    unpack, pack, combine, _, _ = lanes
+
+    @device_function
+    def total(low: Any, high: Any, first: int) -> Any:
+        result = unpack(low[first], high[first])
+        for r in range(1, size):
+            result = combine(result, unpack(low[first + r], high[first + r]))
+        return pack(result)
+
+    return total

@@ -12,7 +12,7 @@ chunk; so many epochs are counted that the next one begins in the other half.
 
 from collections.abc import Callable
 
-from numba_symm.collectives.protocols.workspace import ROW, SIGNALLED, layout
+from numba_symm.collectives.protocols.workspace import CHUNKED, ROW, layout
 from numba_symm.device.intrinsics import device_function
 
 
@@ -21,10 +21,10 @@ def make_place(size: int) -> Callable[[int, int, int], int]:
 
     ``(block, before, chunk)`` returns the offset, in a workspace, of the slots of a
     chunk in a call that began after epoch ``before``: for each neighbour, along the
-    ring, ``SIGNALLED.steps(size)`` rows.
+    ring, ``CHUNKED.steps(size)`` rows.
     """
     slots = layout(size).chunked.slots
-    set_stride = (size - 1) * SIGNALLED.steps(size) * ROW
+    set_stride = (size - 1) * CHUNKED.steps(size) * ROW
 
     @device_function
     def place(block: int, before: int, chunk: int) -> int:

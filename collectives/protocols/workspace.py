@@ -7,11 +7,8 @@ message's size or alignment.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-
-from numba.cuda import types
 
 from numba_symm.device.intrinsics import (
     device_function,
@@ -26,7 +23,6 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.environment import SIMULATED
-from numba_symm.kernels import GUARD, Kernel, Launch
 
 THREADS = 8 if SIMULATED else 128
 """Threads a block in every protocol: part of the slots' addresses, so a constant.
@@ -91,7 +87,6 @@ class Layout:
     one_shot_ll: Region
     two_shot_sentinel: Region
     two_shot_marked: Region
-    two_shot_ll: Region
     chunked: Region
     transfer: Region
     nbytes: int
@@ -156,34 +151,11 @@ ONE_SHOT = {
 TWO_SHOT = {
     "sentinel": Protocol(_blocks(256), 8),
     "marked": Protocol(_blocks(64), 4, MARKED_ROW),
-    "ll": Protocol(_blocks(8), 8, PACKETS_ROW),
 }
-SIGNALLED = Protocol(_blocks(256), 16)
+CHUNKED = Protocol(_blocks(256), 16)
 
 LOADS = 4
 """Vectors that a thread of a signalled kernel loads before it stores them."""
-
-
-class Chunks(NamedTuple):
-    """How a signalled kernel cuts a message.
-
-    Attributes:
-        grid: number of blocks.
-        height: vectors of a thread in a chunk.
-        number: how many chunks each block has, one after another.
-    """
-
-    grid: int
-    height: int
-    number: int
-
-
-def chunks_of(vectors: int, size: int, max_blocks: int) -> Chunks:
-    """Return the chunks of ``vectors``: rather thin than in few blocks."""
-    most = min(max_blocks, SIGNALLED.most(size))
-    height = min(SIGNALLED.steps(size), divide_up(vectors, most * THREADS))
-    grid = min(divide_up(vectors, height * THREADS), most)
-    return Chunks(grid, height, divide_up(vectors, grid * height * THREADS))
 
 
 LIMIT = 64 << 20
@@ -222,7 +194,7 @@ def layout(size: int) -> Layout:
         "pull": PULL.most(size) * 2 * PULL.rows * ROW,
         **{f"one_shot_{name}": taken(each, 1) for name, each in ONE_SHOT.items()},
         **{f"two_shot_{name}": taken(each, 2) for name, each in TWO_SHOT.items()},
-        "chunked": taken(SIGNALLED, 2),
+        "chunked": taken(CHUNKED, 2),
     }
     regions: dict[str, Any] = {}
     end = _lines(8 * MOST_BLOCKS)
@@ -247,44 +219,6 @@ def _region(start: int, size: int, nbytes: int) -> Region:
 
 def _lines(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
-
-
-ADDRESS = types.int64
-
-
-def make_kernel(
-    factory: Callable[..., Any],
-    constants: tuple[Any, ...],
-    *arguments: Any,
-    weight: int = 1,
-) -> Kernel:
-    """Return a collective's kernel; ``constants`` begin with the number of ranks.
-
-    Its function takes what ``launch`` passes, then ``arguments`` of those types, and
-    calls ``follow_previous_grid`` first. A block takes ``weight`` blocks' registers.
-    """
-    size = constants[0]
-    ring = types.UniTuple(ADDRESS, max(1, size - 1))
-    common = (GUARD, types.boolean, ring, ADDRESS)
-    registers = weight * BLOCK_REGISTERS // THREADS
-    return Kernel(factory, constants, (*common, *arguments), THREADS, registers)
-
-
-def launch(kernel: Kernel, comm: Any, grid: int, *arguments: Any) -> Launch:
-    """Pack a launch: guard, whether it may be early, ring, own workspace, arguments.
-
-    The ring is the other ranks' workspaces, from the next rank on, so that the ranks
-    do not all turn to the same one first.
-
-    A grid may be launched while the one before it still runs, if both together take no
-    more room than the largest: four communicators at once count on that.
-    """
-    weight = kernel.registers * THREADS // BLOCK_REGISTERS
-    early = 2 * weight * grid <= comm.max_blocks
-    addresses = comm.workspace.addresses
-    own = addresses[comm.rank]
-    ring = (*addresses[comm.rank + 1 :], *addresses[: comm.rank]) or (own,)
-    return kernel.bind(grid, comm.guard, early, ring, own, *arguments, early=early)
 
 
 @device_function
@@ -330,11 +264,6 @@ def keep_agreed(own: int, epochs: int, block: int, epoch: int, failed: bool) -> 
             st_relaxed_sys_u64(own + 8 * (thread + i * THREADS), 1)
     if thread == 0:
         st_u32(own + epochs + 4 * block, epoch)
-
-
-def is_ragged(source: int, target: int, count: int, per_vector: int) -> bool:
-    """Return whether an array is not made of whole vectors on 16-byte boundaries."""
-    return (source | target) % VECTOR != 0 or count % per_vector != 0
 
 
 def divide_up(a: int, b: int) -> int:

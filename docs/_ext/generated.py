@@ -7,7 +7,6 @@ import re
 import textwrap
 from pathlib import Path
 from types import MappingProxyType
-from unittest import mock
 
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -48,25 +47,23 @@ class Algorithms(SphinxDirective):
         """Return a table of the largest size of each algorithm."""
         ranks = [f"{number} ranks" for number in _RANKS]
         rows = [["operation", *ranks]]
-        gpus = (mock.patch.object(each, "SIMULATED", False) for each in _CHOOSERS)
-        with contextlib.ExitStack() as stack:
-            for patch in gpus:
-                stack.enter_context(patch)
-            for operation in _OPERATIONS:
-                kinds = _REDUCED if operation.reduces else _MOVED
-                for kind, dtype in kinds.items():
-                    element = dtypes.element(dtype, "docs")
-                    cells = [self._cell(operation, n, element) for n in _RANKS]
-                    rows.append([f"`{operation.name}`{kind}", *cells])
+        for operation in _OPERATIONS:
+            kinds = _REDUCED if operation.reduces else _MOVED
+            for kind, dtype in kinds.items():
+                element = dtypes.element(dtype, "docs")
+                cells = [self._cell(operation, n, element) for n in _RANKS]
+                rows.append([f"`{operation.name}`{kind}", *cells])
         return self.parse_text_to_nodes(_markdown(rows))
 
     def _cell(self, operation, size, element):
+        def fastest(nbytes):
+            name, choices = operation.name, select.ON_GPUS
+            return select.fastest(name, nbytes, size, element, choices)
+
         lines, first = [], 1
         while first is not None:
-            name = operation.fastest(first, size, element)
-            last = _last(
-                lambda n, name=name: operation.fastest(n, size, element) == name, first
-            )
+            name = fastest(first)
+            last = _last(lambda n, name=name: fastest(n) == name, first)
             most = (
                 "above"
                 if last is None
@@ -80,7 +77,6 @@ class Algorithms(SphinxDirective):
 _RANKS = (2, 4, 8)  # what the limits were measured with
 _REDUCED = {", floats": "float32", ", other types": "int32"}
 _MOVED = {"": "int8"}
-_CHOOSERS = (operations, select)
 _OPERATIONS = (
     *(operations.ALL_REDUCE, operations.REDUCE, operations.REDUCE_SCATTER),
     *(operations.SCAN, operations.BROADCAST, operations.ALL_GATHER),

@@ -39,9 +39,9 @@ from numba_symm.device.intrinsics import (
     st_u64,
     st_v2_u64,
 )
+from numba_symm.device.polling import Guard
 from numba_symm.device.signals import (
     Context,
-    Guard,
     barrier,
     peer_address,
     peer_array,

@@ -7,9 +7,7 @@ for 1 and stores 0. Each signal returns its slot to 0, so a captured graph can b
 replayed. The 0 shows that the signal was taken, not that any data was read. Each
 channel of a pair of ranks has one user at a time.
 
-Every wait has a deadline. When it passes, the waiting thread stores a record on every
-rank's status board and stops waiting. A thread that finds a record stops waiting, too.
-So all kernels end, and the CUDA context stays usable.
+Every wait has a deadline: see ``polling.py``.
 """
 
 from typing import Any, NamedTuple
@@ -21,46 +19,18 @@ from numba_symm.device.intrinsics import (
     check_peer,
     check_slot,
     device_function,
-    globaltimer,
     later_blocks,
     ld_acquire_sys_u32,
-    ld_relaxed_sys_u64,
-    poll_pause,
-    st_relaxed_sys_u64,
     st_release_sys_u32,
     syncthreads,
     syncthreads_or,
     thread_index,
 )
-from numba_symm.environment import SIMULATED
+from numba_symm.device.polling import Guard, make_wait, wait_record
 from numba_symm.waits import PUT_SIGNAL, WAIT_SIGNAL
 
 MAX_CHANNELS = 128
 """The channels of a pad."""
-
-POLLS_PER_CHECK = 8 if SIMULATED else 4096  # explore: polls
-"""Polls between two reads of the clock and the board: some milliseconds on a GPU.
-
-The board is read across PCIe, and every thread of a grid may be waiting. With 128
-polls, ranks that were 80 us apart delayed each other permanently by these reads (4
-GPUs, 64 KiB by LL packets: 128 us instead of 4).
-"""
-
-
-class Guard(NamedTuple):
-    """The deadline of waits and the status board: scalars, passed by value to kernels.
-
-    Attributes:
-        board: the address of the status board, one 8-byte record for each rank.
-        rank: this rank.
-        world_size: the number of ranks.
-        timeout: the nanoseconds of a wait; 0: indefinitely.
-    """
-
-    board: int
-    rank: int
-    world_size: int
-    timeout: int
 
 
 class _Scalars(NamedTuple):
@@ -92,78 +62,11 @@ class Context(_Scalars):
 
 
 @device_function
-def wait_record(operation: int, rank: int, peer: int, place: int, epoch: int) -> int:
-    """Return a record of a wait: 8 bytes, which are stored atomically.
-
-    Bits 56-62 operation (a number of ``waits.TABLE``), 48-55 rank, 40-47 peer, 24-39
-    channel or block, 0-23 epoch. Signals have the number of blocks that the simulator
-    runs after this one instead of an epoch.
-    """
-    who = operation << 56 | rank << 48 | peer << 40
-    return who | (place & 0xFFFF) << 24 | (epoch & 0xFFFFFF)
+def _holds(slot: int, value: int) -> bool:
+    return ld_acquire_sys_u32(slot) == value  # explore: await-slot
 
 
-@device_function
-def fail(guard: Any, record: int) -> None:
-    """Store ``record`` on every rank's board, so that all waits end without success.
-
-    Peers may be reading their boards. The record is one relaxed store, which publishes
-    nothing else.
-    """
-    for r in range(guard.world_size):  # explore: fail
-        st_relaxed_sys_u64(guard.board + 8 * r, record)
-
-
-@device_function
-def must_give_up(guard: Any, started: int, record: int) -> bool:
-    """Return whether a wait that began at ``started`` (ns) must end without success.
-
-    It must end if a rank has failed, or if its deadline has passed. In the second case,
-    store ``record`` on every rank's board.
-    """
-    if ld_relaxed_sys_u64(guard.board + 8 * guard.rank) != 0:
-        return True
-    # explore: deadline
-    if guard.timeout == 0 or globaltimer() - started <= guard.timeout:
-        return False
-    fail(guard, record)
-    return True
-
-
-@device_function
-def wait_for_epoch(guard: Any, flag: int, epoch: int, record: int) -> bool:
-    """Poll the flag at address ``flag`` until it has reached ``epoch`` (acquire).
-
-    Epochs only grow, modulo 2**32: a peer may be ahead, never 2**31 ahead.
-    """
-    polls = 0
-    started = 0
-    # explore: await-epoch
-    while (ld_acquire_sys_u32(flag) - epoch) & 0xFFFFFFFF >= 0x80000000:
-        poll_pause()
-        polls += 1
-        if polls % POLLS_PER_CHECK == 0:
-            if started == 0:
-                started = globaltimer()
-            if must_give_up(guard, started, record):
-                return False
-    return True
-
-
-@device_function
-def _wait_for_slot(guard: Any, slot: int, value: int, record: int) -> bool:
-    """Poll a pad's slot until it holds ``value`` (acquire)."""
-    polls = 0
-    started = 0
-    while ld_acquire_sys_u32(slot) != value:  # explore: await-slot
-        poll_pause()
-        polls += 1
-        if polls % POLLS_PER_CHECK == 0:
-            if started == 0:
-                started = globaltimer()
-            if must_give_up(guard, started, record):
-                return False
-    return True
+_wait_for_slot = make_wait(_holds)
 
 
 @device_function

@@ -3,10 +3,8 @@
 import bisect
 import functools
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from numba_symm import arguments, backends, deferred, forks
 from numba_symm.backends.protocol import Allocation, Backend
@@ -157,18 +155,17 @@ class SymmetricMemoryAllocator:
             raise ArgumentError(f"get_alloc_size: {ptr:#x} is in no block of this one")
         return block.nbytes
 
-    def rendezvous(self, ptr: int, comm: "HasHeap") -> SymmetricMemory:
+    def rendezvous(self, ptr: int, comm: "Mapper") -> SymmetricMemory:
         """Map the block that contains ``ptr`` on all ranks of ``comm``. Collective.
 
         Every rank passes a pointer at the same offset of a block of the same size.
         """
-        if not isinstance(getattr(comm, "heap", None), Mapper):
+        if not isinstance(comm, Mapper):
             raise ArgumentError(
                 f"rendezvous: expected a Communicator, got {comm!r}; pass the one "
                 "whose ranks are to map the block"
             )
-        with comm._alone("rendezvous"), comm.set_up("rendezvous"):
-            return comm.heap.rendezvous(ptr)
+        return comm._rendezvous(ptr)
 
     def is_rendezvous_completed(self, ptr: int) -> bool:
         """Return whether the block that contains ``ptr`` is mapped on all ranks."""
@@ -176,26 +173,12 @@ class SymmetricMemoryAllocator:
         return block is not None and block.mapped > 0
 
 
-class Mapper(ABC):
-    """Maps blocks on all ranks: the heap of a communicator."""
+@runtime_checkable
+class Mapper(Protocol):
+    """A communicator, as far as memory is concerned."""
 
-    @abstractmethod
-    def rendezvous(self, address: int) -> SymmetricMemory:
-        """Return the symmetric memory around ``address``. Collective."""
-
-
-class HasHeap(Protocol):
-    """The members of a communicator that memory needs."""
-
-    @property
-    def heap(self) -> Mapper:
-        """The communicator's symmetric memory."""
-
-    def set_up(self, what: str) -> AbstractContextManager[None]:
-        """Wait for all ranks, then make a call that all make, or raise on all."""
-
-    def _alone(self, what: str) -> AbstractContextManager[None]:
-        """Keep other threads' calls out."""
+    def _rendezvous(self, ptr: int) -> SymmetricMemory:
+        """Return the symmetric memory around ``ptr``. Collective."""
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from numba_symm.backends.peers import Peers, map_peers
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.group import Group
-from numba_symm.memory.allocator import Block, Mapper, allocator_of
+from numba_symm.memory.allocator import Block, allocator_of
 from numba_symm.memory.symmetric import SymmetricMemory
 
 
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     seen: tuple[int, ...]
 
 
-class Heap(Mapper):
+class Heap:
     """The symmetric memory of one communicator.
 
     All public methods but ``close_locally``, ``everywhere`` and ``seen`` are

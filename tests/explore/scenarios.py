@@ -171,7 +171,7 @@ def calls_after_many(code, lag):
             for at in range(region.flags, region.flags + first_set, 4):
                 world.memory.plant(workspace + at, 4, lag)
         for _ in range(2):
-            world.all_reduce("chunked_all_reduce", a_count(world))
+            world.all_reduce("chunked", a_count(world))
         world.run()
 
     return scenario

@@ -38,17 +38,20 @@ SMALL = Shape(2, 2, 2)
 
 _MODULES = (
     "numba_symm.collectives.protocols.workspace",
+    "numba_symm.collectives.protocols.binding",
+    "numba_symm.collectives.protocols.partition",
+    "numba_symm.device.polling",
     "numba_symm.device.signals",
     "numba_symm.device.codecs",
     "numba_symm.device.arithmetic",
     "numba_symm.device.lanes",
     "numba_symm.collectives.protocols.order",
+    "numba_symm.collectives.protocols.exchanges",
     "numba_symm.collectives.protocols.mailboxes",
     "numba_symm.collectives.protocols.flags",
     "numba_symm.collectives.kernels.one_shot",
     "numba_symm.collectives.kernels.one_shot_pull",
     "numba_symm.collectives.kernels.two_shot",
-    "numba_symm.collectives.kernels.exchange",
     "numba_symm.collectives.protocols.slots",
     "numba_symm.collectives.protocols.handshake",
     "numba_symm.collectives.kernels.barrier",
@@ -63,6 +66,8 @@ _MODULES = (
     "numba_symm.collectives.kernels.copied_exchange",
     "numba_symm.collectives.kernels.transfer",
     "numba_symm.pads",
+    "numba_symm.collectives.select",
+    "numba_symm.collectives.operations",
     "explore.programs",
 )
 """In the order of their imports."""
@@ -177,7 +182,7 @@ def _device_code(edits: tuple[Edit, ...], shape: Shape) -> SimpleNamespace:
             setattr(known[package], last, module)
         if last == "workspace":
             _shrink(module, shape)
-        if last == "two_shot":
+        if last == "partition":
             module.LINE = 1  # shards of any number of vectors
     last_names = {name.rpartition(".")[2]: known[name] for name in _MODULES}
     assert {edit.module for edit in edits} <= set(last_names)
@@ -191,7 +196,7 @@ def _shrink(workspace: ModuleType, shape: Shape) -> None:
     workspace.THREADS, workspace.MAX_BLOCKS = threads, blocks
     workspace.MOST_BLOCKS = 4 * max(threads, blocks)
     small = workspace.Protocol(blocks, rows)
-    workspace.PULL = workspace.SIGNALLED = small
+    workspace.PULL = workspace.CHUNKED = small
     workspace._MOST_ROWS = rows
     row = workspace.ROW
     rows = {
@@ -199,9 +204,10 @@ def _shrink(workspace: ModuleType, shape: Shape) -> None:
         "marked": row + max(workspace.VECTOR, workspace.MARK * threads),
         "ll": 2 * row,
     }
-    workspace.ONE_SHOT = workspace.TWO_SHOT = {
-        name: small._replace(row=row) for name, row in rows.items()
-    }
+    protocols = {name: small._replace(row=row) for name, row in rows.items()}
+    for table in ("ONE_SHOT", "TWO_SHOT"):
+        names = getattr(workspace, table)
+        setattr(workspace, table, {name: protocols[name] for name in names})
 
 
 def _execute(name: str, edits: list[Edit], find: Any) -> ModuleType:

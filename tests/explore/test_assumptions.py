@@ -47,21 +47,13 @@ PROTOCOLS = {
     # A packet's epoch shows whether it is new. So only the two calls before the epochs
     # overflow empty mailboxes.
     "one_shot_ll": (lambda code: all_reduces(code, "one_shot_ll"), SEES),
-    "two_shot_ll": (lambda code: all_reduces(code, "two_shot_ll"), SEES),
     "few_ll": (lambda code: mailed_calls(code, "ll"), SEES),
     "one_shot_ll_at_the_wrap": (
         lambda code: all_reduces_at_the_wrap(code, "one_shot_ll"),
         EMPTIES,
     ),
-    "two_shot_ll_at_the_wrap": (
-        lambda code: all_reduces_at_the_wrap(code, "two_shot_ll"),
-        EMPTIES,
-    ),
     "one_shot_pull": (lambda code: all_reduces(code, "one_shot_pull"), INHERITS),
-    "chunked_all_reduce": (
-        lambda code: all_reduces(code, "chunked_all_reduce"),
-        INHERITS,
-    ),
+    "chunked": (lambda code: all_reduces(code, "chunked"), INHERITS),
     "exchanges": (lambda code: calls_of(code, "gather", "scan"), INHERITS),
     "reduce": (lambda code: calls_of(code, "reduce"), INHERITS),
     "broadcast": (lambda code: calls_of(code, "broadcast"), INHERITS),

@@ -40,7 +40,7 @@ BROKEN = {
     ),
     "what was refused not relayed": left_undone("chunked_broadcast"),
     "the input taken for the output": replaced(
-        "direct_reduce", "into", "into, _ = ld_v2_u64(own + where(others - 1 - owner))"
+        "direct_reduce", "into", "into, _ = ld_v2_u64(own + where(mirror(owner)))"
     ),
 }
 OF_TWO_RANKS_BROKEN = {

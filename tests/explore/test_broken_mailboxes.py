@@ -15,19 +15,16 @@ from explore.scenarios import (
 from explore.source import device_code
 from explore.world import MAILED
 
-SENTINEL, LL, MARKED = MAILED[:4:2], MAILED[1:4:2], MAILED[4:]
-NOT_TWO_LL = [name for name in MAILED if name != "two_shot_ll"]
+SENTINEL, LL, MARKED = MAILED[:4:2], MAILED[1:2], MAILED[3:]
 CLEARED = [*SENTINEL, *MARKED]
 
 # What is broken: the algorithms that it must spoil, and the edits that break them.
 BROKEN = {
-    # By LL, two flights are in step without all this: a thread answers its twin only
-    # after it has read what the twin sent, and nothing is cleared.
     "one half": (
-        NOT_TWO_LL,
+        MAILED,
         within("mailboxes", "half", "(epoch & 1) * half_stride", "0"),
     ),
-    "no syncthreads between rounds": (NOT_TWO_LL, removed("mailboxes", "meet")),
+    "no syncthreads between rounds": (MAILED, removed("mailboxes", "meet")),
     "no fence between rounds": (CLEARED, removed("mailboxes", "fence")),
     "a fence before the threads meet": (
         CLEARED,
@@ -90,7 +87,7 @@ BROKEN = {
     ),
     "the sender goes on with another NaN": (
         SENTINEL,
-        within("one_shot", "sent", "sent(words[0], words[1])", "words"),
+        removed("one_shot", "sent"),
         replaced(
             "two_shot", "result", "store(target, mine, count, packed[0], packed[1])"
         ),
@@ -103,7 +100,7 @@ BROKEN = {
         for which in ("first", "second", "third", "fourth")
     },
     "one set of mailboxes": (
-        ("two_shot_sentinel", "two_shot_ll", "two_shot_marked"),
+        ("two_shot_sentinel", "two_shot_marked"),
         within("mailboxes", "half", "which * set_stride", "0"),
     ),
 }
@@ -126,10 +123,6 @@ WRAP_BROKEN = {
         ),
     ),
     "half a packet wiped": (LL, removed("mailboxes", "wipe-second")),
-    "one set wiped": (
-        ("two_shot_ll",),
-        within("mailboxes", "wipe", "sets * others * count", "others * count"),
-    ),
     "no fence between rounds": (LL, removed("mailboxes", "fence")),
     "an odd last epoch": (
         MAILED,
@@ -144,10 +137,10 @@ EPOCH_BROKEN = {  # flags have a syncthreads of their own
 }
 FEW_BROKEN = {
     "thread 0 exchanges no more than the others": (
-        within("exchange", "posted", "thread != 0", "True"),
-        within("exchange", "wanted", "thread != 0", "True"),
+        within("one_shot", "posted", "thread != 0", "True"),
+        within("one_shot", "wanted", "thread != 0", "True"),
     ),
-    "the threads meet before thread 0's fence": (removed("exchange", "fence"),),
+    "the threads meet before thread 0's fence": (removed("one_shot", "fence"),),
 }
 
 

@@ -23,9 +23,7 @@ def turns_broken(module):
 
 REDUCE_BROKEN = {
     **turns_broken("chunked_reduce"),
-    "slots counted as their receiver does": within(
-        "chunked_reduce", "mirror", "others - 1 - k", "k"
-    ),
+    "slots counted as their receiver does": replaced("order", "mirror", "return k"),
     "the root forgotten": within("chunked_reduce", "to-root", "k == root", "k == 0"),
     "shards counted from this rank": within(
         "chunked_reduce", "store", "k * share", "number * share"
@@ -50,7 +48,7 @@ EXCHANGE_BROKEN = {
     "told before it is taken": moved("chunked_exchange", "tell", before="wait"),
 }
 NEXT_BROKEN = {  # calls that disturb the next one, or the one before
-    "chunked_all_reduce": removed("chunked_all_reduce", "wait"),
+    "chunked": removed("chunked_all_reduce", "wait"),
     "gather": replaced("slots", "more", "more = 0"),
     "reduce": replaced("slots", "more", "more = 0"),
     "broadcast": replaced("slots", "more", "more = 0"),
@@ -90,7 +88,7 @@ def test_broadcasts_of_three_ranks_broken_are_found(what, races):
 @pytest.mark.parametrize("what", EXCHANGE_BROKEN)
 def test_exchanges_broken_are_found(what, races, ranks):
     code = device_code(EXCHANGE_BROKEN[what])
-    breaks(calls_of(code, "gather", "scan", "chunked_all_reduce"), ranks, races=races)
+    breaks(calls_of(code, "gather", "scan", "chunked"), ranks, races=races)
 
 
 @by_anything_and_by_result

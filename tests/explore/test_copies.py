@@ -5,6 +5,7 @@ that copies word by word, in its place in the stream.
 """
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from explore.markers import removed, within
 from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
 from explore.scheduler import Launch
 from explore.source import device_code
-from explore.world import INT64, World, an_integer
+from explore.world import INT64, World, add, an_integer
 
 VECTORS = [1, 2, 3]  # of 16 bytes, of each rank
 
@@ -50,10 +51,10 @@ class Copying(World):
     def __init__(self, machine, code):
         super().__init__(machine, code)
         self.streams = [Stream(code, self.size, own) for own in self.workspaces]
-        for comm, stream in zip(self.comms, self.streams, strict=True):
-            comm.order = SimpleNamespace(side=stream)
-            comm.multiprocessors = None
-            comm.heap = SimpleNamespace(place=lambda address, nbytes: None)
+        self.ends = [
+            replace(end, order=SimpleNamespace(side=stream))
+            for end, stream in zip(self.ends, self.streams, strict=True)
+        ]
 
     def arrays(self, name, words):
         """Return every rank's address of a new array; now and then one lies apart.
@@ -68,11 +69,11 @@ class Copying(World):
         ordinary = None
         if self.random.random() < 0.2:
             ordinary = self.random.randrange(self.size)
-        for comm, block in zip(self.comms, blocks, strict=True):
-            before = comm.heap.place
-            self.streams[comm.rank].mine.append((block, block + 8 * words + 15))
+        for end, block in zip(self.ends, blocks, strict=True):
+            before = end.place
+            self.streams[end.rank].mine.append((block, block + 8 * words + 15))
 
-            def place(address, nbytes, before=before, mine=block, rank=comm.rank):
+            def place(address, nbytes, before=before, mine=block, rank=end.rank):
                 if not 0 <= address - mine <= 8 * words + 16 - nbytes:
                     return before(address, nbytes)
                 if rank == ordinary:
@@ -80,7 +81,7 @@ class Copying(World):
                 addresses = tuple(base + address - mine for base in blocks)
                 return SimpleNamespace(addresses=addresses, seen=(address,) * self.size)
 
-            comm.heap = SimpleNamespace(place=place)
+            self.ends[end.rank] = replace(end, place=place)
         return found
 
     def call(self):
@@ -106,22 +107,21 @@ class Copying(World):
         root = self.random.randrange(self.size)
         copies = self.map("copy", 8 * results)
         fresh, _ = self.inputs(words)
-        for rank, comm in enumerate(self.comms):
+        for rank, end in enumerate(self.ends):
+            source, target = sources[rank], targets[rank]
             if name == "all_reduce":
                 wanted = [sum(column) for column in zip(*given, strict=True)]
-                args = (comm, sources[rank], targets[rank], words, INT64, "sum")
-                bound = self.code.copied_all_reduce.bind(*args)
+                call = self.code.binding.Call(source, target, words, INT64, "sum")
             else:
                 count = words if name == "broadcast" else part
-                args = (name, comm, sources[rank], targets[rank], count, INT64, "sum")
-                bound = self.code.copied_exchange.bind(*args, root)
+                call = self.code.binding.Call(source, target, count, INT64, "sum", root)
                 at = slice(rank * part, (rank + 1) * part)
                 wanted = given[root]
                 if name == "all_gather":
                     wanted = [word for mine in given for word in mine]
                 elif name == "all_to_all":
                     wanted = [word for mine in given for word in mine[at]]
-            bound(self.streams[rank])
+            add(self.bound(name, "copy_engine", end, call), self.streams[rank])
             write = self.code.programs.write
             self.launch(rank, write, 1, copies[rank], targets[rank], results)
             self.expect(copies[rank], wanted)

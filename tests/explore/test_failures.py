@@ -23,7 +23,7 @@ from explore.scenarios import (
 from explore.source import device_code
 from explore.world import ALGORITHMS
 
-IMPATIENT = replaced("signals", "polls", "POLLS_PER_CHECK = 1")
+IMPATIENT = replaced("polling", "polls", "POLLS_PER_CHECK = 1")
 """Every poll looks at the clock."""
 
 HASTE = 0.02
@@ -49,14 +49,13 @@ BROKEN = {
         removed("one_shot", "give-up"),
     ),
     "a shard of what did not come": (
-        ("two_shot_ll", "two_shot_marked"),
+        ("two_shot_sentinel", "two_shot_marked"),
         removed("two_shot", "give-up-scatter"),
     ),
     "shards that did not come": (
-        ("two_shot_ll", "two_shot_marked"),
+        ("two_shot_sentinel", "two_shot_marked"),
         removed("two_shot", "give-up-gather"),
     ),
-    "vectors that did not come": (("few_ll",), removed("exchange", "give-up")),
     "what did not come is cleared": (
         ("one_shot_sentinel",),
         within("mailboxes", "arrived", "arrived", "True"),
@@ -67,7 +66,7 @@ BROKEN = {
     ),
     "another call": (
         (
-            *("two_shot_marked", "chunked_all_reduce", "one_shot_pull"),
+            *("two_shot_marked", "chunked", "one_shot_pull"),
             *("reduce", "messages"),
         ),
         within(
@@ -78,7 +77,7 @@ BROKEN = {
         ),
     ),
     "a block that does not agree on its flags": (
-        ("chunked_all_reduce", "one_shot_pull", "gather", "reduce", "broadcast"),
+        ("chunked", "one_shot_pull", "gather", "reduce", "broadcast"),
         replaced("flags", "agree", f"{AGREED}\nreturn failed"),
     ),
     "a block of which some have begun late": (
@@ -141,16 +140,16 @@ def test_who_gave_up_and_goes_on_is_found(name, edit):
 
 SILENT = {
     "only its own board": within(
-        "signals", "fail", "range(guard.world_size)", "[guard.rank]"
+        "polling", "fail", "range(guard.world_size)", "[guard.rank]"
     ),
-    "no board": within("signals", "fail", "guard.world_size", "0"),
-    "nothing after a deadline": replaced("signals", "deadline", "return False"),
+    "no board": within("polling", "fail", "guard.world_size", "0"),
+    "nothing after a deadline": replaced("polling", "deadline", "return False"),
 }
 
 
 @pytest.mark.parametrize("absent", [None, 2])
 @pytest.mark.parametrize("what", SILENT)
-@pytest.mark.parametrize("name", ["one_shot_ll", "chunked_all_reduce", "signals"])
+@pytest.mark.parametrize("name", ["one_shot_ll", "chunked", "signals"])
 def test_who_does_not_report_a_failure_is_found(name, what, absent):
     code = device_code(IMPATIENT, SILENT[what])
     breaks(CALLS[name](code), 3, haste=HASTE, absent=absent)

@@ -67,13 +67,13 @@ def test_calls_in_which_few_threads_exchange(transport, ranks):
 
 @worlds
 def test_calls_on_shared_slots(ranks):
-    names = "reduce", "scan", "gather", "broadcast", "chunked_all_reduce"
+    names = "reduce", "scan", "gather", "broadcast", "chunked"
     holds(calls_of(device_code(), *names), ranks, 300)
 
 
 @worlds
 def test_calls_on_shared_slots_as_the_epochs_come_round(ranks):
-    names = "reduce", "scan", "gather", "broadcast", "chunked_all_reduce"
+    names = "reduce", "scan", "gather", "broadcast", "chunked"
     holds(calls_at_the_wrap(device_code(), *names), ranks, 60)
 
 

@@ -1,6 +1,6 @@
 """Ranks as the explorer has them: their memory, their calls, and what must come out."""
 
-from functools import partial
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,19 +15,26 @@ ALGORITHMS = (
     "one_shot_sentinel",
     "one_shot_ll",
     "two_shot_sentinel",
-    "two_shot_ll",
     "one_shot_marked",
     "two_shot_marked",
-    "chunked_all_reduce",
+    "chunked",
     "one_shot_pull",
 )
-MAILED = ALGORITHMS[:6]
+MAILED = ALGORITHMS[:5]
 ALL_ONES = 2**64 - 1
 
 
 def ones(nbytes):
     """Return a word of ones."""
     return 2 ** (8 * nbytes) - 1
+
+
+def add(enqueue, stream):
+    """Add a call's launches to a stream: one of them, or what enqueues them."""
+    if isinstance(enqueue, Launch):
+        stream.append(enqueue)
+    else:
+        enqueue(stream)
 
 
 class World:
@@ -55,14 +62,16 @@ class World:
             Context(guard.rank, self.size, tuple(self.buffers), tuple(self.pads), guard)
             for guard in guards
         ]
-        workspace = SimpleNamespace(addresses=self.workspaces)
-        self.comms = [
-            SimpleNamespace(
+        self.ends = [
+            code.binding.Endpoint(
                 rank=guard.rank,
                 size=self.size,
-                max_blocks=blocks or 2 * self.blocks,
                 guard=guard,
-                workspace=workspace,
+                workspaces=tuple(self.workspaces),
+                max_blocks=blocks or 2 * self.blocks,
+                multiprocessors=None,
+                place=lambda address, nbytes: None,
+                order=None,
             )
             for guard in guards
         ]
@@ -139,41 +148,46 @@ class World:
             self.expected.setdefault(address + 8 * i, []).append(word)
 
     def all_reduce(self, algorithm, count):
-        module, _, transport = algorithm.rpartition("_")
-        bind = getattr(getattr(self.code, algorithm, None), "bind", None)
-        if bind is None:
-            bind = partial(getattr(self.code, module).bind, transport)
+        transport = algorithm.rpartition("_")[2]
         kind = FLOAT64 if transport == "sentinel" else self.random.choice(KINDS)
         sources, words = self.inputs(count, DRAW[kind])
         in_place = self.random.random() < 0.5
         targets = sources if in_place else self.map("output", 8 * count)
         total = [TOTAL[kind](column) for column in zip(*words, strict=True)]
-        for comm, source, target in zip(self.comms, sources, targets, strict=True):
-            launch = bind(comm, source, target, count, kind, "sum")
-            self.streams[comm.rank].append(launch)
+        for end, source, target in zip(self.ends, sources, targets, strict=True):
+            call = self.code.binding.Call(source, target, count, kind, "sum")
+            launch = self.bound("all_reduce", algorithm, end, call)
+            self.streams[end.rank].append(launch)
             self.expect(target, total)
         self.alike += [[t + 8 * i for t in targets] for i in range(count)]
 
     def reduce(self, count):
-        """Add a reduction to any root by ``chunked_reduce``."""
+        """Add a reduction to any root by chunks."""
         root = self.random.randrange(self.size)
         kind = self.random.choice(KINDS)
         sources, words = self.inputs(count, DRAW[kind])
         target = self.random.choice([sources, self.map("output", 8 * count)])[root]
         total = [TOTAL[kind](column) for column in zip(*words, strict=True)]
-        for comm in self.comms:
-            mine = target if comm.rank == root else 0
-            args = (comm, sources[comm.rank], mine, count, kind, "sum", root)
-            self.streams[comm.rank].append(self.code.chunked_reduce.bind(*args))
+        for end in self.ends:
+            mine = target if end.rank == root else 0
+            source = sources[end.rank]
+            call = self.code.binding.Call(source, mine, count, kind, "sum", root)
+            launch = self.bound("reduce", "chunked", end, call)
+            self.streams[end.rank].append(launch)
         self.expect(target, total)
 
+    def bound(self, name, algorithm, end, call):
+        """Return what ``operations.py`` binds for a call."""
+        return self.code.operations.OPERATIONS[name].bind(algorithm, end, call)
+
     def broadcast(self, count):
-        """Add a broadcast from any root by ``chunked_broadcast``."""
+        """Add a broadcast from any root by chunks."""
         root = self.random.randrange(self.size)
         arrays, words = self.inputs(count)
-        for comm, array in zip(self.comms, arrays, strict=True):
-            args = (comm, array, array, count, INT64, "sum", root)
-            self.streams[comm.rank].append(self.code.chunked_broadcast.bind(*args))
+        for end, array in zip(self.ends, arrays, strict=True):
+            call = self.code.binding.Call(array, array, count, INT64, "sum", root)
+            launch = self.bound("broadcast", "chunked", end, call)
+            self.streams[end.rank].append(launch)
             self.expect(array, words[root])
 
     def on_own_arrays(self, name, root, arrays, outputs, count, refusing=None):
@@ -182,15 +196,17 @@ class World:
         Another one goes through the workspace if rank ``refusing`` has another kind of
         memory.
         """
-        for comm, array, output in zip(self.comms, arrays, outputs, strict=True):
+        for end, array, output in zip(self.ends, arrays, outputs, strict=True):
 
-            def place(address, nbytes, refuses=comm.rank == refusing):
+            def place(address, nbytes, refuses=end.rank == refusing):
                 return None if refuses else SimpleNamespace(seen=(address,) * self.size)
 
-            comm.heap = SimpleNamespace(place=place)
-            target = output if "broadcast" in name or comm.rank == root else 0
-            args = (comm, array, target, count, INT64, "sum", root)
-            getattr(self.code, name).bind(*args)(self.streams[comm.rank])
+            there = replace(end, place=place)
+            target = output if "broadcast" in name or end.rank == root else 0
+            call = self.code.binding.Call(array, target, count, INT64, "sum", root)
+            operation = name.removeprefix("direct_")
+            bound = self.bound(operation, "direct", there, call)
+            add(bound, self.streams[end.rank])
 
     def own_arrays(self, count):
         """Add a call between new arrays of the ranks, to or from any root."""
@@ -218,7 +234,7 @@ class World:
         ``divided`` returns the places of each launch's messages, among so many.
         """
         Message = self.code.transfer.Message
-        mine = [[] for _ in self.comms]  # of each rank: whether it receives, a message
+        mine = [[] for _ in self.ends]  # of each rank: whether it receives, a message
         for count in counts:
             src, dst = self.random.sample(range(self.size), 2)
             arrays, words = self.inputs(count)
@@ -226,7 +242,7 @@ class World:
             mine[src].append((False, Message(dst, arrays[src], 8 * count)))
             mine[dst].append((True, Message(src, target, 8 * count)))
             self.expect(target, words[src])
-        for comm, messages in zip(self.comms, mine, strict=True):
+        for end, messages in zip(self.ends, mine, strict=True):
             for places in divided(len(messages)):
                 of_launch = [messages[place] for place in places]
                 lists = [
@@ -234,8 +250,8 @@ class World:
                     for receiving in (False, True)
                 ]
                 if any(lists):
-                    launch = self.code.transfer.bind(comm, *lists)
-                    self.streams[comm.rank].append(launch)
+                    launch = self.code.transfer.bind(end, *lists)
+                    self.streams[end.rank].append(launch)
 
     def scan(self, count):
         """Add an inclusive scan in chunks."""
@@ -247,15 +263,22 @@ class World:
 
     def mailed(self, transport, count):
         """Add a broadcast or a reduction of any root, or a scan, by mailboxes."""
-        name = self.random.choice(["broadcast", "reduce", "scan"])
-        self.exchange(transport, name, count)
+        names = ["broadcast", "reduce", "scan"]
+        some = [name for name in names if self.has(name, transport)]
+        self.exchange(transport, self.random.choice(some), count)
+
+    def has(self, name, way):
+        """Return whether an operation goes by mailboxes of a transport, or chunked."""
+        algorithms = self.code.operations.OPERATIONS[name].algorithms
+        return (way if way == "chunked" else f"one_shot_{way}") in algorithms
 
     def exchange(self, way, name, count):
         """Add any exchange, by mailboxes of a transport or ``chunked``.
 
         ``count`` words are a rank's shard where the input or output has shards.
         """
-        kind, outputs = self.code.exchange.EXCHANGES[name], self.code.exchange.Output
+        kind = self.code.exchanges.EXCHANGES[name]
+        outputs = self.code.exchanges.Output
         root = self.random.randrange(self.size)
         moved = FLOAT64 if way == "sentinel" else self.random.choice(KINDS)
         shards_out = kind.output is outputs.PARTS
@@ -265,17 +288,15 @@ class World:
             name not in ("reduce", "scan") or self.random.random() < 0.5
         ):
             targets = self.map("output", 8 * count * self.size**shards_out)
-        for comm, source, target in zip(self.comms, sources, targets, strict=True):
-            args = (kind, comm, source, target, count, moved, "sum", root)
-            if way == "chunked":
-                launch = self.code.chunked_exchange.bind(*args)
-            else:
-                launch = self.code.exchange.bind(way, *args)
-            self.streams[comm.rank].append(launch)
+        for end, source, target in zip(self.ends, sources, targets, strict=True):
+            call = self.code.binding.Call(source, target, count, moved, "sum", root)
+            algorithm = way if way == "chunked" else f"one_shot_{way}"
+            launch = self.bound(name, algorithm, end, call)
+            self.streams[end.rank].append(launch)
             mine = words
             if kind.parts_in:
-                mine = [each[comm.rank * count :][:count] for each in words]
-            taken = kind.output.taken(comm.rank, self.size, root)
+                mine = [each[end.rank * count :][:count] for each in words]
+            taken = kind.output.taken(end.rank, self.size, root)
             if shards_out:
                 wanted = [word for shard in mine for word in shard]
             elif name == "broadcast":
@@ -292,8 +313,8 @@ class World:
             self.expect(target, wanted)
 
     def barrier(self):
-        for comm in self.comms:
-            self.streams[comm.rank].append(self.code.barrier.bind(comm))
+        for end in self.ends:
+            self.streams[end.rank].append(self.code.barrier.bind(end))
 
     def pad_barrier(self):
         """Add the barrier of symmetric memory."""
@@ -382,7 +403,7 @@ def is_right(found, word):
 
 def region_of(algorithm):
     """Return the name of the region that an all-reduce works in."""
-    regions = {"chunked_all_reduce": "chunked", "one_shot_pull": "pull"}
+    regions = {"one_shot_pull": "pull"}
     return regions.get(algorithm, algorithm)
 
 

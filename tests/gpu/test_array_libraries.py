@@ -22,7 +22,7 @@ def torch(comm):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64", "int32", "int64"])
-@pytest.mark.parametrize("algorithm", ["two_shot_ll", "two_shot_signalled"])
+@pytest.mark.parametrize("algorithm", ["two_shot_marked", "chunked"])
 def test_cupy_arrays(comm, cupy, dtype, algorithm):
     x = cupy.full((30, 50), comm.rank + 1, dtype)
     y = cupy.zeros_like(x)
@@ -38,7 +38,7 @@ def test_cupy_arrays(comm, cupy, dtype, algorithm):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "int32", "int64"])
-@pytest.mark.parametrize("algorithm", ["two_shot_ll", "two_shot_signalled"])
+@pytest.mark.parametrize("algorithm", ["two_shot_marked", "chunked"])
 def test_torch_tensors(comm, torch, dtype, algorithm):
     x = torch.full((30, 50), comm.rank + 1, dtype=getattr(torch, dtype), device="cuda")
     y = torch.zeros_like(x)

@@ -10,20 +10,20 @@ from cuda.core import Device
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm.collectives.select import ALL_REDUCE
+from numba_symm.collectives.operations import ALL_REDUCE
 from tests.gpu.helpers import add, optional, to_device
 
 MIB = 1 << 20
 INTEGERS = ("int32", "int64")
 FLOATS = ("one_shot_sentinel", "two_shot_sentinel")  # algorithms for floats only
-CHAIN = [name for name in ALL_REDUCE if name not in FLOATS]
+CHAIN = [name for name in ALL_REDUCE.algorithms if name not in FLOATS]
 
 
 @pytest.mark.parametrize(
     "algorithms",
     [
-        ["one_shot_ll", "one_shot_pull", "one_shot_sentinel", "two_shot_ll"],
-        ["two_shot_sentinel", "two_shot_signalled", "two_shot_ll", "one_shot_pull"],
+        ["one_shot_ll", "one_shot_pull", "one_shot_sentinel", "two_shot_marked"],
+        ["two_shot_sentinel", "chunked", "two_shot_marked", "one_shot_pull"],
     ],
     ids=", ".join,
 )
@@ -68,7 +68,7 @@ def test_children_on_streams_of_their_own_run_at_once(comm):
         children = [stack.enter_context(comm.split(color)) for color in colors]
         streams = [Device().create_stream() for _ in children]
         counts = [MIB // 4, 3 * MIB, 1000]
-        algorithms = ["two_shot_sentinel", "two_shot_signalled", "one_shot_ll"]
+        algorithms = ["two_shot_sentinel", "chunked", "one_shot_ll"]
         inputs = [
             to_device(np.full(count, comm.rank + 1, np.float32)) for count in counts
         ]
@@ -160,7 +160,7 @@ def test_a_thousand_mixed_calls(comm):
         for count in (1, 3, 130, 4096, 20_001, 150_000)
         for dtype in ("float16", "float32", "float64", "int32", "int64")
     }
-    choices = [None, *ALL_REDUCE]
+    choices = [None, *ALL_REDUCE.algorithms]
     calls = [
         (
             *lot.choice(list(inputs)),

@@ -11,7 +11,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import deferred
-from numba_symm.collectives.select import ALL_REDUCE
+from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.kernels import Launch
 from tests.gpu.helpers import (
     add,
@@ -23,7 +23,7 @@ from tests.gpu.helpers import (
 )
 from tests.ranks.helpers import check_works, refused
 
-ALGORITHMS = list(ALL_REDUCE)
+ALGORITHMS = list(ALL_REDUCE.algorithms)
 
 
 @pytest.fixture
@@ -57,9 +57,9 @@ def test_several_calls_in_a_graph_and_others_between_replays(comm, stream):
         (10, np.int64, "one_shot_ll"),
         (200_000, np.float32, "one_shot_sentinel"),
         (200_000, np.float32, "one_shot_pull"),
-        (5001, np.int32, "two_shot_ll"),
+        (5001, np.int32, "two_shot_marked"),
         (77, np.float64, "two_shot_sentinel"),
-        (300_000, np.float32, "two_shot_signalled"),
+        (300_000, np.float32, "chunked"),
         (8192, np.float32, "copy_engine"),
         (64 << 10, np.float32, None),
     ]
@@ -207,7 +207,7 @@ def test_calls_on_the_branches_of_a_capture_are_ordered(comm, stream):
     assert all((y.copy_to_host() == wanted).all() for y in outputs)
 
 
-@pytest.mark.parametrize("algorithm", ["copy_engine", "two_shot_signalled"])
+@pytest.mark.parametrize("algorithm", ["copy_engine", "chunked"])
 def test_captures_may_take_turns_with_each_other_and_with_eager_calls(comm, algorithm):
     """Each capture orders its own calls, on streams that no other work uses."""
     count = 4096 * comm.size

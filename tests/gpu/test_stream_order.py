@@ -9,7 +9,7 @@ from cuda.core import LEGACY_DEFAULT_STREAM, Device
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm.collectives.select import ALL_REDUCE
+from numba_symm.collectives.operations import ALL_REDUCE
 from tests.gpu.helpers import add, fill, of_ranks, optional, to_device
 
 LATE = 100  # milliseconds
@@ -67,7 +67,7 @@ KINDS = [
 NAMES = [*(kind.__name__ for kind in KINDS[:-1]), "none"]
 
 
-@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+@pytest.mark.parametrize("algorithm", ALL_REDUCE.algorithms)
 @pytest.mark.parametrize("make", KINDS, ids=NAMES)
 def test_a_call_comes_between_what_is_before_and_after(comm, make, algorithm):
     stream = make()
@@ -114,7 +114,7 @@ def test_calls_on_changing_streams_follow_one_another(comm):
     """Each call's input is the output of the one before, on another stream."""
     streams = [cuda.stream(), Device().create_stream(), cuda.stream(), None]
     arrays = [to_device(np.ones(20_000, np.int64)) for _ in range(2)]
-    names = [name for name in ALL_REDUCE if not name.endswith("sentinel")]
+    names = [name for name in ALL_REDUCE.algorithms if not name.endswith("sentinel")]
     wanted = np.ones((), np.int64)
     with np.errstate(over="ignore"):
         for call in range(100):

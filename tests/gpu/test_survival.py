@@ -9,7 +9,7 @@ from cuda.core import Device
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm.collectives.select import ALL_REDUCE
+from numba_symm.collectives.operations import ALL_REDUCE
 from tests.gpu.helpers import context_is_alive, fill, of_ranks, to_device
 from tests.ranks.helpers import check_works
 
@@ -37,7 +37,7 @@ def all_fail(world, comm, texts):
 
 
 @pytest.mark.parametrize("count", [1000, 3_000_000])
-@pytest.mark.parametrize("algorithm", ALL_REDUCE)
+@pytest.mark.parametrize("algorithm", ALL_REDUCE.algorithms)
 def test_a_call_that_one_rank_does_not_make(world, away, algorithm, count):
     comm = ns.Communicator(world, timeout=2)
     x = to_device(np.ones(count, np.float32))

@@ -12,7 +12,7 @@ import pytest
 
 from numba_symm import board, waits
 from numba_symm.board import Board, Failure, describe
-from numba_symm.device import signals
+from numba_symm.device import polling
 from numba_symm.errors import (
     CallMismatch,
     CollectiveError,
@@ -31,7 +31,7 @@ KERNELS = {number: each for number, each in waits.TABLE.items() if each.place}
 
 def record(operation, rank=1, peer=2, place=5, epoch=0):
     """Pack a record as a kernel does."""
-    return signals.wait_record.py_func(operation, rank, peer, place, epoch)
+    return polling.wait_record.py_func(operation, rank, peer, place, epoch)
 
 
 @pytest.mark.parametrize("operation", KERNELS)

@@ -27,19 +27,20 @@ from numba_symm.collectives.kernels import (
     two_shot,
 )
 from numba_symm.collectives.protocols import handshake
+from numba_symm.collectives.protocols.exchanges import EXCHANGES
 from numba_symm.device import Context, Guard, signals
 from numba_symm.kernels import GUARD, Kernel
 
 BFLOAT16 = dtypes.element(ml_dtypes.bfloat16, "test")
 FLOAT32 = dtypes.element(np.float32, "test")
+ALL = EXCHANGES["all_reduce"]
 KERNELS = {
-    "one_shot_sentinel": one_shot.kernel(4, BFLOAT16, "sum", True, "sentinel", 2),
-    "one_shot_ll": one_shot.kernel(4, FLOAT32, "min", False, "ll", 1),
+    "one_shot_sentinel": one_shot.kernel(4, BFLOAT16, "sum", True, "sentinel", 2, ALL),
+    "one_shot_ll": one_shot.kernel(4, FLOAT32, "min", False, "ll", 1, ALL),
     "two_shot_sentinel": two_shot.kernel(4, FLOAT32, "prod", False, "sentinel", 1),
-    "one_shot_marked": one_shot.kernel(4, FLOAT32, "min", True, "marked", 2),
+    "one_shot_marked": one_shot.kernel(4, FLOAT32, "min", True, "marked", 2, ALL),
     "two_shot_marked": two_shot.kernel(4, BFLOAT16, "sum", False, "marked", 1),
-    "two_shot_ll": two_shot.kernel(4, BFLOAT16, "sum", True, "ll", 2),
-    "two_shot_signalled": chunked_all_reduce.kernel(4, FLOAT32, "sum", False),
+    "chunked": chunked_all_reduce.kernel(4, FLOAT32, "sum", False),
     "one_shot_pull": one_shot_pull.kernel(4, FLOAT32, "max", True),
     "copy_engine": copied_all_reduce.kernel(4, FLOAT32, "sum", False),
     "meet": handshake.meet_kernel(3),
@@ -81,7 +82,7 @@ def test_the_key_changes_with_the_definition(change):
 
 def test_the_key_changes_with_every_argument_of_an_algorithm():
     variants = [
-        one_shot.kernel(2, element, op, ragged, transport, steps)
+        one_shot.kernel(2, element, op, ragged, transport, steps, ALL)
         for element in (BFLOAT16, FLOAT32)
         for op in dtypes.REDUCTIONS
         for ragged in (False, True)

@@ -29,21 +29,21 @@ from numba_symm.collectives.kernels import (
     copied_all_reduce,
     direct_broadcast,
     direct_reduce,
-    exchange,
     one_shot,
     one_shot_pull,
     transfer,
     two_shot,
 )
 from numba_symm.collectives.protocols import handshake
+from numba_symm.collectives.protocols.exchanges import EXCHANGES
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture here
 
-GATHER, SCATTER, SCAN, EXSCAN, REDUCE, BROADCAST = (
-    exchange.EXCHANGES[name]
+ALL, GATHER, SCATTER, SCAN, EXSCAN, REDUCE, BROADCAST = (
+    EXCHANGES[name]
     for name in (
-        *("all_gather", "reduce_scatter", "scan", "exscan"),
+        *("all_reduce", "all_gather", "reduce_scatter", "scan", "exscan"),
         *("reduce", "broadcast"),
     )
 )
@@ -58,22 +58,21 @@ def two_shot_of(transport):
 
 
 ALGORITHMS = {
-    "one_sentinel": lambda *a: one_shot.kernel(*a, False, "sentinel", 1),
-    "one_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1),
-    "one_marked": lambda *a: one_shot.kernel(*a, False, "marked", 1),
+    "one_sentinel": lambda *a: one_shot.kernel(*a, False, "sentinel", 1, ALL),
+    "one_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, ALL),
+    "one_marked": lambda *a: one_shot.kernel(*a, False, "marked", 1, ALL),
     "two_sentinel": two_shot_of("sentinel"),
     "two_marked": two_shot_of("marked"),
-    "two_ll": two_shot_of("ll"),
-    "signalled": lambda *a: chunked_all_reduce.kernel(*a, False),
+    "chunked": lambda *a: chunked_all_reduce.kernel(*a, False),
     "pull": lambda *a: one_shot_pull.kernel(*a, False),
-    "gather_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, GATHER),
-    "gather_marked": lambda *a: exchange.kernel(*a, False, "marked", 1, GATHER),
-    "scatter_sentinel": lambda *a: exchange.kernel(*a, False, "sentinel", 1, SCATTER),
+    "gather_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, GATHER),
+    "gather_marked": lambda *a: one_shot.kernel(*a, False, "marked", 1, GATHER),
+    "scatter_sentinel": lambda *a: one_shot.kernel(*a, False, "sentinel", 1, SCATTER),
     "gather_signalled": lambda *a: chunked_exchange.kernel(*a, False, GATHER),
-    "scan_sentinel": lambda *a: exchange.kernel(*a, False, "sentinel", 1, SCAN),
-    "exscan_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, EXSCAN),
-    "reduce_ll": lambda *a: exchange.kernel(*a, False, "ll", 1, REDUCE),
-    "broadcast_marked": lambda *a: exchange.kernel(*a, False, "marked", 1, BROADCAST),
+    "scan_sentinel": lambda *a: one_shot.kernel(*a, False, "sentinel", 1, SCAN),
+    "exscan_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, EXSCAN),
+    "reduce_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, REDUCE),
+    "broadcast_marked": lambda *a: one_shot.kernel(*a, False, "marked", 1, BROADCAST),
     "scan_signalled": lambda *a: chunked_exchange.kernel(*a, False, SCAN),
     "reduce_signalled": lambda *a: chunked_reduce.kernel(*a, False),
     "broadcast_signalled": lambda n, e, op: chunked_broadcast.kernel(n, e, False),
@@ -83,7 +82,7 @@ ALGORITHMS = {
     "broadcast_direct": lambda n, e, op: direct_broadcast.kernel(n, e, False),
     "copied": lambda *a: copied_all_reduce.kernel(*a, False),
 }
-SPILLS = {("two_ll", 8), ("signalled", 8), ("reduce_signalled", 8)}
+SPILLS = {("chunked", 8), ("reduce_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8)}
 SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
 SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
@@ -124,7 +123,7 @@ SIGNALLED = (
 ALIKE = (*EXCHANGED, *SIGNALLED)
 """Kernels made of the same parts as others: they are not looked at everywhere."""
 ONE_FLIGHT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
-MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_marked", "two_ll")]
+MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_marked")]
 PADS = [
     (name, n) for name in ("pad_barrier", "put_signal", "wait_signal") for n in (2, 8)
 ]
@@ -139,7 +138,7 @@ MOVING = (
 # The reduction is of three ranks and more.
 TOLD = [
     case
-    for case in cases("signalled", "pull", *SIGNALLED)
+    for case in cases("chunked", "pull", *SIGNALLED)
     if case[0] != "reduce_signalled" or case[1] > 2
 ]
 TOLD += [(f"reduce_of_two{left}", 2, "int64", "prod") for left in ("", "_left")]

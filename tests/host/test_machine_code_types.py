@@ -9,12 +9,15 @@ import nvidia
 import pytest
 
 from numba_symm import dtypes, kernels
-from numba_symm.collectives.kernels import exchange, one_shot, one_shot_pull
+from numba_symm.collectives.kernels import one_shot, one_shot_pull
+from numba_symm.collectives.protocols.exchanges import EXCHANGES
 from numba_symm.collectives.protocols.workspace import ONE_SHOT
 from numba_symm.dtypes import UserOperator
 from tests.operators import ELEMENTS, PAIRS
 
 TOOLS = Path(next(iter(nvidia.__path__))) / "cu13" / "bin"
+
+ALL = EXCHANGES["all_reduce"]
 
 # Each type once, and each kind of operator: a kernel takes seconds to compile.
 CASES = [("bool", "lxor"), ("int8", "avg"), ("int16", "sum"), ("int32", "min")]
@@ -62,21 +65,21 @@ def test_elements_are_reduced_in_registers(name, op):
 
 
 def test_bytes_of_any_alignment_are_posted_in_vectors():
-    in_registers(one_shot.kernel(2, ELEMENTS["uint8"], "sum", True, "ll", 1))
+    in_registers(one_shot.kernel(2, ELEMENTS["uint8"], "sum", True, "ll", 1, ALL))
 
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_most_marked_vectors_at_once_stay_in_registers(ragged):
     steps, element = ONE_SHOT["marked"].steps(2), ELEMENTS["int32"]
-    in_registers(one_shot.kernel(2, element, "sum", ragged, "marked", steps))
-    kind = exchange.EXCHANGES["all_to_all"]
-    in_registers(exchange.kernel(2, element, "sum", ragged, "marked", steps, kind))
+    in_registers(one_shot.kernel(2, element, "sum", ragged, "marked", steps, ALL))
+    kind = EXCHANGES["all_to_all"]
+    in_registers(one_shot.kernel(2, element, "sum", ragged, "marked", steps, kind))
 
 
 @pytest.mark.parametrize(("name", "op"), [case for case in CASES if case[1] != "avg"])
 def test_some_ranks_elements_are_reduced_in_registers(name, op):
-    kind = exchange.EXCHANGES["exscan"]
-    in_registers(exchange.kernel(3, ELEMENTS[name], op, False, "ll", 1, kind))
+    kind = EXCHANGES["exscan"]
+    in_registers(one_shot.kernel(3, ELEMENTS[name], op, False, "ll", 1, kind))
 
 
 def clamped_sum(a, b):

@@ -4,15 +4,16 @@ import ast
 import importlib
 import inspect
 import pkgutil
+import re
 
 import pytest
 
-from numba_symm import collectives, device, waits
-from numba_symm.collectives import select
+from numba_symm import device, waits
+from numba_symm.collectives import kernels, operations, protocols
 
 MODULES = [
     found.name
-    for package in (device, collectives)
+    for package in (device, kernels, protocols)
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
 """Whose code runs on the device."""
@@ -35,8 +36,9 @@ def test_a_number_fits_its_bits_of_a_record():
 
 def test_every_algorithm_is_named_as_its_caller_names_it():
     names = [
-        f"all_reduce{' or reduce' * name.startswith('two_shot')} ({name})"
-        for name in select.ALL_REDUCE
+        f"all_reduce{' or reduce' * name.startswith(('two_shot', 'chunked'))} "
+        f"({re.sub('_(sentinel|marked|ll)$', '', name)})"
+        for name in operations.ALL_REDUCE.algorithms
     ]
     assert set(names) <= {each.words for each in waits.TABLE.values()}
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from numba_symm.collectives.protocols import workspace
+from numba_symm.collectives.protocols import partition, workspace
 
 
 @pytest.mark.parametrize("size", range(1, 33))
@@ -19,9 +19,9 @@ def test_every_number_of_ranks_has_room(size):
 
 
 def test_a_thin_message_is_spread_over_all_blocks():
-    most = workspace.SIGNALLED.blocks
-    grid, height, number = workspace.chunks_of(most * workspace.THREADS, 2, most)
+    most = workspace.CHUNKED.blocks
+    grid, height, number = partition.chunks_of(most * workspace.THREADS, 2, most)
     assert (grid, height, number) == (most, 1, 1)
-    grid, height, number = workspace.chunks_of(10**6, 2, most)
-    assert height == workspace.SIGNALLED.steps(2)
+    grid, height, number = partition.chunks_of(10**6, 2, most)
+    assert height == workspace.CHUNKED.steps(2)
     assert grid * height * number * workspace.THREADS >= 10**6

@@ -7,7 +7,7 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm.collectives import select
+from numba_symm.collectives import operations
 from numba_symm.environment import SIMULATED
 from tests.operators import ELEMENTS, PAIRS, random, same, special, wanted
 from tests.ranks.helpers import digest, refused
@@ -61,7 +61,7 @@ def check(comm, world, inputs, op, expected, offset=0, algorithm=None):
 def algorithms(name):
     return [
         each
-        for each in select.ALL_REDUCE
+        for each in operations.ALL_REDUCE.algorithms
         if ELEMENTS[name].floating or not each.endswith("sentinel")
     ]
 

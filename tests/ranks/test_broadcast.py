@@ -5,9 +5,9 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.collectives.kernels.direct_broadcast import BATCH
-from numba_symm.collectives.kernels.two_shot import LINE
 from numba_symm.collectives.protocols.handshake import BLOCKS
-from numba_symm.collectives.protocols.workspace import ONE_SHOT, SIGNALLED, THREADS
+from numba_symm.collectives.protocols.partition import LINE
+from numba_symm.collectives.protocols.workspace import CHUNKED, ONE_SHOT, THREADS
 from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import (
@@ -21,7 +21,7 @@ from tests.ranks.helpers import (
     values,
 )
 
-ALGORITHMS = ("ll", "marked", "signalled", "copy_engine", "direct")
+ALGORITHMS = ("one_shot_marked", "chunked", "copy_engine", "direct")
 F4 = np.dtype(np.float32)
 KINDS = [np.dtype(kind) for kind in (np.uint8, np.int16, F4, np.float64, np.complex128)]
 KINDS += [np.dtype([("a", np.int32), ("b", np.float64)])]
@@ -44,17 +44,20 @@ def edges(dtype, algorithm, comm):
     lanes = max(1, 16 // dtype.itemsize)
     if algorithm not in ONE_SHOT:
         shares = max(1, comm.size - 1)
-        row = SIGNALLED.steps(comm.size) * THREADS * shares
-        blocks = min(comm.max_blocks, SIGNALLED.blocks)
+        row = CHUNKED.steps(comm.size) * THREADS * shares
+        blocks = min(comm._calls.end.max_blocks, CHUNKED.blocks)
         most = (2 * blocks, 5 * blocks)
     else:
-        protocol, shares = ONE_SHOT[algorithm], 1
+        protocol, shares = ONE_SHOT[algorithm.removeprefix("one_shot_")], 1
         row = THREADS
-        most = (min(comm.max_blocks, protocol.blocks) * protocol.steps(comm.size),)
+        most = (
+            min(comm._calls.end.max_blocks, protocol.blocks)
+            * protocol.steps(comm.size),
+        )
     found = {1, lanes, LINE * lanes * shares}
     found |= {row * lanes * rounds for rounds in (1, *most)}
     if algorithm == "direct":  # a vector for each thread of an owner, and a batch
-        grid = min(comm.max_blocks, BLOCKS) * THREADS * shares
+        grid = min(comm._calls.end.max_blocks, BLOCKS) * THREADS * shares
         found |= {grid * lanes, grid * lanes * BATCH}
     if SIMULATED:  # where a round costs tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 40_000}
@@ -124,7 +127,7 @@ def test_types_roots_and_orders_of_calls(comm, world):
         if other == 0:
             comm.reduce(y, root=(root + 1) % comm.size, algorithm=algorithm)
         elif other == 1:
-            comm.all_reduce(y, out=y, algorithm="two_shot_signalled")
+            comm.all_reduce(y, out=y, algorithm="chunked")
         elif other == 2:
             comm.all_gather(y, algorithm=algorithm)
     comm.synchronize()
@@ -163,8 +166,8 @@ def test_bad_calls(comm, world):
         )
     refused(
         *(world, ns.ArgumentError),
-        lambda: comm.broadcast(x, algorithm="sentinel"),
-        "'sentinel' is not known",
+        lambda: comm.broadcast(x, algorithm="one_shot_sentinel"),
+        "'one_shot_sentinel' is not known",
     )
     refused(world, ns.ArgumentError, lambda: comm.broadcast(np.zeros(3)), "host")
     meet(comm, world)

@@ -146,7 +146,7 @@ def zeroed(comm, memory):
     """Return whether this rank's signal pad is all zero, once nothing runs."""
     comm.synchronize()
     own = memory.signal_pad_ptrs[comm.rank]
-    return not any(comm._group.backend.read(own, memory.signal_pad_size))
+    return not any(comm._calls.group.backend.read(own, memory.signal_pad_size))
 
 
 @pytest.fixture
@@ -302,11 +302,11 @@ def test_a_context_keeps_its_memory(comm, finished):
     left = (comm.rank - 1) % comm.size
     assert get(out).tolist() == [left + 1.0] * COUNT
     assert [get(each).any() for each in later] == [False, False]
-    kept = len(comm.heap._entries)
+    kept = len(comm._calls.heap._entries)
     del ctx
     gc.collect()
     comm.zeros(COUNT, np.float32)
-    assert len(comm.heap._entries) == kept  # one more, and the context's less
+    assert len(comm._calls.heap._entries) == kept  # one more, and the context's less
 
 
 def test_kernels_and_collectives_in_turn(comm, finished):

@@ -6,7 +6,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.collectives import operations
-from numba_symm.collectives.protocols.workspace import ONE_SHOT, SIGNALLED, THREADS
+from numba_symm.collectives.protocols.workspace import CHUNKED, ONE_SHOT, THREADS
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import (
     bits,
@@ -36,9 +36,9 @@ def edges(dtype, algorithm, size, blocks):
     """Return counts of a part's elements around where another piece begins."""
     lanes = 16 // dtype.itemsize
     if algorithm not in ONE_SHOT:
-        row, most = SIGNALLED.steps(size) * THREADS, (blocks, 5 * blocks)
+        row, most = CHUNKED.steps(size) * THREADS, (blocks, 5 * blocks)
     else:
-        protocol, row = ONE_SHOT[algorithm], THREADS
+        protocol, row = ONE_SHOT[algorithm.removeprefix("one_shot_")], THREADS
         most = (min(blocks, protocol.blocks) * protocol.steps(size),)
     found = {1, 2, 3, lanes}
     found |= {row * lanes * rounds for rounds in (1, *most)}
@@ -95,10 +95,10 @@ def read(array, dtype):
 @by_algorithm
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.int64)], ids=str)
 def test_every_edge_of_its_pieces(comm, world, name, algorithm, dtype):
-    if algorithm == "sentinel" and dtype.kind != "f":
+    if algorithm == "one_shot_sentinel" and dtype.kind != "f":
         pytest.skip("for floats")
     calls = []
-    for count in edges(dtype, algorithm, comm.size, comm.max_blocks):
+    for count in edges(dtype, algorithm, comm.size, comm._calls.end.max_blocks):
         inputs = inputs_of(name, count, dtype, comm.size, count)
         x = on_device(inputs[comm.rank], count % 2 == 0, comm)
         wanted = wanted_of(name, inputs, "sum", comm.rank)
@@ -122,7 +122,7 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
         algorithm = algorithms[random.integers(len(algorithms))]
         kinds = DTYPES if name == "reduce_scatter" else MOVED
         dtype = kinds[random.integers(len(kinds))]
-        if algorithm == "sentinel" and dtype.kind == "i":
+        if algorithm == "one_shot_sentinel" and dtype.kind == "i":
             algorithm = None
         op = ("sum", "prod", "min", "max")[random.integers(4)]
         count = int(random.integers(1, 90 if SIMULATED else 40_000))
@@ -138,7 +138,9 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
     meet(comm, world)
 
 
-@pytest.mark.parametrize("algorithm", ["ll", "marked", "signalled", "copy_engine"])
+@pytest.mark.parametrize(
+    "algorithm", ["one_shot_ll", "one_shot_marked", "chunked", "copy_engine"]
+)
 def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
     """Also a NaN of 64 ones, which says that nothing has come in other algorithms."""
     host = np.full(100, -1, np.int64).view(np.float64)
@@ -151,8 +153,11 @@ def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
     meet(comm, world)
 
 
-@pytest.mark.parametrize("algorithm", ["ll", "marked", "signalled", "copy_engine"])
+@pytest.mark.parametrize(
+    "algorithm", ["one_shot_ll", "one_shot_marked", "chunked", "copy_engine"]
+)
 def test_elements_of_any_size_are_moved(comm, world, algorithm):
+    of_broadcast = None if algorithm == "one_shot_ll" else algorithm
     for itemsize in (3, 20, 24, 40):
         dtype = np.dtype([("bytes", np.uint8, (itemsize,))])
         inputs = [
@@ -164,7 +169,7 @@ def test_elements_of_any_size_are_moved(comm, world, algorithm):
         moved = [
             comm.all_gather(x.view(dtype), algorithm=algorithm),
             comm.all_to_all(x.view(dtype), algorithm=algorithm),
-            comm.broadcast(x.view(dtype), comm.size - 1, algorithm=algorithm),
+            comm.broadcast(x.view(dtype), comm.size - 1, algorithm=of_broadcast),
         ]
         comm.synchronize()
         part = slice(2 * itemsize * comm.rank, 2 * itemsize * (comm.rank + 1))
@@ -175,7 +180,7 @@ def test_elements_of_any_size_are_moved(comm, world, algorithm):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [None, "ll", "marked", "signalled", "copy_engine"]
+    "algorithm", [None, "one_shot_ll", "one_shot_marked", "chunked", "copy_engine"]
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_in_place(comm, world, name, algorithm):

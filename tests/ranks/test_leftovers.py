@@ -13,7 +13,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import deferred
-from numba_symm.collectives import communicator
+from numba_symm.collectives import lifetime
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import check_works, get, put, refused
 
@@ -272,19 +272,19 @@ def test_a_communicator_that_nobody_closed_is_told_and_leaves_nothing(
 
 
 def test_a_close_that_fails_says_nothing_of_another_communicator(world, monkeypatch):
-    before, kinds = counted(world), len(communicator._in_use)
+    before, kinds = counted(world), len(lifetime._in_use)
     first, second = (ns.Communicator(world, timeout=60) for _ in range(2))
 
     def fail():
         raise ns.DriverError("cannot unmap")
 
-    monkeypatch.setattr(first.heap, "close", fail)
+    monkeypatch.setattr(first._calls.heap, "close", fail)
     refused(world, ns.DriverError, first.close, "cannot unmap")
-    assert len(communicator._in_use) == kinds + 1
+    assert len(lifetime._in_use) == kinds + 1
     assert ns.backend() == second.backend
     check_works(second)
     second.close()
-    assert len(communicator._in_use) == kinds
+    assert len(lifetime._in_use) == kinds
     monkeypatch.undo()
     del first, second
     check_same(world, before, kept())
@@ -297,7 +297,7 @@ def test_a_close_after_a_failure_unmaps_what_was_dropped_before(world):
     with pytest.warns(ResourceWarning, match="was not closed"):
         drop(last)
     world.barrier()
-    failed._group.abandon("left for a test")
+    failed._calls.group.abandon("left for a test")
     with contextlib.suppress(ns.RankLeft):  # of the rank that was first
         failed.close()
     assert not deferred._queue.steps

@@ -7,11 +7,11 @@ import numba_symm as ns
 from numba_symm import dtypes
 from numba_symm.collectives import operations
 from numba_symm.collectives.kernels.direct_reduce import LOADS
-from numba_symm.collectives.kernels.two_shot import LINE
 from numba_symm.collectives.protocols.handshake import BLOCKS
+from numba_symm.collectives.protocols.partition import LINE
 from numba_symm.collectives.protocols.workspace import (
+    CHUNKED,
     ONE_SHOT,
-    SIGNALLED,
     THREADS,
     TWO_SHOT,
 )
@@ -31,8 +31,8 @@ from tests.ranks.helpers import (
     values,
 )
 
-ALGORITHMS = ("sentinel", "ll", "two_shot_sentinel", "two_shot_ll", "signalled")
-ALGORITHMS += ("direct", "marked", "two_shot_marked")
+ALGORITHMS = ("one_shot_sentinel", "one_shot_ll", "two_shot_sentinel", "chunked")
+ALGORITHMS += ("direct", "one_shot_marked", "two_shot_marked")
 F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
 SOME = operators.PAIRS[:: 3 if SIMULATED else 7]  # compiling takes seconds
 
@@ -41,16 +41,16 @@ by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 def usable(algorithm, dtype):
     floating = dtypes.element(dtype, "test").floating
-    return algorithm if floating else algorithm.replace("sentinel", "ll")
+    return algorithm if floating else algorithm.replace("sentinel", "marked")
 
 
 def edges(dtype, algorithm, size, blocks):
     """Return counts around where another vector, row, shard or chunk begins."""
     lanes = 16 // dtype.itemsize
-    if algorithm in ("signalled", "direct"):
+    if algorithm in ("chunked", "direct"):
         of_two = 1 if algorithm == "direct" else 2
         shares = size - 1 if size > 2 else min(size, of_two)
-        row, most = SIGNALLED.steps(size) * THREADS * shares, (2 * blocks, 5 * blocks)
+        row, most = CHUNKED.steps(size) * THREADS * shares, (2 * blocks, 5 * blocks)
     else:
         two = algorithm.startswith("two_shot")
         protocol = (TWO_SHOT if two else ONE_SHOT)[algorithm.rpartition("_")[2]]
@@ -58,8 +58,8 @@ def edges(dtype, algorithm, size, blocks):
         row = THREADS * shares
         most = (min(blocks, protocol.blocks) * protocol.steps(size),)
     found = {1, lanes, LINE * lanes * shares}
-    if algorithm == "signalled" and size == 2:  # one way up to a chunk of all blocks
-        found |= {blocks * SIGNALLED.steps(2) * THREADS * lanes}
+    if algorithm == "chunked" and size == 2:  # one way up to a chunk of all blocks
+        found |= {blocks * CHUNKED.steps(2) * THREADS * lanes}
     found |= {row * lanes * rounds for rounds in (1, *most)}
     if algorithm == "direct":  # a vector for each thread of an owner, and a batch
         grid = min(blocks, BLOCKS) * THREADS * shares
@@ -82,7 +82,9 @@ def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
     if algorithm.endswith("sentinel") and dtype.kind != "f":
         pytest.skip("for floats")
     calls = []
-    for step, count in enumerate(edges(dtype, algorithm, comm.size, comm.max_blocks)):
+    for step, count in enumerate(
+        edges(dtype, algorithm, comm.size, comm._calls.end.max_blocks)
+    ):
         root = step % comm.size
         inputs = [values([count, rank], count, dtype) for rank in range(comm.size)]
         symmetric = algorithm == "direct" or count % 2 == 0
@@ -161,15 +163,15 @@ def test_one_after_another_without_the_host(comm, world):
         dtype = (F4, I8)[random.integers(2)]
         inputs = [values([step, rank], count, dtype) for rank in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], bool(random.integers(2)))
-        algorithm = usable((*ALGORITHMS, "signalled")[random.integers(4)], dtype)
+        algorithm = usable((*ALGORITHMS, "chunked")[random.integers(4)], dtype)
         root = int(random.integers(comm.size))
         out = comm.reduce(x, root=root, algorithm=algorithm)
         calls.append((operators.wanted(inputs, "sum"), root, out))
         between = random.integers(4)
         if between == 0:
-            comm.all_reduce(x, algorithm="two_shot_signalled")
+            comm.all_reduce(x, algorithm="chunked")
         elif between == 1:
-            comm.all_gather(x, algorithm="signalled")
+            comm.all_gather(x, algorithm="chunked")
         elif between == 2:
             comm.scan(x)
     comm.synchronize()

@@ -6,7 +6,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import dtypes
 from numba_symm.collectives import operations
-from numba_symm.collectives.protocols.workspace import ONE_SHOT, SIGNALLED, THREADS
+from numba_symm.collectives.protocols.workspace import CHUNKED, ONE_SHOT, THREADS
 from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import (
@@ -22,7 +22,7 @@ from tests.ranks.helpers import (
 )
 
 NAMES = ("scan", "exscan")
-ALGORITHMS = ("sentinel", "marked", "ll", "signalled")
+ALGORITHMS = ("one_shot_sentinel", "one_shot_marked", "one_shot_ll", "chunked")
 F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
 # Every element type, every operator but the average.
 PAIRS = [pair for pair in operators.PAIRS if pair[1] != "avg"]
@@ -43,16 +43,16 @@ def wanted_of(name, inputs, op, rank):
 
 def usable(algorithm, dtype):
     floating = dtypes.element(dtype, "test").floating
-    return algorithm if floating or algorithm != "sentinel" else "ll"
+    return algorithm if floating or algorithm != "one_shot_sentinel" else "one_shot_ll"
 
 
 def edges(dtype, algorithm, size, blocks):
     """Return counts around where another vector, row or round begins."""
     lanes = 16 // dtype.itemsize
-    if algorithm == "signalled":
-        row, most = SIGNALLED.steps(size) * THREADS, blocks
+    if algorithm == "chunked":
+        row, most = CHUNKED.steps(size) * THREADS, blocks
     else:
-        protocol = ONE_SHOT[algorithm]
+        protocol = ONE_SHOT[algorithm.removeprefix("one_shot_")]
         row, most = THREADS, min(blocks, protocol.blocks) * protocol.steps(size)
     found = {1, lanes, row * lanes, row * lanes * most}
     if SIMULATED:  # where a round costs tens of milliseconds
@@ -64,10 +64,10 @@ def edges(dtype, algorithm, size, blocks):
 @by_algorithm
 @pytest.mark.parametrize("dtype", [F4, I8], ids=str)
 def test_every_edge_of_its_pieces(comm, world, name, algorithm, dtype):
-    if algorithm == "sentinel" and dtype.kind != "f":
+    if algorithm == "one_shot_sentinel" and dtype.kind != "f":
         pytest.skip("for floats")
     calls = []
-    for count in edges(dtype, algorithm, comm.size, comm.max_blocks):
+    for count in edges(dtype, algorithm, comm.size, comm._calls.end.max_blocks):
         inputs = [values([count, rank], count, dtype) for rank in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], count % 2 == 0)
         calls.append((inputs, x, getattr(comm, name)(x, algorithm=algorithm)))

@@ -8,7 +8,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.board import Failure
-from numba_symm.collectives import communicator
+from numba_symm.collectives import lifetime
 from numba_symm.launch import ranks, waiting
 from tests.ranks.helpers import check_works, get, needs_peers, refused
 
@@ -85,8 +85,8 @@ def test_a_child_has_what_its_parent_has(world):
                 assert child.timeout == 59
                 assert child.stream is stream
                 assert child.allocator is comm.allocator
-                assert child.workspace.addresses != comm.workspace.addresses
-                assert child.guard.board != comm.guard.board
+                assert child._calls.end.workspaces != comm._calls.end.workspaces
+                assert child._calls.group.guard.board != comm._calls.group.guard.board
 
 
 @needs_peers
@@ -222,7 +222,7 @@ def test_arrays_of_a_child_stay_readable_after_its_close(comm, world):
 def test_a_failure_is_its_communicators_alone(comm, world):
     child, other = comm.split(world.rank % 2), comm.dup()
     if world.rank == 0:
-        child._group.abandon(Mistake("child"))
+        child._calls.group.abandon(Mistake("child"))
     world.barrier()
     if world.rank % 2 == 0:
         with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
@@ -236,7 +236,7 @@ def test_a_failure_is_its_communicators_alone(comm, world):
     check_works(other)
     check_works(comm)
     world.barrier()  # nobody is still at work with it
-    comm._group.abandon(Mistake("parent"))
+    comm._calls.group.abandon(Mistake("parent"))
     world.barrier()
     refused(world, ns.RankLeft, lambda: comm.split(0), "left by Mistake: parent;")
     refused(world, ns.RankLeft, comm.dup, "left by Mistake: parent;")
@@ -247,10 +247,10 @@ def test_a_failure_is_its_communicators_alone(comm, world):
 
 def test_closing_tells_of_a_failure_after_another_that_was_told(comm, world):
     child = comm.dup()
-    child._group.told = Failure(ns.RankLeft, "a rank was interrupted")
+    child._calls.group.told = Failure(ns.RankLeft, "a rank was interrupted")
     world.barrier()
     if world.rank == 0:
-        child._group.board.abandon(Mistake("child"))
+        child._calls.group.board.abandon(Mistake("child"))
     world.barrier()
     refused(world, ns.RankLeft, child.close, "rank 0 left by Mistake: child;")
 
@@ -344,14 +344,14 @@ def test_a_child_that_cannot_be_made_fails_on_all_ranks(
     def refuse(multiprocessors):
         raise ns.BackendError("no such grid")
 
-    before = len(communicator._open)
+    before = len(lifetime._open)
     for call in (lambda: either.split(world.rank % 2), either.dup):
         with monkeypatch.context() as patch:
             if last:
-                patch.setattr(communicator, "_block_limit", refuse)
+                patch.setattr(lifetime, "_block_limit", refuse)
             refused(world, ns.BackendError, call, "no such grid")
         gc.collect()
-        assert len(communicator._open) == before
+        assert len(lifetime._open) == before
         assert not any(isinstance(each, type(world)) and each for each in made)
         check_works(either)
     with either.split(world.rank % 2) as child:

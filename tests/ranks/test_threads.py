@@ -8,6 +8,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import streams
+from numba_symm.collectives.calls import Calls
 from tests.ranks.helpers import check_works, get, refused
 
 WAIT = 30  # seconds
@@ -58,7 +59,7 @@ def held(comm, monkeypatch):
 
 def test_communicators_work_in_threads_of_their_own(comm):
     """Each thread comes to its calls in its own time, so ranks in another order."""
-    algorithms, n = (None, "two_shot_ll", "one_shot_pull", None) * 3, comm.size
+    algorithms, n = (None, "two_shot_marked", "one_shot_pull", None) * 3, comm.size
     x = [cuda.to_device(np.full(500, comm.rank + k, np.int64)) for k in range(2)]
     y = [[cuda.device_array_like(x[k]) for _ in algorithms] for k in range(2)]
     cuda.synchronize()
@@ -105,7 +106,7 @@ def test_a_call_amid_another_threads_is_refused(comm, world, held, monkeypatch, 
         with comm.group():
             comm.all_reduce(x, out=z)
             comm.all_reduce(x, out=y)
-            hold(ns.Communicator, "_run")
+            hold(Calls, "run")
 
     def call():
         return comm.all_reduce(x, out=y)
@@ -113,14 +114,18 @@ def test_a_call_amid_another_threads_is_refused(comm, world, held, monkeypatch, 
     # What the other thread does, and where it is held.
     calls = {
         "a call": (call, streams.StreamOrder, "enter"),
-        "its preparation": (call, ns.Communicator, "_plan"),
-        "a compared call": (call, ns.Communicator, "_plan"),
-        "a set-up call": (lambda: kept.append(comm.zeros(3)), comm.heap, "allocate"),
+        "its preparation": (call, Calls, "packed"),
+        "a compared call": (call, Calls, "packed"),
+        "a set-up call": (
+            lambda: kept.append(comm.zeros(3)),
+            comm._calls.heap,
+            "allocate",
+        ),
         "a group": (group,),
         "its start": (group_of_two,),
     }
     if busy == "a compared call":
-        monkeypatch.setattr(comm, "_debug", True)
+        monkeypatch.setattr(comm._calls, "debug", True)
     busily, *place = calls[busy]
     if place:
         hold(*place)
@@ -157,6 +162,6 @@ def test_a_call_amid_another_threads_is_refused(comm, world, held, monkeypatch, 
 
 def test_an_interrupt_between_calls_leaves_no_mark(comm):
     """Not for this thread: an interrupt may come right after a call has marked it."""
-    comm._within[None] = threading.get_ident()
+    comm._calls._within[None] = threading.get_ident()
     check_works(comm)
     Caller(lambda: check_works(comm)).finish()

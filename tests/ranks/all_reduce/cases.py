@@ -6,12 +6,12 @@ import ml_dtypes
 import numpy as np
 
 from numba_symm import dtypes
-from numba_symm.collectives import select
+from numba_symm.collectives import operations
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.collectives.protocols.workspace import (
+    CHUNKED,
     ONE_SHOT,
     PULL,
-    SIGNALLED,
     THREADS,
     TWO_SHOT,
 )
@@ -26,7 +26,7 @@ from tests.ranks.helpers import (
     values,
 )
 
-ALGORITHMS = tuple(select.ALL_REDUCE)
+ALGORITHMS = tuple(operations.ALL_REDUCE.algorithms)
 MAILED = [name for name in ALGORITHMS if name.endswith(("_ll", "_marked", "_sentinel"))]
 LL = [name for name in MAILED if name.endswith("_ll")]
 COPIES = "copy_engine"
@@ -57,15 +57,15 @@ def tiles(algorithm, dtype, comm):
 
     Those of a block, a whole grid's first step, a round, and two rounds.
     """
-    lanes, size, blocks = 16 // dtype.itemsize, comm.size, comm.max_blocks
+    lanes, size, blocks = 16 // dtype.itemsize, comm.size, comm._calls.end.max_blocks
     kind, _, transport = algorithm.rpartition("_")
     if algorithm in MAILED:
         protocol = {"one_shot": ONE_SHOT, "two_shot": TWO_SHOT}[kind][transport]
         blocks = min(blocks // TRANSPORTS[transport].weight, protocol.blocks)
         block, steps = THREADS, protocol.steps(size)
-    elif algorithm == "two_shot_signalled":
-        blocks = min(blocks, SIGNALLED.blocks)
-        block, steps = SIGNALLED.steps(size) * THREADS, 1
+    elif algorithm == "chunked":
+        blocks = min(blocks, CHUNKED.blocks)
+        block, steps = CHUNKED.steps(size) * THREADS, 1
     else:
         blocks = min(blocks, PULL.blocks)
         block, steps = THREADS, PULL.rows

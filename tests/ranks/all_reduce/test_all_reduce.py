@@ -3,6 +3,7 @@
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.cache import Cache
-from numba_symm.collectives import select
+from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.environment import SIMULATED
 from tests.ranks.all_reduce.cases import (
     ALGORITHMS,
@@ -87,7 +88,8 @@ def test_every_dtype_and_op_gives_numpys_bits(comm, world, algorithm, dtype):
 def test_counts_around_every_tile(comm, world, algorithm, number):
     dtype = a_dtype(algorithm, number + len(algorithm))
     if SIMULATED:
-        comm.max_blocks = 2  # on all ranks: smaller rounds
+        end = replace(comm._calls.end, max_blocks=2)  # on all ranks: smaller rounds
+        comm._calls.end = end
     edges = [edge + d for edge in tiles(algorithm, dtype, comm) for d in (-1, 0, 1)]
     counts = {0, 1, 2, 3, 7, *edges}
     if SIMULATED:  # the other half of them with the other dtype
@@ -170,7 +172,7 @@ def test_halves_are_rounded_once(comm, algorithm):
         assert found.astype(float).tolist() == [float(wanted)] * 9
 
 
-@pytest.mark.parametrize("algorithm", [*LL, "two_shot_signalled", "one_shot_pull"])
+@pytest.mark.parametrize("algorithm", [*LL, "chunked", "one_shot_pull"])
 def test_integers_wrap_around(comm, algorithm):
     for dtype in (np.int32, np.int64):
         largest = np.iinfo(dtype).max
@@ -322,9 +324,7 @@ def test_plans_calls_and_barriers_in_turn(comm, world):
 
     first = make(Case("two_shot_sentinel", DTYPES[0], "sum", 33, seed=1))
     second = make(Case("one_shot_ll", DTYPES[5], "prod", 2, seed=2))
-    between = Call(
-        comm, Case("two_shot_signalled", DTYPES[3], "max", 40, "new", seed=3)
-    )
+    between = Call(comm, Case("chunked", DTYPES[3], "max", 40, "new", seed=3))
     world.barrier()
     for step in range(3 if SIMULATED else 30):
         first.plan()
@@ -360,27 +360,28 @@ def test_a_plan_in_place_repeats_its_effect(comm):
 
 
 def test_more_different_calls_than_a_communicator_remembers(comm, monkeypatch):
-    monkeypatch.setattr(comm, "_plans", Cache(4))
+    monkeypatch.setattr(comm._calls, "_plans", Cache(4))
     x = comm.empty(12, np.int32)
     put(x, np.full(12, 2, np.int32))
     for count in [*range(1, 9), *range(1, 9)]:
         found = get(comm.all_reduce(x[:count], algorithm="one_shot_ll"))
         assert found.tolist() == [2 * comm.size] * count
-    assert len(comm._plans) == 8
+    assert len(comm._calls._plans) == 8
 
 
 def test_none_takes_the_algorithm_of_the_table(comm, monkeypatch):
     used = []
-    for name, bind in select.ALL_REDUCE.items():
-        spy = lambda *a, b=bind, name=name: used.append(name) or b(*a)  # noqa: E731
-        monkeypatch.setitem(select.ALL_REDUCE, name, spy)
+    for name, found in ALL_REDUCE.algorithms.items():
+        spy = lambda *a, b=found.bind, name=name: used.append(name) or b(*a)  # noqa: E731
+        spied = found._replace(bind=spy)
+        monkeypatch.setitem(ALL_REDUCE.algorithms, name, spied)
     calls = [
         (1, np.float32, "one_shot_sentinel"),
         (1, np.int64, "one_shot_ll"),
         (200 if SIMULATED else 1 << 18, np.float64, "two_shot_sentinel"),
         (40 if SIMULATED else 1 << 12, np.int64, "one_shot_marked"),
         (200 if SIMULATED else 1 << 15, np.int64, "two_shot_marked"),
-        (400 if SIMULATED else 1 << 21, np.int64, "two_shot_signalled"),
+        (400 if SIMULATED else 1 << 21, np.int64, "chunked"),
     ]
     for count, dtype, _ in calls:
         assert not get(comm.all_reduce(comm.zeros(count, dtype))).any()

@@ -5,13 +5,11 @@ import time
 import numpy as np
 import pytest
 
-from numba_symm.collectives.kernels.two_shot import LINE
 from numba_symm.collectives.protocols.mailboxes import LAST_EPOCH, TRANSPORTS
 from numba_symm.collectives.protocols.workspace import (
     ONE_SHOT,
     ROW,
     THREADS,
-    TWO_SHOT,
     layout,
 )
 from numba_symm.environment import SIMULATED
@@ -38,11 +36,11 @@ class Workspace:
     def __init__(self, comm, world):
         self.comm, self.world = comm, world
         self.at = layout(comm.size)
-        self.base = comm.workspace.addresses[comm.rank]
-        self.memory = comm._group.backend
+        self.base = comm._calls.end.workspaces[comm.rank]
+        self.memory = comm._calls.group.backend
 
     def region(self, algorithm):
-        regions = {"two_shot_signalled": "chunked", "one_shot_pull": "pull"}
+        regions = {"one_shot_pull": "pull"}
         return getattr(self.at, regions.get(algorithm, algorithm))
 
     def quiet(self):
@@ -110,15 +108,13 @@ def test_epochs_come_round(comm, world, algorithm):
         assert workspace.epoch(algorithm) < 1000, "the epochs did not come round"
 
 
-@pytest.mark.parametrize("algorithm", LL)
-def test_packets_of_the_last_time_round_are_not_taken(comm, world, algorithm):
+def test_packets_of_the_last_time_round_are_not_taken(comm, world):
     workspace, dtype = Workspace(comm, world), np.dtype(np.int64)
-    protocol = {"one": ONE_SHOT, "two": TWO_SHOT}[algorithm[:3]]["ll"]
-    shards, line = (1, 1) if algorithm == "one_shot_ll" else (comm.size, LINE)
-    blocks = min(comm.max_blocks // TRANSPORTS["ll"].weight, protocol.blocks)
+    algorithm, protocol = "one_shot_ll", ONE_SHOT["ll"]
+    blocks = min(comm._calls.end.max_blocks // TRANSPORTS["ll"].weight, protocol.blocks)
 
     def calls(vectors, *seeds):
-        count = 2 * shards * vectors
+        count = 2 * vectors
         return [Case(algorithm, dtype, "max", count, seed=seed) for seed in seeds]
 
     def be_late(step):
@@ -132,7 +128,7 @@ def test_packets_of_the_last_time_round_are_not_taken(comm, world, algorithm):
         run(comm, world, calls(all_of_them, 1, 2))  # epochs 1 and 2
         workspace.set_epochs(LAST_EPOCH - 2)
         # Few threads of the block have something to send, and come to the last epoch.
-        run(comm, world, calls(block * THREADS + line, 3, 4))
+        run(comm, world, calls(block * THREADS + 1, 3, 4))
         assert workspace.epoch(algorithm) == LAST_EPOCH
         # All threads again, in epochs 1 and 2 of the second time round.
         run(comm, world, calls(all_of_them, 5, 6), be_late)

@@ -89,7 +89,7 @@ def test_arrays_of_the_communicator_are_blocks_of_the_allocator(comm):
 def entries(comm):
     """Return the numbers of the blocks that are mapped on all ranks."""
     gc.collect()
-    return set(comm.heap._entries)
+    return set(comm._calls.heap._entries)
 
 
 def test_a_block_is_found_though_an_array_is_dropped_meanwhile(comm, monkeypatch):

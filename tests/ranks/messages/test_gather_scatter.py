@@ -262,7 +262,7 @@ def test_memory_freed_and_allocated_anew(comm, world, packed):
     for step in range(5):
         gc.collect()
         x = comm.zeros(100)  # frees the one before, of which nothing is kept
-        assert len(comm.heap._entries) == 2  # the other is the workspace
+        assert len(comm._calls.heap._entries) == 2  # the other is the workspace
         put(x, np.full(100, step + comm.rank, np.float32))
         before = len(packed)
         for _ in range(2):

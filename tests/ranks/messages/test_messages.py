@@ -211,7 +211,7 @@ def test_numpys_integers_are_ranks(comm, world):
     for root in range(comm.size):
         y = comm.zeros(5)
         put(y, np.full(5, comm.rank, np.float32))
-        for algorithm in ("ll", "marked", "signalled"):
+        for algorithm in ("one_shot_marked", "chunked"):
             comm.broadcast(y, np.uint8(root), algorithm=algorithm)
         found = comm.reduce(y, root=np.uint8(root))
         gathered = comm.gather(x, root=np.uint8(root))

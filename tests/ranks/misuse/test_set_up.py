@@ -298,7 +298,11 @@ def test_a_failure_of_one_rank_is_every_ranks(
     comm.rendezvous(keep).barrier()
     for attempt in range(3):
         gc.collect()  # what earlier tests dropped must not go in between
-        known = len(comm.heap._entries), len(comm.allocator._blocks), open_files()
+        known = (
+            len(comm._calls.heap._entries),
+            len(comm.allocator._blocks),
+            open_files(),
+        )
         with monkeypatch.context() as patch:
             if comm.rank == erring:
                 # Opening the first peer's memory fails, or the last one's.
@@ -311,7 +315,7 @@ def test_a_failure_of_one_rank_is_every_ranks(
                 f"rank {erring}: {method} is broken",
             )
         assert said.startswith("empty")
-        now = len(comm.heap._entries), len(comm.allocator._blocks), open_files()
+        now = len(comm._calls.heap._entries), len(comm.allocator._blocks), open_files()
         assert now == known, "it left something behind"
     comm.rendezvous(keep).barrier()
     check_works(comm)
@@ -329,7 +333,7 @@ def test_a_rendezvous_that_failed_can_be_tried_again(
     with monkeypatch.context() as patch:
         if last:
             backend = comm.allocator._backend if method != "fill" else None
-            Broken(patch, backend or comm._group.backend, method)
+            Broken(patch, backend or comm._calls.group.backend, method)
         everywhere(
             ns.BackendError,
             lambda: comm.allocator.rendezvous(pointer, comm),
@@ -340,7 +344,7 @@ def test_a_rendezvous_that_failed_can_be_tried_again(
     comm.synchronize()
     world.barrier()
     for peer in range(comm.size):
-        assert not any(comm._group.backend.read(memory.buffer_ptrs[peer], 80))
+        assert not any(comm._calls.group.backend.read(memory.buffer_ptrs[peer], 80))
     comm.allocator.free(pointer)
     check_works(comm)
 

@@ -1,0 +1,514 @@
+"""The life of a call: read, check, agree, choose, remember, enqueue.
+
+``Calls`` owns what a communicator consists of: the group of ranks, its symmetric
+memory, the workspace and the order of streams. ``communicator.py`` has the methods that
+users call; ``lifetime.py`` makes and closes what is here.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from threading import get_ident
+from typing import Any, ParamSpec, TypeVar
+
+from numba.core.errors import NumbaError
+
+from numba_symm import arrays, dtypes, streams
+from numba_symm.arrays import ArrayView
+from numba_symm.cache import UNKNOWN, Cache
+from numba_symm.collectives.checks import check_rank
+from numba_symm.collectives.kernels import barrier
+from numba_symm.collectives.operations import Operation
+from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
+from numba_symm.collectives.transfers import Pending, Stream, Transfers
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
+from numba_symm.group import Group
+from numba_symm.launch.devices import GPU
+from numba_symm.memory.heap import Heap
+from numba_symm.streams import StreamOrder
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_REFUSALS = (ArgumentError, ClosedError, CollectiveError)
+"""What a call raises before anything is enqueued, and may be followed by others."""
+
+MAX_PLANS = 1024
+"""Calls that a communicator remembers, of those made last."""
+
+Bound = tuple[Enqueue | None, Any, Stream]
+"""A call's launch, or None if there is nothing to do; its output; its stream."""
+
+
+class Calls:
+    """The calls of one communicator on this rank.
+
+    Attributes:
+        group: the ranks, bound to GPUs, with their status board.
+        heap: their symmetric memory.
+        order: orders the calls of all streams.
+        end: this rank's end, for kernels.
+        stream: of calls whose array names none; None: the legacy default stream.
+        debug: whether the ranks compare their calls.
+        pending: the calls of a group that is open, or None.
+        memory: the workspace's, until it is closed.
+        when_dropped: gives up what is here if nobody closes it.
+    """
+
+    when_dropped: "weakref.finalize[..., Calls]"
+
+    def __init__(
+        self,
+        group: Group,
+        heap: Heap,
+        order: StreamOrder,
+        end: Endpoint,
+        stream: Any,
+        debug: bool,
+        memory: arrays.Memory,
+    ):
+        self.group = group
+        self.heap = heap
+        self.order = order
+        self.end = end
+        self.stream = stream
+        self.debug = debug
+        self.memory: arrays.Memory | None = memory
+        self.pending: Pending | None = None
+        self._within: dict[None, int] = {}  # the thread that is in a call
+        self._plans = Cache(MAX_PLANS)
+        self._barrier: Enqueue | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"<Communicator rank {self.rank} of {self.size}, "
+            f"{self.group.backend.name} memory, {self.gpu.name}>"
+        )
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.end.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.end.size
+
+    @property
+    def gpu(self) -> GPU:
+        """This rank's GPU."""
+        return self.group.gpu
+
+    # One thread at a time.
+
+    def begin(self, what: str) -> None:
+        """Keep other threads' calls out, which are refused until :meth:`finish`.
+
+        Args:
+            what: the call that begins.
+
+        Raises:
+            ArgumentError: another thread is in a call.
+        """
+        # Atomic, and of no effect if an interrupt left this thread's mark behind.
+        thread = get_ident()
+        if self._within.setdefault(None, thread) != thread:
+            raise ArgumentError(
+                f"{what}: expected one thread at a time in the calls of a "
+                "communicator, got a second one; give each thread its own "
+                "communicator, made by dup()"
+            )
+
+    def finish(self) -> None:
+        """Let other threads' calls in, unless this one was added to an open group."""
+        if self.pending is None:
+            self._within.clear()
+
+    @contextmanager
+    def alone(self, what: str) -> Iterator[None]:
+        """Make a call between :meth:`begin` and :meth:`finish`."""
+        self.begin(what)
+        try:
+            yield
+        finally:
+            self.finish()
+
+    # Calls that all ranks make at the same time.
+
+    def set_up(self, what: str) -> AbstractContextManager[None]:
+        """Make a call that all ranks make, once all are here, or raise on all.
+
+        A rank that leaves the block by an exception of its own tells the others.
+
+        Args:
+            what: the call, as the user names it.
+
+        Raises:
+            CollectiveError: the communicator has failed.
+            ClosedError: the communicator was closed.
+        """
+        return self.group.set_up(what)
+
+    def compares(self) -> bool:
+        """Return whether the ranks are to agree on a call.
+
+        Not after a failure, which each is told once it has made no mistake of its own.
+        """
+        return self.debug and not self.group.failed
+
+    def agreed(
+        self,
+        what: str,
+        words: Callable[[T], str],
+        prepare: Callable[..., T],
+        *args: Any,
+    ) -> T:
+        """Return what ``prepare(*args)`` does, once every rank is ready for the call.
+
+        Collective, for debug mode.
+
+        Args:
+            what: the operation.
+            words: returns, of what was prepared, what must be equal on all ranks.
+            prepare: checks all that this rank passes.
+            *args: what it passes.
+
+        Raises:
+            SymmError: on all ranks: one could not prepare, or they differ in words.
+        """
+        with self.set_up(what):
+            return self.compared(what, words, prepare, *args)
+
+    def compared(
+        self,
+        what: str,
+        words: Callable[[T], str],
+        prepare: Callable[..., T],
+        *args: Any,
+    ) -> T:
+        """Do what :meth:`agreed` does, within a call that all ranks make."""
+        with self.group.exchange.agreed(what):
+            made = prepare(*args)
+            said = words(made)
+        self.group.exchange.agree_equal(said, what)
+        return made
+
+    def checked(
+        self,
+        what: str,
+        words: Callable[[T], str],
+        prepare: Callable[..., T],
+        *args: Any,
+    ) -> T:
+        """Return what ``prepare(*args)`` does, once this rank may make the call.
+
+        In debug mode the ranks agree first, so that an error of one is all ranks'.
+        The arguments are :meth:`agreed`'s.
+        """
+        if self.compares():
+            return self.agreed(what, words, prepare, *args)
+        self.group.check_open()  # a rank's own mistakes are told before failures
+        try:
+            made = prepare(*args)
+        except BaseException as error:
+            self.give_up_unless_refused(error, what)
+            raise
+        self.group.check()
+        return made
+
+    # Operations.
+
+    def call(
+        self,
+        operation: Operation,
+        x: Any,
+        op: Any,
+        out: Any,
+        stream: Any,
+        algorithm: str | None,
+        root: int | None = None,
+    ) -> Any:
+        """Make a call of an operation; return its output."""
+        self.begin(operation.name)
+        try:
+            launch, out, chosen = self.prepared(
+                operation, x, op, out, stream, algorithm, root
+            )
+            self.run(operation.name, launch, chosen, x, out)
+        finally:
+            self.finish()
+        return out
+
+    def prepared(
+        self,
+        operation: Operation,
+        x: Any,
+        op: Any,
+        out: Any,
+        stream: Any,
+        algorithm: str | None,
+        root: int | None,
+    ) -> Bound:
+        """Return a call, checked and packed, that is to be enqueued."""
+        what = operation.name
+        given = operation, x, op, out, stream, algorithm, root
+
+        def words(_: object) -> str:
+            return operation.described(arrays.view(x, what), op, algorithm, root)
+
+        return self.checked(what, words, self._bound, *given)
+
+    def _bound(
+        self,
+        operation: Operation,
+        x: Any,
+        op: Any,
+        out: Any,
+        stream: Any,
+        algorithm: str | None,
+        root: int | None,
+    ) -> Bound:
+        what = operation.name
+        source = arrays.dense(arrays.view(x, what), what)
+        chosen = self.stream_for(stream, source)
+        if operation.rooted:
+            root = check_rank(root, self.size, f"{what}: root")
+        if operation.at_root and root != self.rank:
+            out = None  # ignored, as in MPI
+        elif out is None:
+            shape = operation.shape(source, self.size)
+            out = self.new(source, shape, chosen[0], what)
+        target = None
+        if out is not None:
+            target = source if out is x else arrays.view(out, f"{what}: out")
+        launch = self.packed(operation, source, target, op, algorithm, root)
+        return launch, out, chosen
+
+    def packed(
+        self,
+        operation: Operation,
+        source: ArrayView,
+        target: ArrayView | None,
+        op: Any,
+        algorithm: str | None,
+        root: int | None,
+    ) -> Enqueue | None:
+        """Return the packed launch, a remembered one if there is; None for no work.
+
+        ``target`` is None on a rank that gets nothing.
+        """
+        what = operation.name
+        op = dtypes.reduction(op if operation.reduces else "sum", what)
+        if algorithm is not None:
+            operation.check_algorithm(algorithm)
+        # All that a check below looks at.
+        read = (source.address, source.shape, source.dtype, source.order)
+        written = None
+        if target is not None:
+            written = (target.address, target.size, target.order, target.readonly)
+        # Plans hold peers' addresses, which go when a symmetric block does.
+        key = (what, algorithm, op, root, read, written, self.heap.generation)
+        alike = target is None or target.dtype == source.dtype
+        known: Enqueue | None = self._plans.get(key)
+        if known is not UNKNOWN and alike:
+            return known
+        name, call = operation.work(
+            source, target, op, algorithm, root, self.end, self.gpu
+        )
+        launch = None
+        if call is not None:
+            self.group.check()  # before a kernel is compiled for nothing
+            with _compiling(op, call.element, what):
+                launch = operation.bind(name, self.end, call)
+        self._plans.put(key, launch)
+        return launch
+
+    def barrier(self, stream: Any) -> None:
+        """Enqueue a barrier of all ranks."""
+        what = "barrier"
+        with self.alone(what):
+            chosen = self.checked(what, lambda _: what, self.default_stream, stream)
+            try:
+                if self._barrier is None:
+                    self._barrier = barrier.bind(self.end)
+            except BaseException as error:
+                self.give_up_unless_refused(error, what)
+                raise
+            self.run(what, self._barrier, chosen)
+
+    # Messages, and the collectives made of them.
+
+    def transfer(
+        self, what: str, transfers: Transfers, stream: Stream, *keep: Any
+    ) -> None:
+        """Enqueue messages, or add them to an open group; raise after a failure."""
+        self.group.check()
+        if self.pending is not None:
+            self.pending.kept += keep
+            self.pending.add(transfers, stream)
+            return
+        try:
+            launch = transfers.packed(self.end)
+        except BaseException as error:
+            self.give_up_unless_refused(error, what)
+            raise
+        self.run(what, launch, stream)
+
+    def remembered(self, work_out: Callable[..., T], *given: Any) -> T:
+        """Return what ``work_out(calls, *given)`` returns, remembered.
+
+        It may look at nothing else that changes, and keep no array.
+        """
+        # Peers' addresses hold as long as what is mapped. Whose memory lies at an
+        # address is not asked again.
+        key = (work_out, given, self.heap.generation)
+        found: T = self._plans.get(key)
+        if found is UNKNOWN:
+            found = work_out(self, *given)
+            self._plans.put(key, found)
+        return found
+
+    # Arrays and streams.
+
+    def usable(self, view: ArrayView, what: str, written: bool = False) -> ArrayView:
+        """Return a dense array of this rank's GPU, or refuse it."""
+        arrays.check_device(arrays.dense(view, what), self.gpu.ordinal, what)
+        if written and view.readonly:
+            raise ArgumentError(f"{what} is read-only")
+        return view
+
+    def symmetric(self, shape: Any, dtype: Any, what: str) -> Any:
+        """Return a new symmetric array of zeros. Collective."""
+        exchange = self.group.exchange
+        with self.set_up(what):
+            with exchange.agreed(what):
+                dtype = arrays.checked_dtype(dtype, what)
+                shape = arrays.checked_shape(shape, dtype, what)
+            exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
+            memory, _ = self.heap.allocate(math.prod(shape) * dtype.itemsize, what)
+            return memory.array(shape, dtype)
+
+    def new(
+        self, like: ArrayView, shape: tuple[int, ...], handle: int, what: str
+    ) -> Any:
+        """Return a new array of that type and order, for work on a stream."""
+        if not SIMULATED and streams.is_capturing(handle):
+            raise ArgumentError(
+                f"{what}: pass out= while a stream is being captured into a "
+                "graph; memory cannot be allocated then"
+            )
+        return arrays.empty(shape, like.dtype, what, like.order or "C")
+
+    def stream_for(self, stream: Any, array: ArrayView) -> Stream:
+        """Return the handle of the stream to use for an array, and what keeps it."""
+        if stream is None and array.stream is not None:
+            return array.stream, None
+        return self.default_stream(stream)
+
+    def default_stream(self, stream: Any) -> Stream:
+        """Return the stream that was passed, or the communicator's for None."""
+        return owned(self.stream if stream is None else stream)
+
+    # Enqueueing, and what follows if it fails.
+
+    def run(
+        self, what: str, launch: Enqueue | None, stream: Stream, *keep: Any
+    ) -> None:
+        """Enqueue a call, or add it to the group that is open.
+
+        If it fails, part of it may have been enqueued, or all while the other ranks
+        have theirs: the communicator fails, unless a capture has taken what there was.
+
+        Args:
+            what: the operation.
+            launch: what enqueues it; None: nothing is to be done.
+            stream: where to.
+            keep: what must live until it is enqueued.
+        """
+        if self.pending is not None:
+            self.pending.kept += keep
+            if launch is not None:
+                self.pending.launches.append((what, launch, stream))
+        elif launch is not None:
+            handle = stream[0]
+            try:
+                trail = self.order.enter(handle)
+                try:
+                    launch(handle)
+                finally:
+                    trail.leave()
+            except BaseException as error:
+                self.give_up(error, what, handle)
+                raise
+
+    def give_up_unless_refused(self, error: BaseException, what: str) -> None:
+        """Make the communicator fail after an error before anything was enqueued.
+
+        Not after a rank's own mistake, which the right call may follow.
+        """
+        if not isinstance(error, _REFUSALS):
+            self.give_up(error, what)
+
+    def give_up(self, error: BaseException, what: str, *stream_handles: int) -> None:
+        """Make the communicator fail after any error amid a call.
+
+        Not if all of the call was on streams in captures: no graph comes of them.
+        """
+        spoiled = [streams.spoil_capture(handle) for handle in stream_handles]
+        if not (spoiled and all(spoiled)):
+            self.group.abandon(error, what)
+
+    def refuse_in_group(self, what: str) -> None:
+        """Refuse what makes no sense before a group's calls have started."""
+        if self.pending is not None:
+            raise ArgumentError(f"{what}: a group is open; leave its with block first")
+
+    def disown(self) -> None:
+        """Leave it to the parent, in a forked child, which may drop it silently."""
+        self.when_dropped.detach()
+
+    def forget(self) -> None:
+        """Let go of what refers to memory and streams, before they go."""
+        self._plans.clear()
+        self._barrier = None
+        self.order.close()
+        self.memory = None
+
+
+def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
+    """Refuse other threads' calls while one is in this method of a communicator."""
+
+    @wraps(method)
+    def alone(*args: P.args, **options: P.kwargs) -> T:
+        calls: Calls = args[0]._calls  # type: ignore[attr-defined]
+        calls.begin(method.__name__)
+        try:
+            return method(*args, **options)
+        finally:
+            calls.finish()
+
+    return alone
+
+
+def owned(stream: Any) -> Stream:
+    """Return a stream's handle, and the object that keeps the stream, if any."""
+    owner = None if isinstance(stream, int) else stream
+    return streams.handle_or_default(stream), owner
+
+
+@contextmanager
+def _compiling(op: dtypes.Op, element: dtypes.Element, what: str) -> Iterator[None]:
+    """Say whose function it is that Numba cannot compile."""
+    try:
+        yield
+    except NumbaError as error:
+        if not isinstance(op, dtypes.UserOperator):
+            raise
+        raise ArgumentError(
+            f"{what}: op={op} cannot be compiled for two {element.accumulate.name}; "
+            f"pass a function that numba.cuda compiles: {error}"
+        ) from error

@@ -1,0 +1,277 @@
+"""How a communicator begins and ends: made, divided, closed, dropped."""
+
+import atexit
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from numba_symm import arguments, deferred, environment, forks, streams
+from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.kernels import copied_all_reduce
+from numba_symm.collectives.protocols.binding import Endpoint
+from numba_symm.collectives.protocols.workspace import (
+    BLOCK_REGISTERS,
+    MAX_BLOCKS,
+    layout,
+)
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import (
+    ArgumentError,
+    CollectiveError,
+    ExchangeError,
+    SymmError,
+)
+from numba_symm.group import Group
+from numba_symm.kernels import REGISTERS
+from numba_symm.launch import ranks, waiting
+from numba_symm.memory.heap import Heap
+from numba_symm.streams import StreamOrder
+
+_open: "weakref.WeakSet[Calls]" = weakref.WeakSet()
+_in_use: dict[Group, str] = {}  # the kinds of memory of those not closed, in order
+
+
+def backend() -> str:
+    """Return the backend in use, or the one that would be tried first."""
+    if _in_use:
+        return next(reversed(_in_use.values()))
+    return environment.requested_backend() or environment.BACKENDS[0]
+
+
+def begin(group: Group, stream: Any, debug: bool, multiprocessors: int | None) -> Calls:
+    """Make calls between the ranks of a group possible. Collective."""
+    heap = None
+    try:
+        heap = Heap(group)
+        order = StreamOrder(copied_all_reduce.EVENTS)
+        exchange = group.exchange
+        with exchange.agreed("Communicator"):
+            debug = arguments.flag(debug, "Communicator", "debug")
+            streams.handle_or_default(stream)
+            asked = environment.chosen_multiprocessors(multiprocessors)
+            limit = _block_limit(asked)
+        given = f"multiprocessors={asked}, debug={debug}"
+        exchange.agree_equal(given, "Communicator")
+        limits = exchange.all_gather(limit, "grid limits")
+        size, rank = group.world.size, group.world.rank
+        memory, workspace = heap.allocate(layout(size).nbytes, "workspace")
+        with exchange.agreed("preparing the workspace"):
+            _fill_sentinels(group, workspace.addresses[rank])
+        end = Endpoint(
+            rank=rank,
+            size=size,
+            guard=group.guard,
+            workspaces=tuple(workspace.addresses),
+            max_blocks=min(limits),
+            multiprocessors=asked,
+            place=heap.place,
+            order=order,
+        )
+        calls = Calls(group, heap, order, end, stream, debug, memory)
+        held = group, heap, order, streams.current_context()
+        calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
+        calls.when_dropped.atexit = False  # the process' end frees it
+        _in_use[group] = group.backend.name
+        _open.add(calls)
+        forks.watch(calls)
+        return calls
+    except BaseException as error:
+        with ExitStack() as steps:  # in reverse
+            steps.callback(group.give_up, error)
+            if heap is not None:
+                steps.callback(heap.close_locally)
+        raise
+
+
+def child(
+    calls: Calls,
+    what: str,
+    make: Callable[[], ranks.Comm | None],
+    members: Sequence[int],
+) -> Calls | None:
+    """Return those of a new communicator like this one, within a call of all ranks.
+
+    Args:
+        calls: this communicator's.
+        what: that call.
+        make: returns the ranks of the new communicator, None for none. It may
+            block in MPI: all ranks are there, or none comes.
+        members: these ranks, by their numbers here.
+    """
+    exchange = calls.group.exchange
+
+    def made() -> ranks.Comm | None:
+        exchange.barrier(f"{what}: all are here")
+        return make()
+
+    with exchange.agreed(what):
+        part = waiting.undisturbed(made)
+    made_here = None
+    try:
+        # It fails on all ranks of a child; here those of the others are told.
+        with exchange.agreed(what):
+            if part is not None:
+                made_here = _alike(calls, part, members)
+    except BaseException as error:
+        together = exchange.is_everybodys(error)
+        if together:
+            have = exchange.all_gather(made_here is not None, f"{what}: undone")
+            together = all(have[rank] for rank in members)
+        if made_here is not None and together:
+            close(made_here)
+        elif made_here is not None:
+            close_locally(made_here, error)
+        raise
+    return made_here
+
+
+def _alike(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
+    board = calls.group.board
+
+    def left() -> bool:
+        board.look()
+        return any(map(board.is_ahead, members))
+
+    try:
+        with waiting.watching(left):  # who leaves may not get as far as the child
+            timeout = calls.group.timeout
+            group = Group(comm, calls.gpu.ordinal, timeout, own=True)
+            multiprocessors = calls.end.multiprocessors
+            return begin(group, calls.stream, calls.debug, multiprocessors)
+    except CollectiveError as error:
+        board.look()
+        raise ExchangeError(str(error)) from error  # this one has not failed
+
+
+def close(calls: Calls) -> None:
+    """Close it on all ranks; after a failure, on this one."""
+    group = calls.group
+    if group.closed:
+        return
+    with calls.alone("close"):
+        calls.refuse_in_group("close")
+        told = group.told
+        try:
+            if not SIMULATED:
+                streams.synchronize_device()
+            failure = group.failure_after_meeting()
+            if failure is not None:
+                raise failure
+            _forget(calls)
+            calls.heap.close()
+            group.close()
+        except BaseException as error:
+            close_locally(calls, error, "close")
+            if not isinstance(error, CollectiveError) or group.told != told:
+                raise
+
+
+def close_locally(calls: Calls, cause: BaseException, operation: str = "") -> None:
+    """Close on this rank, whatever fails on the way; tell the others why."""
+    group = calls.group
+    with ExitStack() as steps:  # in reverse
+        steps.callback(group.close_locally)
+        steps.callback(calls.heap.close_locally)
+        steps.callback(_forget, calls)
+        steps.callback(group.abandon, cause, operation)
+
+
+def leave(calls: Calls, error: BaseException | None) -> None:
+    """Leave a ``with`` statement, by an exception or without one."""
+    group = calls.group
+    if error is None:
+        close(calls)
+    elif not group.closed:
+        # The other ranks may not be leaving: wait for nobody.
+        group.abandon(error)
+        try:
+            with calls.alone("close"):
+                close_locally(calls, error)
+        except SymmError as also:  # the first error is the one to see
+            error.add_note(f"closing the communicator failed too: {also}")
+
+
+def _forget(calls: Calls) -> None:
+    _open.discard(calls)
+    calls.disown()
+    calls.forget()
+    _in_use.pop(calls.group, None)
+
+
+def _fill_sentinels(group: Group, workspace: int) -> None:
+    """Mark mailboxes as empty, before any peer may post to them."""
+    for region in layout(group.world.size).sentinels:
+        nbytes = region.end - region.slots
+        group.backend.fill(workspace + region.slots, nbytes, 0xFF)
+
+
+def _block_limit(asked: int | None) -> int:
+    """Return how many blocks of a call this GPU should hold at most.
+
+    A GPU spreads few blocks over as many multiprocessors, so the multiprocessors that
+    were ``asked`` for are blocks. Unasked, a quarter of the blocks that it can hold, so
+    that those of four communicators of a process can wait at the same time.
+    """
+    if SIMULATED:
+        return MAX_BLOCKS if asked is None else min(MAX_BLOCKS, asked)
+    from cuda.core import Device
+
+    multiprocessors = int(Device().properties.multiprocessor_count)
+    resident = multiprocessors * (REGISTERS // BLOCK_REGISTERS)
+    limit = min(MAX_BLOCKS, resident // 4)
+    if asked is None:
+        return limit
+    if asked > multiprocessors:
+        raise ArgumentError(
+            f"multiprocessors={asked}: this GPU has {multiprocessors}; pass at most "
+            "as many"
+        )
+    return min(limit, asked)
+
+
+def _drop(
+    name: str, group: Group, heap: Heap, order: StreamOrder, context: Any
+) -> None:
+    """Give up a communicator that nobody can close any more, and tell the others.
+
+    The garbage collector may call it in any thread, at any moment: nothing is unmapped
+    here, as that waits for the GPU.
+    """
+    group.why_closed = "the communicator was dropped; keep it until it is closed"
+    with ExitStack() as steps:  # in reverse
+        steps.callback(warnings.warn, f"{name} was not closed", ResourceWarning)
+        steps.callback(_in_use.pop, group, None)
+        steps.callback(setattr, group, "closed", True)
+        steps.callback(deferred.defer, _undo, group, heap, order, context)
+        steps.callback(group.abandon, "dropped the communicator without closing it")
+
+
+def _undo(group: Group, heap: Heap, order: StreamOrder, context: Any) -> None:
+    """Unmap what a dropped communicator had mapped."""
+    with ExitStack() as steps:  # in reverse
+        steps.enter_context(streams.on_context(context))
+        steps.callback(group.close_locally)
+        steps.callback(heap.close_locally)
+        steps.callback(order.close)
+
+
+@atexit.register
+def _warn_of_open() -> None:
+    """Say which communicators were never closed; the exit code stays.
+
+    The other ranks are told why, so that they do not wait for this one.
+    """
+    error: BaseException | None = getattr(sys, "last_value", None)
+    for calls in list(_open):
+        if not calls.when_dropped.alive:
+            continue  # the parent's, in a forked child
+        calls.group.abandon(error or "ended without closing the communicator")
+        warnings.warn(
+            f"{calls!r} was still open at exit: call close() on every rank, or use a "
+            "with statement",
+            RuntimeWarning,
+            stacklevel=1,
+        )

@@ -1,0 +1,54 @@
+"""How a message is divided among ranks, blocks and steps."""
+
+from typing import NamedTuple
+
+from numba_symm.collectives.protocols.binding import Call
+from numba_symm.collectives.protocols.workspace import (
+    CHUNKED,
+    THREADS,
+    VECTOR,
+    divide_up,
+)
+
+LINE = 8
+"""Vectors of 128 bytes; shards begin on lines, as far as the array does."""
+
+
+def shard(vectors: int, size: int) -> int:
+    """Return how many vectors each rank reduces; the last ranks may get fewer."""
+    return divide_up(divide_up(vectors, size), LINE) * LINE
+
+
+def is_ragged(call: Call, share: int = 0, shares: int = 0) -> bool:
+    """Return whether not all that is accessed are whole vectors on 16-byte boundaries.
+
+    Args:
+        call: the call.
+        share: vectors of a shard; 0: there are no shards.
+        shares: how many shards there are.
+    """
+    partial = call.count % call.element.lanes != 0
+    uneven = share != 0 and share * shares != call.vectors
+    return (call.source | call.target) % VECTOR != 0 or partial or uneven
+
+
+class Chunks(NamedTuple):
+    """How a kernel that works in chunks cuts a message.
+
+    Attributes:
+        grid: number of blocks.
+        height: vectors of a thread in a chunk.
+        number: how many chunks each block has, one after another.
+    """
+
+    grid: int
+    height: int
+    number: int
+
+
+def chunks_of(vectors: int, size: int, max_blocks: int) -> Chunks:
+    """Return the chunks of ``vectors``: rather thin than in few blocks."""
+    most = min(max_blocks, CHUNKED.most(size))
+    height = min(CHUNKED.steps(size), divide_up(vectors, most * THREADS))
+    grid = min(divide_up(vectors, height * THREADS), most)
+    return Chunks(grid, height, divide_up(vectors, grid * height * THREADS))

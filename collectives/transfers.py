@@ -1,0 +1,116 @@
+"""Messages to be enqueued together, and the calls of an open group."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from numba_symm import streams
+from numba_symm.collectives.kernels import transfer
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.protocols.binding import Endpoint, Enqueue, InTurn
+from numba_symm.errors import ArgumentError
+
+Stream = tuple[int, Any]
+"""A stream's handle, and what keeps the stream."""
+
+Copy = tuple[int, int, int]
+"""What a rank sends itself: target, source, bytes."""
+
+
+class Transfers:
+    """Messages of one call, or of a group: enqueued as often as one likes.
+
+    Attributes:
+        sends: to other ranks.
+        receives: from other ranks.
+        copies: within this rank.
+        words: what the ranks of a collective must agree on.
+        itemsize: bytes of an element, where that is among the words.
+    """
+
+    def __init__(
+        self,
+        sends: Sequence[Message],
+        receives: Sequence[Message],
+        copies: Sequence[Copy] = (),
+        words: str = "",
+        itemsize: int = 1,
+    ):
+        self.sends = tuple(sends)
+        self.receives = tuple(receives)
+        self.copies = tuple(each for each in copies if each[2] and each[0] != each[1])
+        self.words = words
+        self.itemsize = itemsize
+        self._enqueue: Enqueue | None = None
+
+    def packed(self, end: Endpoint) -> Enqueue | None:
+        """Return what enqueues them, made once, or None if there is nothing to do."""
+        if self._enqueue is None and (self.sends or self.receives or self.copies):
+            self._enqueue = self._pack(end)
+        return self._enqueue
+
+    def _pack(self, end: Endpoint) -> Enqueue:
+        calls: list[Enqueue] = [partial(streams.copy, *each) for each in self.copies]
+        if self.sends or self.receives:
+            calls.append(transfer.bind(end, self.sends, self.receives))
+        return calls[0] if len(calls) == 1 else InTurn(*calls)
+
+
+class Pending:
+    """The calls of a group that is open: messages, and all else in order.
+
+    Args:
+        size: number of ranks.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.sends: list[Message] = []
+        self.receives: list[Message] = []
+        self.copies: list[Copy] = []
+        self.stream: Stream | None = None
+        self.launches: list[tuple[str, Enqueue, Stream]] = []
+        self.kept: list[Any] = []
+        self._most = transfer.most_messages(size)
+        self._sent, self._received = [0] * size, [0] * size  # by peer
+
+    @property
+    def stream_handles(self) -> set[int]:
+        """Handles of all streams that the calls are on."""
+        streams = [stream for *_, stream in self.launches]
+        return {handle for handle, _ in filter(None, [self.stream, *streams])}
+
+    def check(
+        self, more: Transfers, stream: Stream
+    ) -> tuple[Stream, list[int], list[int]]:
+        """Return how many messages each peer has with a call's, and their stream.
+
+        Raises:
+            ArgumentError: on another stream than those before, or too many.
+        """
+        stream = streams.named(stream[0]), stream[1]
+        if self.stream is not None and stream[0] != self.stream[0]:
+            raise ArgumentError(
+                "group: its sends and receives are on several streams, and so could "
+                "not go on together; pass the same stream= to all of them"
+            )
+        sent = self._counted(self._sent, more.sends)
+        return stream, sent, self._counted(self._received, more.receives)
+
+    def add(self, more: Transfers, stream: Stream) -> None:
+        """Add a call's messages; raise what :meth:`check` raises."""
+        self.stream, self._sent, self._received = self.check(more, stream)
+        self.sends += more.sends
+        self.receives += more.receives
+        self.copies += more.copies
+
+    def _counted(self, before: list[int], messages: Sequence[Message]) -> list[int]:
+        """Return how many messages each peer has with these, refusing too many."""
+        numbers = before.copy()
+        for message in messages:
+            numbers[message.peer] += 1
+            if numbers[message.peer] > self._most:
+                raise ArgumentError(
+                    f"group: more than {self._most} messages to or from rank "
+                    f"{message.peer}; use several groups, on both ranks alike"
+                )
+        return numbers
