@@ -62,8 +62,16 @@ def _add(
         description=f"Measure {operation.name}. Sizes are in bytes, with binary "
         "suffixes K, M and G.",
     )
-    largest = "16K" if SIMULATED else "64M"
+    _add_messages(parser, operation)
+    _add_repetitions(parser)
+    _add_ways(parser, operation)
+    return parser
+
+
+def _add_messages(parser: argparse.ArgumentParser, operation: Operation) -> None:
+    """Add what the messages are: sizes, types and reductions."""
     add = parser.add_argument
+    largest = "16K" if SIMULATED else "64M"
     add(
         "-b",
         dest="first",
@@ -107,6 +115,11 @@ def _add(
         )
     else:
         parser.set_defaults(reductions=(NO_REDUCTION,))
+
+
+def _add_repetitions(parser: argparse.ArgumentParser) -> None:
+    """Add how often calls are repeated, and whether results are checked."""
+    add = parser.add_argument
     add(
         "-n",
         dest="calls",
@@ -140,6 +153,11 @@ def _add(
         default=1,
         help="1: check all results (default %(default)s)",
     )
+
+
+def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
+    """Add what is measured, and where the measurements go."""
+    add = parser.add_argument
     add(
         "--against",
         metavar="NAME,…",
@@ -173,7 +191,6 @@ def _add(
     add("--seed", type=_at_least(0), help="seed of the random numbers (default random)")
     add("--json", type=Path, metavar="FILE", help="write all measurements to a file")
     add("--plot", type=Path, metavar="FILE", help="draw them to a file, such as r.png")
-    return parser
 
 
 def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
