@@ -8,15 +8,9 @@ the grid before, ``PREEXIT`` lets the next one start.
 
 import functools
 import re
-import subprocess
-import tempfile
-from collections import deque
-from pathlib import Path
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
-import nvidia
 import pytest
 
 from numba_symm import dtypes, pads
@@ -37,6 +31,7 @@ from numba_symm.collectives.kernels import (
 from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.exchanges import EXCHANGES
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
+from tests.machine_code import Code
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture here
 
@@ -180,89 +175,9 @@ def element(dtype):
     return dtypes.element(HALVES.get(dtype, dtype), "test")
 
 
-class Instruction(NamedTuple):
-    guard: str  # such as "@!P0"
-    opcode: str
-    operands: str
-
-
-class Code:
-    """The machine code of one kernel, and which instruction may follow which."""
-
-    def __init__(self, case, cc):
-        self.kernel = kernel(*case)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(kernel(*case).cubin(cc))
-            file.flush()
-            self.usage = dict(
-                re.findall(r"(\w+):(\d+)", run("cuobjdump", "-res-usage", file.name))
-            )
-            text = run("nvdisasm", "-c", file.name)
-        self.instructions = []
-        labels = {}
-        for line in text.splitlines():
-            if label := re.match(r"(\.L_x_\d+):", line):
-                labels[label[1]] = len(self.instructions)
-            if found := re.match(r"\s*/\*\w+\*/\s+(@\S+)?\s*([A-Z][\w.]*)(.*);", line):
-                self.instructions.append(
-                    Instruction(*(part or "" for part in found.groups()))
-                )
-        self._next = [
-            self._successors(index, labels) for index in range(len(self.instructions))
-        ]
-
-    def _successors(self, index, labels):
-        guard, opcode, operands = self.instructions[index]
-        kind = opcode.partition(".")[0]
-        jumps = kind in ("BRA", "BRX") or opcode.startswith("CALL.REL")
-        targets = [labels[name] for name in re.findall(r"\.L_x_\d+", operands) if jumps]
-        conditional = guard or "P" in operands.partition("`")[0]
-        if kind not in ("BRA", "BRX", "EXIT", "RET") or conditional:
-            targets.append(index + 1)
-        return [target for target in targets if target < len(self.instructions)]
-
-    def find(self, pattern):
-        """Return the indices of the instructions whose whole opcode matches."""
-        return [
-            index
-            for index, instruction in enumerate(self.instructions)
-            if re.fullmatch(pattern, instruction.opcode)
-        ]
-
-    def loop(self, index):
-        """Return the instructions of the shortest loop through one, or None."""
-        came_from = dict.fromkeys(self._next[index], index)
-        queue = deque(came_from)
-        while queue:
-            here = queue.popleft()
-            if here == index:
-                path = [came_from[here]]
-                while path[-1] != index:
-                    path.append(came_from[path[-1]])
-                return [self.instructions[step] for step in reversed(path)]
-            for following in self._next[here]:
-                if following not in came_from:
-                    came_from[following] = here
-                    queue.append(following)
-        return None
-
-    def between(self, first, last):
-        return self.instructions[first + 1 : last]
-
-
 @functools.cache
 def compiled(case, cc):
-    return Code(case, cc)
-
-
-def run(tool, *arguments):
-    found = [
-        file for root in nvidia.__path__ for file in Path(root).glob(f"*/bin/{tool}")
-    ]
-    assert found, f"no {tool}: install nvidia-cuda-{tool}"
-    return subprocess.run(
-        [found[0], *arguments], capture_output=True, text=True, check=True
-    ).stdout
+    return Code(kernel(*case), cc)
 
 
 def opcodes(instructions, pattern):

@@ -1,11 +1,7 @@
 """What the compilers make of every element type and kind of operator, for sm_90."""
 
 import re
-import subprocess
-import tempfile
-from pathlib import Path
 
-import nvidia
 import pytest
 
 from numba_symm import dtypes, kernels
@@ -13,9 +9,8 @@ from numba_symm.collectives.kernels import one_shot, one_shot_pull
 from numba_symm.collectives.protocols.exchanges import EXCHANGES
 from numba_symm.collectives.protocols.workspace import ONE_SHOT
 from numba_symm.dtypes import UserOperator
+from tests.machine_code import machine_code
 from tests.operators import ELEMENTS, PAIRS
-
-TOOLS = Path(next(iter(nvidia.__path__))) / "cu13" / "bin"
 
 ALL = EXCHANGES["all_reduce"]
 
@@ -25,20 +20,6 @@ CASES += [("int64", "avg"), ("uint8", "bor"), ("uint16", "land"), ("uint32", "pr
 CASES += [("uint64", "max"), ("float8_e4m3fn", "sum"), ("float8_e5m2", "min")]
 CASES += [("float16", "lor"), ("bfloat16", "sum"), ("float32", "avg")]
 CASES += [("float64", "sum"), ("complex64", "prod"), ("complex128", "avg")]
-
-
-def machine_code(kernel, cc=(9, 0)):
-    """Return the resources of a kernel's cubin, and its instructions."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.cubin(cc))
-        file.flush()
-        usage = run("cuobjdump", "-res-usage", file.name)
-        return dict(re.findall(r"(\w+):(\d+)", usage)), run("nvdisasm", "-c", file.name)
-
-
-def run(tool, *arguments):
-    command = [str(TOOLS / tool), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def in_registers(kernel):

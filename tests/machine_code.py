@@ -1,0 +1,93 @@
+"""The machine code of kernels, as NVIDIA's tools print it."""
+
+import re
+import subprocess
+import tempfile
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+import nvidia
+
+
+class Instruction(NamedTuple):
+    guard: str  # such as "@!P0"
+    opcode: str
+    operands: str
+
+
+class Code:
+    """The machine code of one kernel, and which instruction may follow which."""
+
+    def __init__(self, kernel, cc):
+        self.kernel = kernel
+        self.usage, text = machine_code(kernel, cc)
+        self.instructions = []
+        labels = {}
+        for line in text.splitlines():
+            if label := re.match(r"(\.L_x_\d+):", line):
+                labels[label[1]] = len(self.instructions)
+            if found := re.match(r"\s*/\*\w+\*/\s+(@\S+)?\s*([A-Z][\w.]*)(.*);", line):
+                self.instructions.append(
+                    Instruction(*(part or "" for part in found.groups()))
+                )
+        self._next = [
+            self._successors(index, labels) for index in range(len(self.instructions))
+        ]
+
+    def _successors(self, index, labels):
+        guard, opcode, operands = self.instructions[index]
+        kind = opcode.partition(".")[0]
+        jumps = kind in ("BRA", "BRX") or opcode.startswith("CALL.REL")
+        targets = [labels[name] for name in re.findall(r"\.L_x_\d+", operands) if jumps]
+        conditional = guard or "P" in operands.partition("`")[0]
+        if kind not in ("BRA", "BRX", "EXIT", "RET") or conditional:
+            targets.append(index + 1)
+        return [target for target in targets if target < len(self.instructions)]
+
+    def find(self, pattern):
+        """Return the indices of the instructions whose whole opcode matches."""
+        return [
+            index
+            for index, instruction in enumerate(self.instructions)
+            if re.fullmatch(pattern, instruction.opcode)
+        ]
+
+    def loop(self, index):
+        """Return the instructions of the shortest loop through one, or None."""
+        came_from = dict.fromkeys(self._next[index], index)
+        queue = deque(came_from)
+        while queue:
+            here = queue.popleft()
+            if here == index:
+                path = [came_from[here]]
+                while path[-1] != index:
+                    path.append(came_from[path[-1]])
+                return [self.instructions[step] for step in reversed(path)]
+            for following in self._next[here]:
+                if following not in came_from:
+                    came_from[following] = here
+                    queue.append(following)
+        return None
+
+    def between(self, first, last):
+        return self.instructions[first + 1 : last]
+
+
+def machine_code(kernel, cc=(9, 0)):
+    """Return the resources of a kernel's cubin, and its instructions as text."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.cubin(cc))
+        file.flush()
+        usage = run("cuobjdump", "-res-usage", file.name)
+        return dict(re.findall(r"(\w+):(\d+)", usage)), run("nvdisasm", "-c", file.name)
+
+
+def run(tool, *arguments):
+    found = [
+        file for root in nvidia.__path__ for file in Path(root).glob(f"*/bin/{tool}")
+    ]
+    assert found, f"no {tool}: install nvidia-cuda-{tool}"
+    return subprocess.run(
+        [found[0], *arguments], capture_output=True, text=True, check=True
+    ).stdout
