@@ -13,9 +13,8 @@ from explore.scenarios import (
     worlds,
 )
 from explore.source import device_code
-from explore.world import MAILED
+from explore.world import LL, MAILED, MARKED, SENTINEL
 
-SENTINEL, LL, MARKED = MAILED[:4:2], MAILED[1:2], MAILED[3:]
 CLEARED = [*SENTINEL, *MARKED]
 
 # What is broken: the algorithms that it must spoil, and the edits that break them.

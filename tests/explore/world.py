@@ -9,18 +9,17 @@ from explore.failures import NoStoreAfterFailure
 from explore.memory import REGION, Finding
 from explore.scheduler import TIMEOUT, Launch
 from numba_symm import dtypes
+from numba_symm.collectives.operations import ALL_REDUCE
 
 INT64, FLOAT64 = (dtypes.element(name, "test") for name in ("int64", "float64"))
-ALGORITHMS = (
-    "one_shot_sentinel",
-    "one_shot_ll",
-    "two_shot_sentinel",
-    "one_shot_marked",
-    "two_shot_marked",
-    "chunked",
-    "one_shot_pull",
+ALGORITHMS = [name for name in ALL_REDUCE.algorithms if name != "copy_engine"]
+"""Those of an all-reduce, but for ``test_copies.py``'s."""
+SENTINEL, MARKED, LL = (
+    [name for name in ALGORITHMS if name.endswith(transport)]
+    for transport in ("_sentinel", "_marked", "_ll")
 )
-MAILED = ALGORITHMS[:5]
+MAILED = [*SENTINEL, *MARKED, *LL]
+FLAGGED = [name for name in ALGORITHMS if name not in MAILED]
 ALL_ONES = 2**64 - 1
 
 

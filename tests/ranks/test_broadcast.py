@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
+from numba_symm.collectives import operations
 from numba_symm.collectives.kernels.direct_broadcast import BATCH
 from numba_symm.collectives.protocols.handshake import BLOCKS
 from numba_symm.collectives.protocols.partition import LINE
@@ -21,7 +22,8 @@ from tests.ranks.helpers import (
     values,
 )
 
-ALGORITHMS = ("one_shot_marked", "chunked", "copy_engine", "direct")
+ALGORITHMS = tuple(operations.BROADCAST.algorithms)
+EVERYWHERE = (None, "one_shot_marked", "chunked")  # of other operations, too
 F4 = np.dtype(np.float32)
 KINDS = [np.dtype(kind) for kind in (np.uint8, np.int16, F4, np.float64, np.complex128)]
 KINDS += [np.dtype([("a", np.int32), ("b", np.float64)])]
@@ -112,7 +114,7 @@ def test_types_roots_and_orders_of_calls(comm, world):
     for step in range(16 if SIMULATED else 200):
         root = int(random.integers(comm.size))
         dtype = KINDS[random.integers(len(KINDS))]
-        algorithm = (None, *ALGORITHMS)[random.integers(3)]
+        algorithm = EVERYWHERE[random.integers(3)]
         count = int(random.integers(1, 300 if SIMULATED else 100_000))
         x = array_of(comm, content(count, dtype, comm.rank, step).view(np.uint8), False)
         comm.broadcast(x.view(dtype), root, algorithm=algorithm)

@@ -1,0 +1,85 @@
+"""Every algorithm of every operation, as the library's table has them.
+
+Where an algorithm works on the ranks' own arrays, these are not symmetric here, so that
+the ranks refuse. ``test_copies.py`` and ``calls_on_own_arrays`` have symmetric ones.
+"""
+
+import pytest
+
+from explore.scenarios import a_count, a_limit, holds, worlds
+from explore.source import device_code
+from explore.world import DRAW, FLOAT64, INT64, KINDS, TOTAL, World, add, bits_of
+from numba_symm.collectives.operations import OPERATIONS
+
+IDENTITY = {INT64: 0, FLOAT64: bits_of(-0.0)}  # of a sum
+PAIRS = [
+    (name, algorithm)
+    for name, operation in OPERATIONS.items()
+    for algorithm in operation.algorithms
+]
+
+
+def wanted_of(name, words, rank, root, kind):
+    """Return what a rank's output must hold; None if it has none."""
+    size = len(words)
+    part = len(words[0]) // size
+    mine = [each[rank * part : (rank + 1) * part] for each in words]
+    if name == "broadcast":
+        return words[root]
+    if name in ("all_gather", "all_to_all"):
+        return [word for each in (words, mine)[name == "all_to_all"] for word in each]
+    if name == "reduce" and rank != root:
+        return None
+    taken = {
+        "reduce_scatter": mine,
+        "scan": words[: rank + 1],
+        "exscan": words[:rank],
+    }.get(name, words)
+    if not taken:
+        return [IDENTITY[kind]] * len(words[0])
+    return [TOTAL[kind](column) for column in zip(*taken, strict=True)]
+
+
+def add_call(world, name, algorithm, count):
+    """Add a call of an operation to every rank's stream."""
+    operation, random = OPERATIONS[name], world.random
+    kind = INT64
+    if operation.reduces:
+        kind = FLOAT64 if algorithm.endswith("sentinel") else random.choice(KINDS)
+    sources, words = world.inputs(count * operation.parts(world.size), DRAW[kind])
+    root = random.randrange(world.size)
+    wanted = [wanted_of(name, words, r, root, kind) for r in range(world.size)]
+    in_place = len(wanted[root]) == len(words[0]) and random.random() < 0.5
+    targets = sources
+    if not in_place and name != "broadcast":
+        targets = world.map("output", 8 * len(wanted[root]))
+    table = world.code.operations.OPERATIONS
+    for end, source, target in zip(world.ends, sources, targets, strict=True):
+        mine = 0 if wanted[end.rank] is None else target
+        call = world.code.binding.Call(source, mine, count, kind, "sum", root)
+        add(table[name].bind(algorithm, end, call), world.streams[end.rank])
+        world.expect(target, wanted[end.rank] or [])
+
+
+def calls_of_pairs(code, *pairs):
+    """Calls of operations by algorithms, one right after the other."""
+    names = [algorithm for _, algorithm in pairs] if len(pairs) == 1 else []
+
+    def scenario(machine):
+        world = World(machine, code, blocks=a_limit(machine, code, names))
+        for _ in range(3):
+            add_call(world, *machine.random.choice(pairs), a_count(world))
+        world.run()
+
+    return scenario
+
+
+@worlds
+@pytest.mark.parametrize(("name", "algorithm"), PAIRS)
+def test_every_algorithm(name, algorithm, ranks):
+    holds(calls_of_pairs(device_code(), (name, algorithm)), ranks, 25)
+
+
+@worlds
+def test_any_algorithm_after_any_other(ranks):
+    holds(calls_of_pairs(device_code(), *PAIRS), ranks, 150)
