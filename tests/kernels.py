@@ -1,7 +1,8 @@
-"""The names of all kernels, from the package's source."""
+"""The names of all kernels, from the package's source, and of all algorithms."""
 
 import ast
 
+from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.kernels import PACKAGE, _device_files
 
 MAKERS = {"Kernel", "make_kernel"}  # their first argument is a factory
@@ -10,6 +11,20 @@ MAKERS = {"Kernel", "make_kernel"}  # their first argument is a factory
 def named(factory):
     """Return the name of a factory, or of the one that has made a kernel's function."""
     return f"{factory.__module__}.{factory.__qualname__.partition('.')[0]}"
+
+
+def named_call(operation, algorithm):
+    """Return the name of an operation by an algorithm."""
+    return f"{operation} by {algorithm}"
+
+
+def every_call():
+    """Return the names of all operations by each of their algorithms."""
+    return {
+        named_call(name, algorithm)
+        for name, operation in OPERATIONS.items()
+        for algorithm in operation.algorithms
+    }
 
 
 def every_kernel():

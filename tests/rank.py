@@ -3,8 +3,8 @@
     python tests/rank.py FOLDER SECONDS [pytest arguments]
 
 All that the rank prints goes to FOLDER/<rank>.txt, its exit code to
-FOLDER/<rank>.code, the names of the kernels that its tests bind to
-FOLDER/<rank>.kernels. Where every thread is after SECONDS is printed too: a rank that
+FOLDER/<rank>.code, the names of the kernels and algorithms that its tests bind to
+FOLDER/<rank>.bound. Where every thread is after SECONDS is printed too: a rank that
 lives as long hangs.
 """
 
@@ -25,23 +25,28 @@ class AtOnce:
     pytest_collectreport = pytest_runtest_logreport
 
 
-class Kernels:
-    """Notes the names of the kernels that tests bind."""
+class Bound:
+    """Notes the names of the kernels that tests bind, and of the algorithms."""
 
     def __init__(self):
         self.names = set()
 
     def pytest_collection_finish(self):
+        from numba_symm.collectives.operations import Operation
         from numba_symm.kernels import Kernel
-        from tests.kernels import named
+        from tests.kernels import named, named_call
 
-        bind = Kernel.bind
+        bind, bind_call = Kernel.bind, Operation.bind
 
         def noting(kernel, *args, **options):
             self.names.add(named(kernel.factory))
             return bind(kernel, *args, **options)
 
-        Kernel.bind = noting
+        def noting_call(operation, algorithm, *args):
+            self.names.add(named_call(operation.name, algorithm))
+            return bind_call(operation, algorithm, *args)
+
+        Kernel.bind, Operation.bind = noting, noting_call
 
 
 def main(folder, seconds, *arguments):
@@ -56,11 +61,11 @@ def main(folder, seconds, *arguments):
 
         # Of its own: ranks that clear away old folders together trip over each other.
         own = f"--basetemp={Path(folder, f'tmp{rank}')}"
-        kernels = Kernels()
-        code = int(pytest.main([own, *arguments], plugins=[AtOnce, kernels]))
+        bound = Bound()
+        code = int(pytest.main([own, *arguments], plugins=[AtOnce, bound]))
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
-    Path(folder, f"{rank}.kernels").write_text("\n".join(sorted(kernels.names)))
+    Path(folder, f"{rank}.bound").write_text("\n".join(sorted(bound.names)))
     Path(folder, f"{rank}.code").write_text(str(code))
     return code
 

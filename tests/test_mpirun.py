@@ -20,7 +20,7 @@ import pytest
 
 from numba_symm.errors import DeviceError
 from numba_symm.launch import cli
-from tests.kernels import every_kernel
+from tests.kernels import every_call, every_kernel
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
@@ -40,7 +40,7 @@ PYTEST = ["-vs", "--no-header", "--no-summary"]
 PYTEST += ["-pno:cacheprovider", "-pno:faulthandler"]  # rank.py has its own
 
 BOUND = {}
-"""By file, the names of the kernels that its tests have bound."""
+"""By file, the names of the kernels and algorithms that its tests have bound."""
 
 by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
@@ -51,12 +51,12 @@ def test_on_ranks(file, ranks, tmp_path):
     check(file, ranks, tmp_path)
 
 
-def test_every_kernel_is_bound_by_a_test_on_ranks():
+def test_every_kernel_and_algorithm_is_bound_by_a_test_on_ranks():
     """After the tests above: it skips where not all of them ran here."""
     ran = BOUND.keys() >= {file for file in FILES if file.parent.name == "ranks"}
     if not ran or max(RANKS) < 3:  # two ranks relay nothing
         pytest.skip("not all files ran, on three ranks or more")
-    missing = every_kernel() - set().union(*BOUND.values())
+    missing = (every_kernel() | every_call()) - set().union(*BOUND.values())
     assert not missing, f"no test in tests/ranks binds {missing}: add one"
 
 
@@ -70,8 +70,8 @@ def check(file, ranks, tmp_path):
     program = [str(ROOT / "tests/rank.py"), str(tmp_path), str(dump), *PYTEST]
     command = cli.mpirun_command(ranks, [*program, str(file)], cli.find_mpirun())
     code = run(command, environ, tmp_path / "mpirun.txt", deadline)
-    for names in tmp_path.glob("*.kernels"):
-        BOUND.setdefault(file, set()).update(read(names).split())
+    for names in tmp_path.glob("*.bound"):
+        BOUND.setdefault(file, set()).update(read(names).splitlines())
     if code is None:
         late = f"{ranks} ranks had not ended after {deadline:g} s and were killed"
         pytest.fail(describe(late, ranks, tmp_path), pytrace=False)
