@@ -59,7 +59,14 @@ from numba_symm.device.intrinsics import (
     st_v2_u64,
     thread_index,
 )
-from numba_symm.device.polling import fail, must_give_up, pause, wait_record
+from numba_symm.device.polling import (
+    fail,
+    is_time_to_check,
+    must_give_up,
+    pause,
+    since,
+    wait_record,
+)
 from numba_symm.kernels import Kernel
 from numba_symm.waits import CALL_MISMATCH
 
@@ -92,9 +99,11 @@ def make_meet(size: int) -> Any:
         digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
         first, second, missing = peek_packets(mail, VECTOR, epoch)
         while missing | late != 0:  # explore: come
-            polls, started, due = pause(polls, started)
-            if due and must_give_up(guard, started, record):
-                return 0, 0, 0, False
+            polls = pause(polls)
+            if is_time_to_check(polls):
+                started = since(started)
+                if must_give_up(guard, started, record):
+                    return 0, 0, 0, False
             digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
             first, second, missing = peek_packets(mail, VECTOR, epoch)
         # Others may have given up on a rank that came as late as this.

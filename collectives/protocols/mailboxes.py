@@ -67,7 +67,13 @@ from numba_symm.device.intrinsics import (
     thread_index_x,
     word_of,
 )
-from numba_symm.device.polling import must_give_up, pause, wait_record
+from numba_symm.device.polling import (
+    is_time_to_check,
+    must_give_up,
+    pause,
+    since,
+    wait_record,
+)
 
 EMPTY = -1
 """The word that says that nothing has come."""
@@ -347,8 +353,9 @@ def make_mailboxes(
                 missing |= gap if wanted >> k & 1 != 0 else 0
             arrived = missing == 0
             if not arrived:
-                polls, started, due = pause(polls, started)
-                if due:
+                polls = pause(polls)
+                if is_time_to_check(polls):
+                    started = since(started)
                     late = 0
                     for k in range(others):
                         _, _, gap = peek(first + k * rank_stride, epoch)

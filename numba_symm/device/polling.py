@@ -83,18 +83,22 @@ def must_give_up(guard: Any, started: int, record: int) -> bool:
 
 
 @device_function
-def pause(polls: int, started: int) -> Any:
-    """Pause between two polls.
-
-    Returns how many there were, when the first look at the clock was, and whether it is
-    time to look at the clock and the board (``must_give_up``).
-    """
+def pause(polls: int) -> int:
+    """Pause between two polls, and return how many there were."""
     poll_pause()
-    polls += 1
-    due = polls % POLLS_PER_CHECK == 0
-    if due and started == 0:
-        started = globaltimer()
-    return polls, started, due
+    return polls + 1
+
+
+@device_function
+def is_time_to_check(polls: int) -> bool:
+    """Return whether a thread that has polled so often calls ``must_give_up``."""
+    return polls % POLLS_PER_CHECK == 0
+
+
+@device_function
+def since(started: int) -> int:
+    """Return when a wait began: the time of its first check."""
+    return globaltimer() if started == 0 else started
 
 
 def make_wait(has_arrived: Callable[[int, int], bool]) -> Callable[..., bool]:
@@ -109,9 +113,11 @@ def make_wait(has_arrived: Callable[[int, int], bool]) -> Callable[..., bool]:
         polls = 0
         started = 0
         while not has_arrived(address, expected):
-            polls, started, due = pause(polls, started)
-            if due and must_give_up(guard, started, record):
-                return False
+            polls = pause(polls)
+            if is_time_to_check(polls):
+                started = since(started)
+                if must_give_up(guard, started, record):
+                    return False
         return True
 
     return wait
