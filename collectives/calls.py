@@ -13,8 +13,6 @@ from functools import wraps
 from threading import get_ident
 from typing import Any, ParamSpec, TypeVar
 
-from numba.core.errors import NumbaError
-
 from numba_symm import arrays, dtypes, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.cache import UNKNOWN, Cache
@@ -322,8 +320,7 @@ class Calls:
         launch = None
         if call is not None:
             self.group.check()  # before a kernel is compiled for nothing
-            with _compiling(op, call.element, what):
-                launch = operation.bind(name, self.end, call)
+            launch = operation.bind(name, self.end, call)
         self._plans.put(key, launch)
         return launch
 
@@ -498,17 +495,3 @@ def owned(stream: Any) -> Stream:
     """Return a stream's handle, and the object that keeps the stream, if any."""
     owner = None if isinstance(stream, int) else stream
     return streams.handle_or_default(stream), owner
-
-
-@contextmanager
-def _compiling(op: dtypes.Op, element: dtypes.Element, what: str) -> Iterator[None]:
-    """Say whose function it is that Numba cannot compile."""
-    try:
-        yield
-    except NumbaError as error:
-        if not isinstance(op, dtypes.UserOperator):
-            raise
-        raise ArgumentError(
-            f"{what}: op={op} cannot be compiled for two {element.accumulate.name}; "
-            f"pass a function that numba.cuda compiles: {error}"
-        ) from error

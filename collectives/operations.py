@@ -1,9 +1,12 @@
 """What each collective operation takes and gives, and its algorithms."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
+
+from numba.core.errors import NumbaError
 
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
@@ -196,7 +199,22 @@ class Operation(NamedTuple):
         found = self.algorithms[algorithm]
         if not found.suits(end.size, call):
             found = self.algorithms["chunked"]
-        return found.bind(end, call)
+        with _compiling(call.op, call.element, self.name):
+            return found.bind(end, call)
+
+
+@contextmanager
+def _compiling(op: Op, element: Element, what: str) -> Iterator[None]:
+    """Say whose function it is that Numba cannot compile."""
+    try:
+        yield
+    except NumbaError as error:
+        if not isinstance(op, dtypes.UserOperator):
+            raise
+        raise ArgumentError(
+            f"{what}: op={op} cannot be compiled for two {element.accumulate.name}; "
+            f"pass a function that numba.cuda compiles: {error}"
+        ) from error
 
 
 def _reducible(dtype: Any, op: Op, gpu: GPU, what: str) -> Element:

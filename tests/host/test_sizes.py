@@ -13,7 +13,6 @@ SOURCES = {
 
 LONG_FILES = {
     "collectives/communicator.py": "the public methods, each with its docstring",
-    "collectives/calls.py": "to be divided",
 }
 LONG_FUNCTIONS = {
     "collectives/kernels/": "to be divided, unless a measurement on a GPU says why not",
