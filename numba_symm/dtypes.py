@@ -1,10 +1,13 @@
 """The table of element types, their accumulation types and the operators."""
 
+import contextlib
+import functools
 import inspect
 import sys
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import ml_dtypes
@@ -184,12 +187,54 @@ class UserOperator:
             which returns one.
     """
 
-    function: Callable[[Any, Any], Any]
+    function: FunctionType
 
     def __repr__(self) -> str:
         # The ranks compare this text, so it contains no address.
-        name = getattr(self.function, "__qualname__", type(self.function).__name__)
-        return f"{getattr(self.function, '__module__', '')}.{name}"
+        return f"{self} (body {_digest_of(self.function)})"
+
+    def __str__(self) -> str:
+        return f"{self.function.__module__}.{self.function.__qualname__}"
+
+
+@functools.lru_cache(maxsize=256)
+def _digest_of(function: FunctionType) -> str:
+    """Return a digest of what a function computes, equal on ranks that agree.
+
+    It covers the code, its constants, and the values and functions that it refers to;
+    of values that are neither scalars nor arrays, the type only.
+    """
+    words: list[str] = []
+    seen: set[int] = set()
+
+    def add(value: Any) -> None:
+        value = getattr(value, "py_func", value)  # of a function decorated by Numba
+        if isinstance(value, FunctionType):
+            if id(value) not in seen:
+                seen.add(id(value))
+                add(value.__code__)
+                add(value.__defaults__)
+                names = value.__code__.co_names
+                add(tuple(value.__globals__.get(name) for name in names))
+                for cell in value.__closure__ or ():
+                    with contextlib.suppress(ValueError):  # nothing is in it yet
+                        add(cell.cell_contents)
+        elif isinstance(value, CodeType):
+            words.append(f"{value.co_code.hex()} {value.co_names}")
+            add(value.co_consts)
+        elif isinstance(value, tuple):
+            words.append(f"({len(value)}")
+            for each in value:
+                add(each)
+        elif isinstance(value, np.ndarray):
+            words.append(f"{value.dtype} {value.shape} {value.tobytes().hex()}")
+        elif isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+            words.append(f"{type(value).__name__} {value!r}")
+        else:
+            words.append(type(value).__qualname__)
+
+    add(function)
+    return f"{zlib.crc32(' '.join(words).encode()):08x}"
 
 
 Op = str | UserOperator

@@ -189,7 +189,37 @@ def test_a_function_is_an_operator_that_equals_only_itself():
 def test_a_function_is_shown_by_its_name_without_an_address():
     assert str(dtypes.reduction(larger, "here")) == f"{__name__}.larger"
     inner = dtypes.reduction(lambda a, b: a, "here")
-    assert repr(inner).endswith("without_an_address.<locals>.<lambda>")
+    assert str(inner).endswith("without_an_address.<locals>.<lambda>")
+
+
+def function_of(source, scale=3, **around):
+    """Return a new function ``op`` of that source, with a closure."""
+    names = {"np": np, "helper": larger, **around}
+    exec(f"def outer(scale):\n    {source}\n    return op", names)
+    return names["outer"](scale)
+
+
+BODIES = [
+    function_of("op = lambda a, b: a + b"),
+    function_of("op = lambda a, b: a * b"),
+    function_of("op = lambda a, b: a + 2 * b"),
+    function_of("op = lambda a, b: a + scale * b"),
+    function_of("op = lambda a, b: a + scale * b", scale=4),
+    function_of("op = lambda a, b: helper(a, b)"),
+    function_of("op = lambda a, b: helper(a, b)", helper=function_of("op = max")),
+    function_of("op = lambda a, b: helper[0]", helper=np.arange(3)),
+    function_of("op = lambda a, b: helper[0]", helper=np.arange(4)),
+    function_of("op = lambda a, b: helper * a", helper=np.float32(2)),
+    function_of("op = lambda a, b, c=1: a + b"),
+]
+
+
+def test_functions_of_other_bodies_are_shown_as_such():
+    """Under one name: ranks that compare these texts see that they differ."""
+    shown = {repr(dtypes.reduction(function, "here")) for function in BODIES}
+    assert len(shown) == len(BODIES)
+    again = function_of("op = lambda a, b: a + scale * b", scale=3)
+    assert repr(dtypes.reduction(again, "here")) in shown
 
 
 def test_a_function_decorated_by_numba_is_its_plain_function():

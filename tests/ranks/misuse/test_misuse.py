@@ -400,6 +400,21 @@ def test_debug_mode_tells_what_differs(careful, everywhere, last, name, differen
 
 
 @needs_peers
+def test_debug_mode_compares_what_functions_compute(careful, everywhere, last):
+    """Functions of one name, which refer to different values."""
+    factor = 2 if last else 1
+    x = ordinary(3, "f4")
+    said = everywhere(
+        ns.ArgumentError,
+        lambda: careful.all_reduce(x, lambda a, b: factor * a + b),
+        "all_reduce: rank",
+        "every rank must pass the same",
+    )
+    assert said.count("<lambda> (body ") == 2
+    check_works(careful)
+
+
+@needs_peers
 def test_debug_mode_tells_of_differing_orders(careful, everywhere, last):
     x = ordinary((3, 4), np.float32, order="F" if last else "C")
     said = everywhere(ns.ArgumentError, lambda: careful.all_reduce(x), "all_reduce:")
