@@ -10,6 +10,7 @@ import ast
 import builtins
 import functools
 import importlib.util
+import pkgutil
 from pathlib import Path
 from types import GeneratorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from explore import intrinsics
 from explore.markers import Edit, marked
 from explore.scheduler import Launch
+from numba_symm.collectives import kernels
 
 
 class Shape(NamedTuple):
@@ -36,6 +38,12 @@ class Shape(NamedTuple):
 SMALL = Shape(2, 2, 2)
 """A few show every race; two ranks send two vectors at once, more ranks one."""
 
+_KERNELS = [
+    module.name
+    for module in pkgutil.iter_modules(kernels.__path__, f"{kernels.__name__}.")
+]
+"""In any order, as none imports another."""
+
 _MODULES = (
     "numba_symm.collectives.protocols.workspace",
     "numba_symm.collectives.protocols.binding",
@@ -49,22 +57,10 @@ _MODULES = (
     "numba_symm.collectives.protocols.exchanges",
     "numba_symm.collectives.protocols.mailboxes",
     "numba_symm.collectives.protocols.flags",
-    "numba_symm.collectives.kernels.one_shot",
-    "numba_symm.collectives.kernels.one_shot_pull",
-    "numba_symm.collectives.kernels.two_shot",
     "numba_symm.collectives.protocols.slots",
     "numba_symm.collectives.protocols.handshake",
-    "numba_symm.collectives.kernels.barrier",
-    "numba_symm.collectives.kernels.chunked_all_reduce",
-    "numba_symm.collectives.kernels.chunked_exchange",
-    "numba_symm.collectives.kernels.chunked_reduce",
-    "numba_symm.collectives.kernels.chunked_broadcast",
-    "numba_symm.collectives.kernels.direct_broadcast",
-    "numba_symm.collectives.kernels.direct_reduce",
     "numba_symm.collectives.protocols.copies",
-    "numba_symm.collectives.kernels.copied_all_reduce",
-    "numba_symm.collectives.kernels.copied_exchange",
-    "numba_symm.collectives.kernels.transfer",
+    *_KERNELS,
     "numba_symm.pads",
     "numba_symm.collectives.select",
     "numba_symm.collectives.operations",
@@ -151,8 +147,8 @@ def paths() -> dict[str, Path]:
 
 @functools.cache
 def _device_code(edits: tuple[Edit, ...], shape: Shape) -> SimpleNamespace:
-    kernels = ModuleType("kernels")
-    kernels.GUARD, kernels.Kernel, kernels.Launch = None, _Kernel, Launch
+    compiled = ModuleType("kernels")
+    compiled.GUARD, compiled.Kernel, compiled.Launch = None, _Kernel, Launch
     numba = ModuleType("numba")
     numba.cuda = intrinsics.cuda
     environment = ModuleType("environment")
@@ -168,7 +164,7 @@ def _device_code(edits: tuple[Edit, ...], shape: Shape) -> SimpleNamespace:
         "numba_symm.device.intrinsics": intrinsics,
         **{name: ModuleType(name) for name in _PACKAGES},
         "numba_symm.environment": environment,
-        "numba_symm.kernels": kernels,
+        "numba_symm.kernels": compiled,
     }
 
     def find(name: str, *rest: Any) -> Any:

@@ -1,5 +1,7 @@
 """Every kernel is explored, and its machine code looked at: no list is kept by hand."""
 
+from functools import partial
+
 from explore.scenarios import (
     plain_stores_between_barriers,
     search,
@@ -8,9 +10,16 @@ from explore.scenarios import (
 from explore.source import device_code
 from explore.test_copies import calls_by_copies
 from explore.test_failures import CALLS
+from explore.test_operations import PAIRS, calls_of_pairs
 from explore.world import World
 from tests.host import test_machine_code
 from tests.kernels import every_kernel, named
+
+
+def calls_of(name, code):
+    """Calls of an operation between the ranks' own arrays."""
+    return calls_of_pairs(code, (name, "direct"))
+
 
 SCENARIOS = [
     *CALLS.values(),
@@ -18,6 +27,7 @@ SCENARIOS = [
     plain_stores_between_barriers,
     lambda code: plain_stores_between_barriers(code, World.pad_barrier),
     words_by_signals_of_the_host,
+    *(partial(calls_of, name) for name, way in PAIRS if way == "direct"),
 ]
 ENOUGH = 5  # schedules of a scenario, in which it launches all its kernels
 

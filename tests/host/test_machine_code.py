@@ -31,6 +31,7 @@ from numba_symm.collectives.kernels import (
 from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.exchanges import EXCHANGES
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
+from tests.kernels import bound_kernels, named
 from tests.machine_code import Code
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture here
@@ -151,28 +152,41 @@ COLLECTIVE = [*MAILBOXES, *TOLD, *DIRECT, *MEETING, *MESSAGES]
 EVERY = [*COLLECTIVE, *PADS, *cases("copied")]
 
 
+def element(dtype):
+    return dtypes.element(HALVES.get(dtype, dtype), "test")
+
+
+def kernel(name, n, dtype=None, op=None):
+    if name in SIGNALS:
+        return SIGNALS[name](n)
+    if name in ALGORITHMS:
+        return ALGORITHMS[name](n, element(dtype), op)
+    return bound_kernels(n)[name]
+
+
+# Kernels of the operations' table that have no case above.
+REST = [
+    (name, n)
+    for n in (3, 8)
+    for name in bound_kernels(n).keys()
+    - {named(kernel(*case).factory) for case in EVERY}
+]
+COLLECTIVE += sorted(REST)
+EVERY += sorted(REST)
+
+
 def on(cases):
     """Run a test for each kernel on Hopper, for some small ones on its neighbours."""
     chosen = [(case, (9, 0)) for case in cases]
     small = [case for case in cases if case[1] == 2 and case[0] not in ALIKE]
     chosen += [(case, cc) for cc in ((8, 0), (10, 0)) for case in small]
 
-    def named(value):
+    def shown(value):
         if isinstance(value[0], str):
             return "-".join(map(str, value))
         return f"sm_{value[0]}{value[1]}"
 
-    return pytest.mark.parametrize(("case", "cc"), chosen, ids=named)
-
-
-def kernel(name, n, dtype=None, op=None):
-    if name in SIGNALS:
-        return SIGNALS[name](n)
-    return ALGORITHMS[name](n, element(dtype), op)
-
-
-def element(dtype):
-    return dtypes.element(HALVES.get(dtype, dtype), "test")
+    return pytest.mark.parametrize(("case", "cc"), chosen, ids=shown)
 
 
 @functools.cache
