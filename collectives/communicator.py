@@ -316,8 +316,8 @@ class Communicator:
             out: the output, an array of shape ``(size, *x.shape)`` and x's dtype, in C
                 order. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"one_shot_ll"``, ``"one_shot_marked"``, ``"chunked"`` or
-                ``"copy_engine"``. None: the fastest.
+            algorithm: ``"one_shot_ll"``, ``"one_shot_marked"``, ``"chunked"``,
+                ``"direct"`` or ``"copy_engine"``. None: the fastest.
 
         Returns:
             ``out``, or the new array: ``out[r]`` has the bits of rank r's x.

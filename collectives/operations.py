@@ -20,6 +20,7 @@ from numba_symm.collectives.kernels import (
     chunked_reduce,
     copied_all_reduce,
     copied_exchange,
+    direct_all_gather,
     direct_broadcast,
     direct_reduce,
     one_shot,
@@ -313,6 +314,12 @@ ALL_REDUCE = Operation(
     _one,
 )
 ALL_GATHER = _exchange("all_gather", _gathered_shape)
+ALL_GATHER.algorithms["direct"] = Algorithm(
+    partial(
+        direct_all_gather.bind, partial(chunked_exchange.bind, EXCHANGES["all_gather"])
+    ),
+    fewest=2,
+)
 ALL_TO_ALL = _exchange("all_to_all", _exchanged_shape)
 REDUCE_SCATTER = _exchange("reduce_scatter", _scattered_shape)
 SCAN = _exchange("scan", _same_shape, without=("avg",))

@@ -1,0 +1,106 @@
+"""All-gather between the ranks' own arrays, by loads.
+
+Each rank loads every other rank's input and stores it in its own output, vector by
+vector, without the workspace between. The inputs must be symmetric: ``handshake.py``
+says how the ranks learn where they are, and what happens otherwise.
+
+Memory order: that of ``handshake.py``, which orders the streams' earlier work before
+this kernel, and this kernel before what follows on any rank's stream. In place, no rank
+stores its own part, which the other ranks load.
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives.protocols import binding, handshake
+from numba_symm.collectives.protocols.binding import (
+    ADDRESS,
+    BindRest,
+    Call,
+    Endpoint,
+    Enqueue,
+)
+from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
+from numba_symm.collectives.protocols.partition import is_ragged
+from numba_symm.collectives.protocols.workspace import (
+    THREADS,
+    divide_up,
+    follow_previous_grid,
+)
+from numba_symm.device.intrinsics import ld_v2_u64, word_of
+from numba_symm.device.lanes import make_lanes
+from numba_symm.dtypes import Element
+from numba_symm.kernels import Kernel
+from numba_symm.waits import ALL_GATHER
+
+
+def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
+    """Return the kernel for ``size`` ranks and a type that is only moved."""
+    lanes = make_lanes(element, "sum", ragged, size)
+    load, store = lanes.load, lanes.store
+    refused, where = make_refused(size), make_where(size)
+    others = size - 1
+
+    def direct_all_gather(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        source: int,
+        target: int,
+        part: int,
+        count: int,
+        vectors: int,
+    ) -> None:
+        follow_previous_grid(early)
+        if refused(own):
+            return
+        low = cuda.local.array(size, types.int64)
+        high = cuda.local.array(size, types.int64)
+        theirs = cuda.local.array(others, types.int64)
+        for k in range(others):
+            theirs[k], _ = ld_v2_u64(own + where(k))
+        mine = target + guard.rank * part
+        vector = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        while vector < vectors:
+            for k in range(others):
+                low[k], high[k] = load(word_of(theirs[k]), vector, count)
+            low[others], high[others] = load(source, vector, count)
+            for k in range(others):
+                there = target + (guard.rank + 1 + k) % size * part
+                store(there, vector, count, low[k], high[k])
+            if source != mine:
+                store(mine, vector, count, low[others], high[others])
+            vector += cuda.gridDim.x * THREADS
+
+    return direct_all_gather
+
+
+@functools.cache
+def kernel(size: int, element: Element, ragged: bool) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    constants = (size, element, ragged)
+    arguments = (ADDRESS, ADDRESS, *3 * (types.int64,))
+    return binding.make_kernel(make_direct_all_gather, constants, *arguments)
+
+
+def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+    """Return what enqueues it, for two ranks or more.
+
+    Args:
+        rest: binds the all-gather through the workspace.
+        end: this rank's end.
+        call: the call.
+    """
+    words = f"all_gather of {call.count} {call.element.name}"
+    grid = min(divide_up(call.vectors, THREADS), end.max_blocks, handshake.BLOCKS)
+    move = binding.launch(
+        kernel(end.size, call.element, is_ragged(call)),
+        *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
+    )
+    seen = offered(end, call.source, call.nbytes)
+    left = rest(end, call, ALL_GATHER)
+    return handshake.bind(end, ALL_GATHER, words, (seen, seen), move, left)
