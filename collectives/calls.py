@@ -9,9 +9,8 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from threading import get_ident
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from numba_symm import arrays, dtypes, streams
 from numba_symm.arrays import ArrayView
@@ -28,7 +27,6 @@ from numba_symm.launch.devices import GPU
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _REFUSALS = (ArgumentError, ClosedError, CollectiveError)
@@ -209,6 +207,10 @@ class Calls:
         """
         if self.compares():
             return self.agreed(what, words, prepare, *args)
+        return self.made(what, prepare, *args)
+
+    def made(self, what: str, prepare: Callable[..., T], *args: Any) -> T:
+        """Do what :meth:`checked` does where the ranks do not agree first."""
         self.group.check_open()  # a rank's own mistakes are told before failures
         try:
             made = prepare(*args)
@@ -254,11 +256,13 @@ class Calls:
         """Return a call, checked and packed, that is to be enqueued."""
         what = operation.name
         given = operation, x, op, out, stream, algorithm, root
+        if not self.compares():
+            return self.made(what, self._bound, *given)
 
         def words(_: object) -> str:
             return operation.described(arrays.view(x, what), op, algorithm, root)
 
-        return self.checked(what, words, self._bound, *given)
+        return self.agreed(what, words, self._bound, *given)
 
     def _bound(
         self,
@@ -327,15 +331,14 @@ class Calls:
     def barrier(self, stream: Any) -> None:
         """Enqueue a barrier of all ranks."""
         what = "barrier"
-        with self.alone(what):
-            chosen = self.checked(what, lambda _: what, self.default_stream, stream)
-            try:
-                if self._barrier is None:
-                    self._barrier = barrier.bind(self.end)
-            except BaseException as error:
-                self.give_up_unless_refused(error, what)
-                raise
+        self.begin(what)
+        try:
+            chosen = self.checked(what, _same, self.default_stream, stream)
+            if self._barrier is None:
+                self._barrier = self.made(what, barrier.bind, self.end)
             self.run(what, self._barrier, chosen)
+        finally:
+            self.finish()
 
     # Messages, and the collectives made of them.
 
@@ -476,19 +479,9 @@ class Calls:
         self.memory = None
 
 
-def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
-    """Refuse other threads' calls while one is in this method of a communicator."""
-
-    @wraps(method)
-    def alone(*args: P.args, **options: P.kwargs) -> T:
-        calls: Calls = args[0]._calls  # type: ignore[attr-defined]
-        calls.begin(method.__name__)
-        try:
-            return method(*args, **options)
-        finally:
-            calls.finish()
-
-    return alone
+def _same(stream: Stream) -> str:
+    """Return what the ranks must agree on in a barrier: that it is one."""
+    return "barrier"
 
 
 def owned(stream: Any) -> Stream:

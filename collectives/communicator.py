@@ -1,16 +1,16 @@
 """The communicator: what users call, and what each call does."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 
 from numba_symm import arrays, environment, streams
 from numba_symm.collectives import lifetime, messages, vector_forms
-from numba_symm.collectives.calls import Calls, by_one_thread
+from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -28,6 +28,24 @@ from numba_symm.launch import ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.memory.symmetric import SymmetricMemory
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
+    """Refuse other threads' calls while one is in this method of a communicator."""
+
+    @functools.wraps(method)
+    def alone(*args: P.args, **options: P.kwargs) -> T:
+        calls: Calls = args[0]._calls  # type: ignore[attr-defined]
+        calls.begin(method.__name__)
+        try:
+            return method(*args, **options)
+        finally:
+            calls.finish()
+
+    return alone
 
 
 class Communicator:
@@ -75,7 +93,6 @@ class Communicator:
         peer_access: which rank's GPU can access which other's; None where it is
             unknown.
         timeout: the seconds that a kernel waits for a peer.
-        stream: the argument ``stream``.
         multiprocessors: the limit, or None.
 
     Raises:
@@ -105,7 +122,6 @@ class Communicator:
         self.refused_backends = calls.group.refused
         self.peer_access = calls.group.peer_access
         self.timeout = calls.group.timeout
-        self.stream = calls.stream
         self.multiprocessors = calls.end.multiprocessors
 
     @staticmethod
@@ -115,6 +131,11 @@ class Communicator:
         made = Communicator.__new__(Communicator)
         made._become(calls)
         return made
+
+    @property
+    def stream(self) -> Any:
+        """The stream given to the constructor; None is the legacy default stream."""
+        return self._calls.stream
 
     @property
     def allocator(self) -> SymmetricMemoryAllocator:

@@ -144,6 +144,7 @@ def make_one_shot(
         # As long as the block's first thread has a vector: the block meets in between.
         while start - thread < vectors:
             epoch = next_epoch(epoch)
+            # All steps' loads, before a post makes the next load wait for it.
             for step in range(steps):
                 vector = start + step * stride
                 if vector < vectors:
@@ -151,6 +152,9 @@ def make_one_shot(
                     if same_bits:  # explore: sent
                         words = sent(words[0], words[1])
                     own_low[step], own_high[step] = words
+            for step in range(steps):
+                vector = start + step * stride
+                if vector < vectors:
                     for k in range(others):
                         r = (guard.rank + 1 + k) % size
                         if parts_in:

@@ -155,7 +155,7 @@ TWO_SHOT = {
 CHUNKED = Protocol(_blocks(256), 16)
 
 LOADS = 4
-"""Vectors that a thread of a signalled kernel loads before it stores them."""
+"""Vectors that a thread of a chunked kernel loads before it stores them."""
 
 
 LIMIT = 64 << 20

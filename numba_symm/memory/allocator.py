@@ -160,7 +160,7 @@ class SymmetricMemoryAllocator:
 
         Every rank passes a pointer at the same offset of a block of the same size.
         """
-        if not isinstance(comm, Mapper):
+        if isinstance(comm, type) or not isinstance(comm, Mapper):
             raise ArgumentError(
                 f"rendezvous: expected a Communicator, got {comm!r}; pass the one "
                 "whose ranks are to map the block"

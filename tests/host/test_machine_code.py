@@ -342,6 +342,16 @@ def test_one_flight_posts_a_vector_to_each_other_rank(case, cc):
     assert len(marks) == ("marked" in case[0]) * (case[1] - 1)
 
 
+@pytest.mark.parametrize("transport", ["sentinel", "marked"])
+def test_all_steps_are_loaded_before_any_is_posted(transport):
+    kernel = one_shot.kernel(2, element("float32"), "sum", False, transport, 4, ALL)
+    code = Code(kernel, (9, 0))
+    post = code.find(r"STG\.E\.128\.STRONG\.SYS")[0]
+    before = code.between(-1, post)
+    assert len(opcodes(before, r"LDG\.E\.128(\.CONSTANT)?")) == 4
+    assert int(code.usage["STACK"]) == 0
+
+
 @on(MAILBOXES)
 def test_mailboxes_are_polled_all_at_once(case, cc):
     # Nothing waits between the loads: a round of polls takes one latency, not n.
