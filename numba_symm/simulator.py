@@ -19,7 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 from numba import cuda
+from numba.cuda import types
+from numba.cuda.np import numpy_support
 from numba.cuda.simulator import kernel as simulator
 from numba.cuda.simulator.kernelapi import FakeCUDAShared, GridGroup
 
@@ -199,7 +202,7 @@ class Team(simulator.BlockManager):  # type: ignore[misc]
     def begin(self, grid: int) -> None:
         """Prepare for a launch of ``grid`` blocks."""
         self._grid_dim = (grid, 1, 1)
-        self.shared = FakeCUDAShared(0)
+        self.shared = _Shared()
 
     def run(self, function: Callable[..., None], block: int, args: Any) -> None:
         """Run one block until all threads have ended it, or one has failed."""
@@ -267,6 +270,31 @@ class Team(simulator.BlockManager):  # type: ignore[misc]
             for thread in self._waiting:
                 thread.turn.release()
             self._waiting.clear()
+
+
+class _Shared(FakeCUDAShared):  # type: ignore[misc]
+    """The shared memory of a block.
+
+    In Numba's, two threads that reach one ``cuda.shared.array`` simultaneously may get
+    an array each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self._lock = threading.Lock()
+
+    def array(self, shape: Any, dtype: Any, alignment: Any = None) -> Any:
+        """Return the array of the line that calls this."""
+        if alignment is not None or shape == 0:
+            return super().array(shape, dtype, alignment)
+        if isinstance(dtype, types.Type):
+            dtype = numpy_support.as_dtype(dtype)
+        frame = sys._getframe(1)
+        caller = frame.f_code.co_filename, frame.f_lineno
+        with self._lock:
+            if caller not in self._allocations:
+                self._allocations[caller] = np.empty(shape, dtype)
+            return self._allocations[caller]
 
 
 def _held() -> threading.Lock:
