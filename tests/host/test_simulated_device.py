@@ -19,7 +19,7 @@ FILES = sorted(ROOT.glob("tests/simulated/test_*.py"))
 def test_in_the_simulator(file):
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = {"PYTHONPATH": os.pathsep.join(path), "NUMBA_ENABLE_CUDASIM": "1"}
-    options = ["-q", "--no-header", "-pno:cacheprovider", "--color=no"]
+    options = ["-q", "--no-header", "-pno:cacheprovider", "--color=no", "--timeout=50"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(file)],
         cwd=ROOT,
