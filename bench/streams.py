@@ -64,7 +64,7 @@ class GpuStream:
 
 
 class HostStream:
-    """The simulator's stream: every call blocks, and there are no graphs."""
+    """The simulator's stream: each call returns when its work is complete."""
 
     handle = 0
 

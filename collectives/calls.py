@@ -136,9 +136,9 @@ class Calls:
     # Calls that all ranks make at the same time.
 
     def set_up(self, what: str) -> AbstractContextManager[None]:
-        """Make a call that all ranks make, once all are here, or raise on all.
+        """Wait for every rank, then make a call that all ranks make, or raise on all.
 
-        A rank that leaves the block by an exception of its own tells the others.
+        If an exception that is this rank's alone ends the block, the others raise.
 
         Args:
             what: the call, as the user names it.
@@ -150,9 +150,10 @@ class Calls:
         return self.group.set_up(what)
 
     def compares(self) -> bool:
-        """Return whether the ranks are to agree on a call.
+        """Return whether the ranks compare this call.
 
-        Not after a failure, which each is told once it has made no mistake of its own.
+        After a failure they do not: each rank raises its own argument errors first, and
+        the failure otherwise.
         """
         return self.debug and not self.group.failed
 
@@ -211,7 +212,7 @@ class Calls:
 
     def made(self, what: str, prepare: Callable[..., T], *args: Any) -> T:
         """Do what :meth:`checked` does where the ranks do not agree first."""
-        self.group.check_open()  # a rank's own mistakes are told before failures
+        self.group.check_open()  # a failure is raised after this rank's own mistakes
         try:
             made = prepare(*args)
         except BaseException as error:

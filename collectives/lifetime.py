@@ -111,7 +111,7 @@ def child(
         part = waiting.undisturbed(made)
     made_here = None
     try:
-        # It fails on all ranks of a child; here those of the others are told.
+        # A child fails on all its ranks; this agreement makes the other ranks raise.
         with exchange.agreed(what):
             if part is not None:
                 made_here = _alike(calls, part, members)
@@ -260,9 +260,9 @@ def _undo(group: Group, heap: Heap, order: StreamOrder, context: Any) -> None:
 
 @atexit.register
 def _warn_of_open() -> None:
-    """Say which communicators were never closed; the exit code stays.
+    """Warn of communicators that are still open; the exit code does not change.
 
-    The other ranks are told why, so that they do not wait for this one.
+    A record on the board shows the other ranks why this rank left, so that none waits.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     for calls in list(_open):

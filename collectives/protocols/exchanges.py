@@ -168,10 +168,10 @@ def make_reduced(
 
 
 def of_none(element: Element, op: Op, output: Output) -> tuple[bool, int, int]:
-    """Return whether anything is stored where no rank is reduced, and its two words.
+    """Return whether a rank with nothing to reduce stores a vector, and its two words.
 
-    That is the operator's identity for the first rank of an exscan; nothing where it is
-    not known, or where there is no output.
+    The first rank of an exscan stores the operator's identity. It stores nothing if the
+    operator is a user's function, whose identity is unknown.
     """
     if output is not Output.BEFORE_THIS or isinstance(op, UserOperator):
         return False, 0, 0

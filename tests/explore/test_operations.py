@@ -98,4 +98,4 @@ def test_every_algorithm(name, algorithm, ranks):
 
 @worlds
 def test_any_algorithm_after_any_other(ranks):
-    holds(calls_of_pairs(device_code(), *PAIRS), ranks, 60)
+    holds(calls_of_pairs(device_code(), *PAIRS), ranks, 150)
