@@ -170,7 +170,7 @@ def close(calls: Calls) -> None:
 
 
 def close_locally(calls: Calls, cause: BaseException, operation: str = "") -> None:
-    """Close on this rank, whatever fails on the way; tell the others why."""
+    """Close on this rank, whatever fails; report the cause to the other ranks."""
     group = calls.group
     with ExitStack() as steps:  # in reverse
         steps.callback(group.close_locally)
@@ -235,7 +235,7 @@ def _block_limit(asked: int | None) -> int:
 def _drop(
     name: str, group: Group, heap: Heap, order: StreamOrder, context: Any
 ) -> None:
-    """Give up a communicator that nobody can close any more, and tell the others.
+    """Give up a communicator that nobody can close; report that to the other ranks.
 
     The garbage collector may call it in any thread, at any moment: nothing is unmapped
     here, as that waits for the GPU.

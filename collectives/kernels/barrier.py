@@ -31,7 +31,7 @@ def make_barrier(size: int, between: bool) -> Any:
             (``handshake.py``); it then does nothing if the meeting refused.
     """
     epochs, flags = layout(size).barrier.epochs, layout(size).barrier.flags
-    tell, told = make_flags(size, BARRIER)
+    raise_flags, await_flags = make_flags(size, BARRIER)
     refused = make_refused(size)
 
     def barrier(guard: Any, early: bool, ring: Any, own: int) -> None:
@@ -40,8 +40,8 @@ def make_barrier(size: int, between: bool) -> Any:
             return
         epoch, failed = resume(own, epochs, 0)
         epoch = (epoch + 1) & 0xFFFFFFFF
-        failed = tell(ring, flags, guard.rank, epoch, failed)
-        failed = told(guard, own + flags, 0, epoch, failed)
+        failed = raise_flags(ring, flags, guard.rank, epoch, failed)
+        failed = await_flags(guard, own + flags, 0, epoch, failed)
         keep_agreed(own, epochs, 0, epoch, failed)
 
     return barrier

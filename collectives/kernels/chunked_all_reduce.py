@@ -14,11 +14,11 @@ part of chunk k+2 came, which it sends after it has read the results of chunk k.
 Between calls, of this kernel and the others that have these slots, flags and epochs
 (``chunked_broadcast.py``, ``chunked_reduce.py``, ``chunked_exchange.py``): a
 call's first chunk goes into the half that follows from its first epoch, of which every
-rank has read everything by then; anything else is written after all have told that they
-are in this call, and so have left the one before. Here a call ends before a rank knows
-that the others have read the last chunk's results; the next one begins in the other
-half. The flags of results have epochs of their own: the other kernels raise none of
-them, and a flag 2**31 epochs old would seem to be ahead.
+rank has read everything by then. A rank stores anything else after all ranks' flags of
+this call, which they raised after they had left the call before. Here a call ends
+before a rank knows that the others have read the last chunk's results; the next one
+begins in the other half. The flags of results have epochs of their own: the other
+kernels raise none of them, and a flag 2**31 epochs old would seem to be ahead.
 
 Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
 rank without an output, in a reduction to one rank, stores nothing.
@@ -96,7 +96,7 @@ def make_chunked_all_reduce(
     def flag_place(block: int, which: int) -> int:
         return flags + which * flag_set + 4 * size * block  # explore: flags
 
-    tell, told = make_flags(size, waits.CHUNKED)
+    raise_flags, await_flags = make_flags(size, waits.CHUNKED)
     in_rank_order = make_in_rank_order(size)
     left = make_left(size, left_over)
 
@@ -132,7 +132,7 @@ def make_chunked_all_reduce(
             if turn >= 2:  # explore: gather
                 epoch = (results_before + turn - 1) & 0xFFFFFFFF
                 flag = own + flag_place(block, REDUCED)
-                failed = told(guard, flag, block, epoch, failed)
+                failed = await_flags(guard, flag, block, epoch, failed)
                 if failed:
                     break
                 epoch = (before + turn - 1) & 0xFFFFFFFF
@@ -153,7 +153,7 @@ def make_chunked_all_reduce(
                 # All ranks have left the call before.
                 epoch = (before + turn) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
-                failed = told(guard, flag, block, epoch, failed)
+                failed = await_flags(guard, flag, block, epoch, failed)
                 if failed:
                     break
             if turn < chunks:  # explore: scatter
@@ -173,13 +173,13 @@ def make_chunked_all_reduce(
                             words = low[i], high[i]
                             st_v2_u64(ring[k] + there + step * ROW, words)
                 flag = flag_place(block, SCATTERED)
-                failed = tell(ring, flag, guard.rank, epoch, failed)
+                failed = raise_flags(ring, flag, guard.rank, epoch, failed)
                 if failed:
                     break
             if 1 <= turn <= chunks:  # explore: reduce
                 epoch = (before + turn) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
-                failed = told(guard, flag, block, epoch, failed)
+                failed = await_flags(guard, flag, block, epoch, failed)
                 if failed:
                     break
                 here = own + place(block, epoch, SCATTERED) + VECTOR * thread
@@ -212,7 +212,7 @@ def make_chunked_all_reduce(
                                 store(target, at, count, result[0], result[1])
                 epoch = (results_before + turn) & 0xFFFFFFFF
                 flag = flag_place(block, REDUCED)
-                tell(ring, flag, guard.rank, epoch, failed)
+                raise_flags(ring, flag, guard.rank, epoch, failed)
         keep(own, epochs, block, (before + chunks) & 0xFFFFFFFF, failed)
         if thread == 0:
             st_u32(results_at, (results_before + chunks) & 0xFFFFFFFF)

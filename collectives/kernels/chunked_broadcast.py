@@ -60,7 +60,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     held = max(batch * others, LOADS)
     relayed = min(rows, LOADS)
     hops = 2 if size > 2 else 1
-    tell, told = make_flags(size, CHUNKED_BROADCAST)
+    raise_flags, await_flags = make_flags(size, CHUNKED_BROADCAST)
     left = make_left(size, BROADCAST_DIRECT if size > 2 else BROADCAST_COPIES)
 
     @device_function
@@ -122,7 +122,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
             if turn >= 1:  # explore: wait
                 last = (before + turn) & 0xFFFFFFFF
-                failed = told(guard, own + flag, block, last, failed)
+                failed = await_flags(guard, own + flag, block, last, failed)
                 if failed:
                     break
             if 1 <= turn <= chunks and not is_root:
@@ -161,7 +161,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                             there = owner * share + vector + step * THREADS
                             store(array, there, count, low[i], high[i])
             if turn < chunks + hops - 1:  # explore: tell
-                failed = tell(ring, flag, rank, epoch, failed)
+                failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:
                     break
         keep(own, epochs, block, after(before, chunks, hops), failed)

@@ -1,20 +1,20 @@
-"""All-gather, all-to-all and partial reductions with signals, for larger messages.
+"""All-gather, all-to-all and partial reductions in chunks, for larger messages.
 
-As ``exchange.py``, but a block moves a chunk of rows at a time through the workspace
-and signals it with one flag a rank. In turn t each rank
+As ``one_shot.py``, but a block moves a chunk of rows at a time through the workspace,
+and shows each with one flag for every rank. In turn t each rank
 
     sends     chunk t to all others
-    waits     until all have told that turn t-1 is over
-    takes     what came of chunk t-1
-    tells     all that its turn t is over
+    waits     for all ranks' flags of turn t-1
+    takes     what the others sent of chunk t-1
+    raises    its flags of turn t, at all others
 
-so that a block has its next chunk on the way while it waits for one and reads it. In a
-reduction to one of two ranks, the other one sends, and the root takes.
+so a block's next chunk is in flight while it waits for one and reads it. In a reduction
+to one of two ranks, the other rank sends and the root takes.
 
-Memory order. ``flags.py`` orders what a block did in a turn before its flag, and what
-the others did in theirs after it. Chunks have four parts of the slots in turn
-(``slots.py``). Chunk t goes where chunk t-4 was, after all have told turn t-2, and so
-have read that.
+Memory order. ``flags.py`` orders a block's accesses of a turn before its flags, and the
+other ranks' accesses of the turn before theirs. Chunks have four parts of the slots in
+turn (``slots.py``). A rank stores chunk t where chunk t-4 was. It does so after all
+ranks' flags of turn t-2, which they raised after they had read chunk t-4.
 """
 
 import functools
@@ -62,7 +62,7 @@ def make_chunked_exchange(
     load, store = lanes.load, lanes.store
     total = make_total_for(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
-    tell, told = make_flags(size, kind.operation)
+    raise_flags, await_flags = make_flags(size, kind.operation)
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
@@ -137,7 +137,7 @@ def make_chunked_exchange(
                                 store(there, at, count, low[j], high[j])
             if turn >= 1:  # explore: wait
                 last = (before + turn) & 0xFFFFFFFF
-                failed = told(guard, own + flag, block, last, failed)
+                failed = await_flags(guard, own + flag, block, last, failed)
                 if failed:
                     break
             if turn >= 1 and not (at_root and taken == 0):
@@ -175,7 +175,7 @@ def make_chunked_exchange(
                             elif none_stored:
                                 store(target, at, count, none_low, none_high)
             if turn < chunks:  # explore: tell
-                failed = tell(ring, flag, rank, epoch, failed)
+                failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:
                     break
         keep(own, epochs, block, after(before, chunks, 1), failed)

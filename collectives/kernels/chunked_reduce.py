@@ -1,25 +1,25 @@
-"""Reduce with signals: to one rank, for larger messages.
+"""Reduce to one rank in chunks, for larger messages of three ranks or more.
 
-The ranks but the root each own a shard: every rank sends each owner that one's shard,
-the owners reduce and send to the root. So no link carries more than the message once
-in each direction, where ``chunked_all_reduce.py`` needs more. Slots, flags and epochs
-are that one's. (Of two ranks it is an exchange, or an all-reduce: see ``bind``.) A
+Each rank but the root owns a shard. Every rank sends each owner that owner's shard; the
+owners reduce, and send the results to the root. So no link carries more than the
+message once in each direction, where ``chunked_all_reduce.py`` needs more. Both have
+the same slots, flags and epochs. (``operations.py`` has the kernels for two ranks.) A
 block moves a chunk of rows at a time; in turn t each rank
 
     scatters  chunk t to its owners
-    waits     until all have told that turn t-1 is over
-    reduces   what was scattered of chunk t-1, and sends the results to the root
+    waits     for all ranks' flags of turn t-1
+    reduces   its shard of chunk t-1, and sends the results to the root
     collects  the results of chunk t-2, on the root
-    tells     all that its turn t is over
+    raises    its flags of turn t, at all others
 
-those also that had nothing to send: the protocol is the same on every rank, and what
-root follows what root does not matter.
+even if it had nothing to send. So the protocol is the same on every rank, and
+consecutive calls may have different roots.
 
-Memory order. ``flags.py`` orders what a block did in a turn before its flag, and what
-the others did in theirs after it. No slot is both scattered into and sent results, so
-chunks have four parts of the slots in turn (``slots.py``). Chunk t is scattered into
-the part of chunk t-4 after all have told turn t-2; owners read what was there in turn
-t-3, and the root the results in turn t-2.
+Memory order. ``flags.py`` orders a block's accesses of a turn before its flags, and the
+other ranks' accesses of the turn before theirs. No slot receives both a scattered chunk
+and results, so chunks have four parts of the slots in turn (``slots.py``). Chunk t is
+scattered into the part of chunk t-4 after all ranks' flags of turn t-2. Owners read
+what was there in turn t-3, and the root read the results in turn t-2.
 
 Each element is reduced by one rank, in rank order: to the bits of an all-reduce.
 """
@@ -60,7 +60,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes)
-    tell, told = make_flags(size, CHUNKED_REDUCE)
+    raise_flags, await_flags = make_flags(size, CHUNKED_REDUCE)
     left = make_left(size, REDUCE_DIRECT)
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
@@ -125,7 +125,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
             if turn >= 1:  # explore: wait
                 last = (before + turn) & 0xFFFFFFFF
-                failed = told(guard, own + flag, block, last, failed)
+                failed = await_flags(guard, own + flag, block, last, failed)
                 if failed:
                     break
             if 1 <= turn <= chunks and number < others:
@@ -172,7 +172,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                             # explore: store
                             store(target, k * share + at, count, low[i], high[i])
             if turn <= chunks:  # explore: tell
-                failed = tell(ring, flag, rank, epoch, failed)
+                failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:
                     break
         keep(own, epochs, block, after(before, chunks, 2), failed)

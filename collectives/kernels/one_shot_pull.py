@@ -49,7 +49,7 @@ def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any
     at = layout(size).pull
     epochs, flags, slots = at.epochs, at.flags, at.slots
     half_bytes = PULL.rows * ROW
-    tell, told = make_flags(size, ONE_SHOT_PULL)
+    raise_flags, await_flags = make_flags(size, ONE_SHOT_PULL)
 
     def one_shot_pull(
         guard: Any,
@@ -80,8 +80,8 @@ def make_one_shot_pull(size: int, element: Element, op: Op, ragged: bool) -> Any
                 words = load(source, vector, count)
                 if not failed:
                     st_v2_u64(slot, words)
-            failed = tell(ring, own_flags, guard.rank, epoch, failed)
-            failed = told(guard, own + own_flags, block, epoch, failed)
+            failed = raise_flags(ring, own_flags, guard.rank, epoch, failed)
+            failed = await_flags(guard, own + own_flags, block, epoch, failed)
             if failed:
                 break
             for vector in range(start + thread, end, THREADS):

@@ -1,12 +1,12 @@
-"""Flags between the blocks of one index: what a block tells all ranks, and awaits.
+"""Flags between the blocks of one index of all ranks.
 
-Memory order. ``tell`` begins with ``syncthreads_or`` and a fence: what the whole block
-wrote or read before comes before its flags. ``told`` ends with an acquire by one thread
-for each rank and ``syncthreads_or``: what any rank's block wrote before it told is
-visible to the whole block.
+Memory order. ``raise_flags`` begins with ``syncthreads_or`` and a fence, so the whole
+block's earlier loads and stores happen before its flags. ``await_flags`` ends with an
+acquire by one thread for each rank and ``syncthreads_or``, so the earlier stores of
+every rank's block are visible to the whole block.
 
-After a failure of one of its threads a block raises no flag, so that nobody reads what
-it has written for others; and all its threads know, so that they store nothing more.
+A block raises no flag after a failure of one of its threads, so no peer reads its data
+as complete. All its threads return the failure, and store nothing after it.
 """
 
 from collections.abc import Callable
@@ -27,16 +27,16 @@ class Flags(NamedTuple):
     """Device functions for one protocol's flags; the whole block calls them.
 
     Attributes:
-        tell: ``(ring, flags, rank, epoch, failed)`` raises this rank's flag at all
-            others, unless a thread of the block comes with ``failed``; returns whether
+        raise_flags: ``(ring, flags, rank, epoch, failed)`` raises this rank's flag at
+            all others, unless a thread of the block passes ``failed``; returns whether
             one does. ``flags`` is the offset of the block's flags in a workspace.
-        told: ``(guard, flags, block, epoch, failed)`` waits for all others' flags, from
-            the address ``flags``. Returns whether a wait of any of the block's threads
-            was given up, or one comes with ``failed``.
+        await_flags: ``(guard, flags, block, epoch, failed)`` waits for all others'
+            flags, from the address ``flags``. Returns whether a thread of the block
+            gave up its wait, or passes ``failed``.
     """
 
-    tell: Callable[[Any, int, int, int, bool], bool]
-    told: Callable[[Any, int, int, int, bool], bool]
+    raise_flags: Callable[[Any, int, int, int, bool], bool]
+    await_flags: Callable[[Any, int, int, int, bool], bool]
 
 
 def make_flags(size: int, operation: int) -> Flags:
@@ -48,7 +48,7 @@ def make_flags(size: int, operation: int) -> Flags:
     """
 
     @device_function
-    def tell(ring: Any, flags: int, rank: int, epoch: int, failed: bool) -> bool:
+    def raise_flags(ring: Any, flags: int, rank: int, epoch: int, failed: bool) -> bool:
         failed = syncthreads_or(failed)  # explore: meet
         thread = thread_index()
         if thread < size - 1:
@@ -60,7 +60,9 @@ def make_flags(size: int, operation: int) -> Flags:
         return failed
 
     @device_function
-    def told(guard: Any, flags: int, block: int, epoch: int, failed: bool) -> bool:
+    def await_flags(
+        guard: Any, flags: int, block: int, epoch: int, failed: bool
+    ) -> bool:
         peer = thread_index()
         while peer < size and not failed:
             if peer != guard.rank:
@@ -70,4 +72,4 @@ def make_flags(size: int, operation: int) -> Flags:
             peer += THREADS
         return syncthreads_or(failed)  # explore: agree
 
-    return Flags(tell, told)
+    return Flags(raise_flags, await_flags)

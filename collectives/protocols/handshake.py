@@ -2,10 +2,11 @@
 
 A call is three launches. In the first, of one block, each rank tells every other at
 which addresses that one sees its arrays, in packets of mailboxes (``mailboxes.py``)
-with the call's epoch. The second, of ``direct_broadcast.py`` or ``direct_reduce.py``,
-works on the arrays. A rank whose array is not symmetric, or not on a 16-byte boundary,
-tells 0 instead: then the second does nothing, and the third goes through the workspace.
-If nobody did, all that the third does is to make the ranks wait for each other.
+with the call's epoch. The second, of a kernel ``direct_*.py`` or of copies, works on
+the arrays. A rank whose array is not symmetric, or not on a 16-byte boundary, sends 0
+instead. Then the second launch does nothing, or copies in vain, and the third does the
+call through the workspace. Otherwise the third launch only makes the ranks wait for
+each other.
 
 Memory order. A fence before the packets puts what the rank's stream did before, which
 the start of this kernel has made visible to the thread, before them; a fence after they
@@ -16,8 +17,9 @@ stored and loaded; so what follows on the stream comes after everybody's.
 
 A digest of the call comes with the addresses, as others' arrays are written: ranks that
 differ fail together, before any is. A rank that comes when others have given up writes
-nothing either, nor does one that waited for it: each looks at the board after it has
-told, and again after a long wait. Only a failure while the last comes is too late.
+nothing either, nor does one that waited for it: each reads the board after it has sent
+its packets, and again after a long wait. A failure while the last rank's packets are in
+flight is found too late.
 After a failure the third launch does nothing, either.
 
 A mailbox is used again in the next call, in which a rank is only after all others have
@@ -93,7 +95,7 @@ def make_meet(size: int) -> Any:
     where = make_where(size)
 
     @device_function
-    def told(guard: Any, mail: int, epoch: int, record: int) -> Any:
+    def received(guard: Any, mail: int, epoch: int, record: int) -> Any:
         polls = 0
         started = 0
         digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
@@ -145,7 +147,7 @@ def make_meet(size: int) -> Any:
             mail = own + slots + k * _BOX
             theirs, output = FAILED, FAILED
             if not failed:
-                theirs, output, call, came = told(guard, mail, epoch, record)
+                theirs, output, call, came = received(guard, mail, epoch, record)
                 failed = not came or call != digest
                 if came and failed:
                     record = wait_record(CALL_MISMATCH, guard.rank, peer, 0, epoch)
@@ -177,7 +179,7 @@ def make_where(size: int) -> Callable[[int], int]:
     """Return a device function for ``size`` ranks.
 
     ``(k)`` returns the offset in the workspace of the two addresses that the k-th
-    neighbour has told; ``REFUSED`` or ``FAILED`` in the place of the first if there is
+    neighbour has sent; ``REFUSED`` or ``FAILED`` in the place of the first if there is
     none.
     """
     places = layout(size).direct.slots + (size - 1) * _BOX
@@ -234,7 +236,7 @@ def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]
     region = layout(size).direct
     epochs, flags = region.epochs, region.flags
     outcome = make_outcome(size)
-    tell, told = make_flags(size, operation)
+    raise_flags, await_flags = make_flags(size, operation)
 
     @device_function
     def left(guard: Any, ring: Any, own: int, block: int) -> bool:
@@ -243,10 +245,12 @@ def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]
             epoch, failed = resume(own, epochs, 0)
             epoch = (epoch + 1) & 0xFFFFFFFF
             # After a refusal, too: flags must not be 2**31 calls old.
-            failed = tell(ring, flags, guard.rank, epoch, failed)  # explore: tell
+            # explore: tell
+            failed = raise_flags(ring, flags, guard.rank, epoch, failed)
             if found != REFUSED:
-                failed = told(guard, own + flags, 0, epoch, failed)  # explore: wait
-            # All threads have resumed before they told.
+                # explore: wait
+                failed = await_flags(guard, own + flags, 0, epoch, failed)
+            # All threads have resumed before they raise flags.
             keep_agreed(own, epochs, 0, epoch, failed)
         return found == REFUSED
 

@@ -5,9 +5,10 @@ of a call go into one half, 2 and 3 into the other, and so on.
 
 Between calls, of any kernel with these slots, flags and epochs: the half in which a
 call begins follows from the epoch before it, and all ranks have read everything in it
-by then; nothing goes into the other one until all have told turn 0, and so have left
-the call before. A call ends before a rank knows that the others have read the last
-chunk; so many epochs are counted that the next one begins in the other half.
+by then. A rank stores into the other half after all ranks' flags of turn 0, which they
+raised after they had left the call before. A call ends before a rank knows that the
+others have read the last chunk; so many epochs are counted that the next call begins in
+the other half.
 """
 
 from collections.abc import Callable
@@ -43,7 +44,7 @@ def after(before: int, chunks: int, hops: int) -> int:
         chunks: how many the call had.
         hops: in how many a chunk went, each with a turn of its own.
     """
-    told = chunks + hops - 1
+    signalled = chunks + hops - 1
     # Another one if the next call would begin in the half of the last chunk.
-    more = (told + 1 + (chunks - 1 >> 1)) & 1  # explore: more
-    return (before + told + more) & 0xFFFFFFFF
+    more = (signalled + 1 + (chunks - 1 >> 1)) & 1  # explore: more
+    return (before + signalled + more) & 0xFFFFFFFF

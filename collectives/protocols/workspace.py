@@ -46,7 +46,7 @@ ROW = THREADS * VECTOR
 """Bytes of one vector for each thread of a block."""
 
 MARK = 4
-"""Bytes that tell of a vector, in a row of their own after each row of vectors."""
+"""Bytes of the marks of a vector, in a row of their own after each row of vectors."""
 
 _LINE = 128  # regions begin on cache lines of their own
 
@@ -59,7 +59,8 @@ class Region:
         epochs: one uint32 a block, written by its own rank only: how many rounds the
             block has finished. After those of all blocks come a second set, for a
             protocol that counts twice.
-        flags: what peers tell this rank's blocks, two uint32 for each block and rank.
+        flags: those that peers raise for this rank's blocks, two uint32 for each block
+            and rank.
         slots: what peers put here, or the rank for its peers or for itself.
         end: where the slots end.
     """

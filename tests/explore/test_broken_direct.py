@@ -53,7 +53,8 @@ OF_TWO_RANKS_BROKEN = {
 FLAGS_NOT_RENEWED = replaced(
     "handshake",
     "tell",
-    "if found != REFUSED:\n    failed = tell(ring, flags, guard.rank, epoch, failed)",
+    "if found != REFUSED:\n"
+    "    failed = raise_flags(ring, flags, guard.rank, epoch, failed)",
 )
 
 

@@ -42,8 +42,8 @@ EXCHANGE_BROKEN = {
     "the chunk before awaited": within(
         "chunked_exchange",
         "wait",
-        "told(guard, own + flag, block, last, failed)",
-        "told(guard, own + flag, block, last - 1, failed)",
+        "await_flags(guard, own + flag, block, last, failed)",
+        "await_flags(guard, own + flag, block, last - 1, failed)",
     ),
     "told before it is taken": moved("chunked_exchange", "tell", before="wait"),
 }
