@@ -24,8 +24,10 @@ from numba_symm.bench.contenders import Contender, load
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer
 from numba_symm.bench.operations import OPERATIONS
+from numba_symm.bench.overlap import Overlap
+from numba_symm.bench.product import Product, new_product
 from numba_symm.bench.progress import bar, hidden
-from numba_symm.bench.report import Report, wrong_elements
+from numba_symm.bench.report import OverlapReport, Report, wrong_elements
 from numba_symm.bench.shuffle import Shuffle
 from numba_symm.bench.streams import new_stream
 from numba_symm.bench.sweep import Sweep
@@ -111,19 +113,20 @@ class _Run:
         asked, ranks = self._asked, self._ranks
         others, missing = load(asked.against, self._comm, ranks)
         self._header(others, missing)
-        timer = Timer(ranks, self._stream, self._comm.barrier)
         contenders = [self._ours, *others]
-        sweep = Sweep(self._operation, asked, timer, ranks, contenders)
-        several = asked.algorithms if len(asked.algorithms) > 1 else ()
-        names = [each.name for each in others]
-        report = Report(self._operation, ranks.size, several, names)
-        rows = self._rows(sweep, report)
+        facts: dict[str, Any] = {}
+        if asked.overlap:
+            product = new_product(self._comm.device.ordinal)
+            facts["product"] = product.name
+            rows = self._overlap(contenders, product)
+        else:
+            rows = self._by_size(contenders)
         versions = {each.name: each.version for each in contenders}
         if ranks.rank == 0:
             run = {
                 "operation": self._operation.name,
                 "command": self._command,
-                "facts": self._facts,
+                "facts": self._facts | facts,
                 "contenders": versions,
                 "missing": missing,
                 "rows": rows,
@@ -133,7 +136,36 @@ class _Run:
             each.close()
         return wrong_elements(rows)
 
-    def _rows(self, sweep: Sweep, report: Report) -> list[Any]:
+    def _by_size(self, contenders: Sequence[Contender]) -> list[Any]:
+        """Return the records of all rows, after showing them."""
+        asked, ranks = self._asked, self._ranks
+        timer = Timer(ranks, self._stream, self._comm.barrier)
+        sweep = Sweep(self._operation, asked, timer, ranks, contenders)
+        several = asked.algorithms if len(asked.algorithms) > 1 else ()
+        names = [each.name for each in contenders[1:]]
+        report = Report(self._operation, ranks.size, several, names)
+        rows = self._rows(sweep, report)
+        _say(ranks, *report.eager(rows))
+        return rows
+
+    def _overlap(self, contenders: Sequence[Contender], product: Product) -> list[Any]:
+        """Return the records of all rows beside a product, after showing them."""
+        barrier = self._comm.barrier
+        streams = new_stream(urgent=True), new_stream()
+        timer = Timer(self._ranks, streams[0], barrier)
+        overlap = Overlap(
+            self._operation,
+            self._asked,
+            timer,
+            self._ranks,
+            contenders,
+            product,
+            streams,
+            barrier,
+        )
+        return self._rows(overlap, OverlapReport(product.name))
+
+    def _rows(self, sweep: Sweep, report: Report | OverlapReport) -> list[Any]:
         rows = []
         _say(self._ranks, *report.header())
         with bar(shown=self._ranks.rank == 0) as progress:
@@ -145,7 +177,7 @@ class _Run:
                 progress.advance(task)
                 with hidden(progress):
                     _say(self._ranks, report.row(rows[-1]))
-        _say(self._ranks, *report.footer(rows), *report.eager(rows))
+        _say(self._ranks, *report.footer(rows))
         return rows
 
     def shuffle(self) -> int:
@@ -173,7 +205,9 @@ class _Run:
         known = self._facts
         versions = ", ".join(f"{a} {b}" for a, b in known["versions"].items())
         graphs = self._asked.replays if self._ours.captures else 0
-        mode = f"CUDA graphs, {graphs} replays, and eager" if graphs else "eager"
+        mode = f"CUDA graphs, {graphs} replays" if graphs else "eager"
+        if graphs and not self._asked.overlap:
+            mode += ", and eager"
         lines = [
             f"numba_symm.bench {self._command}",
             f"commit {known['commit']}, seed {self._asked.seed}",
@@ -181,6 +215,8 @@ class _Run:
             f"{known['ranks']} ranks, driver {known['driver']}, NVLS {known['nvls']}",
             f"{mode}; median of the slowest rank's times",
         ]
+        if known["multiprocessors"] is not None:
+            lines.append(f"at most {known['multiprocessors']} multiprocessors")
         if self._comm.size == 1:
             lines.append("1 rank sends nothing; numba-symm run -n 4 -m ... starts 4")
         for rank, device in enumerate(known["devices"]):

@@ -34,6 +34,7 @@ def facts(comm: ns.Communicator, ranks: Any) -> dict[str, Any]:
         "devices": ranks.allgather("simulated" if SIMULATED else device),
         "driver": "none" if SIMULATED else info.driver(),
         "memory": comm.backend,
+        "multiprocessors": comm.multiprocessors,
         "nvls": "off",
         "commit": commit(Path(__file__).resolve().parent),
         "versions": versions,

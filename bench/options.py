@@ -182,6 +182,13 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
         help="use ordinary device memory for our arrays, not symmetric memory",
     )
     add(
+        "--overlap",
+        action="store_true",
+        help="time the calls on a stream of the highest priority beside a matrix "
+        "product of about the same time: each alone, both together, and both / the "
+        "longer; the product is torch's if torch is installed",
+    )
+    add(
         "--shuffle",
         metavar="N",
         type=_at_least(1),
@@ -201,6 +208,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         )
     if options.shuffle and (options.json or options.plot):
         parser.error("--shuffle records no measurements; omit --json and --plot")
+    if options.overlap:
+        _complete_overlap(parser, options)
     if options.json:
         _check_folder(parser, options.json)
     if options.plot:
@@ -210,6 +219,17 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     options.reductions = options.reductions or (REDUCTIONS if shuffled else ("sum",))
     if options.seed is None:
         options.seed = secrets.randbits(32)
+
+
+def _complete_overlap(
+    parser: argparse.ArgumentParser, options: argparse.Namespace
+) -> None:
+    if options.shuffle:
+        parser.error("--shuffle measures no times; omit --overlap")
+    if options.plot:
+        parser.error("--overlap draws no plot; omit --plot")
+    if not options.replays:
+        parser.error("--overlap replays graphs; pass -G 1 or more")
 
 
 def _complete_plot(

@@ -1,5 +1,6 @@
 """The text of a run: rows as in nccl-tests, the contenders' times, and a summary."""
 
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -194,6 +195,69 @@ class Report:
                 yield f"# Contender's time / ours, geometric mean, {title}: {means}"
 
 
+class OverlapReport:
+    """Formats a run of ``--overlap`` as text.
+
+    Args:
+        product: the product's name.
+    """
+
+    _WIDTHS = (12, 12, 9, 7, 30, 7, 10, 12, 12, 12, 13, 8)
+
+    def __init__(self, product: str):
+        self._product = product
+
+    def header(self) -> list[str]:
+        """Return the lines above the rows."""
+        names = ["size", "count", "type", "redop", "contender", "calls", "products"]
+        names += ["calls", "products", "both", "both/longer", "#wrong"]
+        under = ["(B)", "(elements)", "", "", "", "", "", "(us)", "(us)", "(us)"]
+        return [
+            f"# Calls of a collective on a stream of the highest priority, beside "
+            f"products of {self._product}",
+            "# Each alone, and both together, until the last is done; "
+            "both/longer: 1 is a perfect overlap, 2 is none",
+            self._line("#", names),
+            self._line("#", [*under, "", ""]),
+        ]
+
+    def row(self, records: Sequence[Record]) -> str:
+        """Return the lines of one message, one for each way of a contender."""
+        return "\n".join(self._one(each) for each in records if "both" in each)
+
+    def _one(self, record: Record) -> str:
+        name = label(record["column"], record["way"])
+        name += ", in place" * record["in_place"]
+        cells = [str(record["bytes"]), str(record["count"]), record["type"]]
+        cells += [record["op"], name, str(record["calls"]), str(record["products"])]
+        cells += [
+            f"{record[each]['median']:.1f}"
+            for each in ("collective", "product", "both")
+        ]
+        wrong = "N/A" if record["wrong"] is None else str(record["wrong"])
+        return self._line(" ", [*cells, f"{record['both_by_longer']:.3f}", wrong])
+
+    def _line(self, first: str, cells: Sequence[str]) -> str:
+        pairs = zip(cells, self._WIDTHS, strict=True)
+        return (first + "".join(cell.rjust(width) for cell, width in pairs)).rstrip()
+
+    def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
+        """Return the lines below the rows: wrong elements, means, skipped."""
+        total = wrong_elements(rows)
+        lines = [f"# Out of bounds values : {total} {'FAILED' if total else 'OK'}"]
+        ratios: dict[str, list[float]] = defaultdict(list)
+        for each in itertools.chain(*rows):
+            if "both" in each:
+                name = label(each["column"], each["way"])
+                place = ", in place" * each["in_place"]
+                ratios[name + place].append(each["both_by_longer"])
+        lines += [
+            f"# Both / the longer, geometric mean, {name}: {_mean(found):.3f}"
+            for name, found in ratios.items()
+        ]
+        return [*lines, *_skipped(rows)]
+
+
 def wrong_elements(rows: Iterable[Iterable[Record]]) -> int:
     """Return the number of wrong elements, those of contenders included."""
     return sum(each.get("wrong") or 0 for records in rows for each in records)
@@ -206,6 +270,11 @@ def _mean_ratio(
     ratios = [each for each in found if each is not None]
     if not ratios:
         return None
+    return _mean(ratios)
+
+
+def _mean(ratios: Iterable[float]) -> float:
+    """Return the geometric mean."""
     return math.exp(statistics.mean(math.log(each) for each in ratios))
 
 

@@ -1,22 +1,30 @@
 """The stream on which calls are enqueued: a CUDA stream, or the simulator's host."""
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from numba import cuda
 
+from numba_symm import driver
 from numba_symm.bench.operations import Call
 from numba_symm.environment import SIMULATED
 
 
 class GpuStream:
-    """A CUDA stream for eager calls and graphs."""
+    """A CUDA stream for eager calls and graphs.
 
-    def __init__(self) -> None:
-        from cuda.core import Device, EventOptions
+    Args:
+        urgent: whether it has the highest priority instead of the lowest.
+    """
 
-        self._stream = Device().create_stream()
+    def __init__(self, urgent: bool = False) -> None:
+        from cuda.core import Device, EventOptions, StreamOptions
+
+        lowest, highest = driver.call("cuCtxGetStreamPriorityRange")
+        options = StreamOptions(priority=highest if urgent else lowest)
+        self._stream = Device().create_stream(options=options)
         self._timed = EventOptions(timing_enabled=True)
         self.handle = int(self._stream.handle)
 
@@ -62,6 +70,38 @@ class GpuStream:
         end.sync()
         return float(end - start) * 1e3
 
+    def time_together(
+        self,
+        graphs: Sequence[tuple["GpuStream", Any]],
+        before: Callable[[int], object],
+    ) -> float:
+        """Return the device time in microseconds until all graphs are done.
+
+        Args:
+            graphs: the graphs, each with its stream, in the order of their launches.
+            before: enqueues a barrier, so that all ranks begin together.
+        """
+        before(self.handle)
+        start = self._stream.record(options=self._timed)
+        ends = []
+        for on, graph in graphs:
+            on._stream.wait(start)
+            graph.launch(on._stream)
+            ends.append(on._stream.record(options=self._timed))
+        for end in ends:
+            end.sync()
+        return max(float(end - start) for end in ends) * 1e3
+
+
+class HostGraph:
+    """Calls of the simulator's stream, made again by each replay."""
+
+    def __init__(self, calls: Sequence[Call]):
+        self.calls = list(calls)
+
+    def close(self) -> None:
+        """Do nothing."""
+
 
 class HostStream:
     """The simulator's stream: each call returns when its work is complete."""
@@ -71,7 +111,32 @@ class HostStream:
     def synchronize(self) -> None:
         """Return immediately."""
 
+    def capture(
+        self,
+        calls: Sequence[Call],
+        current: Callable[[int], AbstractContextManager[Any]],
+    ) -> HostGraph:
+        """Return consecutive calls, in place of a graph."""
+        return HostGraph(calls)
 
-def new_stream() -> Any:
-    """Return the stream for measurements."""
-    return HostStream() if SIMULATED else GpuStream()
+    def replay(self, graph: HostGraph) -> None:
+        """Make a graph's calls."""
+        for call in graph.calls:
+            call(self.handle)
+
+    def time_together(
+        self,
+        graphs: Sequence[tuple["HostStream", HostGraph]],
+        before: Callable[[int], object],
+    ) -> float:
+        """Return the host's time in microseconds for one graph after the other."""
+        before(self.handle)
+        start = time.perf_counter()
+        for on, graph in graphs:
+            on.replay(graph)
+        return (time.perf_counter() - start) * 1e6
+
+
+def new_stream(urgent: bool = False) -> Any:
+    """Return a stream for measurements, of the highest or the lowest priority."""
+    return HostStream() if SIMULATED else GpuStream(urgent)

@@ -111,10 +111,10 @@ class Sweep:
         inputs, results = self._contents(row)
         lanes, records = self._lanes(row)
         for lane in lanes:
-            _fill(lane, inputs)
+            fill(lane, inputs)
         timings = self._timer.eager(lanes, self._options.calls, self._options.warmups)
         for lane, (issue, done) in zip(lanes, timings, strict=True):
-            record = _record(row, lane)
+            record = record_of(row, lane)
             record |= {"issue": asdict(issue), "done": asdict(done)}
             record["wrong"] = self._wrong_eager(lane, inputs, results)
             records.append(record)
@@ -241,7 +241,7 @@ class Sweep:
     ) -> int | None:
         if not self._options.check:
             return None
-        _fill(lane, inputs)
+        fill(lane, inputs)
         self._timer.once(lane)
         return self._wrong(lane, results)
 
@@ -256,12 +256,12 @@ class Sweep:
         if not self._options.check:
             return None
         if not lane.output_only:
-            _fill(lane, inputs)
+            fill(lane, inputs)
             self._timer.replay(graph)
             return self._wrong(lane, results)
         # In place, a buffer's calls reduce each other's results: one call a buffer.
         single = self._timer.capture(lane, len(lane.calls))
-        _fill(lane, inputs)
+        fill(lane, inputs)
         self._timer.replay(single)
         single.close()
         return self._wrong(lane, results)
@@ -273,7 +273,7 @@ class Sweep:
         return int(sum(self._ranks.allgather(mine)))
 
 
-def _fill(lane: Lane, inputs: Sequence[Tiled]) -> None:
+def fill(lane: Lane, inputs: Sequence[Tiled]) -> None:
     """Fill a lane's inputs, and poison its outputs."""
     for source, target, contents in zip(lane.inputs, lane.outputs, inputs, strict=True):
         if lane.output_only:
@@ -293,7 +293,8 @@ def _head(row: Row) -> Record:
     }
 
 
-def _record(row: Row, lane: Lane) -> Record:
+def record_of(row: Row, lane: Lane) -> Record:
+    """Return a lane's record, without times."""
     head = {"column": lane.column, "way": lane.way, "in_place": lane.in_place}
     return head | _head(row) | {"buffers": len(lane.calls)}
 

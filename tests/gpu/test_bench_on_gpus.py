@@ -65,6 +65,18 @@ def test_without_graphs_there_are_eager_times(measured):
     assert not any("graph" in record for record in records(found))
 
 
+def test_calls_beside_a_product_are_right(measured):
+    words = "-b 64K -e 16M -f 256 -G 3 --against all --overlap"
+    code, found = measured(*words.split())
+    assert code == 0
+    assert found["facts"]["product"]
+    for record in records(found):
+        assert record["wrong"] == 0
+        alone = [record[name]["median"] for name in ("collective", "product")]
+        assert record["both_by_longer"] == record["both"]["median"] / max(alone)
+        assert 0.3 < alone[0] / alone[1] < 3  # of the same order
+
+
 def test_shuffled_calls_are_right():
     words = "all_reduce --shuffle 300 -b 1 -e 3M --seed 4"
     assert bench.main(words.split()) == 0

@@ -125,6 +125,24 @@ def test_one_wrong_element_on_one_rank_fails_the_run_on_all(
     assert f"sum {other}: " not in text.out
 
 
+def test_calls_beside_a_product_are_right_and_recorded(world, folder, shown):
+    file = folder / "r.json"
+    assert run("-b", 64, "-e", 64, *SMALL, "--overlap", "--json", file) == 0
+    (text, *_) = shown()
+    assert "a kernel of the benchmark" in text.out
+    assert "# Out of bounds values : 0 OK" in text.out
+    found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
+    assert "float32" in found["facts"]["product"]
+    (records,) = found["rows"]
+    kinds = [(each["column"], each["in_place"]) for each in records]
+    assert kinds == [("numba_symm", False), ("numba_symm", True), ("mpi", False)]
+    for record in records:
+        assert record["wrong"] == 0
+        assert min(record["calls"], record["products"]) >= 1
+        for name in ("collective", "product", "both"):
+            assert 0 < record[name]["min"] <= record[name]["median"]
+
+
 def test_shuffled_calls_are_right(shown):
     assert run("--shuffle", 24, "-b", 1, "-e", 2000) == 0
     assert "# 24 calls, wrong results: 0 OK" in shown()[0].out
