@@ -63,7 +63,7 @@ class Operation:
         algorithms: the names of our algorithms.
         in_place: whether our input is always the output array.
         apart: whether input and output must not be the same array.
-        reduces: whether it has a reduction.
+        reductions: the names of its reductions; none if it only moves data.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Operation:
     algorithms: tuple[str, ...]
     in_place: bool = False
     apart: bool = False
-    reduces: bool = False
+    reductions: tuple[str, ...] = ()
 
 
 def reducible(
@@ -141,6 +141,10 @@ def _divided(total: Array, ranks: int) -> Array:
 def _all_reduced(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
     total = reduced(np.stack([each.pattern for each in inputs]), op)
     return [Tiled(total, inputs[rank].start, inputs[rank].count)]
+
+
+def _scanned(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+    return _all_reduced(inputs[: rank + 1], op, rank)
 
 
 def _gathered(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
@@ -282,7 +286,7 @@ OPERATIONS = {
         plan=_reducing("all_reduce", prepared=True),
         call=_reducing("all_reduce", prepared=False),
         algorithms=tuple(operations.ALL_REDUCE.algorithms),
-        reduces=True,
+        reductions=REDUCTIONS,
     ),
     "all_gather": Operation(
         name="all_gather",
@@ -303,7 +307,7 @@ OPERATIONS = {
         plan=_reducing("reduce_scatter", prepared=True),
         call=_reducing("reduce_scatter", prepared=False),
         algorithms=tuple(operations.REDUCE_SCATTER.algorithms),
-        reduces=True,
+        reductions=REDUCTIONS,
     ),
     "all_to_all": Operation(
         name="all_to_all",
@@ -335,7 +339,18 @@ OPERATIONS = {
         plan=_reduce(prepared=True),
         call=_reduce(prepared=False),
         algorithms=tuple(operations.REDUCE.algorithms),
-        reduces=True,
+        reductions=REDUCTIONS,
+    ),
+    "scan": Operation(
+        name="scan",
+        shapes=lambda count, ranks: (count, count),
+        bus=lambda ranks: 1,
+        inputs=reducible,
+        expected=_scanned,
+        plan=_reducing("scan", prepared=True),
+        call=_reducing("scan", prepared=False),
+        algorithms=tuple(operations.SCAN.algorithms),
+        reductions=tuple(op for op in REDUCTIONS if op != "avg"),
     ),
     "gather": Operation(
         name="gather",

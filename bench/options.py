@@ -10,7 +10,6 @@ from numba_symm.bench.contenders import CONTENDERS
 from numba_symm.bench.operations import (
     NO_REDUCTION,
     OPERATIONS,
-    REDUCTIONS,
     TYPES,
     Operation,
 )
@@ -104,13 +103,13 @@ def _add_messages(parser: argparse.ArgumentParser, operation: Operation) -> None
         help=f"element types: some of {', '.join(TYPES)}, or all "
         "(default float; with --shuffle: all)",
     )
-    if operation.reduces:
+    if operation.reductions:
         add(
             "-o",
             dest="reductions",
             metavar="OP,…",
-            type=_names(REDUCTIONS),
-            help=f"reductions: some of {', '.join(REDUCTIONS)}, or all "
+            type=_names(operation.reductions),
+            help=f"reductions: some of {', '.join(operation.reductions)}, or all "
             "(default sum; with --shuffle: all)",
         )
     else:
@@ -216,7 +215,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         _check_image(parser, options.plot)
     shuffled = options.shuffle is not None
     options.types = options.types or (tuple(TYPES) if shuffled else ("float",))
-    options.reductions = options.reductions or (REDUCTIONS if shuffled else ("sum",))
+    every = OPERATIONS[options.command].reductions
+    options.reductions = options.reductions or (every if shuffled else ("sum",))
     if options.seed is None:
         options.seed = secrets.randbits(32)
 

@@ -65,6 +65,10 @@ class Mpi:
         """Return the one way of a reduction to the root."""
         return self._reducing("Reduce", x, out, op, root=ROOT)
 
+    def scan(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a scan."""
+        return self._reducing("Scan", x, out, op)
+
     def _reducing(self, name: str, x: Any, out: Any, op: str, **more: Any) -> Ways:
         """Return the one way of a reduction, or the reason why MPI has none."""
         if x.dtype.itemsize == 2:

@@ -138,6 +138,15 @@ def test_integers_wrap_around():
     assert (total.pattern == 3 * 2**30 - 2**32).all()
 
 
+def test_a_scan_reduces_the_ranks_up_to_its_own():
+    patterns = np.arange(3 * PERIOD, dtype=np.int64).reshape(3, PERIOD)
+    inputs = [Tiled(each, 5, 9) for each in patterns]
+    for rank in range(3):
+        (wanted,) = OPERATIONS["scan"].expected(inputs, "sum", rank)
+        assert (wanted.start, wanted.count) == (5, 9)
+        assert (wanted.pattern == patterns[: rank + 1].sum(axis=0)).all()
+
+
 @pytest.mark.parametrize(("ranks", "wanted"), [(1, 0), (2, 1), (4, 1.5), (8, 1.75)])
 def test_bus_bandwidth_follows_nccl_tests(ranks, wanted):
     assert ALL_REDUCE.bus(ranks) == wanted

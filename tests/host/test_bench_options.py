@@ -6,7 +6,7 @@ from numba_symm.bench import options
 from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES
 from numba_symm.launch import cli
 
-REDUCING = ["all_reduce", "reduce", "reduce_scatter"]
+REDUCING = ["all_reduce", "reduce", "reduce_scatter", "scan"]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,16 @@ def test_an_operation_that_only_moves_data_has_no_reduction(name, more, capsys):
 
 @pytest.mark.parametrize("name", REDUCING)
 def test_an_operation_that_reduces_takes_reductions(name):
-    assert options.parse([name, "-o", "max,avg"]).reductions == ("max", "avg")
+    assert options.parse([name, "-o", "max,prod"]).reductions == ("max", "prod")
+
+
+def test_a_scan_has_no_average(capsys):
+    every = ("sum", "prod", "min", "max")
+    assert options.parse(["scan", "-o", "all"]).reductions == every
+    assert options.parse(["scan", "--shuffle", "9"]).reductions == every
+    with pytest.raises(SystemExit):
+        options.parse(["scan", "-o", "avg"])
+    assert "expected some of sum, prod, min, max, or all" in capsys.readouterr().err
 
 
 def test_each_run_has_its_own_seed_by_default():
