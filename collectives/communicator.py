@@ -295,8 +295,7 @@ class Communicator:
                 arrays), else ``comm.stream``.
             algorithm: ``"one_shot_sentinel"`` and ``"two_shot_sentinel"`` (floats),
                 ``"one_shot_marked"``, ``"two_shot_marked"``, ``"one_shot_ll"``,
-                ``"chunked"``, ``"copy_engine"`` or ``"one_shot_pull"``. None: the
-                fastest.
+                ``"chunked"`` or ``"copy_engine"``. None: the fastest.
 
         Returns:
             ``out``, or the new array, of x's shape.

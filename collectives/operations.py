@@ -24,7 +24,6 @@ from numba_symm.collectives.kernels import (
     direct_broadcast,
     direct_reduce,
     one_shot,
-    one_shot_pull,
     two_shot,
 )
 from numba_symm.collectives.protocols.binding import Bind, Call, Endpoint, Enqueue
@@ -308,7 +307,6 @@ ALL_REDUCE = Operation(
             fewest=2,
             divided=True,
         ),
-        "one_shot_pull": Algorithm(one_shot_pull.bind),
     },
     _same_shape,
     _one,

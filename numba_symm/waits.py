@@ -65,7 +65,6 @@ def _add(waited: Waited) -> int:
 PUT_SIGNAL = _wait(1, "put_signal", "channel", UNANSWERED)
 WAIT_SIGNAL = _wait(2, "wait_signal", "channel", UNANSWERED)
 BARRIER = _wait(3, "barrier")
-ONE_SHOT_PULL = _wait(4, "all_reduce (one_shot_pull)")
 ONE_SHOT = _wait(5, "all_reduce (one_shot)")
 TWO_SHOT = _wait(7, "all_reduce or reduce (two_shot)")
 CHUNKED = _wait(9, "all_reduce or reduce (chunked)")

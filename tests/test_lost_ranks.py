@@ -82,7 +82,7 @@ def dies(world, at):
     closing = attempt(comm.close)
     survivors = world.among([rank for rank in range(world.size) if rank != AWAY])
     with ns.Communicator(survivors, timeout=PATIENT) as comm:
-        again = reduced(comm, "one_shot_ll") and reduced(comm, "one_shot_pull")
+        again = reduced(comm, "one_shot_ll") and reduced(comm, "chunked")
     return text, seconds, closing, again, context_is_alive()
 
 
@@ -330,7 +330,7 @@ def test_a_late_rank_is_waited_for():
 
 def all_reduces(world):
     with ns.Communicator(world) as comm:
-        right = [reduced(comm, name) for name in (None, "one_shot_ll", "one_shot_pull")]
+        right = [reduced(comm, name) for name in (None, "one_shot_ll", "chunked")]
         comm.barrier()
         comm.synchronize()
     return right, sorted(name for name in sys.modules if name.startswith("mpi4py"))

@@ -1,9 +1,11 @@
 """The names of ``numba_symm.device.intrinsics``, for threads that a scheduler runs.
 
 What touches memory or other threads is a generator that stops first; arithmetic is the
-simulator's. Conditions: no element narrower than 4 bytes, no arrays over addresses.
+simulator's. Conditions: no element narrower than 4 bytes; in arrays over addresses,
+each element takes 8 bytes, whatever its dtype, and has an integer value.
 """
 
+import math
 from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
@@ -152,8 +154,27 @@ def block_size() -> int:
     return scheduler.machine.threads
 
 
-def array_at(address: int, shape: Any, dtype: Any) -> Any:
-    raise NotImplementedError("loads and stores of an array cannot be seen here")
+class array_at:
+    """An array, whose elements ``source.py`` loads and stores by these methods."""
+
+    def __init__(self, address: int, shape: Any, dtype: Any):
+        self.shape = shape if isinstance(shape, tuple) else (shape,)
+        self.size = math.prod(self.shape)
+        self._address = address
+
+    def _place(self, index: Any) -> int:
+        index = index if isinstance(index, tuple) else (index,)
+        place = 0
+        for i, length in zip(index, self.shape, strict=True):
+            assert 0 <= i < length, f"index {index} of an array of shape {self.shape}"
+            place = place * length + int(i)
+        return self._address + 8 * place
+
+    def load(self, index: Any) -> Generator[int, None, int]:
+        return ld_u64(self._place(index))
+
+    def store(self, index: Any, value: Any) -> Generator[int, None, None]:
+        return st_u64(self._place(index), value)
 
 
 class _Index:
@@ -172,6 +193,7 @@ cuda = SimpleNamespace(
     blockIdx=_Index("block"),
     gridDim=_Index("grid"),
     syncthreads=syncthreads,
+    jit=device_function,
     local=SimpleNamespace(array=lambda size, dtype: [None] * size),
 )
 """What kernels use of ``numba.cuda``."""

@@ -7,7 +7,7 @@ import pytest
 
 from explore.scheduler import Machine, explore
 from explore.source import SMALL, device_code
-from explore.world import ALGORITHMS, MAILED, World, an_integer, region_of
+from explore.world import ALGORITHMS, MAILED, World, an_integer
 
 WORST = 400  # schedules in which a broken protocol must show; most need under 20
 by_anything_and_by_result = pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def all_reduces_at_the_wrap(code, algorithm):
 
     def scenario(machine):
         world = World(machine, code, blocks=a_limit(machine, code, [algorithm]))
-        region = getattr(world.layout, region_of(algorithm))
+        region = getattr(world.layout, algorithm)
         mailed = algorithm in MAILED
         one_flight = mailed and algorithm.startswith("one")
         last = device_code().mailboxes.LAST_EPOCH if mailed else 2**32 - 1

@@ -99,14 +99,16 @@ class _Kernel:
 class _Stopping(ast.NodeTransformer):
     """Lets every call in a device function stop."""
 
+    decorators = frozenset({"device_function"})
+
     def __init__(self) -> None:
         self._kernels = False  # inside of a factory
         self._device = False  # inside of a device function
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         outer = self._kernels, self._device
-        decorators = {getattr(d, "id", None) for d in node.decorator_list}
-        self._device = self._kernels or "device_function" in decorators
+        decorators = set(map(ast.unparse, node.decorator_list))
+        self._device = self._kernels or not self.decorators.isdisjoint(decorators)
         self._kernels = node.name.startswith("make_")
         node.body = [self.visit(statement) for statement in node.body]
         self._kernels, self._device = outer
@@ -122,6 +124,45 @@ class _Stopping(ast.NodeTransformer):
             ast.copy_location(part, node)
         expression.test.left.args[0].value = node
         return expression
+
+
+class _StoppingAtElements(_Stopping):
+    """Does so in kernels of users, and at loads and stores of elements, too."""
+
+    decorators = frozenset({"cuda.jit"})
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        self.generic_visit(node)
+        if not self._device or not isinstance(node.ctx, ast.Load):
+            return node
+        template = "(yield from array.load(index)) if hasattr(array, 'load') else item"
+        return self._filled(template, node, item=node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt:
+        self.generic_visit(node)
+        target = node.targets[0]
+        if not self._device or not isinstance(target, ast.Subscript):
+            return node
+        template = "(yield from array.store(index, value))"
+        return ast.Expr(self._filled(template, target, value=node.value))
+
+    def _filled(self, template: str, of: ast.Subscript, **parts: Any) -> Any:
+        """Return an expression with an element's parts in the place of their names."""
+        parts |= {"array": of.value, "index": of.slice}
+        expression = ast.parse(template, mode="eval").body
+        for node in ast.walk(expression):
+            ast.copy_location(node, of)
+        return _Filled(parts).visit(expression)
+
+
+class _Filled(ast.NodeTransformer):
+    """Puts expressions in the place of names."""
+
+    def __init__(self, parts: dict[str, ast.expr]) -> None:
+        self._parts = parts
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self._parts.get(node.id, node)
 
 
 def _copy(target: int, source: int, nbytes: int, stream: Any) -> None:
@@ -185,6 +226,33 @@ def _device_code(edits: tuple[Edit, ...], shape: Shape) -> SimpleNamespace:
     return SimpleNamespace(**last_names, shape=shape)
 
 
+def program(path: Path, code: SimpleNamespace, *edits: tuple[str, str]) -> ModuleType:
+    """Return a program of a user, whose kernels use ``code``.
+
+    Args:
+        path: the program's file.
+        code: the device code.
+        edits: texts that the file has once, each with what replaces it.
+    """
+    text = path.read_text()
+    for old, new in edits:
+        assert text.count(old) == 1, f"expected {old!r} once, got {text.count(old)}"
+        text = text.replace(old, new)
+    package = ModuleType("numba_symm")
+    package.device = code.signals
+    numba = ModuleType("numba")
+    numba.cuda = intrinsics.cuda
+    mpi = ModuleType("mpi4py")
+    mpi.MPI = None
+    known = {"numba_symm": package, "numba": numba, "mpi4py": mpi}
+
+    def find(name: str, *rest: Any) -> Any:
+        return known[name] if name in known else __import__(name, *rest)
+
+    tree = ast.fix_missing_locations(_StoppingAtElements().visit(ast.parse(text)))
+    return _executed(path.stem, path, tree, find)
+
+
 def _shrink(workspace: ModuleType, shape: Shape) -> None:
     threads, blocks, rows = shape
     workspace.BLOCK_REGISTERS = workspace.BLOCK_REGISTERS // workspace.THREADS * threads
@@ -214,12 +282,19 @@ def _execute(name: str, edits: list[Edit], find: Any) -> ModuleType:
     for edit in edits:
         edit.apply(tree, places)
     tree = ast.fix_missing_locations(_Stopping().visit(tree))
+    names = {name for edit in edits for name in edit.names}
+    put_in = {
+        name: getattr(intrinsics, name) for name in names if hasattr(intrinsics, name)
+    }
+    return _executed(name, path, tree, find, put_in)
+
+
+def _executed(
+    name: str, path: Any, tree: ast.Module, find: Any, more: Any = ()
+) -> ModuleType:
+    """Return the module of a tree, with other imports and with more builtin names."""
     module = ModuleType(name)
-    known = {**vars(builtins), "__import__": find}
-    for name_put_in in {name for edit in edits for name in edit.names}:
-        if hasattr(intrinsics, name_put_in):
-            known[name_put_in] = getattr(intrinsics, name_put_in)
-    module.__builtins__ = known
+    module.__builtins__ = {**vars(builtins), "__import__": find, **dict(more)}
     module._generator = GeneratorType
     exec(compile(tree, path, "exec"), vars(module))
     return module

@@ -52,7 +52,6 @@ PROTOCOLS = {
         lambda code: all_reduces_at_the_wrap(code, "one_shot_ll"),
         EMPTIES,
     ),
-    "one_shot_pull": (lambda code: all_reduces(code, "one_shot_pull"), INHERITS),
     "chunked": (lambda code: all_reduces(code, "chunked"), INHERITS),
     "exchanges": (lambda code: calls_of(code, "gather", "scan"), INHERITS),
     "reduce": (lambda code: calls_of(code, "reduce"), INHERITS),

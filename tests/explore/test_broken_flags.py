@@ -12,7 +12,7 @@ from explore.scenarios import (
     plain_stores_between_barriers,
     worlds,
 )
-from explore.source import SMALL, device_code
+from explore.source import device_code
 from explore.world import ALGORITHMS, FLAGGED, MAILED
 
 RELAXED = within(
@@ -31,16 +31,6 @@ BROKEN = {
     "one half": (
         FLAGGED,
         within("chunked_all_reduce", "half", "epoch & 1", "0"),
-        within("one_shot_pull", "half", "epoch & 1", "0"),
-    ),
-    "slots by element": (
-        ("one_shot_pull",),
-        replaced(
-            "one_shot_pull",
-            "half",
-            f"half = slots + (epoch & 1) * {SMALL.blocks} * half_bytes"
-            f" + 16 * (start % ({SMALL.blocks} * PULL.rows * THREADS))",
-        ),
     ),
     "one set of slots": (
         ("chunked",),
@@ -70,7 +60,7 @@ OF_THREE_RANKS_BROKEN = {  # who have more than one neighbour
         replaced("order", "mirror", "return k"),
     ),
     "vectors in the ring's order": (
-        [name for name in ALGORITHMS if name != "one_shot_pull"],
+        ALGORITHMS,
         replaced("order", "turning", "turning = False"),
     ),
     "one mailbox for all ranks": (

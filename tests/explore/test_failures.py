@@ -66,7 +66,7 @@ BROKEN = {
     ),
     "another call": (
         (
-            *("two_shot_marked", "chunked", "one_shot_pull"),
+            *("two_shot_marked", "chunked"),
             *("reduce", "messages"),
         ),
         within(
@@ -77,17 +77,8 @@ BROKEN = {
         ),
     ),
     "a block that does not agree on its flags": (
-        ("chunked", "one_shot_pull", "gather", "reduce", "broadcast"),
+        ("chunked", "gather", "reduce", "broadcast"),
         replaced("flags", "agree", f"{AGREED}\nreturn failed"),
-    ),
-    "a block of which some have begun late": (
-        ("one_shot_pull",),
-        within(
-            "one_shot_pull",
-            "rounds",
-            "start < vectors",
-            "start < vectors and not failed",
-        ),
     ),
     "messages of who gave up": (("messages",), removed("transfer", "give-up")),
     "messages of a block that does not agree": (

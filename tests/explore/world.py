@@ -48,6 +48,7 @@ class World:
         self.expected = {}  # by address, a word for each call; None: a NaN
         self.owners = {}  # ranks, by the number of a region of memory
         self.alike = []  # addresses of words that must be the same on all ranks
+        self.kept = set()  # addresses of words that a rank keeps for itself alone
         self.workspaces = self.map("workspace", self.layout.nbytes, self.initial)
         self.board = self.memory.map("board", 8 * self.size, fill=0)
         self.buffers = self.map("buffer", 8 * 64)
@@ -355,7 +356,7 @@ class World:
             *(at for each in regions for at in range(each.epochs, each.flags, 4)),
             *(where(k) + word for k in range(self.size - 1) for word in (0, 8)),
         ]
-        kept = {base + at for base in self.workspaces for at in places}
+        kept = self.kept | {base + at for base in self.workspaces for at in places}
         self.machine.rule = NoStoreAfterFailure(board, kept)
         if self.machine.absent is not None:
             self.streams[self.machine.absent] = []
@@ -400,17 +401,7 @@ def is_right(found, word):
     return found is not None and float_of(found) != float_of(found)
 
 
-def region_of(algorithm):
-    """Return the name of the region that an all-reduce works in."""
-    regions = {"one_shot_pull": "pull"}
-    return regions.get(algorithm, algorithm)
-
-
-REGIONS = (
-    "barrier",
-    "direct",
-    *map(region_of, ALGORITHMS),
-)
+REGIONS = "barrier", "direct", *ALGORITHMS
 
 
 def an_integer(random):

@@ -22,8 +22,8 @@ CHAIN = [name for name in ALL_REDUCE.algorithms if name not in FLOATS]
 @pytest.mark.parametrize(
     "algorithms",
     [
-        ["one_shot_ll", "one_shot_pull", "one_shot_sentinel", "two_shot_marked"],
-        ["two_shot_sentinel", "chunked", "two_shot_marked", "one_shot_pull"],
+        ["one_shot_ll", "chunked", "one_shot_sentinel", "two_shot_marked"],
+        ["two_shot_sentinel", "chunked", "two_shot_marked", "one_shot_marked"],
     ],
     ids=", ".join,
 )

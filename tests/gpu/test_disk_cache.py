@@ -23,7 +23,7 @@ def compile_and_reduce(world, may_compile):
         x = to_device(np.full(1000, 3, np.int32))
         found = [
             comm.all_reduce(x, algorithm=name)
-            for name in ("two_shot_marked", "one_shot_pull")
+            for name in ("two_shot_marked", "one_shot_ll")
         ]
         comm.barrier()
         memory = comm.rendezvous(comm.zeros(10))

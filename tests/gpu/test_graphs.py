@@ -56,7 +56,7 @@ def test_several_calls_in_a_graph_and_others_between_replays(comm, stream):
     kinds = [
         (10, np.int64, "one_shot_ll"),
         (200_000, np.float32, "one_shot_sentinel"),
-        (200_000, np.float32, "one_shot_pull"),
+        (200_000, np.float32, "one_shot_marked"),
         (5001, np.int32, "two_shot_marked"),
         (77, np.float64, "two_shot_sentinel"),
         (300_000, np.float32, "chunked"),

@@ -22,7 +22,7 @@ def check(comm, array, start, end):
     ).all(), (start, end)
 
 
-@pytest.mark.parametrize("algorithm", ["chunked", "one_shot_pull"])
+@pytest.mark.parametrize("algorithm", ["chunked", "two_shot_marked"])
 def test_a_quarter_of_a_gibibyte(comm, algorithm):
     count = 64 << 20
     x, y = comm.empty(count), cuda.device_array(count, np.float32)

@@ -23,7 +23,6 @@ from numba_symm.collectives.kernels import (
     direct_broadcast,
     direct_reduce,
     one_shot,
-    one_shot_pull,
     two_shot,
 )
 from numba_symm.collectives.protocols import handshake
@@ -41,7 +40,6 @@ KERNELS = {
     "one_shot_marked": one_shot.kernel(4, FLOAT32, "min", True, "marked", 2, ALL),
     "two_shot_marked": two_shot.kernel(4, BFLOAT16, "sum", False, "marked", 1),
     "chunked": chunked_all_reduce.kernel(4, FLOAT32, "sum", False),
-    "one_shot_pull": one_shot_pull.kernel(4, FLOAT32, "max", True),
     "copy_engine": copied_all_reduce.kernel(4, FLOAT32, "sum", False),
     "meet": handshake.meet_kernel(3),
     "broadcast_direct": direct_broadcast.kernel(4, FLOAT32, True),
@@ -254,7 +252,7 @@ def test_arguments_are_packed_member_by_member():
     ]
 
 
-@pytest.mark.parametrize("name", ["one_shot_ll", "one_shot_pull", "put_signal"])
+@pytest.mark.parametrize("name", ["one_shot_ll", "chunked", "put_signal"])
 def test_arguments_have_the_sizes_of_the_kernels_parameters(name):
     kernel = KERNELS[name]
     packed = kernels._Packed(kernel.signature, zeros(kernel.signature))

@@ -24,7 +24,6 @@ from numba_symm.collectives.kernels import (
     direct_broadcast,
     direct_reduce,
     one_shot,
-    one_shot_pull,
     transfer,
     two_shot,
 )
@@ -60,7 +59,6 @@ ALGORITHMS = {
     "two_sentinel": two_shot_of("sentinel"),
     "two_marked": two_shot_of("marked"),
     "chunked": lambda *a: chunked_all_reduce.kernel(*a, False),
-    "pull": lambda *a: one_shot_pull.kernel(*a, False),
     "gather_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, GATHER),
     "gather_marked": lambda *a: one_shot.kernel(*a, False, "marked", 1, GATHER),
     "scatter_sentinel": lambda *a: one_shot.kernel(*a, False, "sentinel", 1, SCATTER),
@@ -134,7 +132,7 @@ MOVING = (
 # The reduction is of three ranks and more.
 TOLD = [
     case
-    for case in cases("chunked", "pull", *SIGNALLED)
+    for case in cases("chunked", *SIGNALLED)
     if case[0] != "reduce_signalled" or case[1] > 2
 ]
 TOLD += [(f"reduce_of_two{left}", 2, "int64", "prod") for left in ("", "_left")]
@@ -389,23 +387,6 @@ def test_addresses_are_told_after_a_fence_and_used_after_another(case, cc):
     assert len(kept) == case[1]
     assert polls[-1] < kept[0]
     assert kept[-1] < last
-
-
-@on(cases("pull"))
-def test_pull_reads_and_writes_16_bytes_at_a_time(case, cc):
-    code = compiled(case, cc)
-    loops = [code.loop(load) for load in code.find(r"LDG\.E\.128")]
-    reading = [len(opcodes(loop, r"LDG\.E\.128")) for loop in loops if loop]
-    assert 1 in reading  # staging
-    assert case[1] in reading  # reducing, one vector a rank
-    assert len(code.find(r"STG\.E\.128")) >= 2  # staged; reduced
-
-
-@on(cases("pull"))
-def test_pull_reads_all_ranks_at_once(case, cc):
-    code = compiled(case, cc)
-    loads = code.find(r"LDG\.E\.128")[-case[1] :]
-    assert not branches(code.between(loads[0], loads[-1]))
 
 
 ROUNDS = {  # two floats to 16 bits; on sm_80 float16's has no name

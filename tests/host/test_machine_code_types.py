@@ -5,7 +5,7 @@ import re
 import pytest
 
 from numba_symm import dtypes, kernels
-from numba_symm.collectives.kernels import one_shot, one_shot_pull
+from numba_symm.collectives.kernels import one_shot
 from numba_symm.collectives.protocols.exchanges import EXCHANGES
 from numba_symm.collectives.protocols.workspace import ONE_SHOT
 from numba_symm.dtypes import UserOperator
@@ -20,6 +20,10 @@ CASES += [("int64", "avg"), ("uint8", "bor"), ("uint16", "land"), ("uint32", "pr
 CASES += [("uint64", "max"), ("float8_e4m3fn", "sum"), ("float8_e5m2", "min")]
 CASES += [("float16", "lor"), ("bfloat16", "sum"), ("float32", "avg")]
 CASES += [("float64", "sum"), ("complex64", "prod"), ("complex128", "avg")]
+
+
+def all_reduce(name, op):
+    return one_shot.kernel(2, ELEMENTS[name], op, False, "ll", 1, ALL)
 
 
 def in_registers(kernel):
@@ -39,7 +43,7 @@ def test_the_cases_hold_every_type_once():
 
 @pytest.mark.parametrize(("name", "op"), CASES)
 def test_elements_are_reduced_in_registers(name, op):
-    text = in_registers(one_shot_pull.kernel(2, ELEMENTS[name], op, False))
+    text = in_registers(all_reduce(name, op))
     if (name, op) == ("complex64", "prod"):  # whose bits are NumPy's
         assert re.search(r"\bFMUL\b", text)
         assert not re.search(r"\bFFMA\b", text)
@@ -84,7 +88,7 @@ def scaled(a, b):
 )
 def test_a_users_function_is_compiled_into_the_kernel(name, function):
     op = UserOperator(function)
-    in_registers(one_shot_pull.kernel(2, ELEMENTS[name], op, False))
+    in_registers(all_reduce(name, op))
 
 
 def test_a_users_kernel_never_meets_the_disk(monkeypatch):
@@ -95,7 +99,7 @@ def test_a_users_kernel_never_meets_the_disk(monkeypatch):
     monkeypatch.setattr(kernels.driver, "call", lambda name, *args: name)
     code = type("Code", (), {"from_cubin": staticmethod(lambda code: Loaded())})
     monkeypatch.setattr(cuda.core, "ObjectCode", code)
-    kernel = one_shot_pull.kernel(2, ELEMENTS["int32"], UserOperator(max_of), False)
+    kernel = all_reduce("int32", UserOperator(max_of))
     assert not kernel.cacheable
     kernels._loaded.cache_clear()
     assert kernels._loaded(kernel, (9, 0), 0) == "cuKernelGetFunction"
@@ -115,7 +119,7 @@ class Loaded:
 
 def test_a_kernel_is_made_once_for_a_function():
     def made(op):
-        return one_shot_pull.kernel(2, ELEMENTS["int32"], op, False)
+        return all_reduce("int32", op)
 
     first = made(dtypes.reduction(max_of, "test"))
     assert made(dtypes.reduction(max_of, "test")) is first
@@ -124,7 +128,7 @@ def test_a_kernel_is_made_once_for_a_function():
 
 
 def test_8_bit_floats_are_converted_by_the_hardware_from_8_9_on():
-    kernel = one_shot_pull.kernel(2, ELEMENTS["float8_e4m3fn"], "max", False)
+    kernel = all_reduce("float8_e4m3fn", "max")
     usage, text = machine_code(kernel, (8, 9))
     assert re.search(r"F2FP\S*E4M3", text)
     assert usage["STACK"] == "0"

@@ -1,6 +1,9 @@
 """A user's own kernels over symmetric memory, by numba_symm.device."""
 
 import gc
+import runpy
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +13,8 @@ import numba_symm as ns
 from numba_symm import device as symm
 from numba_symm import pads
 from tests.ranks.helpers import get, put
+
+ONE_SHOT = Path(__file__).parents[2] / "docs/programs/one_shot.py"
 
 THREADS = 8  # the simulator's threads are slow
 BLOCKS = 3
@@ -323,3 +328,43 @@ def test_kernels_and_collectives_in_turn(comm, finished):
         assert get(total).tolist() == [n * (n - 1) / 2 + n * step] * COUNT
     finished()
     assert zeroed(comm, memory)
+
+
+@pytest.fixture(scope="module")
+def one_shot():
+    """The program of docs/own-collective.md."""
+    return runpy.run_path(str(ONE_SHOT))
+
+
+def test_a_pages_all_reduce(comm, finished, one_shot):
+    """Of any size, in place or not, while another rank is late each time."""
+    launch = one_shot["all_reduce"][one_shot["BLOCKS"], one_shot["THREADS"]]
+    memory = comm.rendezvous(comm.empty(one_shot["SLOTS"], np.float32))
+    epochs = device(np.zeros(one_shot["BLOCKS"], np.int64))
+    whole = one_shot["BLOCKS"] * one_shot["THREADS"]
+    for step, count in enumerate([COUNT, 0, 1, whole, whole + 1, 3 * whole, 2, COUNT]):
+        x = device(np.arange(count, dtype=np.float32) + comm.rank * step)
+        out = x if step % 2 else cuda.device_array_like(x)
+        if step % comm.size == comm.rank:
+            time.sleep(0.02)
+        launch(memory.ctx, epochs, x, out)
+        n = comm.size
+        wanted = np.arange(count) * n + n * (n - 1) // 2 * step
+        assert get(out).tolist() == wanted.tolist()
+    finished()
+    assert zeroed(comm, memory)
+
+
+def test_a_pages_all_reduce_on_values_whose_order_matters(comm, finished, one_shot):
+    """Every rank adds in rank order, so all have the same bits."""
+    launch = one_shot["all_reduce"][one_shot["BLOCKS"], one_shot["THREADS"]]
+    memory = comm.rendezvous(comm.empty(one_shot["SLOTS"], np.float32))
+    epochs = device(np.zeros(one_shot["BLOCKS"], np.int64))
+    values = [np.float32(2**24), np.float32(1), np.float32(1), np.float32(-(2**24))]
+    x = device(np.full(COUNT, values[comm.rank % 4]))
+    launch(memory.ctx, epochs, x, x)
+    total = np.float32(0)
+    for rank in range(comm.size):
+        total += values[rank % 4]
+    assert get(x).tolist() == [total] * COUNT
+    finished()

@@ -92,7 +92,7 @@ def live(world):
         pointer = comm.allocator.alloc(100)
         comm.allocator.rendezvous(pointer + 4, comm)
         comm.allocator.free(pointer)
-        plan = comm.all_reduce_init(y, algorithm="one_shot_pull")
+        plan = comm.all_reduce_init(y, algorithm="chunked")
         assert not get(plan()).any()
 
 

@@ -59,7 +59,7 @@ def held(comm, monkeypatch):
 
 def test_communicators_work_in_threads_of_their_own(comm):
     """Each thread comes to its calls in its own time, so ranks in another order."""
-    algorithms, n = (None, "two_shot_marked", "one_shot_pull", None) * 3, comm.size
+    algorithms, n = (None, "two_shot_marked", "chunked", None) * 3, comm.size
     x = [cuda.to_device(np.full(500, comm.rank + k, np.int64)) for k in range(2)]
     y = [[cuda.device_array_like(x[k]) for _ in algorithms] for k in range(2)]
     cuda.synchronize()

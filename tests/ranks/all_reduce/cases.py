@@ -11,7 +11,6 @@ from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
     ONE_SHOT,
-    PULL,
     THREADS,
     TWO_SHOT,
 )
@@ -63,12 +62,9 @@ def tiles(algorithm, dtype, comm):
         protocol = {"one_shot": ONE_SHOT, "two_shot": TWO_SHOT}[kind][transport]
         blocks = min(blocks // TRANSPORTS[transport].weight, protocol.blocks)
         block, steps = THREADS, protocol.steps(size)
-    elif algorithm == "chunked":
+    else:  # "chunked", which also does what "copy_engine" cannot
         blocks = min(blocks, CHUNKED.blocks)
         block, steps = CHUNKED.steps(size) * THREADS, 1
-    else:
-        blocks = min(blocks, PULL.blocks)
-        block, steps = THREADS, PULL.rows
     edges = [block, blocks * block, blocks * block * steps, 2 * blocks * block * steps]
     shards = 1 if algorithm.startswith("one_shot") else size
     return sorted({lanes * shards * edge for edge in edges})

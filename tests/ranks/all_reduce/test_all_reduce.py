@@ -172,7 +172,7 @@ def test_halves_are_rounded_once(comm, algorithm):
         assert found.astype(float).tolist() == [float(wanted)] * 9
 
 
-@pytest.mark.parametrize("algorithm", [*LL, "chunked", "one_shot_pull"])
+@pytest.mark.parametrize("algorithm", [*LL, "chunked", "two_shot_marked"])
 def test_integers_wrap_around(comm, algorithm):
     for dtype in (np.int32, np.int64):
         largest = np.iinfo(dtype).max
@@ -352,7 +352,7 @@ def test_a_plan_keeps_its_arrays(comm):
 def test_a_plan_in_place_repeats_its_effect(comm):
     x = comm.empty(4, np.int64)
     put(x, np.full(4, comm.rank + 1))
-    plan = comm.all_reduce_init(x, out=x, algorithm="one_shot_pull")
+    plan = comm.all_reduce_init(x, out=x, algorithm="chunked")
     for _ in range(3):
         plan()
     total = comm.size * (comm.size + 1) // 2

@@ -31,7 +31,7 @@ from tests.ranks.helpers import (
 class Workspace:
     """A communicator's workspace on this rank, changed while nothing runs."""
 
-    PROTOCOLS = (*MAILED, "chunked", "pull", "barrier")
+    PROTOCOLS = (*MAILED, "chunked", "barrier")
 
     def __init__(self, comm, world):
         self.comm, self.world = comm, world
@@ -40,8 +40,7 @@ class Workspace:
         self.memory = comm._calls.group.backend
 
     def region(self, algorithm):
-        regions = {"one_shot_pull": "pull"}
-        return getattr(self.at, regions.get(algorithm, algorithm))
+        return getattr(self.at, algorithm)
 
     def quiet(self):
         """Wait until no rank has anything running."""
