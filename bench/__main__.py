@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from mpi4py.run import set_abort_status
 
 import numba_symm as ns
-from numba_symm.bench import facts, options, plot
+from numba_symm.bench import cold, facts, options, plot
 from numba_symm.bench.contenders import Contender, load
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer
@@ -62,15 +63,47 @@ def main(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
     ranks = MPI.COMM_WORLD
     asked = _same_on_all(ranks, argv, name)
     os.environ.update(facts.NVLS_OFF)  # before any library that reads them loads
+    if not asked.cold:
+        return _measured(asked, ranks, shlex.join(argv))
+    with cold.kernel_cache(asked.cache, ranks) as kernels:
+        return _measured(asked, ranks, shlex.join(argv), kernels)
+
+
+def _measured(
+    asked: argparse.Namespace, ranks: Any, command: str, kernels: str = ""
+) -> int:
+    """Make the communicator, measure, and return the exit code.
+
+    Args:
+        asked: the options.
+        ranks: the mpi4py communicator.
+        command: the arguments, for the header.
+        kernels: with ``--cold``, a description of the kernel cache.
+    """
     try:
         comm = ns.Communicator(ranks)
     except SymmError as error:  # on all ranks
         _say(ranks, f"numba_symm.bench: {error}", file=sys.stderr)
         return 1
+    made = time.perf_counter()
     with comm:
-        run = _Run(asked, comm, ranks, shlex.join(argv))
-        wrong = run.shuffle() if asked.shuffle else run.sweep()
+        if asked.cold:
+            first = _first_call(asked, comm, ranks, made)
+            wrong = _Run(asked, comm, ranks, command).cold(first, kernels)
+        else:
+            run = _Run(asked, comm, ranks, command)
+            wrong = run.shuffle() if asked.shuffle else run.sweep()
     return 1 if wrong else 0
+
+
+def _first_call(
+    asked: argparse.Namespace, comm: ns.Communicator, ranks: Any, made: float
+) -> float:
+    """Return the slowest rank's milliseconds until the first call is done."""
+    operation = OPERATIONS[asked.command]
+    allocate = Ours(comm, plain=asked.plain).allocate
+    mine = cold.first_call(operation, asked, comm, allocate, made)
+    return float(max(ranks.allgather(mine)))
 
 
 def _same_on_all(ranks: Any, argv: Sequence[str], name: str) -> argparse.Namespace:
@@ -201,6 +234,37 @@ class _Run:
         )
         return len(everywhere)
 
+    def cold(self, first: float, kernels: str) -> int:
+        """Make 400 calls, and return the number of wrong elements.
+
+        Args:
+            first: milliseconds from the communicator to the end of the first call.
+            kernels: a description of the kernel cache.
+        """
+        asked, ranks = self._asked, self._ranks
+        self._facts["kernel_cache"] = kernels
+        self._header([], {})
+        allocate = self._ours.allocate
+        calls = cold.Calls(asked, self._comm, ranks, self._stream, allocate)
+        records = []
+        with bar(shown=ranks.rank == 0) as progress:
+            task = progress.add_task("first calls", total=len(calls))
+            for record in calls:
+                progress.update(task, advance=1, refresh=True)
+                records.append(record)
+        _say(ranks, *cold.report(asked.command, first, records))
+        if ranks.rank == 0:
+            run = {
+                "operation": self._operation.name,
+                "command": self._command,
+                "facts": self._facts,
+                "first": first,
+                "summary": cold.summary(records),
+                "calls": records,
+            }
+            _save(run, asked.json, None)
+        return wrong_elements([records])
+
     def _header(self, others: Sequence[Contender], missing: dict[str, str]) -> None:
         known = self._facts
         versions = ", ".join(f"{a} {b}" for a, b in known["versions"].items())
@@ -208,12 +272,15 @@ class _Run:
         mode = f"CUDA graphs, {graphs} replays" if graphs else "eager"
         if graphs and not self._asked.overlap:
             mode += ", and eager"
+        times = f"{mode}; median of the slowest rank's times"
+        if self._asked.cold:
+            times = f"kernel cache: {known['kernel_cache']}; the slowest rank's times"
         lines = [
             f"numba_symm.bench {self._command}",
             f"commit {known['commit']}, seed {self._asked.seed}",
             versions,
             f"{known['ranks']} ranks, driver {known['driver']}, NVLS {known['nvls']}",
-            f"{mode}; median of the slowest rank's times",
+            times,
         ]
         if known["multiprocessors"] is not None:
             lines.append(f"at most {known['multiprocessors']} multiprocessors")

@@ -101,7 +101,7 @@ def _add_messages(parser: argparse.ArgumentParser, operation: Operation) -> None
         metavar="TYPE,…",
         type=_names(TYPES),
         help=f"element types: some of {', '.join(TYPES)}, or all "
-        "(default float; with --shuffle: all)",
+        "(default float; with --shuffle: all; with --cold: float,int32)",
     )
     if operation.reductions:
         add(
@@ -194,6 +194,20 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
         help="instead of timing, make N calls, each of a random size, type, reduction "
         "and algorithm, in or out of place, and check all results",
     )
+    add(
+        "--cold",
+        action="store_true",
+        help="instead, time a program's first calls with an empty kernel cache: the "
+        "first call after the communicator is made, then 400 calls of ten operations "
+        "in sizes from -b to -e",
+    )
+    add(
+        "--cache",
+        type=Path,
+        metavar="FOLDER",
+        help="with --cold: the kernel cache, which is kept; a second run with the same "
+        "folder loads what the first one compiled",
+    )
     add("--seed", type=_at_least(0), help="seed of the random numbers (default random)")
     add("--json", type=Path, metavar="FILE", help="write all measurements to a file")
     add("--plot", type=Path, metavar="FILE", help="draw them to a file, such as r.png")
@@ -209,16 +223,27 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error("--shuffle records no measurements; omit --json and --plot")
     if options.overlap:
         _complete_overlap(parser, options)
+    if options.cold and (options.shuffle or options.overlap or options.plot):
+        parser.error("omit --shuffle, --overlap and --plot with --cold")
+    if options.cache and not options.cold:
+        parser.error("--cache needs --cold")
     if options.json:
         _check_folder(parser, options.json)
     if options.plot:
         _check_image(parser, options.plot)
     shuffled = options.shuffle is not None
-    options.types = options.types or (tuple(TYPES) if shuffled else ("float",))
+    options.types = options.types or _types(options)
     every = OPERATIONS[options.command].reductions
     options.reductions = options.reductions or (every if shuffled else ("sum",))
     if options.seed is None:
         options.seed = secrets.randbits(32)
+
+
+def _types(options: argparse.Namespace) -> tuple[str, ...]:
+    """Return the default of ``-d``."""
+    if options.shuffle is not None:
+        return tuple(TYPES)
+    return ("float", "int32") if options.cold else ("float",)
 
 
 def _complete_overlap(

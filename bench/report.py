@@ -159,8 +159,7 @@ class Report:
         ]
 
     def _verdict(self, rows: Sequence[Sequence[Record]]) -> Iterator[str]:
-        total = wrong_elements(rows)
-        yield f"# Out of bounds values : {total} {'FAILED' if total else 'OK'}"
+        yield verdict(rows)
         for records in rows:
             for each in records:
                 if each.get("wrong"):
@@ -243,8 +242,7 @@ class OverlapReport:
 
     def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the lines below the rows: wrong elements, means, skipped."""
-        total = wrong_elements(rows)
-        lines = [f"# Out of bounds values : {total} {'FAILED' if total else 'OK'}"]
+        lines = [verdict(rows)]
         ratios: dict[str, list[float]] = defaultdict(list)
         for each in itertools.chain(*rows):
             if "both" in each:
@@ -261,6 +259,12 @@ class OverlapReport:
 def wrong_elements(rows: Iterable[Iterable[Record]]) -> int:
     """Return the number of wrong elements, those of contenders included."""
     return sum(each.get("wrong") or 0 for records in rows for each in records)
+
+
+def verdict(rows: Iterable[Iterable[Record]]) -> str:
+    """Return the line with the number of wrong elements."""
+    total = wrong_elements(rows)
+    return f"# Out of bounds values : {total} {'FAILED' if total else 'OK'}"
 
 
 def _mean_ratio(

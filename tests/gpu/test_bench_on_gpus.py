@@ -77,6 +77,15 @@ def test_calls_beside_a_product_are_right(measured):
         assert 0.3 < alone[0] / alone[1] < 3  # of the same order
 
 
+def test_first_calls_are_right(measured):
+    code, found = measured("--cold", "-e", "4M")
+    assert code == 0
+    assert len(found["calls"]) == 400
+    assert found["first"] > 0
+    over = sum(each["milliseconds"] > 50 for each in found["calls"])
+    assert found["summary"]["over"] == over
+
+
 def test_shuffled_calls_are_right():
     words = "all_reduce --shuffle 300 -b 1 -e 3M --seed 4"
     assert bench.main(words.split()) == 0

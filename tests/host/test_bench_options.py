@@ -58,6 +58,11 @@ def test_shuffle_defaults_to_every_type_and_reduction():
     assert (asked.types, asked.reductions) == (("half",), ("min", "max"))
 
 
+def test_first_calls_are_of_two_types_by_default():
+    assert options.parse(["all_reduce", "--cold"]).types == ("float", "int32")
+    assert options.parse(["all_reduce", "--cold", "-d", "half"]).types == ("half",)
+
+
 @pytest.mark.parametrize("more", [[], ["--shuffle", "9"]])
 @pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - REDUCING))
 def test_an_operation_that_only_moves_data_has_no_reduction(name, more, capsys):
@@ -107,6 +112,8 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --overlap --shuffle 5", "--shuffle measures no times"),
         ("all_reduce --overlap --plot r.png", "--overlap draws no plot"),
         ("all_reduce --overlap -G 0", "--overlap replays graphs; pass -G 1 or more"),
+        ("all_reduce --cold --overlap", "omit --shuffle, --overlap and --plot with"),
+        ("all_reduce --cache /tmp", "--cache needs --cold"),
         ("all_reduce -q", "unrecognized arguments: -q"),
         ("plot r.json", "arguments are required: image"),
         ("plot /not/there.json r.png", "/not/there.json: No such file or directory"),

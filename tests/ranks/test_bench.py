@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -141,6 +142,32 @@ def test_calls_beside_a_product_are_right_and_recorded(world, folder, shown):
         assert min(record["calls"], record["products"]) >= 1
         for name in ("collective", "product", "both"):
             assert 0 < record[name]["min"] <= record[name]["median"]
+
+
+def test_first_calls_are_right_and_recorded(world, folder, shown, monkeypatch):
+    monkeypatch.setattr("numba_symm.bench.cold.CALLS", 20)
+    before = os.environ.get("XDG_CACHE_HOME")
+    file = folder / "r.json"
+    words = ["--cold", "-b", 300, "-e", 2000, "--json", file]
+    assert run(*words, "--cache", folder) == 0
+    assert os.environ.get("XDG_CACHE_HOME") == before
+    (text, *_) = shown()
+    assert "# kernel cache: files at the start: 0; " in text.out
+    assert "to the end of the first all_reduce: " in text.out
+    assert "# 20 calls: " in text.out
+    assert "# Out of bounds values : 0 OK" in text.out
+    found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
+    assert found["first"] > 0
+    kinds = {(each["operation"], each["type"]) for each in found["calls"]}
+    assert len(kinds) == len(found["calls"]) == 20
+    assert all(each["wrong"] == 0 < each["milliseconds"] for each in found["calls"])
+
+
+def test_a_wrong_first_call_fails_the_run_on_all(world, shown, monkeypatch):
+    monkeypatch.setattr("numba_symm.bench.cold.CALLS", 10)
+    spoil(monkeypatch, world, lambda *words: True)
+    assert run("--cold", "-d", "float", "-e", 1024) == 1
+    assert "# Out of bounds values : 1 FAILED" in shown()[0].out
 
 
 def test_shuffled_calls_are_right(shown):
