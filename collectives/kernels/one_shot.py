@@ -88,7 +88,7 @@ def make_one_shot(
     mail = make_mailboxes(
         size, transport, region, ONE_SHOT[transport], 1, kind.operation
     )
-    next_epoch, box, sent, _, post_one, receive, wipe, next_round = mail
+    next_epoch, box, sent, post_one, receive, wipe, next_round = mail
     epochs = region.epochs
     others = size - 1
     parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS

@@ -56,7 +56,7 @@ def make_two_shot(
     mail = make_mailboxes(
         size, transport, region, TWO_SHOT[transport], 2, waits.TWO_SHOT
     )
-    next_epoch, box, sent, post, post_one, receive, wipe, next_round = mail
+    next_epoch, box, sent, post_one, receive, wipe, next_round = mail
     in_rank_order = make_in_rank_order(size)
     epochs = region.epochs
     others = size - 1
@@ -114,7 +114,8 @@ def make_two_shot(
                     packed = total(low, high, 0)
                     result = sent(packed[0], packed[1])
                     boxes = box(block, epoch, GATHER, 0, step, thread)
-                    post(ring, boxes, result[0], result[1], epoch)
+                    for k in range(others):
+                        post_one(ring, k, boxes, result[0], result[1], epoch)
                     if target != 0:
                         # explore: result
                         store(target, mine, count, result[0], result[1])

@@ -13,6 +13,7 @@ Each operation, what a rank sends, and what it does with the vectors of all rank
 """
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -110,6 +111,7 @@ EXCHANGES = {
 """The operations, by name."""
 
 
+@functools.cache
 def make_total_for(
     size: int, lanes: Lanes, output: Output
 ) -> Callable[[int, Any, Any, int], Any]:
@@ -137,6 +139,7 @@ def make_total_for(
     return of_some if output in (Output.UP_TO_THIS, Output.BEFORE_THIS) else of_all
 
 
+@functools.cache
 def make_reduced(
     size: int, lanes: Lanes, output: Output
 ) -> Callable[[int, int, Any, Any, Any], Any]:

@@ -9,6 +9,7 @@ A block raises no flag after a failure of one of its threads, so no peer reads i
 as complete. All its threads return the failure, and store nothing after it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ class Flags(NamedTuple):
     await_flags: Callable[[Any, int, int, int, bool], bool]
 
 
+@functools.cache
 def make_flags(size: int, operation: int) -> Flags:
     """Return the device functions for ``size`` ranks.
 

@@ -175,6 +175,7 @@ def make_meet(size: int) -> Any:
     return meet
 
 
+@functools.cache
 def make_where(size: int) -> Callable[[int], int]:
     """Return a device function for ``size`` ranks.
 
@@ -191,6 +192,7 @@ def make_where(size: int) -> Callable[[int], int]:
     return where
 
 
+@functools.cache
 def make_outcome(size: int) -> Callable[[int], int]:
     """Return a device function for ``size`` ranks.
 
@@ -212,6 +214,7 @@ def make_outcome(size: int) -> Callable[[int], int]:
     return outcome
 
 
+@functools.cache
 def make_refused(size: int) -> Callable[[int], bool]:
     """Return a device function for ``size`` ranks.
 
@@ -226,6 +229,7 @@ def make_refused(size: int) -> Callable[[int], bool]:
     return refused
 
 
+@functools.cache
 def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]:
     """Return a device function for ``size`` ranks, for the third launch.
 

@@ -42,6 +42,7 @@ Source: the LL protocol of NCCL and of MSCCL++ (``LLPacket``); the Lamport proto
 TensorRT-LLM.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -254,9 +255,8 @@ class Mailboxes(NamedTuple):
             workspace, of the mailbox for the k-th of the ring.
         sent: ``(low, high)`` returns what arrives of a vector, with which its sender
             goes on where all ranks must have the same bits.
-        post: ``(ring, box, low, high, epoch)`` sends a vector to all others;
+        post_one: ``(ring, k, box, low, high, epoch)`` sends a vector to the k-th;
             ``box`` is its mailbox 0.
-        post_one: ``(ring, k, box, low, high, epoch)`` sends one to the k-th.
         receive: ``(guard, box, epoch, block, low, high, wanted)`` waits for a vector
             of the others, from the address of mailbox 0, fills two local arrays from
             index 1 on, and makes the mailboxes ready for the next vector; False if it
@@ -270,13 +270,13 @@ class Mailboxes(NamedTuple):
     next_epoch: Callable[[int], int]
     box: Callable[..., int]
     sent: Callable[[int, int], Any]
-    post: Callable[..., None]
     post_one: Callable[..., None]
     receive: Callable[..., bool]
     wipe: Callable[..., None]
     next_round: Callable[[bool], bool]
 
 
+@functools.cache
 def make_mailboxes(
     size: int,
     transport: str,
@@ -324,11 +324,6 @@ def make_mailboxes(
         ring: Any, k: int, first: int, low: int, high: int, epoch: int
     ) -> None:
         post_to(ring[k] + first + mirror(k) * rank_stride, low, high, epoch)
-
-    @device_function
-    def post(ring: Any, first: int, low: int, high: int, epoch: int) -> None:
-        for k in range(others):
-            post_one(ring, k, first, low, high, epoch)
 
     @device_function
     def receive(
@@ -388,4 +383,4 @@ def make_mailboxes(
         return failed
 
     wiping = keep if wipe_box is None else wipe
-    return Mailboxes(next_epoch, box, sent, post, post_one, receive, wiping, next_round)
+    return Mailboxes(next_epoch, box, sent, post_one, receive, wiping, next_round)

@@ -5,6 +5,7 @@ neighbour is written without knowing its own number. What is reduced in rank ord
 the same bits on every rank.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from numba_symm.device.intrinsics import device_function
 from numba_symm.device.lanes import Lanes
 
 
+@functools.cache
 def make_mirror(size: int) -> Callable[[int], int]:
     """Return a device function: as whose k-th neighbour a rank's k-th neighbour has it.
 
@@ -25,6 +27,7 @@ def make_mirror(size: int) -> Callable[[int], int]:
     return mirror
 
 
+@functools.cache
 def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
     """Return a device function that puts vectors in the order of their ranks.
 
@@ -52,6 +55,7 @@ def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
     return in_rank_order
 
 
+@functools.cache
 def make_total(size: int, lanes: Lanes) -> Callable[[Any, Any, int], Any]:
     """Return a device function that reduces one vector of each rank, in rank order.
 

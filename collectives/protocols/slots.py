@@ -11,12 +11,14 @@ others have read the last chunk; so many epochs are counted that the next call b
 the other half.
 """
 
+import functools
 from collections.abc import Callable
 
 from numba_symm.collectives.protocols.workspace import CHUNKED, ROW, layout
 from numba_symm.device.intrinsics import device_function
 
 
+@functools.cache
 def make_place(size: int) -> Callable[[int, int, int], int]:
     """Return a device function for ``size`` ranks.
 

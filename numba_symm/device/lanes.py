@@ -12,6 +12,7 @@ Elements are nested pairs: a vector is a pair of words, a word of four elements 
 pair of pairs. So all elements are in registers, and one source serves every width.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -62,6 +63,7 @@ class Lanes(NamedTuple):
     store: Callable[[int, int, int, int, int], None]
 
 
+@functools.cache
 def make_lanes(element: Element, op: Op, ragged: bool, size: int) -> Lanes:
     """Return the device functions for ``element`` and the operator ``op``.
 

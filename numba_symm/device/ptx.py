@@ -20,11 +20,16 @@ import numpy as np
 from llvmlite import ir
 from numba import cuda
 from numba.cuda import types
+from numba.cuda.compiler import compile_cuda
 from numba.cuda.core.ir_utils import alias_func_extensions
+from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.extending import intrinsic
 from numba.cuda.np.arrayobj import np_cfarray
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+OLDEST = (8, 0)
+"""The lowest compute capability of the GPUs that kernels run on."""
 
 _I16, _I32, _I64 = types.uint16, types.uint32, types.int64
 _F32, _F64 = types.float32, types.float64
@@ -38,10 +43,50 @@ _LLVM = {
 }
 
 
+class _DeviceFunction(CUDADispatcher):  # type: ignore[misc]
+    """A device function that Numba compiles without a GPU.
+
+    Numba's own asks the current GPU for its compute capability. Of all capabilities
+    from ``OLDEST`` on, the result is the same: LLVM's code, compiled with the kernel.
+    """
+
+    def compile_device(self, args: Any, return_type: Any = None) -> Any:
+        """Compile the function for arguments of these types, once in a process.
+
+        A constant's value is not part of its type here: LLVM finds it when it inlines.
+        """
+        args = tuple(map(types.unliteral, args))
+        if args not in self.overloads:
+            with self._compiling_counter:
+                compiled = compile_cuda(
+                    self.py_func,
+                    return_type,
+                    args,
+                    forceinline=True,
+                    nvvm_options={"opt": 3},
+                    cc=OLDEST,
+                )
+            self.overloads[args] = compiled
+            compiled.target_context.insert_user_function(
+                compiled.entry_point, compiled.fndesc, [compiled.library]
+            )
+        return self.overloads[args]
+
+
 def device_function(function: F) -> F:
     """Make ``function`` callable from kernels.
 
-    Numba inlines it, so that a kernel is compiled as a whole, without a driver.
+    LLVM inlines it wherever it is called. Numba could, too (``inline="always"``), but
+    would type and lower it again for every call in every kernel.
+    """
+    options = cuda.jit(device=True, forceinline=True)(function).targetoptions
+    return _DeviceFunction(function, options)
+
+
+def array_function(function: F) -> F:
+    """Make ``function``, which returns a new array, callable from kernels.
+
+    Numba inlines it: in Numba, a call returns only arrays that were passed to it.
     """
     return cuda.jit(device=True, inline="always")(function)  # type: ignore[no-any-return]
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from numba_symm.device.intrinsics import (
     array_at,
+    array_function,
     block_size,
     check_buffer,
     check_peer,
@@ -152,7 +153,7 @@ def peer_address(ctx: Any, rank: int) -> int:
     return ctx.buffers[rank]  # type: ignore[no-any-return]
 
 
-@device_function
+@array_function
 def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
     """Return rank ``rank``'s buffer as a C-contiguous array.
 

@@ -31,6 +31,9 @@ def device_function(function: F) -> F:
     return function
 
 
+array_function = device_function
+
+
 def _load(ctype: Any) -> Callable[[int], int]:
     def load(address: int) -> int:
         return ctype.from_address(address).value  # type: ignore[no-any-return]

@@ -36,6 +36,9 @@ def device_function(function: Any) -> Any:
     return function
 
 
+array_function = device_function
+
+
 def _load(address: int, nbytes: int, order: str) -> int:
     machine, thread = scheduler.machine, scheduler.current
     value = machine.memory.load(thread.observer, address, nbytes, order)

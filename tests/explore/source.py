@@ -99,7 +99,7 @@ class _Kernel:
 class _Stopping(ast.NodeTransformer):
     """Lets every call in a device function stop."""
 
-    decorators = frozenset({"device_function"})
+    decorators = frozenset({"device_function", "array_function"})
 
     def __init__(self) -> None:
         self._kernels = False  # inside of a factory

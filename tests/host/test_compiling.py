@@ -1,0 +1,62 @@
+"""What Numba compiles once a process, and what again for each kernel."""
+
+import numpy as np
+import pytest
+
+from numba_symm import dtypes
+from numba_symm.collectives.kernels import chunked_all_reduce, one_shot, two_shot
+from numba_symm.collectives.protocols.exchanges import EXCHANGES
+from numba_symm.device import ptx
+
+FLOAT32 = dtypes.element(np.float32, "test")
+ALL, SCAN = EXCHANGES["all_reduce"], EXCHANGES["scan"]
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Return the names of the device functions that are compiled from now on."""
+    found = []
+    compile_cuda = ptx.compile_cuda
+
+    def noting(function, *args, **options):
+        module = function.__module__.rpartition(".")[2]
+        found.append(f"{module}.{function.__qualname__.rpartition('.')[2]}")
+        return compile_cuda(function, *args, **options)
+
+    monkeypatch.setattr(ptx, "compile_cuda", noting)
+    return found
+
+
+def reduced_by(op, transport="sentinel", kind=ALL):
+    return one_shot.kernel(5, FLOAT32, op, False, transport, 1, kind)
+
+
+def test_kernels_of_two_operators_share_all_but_the_operator(compiled):
+    reduced_by("prod").ptx((9, 0))
+    assert "mailboxes.receive" in compiled
+    compiled.clear()
+    reduced_by("min").ptx((9, 0))
+    apart = {name.partition(".")[0] for name in compiled}
+    assert "dtypes._min" in compiled
+    assert apart <= {"dtypes", "arithmetic", "lanes", "order", "exchanges", "one_shot"}
+    assert "order.in_rank_order" not in compiled
+
+
+def test_kernels_of_two_algorithms_share_what_has_no_constants(compiled):
+    reduced_by("max").ptx((9, 0))
+    compiled.clear()
+    two_shot.kernel(5, FLOAT32, "max", False, "sentinel", 1).ptx((9, 0))
+    chunked_all_reduce.kernel(5, FLOAT32, "max", False).ptx((9, 0))
+    assert "mailboxes.receive" in compiled
+    assert "workspace.keep" not in compiled  # their regions are constants of calls
+    assert "order.total" not in compiled
+
+
+def test_a_compute_capability_shares_them_with_another(compiled):
+    kernel = reduced_by("sum", kind=SCAN)
+    first = kernel.ptx((8, 0))
+    compiled.clear()
+    second = kernel.ptx((9, 0))
+    assert not compiled
+    assert ".target sm_80" in first
+    assert ".target sm_90" in second
