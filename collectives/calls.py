@@ -277,7 +277,7 @@ class Calls:
     ) -> Bound:
         what = operation.name
         source = arrays.dense(arrays.view(x, what), what)
-        chosen = self.stream_for(stream, source)
+        chosen = self.stream_for(stream, x)
         if operation.rooted:
             root = check_rank(root, self.size, f"{what}: root")
         if operation.at_root and root != self.rank:
@@ -404,10 +404,12 @@ class Calls:
             )
         return arrays.empty(shape, like.dtype, what, like.order or "C")
 
-    def stream_for(self, stream: Any, array: ArrayView) -> Stream:
+    def stream_for(self, stream: Any, array: Any) -> Stream:
         """Return the handle of the stream to use for an array, and what keeps it."""
-        if stream is None and array.stream is not None:
-            return array.stream, None
+        if stream is None:
+            named = arrays.stream_of(array)
+            if named is not None:
+                return named, None
         return self.default_stream(stream)
 
     def default_stream(self, stream: Any) -> Stream:

@@ -25,7 +25,7 @@ def send(calls: Calls, x: Any, dst: int, stream: Any) -> None:
     dst = _check_other(calls, dst, "send: dst")
     given = arrays.view(x, "send")
     transfers = calls.remembered(_sent, given, dst)
-    calls.transfer("send", transfers, calls.stream_for(stream, given), x)
+    calls.transfer("send", transfers, calls.stream_for(stream, x), x)
 
 
 def recv(calls: Calls, out: Any, src: int, stream: Any) -> None:
@@ -34,7 +34,7 @@ def recv(calls: Calls, out: Any, src: int, stream: Any) -> None:
     src = _check_other(calls, src, "recv: src")
     taken = arrays.view(out, "recv: out")
     transfers = calls.remembered(_received, taken, src)
-    calls.transfer("recv", transfers, calls.stream_for(stream, taken), out)
+    calls.transfer("recv", transfers, calls.stream_for(stream, out), out)
 
 
 def sendrecv(
@@ -49,7 +49,7 @@ def sendrecv(
     given = arrays.view(x, "sendrecv")
     taken = arrays.view(out, "sendrecv: out")
     transfers = calls.remembered(_exchanged, given, dst, taken, src)
-    chosen = calls.stream_for(stream, given)
+    chosen = calls.stream_for(stream, x)
     calls.transfer("sendrecv", transfers, chosen, x, out)
 
 

@@ -124,7 +124,7 @@ def gather(
         return _formed(calls, _GATHER, what, x, out, stream, root, table)
     source = arrays.view(x, what)
     transfers = calls.remembered(_contributed, what, source, root)
-    return Collected(transfers, calls.stream_for(stream, source), (x,), None)
+    return Collected(transfers, calls.stream_for(stream, x), (x,), None)
 
 
 def scatter(
@@ -149,7 +149,7 @@ def scatter(
         )
     target = arrays.view(out, f"{what}: out")
     transfers = calls.remembered(_taken, what, target, root)
-    return Collected(transfers, calls.stream_for(stream, target), (out,), out)
+    return Collected(transfers, calls.stream_for(stream, out), (out,), out)
 
 
 def all_gather(
@@ -207,7 +207,7 @@ def _parts(
     places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
     check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
     first, count = places[calls.rank]
-    chosen = calls.stream_for(stream, source)
+    chosen = calls.stream_for(stream, x)
     if out is None:
         out = calls.new(source, (count,), chosen[0], what)
     target = _flat(calls, arrays.view(out, f"{what}: out"), f"{what}: out", True)
@@ -247,7 +247,7 @@ def _formed(
 ) -> Collected:
     """Return a call that reads x and writes out, which it makes if it is None."""
     source = arrays.view(x, what)
-    chosen = calls.stream_for(stream, source)
+    chosen = calls.stream_for(stream, x)
     if out is None:
         shape = calls.remembered(form.shape, what, source, *given)
         out = calls.new(source, shape, chosen[0], what)

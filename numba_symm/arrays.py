@@ -27,7 +27,6 @@ class ArrayView(NamedTuple):
         order: ``"C"`` or ``"F"`` if the array is contiguous in that order, ``"C"`` if
             in both orders; None if it has gaps.
         readonly: whether it must not be written.
-        stream: handle of the stream that its library uses, or None if unknown.
     """
 
     address: int
@@ -36,7 +35,6 @@ class ArrayView(NamedTuple):
     dtype: np.dtype[Any]
     order: str | None
     readonly: bool
-    stream: int | None
 
     @property
     def nbytes(self) -> int:
@@ -66,15 +64,10 @@ def _view_numba(array: Any) -> ArrayView:
     in_c = array.is_c_contiguous()
     order = "C" if in_c else _order(False, array.is_f_contiguous())
     address = array.device_ctypes_pointer.value or 0
-    stream = _numba_stream(array.stream) if array.stream else None
     # Every call does this twice; keywords would take 1.5 times as long.
     return ArrayView(
-        *(address, tuple(array.shape), array.size, array.dtype, order, False, stream)
+        *(address, tuple(array.shape), array.size, array.dtype, order, False)
     )
-
-
-def _numba_stream(stream: Any) -> int:
-    return int(getattr(stream.handle, "value", stream.handle) or 0)
 
 
 def _view_foreign(array: Any, what: str) -> ArrayView:
@@ -99,7 +92,6 @@ def _view_foreign(array: Any, what: str) -> ArrayView:
         dtype=dtype,
         order=_order_of(tuple(found.shape), found.strides),
         readonly=bool(found.readonly),
-        stream=_foreign_stream(array),
     )
 
 
@@ -124,8 +116,15 @@ def _order_of(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> str | 
     return _order(filled(reversed(axes)), filled(axes))
 
 
-def _foreign_stream(array: Any) -> int | None:
-    """Return the current stream of the array's library, or that of its interface."""
+def stream_of(array: Any) -> int | None:
+    """Return the handle of the stream that an array names, or None.
+
+    It is the current stream of torch or CuPy for their arrays.
+    """
+    if SIMULATED:
+        return None
+    if isinstance(array, _NUMBAS):
+        return _handle(array.stream) if array.stream else None
     library = type(array).__module__.partition(".")[0]
     if library == "torch":
         import torch
@@ -137,6 +136,10 @@ def _foreign_stream(array: Any) -> int | None:
         return int(cupy.cuda.get_current_stream().ptr)
     interface = getattr(array, "__cuda_array_interface__", {})
     return interface.get("stream")
+
+
+def _handle(numbas: Any) -> int:
+    return int(getattr(numbas.handle, "value", numbas.handle) or 0)
 
 
 def _view_simulated(array: Any, what: str) -> ArrayView:
@@ -157,7 +160,6 @@ def _view_simulated(array: Any, what: str) -> ArrayView:
         dtype=array.dtype,
         order=_order(flags.c_contiguous, flags.f_contiguous),
         readonly=not flags.writeable,
-        stream=None,
     )
 
 

@@ -77,7 +77,8 @@ def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
     kinds.current_ordinal()  # from here on the thread has a context
     view = arrays.view(array, "share")
     found = layout.of(array, view)
-    handle = streams.handle_or_default(view.stream if stream is None else stream)
+    chosen = arrays.stream_of(array) if stream is None else stream
+    handle = streams.handle_or_default(chosen)
     received.refuse_capture(handle, "share")
     low, high = found.extent
     address, nbytes = view.address + low, high - low
