@@ -387,7 +387,7 @@ class Calls:
         exchange = self.group.exchange
         with self.set_up(what):
             with exchange.agreed(what):
-                dtype = arrays.checked_dtype(dtype, what)
+                dtype = dtypes.checked(dtype, what)
                 shape = arrays.checked_shape(shape, dtype, what)
             exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
             memory, _ = self.heap.allocate(math.prod(shape) * dtype.itemsize, what)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
+from numba_symm import dtypes
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError
 
@@ -151,7 +152,7 @@ def _view_simulated(array: Any, what: str) -> ArrayView:
             "array of Numba's simulator, such as of comm.empty or cuda.to_device"
         )
     if array.dtype.hasobject or not array.dtype.itemsize:  # impossible on a GPU
-        checked_dtype(array.dtype, what)
+        dtypes.checked(array.dtype, what)
     flags = array.flags
     return ArrayView(
         address=array.ctypes.data,
@@ -290,33 +291,6 @@ def empty(
             f"{what}: expected room for a new output of {nbytes} bytes, got {error}; "
             "pass out=, or ask for less"
         ) from error
-
-
-def checked_dtype(dtype: Any, what: str) -> np.dtype[Any]:
-    """Return NumPy's dtype, or raise ArgumentError if a GPU cannot have it."""
-    try:
-        found: np.dtype[Any] = np.dtype(dtype)
-    except Exception as error:  # NumPy raises errors of many classes
-        raise ArgumentError(
-            f"{what}: expected a dtype, got dtype={dtype!r} ({error}); pass NumPy's, "
-            "such as 'float32'"
-        ) from error
-    if found.hasobject:
-        raise ArgumentError(
-            f"{what}: expected a dtype without Python objects, got dtype={dtype!r}; "
-            "pass one that a GPU can store, such as 'float32'"
-        )
-    if found.subdtype is not None:
-        raise ArgumentError(
-            f"{what}: expected a dtype without a shape, got dtype={dtype!r}; pass "
-            f"{found.base.name} and append {found.shape} to the array's shape"
-        )
-    if found.itemsize == 0:
-        raise ArgumentError(
-            f"{what}: expected a dtype of at least 1 byte, got dtype={dtype!r}; pass "
-            "one with a size, such as 'S8'"
-        )
-    return found
 
 
 def checked_shape(shape: Any, dtype: np.dtype[Any], what: str) -> tuple[int, ...]:

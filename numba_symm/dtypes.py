@@ -94,6 +94,33 @@ _ELEMENTS = {
 }
 
 
+def checked(dtype: Any, what: str) -> np.dtype[Any]:
+    """Return NumPy's dtype, or raise ArgumentError if a GPU cannot have it."""
+    try:
+        found: np.dtype[Any] = np.dtype(dtype)
+    except Exception as error:  # NumPy raises errors of many classes
+        raise ArgumentError(
+            f"{what}: expected a dtype, got dtype={dtype!r} ({error}); pass NumPy's, "
+            "such as 'float32'"
+        ) from error
+    if found.hasobject:
+        raise ArgumentError(
+            f"{what}: expected a dtype without Python objects, got dtype={dtype!r}; "
+            "pass one that a GPU can store, such as 'float32'"
+        )
+    if found.subdtype is not None:
+        raise ArgumentError(
+            f"{what}: expected a dtype without a shape, got dtype={dtype!r}; pass "
+            f"{found.base.name} and append {found.shape} to the array's shape"
+        )
+    if found.itemsize == 0:
+        raise ArgumentError(
+            f"{what}: expected a dtype of at least 1 byte, got dtype={dtype!r}; pass "
+            "one with a size, such as 'S8'"
+        )
+    return found
+
+
 def element(dtype: Any, what: str) -> Element:
     """Return the table's entry for ``dtype``; ``what`` names the caller in errors."""
     found = _ELEMENTS.get(np.dtype(dtype))

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numba_symm import arguments, arrays, pads, streams
+from numba_symm import arguments, arrays, dtypes, pads, streams
 from numba_symm.arrays import Memory
 from numba_symm.backends.peers import Peers
 from numba_symm.device.signals import Context
@@ -118,7 +118,7 @@ class SymmetricMemory:
             ArgumentError: ``rank`` is not a rank, or the array does not fit.
         """
         self._check_open()
-        dtype = arrays.checked_dtype(dtype, "get_buffer")
+        dtype = dtypes.checked(dtype, "get_buffer")
         shape, start = self._place(rank, shape, dtype, storage_offset, "get_buffer")
         memory = Memory(
             self.buffer_ptrs[rank],
@@ -215,7 +215,7 @@ class SymmetricMemory:
             CollectiveError: the communicator has failed.
         """
         self._check_open()
-        dtype = arrays.checked_dtype(dtype, "get")
+        dtype = dtypes.checked(dtype, "get")
         shape, start = self._place(rank, shape, dtype, storage_offset, "get")
         if out is None:
             out = _new_array(shape, dtype, stream)
