@@ -93,6 +93,9 @@ _ELEMENTS = {
     for name, accumulate in _ACCUMULATE.items()
 }
 
+DTYPES = frozenset(_ELEMENTS)
+"""NumPy's dtypes of the types in the table."""
+
 
 def checked(dtype: Any, what: str) -> np.dtype[Any]:
     """Return NumPy's dtype, or raise ArgumentError if a GPU cannot have it."""

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from numba_symm.arrays import ArrayView, Memory
+from numba_symm.arrays import ArrayView, Memory, strides_of
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 
@@ -147,21 +147,12 @@ def of(array: Any, view: ArrayView) -> Layout:
     elif view.order == "F":
         strides = _c_strides(shape[::-1], itemsize)[::-1]
     else:
-        strides = _strides(array, itemsize)
+        strides = strides_of(array)
     return Layout(0, shape, tuple(map(int, strides)), view.dtype)
 
 
 def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
-
-
-def _strides(array: Any, itemsize: int) -> tuple[int, ...]:
-    if hasattr(array, "__cuda_ndarray__"):  # of Numba or its simulator
-        return tuple(array.strides)
-    from cuda.core.utils import StridedMemoryView
-
-    found = StridedMemoryView.from_any_interface(array, stream_ptr=-1)
-    return tuple(stride * itemsize for stride in found.strides)
 
 
 def build(memory: Memory, layout: Layout) -> Any:

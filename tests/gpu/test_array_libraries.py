@@ -5,6 +5,7 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
+from numba_symm import arrays
 from tests.gpu.helpers import Pointer, of_ranks, optional, to_device
 from tests.ranks.helpers import bits, check_works, refused
 
@@ -169,4 +170,125 @@ def test_host_memory_is_refused(comm, world):
 def test_torch_s_host_memory_is_refused(comm, world, torch):
     for tensor in (torch.zeros(100), torch.zeros(100).pin_memory()):
         refused(world, ns.ArgumentError, lambda x=tensor: comm.all_reduce(x))
+    check_works(comm)
+
+
+def as_exported(array):
+    """Return the view of an array that hides which library's it is."""
+
+    class Exported:
+        __dlpack__, __dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+    return arrays.view(Exported(), "test")
+
+
+SHAPES = [(), (1,), (5,), (0, 3), (3, 4), (2, 3, 4), (1, 4), (4, 1)]
+VIEWS = {
+    "whole": lambda x: x,
+    "transposed": lambda x: x.T if x.ndim == 2 else x,
+    "every other": lambda x: x[::2] if x.ndim else x,
+    "from the second on": lambda x: x[1:] if x.ndim else x,
+    "last axis": lambda x: x[..., :1] if x.ndim else x,
+}
+
+
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+@pytest.mark.parametrize("select", VIEWS.values(), ids=VIEWS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_an_array_is_read_as_dlpack_exports_it(request, library, shape, select):
+    found = request.getfixturevalue(library)
+    for dtype in ("float32", "int64", "uint8", "complex64", "bool", "float16"):
+        if library == "torch":
+            x = found.ones(shape, dtype=getattr(found, dtype), device="cuda")
+        else:
+            x = found.ones(shape, dtype)
+        view, exported = arrays.view(select(x), "test"), as_exported(select(x))
+        if not view.size:
+            view = view._replace(address=exported.address)  # of nothing
+        assert view == exported
+        assert type(view.shape) is tuple
+
+
+def test_torch_s_eight_bit_floats(comm, torch):
+    for name in ("float8_e4m3fn", "float8_e5m2"):
+        x = torch.ones(64, device="cuda").to(getattr(torch, name))
+        found = comm.all_gather(x)
+        torch.cuda.synchronize()
+        assert found.dtype.name == name
+        numbers = bits(found).copy_to_host().view(found.dtype)
+        assert (numbers.astype(np.float32) == 1).all()
+
+
+def lazy_tensors(torch):
+    """Return tensors that hold other values than their memory, or more."""
+    x = torch.ones(8, 8, device="cuda")
+    z = torch.ones(8, dtype=torch.complex64, device="cuda")
+    return {
+        "requires a gradient": x.clone().requires_grad_(),
+        "a result with a gradient": x.clone().requires_grad_() * 2,
+        "a parameter": torch.nn.Parameter(x),
+        "conjugate": z.conj(),
+        "negative": torch._neg_view(x),
+        "imaginary part of a conjugate": torch.ones_like(z).conj().imag,
+        "sparse": x.to_sparse(),
+        "compressed": x.to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
+        "half complex": torch.ones(8, dtype=torch.complex32, device="cuda"),
+        "without memory": torch.ones(8, device="meta"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of sparse and quantized tensors
+def test_tensors_that_are_more_than_memory_are_refused(comm, world, torch):
+    x = torch.zeros(64, device="cuda")
+    for tensor in lazy_tensors(torch).values():
+        for call in (
+            lambda y=tensor: comm.all_reduce(y, out=x),
+            lambda y=tensor: comm.all_reduce(x, out=y),
+        ):
+            refused(world, ns.ArgumentError, call, "expected a device array, got")
+    parameter = torch.nn.Parameter(torch.full((64,), comm.rank + 1.0, device="cuda"))
+    comm.all_reduce(parameter.detach(), out=parameter.data)
+    torch.cuda.synchronize()
+    assert (parameter.detach().cpu() == of_ranks(comm)).all()
+    check_works(comm)
+
+
+def test_a_subclass_of_a_tensor_is_reduced_on_torch_s_stream(comm, torch):
+    class Mine(torch.Tensor):
+        pass
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        x = torch.full((64,), comm.rank + 1.0, device="cuda").as_subclass(Mine)
+        assert arrays.stream_of(x) == stream.cuda_stream
+        comm.all_reduce(x, out=x)
+    torch.cuda.synchronize()
+    assert (x.cpu() == of_ranks(comm)).all()
+
+
+def test_a_tensor_names_the_current_stream_of_its_gpu(comm, torch):
+    x = torch.zeros(64, device="cuda")
+    default, stream = torch.cuda.current_stream(x.device), torch.cuda.Stream()
+    assert arrays.stream_of(x) == default.cuda_stream
+    with torch.cuda.stream(stream):
+        assert arrays.stream_of(x) == stream.cuda_stream != default.cuda_stream
+    assert arrays.stream_of(x) == default.cuda_stream
+
+
+def test_a_cupy_array_names_cupy_s_current_stream(comm, cupy):
+    x, stream = cupy.zeros(64, "f4"), cupy.cuda.Stream(non_blocking=True)
+    assert arrays.stream_of(x) == 0
+    with stream:
+        assert arrays.stream_of(x) == stream.ptr != 0
+        y = cupy.full(64, comm.rank + 1, "f4")
+        comm.all_reduce(y, out=y)
+    stream.synchronize()
+    assert (y.get() == of_ranks(comm)).all()
+
+
+def test_cupy_s_managed_memory_is_refused(comm, world, cupy):
+    memory = cupy.cuda.malloc_managed(400)
+    managed = cupy.ndarray(100, "f4", memptr=memory)
+    refused(world, ns.ArgumentError, lambda: comm.all_reduce(managed), "host")
     check_works(comm)
