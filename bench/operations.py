@@ -78,6 +78,12 @@ class Operation:
     apart: bool = False
     reductions: tuple[str, ...] = ()
 
+    @property
+    def in_place_too(self) -> bool:
+        """Whether it is measured in place, too."""
+        sent, received = self.shapes(1, 2)
+        return sent == received and not self.apart
+
 
 def reducible(
     random: np.random.Generator, ranks: int, op: str, dtype: np.dtype[Any]

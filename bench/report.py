@@ -49,10 +49,12 @@ def best(
     return min(found, key=microseconds, default=None)
 
 
-def ratio(records: Sequence[Record], contenders: Sequence[str]) -> float | None:
+def ratio(
+    records: Sequence[Record], contenders: Sequence[str], in_place: bool = False
+) -> float | None:
     """Return the fastest contender's time divided by ours; above 1, ours is faster."""
-    ours = best(records, NAME)
-    found = [best(records, name) for name in contenders]
+    ours = best(records, NAME, in_place)
+    found = [best(records, name, in_place) for name in contenders]
     others = [microseconds(each) for each in found if each is not None]
     if ours is None or not others:
         return None
@@ -79,44 +81,59 @@ class Report:
         self._bus = operation.bus(ranks)
         self._algorithms = list(algorithms)
         self._contenders = list(contenders)
+        self._places = (False, True) if operation.in_place_too else (False,)
+        widths = [10, 9, 9, 7, *(max(9, len(name) + 2) for name in algorithms)]
+        for name in contenders:
+            widths += [max(9, len(name) + 2), 9]
+        self._block = [*widths, 8]
 
     def header(self) -> list[str]:
         """Return the lines above the rows."""
-        columns = [*self._algorithms, *self._contenders]
-        placed = ("time", "algbw", "busbw", "#wrong")
-        units = ("(us)", "(GB/s)", "(GB/s)", "")
-        names = ["size", "count", "type", "redop", *placed, *placed, *columns, "ratio"]
-        under = ["(B)", "(elements)", "", "", *units, *units]
-        under += ["(us)"] * len(columns) + [""]
-        over = " " * 45 + "out-of-place".center(37) + "in-place".center(37)
+        names, under = ["size", "count", "type", "redop"], ["(B)", "(elements)", "", ""]
+        for _ in self._places:
+            names += ["time", "algbw", "busbw", "#wrong", *self._algorithms]
+            under += ["(us)", "(GB/s)", "(GB/s)", "", *["(us)"] * len(self._algorithms)]
+            for name in self._contenders:
+                names += [name, "busbw"]
+                under += ["(us)", "(GB/s)"]
+            names.append("ratio")
+            under.append("")
+        width = sum(self._block)
+        titles = ("out-of-place", "in-place")[: len(self._places)]
+        over = " " * 40 + "".join(title.center(width) for title in titles)
         return [f"# {over}".rstrip(), self._line("#", names), self._line("#", under)]
 
     def row(self, records: Sequence[Record]) -> str:
         """Return the line of one message."""
         head = records[0]
         cells = [str(head["bytes"]), str(head["count"]), head["type"], head["op"]]
-        for in_place in (False, True):
+        for in_place in self._places:
             cells += self._placed(best(records, NAME, in_place))
-        for column in (*self._algorithms, *self._contenders):
-            found = best(records, column)
-            cells.append(NOTHING if found is None else _number(microseconds(found)))
-        found_ratio = ratio(records, self._contenders)
-        cells.append(NOTHING if found_ratio is None else f"{found_ratio:.2f}")
+            for column in self._algorithms:
+                cells += self._timed(best(records, column, in_place))[:1]
+            for column in self._contenders:
+                cells += self._timed(best(records, column, in_place))
+            found = ratio(records, self._contenders, in_place)
+            cells.append(NOTHING if found is None else f"{found:.2f}")
         return self._line(" ", cells)
 
     def _placed(self, record: Record | None) -> list[str]:
+        """Return our time, both bandwidths and the wrong elements."""
         if record is None:
             return [NOTHING] * 4
-        bandwidth = algorithm_bandwidth(record)
+        time, busbw = self._timed(record)
         wrong = "N/A" if record["wrong"] is None else str(record["wrong"])
-        time = _number(microseconds(record))
-        return [time, f"{bandwidth:.2f}", f"{bandwidth * self._bus:.2f}", wrong]
+        return [time, f"{algorithm_bandwidth(record):.2f}", busbw, wrong]
+
+    def _timed(self, record: Record | None) -> list[str]:
+        """Return a time and a bus bandwidth."""
+        if record is None:
+            return [NOTHING] * 2
+        bandwidth = algorithm_bandwidth(record) * self._bus
+        return [_number(microseconds(record)), f"{bandwidth:.2f}"]
 
     def _line(self, first: str, cells: Sequence[str]) -> str:
-        widths = [12, 12, 9, 7, *[10, 9, 9, 7] * 2]
-        widths += [max(9, len(name) + 2) for name in self._algorithms]
-        widths += [max(9, len(name) + 2) for name in self._contenders]
-        widths += [7]
+        widths = [12, 12, 9, 7, *self._block * len(self._places)]
         padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
         return (first + "".join(padded)).rstrip()
 
@@ -184,14 +201,18 @@ class Report:
         small = [records for records in rows if records[0]["bytes"] <= SMALL]
         if 0 < len(small) < len(rows):
             groups["up to 4M"] = small
-        for title, group in groups.items():
-            found = [(name, _mean_ratio(group, [name])) for name in self._contenders]
-            if len(self._contenders) > 1:
-                found.append(("the best", _mean_ratio(group, self._contenders)))
-            shown = [f"{name} {mean:.3g}" for name, mean in found if mean is not None]
-            if shown:
-                means = ", ".join(shown)
-                yield f"# Contender's time / ours, geometric mean, {title}: {means}"
+        choices = {name: [name] for name in self._contenders}
+        if len(choices) > 1:
+            choices["the best"] = self._contenders
+        for in_place, (title, group) in itertools.product(self._places, groups.items()):
+            found = {
+                name: _mean_ratio(group, chosen, in_place)
+                for name, chosen in choices.items()
+            }
+            means = [f"{name} {mean:.3g}" for name, mean in found.items() if mean]
+            if means:
+                what = f"{title}{', in place' * in_place}: {', '.join(means)}"
+                yield f"# Contender's time / ours, geometric mean, {what}"
 
 
 class OverlapReport:
@@ -268,9 +289,9 @@ def verdict(rows: Iterable[Iterable[Record]]) -> str:
 
 
 def _mean_ratio(
-    rows: Sequence[Sequence[Record]], contenders: Sequence[str]
+    rows: Sequence[Sequence[Record]], contenders: Sequence[str], in_place: bool
 ) -> float | None:
-    found = [ratio(records, contenders) for records in rows]
+    found = [ratio(records, contenders, in_place) for records in rows]
     ratios = [each for each in found if each is not None]
     if not ratios:
         return None

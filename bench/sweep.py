@@ -168,9 +168,7 @@ class Sweep:
         lanes: list[Lane] = []
         skipped: list[Record] = []
         for contender in self._contenders:
-            # Only ours has a column for in place, if input and output may be equal.
-            same = row.counts[0] == row.counts[1] and not self._operation.apart
-            both = isinstance(contender, Ours) and same
+            both = self._operation.in_place_too
             for in_place in (False, True) if both else (False,):
                 found = self._ways(row, contender, in_place)
                 lanes += found[0]

@@ -2,8 +2,9 @@
 
 A contender has a method for each operation that it supports, with the operation's
 name. The method returns the ways of running the operation for (input, output,
-reduction), by name. The benchmark reports the fastest way of a contender. A way named
-after one of our algorithms has its own column.
+reduction), by name. In place, input and output are the same object. The benchmark
+reports the fastest way of a contender. A way named after one of our algorithms has its
+own column.
 """
 
 import functools

@@ -53,8 +53,9 @@ class Mpi:
 
     def all_to_all(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of an all-to-all."""
-        x, out = x.view(np.uint8), out.view(np.uint8)
-        return {"": Way(lambda stream: self._ranks.Alltoall(x, out))}
+        source = self._mpi.IN_PLACE if x is out else x.view(np.uint8)
+        out = out.view(np.uint8)
+        return {"": Way(lambda stream: self._ranks.Alltoall(source, out))}
 
     def broadcast(self, x: Any, out: Any, op: str) -> Ways:
         """Return the one way of a broadcast, which works in place."""
@@ -76,7 +77,10 @@ class Mpi:
         if op == "avg":
             return {"": "MPI has no avg"}
         reduction = getattr(self._mpi, op.upper())
-        call = partial(getattr(self._ranks, name), x, out, reduction, **more)
+        source = x
+        if x is out and more.get("root", self._ranks.rank) == self._ranks.rank:
+            source = self._mpi.IN_PLACE  # of a rooted operation on the root only
+        call = partial(getattr(self._ranks, name), source, out, reduction, **more)
         return {"": Way(lambda stream: call())}
 
     def gather(self, x: Any, out: Any, op: str) -> Ways:

@@ -92,7 +92,7 @@ class Torch:
         source, target = self._tensor(x), self._tensor(out)
         two_shot = partial(ops.two_shot_all_reduce_, target, op, group)
         ways: Ways = {"two_shot": Way(lambda stream: two_shot(), in_place=True)}
-        if x.nbytes <= ONE_SHOT_LIMIT:
+        if x.nbytes <= ONE_SHOT_LIMIT and x is not out:  # peers read x meanwhile
             one_shot = partial(ops.one_shot_all_reduce_out, source, op, group, target)
             ways["one_shot"] = Way(lambda stream: one_shot())
         return ways

@@ -270,8 +270,24 @@ def test_torch_reduces_views_of_its_own_tensors(torch):
 def test_torch_one_shot_is_left_out_for_large_messages(torch):
     contender = Torch(0, Ranks())
     contender._tensors += [Tensor(0, 0, 1 << 30)]
-    x = DeviceArray(0, torch_module.ONE_SHOT_LIMIT + 16, "float32")
+    x, out = (
+        DeviceArray(0, nbytes, "float32")
+        for nbytes in [torch_module.ONE_SHOT_LIMIT + 16] * 2
+    )
+    assert list(contender.all_reduce(x, out, "sum")) == ["two_shot"]
+
+
+def test_torch_in_place_is_two_shot_alone(torch):
+    contender = Torch(0, Ranks())
+    contender._tensors += [Tensor(0, 0, 512)]
+    x = DeviceArray(0, 64, "float32")
     assert list(contender.all_reduce(x, x, "sum")) == ["two_shot"]
+
+
+def test_nccl_has_no_all_to_all_in_place(core):
+    x = np.zeros(4, np.float32)
+    found = Nccl(Ranks()).all_to_all(x, x, "none")
+    assert found == {"": "NCCL has no all-to-all in place"}
 
 
 @pytest.mark.parametrize(("dtype", "op"), [("int32", "sum"), ("float32", "max")])

@@ -29,7 +29,8 @@ def record(column, microseconds, way="", in_place=False, nbytes=1 << 20, **more)
 
 
 def row(nbytes=1 << 20, scale=1.0, **more):
-    """A message with times in µs: ours 10, in place 20, NCCL 30 and torch 15 or 40."""
+    """A message with times in µs: ours 10, NCCL 30 and torch 15 or 40; in place, ours
+    20, torch 25."""
     found = [
         record("numba_symm", 10.0 * scale, "plan"),
         record("numba_symm", 1.0, "call"),  # not compared with the plan
@@ -37,6 +38,7 @@ def row(nbytes=1 << 20, scale=1.0, **more):
         record("nccl", 30.0 * scale),
         record("torch", 15.0 * scale, "two_shot"),
         record("torch", 40.0 * scale, "one_shot"),
+        record("torch", 25.0 * scale, "two_shot", in_place=True),
     ]
     return [each | {"bytes": nbytes, "count": nbytes // 4} | more for each in found]
 
@@ -56,20 +58,30 @@ def test_the_formulas_are_those_of_nccl_tests():
     shown = text().row(row()).split()
     assert shown[:4] == [str(1 << 20), str(1 << 18), "float", "sum"]
     assert shown[4:8] == ["10.00", "104.86", "157.29", "0"]  # 1 MiB / 10 µs, times 1.5
-    assert shown[8:12] == ["20.00", "52.43", "78.64", "0"]
-    assert shown[12:] == ["30.00", "15.00", "1.50"]
+    assert shown[8:13] == ["30.00", "52.43", "15.00", "104.86", "1.50"]
+    assert shown[13:17] == ["20.00", "52.43", "78.64", "0"]
+    assert shown[17:] == ["-", "-", "25.00", "62.91", "1.25"]
+
+
+def test_an_operation_that_is_never_in_place_has_no_columns_for_it():
+    found = Report(OPERATIONS["all_gather"], 4, [], ["nccl"])
+    assert "in-place" not in found.header()[0]
+    assert len(found.row(row()).split()) == len(found.header()[1].split()) - 1
 
 
 def test_the_header_has_each_name_above_its_column():
     top, names, units = text(algorithms=["one_shot_ll"]).header()
     assert top.startswith("#")
-    wanted = "# size count type redop time algbw busbw #wrong time algbw busbw #wrong"
-    assert names.split() == [*wanted.split(), "one_shot_ll", "nccl", "torch", "ratio"]
-    assert units.count("(us)") == 5
+    wanted = ["time", "algbw", "busbw", "#wrong", "one_shot_ll"]
+    wanted += ["nccl", "busbw", "torch", "busbw", "ratio"]
+    assert names.split() == ["#", "size", "count", "type", "redop", *wanted * 2]
+    assert units.count("(us)") == 2 * 4
+    assert units.count("(GB/s)") == 2 * 4
     found = [*row(), record("one_shot_ll", 12.5, "one_shot_ll")]
     shown = text(algorithms=["one_shot_ll"]).row(found)
     assert shown.index("12.50") + 5 == names.index("one_shot_ll") + len("one_shot_ll")
     assert len(shown) == len(names)
+    assert shown.rindex("25.00") + 5 == names.rindex("torch") + len("torch")
 
 
 def test_the_ratio_is_the_best_contenders_time_divided_by_ours():
@@ -77,13 +89,15 @@ def test_the_ratio_is_the_best_contenders_time_divided_by_ours():
     assert report.ratio(row(), ["nccl", "torch"]) == 1.5
     assert report.ratio(row(), []) is None
     assert report.ratio(row(), ["mpi"]) is None
+    assert report.ratio(row(), ["nccl", "torch"], in_place=True) == 1.25
+    assert report.ratio(row(), ["nccl"], in_place=True) is None
 
 
 def test_a_missing_or_skipped_cell_is_a_dash():
     skipped = record("torch", 1.0) | {"skipped": "sums only"}
     found = [each for each in row() if each["column"] == "numba_symm"]
     shown = text().row([*found, skipped]).split()
-    assert shown[12:] == ["-", "-", "-"]
+    assert shown[8:13] == shown[17:] == ["-"] * 5
 
 
 def test_without_graphs_the_eager_time_is_reported():
@@ -93,7 +107,7 @@ def test_without_graphs_the_eager_time_is_reported():
 
 def test_unchecked_results_are_not_available():
     shown = text().row([each | {"wrong": None} for each in row()]).split()
-    assert shown[7] == shown[11] == "N/A"
+    assert shown[7] == shown[16] == "N/A"
 
 
 def test_the_footer_counts_and_lists_wrong_elements():
@@ -113,6 +127,9 @@ def test_the_footer_has_geometric_means_of_small_and_of_all_messages():
     shown = "\n".join(text(["nccl"]).footer([small, large]))
     assert "geometric mean, all sizes: nccl 1.5" in shown
     assert "geometric mean, up to 4M: nccl 3" in shown
+    assert "in place" not in shown
+    shown = "\n".join(text(["torch"]).footer([small, large]))
+    assert "geometric mean, all sizes, in place: torch 1.25" in shown
 
 
 def test_the_footer_has_the_spread_and_each_skipped_way_once():

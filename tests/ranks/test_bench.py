@@ -69,7 +69,7 @@ def test_a_small_run_is_right_and_recorded(world, folder, shown):
         ["16", "4", "float", "sum"],
         ["256", "64", "float", "sum"],
     ]
-    assert [(row[7], row[11]) for row in rows[:2]] == [("0", "0")] * 2
+    assert [(row[7], row[14]) for row in rows[:2]] == [("0", "0")] * 2
     assert "# Out of bounds values : 0 OK" in texts[0].out
     found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
     assert found["facts"]["ranks"] == world.size
@@ -81,6 +81,7 @@ def test_a_small_run_is_right_and_recorded(world, folder, shown):
             ("numba_symm", "call", False),
             ("numba_symm", "plan", True),
             ("mpi", "", False),
+            ("mpi", "", True),
         ]
         for record in row:
             assert record["wrong"] == 0
@@ -97,9 +98,20 @@ def test_each_algorithm_has_a_column_and_may_refuse_a_type(world, shown):
     (row,) = (
         line for line in text.out.splitlines() if line.split()[:2] == ["64", "16"]
     )
-    assert header.split()[13 : 13 + len(names)] == list(names)
-    for name, cell in zip(names, row.split()[12:], strict=False):
+    assert header.split()[9 : 9 + len(names)] == list(names)
+    for name, cell in zip(names, row.split()[8:], strict=False):
         assert (cell == "-") == (f"# Skipped {name}, int32 sum: " in text.out)
+
+
+@pytest.mark.parametrize("name", ["reduce", "all_to_all", "scan", "broadcast"])
+def test_mpi_is_right_in_place_too(name, folder, shown, world):
+    file = folder / "r.json"
+    words = [name, "-b", 256, "-e", 256, *SMALL, "--json", file]
+    assert bench.main([*map(str, words)]) == 0
+    found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
+    (records,) = found["rows"]
+    mpi = {each["in_place"]: each["wrong"] for each in records if not each["way"]}
+    assert mpi == {False: 0, True: 0}
 
 
 def test_missing_contenders_are_reported(world, shown, monkeypatch):
@@ -136,7 +148,8 @@ def test_calls_beside_a_product_are_right_and_recorded(world, folder, shown):
     assert "float32" in found["facts"]["product"]
     (records,) = found["rows"]
     kinds = [(each["column"], each["in_place"]) for each in records]
-    assert kinds == [("numba_symm", False), ("numba_symm", True), ("mpi", False)]
+    names = ("numba_symm", "mpi")
+    assert kinds == [(name, place) for name in names for place in (False, True)]
     for record in records:
         assert record["wrong"] == 0
         assert min(record["calls"], record["products"]) >= 1
