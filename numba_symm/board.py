@@ -369,5 +369,5 @@ def describe(record: int, words: str = "") -> Failure:
     at = f"{kind} {place}" + f", epoch {epoch}" * (epoch > 0 and not signal)
     text = f"rank {rank} waited for rank {peer} in {name}, {at}"
     if signal and epoch:
-        hint = waits.ONE_BY_ONE.format(epoch)
+        hint = waits.LATER_BLOCK.format(epoch)
     return Failure(CollectiveTimeout, text, hint, two, name)

@@ -7,33 +7,34 @@ an error's text from it. A new algorithm adds its line here, with an unused numb
 
 from typing import NamedTuple
 
-DIFFERED = (
-    "If that rank was not late, their calls differed: Communicator(…, debug=True) says "
-    "where"
+OTHER_CALL = (
+    "If that rank was not late, its call differs from this one: "
+    "Communicator(…, debug=True) reports the difference"
 )
-UNANSWERED = "If that rank was not late, it has no call that answers this one"
-ONE_BY_ONE = (
-    f"{UNANSWERED}, or a later block has it: the simulator runs a kernel's blocks one "
-    "after another, {} of them after this one"
+NO_COUNTERPART = "If that rank was not late, it made no call that matches this one"
+LATER_BLOCK = (
+    f"{NO_COUNTERPART}, or it makes that call in a later block: the simulator runs a "
+    "kernel's blocks one after another, {} of them after this one"
 )
-"""In the place of ``UNANSWERED`` where the simulator runs that many blocks later."""
+"""Replaces ``NO_COUNTERPART`` where the simulator runs that many blocks later."""
 
-UNMATCHED = (
+OTHER_MESSAGE = (
     "If that rank was not late, it sends or receives something else: two ranks that "
-    "both send first do so by sendrecv or in a group; of gather, scatter and the v "
-    "forms Communicator(…, debug=True) says where"
+    "both send first need sendrecv or a group; for gather, scatter and the v forms, "
+    "Communicator(…, debug=True) reports the difference"
 )
 
 
 class Waited(NamedTuple):
-    """What one number means.
+    """The meaning of one number.
 
     Attributes:
         number: 1 to 127, bits 56-62 of a record.
-        words: the operation as its caller names it. Of calls that differ, the whole
-            text, with ``{rank}`` and ``{peer}``. Of the host's numbers "".
-        place: what the record's place is the number of; "" unless a kernel waited.
-        hint: what else may have happened, behind an error's text.
+        words: the operation, as its caller names it. For calls that differ, the whole
+            text, with ``{rank}`` and ``{peer}``. "" if the host stores the record.
+        place: the unit that the record's place numbers, such as "block"; "" unless a
+            kernel waited.
+        hint: another possible cause, which follows an error's text.
     """
 
     number: int
@@ -46,7 +47,7 @@ TABLE: dict[int, Waited] = {}
 """By number."""
 
 
-def _wait(number: int, words: str, place: str = "block", hint: str = DIFFERED) -> int:
+def _wait(number: int, words: str, place: str = "block", hint: str = OTHER_CALL) -> int:
     return _add(Waited(number, words, place, hint))
 
 
@@ -62,8 +63,8 @@ def _add(waited: Waited) -> int:
     return number
 
 
-PUT_SIGNAL = _wait(1, "put_signal", "channel", UNANSWERED)
-WAIT_SIGNAL = _wait(2, "wait_signal", "channel", UNANSWERED)
+PUT_SIGNAL = _wait(1, "put_signal", "channel", NO_COUNTERPART)
+WAIT_SIGNAL = _wait(2, "wait_signal", "channel", NO_COUNTERPART)
 BARRIER = _wait(3, "barrier")
 ONE_SHOT = _wait(5, "all_reduce (one_shot)")
 TWO_SHOT = _wait(7, "all_reduce or reduce (two_shot)")
@@ -71,7 +72,7 @@ CHUNKED = _wait(9, "all_reduce or reduce (chunked)")
 ALL_REDUCE_COPIES = _wait(10, "all_reduce (copy_engine)")
 BROADCAST = _wait(12, "broadcast")
 CHUNKED_REDUCE = _wait(13, "reduce (chunked)")
-TRANSFER = _wait(14, "a message or a collective made of them", "channel", UNMATCHED)
+TRANSFER = _wait(14, "a message or a collective made of them", "channel", OTHER_MESSAGE)
 CHUNKED_BROADCAST = _wait(16, "broadcast (chunked)")
 BROADCAST_COPIES = _wait(17, "broadcast (copy_engine)")
 BROADCAST_DIRECT = _wait(18, "broadcast (direct)")
@@ -85,19 +86,20 @@ REDUCE = _wait(27, "reduce")
 ALL_GATHER_COPIES = _wait(28, "all_gather (copy_engine)")
 ALL_TO_ALL_COPIES = _wait(29, "all_to_all (copy_engine)")
 
-# Calls that differ: the rank that finds it did not wait in vain.
+# Calls that differ: the rank that stores this record has received other data than its
+# call needs.
 TRANSFER_MISMATCH = _other(
     15,
-    "rank {rank} receives another number of bytes than rank {peer} sends it: the "
-    "two calls' counts or dtypes differ, or their order does",
+    "rank {rank} receives another number of bytes than rank {peer} sends it: "
+    "the counts or dtypes of the two calls differ, or the order of their messages",
 )
 CALL_MISMATCH = _other(
     30,
     "rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, op or "
-    "root; Communicator(…, debug=True) says in what",
+    "root; Communicator(…, debug=True) reports the difference",
 )
 
-# The host's: the record's words on the board say more.
-LATE = _other(125, hint=DIFFERED)
+# Stored by a host, with a text on the board.
+LATE = _other(125, hint=OTHER_CALL)
 ENDED = _other(126)
 ABANDONED = _other(127)

@@ -56,11 +56,11 @@ def test_a_record_says_who_waited_for_whom_and_where(operation):
 @pytest.mark.parametrize(
     ("operation", "words"),
     [
-        (waits.PUT_SIGNAL, "it has no call that answers this one"),
-        (waits.WAIT_SIGNAL, "it has no call that answers this one"),
+        (waits.PUT_SIGNAL, "it made no call that matches this one"),
+        (waits.WAIT_SIGNAL, "it made no call that matches this one"),
         (waits.TRANSFER, "it sends or receives something else"),
-        (waits.BARRIER, "their calls differed"),
-        (waits.LATE, "their calls differed"),
+        (waits.BARRIER, "its call differs from this one"),
+        (waits.LATE, "its call differs from this one"),
     ],
 )
 def test_a_hint_says_what_else_it_may_have_been(operation, words):
@@ -91,7 +91,8 @@ def differing(operation):
 
 def test_a_mismatch_says_which_ranks_differ_and_in_what():
     text = differing(waits.CALL_MISMATCH)
-    assert text.endswith("dtype, op or root; Communicator(…, debug=True) says in what")
+    assert "operation, count, dtype, op or root; " in text
+    assert text.endswith("Communicator(…, debug=True) reports the difference")
     assert text.startswith("rank 1's call differs from rank 2's: operation")
     text = differing(waits.TRANSFER_MISMATCH)
     assert text.startswith("rank 1 receives another number of bytes than rank 2 sends")
