@@ -103,7 +103,7 @@ def _send(
     place: kinds.Place,
     start: int,
     nbytes: int,
-    found: layout.Layout,
+    found: layout.ArrayLayout,
     opens: int,
     stream: int,
 ) -> SharedHandle:

@@ -25,7 +25,7 @@ from numba_symm.sharing import broker, kinds
 from numba_symm.sharing.counters import CounterFile, Open
 from numba_symm.sharing.finalizer_lock import FinalizerLock, log, under
 from numba_symm.sharing.handle import SharedHandle
-from numba_symm.sharing.layout import Layout
+from numba_symm.sharing.layout import ArrayLayout
 from numba_symm.sharing.sent import producer
 
 CLOSED = "this shared array was closed; open its handle again, if others still share it"
@@ -293,7 +293,7 @@ class Reference:
         first = self.mapped.mapping.address + layout.offset
         return first + low <= address and address + nbytes <= first + high
 
-    def again(self, address: int, found: Layout, opens: int) -> SharedHandle:
+    def again(self, address: int, found: ArrayLayout, opens: int) -> SharedHandle:
         """Return the handle of an array within this one, and add its references."""
         if self.mapped is None:
             raise ClosedError(CLOSED)

@@ -13,7 +13,7 @@ from numba_symm.errors import ArgumentError
 from numba_symm.events import HANDLE_BYTES
 from numba_symm.sharing.broker import Address
 from numba_symm.sharing.counters import DIGEST_BYTES, SLOTS
-from numba_symm.sharing.layout import Layout, shown
+from numba_symm.sharing.layout import ArrayLayout, shown
 
 _MAGIC = b"numba_symm handle 1\n"
 _NAME = re.compile(rb"\0numba_symm-[0-9a-f]{32}")
@@ -62,7 +62,7 @@ class SharedHandle:
     pool: int
     start: int
     nbytes: int
-    layout: Layout
+    layout: ArrayLayout
     event: bytes = field(repr=False)
     event_sync_required: bool
     device: str
@@ -172,7 +172,7 @@ def _parsed(fields: dict[str, Any]) -> dict[str, Any]:
         "producer": Address(name, token),
         "base_handle": bytes.fromhex(fields["base_handle"]),
         "event": bytes.fromhex(fields["event"]),
-        "layout": Layout.from_json(fields["layout"]),
+        "layout": ArrayLayout.from_json(fields["layout"]),
     }
 
 
@@ -205,7 +205,7 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "pool": _below(1 << 64),
     "start": _below(1 << 63),
     "nbytes": _below(1 << 63),
-    "layout": lambda value: isinstance(value, Layout),
+    "layout": lambda value: isinstance(value, ArrayLayout),
     "event": lambda value: type(value) is bytes and len(value) in (0, HANDLE_BYTES),
     "event_sync_required": lambda value: type(value) is bool,
     "device": lambda value: type(value) is str and len(value) < 256,

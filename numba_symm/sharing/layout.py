@@ -20,7 +20,7 @@ _PLAIN = re.compile(r"[<>|][biufcmMSUV]\d{1,9}(\[\d*[a-zA-Z]+\])?")
 
 
 @dataclass(frozen=True)
-class Layout:
+class ArrayLayout:
     """An array without its memory.
 
     Attributes:
@@ -58,14 +58,14 @@ class Layout:
         high = sum(span for span in spans if span > 0)
         return low, high + self.dtype.itemsize
 
-    def at(self, offset: int) -> "Layout":
+    def at(self, offset: int) -> "ArrayLayout":
         """Return the same layout at another offset."""
         return dataclasses.replace(self, offset=offset)
 
-    def dense(self) -> "Layout":
+    def dense(self) -> "ArrayLayout":
         """Return the layout of a C-ordered copy, at the beginning of its memory."""
         strides = _c_strides(self.shape, self.dtype.itemsize)
-        return Layout(0, self.shape, strides, self.dtype)
+        return ArrayLayout(0, self.shape, strides, self.dtype)
 
     def to_json(self) -> list[Any]:
         """Return it as JSON values."""
@@ -73,7 +73,7 @@ class Layout:
         return [self.offset, list(self.shape), list(self.strides), dtype]
 
     @classmethod
-    def from_json(cls, found: list[Any]) -> "Layout":
+    def from_json(cls, found: list[Any]) -> "ArrayLayout":
         """Return the layout from the values of :meth:`to_json`.
 
         Raises:
@@ -139,7 +139,7 @@ def _dtype_from_json(found: Any) -> "np.dtype[Any]":
     return dtype
 
 
-def of(array: Any, view: ArrayView) -> Layout:
+def of(array: Any, view: ArrayView) -> ArrayLayout:
     """Return the layout of an array, with offset 0."""
     shape, itemsize = tuple(map(int, view.shape)), view.dtype.itemsize
     if view.order == "C":
@@ -148,14 +148,14 @@ def of(array: Any, view: ArrayView) -> Layout:
         strides = _c_strides(shape[::-1], itemsize)[::-1]
     else:
         strides = strides_of(array)
-    return Layout(0, shape, tuple(map(int, strides)), view.dtype)
+    return ArrayLayout(0, shape, tuple(map(int, strides)), view.dtype)
 
 
 def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
 
 
-def build(memory: Memory, layout: Layout) -> Any:
+def build(memory: Memory, layout: ArrayLayout) -> Any:
     """Return a Numba device array of that layout in ``memory``, which it keeps."""
     shape, dtype = layout.shape, layout.dtype
     if 0 in shape:

@@ -17,7 +17,7 @@ from numba_symm.sharing.consumer import (
     consumer,
 )
 from numba_symm.sharing.handle import SharedHandle
-from numba_symm.sharing.layout import Layout
+from numba_symm.sharing.layout import ArrayLayout
 from numba_symm.sharing.sent import SentData, producer
 
 
@@ -182,7 +182,7 @@ def _covering(address: int, nbytes: int) -> Reference | None:
 
 
 def share_again(
-    reference: Reference, address: int, found: Layout, opens: int, stream: int
+    reference: Reference, address: int, found: ArrayLayout, opens: int, stream: int
 ) -> SharedHandle:
     """Return the original handle of a received array, for the array or a slice of it.
 

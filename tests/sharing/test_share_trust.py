@@ -17,7 +17,7 @@ import numba_symm as ns
 from numba_symm.sharing import counters
 from numba_symm.sharing.broker import Address
 from numba_symm.sharing.handle import _MAGIC, SharedHandle
-from numba_symm.sharing.layout import Layout
+from numba_symm.sharing.layout import ArrayLayout
 from numba_symm.sharing.sent import producer
 from tests.sharing.work import are, nothing_is_shared, numbers
 from tests.spawned import run_ranks
@@ -42,7 +42,7 @@ def a_handle(dtype="<f4", shape=(3, 5), strides=(20, 4), offset=64):
         pool=0,
         start=32,
         nbytes=2000,
-        layout=Layout(offset, shape, strides, np.dtype(dtype)),
+        layout=ArrayLayout(offset, shape, strides, np.dtype(dtype)),
         event=bytes(64),
         event_sync_required=True,
         device="GPU-1",
@@ -152,7 +152,7 @@ def altered(handle, others, chance):
     """Return a handle with something changed, or raise ArgumentError."""
     kind = chance.randrange(4)
     if kind == 0:  # a part of the layout
-        names = [each.name for each in dataclasses.fields(Layout)]
+        names = [each.name for each in dataclasses.fields(ArrayLayout)]
         changes = {chance.choice(names): chance.choice(ODD_PARTS) for _ in range(2)}
         layout = dataclasses.replace(handle.layout, **changes)
         return dataclasses.replace(handle, layout=layout)
