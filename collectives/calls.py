@@ -1,6 +1,6 @@
 """The life of a call: read, check, agree, choose, remember, enqueue.
 
-``Calls`` owns what a communicator consists of: the group of ranks, its symmetric
+``Calls`` owns what a communicator consists of: the island of ranks, its symmetric
 memory, the workspace and the order of streams. ``communicator.py`` has the methods that
 users call; ``lifetime.py`` makes and closes what is here.
 """
@@ -22,7 +22,7 @@ from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
 from numba_symm.collectives.transfers import Pending, Stream, Transfers
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
-from numba_symm.group import Group
+from numba_symm.island import Island
 from numba_symm.launch.devices import GPU
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
@@ -43,7 +43,7 @@ class Calls:
     """The calls of one communicator on this rank.
 
     Attributes:
-        group: the ranks, bound to GPUs, with their status board.
+        island: the ranks with their GPUs and their status board.
         heap: their symmetric memory.
         order: orders the calls of all streams.
         end: this rank's end, for kernels.
@@ -58,7 +58,7 @@ class Calls:
 
     def __init__(
         self,
-        group: Group,
+        island: Island,
         heap: Heap,
         order: StreamOrder,
         end: Endpoint,
@@ -66,7 +66,7 @@ class Calls:
         debug: bool,
         memory: arrays.Memory,
     ):
-        self.group = group
+        self.island = island
         self.heap = heap
         self.order = order
         self.end = end
@@ -81,7 +81,7 @@ class Calls:
     def __repr__(self) -> str:
         return (
             f"<Communicator rank {self.rank} of {self.size}, "
-            f"{self.group.backend.name} memory, {self.gpu.name}>"
+            f"{self.island.backend.name} memory, {self.gpu.name}>"
         )
 
     @property
@@ -97,7 +97,7 @@ class Calls:
     @property
     def gpu(self) -> GPU:
         """This rank's GPU."""
-        return self.group.gpu
+        return self.island.gpu
 
     # One thread at a time.
 
@@ -147,7 +147,7 @@ class Calls:
             CollectiveError: the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        return self.group.set_up(what)
+        return self.island.set_up(what)
 
     def compares(self) -> bool:
         """Return whether the ranks compare this call.
@@ -155,7 +155,7 @@ class Calls:
         After a failure they do not: each rank raises its own argument errors first, and
         the failure otherwise.
         """
-        return self.debug and not self.group.failed
+        return self.debug and not self.island.failed
 
     def agreed(
         self,
@@ -188,10 +188,10 @@ class Calls:
         *args: Any,
     ) -> T:
         """Do what :meth:`agreed` does, within a call that all ranks make."""
-        with self.group.exchange.agreed(what):
+        with self.island.exchange.agreed(what):
             made = prepare(*args)
             said = words(made)
-        self.group.exchange.agree_equal(said, what)
+        self.island.exchange.agree_equal(said, what)
         return made
 
     def checked(
@@ -212,13 +212,13 @@ class Calls:
 
     def made(self, what: str, prepare: Callable[..., T], *args: Any) -> T:
         """Do what :meth:`checked` does where the ranks do not agree first."""
-        self.group.check_open()  # a failure is raised after this rank's own mistakes
+        self.island.check_open()  # a failure is raised after this rank's own mistakes
         try:
             made = prepare(*args)
         except BaseException as error:
             self.give_up_unless_refused(error, what)
             raise
-        self.group.check()
+        self.island.check()
         return made
 
     # Operations.
@@ -324,7 +324,7 @@ class Calls:
         )
         launch = None
         if call is not None:
-            self.group.check()  # before a kernel is compiled for nothing
+            self.island.check()  # before a kernel is compiled for nothing
             launch = operation.bind(name, self.end, call)
         self._plans.put(key, launch)
         return launch
@@ -347,7 +347,7 @@ class Calls:
         self, what: str, transfers: Transfers, stream: Stream, *keep: Any
     ) -> None:
         """Enqueue messages, or add them to an open group; raise after a failure."""
-        self.group.check()
+        self.island.check()
         if self.pending is not None:
             self.pending.kept += keep
             self.pending.add(transfers, stream)
@@ -384,7 +384,7 @@ class Calls:
 
     def symmetric(self, shape: Any, dtype: Any, what: str) -> Any:
         """Return a new symmetric array of zeros. Collective."""
-        exchange = self.group.exchange
+        exchange = self.island.exchange
         with self.set_up(what):
             with exchange.agreed(what):
                 dtype = dtypes.checked(dtype, what)
@@ -463,7 +463,7 @@ class Calls:
         """
         spoiled = [streams.spoil_capture(handle) for handle in stream_handles]
         if not (spoiled and all(spoiled)):
-            self.group.abandon(error, what)
+            self.island.abandon(error, what)
 
     def refuse_in_group(self, what: str) -> None:
         """Refuse what makes no sense before a group's calls have started."""

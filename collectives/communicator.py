@@ -23,7 +23,7 @@ from numba_symm.collectives.operations import (
 )
 from numba_symm.collectives.plans import Plan, plan
 from numba_symm.environment import SIMULATED
-from numba_symm.group import Group
+from numba_symm.island import Island
 from numba_symm.launch import ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
@@ -110,18 +110,18 @@ class Communicator:
     ):
         environment.warn_of_unknown()
         ranks.warn_if_alone(comm)
-        group = Group(comm, device, timeout)
-        self._become(lifetime.begin(group, stream, debug, multiprocessors))
+        island = Island(comm, device, timeout)
+        self._become(lifetime.begin(island, stream, debug, multiprocessors))
 
     def _become(self, calls: Calls) -> None:
         self._calls = calls
         self.rank: int = calls.rank
         self.size: int = calls.size
         self.device: GPU = calls.gpu
-        self.backend: str = calls.group.backend.name
-        self.refused_backends = calls.group.refused
-        self.peer_access = calls.group.peer_access
-        self.timeout = calls.group.timeout
+        self.backend: str = calls.island.backend.name
+        self.refused_backends = calls.island.refused
+        self.peer_access = calls.island.peer_access
+        self.timeout = calls.island.timeout
         self.multiprocessors = calls.end.multiprocessors
 
     @staticmethod
@@ -179,7 +179,7 @@ class Communicator:
         """
         calls = self._calls
         with calls.set_up("rendezvous"):
-            with calls.group.exchange.agreed("rendezvous"):
+            with calls.island.exchange.agreed("rendezvous"):
                 view = arrays.view(array, "rendezvous")
                 arrays.check_device(view, self.device.ordinal, "rendezvous")
             return calls.heap.rendezvous(view.address, array)
@@ -218,13 +218,13 @@ class Communicator:
             CollectiveError, ClosedError: this communicator has failed or was closed.
             DeviceError, BackendError, ExchangeError: a new communicator cannot be made.
         """
-        group = self._calls.group
+        island = self._calls.island
         with self._calls.set_up("split"):
-            with group.exchange.agreed("split"):
-                number, order = ranks.checked_split(group.comm, color, key)
-            colors = group.exchange.all_gather(number, "split: colors")
+            with island.exchange.agreed("split"):
+                number, order = ranks.checked_split(island.comm, color, key)
+            colors = island.exchange.all_gather(number, "split: colors")
             members = [rank for rank in range(self.size) if colors[rank] == number]
-            part = functools.partial(ranks.split, group.comm, number, order)
+            part = functools.partial(ranks.split, island.comm, number, order)
             return self._of(lifetime.child(self._calls, "split", part, members))
 
     @by_one_thread
@@ -240,7 +240,7 @@ class Communicator:
                 made.
         """
         with self._calls.set_up("dup"):
-            same = functools.partial(ranks.duplicate, self._calls.group.comm)
+            same = functools.partial(ranks.duplicate, self._calls.island.comm)
             made = lifetime.child(self._calls, "dup", same, range(self.size))
             return cast(Communicator, self._of(made))
 
@@ -900,7 +900,7 @@ class Communicator:
                 The text has the cause.
             ClosedError: the communicator was closed.
         """
-        self._calls.group.check()
+        self._calls.island.check()
 
     def synchronize(self, stream: Any = None) -> None:
         """Wait for a stream, then :meth:`check`. Not collective.
@@ -910,7 +910,7 @@ class Communicator:
         """
         self._calls.refuse_in_group("synchronize")
         handle, _ = self._calls.default_stream(stream)
-        if not SIMULATED and not self._calls.group.closed:
+        if not SIMULATED and not self._calls.island.closed:
             streams.synchronize(handle)
         self.check()
 
@@ -927,7 +927,7 @@ class Communicator:
         lifetime.close(self._calls)
 
     def __enter__(self) -> Self:
-        self._calls.group.check_open()
+        self._calls.island.check_open()
         return self
 
     def __exit__(

@@ -24,14 +24,14 @@ from numba_symm.errors import (
     ExchangeError,
     SymmError,
 )
-from numba_symm.group import Group
+from numba_symm.island import Island
 from numba_symm.kernels import REGISTERS
 from numba_symm.launch import ranks, waiting
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
 
 _open: "weakref.WeakSet[Calls]" = weakref.WeakSet()
-_in_use: dict[Group, str] = {}  # the kinds of memory of those not closed, in order
+_in_use: dict[Island, str] = {}  # the kinds of memory of those not closed, in order
 
 
 def backend() -> str:
@@ -41,13 +41,15 @@ def backend() -> str:
     return environment.requested_backend() or environment.BACKENDS[0]
 
 
-def begin(group: Group, stream: Any, debug: bool, multiprocessors: int | None) -> Calls:
-    """Make calls between the ranks of a group possible. Collective."""
+def begin(
+    island: Island, stream: Any, debug: bool, multiprocessors: int | None
+) -> Calls:
+    """Make calls between the ranks of an island possible. Collective."""
     heap = None
     try:
-        heap = Heap(group)
+        heap = Heap(island)
         order = StreamOrder(copied_all_reduce.EVENTS)
-        exchange = group.exchange
+        exchange = island.exchange
         with exchange.agreed("Communicator"):
             debug = arguments.flag(debug, "Communicator", "debug")
             streams.handle_or_default(stream)
@@ -56,31 +58,31 @@ def begin(group: Group, stream: Any, debug: bool, multiprocessors: int | None) -
         given = f"multiprocessors={asked}, debug={debug}"
         exchange.agree_equal(given, "Communicator")
         limits = exchange.all_gather(limit, "grid limits")
-        size, rank = group.world.size, group.world.rank
+        size, rank = island.world.size, island.world.rank
         memory, workspace = heap.allocate(layout(size).nbytes, "workspace")
         with exchange.agreed("preparing the workspace"):
-            _fill_sentinels(group, workspace.addresses[rank])
+            _fill_sentinels(island, workspace.addresses[rank])
         end = Endpoint(
             rank=rank,
             size=size,
-            guard=group.guard,
+            guard=island.guard,
             workspaces=tuple(workspace.addresses),
             max_blocks=min(limits),
             multiprocessors=asked,
             place=heap.place,
             order=order,
         )
-        calls = Calls(group, heap, order, end, stream, debug, memory)
-        held = group, heap, order, streams.current_context()
+        calls = Calls(island, heap, order, end, stream, debug, memory)
+        held = island, heap, order, streams.current_context()
         calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
         calls.when_dropped.atexit = False  # the process' end frees it
-        _in_use[group] = group.backend.name
+        _in_use[island] = island.backend.name
         _open.add(calls)
         forks.watch(calls)
         return calls
     except BaseException as error:
         with ExitStack() as steps:  # in reverse
-            steps.callback(group.give_up, error)
+            steps.callback(island.give_up, error)
             if heap is not None:
                 steps.callback(heap.close_locally)
         raise
@@ -101,7 +103,7 @@ def child(
             block in MPI: all ranks are there, or none comes.
         members: these ranks, by their numbers here.
     """
-    exchange = calls.group.exchange
+    exchange = calls.island.exchange
 
     def made() -> ranks.Comm | None:
         exchange.barrier(f"{what}: all are here")
@@ -129,7 +131,7 @@ def child(
 
 
 def _alike(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
-    board = calls.group.board
+    board = calls.island.board
 
     def left() -> bool:
         board.look()
@@ -137,10 +139,10 @@ def _alike(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
 
     try:
         with waiting.watching(left):  # who leaves may not get as far as the child
-            timeout = calls.group.timeout
-            group = Group(comm, calls.gpu.ordinal, timeout, own=True)
+            timeout = calls.island.timeout
+            island = Island(comm, calls.gpu.ordinal, timeout, own=True)
             multiprocessors = calls.end.multiprocessors
-            return begin(group, calls.stream, calls.debug, multiprocessors)
+            return begin(island, calls.stream, calls.debug, multiprocessors)
     except CollectiveError as error:
         board.look()
         raise ExchangeError(str(error)) from error  # this one has not failed
@@ -148,45 +150,45 @@ def _alike(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
 
 def close(calls: Calls) -> None:
     """Close it on all ranks; after a failure, on this one."""
-    group = calls.group
-    if group.closed:
+    island = calls.island
+    if island.closed:
         return
     with calls.alone("close"):
         calls.refuse_in_group("close")
-        told = group.told
+        known = island.known_failure
         try:
             if not SIMULATED:
                 streams.synchronize_device()
-            failure = group.failure_after_meeting()
+            failure = island.failure_after_meeting()
             if failure is not None:
                 raise failure
             _forget(calls)
             calls.heap.close()
-            group.close()
+            island.close()
         except BaseException as error:
             close_locally(calls, error, "close")
-            if not isinstance(error, CollectiveError) or group.told != told:
+            if not isinstance(error, CollectiveError) or island.known_failure != known:
                 raise
 
 
 def close_locally(calls: Calls, cause: BaseException, operation: str = "") -> None:
     """Close on this rank, whatever fails; report the cause to the other ranks."""
-    group = calls.group
+    island = calls.island
     with ExitStack() as steps:  # in reverse
-        steps.callback(group.close_locally)
+        steps.callback(island.close_locally)
         steps.callback(calls.heap.close_locally)
         steps.callback(_forget, calls)
-        steps.callback(group.abandon, cause, operation)
+        steps.callback(island.abandon, cause, operation)
 
 
 def leave(calls: Calls, error: BaseException | None) -> None:
     """Leave a ``with`` statement, by an exception or without one."""
-    group = calls.group
+    island = calls.island
     if error is None:
         close(calls)
-    elif not group.closed:
+    elif not island.closed:
         # The other ranks may not be leaving: wait for nobody.
-        group.abandon(error)
+        island.abandon(error)
         try:
             with calls.alone("close"):
                 close_locally(calls, error)
@@ -198,14 +200,14 @@ def _forget(calls: Calls) -> None:
     _open.discard(calls)
     calls.disown()
     calls.forget()
-    _in_use.pop(calls.group, None)
+    _in_use.pop(calls.island, None)
 
 
-def _fill_sentinels(group: Group, workspace: int) -> None:
+def _fill_sentinels(island: Island, workspace: int) -> None:
     """Mark mailboxes as empty, before any peer may post to them."""
-    for region in layout(group.world.size).sentinels:
+    for region in layout(island.world.size).sentinels:
         nbytes = region.end - region.slots
-        group.backend.fill(workspace + region.slots, nbytes, 0xFF)
+        island.backend.fill(workspace + region.slots, nbytes, 0xFF)
 
 
 def _block_limit(asked: int | None) -> int:
@@ -233,27 +235,27 @@ def _block_limit(asked: int | None) -> int:
 
 
 def _drop(
-    name: str, group: Group, heap: Heap, order: StreamOrder, context: Any
+    name: str, island: Island, heap: Heap, order: StreamOrder, context: Any
 ) -> None:
     """Give up a communicator that nobody can close; report that to the other ranks.
 
     The garbage collector may call it in any thread, at any moment: nothing is unmapped
     here, as that waits for the GPU.
     """
-    group.why_closed = "the communicator was dropped; keep it until it is closed"
+    island.why_closed = "the communicator was dropped; keep it until it is closed"
     with ExitStack() as steps:  # in reverse
         steps.callback(warnings.warn, f"{name} was not closed", ResourceWarning)
-        steps.callback(_in_use.pop, group, None)
-        steps.callback(setattr, group, "closed", True)
-        steps.callback(deferred.defer, _undo, group, heap, order, context)
-        steps.callback(group.abandon, "dropped the communicator without closing it")
+        steps.callback(_in_use.pop, island, None)
+        steps.callback(setattr, island, "closed", True)
+        steps.callback(deferred.defer, _undo, island, heap, order, context)
+        steps.callback(island.abandon, "dropped the communicator without closing it")
 
 
-def _undo(group: Group, heap: Heap, order: StreamOrder, context: Any) -> None:
+def _undo(island: Island, heap: Heap, order: StreamOrder, context: Any) -> None:
     """Unmap what a dropped communicator had mapped."""
     with ExitStack() as steps:  # in reverse
         steps.enter_context(streams.on_context(context))
-        steps.callback(group.close_locally)
+        steps.callback(island.close_locally)
         steps.callback(heap.close_locally)
         steps.callback(order.close)
 
@@ -268,7 +270,7 @@ def _warn_of_open() -> None:
     for calls in list(_open):
         if not calls.when_dropped.alive:
             continue  # the parent's, in a forked child
-        calls.group.abandon(error or "ended without closing the communicator")
+        calls.island.abandon(error or "ended without closing the communicator")
         warnings.warn(
             f"{calls!r} was still open at exit: call close() on every rank, or use a "
             "with statement",

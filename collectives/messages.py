@@ -21,7 +21,7 @@ _OR_NOBODY = ", or None, not MPI.PROC_NULL, for nobody"
 
 def send(calls: Calls, x: Any, dst: int, stream: Any) -> None:
     """Send an array; see :meth:`Communicator.send`."""
-    calls.group.check_open()
+    calls.island.check_open()
     dst = _check_other(calls, dst, "send: dst")
     given = arrays.view(x, "send")
     transfers = calls.remembered(_sent, given, dst)
@@ -30,7 +30,7 @@ def send(calls: Calls, x: Any, dst: int, stream: Any) -> None:
 
 def recv(calls: Calls, out: Any, src: int, stream: Any) -> None:
     """Receive an array; see :meth:`Communicator.recv`."""
-    calls.group.check_open()
+    calls.island.check_open()
     src = _check_other(calls, src, "recv: src")
     taken = arrays.view(out, "recv: out")
     transfers = calls.remembered(_received, taken, src)
@@ -41,7 +41,7 @@ def sendrecv(
     calls: Calls, x: Any, dst: int | None, out: Any, src: int | None, stream: Any
 ) -> None:
     """Send one array and receive another; see :meth:`Communicator.sendrecv`."""
-    calls.group.check_open()
+    calls.island.check_open()
     if dst is not None:
         dst = check_rank(dst, calls.size, "sendrecv: dst", _OR_NOBODY)
     if src is not None:
@@ -57,14 +57,14 @@ def sendrecv(
 def group(calls: Calls) -> Iterator[None]:
     """Start the calls within a ``with`` block together; see Communicator.group."""
     with calls.alone("group"):
-        calls.group.check()
+        calls.island.check()
         calls.refuse_in_group("group")
         pending = calls.pending = Pending(calls.size)
         try:
             yield
         finally:
             calls.pending = None
-        calls.group.check()
+        calls.island.check()
         try:
             _start(calls, pending)
         except BaseException as error:

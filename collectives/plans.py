@@ -48,7 +48,7 @@ class Plan:
             if calls.compares():
                 chosen = calls.agreed("a plan", self._words, self._chosen, stream)
             else:
-                calls.group.check()
+                calls.island.check()
                 chosen = self._chosen(stream)
             calls.run(self._name, self._launch, chosen, self)
         finally:

@@ -95,9 +95,9 @@ def collected(
         if calls.compares():
             with calls.set_up(what):
                 call = calls.compared(what, admitted, prepare, *given)
-                agree_on_counts(calls.group.exchange, what, call.transfers)
+                agree_on_counts(calls.island.exchange, what, call.transfers)
         else:
-            calls.group.check_open()
+            calls.island.check_open()
             try:
                 call = prepare(*given)
             except BaseException as error:

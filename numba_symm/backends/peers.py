@@ -12,7 +12,7 @@ from numba_symm.launch.store import StoreExchange
 
 
 class Ranks(Protocol):
-    """Ranks that map each other's memory, such as a :class:`numba_symm.group.Group`.
+    """Ranks that map each other's memory, such as a :class:`numba_symm.island.Island`.
 
     Attributes:
         exchange: exchanges small values between the ranks.

@@ -12,7 +12,7 @@ from numba_symm.backends import ipc
 from numba_symm.backends.peers import Peers, map_peers
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.group import Group
+from numba_symm.island import Island
 from numba_symm.memory.allocator import Block, allocator_of
 from numba_symm.memory.symmetric import SymmetricMemory
 
@@ -65,9 +65,9 @@ class Heap:
     collective: every rank calls them with equal sizes, in the same order.
     """
 
-    def __init__(self, group: Group):
-        self.group = group
-        self.allocator = allocator_of(group.backend.name, group.gpu.ordinal)
+    def __init__(self, island: Island):
+        self.island = island
+        self.allocator = allocator_of(island.backend.name, island.gpu.ordinal)
         self._entries: dict[int, _Entry] = {}
         self._count = 0
         self.generation = 0  # changes with the mappings
@@ -93,11 +93,11 @@ class Heap:
         return memory, entry.peers
 
     def _allocate(self, nbytes: int, what: str) -> _Entry:
-        exchange = self.group.exchange
+        exchange = self.island.exchange
         exchange.agree_equal(f"{nbytes} bytes", what)
         with ExitStack() as undo:
             with exchange.agreed(what):
-                block = self.allocator.allocate(nbytes, self.group.world.size)
+                block = self.allocator.allocate(nbytes, self.island.world.size)
 
                 @undo.push
                 def release(kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -112,7 +112,7 @@ class Heap:
 
     def _map(self, block: Block, what: str) -> _Entry:
         nbytes = block.allocation.nbytes
-        peers = map_peers(self.group, block.backend, block.allocation, nbytes, what)
+        peers = map_peers(self.island, block.backend, block.allocation, nbytes, what)
         entry = _Entry(self._count, block, peers)
         block.mapped += 1
         self._entries[entry.number] = entry
@@ -124,13 +124,13 @@ class Heap:
         """Free the blocks that every rank has dropped."""
         deferred.give_back()
         mine = [entry.number for entry in self._entries.values() if entry.block.dropped]
-        dropped = self.group.exchange.all_gather(mine, "dropped memory")
+        dropped = self.island.exchange.all_gather(mine, "dropped memory")
         numbers = sorted(set(mine).intersection(*map(set, dropped)))
         if not numbers:
             return
         self.generation += 1
         entries = [self._entries.pop(number) for number in numbers]
-        with self.group.exchange.agreed("unmapping dropped memory"):
+        with self.island.exchange.agreed("unmapping dropped memory"):
             _unmap(entries)
         # Every rank has unmapped them, so memory of every kind may be freed.
         for entry in entries:
@@ -145,7 +145,7 @@ class Heap:
                 all ranks.
             array: the object that keeps memory of another library; kept until close.
         """
-        exchange, what = self.group.exchange, "rendezvous"
+        exchange, what = self.island.exchange, "rendezvous"
         with exchange.agreed(what):
             address = arguments.address(address, what)
             entry = self._entry_around(address)
@@ -166,7 +166,7 @@ class Heap:
         owner = entry.owner(), array
         pad = entry.pad.addresses()
         return SymmetricMemory(
-            self.group, entry.peers, block.nbytes, offset, pad, owner
+            self.island, entry.peers, block.nbytes, offset, pad, owner
         )
 
     def _entry_around(self, address: int) -> _Entry | None:
@@ -208,7 +208,7 @@ class Heap:
         return None
 
     def _take_pad(self, what: str) -> _Pad:
-        nbytes = pads.pad_nbytes(self.group.world.size)
+        nbytes = pads.pad_nbytes(self.island.world.size)
         if not self._free_pads:
             arena = self._allocate(pads.PADS_PER_ARENA * nbytes, "signal pads")
             self._arenas.append(arena)
@@ -216,15 +216,15 @@ class Heap:
                 _Pad(arena, index * nbytes) for index in range(pads.PADS_PER_ARENA)
             ]
         pad = self._free_pads.pop(0)
-        with self.group.exchange.agreed(f"{what}: zeroing the signal pad"):
-            own = pad.addresses()[self.group.world.rank]
-            self.group.backend.fill(own, nbytes)
+        with self.island.exchange.agreed(f"{what}: zeroing the signal pad"):
+            own = pad.addresses()[self.island.world.rank]
+            self.island.backend.fill(own, nbytes)
         return pad
 
     def close(self) -> None:
         """Unmap all peers. Free blocks that no array views; free the others later."""
         entries = self._forget()
-        with self.group.exchange.agreed("closing: unmapping peers"):
+        with self.island.exchange.agreed("closing: unmapping peers"):
             _unmap(entries)
         # Every rank has unmapped, so memory of every kind may be freed.
         for entry in entries:

@@ -13,7 +13,7 @@ from numba_symm.backends.peers import Peers
 from numba_symm.device.signals import Context
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError
-from numba_symm.group import Group
+from numba_symm.island import Island
 
 
 class SymmetricMemory:
@@ -34,15 +34,15 @@ class SymmetricMemory:
 
     def __init__(
         self,
-        group: Group,
+        island: Island,
         peers: Peers,
         nbytes: int,
         offset: int,
         pad: tuple[int, ...],
         owner: Any,
     ):
-        self.rank = group.world.rank
-        self.world_size = group.world.size
+        self.rank = island.world.rank
+        self.world_size = island.world.size
         self.buffer_size = nbytes - offset
         self.signal_pad_size = pads.pad_nbytes(self.world_size)
         self.buffer_ptrs = [base + offset for base in peers.addresses]
@@ -52,9 +52,9 @@ class SymmetricMemory:
             self.world_size,
             tuple(self.buffer_ptrs),
             tuple(self.signal_pad_ptrs),
-            group.guard,
+            island.guard,
         )
-        self._group = group
+        self._island = island
         self._peers = peers
         # It keeps this rank's memory. Contexts and arrays over it keep that, too.
         self._owner = owner
@@ -237,7 +237,7 @@ class SymmetricMemory:
                 f"{what}: the array is in Fortran order; pass its transpose, which is "
                 "in C order"
             )
-        arrays.check_device(view, self._group.gpu.ordinal, what)
+        arrays.check_device(view, self._island.gpu.ordinal, what)
         return view
 
     def fence(self, stream: Any = None) -> None:
@@ -299,15 +299,15 @@ class SymmetricMemory:
         except BaseException as error:
             # The other ranks have enqueued theirs. A capture is invalidated.
             if not streams.spoil_capture(handle):
-                self._group.abandon(error, what)
+                self._island.abandon(error, what)
             raise
 
     def _check_open(self) -> None:
-        self._group.check()
+        self._island.check()
         self._check_mapped()
 
     def _check_mapped(self) -> None:
-        self._group.check_open()
+        self._island.check_open()
         if self._peers.closed:
             raise ClosedError("this symmetric memory was closed by its communicator")
 

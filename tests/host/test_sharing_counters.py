@@ -17,7 +17,7 @@ from numba_symm.launch import locks
 from numba_symm.sharing import counters
 from numba_symm.sharing.counters import CounterFile, Open
 from numba_symm.sharing.finalizer_lock import FinalizerLock
-from numba_symm.sharing.layout import Layout
+from numba_symm.sharing.layout import ArrayLayout
 from numba_symm.sharing.ref_counters import RefCounterFile
 from tests.interrupts import interrupted
 
@@ -285,11 +285,11 @@ def test_jobs_of_other_threads_are_not_lost():
 
 def test_the_extent_of_layouts():
     dtype = np.dtype(np.int32)
-    assert Layout(0, (3, 5), (20, 4), dtype).extent == (0, 60)
-    assert Layout(0, (3,), (-8,), dtype).extent == (-16, 4)
-    assert Layout(0, (3, 0), (0, 4), dtype).extent == (0, 0)
-    assert Layout(0, (), (), dtype).extent == (0, 4)
-    assert Layout(8, (2, 2), (0, 16), dtype).extent == (0, 20)
+    assert ArrayLayout(0, (3, 5), (20, 4), dtype).extent == (0, 60)
+    assert ArrayLayout(0, (3,), (-8,), dtype).extent == (-16, 4)
+    assert ArrayLayout(0, (3, 0), (0, 4), dtype).extent == (0, 0)
+    assert ArrayLayout(0, (), (), dtype).extent == (0, 4)
+    assert ArrayLayout(8, (2, 2), (0, 16), dtype).extent == (0, 20)
 
 
 @pytest.fixture

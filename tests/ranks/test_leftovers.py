@@ -297,7 +297,7 @@ def test_a_close_after_a_failure_unmaps_what_was_dropped_before(world):
     with pytest.warns(ResourceWarning, match="was not closed"):
         drop(last)
     world.barrier()
-    failed._calls.group.abandon("left for a test")
+    failed._calls.island.abandon("left for a test")
     with contextlib.suppress(ns.RankLeft):  # of the rank that was first
         failed.close()
     assert not deferred._queue.steps

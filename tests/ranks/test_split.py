@@ -86,7 +86,7 @@ def test_a_child_has_what_its_parent_has(world):
                 assert child.stream is stream
                 assert child.allocator is comm.allocator
                 assert child._calls.end.workspaces != comm._calls.end.workspaces
-                assert child._calls.group.guard.board != comm._calls.group.guard.board
+                assert child._calls.island.guard.board != comm._calls.island.guard.board
 
 
 @needs_peers
@@ -222,7 +222,7 @@ def test_arrays_of_a_child_stay_readable_after_its_close(comm, world):
 def test_a_failure_is_its_communicators_alone(comm, world):
     child, other = comm.split(world.rank % 2), comm.dup()
     if world.rank == 0:
-        child._calls.group.abandon(Mistake("child"))
+        child._calls.island.abandon(Mistake("child"))
     world.barrier()
     if world.rank % 2 == 0:
         with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
@@ -236,7 +236,7 @@ def test_a_failure_is_its_communicators_alone(comm, world):
     check_works(other)
     check_works(comm)
     world.barrier()  # nobody is still at work with it
-    comm._calls.group.abandon(Mistake("parent"))
+    comm._calls.island.abandon(Mistake("parent"))
     world.barrier()
     refused(world, ns.RankLeft, lambda: comm.split(0), "left by Mistake: parent;")
     refused(world, ns.RankLeft, comm.dup, "left by Mistake: parent;")
@@ -247,10 +247,10 @@ def test_a_failure_is_its_communicators_alone(comm, world):
 
 def test_closing_tells_of_a_failure_after_another_that_was_told(comm, world):
     child = comm.dup()
-    child._calls.group.told = Failure(ns.RankLeft, "a rank was interrupted")
+    child._calls.island.known_failure = Failure(ns.RankLeft, "a rank was interrupted")
     world.barrier()
     if world.rank == 0:
-        child._calls.group.board.abandon(Mistake("child"))
+        child._calls.island.board.abandon(Mistake("child"))
     world.barrier()
     refused(world, ns.RankLeft, child.close, "rank 0 left by Mistake: child;")
 

@@ -37,7 +37,7 @@ class Workspace:
         self.comm, self.world = comm, world
         self.at = layout(comm.size)
         self.base = comm._calls.end.workspaces[comm.rank]
-        self.memory = comm._calls.group.backend
+        self.memory = comm._calls.island.backend
 
     def region(self, algorithm):
         return getattr(self.at, algorithm)

@@ -333,7 +333,7 @@ def test_a_rendezvous_that_failed_can_be_tried_again(
     with monkeypatch.context() as patch:
         if last:
             backend = comm.allocator._backend if method != "fill" else None
-            Broken(patch, backend or comm._calls.group.backend, method)
+            Broken(patch, backend or comm._calls.island.backend, method)
         everywhere(
             ns.BackendError,
             lambda: comm.allocator.rendezvous(pointer, comm),
@@ -344,7 +344,7 @@ def test_a_rendezvous_that_failed_can_be_tried_again(
     comm.synchronize()
     world.barrier()
     for peer in range(comm.size):
-        assert not any(comm._calls.group.backend.read(memory.buffer_ptrs[peer], 80))
+        assert not any(comm._calls.island.backend.read(memory.buffer_ptrs[peer], 80))
     comm.allocator.free(pointer)
     check_works(comm)
 

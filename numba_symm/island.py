@@ -1,4 +1,4 @@
-"""Ranks bound to GPUs: the part of a communicator that memory and kernels need."""
+"""Ranks with their GPUs: the part of a communicator that memory and kernels need."""
 
 import math
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ from numba_symm.launch.waiting import Wait
 _MARGIN = 1.0  # seconds
 
 
-class Group:
-    """Ranks with their GPUs, their backend, their status board and their exchange.
+class Island:
+    """The ranks of one host, with their GPUs, backend, status board and exchange.
 
     Collective: every rank passes the same ``timeout``.
 
@@ -33,7 +33,7 @@ class Group:
         device: the ordinal of this rank's GPU. None: one is assigned.
         timeout: seconds that a kernel waits for a peer; 0: indefinitely; None:
             ``NUMBA_SYMM_TIMEOUT``, else 300.
-        own: whether ``comm`` belongs to this group alone, and is not duplicated.
+        own: whether ``comm`` belongs to this island alone, and is not duplicated.
 
     Attributes:
         timeout: the seconds, checked.
@@ -47,7 +47,7 @@ class Group:
         refused: why better backends were not used, by name.
         board: the status board, where kernels report failures.
         guard: what kernels need to give up a wait.
-        told: the failure that a call of this rank has last raised.
+        known_failure: the last failure that a call of this rank has raised or caused.
         closed: whether it was closed.
         why_closed: the text of the error that later calls raise.
     """
@@ -61,7 +61,7 @@ class Group:
     ):
         self.closed = False
         self.why_closed = "the communicator was closed; make a new one"
-        self.told: Failure | None = None
+        self.known_failure: Failure | None = None
         self._undo = ExitStack()
         comm, patience = ranks.checked(comm), _patience()
         if not own:
@@ -182,7 +182,7 @@ class Group:
 
     def _error(self, failure: Failure) -> CollectiveError:
         """Return the exception to raise, and remember its failure."""
-        self.told = failure
+        self.known_failure = failure
         if failure.error is CollectiveTimeout and not failure.limit:
             failure = failure._replace(limit=f"timeout: {self.timeout:g} s")
         hint = f". {failure.hint}" if failure.hint else ""
@@ -198,7 +198,7 @@ class Group:
         """
         if not self.failed:
             self.board.abandon(cause, operation)
-            self.told = self.board.failure()
+            self.known_failure = self.board.failure()
 
     def give_up(self, error: BaseException) -> None:
         """Undo what was made, after the construction has failed.
