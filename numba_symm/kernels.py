@@ -127,6 +127,12 @@ class Kernel:
         ptx = ObjectCode.from_ptx(self.ptx(cc).encode())
         return bytes(Linker(ptx, options=options).link("cubin").code)
 
+    def code(self, cc: tuple[int, int]) -> bytes:
+        """Return the machine code, from the disk cache or compiled; needs no GPU."""
+        if not self.cacheable:
+            return self.cubin(cc)
+        return code_cache.compiled_once(self.key(cc), lambda: self.cubin(cc))
+
     def key(self, cc: tuple[int, int]) -> bytes:
         """Return a hash of everything that the machine code depends on."""
         parts = (
@@ -201,22 +207,12 @@ def _loaded(kernel: Kernel, cc: tuple[int, int], device_id: int) -> Any:
     """Return the kernel from the cache or the compiler, loaded on a device."""
     from cuda.core import ObjectCode
 
-    code = _kept(kernel, cc) if kernel.cacheable else kernel.cubin(cc)
+    code = kernel.code(cc)
     loaded = ObjectCode.from_cubin(code).get_kernel(_entry(code))
     function = driver.call("cuKernelGetFunction", loaded.handle)
     driver.call("cuFuncLoad", function)
     _keep.append(loaded)
     return function
-
-
-def _kept(kernel: Kernel, cc: tuple[int, int]) -> bytes:
-    """Return the machine code from the disk cache, compiled if it is missing."""
-    key = kernel.key(cc)
-    code = code_cache.load(key)
-    if code is None:
-        code = kernel.cubin(cc)
-        code_cache.store(key, code)
-    return code
 
 
 _keep: list[Any] = []  # libraries, which own the functions

@@ -29,6 +29,7 @@ from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.exchanges import EXCHANGES
 from numba_symm.device import Context, Guard, signals
 from numba_symm.kernels import GUARD, Kernel
+from numba_symm.launch import locks
 
 BFLOAT16 = dtypes.element(ml_dtypes.bfloat16, "test")
 FLOAT32 = dtypes.element(np.float32, "test")
@@ -282,11 +283,14 @@ def cubin():
 
 
 @pytest.fixture
-def fake_driver(monkeypatch, cubin):
+def fake_driver(monkeypatch, cubin, tmp_path):
     """Record the driver's calls and the loaded cubins."""
     import cuda.core
 
-    seen = SimpleNamespace(calls=[], cache={}, compiled=0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code_cache.folder().mkdir(parents=True)
+    file = code_cache.folder() / code_cache._LOCKS
+    seen = SimpleNamespace(calls=[], cache={}, compiled=0, locked=[])
 
     class Loaded:
         def __init__(self, code):
@@ -300,10 +304,12 @@ def fake_driver(monkeypatch, cubin):
 
     def call(name, *args):
         seen.calls.append((name, *args))
+        seen.locked.append(is_locked(file, KERNELS["put_signal"]))
         return ("function", *args) if name == "cuKernelGetFunction" else None
 
     def compile_once(kernel, cc):
         seen.compiled += 1
+        seen.locked.append(is_locked(file, kernel))
         return cubin
 
     monkeypatch.setattr(cuda.core, "ObjectCode", Object)
@@ -313,6 +319,24 @@ def fake_driver(monkeypatch, cubin):
     kernels._loaded.cache_clear()
     yield seen
     kernels._loaded.cache_clear()
+
+
+def is_locked(file, kernel):
+    """Return whether processes that need the kernel wait for this one."""
+    if not file.exists():
+        return False
+    with file.open("r+") as opened:
+        byte = code_cache._byte(kernel.key((9, 0)))
+        return locks.is_locked(opened.fileno(), byte)
+
+
+def test_a_kernel_is_locked_while_it_is_compiled_and_not_while_it_is_loaded(
+    fake_driver,
+):
+    kernels._loaded(KERNELS["put_signal"], (9, 0), 0)
+    names = ["cubin", *(name for name, *_ in fake_driver.calls)]
+    assert names == ["cubin", "cuKernelGetFunction", "cuFuncLoad"]
+    assert fake_driver.locked == [True, False, False]
 
 
 def test_a_kernel_is_compiled_once_and_then_read_from_disk(fake_driver, cubin):

@@ -1,0 +1,189 @@
+"""Processes that need the same kernel: one compiles it, the others wait for it."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from numba_symm import code_cache
+from numba_symm.collectives.kernels import chunked_all_reduce
+from numba_symm.dtypes import UserOperator, element
+from numba_symm.launch import locks
+
+KEY = b"the key of a kernel"
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from numba_symm import code_cache
+
+key, log, seconds = sys.argv[1].encode(), Path(sys.argv[2]), float(sys.argv[3])
+
+def compile_it():
+    with log.open("a") as lines:
+        lines.write("compiled\\n")
+    time.sleep(seconds)
+    return b"code"
+
+print(code_cache.compiled_once(key, compile_it))
+"""
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Return the folder of an empty cache, and use it here and in processes."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(code_cache, "_warned", False)
+    code_cache._files.cache_clear()
+    yield code_cache.folder()
+    code_cache._files.cache_clear()
+
+
+@pytest.fixture
+def log(tmp_path):
+    """Return the file in which a line is written when a compilation starts."""
+    file = tmp_path / "log"
+    file.write_text("")
+    return file
+
+
+@pytest.fixture
+def start(cache, log):
+    """Return a function that starts a process: which key, how long it compiles."""
+    with ExitStack() as stack:
+
+        def started(key=KEY, seconds=0.5):
+            args = [sys.executable, "-c", PROGRAM, key, log, str(seconds)]
+            process = stack.enter_context(
+                subprocess.Popen(args, stdout=subprocess.PIPE, text=True)
+            )
+            stack.callback(process.kill)  # before its context waits for it
+            return process
+
+        yield started
+
+
+def compilations(log):
+    return log.read_text().count("\n")
+
+
+def open_files():
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def wait_until(condition):
+    for polls in count():
+        if condition():
+            return
+        assert polls < 1500
+        time.sleep(0.02)
+
+
+def test_processes_that_start_together_compile_once(start, log):
+    processes = [start() for _ in range(4)]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert outputs == ["b'code'\n"] * 4
+    assert compilations(log) == 1
+
+
+def test_another_kernel_is_compiled_meanwhile(start, log):
+    start(seconds=60)
+    wait_until(lambda: compilations(log) == 1)
+    assert start(b"another key", 0).communicate(timeout=30)[0] == "b'code'\n"
+    assert compilations(log) == 2
+
+
+def test_if_the_process_that_compiles_is_killed_the_next_one_does(start, log):
+    first = start(seconds=60)
+    wait_until(lambda: compilations(log) == 1)
+    second = start()
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(timeout=2)
+    assert compilations(log) == 1
+    first.kill()
+    assert second.communicate(timeout=20)[0] == "b'code'\n"
+    assert compilations(log) == 2
+
+
+def test_a_process_that_is_stopped_is_not_waited_for_indefinitely(
+    start, log, monkeypatch
+):
+    first = start(seconds=60)
+    wait_until(lambda: compilations(log) == 1)
+    os.kill(first.pid, signal.SIGSTOP)
+    monkeypatch.setattr(code_cache, "LONGEST_WAIT", 0.3)
+    begun = time.monotonic()
+    with pytest.warns(RuntimeWarning, match="was it stopped"):
+        assert code_cache.compiled_once(KEY, lambda: b"mine") == b"mine"
+    assert 0.3 < time.monotonic() - begun < 5
+    assert code_cache.load(KEY) == b"mine"
+
+
+def test_a_wait_can_be_interrupted(start, log, monkeypatch):
+    start(seconds=60)
+    wait_until(lambda: compilations(log) == 1)
+
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(code_cache.time, "sleep", interrupt)
+    before = open_files()
+    with pytest.raises(KeyboardInterrupt):
+        code_cache.compiled_once(KEY, lambda: b"mine")
+    assert open_files() == before
+
+
+def test_a_lock_ends_with_the_compilation_even_if_that_fails(cache):
+    def fail():
+        raise ValueError
+
+    for _ in "12":
+        with pytest.raises(ValueError, match=r"^$"):
+            code_cache.compiled_once(KEY, fail)
+    assert code_cache.compiled_once(KEY, lambda: b"code") == b"code"
+    files = [file.name for file in cache.iterdir() if file.is_file()]
+    assert files == [code_cache._LOCKS]  # one for all kernels
+
+
+def test_where_nothing_can_be_locked_every_process_compiles(cache, monkeypatch):
+    def unsupported(descriptor, byte):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locks, "try_lock", unsupported)
+    with pytest.warns(RuntimeWarning, match=r"cannot be locked.*No locks"):
+        assert code_cache.compiled_once(KEY, lambda: b"code") == b"code"
+    assert code_cache.load(KEY) == b"code"
+
+
+@pytest.mark.parametrize("where", ["a file", "no home"])
+def test_without_a_cache_every_process_compiles(cache, monkeypatch, where):
+    if where == "a file":
+        cache.parent.mkdir()
+        cache.write_text("")
+    else:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", "~nobody-here")
+        monkeypatch.setattr("pathlib.Path.home", no_home)
+    with pytest.warns(RuntimeWarning, match="cannot be read") as warned:
+        assert code_cache.compiled_once(KEY, lambda: b"code") == b"code"
+    assert len(warned) == 1
+
+
+def test_a_kernel_with_a_users_operator_is_compiled_by_every_process(cache):
+    op = UserOperator(lambda a, b: a - b)
+    kernel = chunked_all_reduce.kernel(2, element(np.float32, "test"), op, False)
+    kernel.cubin = lambda cc: b"code"
+    assert kernel.code((9, 0)) == b"code"
+    assert not cache.exists()
+
+
+def no_home():
+    raise RuntimeError("no home")
