@@ -6,6 +6,7 @@ import json
 import pytest
 
 from numba_symm.bench import __main__ as bench
+from numba_symm.bench import host
 from numba_symm.bench.operations import REDUCTIONS, TYPES
 
 NAMES = {"nccl", "nccl-symm", "torch", "mpi"}
@@ -89,3 +90,11 @@ def test_first_calls_are_right(measured):
 def test_shuffled_calls_are_right():
     words = "all_reduce --shuffle 300 -b 1 -e 3M --seed 4"
     assert bench.main(words.split()) == 0
+
+
+def test_the_host_s_time_is_shown_for_what_is_installed(world, capfd):
+    assert host.main(["--calls", "3", "--samples", "2"]) == 0
+    if world.rank == 0:
+        shown = capfd.readouterr().out
+        for name in ("torch's arrays", "CuPy's arrays"):
+            assert (f"call, {name}" in shown) != (f"# {name}: missing" in shown)

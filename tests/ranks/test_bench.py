@@ -7,6 +7,7 @@ import os
 import pytest
 
 from numba_symm.bench import __main__ as bench
+from numba_symm.bench import host
 from numba_symm.bench.operations import OPERATIONS
 from tests.ranks.helpers import bits, get, put
 
@@ -231,3 +232,21 @@ def test_wrong_usage_is_shown_by_one_rank_and_exits_all_with_code_2(shown):
         first, *others = shown()
         assert first.err.count("usage: ") == 1
         assert all(text.err == "" for text in others)
+
+
+def test_the_host_s_time_is_shown_for_each_kind_of_array(world, shown, monkeypatch):
+    monkeypatch.setattr("numba_symm.bench.contenders.SIMULATED", True)
+    assert host.main(["--calls", "1", "--samples", "1"]) == 0
+    first, *others = (text.out for text in shown())
+    assert not any(others)
+    for library in ("torch's kernel", "torch's arrays", "CuPy's arrays"):
+        assert f"# {library}: missing, needs GPUs" in first
+    *_, plan, call, numbas = first.splitlines()
+    assert plan.startswith(host.PLAN)
+    assert call.startswith(host.CALL)
+    assert numbas.startswith("call, Numba's arrays")
+    for line in (plan, call, numbas):
+        times = [float(word) for word in line.split()[-6:]]
+        assert times[0] > 0
+        assert times[3] > 0
+    assert plan.split()[-5] == call.split()[-4] == "1.00"

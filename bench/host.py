@@ -1,0 +1,189 @@
+"""Measure the host's time of a call: of a plan, and of arrays of each library.
+
+    numba-symm run -n 2 -m numba_symm.bench.host
+
+Only enqueueing is timed, of all-reduces so small that the GPU keeps up. The rows are
+interleaved, so that drift during a run affects all of them. ``/ plan`` and ``/ call``
+are the ratios to a plan and to a plain call on symmetric arrays.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm.bench import facts
+from numba_symm.bench.contenders import Missing, attempt, imported, load, need_gpus
+from numba_symm.bench.streams import new_stream
+from numba_symm.environment import SIMULATED
+
+PLAN, CALL = "plan, symmetric arrays", "call, symmetric arrays"
+DEFAULT, ANOTHER = "default stream", "another stream"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to enqueue an all-reduce.
+
+    Attributes:
+        name: its words.
+        call: enqueues it on the stream of a handle; None: on the one that its arrays
+            name, else on the default stream.
+        current: returns a context that makes the stream of a handle current.
+    """
+
+    name: str
+    call: Callable[[int | None], object]
+    current: Callable[[int], AbstractContextManager[Any]] = lambda handle: nullcontext()
+
+    def enqueue(self, handle: int | None, count: int) -> float:
+        """Enqueue so many on a stream; return the microseconds of each."""
+        context = nullcontext() if handle is None else self.current(handle)
+        with context:
+            start = time.perf_counter()
+            for _ in range(count):
+                self.call(handle)
+            return (time.perf_counter() - start) * 1e6 / count
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print on all ranks, and return the exit code."""
+    from mpi4py import MPI
+
+    ranks = MPI.COMM_WORLD
+    asked = _parser().parse_args(argv)
+    os.environ.update(facts.NVLS_OFF)  # before any library that reads them loads
+    with ns.Communicator(ranks) as comm:
+        others, reasons = load(["torch"], comm, ranks)
+        missing = {f"{name}'s kernel": why for name, why in reasons.items()}
+        rows = [*_ours(comm, asked.bytes), *_torchs(others, asked.bytes)]
+        for library, make in (("torch", _torch), ("CuPy", _cupy)):
+            made, reason = attempt(ranks, partial(make, comm, asked.bytes))
+            if reason is None:
+                rows.append(made)
+            else:
+                missing[f"{library}'s arrays"] = reason
+        times = _measured(rows, comm, ranks, asked)
+        for each in others:
+            each.close()
+        known = facts.facts(comm, ranks)
+        if ranks.rank == 0:
+            print("#", ", ".join(f"{a} {b}" for a, b in known["versions"].items()))
+            print(f"# {ranks.size} ranks, {asked.bytes} bytes, {comm.device.name}")
+            for name, why in missing.items():
+                print(f"# {name}: missing, {why}")
+            for line in _table(rows, times):
+                print(line, flush=True)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m numba_symm.bench.host",
+        description="Measure the host's microseconds for an all-reduce of float32.",
+    )
+    parser.add_argument("--bytes", type=int, default=1024, help="of each message")
+    calls, samples = (2, 2) if SIMULATED else (50, 40)
+    parser.add_argument("--calls", type=int, default=calls, help="of each sample")
+    parser.add_argument("--samples", type=int, default=samples, help="of each row")
+    return parser
+
+
+def _ours(comm: ns.Communicator, nbytes: int) -> list[Row]:
+    """Return a plan, and plain calls on Numba's arrays. Collective."""
+    count = nbytes // 4
+    x, y = comm.empty(count, np.float32), comm.empty(count, np.float32)
+    a, b = cuda.device_array(count, np.float32), cuda.device_array(count, np.float32)
+    return [
+        Row(PLAN, comm.all_reduce_init(x, out=y)),
+        Row(CALL, partial(_call, comm, x, y)),
+        Row("call, Numba's arrays", partial(_call, comm, a, b)),
+    ]
+
+
+def _call(comm: ns.Communicator, x: Any, y: Any, handle: int | None) -> None:
+    comm.all_reduce(x, out=y, stream=handle)
+
+
+def _call_on_current(comm: ns.Communicator, x: Any, y: Any, handle: int | None) -> None:
+    comm.all_reduce(x, out=y)
+
+
+def _torch(comm: ns.Communicator, nbytes: int) -> Row:
+    need_gpus()
+    torch = imported("torch", "pip install torch")
+    gpu = torch.device("cuda", comm.device.ordinal)
+    x, y = (torch.zeros(nbytes // 4, device=gpu) for _ in range(2))
+
+    def current(handle: int) -> Any:
+        return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=gpu))
+
+    return Row("call, torch's arrays", partial(_call_on_current, comm, x, y), current)
+
+
+def _cupy(comm: ns.Communicator, nbytes: int) -> Row:
+    need_gpus()
+    cupy = imported("cupy", "pip install cupy-cuda13x")
+    x, y = (cupy.zeros(nbytes // 4, np.float32) for _ in range(2))
+
+    def current(handle: int) -> Any:
+        return cupy.cuda.ExternalStream(handle)
+
+    return Row("call, CuPy's arrays", partial(_call_on_current, comm, x, y), current)
+
+
+def _torchs(others: Sequence[Any], nbytes: int) -> Iterator[Row]:
+    """Yield torch's own one-shot all-reduce, if it is there. Collective."""
+    for torch in others:
+        x, y = (torch.allocate(nbytes).view(np.float32) for _ in range(2))
+        way = torch.all_reduce(x, y, "sum")["one_shot"]
+        if isinstance(way, str):
+            raise Missing(way)
+        yield Row("torch's one-shot kernel", way.call, torch.current)
+
+
+def _measured(
+    rows: Sequence[Row], comm: ns.Communicator, ranks: Any, asked: argparse.Namespace
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the median microseconds of each row, by stream. Collective."""
+    found = {}
+    another = new_stream()
+    for name, handle in ((DEFAULT, None), (ANOTHER, another.handle)):
+        samples = np.empty((len(rows), asked.samples))
+        for index in range(-1, asked.samples):  # the first one warms up
+            for row, one in zip(rows, samples, strict=True):
+                ranks.Barrier()
+                one[index] = row.enqueue(handle, asked.calls)
+                comm.synchronize()
+                another.synchronize()
+        slowest = np.max(ranks.allgather(np.median(samples, axis=1)), axis=0)
+        found[name] = slowest
+    return found
+
+
+def _table(
+    rows: Sequence[Row], times: dict[str, np.ndarray[Any, Any]]
+) -> Iterator[str]:
+    names = [row.name for row in rows]
+    plan, call = names.index(PLAN), names.index(CALL)
+    yield f"{'':24}" + "".join(f"{stream:^28}" for stream in times)
+    yield f"{'':24}" + f"{'us':>9} {'/ plan':>8} {'/ call':>8} " * len(times)
+    for index, name in enumerate(names):
+        cells = ""
+        for each in times.values():
+            time = each[index]
+            cells += f"{time:9.2f} {time / each[plan]:8.2f} {time / each[call]:8.2f} "
+        yield f"{name:24}{cells}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
