@@ -87,13 +87,21 @@ def _add_messages(parser: argparse.ArgumentParser, operation: Operation) -> None
         default=largest,
         help="largest size (default %(default)s)",
     )
-    add(
+    next_size = parser.add_mutually_exclusive_group()
+    next_size.add_argument(
         "-f",
         dest="factor",
         metavar="F",
         type=_at_least(2),
         default=4,
         help="factor from one size to the next (default %(default)s)",
+    )
+    next_size.add_argument(
+        "-i",
+        dest="step",
+        metavar="SIZE",
+        type=nbytes,
+        help="instead of a factor, the bytes between one size and the next",
     )
     add(
         "-d",
@@ -292,11 +300,12 @@ def nbytes(text: str) -> int:
     return int(number) * unit
 
 
-def sizes(first: int, last: int, factor: int) -> Iterator[int]:
+def sizes(options: argparse.Namespace) -> Iterator[int]:
     """Yield message sizes in bytes."""
-    while first <= last:
-        yield first
-        first *= factor
+    nbytes = options.first
+    while nbytes <= options.last:
+        yield nbytes
+        nbytes = nbytes + options.step if options.step else nbytes * options.factor
 
 
 def _at_least(least: int) -> Callable[[str], int]:

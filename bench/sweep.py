@@ -56,7 +56,7 @@ def rows(operation: Operation, options: argparse.Namespace, ranks: int) -> list[
     for name in options.types:
         itemsize = TYPES[name].itemsize
         for op in options.reductions:
-            for size in sizes(options.first, options.last, options.factor):
+            for size in sizes(options):
                 counts = operation.shapes(max(1, size // itemsize), ranks)
                 found.append(Row(counts, max(counts) * itemsize, name, op))
     return found

@@ -24,10 +24,19 @@ def test_a_wrong_size_is_refused_with_examples(text):
         options.nbytes(text)
 
 
-def test_sizes_grow_by_the_factor_up_to_the_last():
-    assert list(options.sizes(1024, 1 << 20, 4)) == [1 << n for n in range(10, 21, 2)]
-    assert list(options.sizes(100, 999, 3)) == [100, 300, 900]
-    assert list(options.sizes(7, 7, 2)) == [7]
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("-b 1K -e 1M", [1 << n for n in range(10, 21, 2)]),
+        ("-b 100 -e 999 -f 3", [100, 300, 900]),
+        ("-b 7 -e 7 -f 2", [7]),
+        ("-b 1K -e 4K -i 1K", [1024, 2048, 3072, 4096]),
+        ("-b 100 -e 399 -i 100", [100, 200, 300]),
+    ],
+)
+def test_sizes_grow_by_a_factor_or_a_step_up_to_the_last(line, wanted):
+    asked = options.parse(["all_reduce", *line.split()])
+    assert list(options.sizes(asked)) == wanted
 
 
 def test_a_command_with_many_options_is_parsed():
@@ -101,6 +110,8 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce -b 1X", "16M or 1G, got '1X'"),
         ("all_reduce -b 2K -e 1K", "-b of at most -e, got -b 2048 -e 1024"),
         ("all_reduce -f 1", "expected a number of at least 2, got '1'"),
+        ("all_reduce -f 2 -i 1K", "argument -i: not allowed with argument -f"),
+        ("all_reduce -i 0", "expected bytes such as 512"),
         ("all_reduce -n 0", "expected a number of at least 1, got '0'"),
         ("all_reduce -c 2", "invalid choice: 2"),
         ("all_reduce -d float,complex", "expected some of half, bfloat16, float"),
