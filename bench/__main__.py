@@ -178,6 +178,8 @@ class _Run:
         names = [each.name for each in contenders[1:]]
         report = Report(self._operation, ranks.size, several, names)
         rows = self._rows(sweep, report)
+        if self._operation.windowed:
+            _say(ranks, *report.messages(rows))
         _say(ranks, *report.eager(rows))
         return rows
 

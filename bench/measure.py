@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm.bench.operations import Call
+from numba_symm.bench.calls import Call
 from numba_symm.environment import SIMULATED
 
 ROUNDS = 5
@@ -80,7 +80,7 @@ class Lane:
 
 def buffers(nbytes: int) -> int:
     """Return the number of buffers that messages of ``nbytes`` rotate through."""
-    return max(1, min(MOST_BUFFERS, -(-CACHE // nbytes)))
+    return max(1, min(MOST_BUFFERS, -(-CACHE // max(1, nbytes))))
 
 
 def calls_per_graph(nbytes: int, wanted: int, of: int, eager: float) -> int:

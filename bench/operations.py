@@ -1,14 +1,15 @@
 """The operations that can be measured, one table entry each."""
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from numba_symm.bench import calls
+from numba_symm.bench.calls import ROOT, Call
 from numba_symm.bench.data import PERIOD, Tiled
 from numba_symm.collectives import operations
 from numba_symm.collectives.communicator import Communicator
@@ -17,9 +18,6 @@ Array = np.ndarray[Any, Any]
 
 Expected = Callable[[Sequence[Tiled], str, int], list[Tiled]]
 """Returns a rank's output for (all ranks' inputs, reduction, rank)."""
-
-Call = Callable[[int], object]
-"""Enqueues one collective on the stream with the given handle."""
 
 TYPES: dict[str, np.dtype[Any]] = {
     "half": np.dtype(np.float16),
@@ -64,6 +62,9 @@ class Operation:
         in_place: whether our input is always the output array.
         apart: whether input and output must not be the same array.
         reductions: the names of its reductions; none if it only moves data.
+        sized: whether it has a message.
+        windowed: whether a call may consist of several messages, one for each row of
+            input and output.
     """
 
     name: str
@@ -77,6 +78,8 @@ class Operation:
     in_place: bool = False
     apart: bool = False
     reductions: tuple[str, ...] = ()
+    sized: bool = True
+    windowed: bool = False
 
     @property
     def in_place_too(self) -> bool:
@@ -171,10 +174,6 @@ def _reduced_part(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
     return [_part(total, rank, len(inputs))]
 
 
-ROOT = 0
-"""The root of rooted operations."""
-
-
 def _at_root(expected: Expected) -> Expected:
     """Return the expected outputs of an operation where only the root has one."""
 
@@ -202,84 +201,8 @@ def _parts(count: int, ranks: int) -> tuple[int, int]:
     return part, part * ranks
 
 
-def _reducing(name: str, *, prepared: bool) -> Callable[..., Call]:
-    """Return a factory of calls of one of our reducing operations."""
-
-    def make(
-        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-    ) -> Call:
-        if prepared:
-            plan: Call = getattr(comm, f"{name}_init")(x, op, out, algorithm=algorithm)
-            return plan
-        return functools.partial(getattr(comm, name), x, op, out, algorithm=algorithm)
-
-    return make
-
-
-def _moving(name: str, *, prepared: bool) -> Callable[..., Call]:
-    """Return a factory of calls of one of our operations that only move data."""
-
-    def make(
-        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-    ) -> Call:
-        if prepared:
-            plan: Call = getattr(comm, f"{name}_init")(x, out, algorithm=algorithm)
-            return plan
-        return functools.partial(getattr(comm, name), x, out, algorithm=algorithm)
-
-    return make
-
-
-def _reduce(*, prepared: bool) -> Callable[..., Call]:
-    """Return a factory of calls of our reduce, where only the root has an output."""
-
-    def make(
-        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-    ) -> Call:
-        into = out if comm.rank == ROOT else None
-        if prepared:
-            plan: Call = comm.reduce_init(x, op, ROOT, into, algorithm=algorithm)
-            return plan
-        call = functools.partial(comm.reduce, x, op, ROOT, into, algorithm=algorithm)
-        return lambda stream: call(stream=stream)
-
-    return make
-
-
-def _broadcast(*, prepared: bool) -> Callable[..., Call]:
-    """Return a factory of calls of our broadcast, which works in place."""
-
-    def make(
-        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-    ) -> Call:
-        if prepared:
-            plan: Call = comm.broadcast_init(out, ROOT, algorithm=algorithm)
-            return plan
-        call = functools.partial(comm.broadcast, out, ROOT, algorithm=algorithm)
-        return lambda stream: call(stream=stream)
-
-    return make
-
-
-def _gather(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
-    into = out if comm.rank == ROOT else None
-    return lambda stream: comm.gather(x, ROOT, into, stream=stream)
-
-
-def _scatter(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
-    whole = x if comm.rank == ROOT else None
-    return lambda stream: comm.scatter(whole, ROOT, out, stream=stream)
-
-
-def _sendrecv(
-    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    return lambda stream: comm.sendrecv(x, right, out, left, stream=stream)
+def _nothing(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+    return []
 
 
 OPERATIONS = {
@@ -289,8 +212,8 @@ OPERATIONS = {
         bus=lambda ranks: 2 * (ranks - 1) / ranks,
         inputs=reducible,
         expected=_all_reduced,
-        plan=_reducing("all_reduce", prepared=True),
-        call=_reducing("all_reduce", prepared=False),
+        plan=calls.reducing("all_reduce", prepared=True),
+        call=calls.reducing("all_reduce", prepared=False),
         algorithms=tuple(operations.ALL_REDUCE.algorithms),
         reductions=REDUCTIONS,
     ),
@@ -300,8 +223,8 @@ OPERATIONS = {
         bus=lambda ranks: (ranks - 1) / ranks,
         inputs=reducible,
         expected=_gathered,
-        plan=_moving("all_gather", prepared=True),
-        call=_moving("all_gather", prepared=False),
+        plan=calls.moving("all_gather", prepared=True),
+        call=calls.moving("all_gather", prepared=False),
         algorithms=tuple(operations.ALL_GATHER.algorithms),
     ),
     "reduce_scatter": Operation(
@@ -310,8 +233,8 @@ OPERATIONS = {
         bus=lambda ranks: (ranks - 1) / ranks,
         inputs=reducible,
         expected=_reduced_part,
-        plan=_reducing("reduce_scatter", prepared=True),
-        call=_reducing("reduce_scatter", prepared=False),
+        plan=calls.reducing("reduce_scatter", prepared=True),
+        call=calls.reducing("reduce_scatter", prepared=False),
         algorithms=tuple(operations.REDUCE_SCATTER.algorithms),
         reductions=REDUCTIONS,
     ),
@@ -321,8 +244,8 @@ OPERATIONS = {
         bus=lambda ranks: (ranks - 1) / ranks,
         inputs=reducible,
         expected=_exchanged,
-        plan=_moving("all_to_all", prepared=True),
-        call=_moving("all_to_all", prepared=False),
+        plan=calls.moving("all_to_all", prepared=True),
+        call=calls.moving("all_to_all", prepared=False),
         algorithms=tuple(operations.ALL_TO_ALL.algorithms),
     ),
     "broadcast": Operation(
@@ -331,8 +254,8 @@ OPERATIONS = {
         bus=lambda ranks: 1,
         inputs=reducible,
         expected=_roots,
-        plan=_broadcast(prepared=True),
-        call=_broadcast(prepared=False),
+        plan=calls.broadcast(prepared=True),
+        call=calls.broadcast(prepared=False),
         algorithms=tuple(operations.BROADCAST.algorithms),
         in_place=True,
     ),
@@ -342,8 +265,8 @@ OPERATIONS = {
         bus=lambda ranks: 1,
         inputs=reducible,
         expected=_at_root(_all_reduced),
-        plan=_reduce(prepared=True),
-        call=_reduce(prepared=False),
+        plan=calls.reduce(prepared=True),
+        call=calls.reduce(prepared=False),
         algorithms=tuple(operations.REDUCE.algorithms),
         reductions=REDUCTIONS,
     ),
@@ -353,8 +276,8 @@ OPERATIONS = {
         bus=lambda ranks: 1,
         inputs=reducible,
         expected=_scanned,
-        plan=_reducing("scan", prepared=True),
-        call=_reducing("scan", prepared=False),
+        plan=calls.reducing("scan", prepared=True),
+        call=calls.reducing("scan", prepared=False),
         algorithms=tuple(operations.SCAN.algorithms),
         reductions=tuple(op for op in REDUCTIONS if op != "avg"),
     ),
@@ -364,8 +287,8 @@ OPERATIONS = {
         bus=lambda ranks: (ranks - 1) / ranks,
         inputs=reducible,
         expected=_at_root(_gathered),
-        plan=_gather,
-        call=_gather,
+        plan=calls.gather,
+        call=calls.gather,
         algorithms=(),
     ),
     "scatter": Operation(
@@ -374,8 +297,8 @@ OPERATIONS = {
         bus=lambda ranks: (ranks - 1) / ranks,
         inputs=reducible,
         expected=_roots_part,
-        plan=_scatter,
-        call=_scatter,
+        plan=calls.scatter,
+        call=calls.scatter,
         algorithms=(),
     ),
     "sendrecv": Operation(
@@ -384,9 +307,43 @@ OPERATIONS = {
         bus=lambda ranks: 1,
         inputs=reducible,
         expected=_lefts,
-        plan=_sendrecv,
-        call=_sendrecv,
+        plan=calls.sendrecv,
+        call=calls.sendrecv,
         algorithms=(),
         apart=True,
+        windowed=True,
     ),
+    "barrier": Operation(
+        name="barrier",
+        shapes=lambda count, ranks: (1, 1),
+        bus=lambda ranks: 1,
+        inputs=reducible,
+        expected=_nothing,
+        plan=calls.barrier,
+        call=calls.barrier,
+        algorithms=(),
+        apart=True,
+        sized=False,
+    ),
+}
+
+_V_FORMS = {
+    "all_gather": calls.all_gather_v,
+    "reduce_scatter": calls.reduce_scatter_v,
+    "all_to_all": calls.all_to_all_v,
+    "gather": calls.gather_v,
+    "scatter": calls.scatter_v,
+}
+"""Our calls of the v forms, by the operations that they generalize."""
+
+OPERATIONS |= {
+    f"{name}_v": replace(
+        OPERATIONS[name],
+        name=f"{name}_v",
+        plan=call,
+        call=call,
+        algorithms=(),
+        apart=True,
+    )
+    for name, call in _V_FORMS.items()
 }

@@ -69,6 +69,11 @@ def _add(
 
 def _add_messages(parser: argparse.ArgumentParser, operation: Operation) -> None:
     """Add what the messages are: sizes, types and reductions."""
+    parser.set_defaults(reductions=(NO_REDUCTION,), window=1)
+    if not operation.sized:
+        defaults = {"first": 1, "last": 1, "factor": 2, "step": None, "types": None}
+        parser.set_defaults(**defaults)
+        return
     add = parser.add_argument
     largest = "16K" if SIMULATED else "64M"
     add(
@@ -116,12 +121,19 @@ def _add_messages(parser: argparse.ArgumentParser, operation: Operation) -> None
             "-o",
             dest="reductions",
             metavar="OP,…",
+            default=(),
             type=_names(operation.reductions),
             help=f"reductions: some of {', '.join(operation.reductions)}, or all "
             "(default sum; with --shuffle: all)",
         )
-    else:
-        parser.set_defaults(reductions=(NO_REDUCTION,))
+    if operation.windowed:
+        add(
+            "--window",
+            metavar="N",
+            type=_at_least(1),
+            help="messages that each rank sends in a call, in one group (default "
+            "%(default)s); sizes are those of one message",
+        )
 
 
 def _add_repetitions(parser: argparse.ArgumentParser) -> None:
@@ -173,16 +185,17 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
         help=f"contenders: some of {', '.join(CONTENDERS)}, or all "
         "(default %(default)s)",
     )
-    add(
-        "--algorithm",
-        dest="algorithms",
-        metavar="NAME,…",
-        default=(),
-        type=_names(operation.algorithms),
-        help="one: measure it instead of the algorithm chosen by size; several, or "
-        "all: measure each in its own column; "
-        f"some of {', '.join(operation.algorithms)}",
-    )
+    parser.set_defaults(algorithms=())
+    if operation.algorithms:
+        add(
+            "--algorithm",
+            dest="algorithms",
+            metavar="NAME,…",
+            type=_names(operation.algorithms),
+            help="one: measure it instead of the algorithm chosen by size; several, or "
+            "all: measure each in its own column; "
+            f"some of {', '.join(operation.algorithms)}",
+        )
     add(
         "--plain",
         action="store_true",
@@ -223,12 +236,17 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
 
 def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
     """Refuse contradictory options, and set those that depend on others."""
+    operation = OPERATIONS[options.command]
+    if not operation.sized and (options.shuffle or options.cold or options.plot):
+        parser.error(f"{operation.name} has no sizes; omit --shuffle, --cold, --plot")
     if options.first > options.last:
         parser.error(
             f"expected -b of at most -e, got -b {options.first} -e {options.last}"
         )
     if options.shuffle and (options.json or options.plot):
         parser.error("--shuffle records no measurements; omit --json and --plot")
+    if options.window > 1 and (options.shuffle or options.cold):
+        parser.error("--shuffle and --cold make single calls; omit --window")
     if options.overlap:
         _complete_overlap(parser, options)
     if options.cold and (options.shuffle or options.overlap or options.plot):
@@ -241,7 +259,7 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         _check_image(parser, options.plot)
     shuffled = options.shuffle is not None
     options.types = options.types or _types(options)
-    every = OPERATIONS[options.command].reductions
+    every = operation.reductions
     options.reductions = options.reductions or (every if shuffled else ("sum",))
     if options.seed is None:
         options.seed = secrets.randbits(32)

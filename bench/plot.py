@@ -63,7 +63,8 @@ def lines(run: Mapping[str, Any]) -> dict[str, Points]:
                 continue
             kind = f", {_kind(record)}" if several else ""
             bandwidth = algorithm_bandwidth(record) * bus
-            point = (record["bytes"], microseconds(record), bandwidth)
+            nbytes = record["bytes"] // record.get("messages", 1)
+            point = (nbytes, microseconds(record), bandwidth)
             found.setdefault(column + kind, []).append(point)
     return found
 

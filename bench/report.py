@@ -106,7 +106,7 @@ class Report:
     def row(self, records: Sequence[Record]) -> str:
         """Return the line of one message."""
         head = records[0]
-        cells = [str(head["bytes"]), str(head["count"]), head["type"], head["op"]]
+        cells = [*_message(head), head["type"], head["op"]]
         for in_place in self._places:
             cells += self._placed(best(records, NAME, in_place))
             for column in self._algorithms:
@@ -161,9 +161,30 @@ class Report:
                 for each in records
                 if "skipped" not in each and not each["in_place"]
             }
-            cells = [str(head["bytes"]), head["type"], head["op"]]
+            cells = [_message(head)[0], head["type"], head["op"]]
             cells += [_issue_and_done(by_way.get(way)) for way in ways]
             line(" ", cells)
+        return lines
+
+    def messages(self, rows: Sequence[Sequence[Record]]) -> list[str]:
+        """Return the table of each rank's messages: rate, and both directions."""
+        columns = [NAME, *self._contenders]
+        widths = [12, 9, *(max(20, len(name) + 2) for name in columns)]
+        lines = [
+            "# Messages that each rank sends, in millions a second / GB/s of both "
+            "directions"
+        ]
+
+        def line(first: str, cells: Sequence[str]) -> None:
+            pairs = zip(cells, widths, strict=True)
+            lines.append(first + "".join(cell.rjust(width) for cell, width in pairs))
+
+        line("#", ["size", "window", *columns])
+        for records in rows:
+            head = records[0]
+            found = (best(records, column) for column in columns)
+            rates = [NOTHING if each is None else _rate(each) for each in found]
+            line(" ", [_message(head)[0], str(head["messages"]), *rates])
         return lines
 
     def footer(self, rows: Sequence[Sequence[Record]]) -> list[str]:
@@ -248,8 +269,8 @@ class OverlapReport:
     def _one(self, record: Record) -> str:
         name = label(record["column"], record["way"])
         name += ", in place" * record["in_place"]
-        cells = [str(record["bytes"]), str(record["count"]), record["type"]]
-        cells += [record["op"], name, str(record["calls"]), str(record["products"])]
+        cells = [*_message(record), record["type"], record["op"]]
+        cells += [name, str(record["calls"]), str(record["products"])]
         cells += [
             f"{record[each]['median']:.1f}"
             for each in ("collective", "product", "both")
@@ -330,6 +351,17 @@ def _skipped(rows: Sequence[Sequence[Record]]) -> Iterator[str]:
     )
     for column, type_, op, reason in found:
         yield f"# Skipped {column}, {type_} {op}: {reason}"
+
+
+def _message(record: Record) -> list[str]:
+    """Return the bytes and the elements of one message."""
+    messages = record.get("messages", 1)  # recorded runs may have none
+    return [str(record[name] // messages) for name in ("bytes", "count")]
+
+
+def _rate(record: Record) -> str:
+    rate = record["messages"] / microseconds(record)
+    return f"{rate:.4g} / {2 * algorithm_bandwidth(record):.2f}"
 
 
 def _issue_and_done(record: Record | None) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from numba_symm.bench import data
+from numba_symm.bench.calls import Call
 from numba_symm.bench.data import PERIOD, Tiled
-from numba_symm.bench.operations import TYPES, Call, Operation
+from numba_symm.bench.operations import TYPES, Operation
 from numba_symm.bench.sweep import stride
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED

@@ -8,7 +8,7 @@ from typing import Any
 from numba import cuda
 
 from numba_symm import driver
-from numba_symm.bench.operations import Call
+from numba_symm.bench.calls import Call
 from numba_symm.environment import SIMULATED
 
 

@@ -14,7 +14,7 @@ from numba_symm.bench.contenders import Contender, Missing, attempt
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.data import Tiled
 from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph
-from numba_symm.bench.operations import TYPES, Operation
+from numba_symm.bench.operations import NO_REDUCTION, TYPES, Operation
 from numba_symm.bench.options import sizes
 
 Record = dict[str, Any]
@@ -37,12 +37,14 @@ class Row:
         nbytes: the larger of the two in bytes, which nccl-tests calls size.
         type: the element type, by its name in nccl-tests.
         op: the reduction.
+        messages: the messages of a call; counts and bytes are those of all together.
     """
 
     counts: tuple[int, int]
     nbytes: int
     type: str
     op: str
+    messages: int = 1
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -52,13 +54,17 @@ class Row:
 
 def rows(operation: Operation, options: argparse.Namespace, ranks: int) -> list[Row]:
     """Return all rows of a run: every size for every type and reduction."""
+    if not operation.sized:
+        return [Row(operation.shapes(1, ranks), 0, options.types[0], NO_REDUCTION)]
     found = []
     for name in options.types:
         itemsize = TYPES[name].itemsize
         for op in options.reductions:
             for size in sizes(options):
-                counts = operation.shapes(max(1, size // itemsize), ranks)
-                found.append(Row(counts, max(counts) * itemsize, name, op))
+                window = options.window
+                a, b = operation.shapes(max(1, size // itemsize), ranks)
+                nbytes = window * max(a, b) * itemsize
+                found.append(Row((window * a, window * b), nbytes, name, op, window))
     return found
 
 
@@ -199,8 +205,8 @@ class Sweep:
         sources, targets = self._buffers(row, contender)
         made = []
         for source, target in zip(sources, targets, strict=True):
-            out = target.view(row.dtype)
-            x = out if in_place else source.view(row.dtype)
+            out = _shaped(target, row)
+            x = out if in_place else _shaped(source, row)
             made.append(prepare(x, out, row.op))
         lanes: list[Lane] = []
         refused: list[Record] = []
@@ -282,12 +288,21 @@ def fill(lane: Lane, inputs: Sequence[Tiled]) -> None:
     data.arrived()
 
 
+def _shaped(array: Any, row: Row) -> Any:
+    """Return a view of bytes as elements, with a row for each of several messages."""
+    elements = array.view(row.dtype)
+    if row.messages == 1:
+        return elements
+    return elements.reshape(row.messages, elements.size // row.messages)
+
+
 def _head(row: Row) -> Record:
     return {
         "bytes": row.nbytes,
-        "count": max(row.counts),
+        "count": row.nbytes // row.dtype.itemsize,
         "type": row.type,
         "op": row.op,
+        "messages": row.messages,
     }
 
 

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from numba_symm.bench.operations import Call
+from numba_symm.bench.calls import Call
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
 

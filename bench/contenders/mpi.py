@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from numba_symm.bench.calls import ROOT, messages
 from numba_symm.bench.contenders import Way, Ways, no_context
-from numba_symm.bench.operations import ROOT
 
 
 def check() -> None:
@@ -80,7 +80,7 @@ class Mpi:
         source = x
         if x is out and more.get("root", self._ranks.rank) == self._ranks.rank:
             source = self._mpi.IN_PLACE  # of a rooted operation on the root only
-        call = partial(getattr(self._ranks, name), source, out, reduction, **more)
+        call = partial(getattr(self._ranks, name), source, out, op=reduction, **more)
         return {"": Way(lambda stream: call())}
 
     def gather(self, x: Any, out: Any, op: str) -> Ways:
@@ -94,12 +94,52 @@ class Mpi:
         return {"": Way(lambda stream: self._ranks.Scatter(x, out, ROOT))}
 
     def sendrecv(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a send to the right and a recv from the left."""
+        """Return the one way of sends to the right and recvs from the left."""
         right = (self._ranks.rank + 1) % self._ranks.size
         left = (self._ranks.rank - 1) % self._ranks.size
-        x, out = x.view(np.uint8), out.view(np.uint8)
-        call = partial(self._ranks.Sendrecv, x, right, 0, out, left)
-        return {"": Way(lambda stream: call())}
+        sent = [each.view(np.uint8) for each in messages(x)]
+        received = [each.view(np.uint8) for each in messages(out)]
+
+        def call(stream: int) -> None:
+            requests = [self._ranks.Irecv(each, left) for each in received]
+            requests += [self._ranks.Isend(each, right) for each in sent]
+            self._mpi.Request.Waitall(requests)
+
+        return {"": Way(call)}
+
+    def barrier(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a barrier."""
+        return {"": Way(lambda stream: self._ranks.Barrier())}
+
+    def all_gather_v(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-gather with counts."""
+        x, whole = x.view(np.uint8), self._ranges(out)
+        return {"": Way(lambda stream: self._ranks.Allgatherv(x, whole))}
+
+    def reduce_scatter_v(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a reduce-scatter with counts."""
+        counts = [out.size] * self._ranks.size
+        return self._reducing("Reduce_scatter", x, out, op, recvcounts=counts)
+
+    def all_to_all_v(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-to-all with counts."""
+        sent, received = self._ranges(x), self._ranges(out)
+        return {"": Way(lambda stream: self._ranks.Alltoallv(sent, received))}
+
+    def gather_v(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a gather with counts."""
+        x, whole = x.view(np.uint8), self._ranges(out)
+        return {"": Way(lambda stream: self._ranks.Gatherv(x, whole, ROOT))}
+
+    def scatter_v(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a scatter with counts."""
+        whole, out = self._ranges(x), out.view(np.uint8)
+        return {"": Way(lambda stream: self._ranks.Scatterv(whole, out, ROOT))}
+
+    def _ranges(self, array: Any) -> tuple[Any, list[int]]:
+        """Return bytes, and the counts of equal ranges of them."""
+        size = self._ranks.size
+        return array.view(np.uint8), [array.nbytes // size] * size
 
     def close(self) -> None:
         """Free the communicator."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from numba_symm.bench.calls import ROOT, messages
 from numba_symm.bench.contenders import (
     Missing,
     Way,
@@ -17,7 +18,6 @@ from numba_symm.bench.contenders import (
     need_gpus,
     no_context,
 )
-from numba_symm.bench.operations import ROOT
 
 CURE = "pip install nccl4py, and nvidia-nccl-cu13 (or nvidia-nccl-cu12) for NCCL itself"
 
@@ -101,14 +101,64 @@ class Nccl:
         return {"": Way(lambda stream: enqueue(stream=stream))}
 
     def sendrecv(self, x: Any, out: Any, op: str) -> Ways:
-        """Return the one way of a send to the right and a recv from the left."""
-        rank, size = self._rank, self._size
-        source, target = _named(x), _named(out)
+        """Return the one way of sends to the right and recvs from the left."""
+        right, left = (self._rank + 1) % self._size, (self._rank - 1) % self._size
+        sends = [(each, right) for each in messages(x)]
+        return self._exchange(sends, [(each, left) for each in messages(out)])
+
+    def all_gather_v(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-gather with counts: sends and recvs."""
+        sends = [(x, peer) for peer in range(self._size)]
+        return self._exchange(sends, self._ranges(out))
+
+    def all_to_all_v(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of an all-to-all with counts: sends and recvs."""
+        return self._exchange(self._ranges(x), self._ranges(out))
+
+    def gather_v(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a gather with counts: sends and recvs."""
+        recvs = self._ranges(out) if self._rank == ROOT else []
+        return self._exchange([(x, ROOT)], recvs)
+
+    def scatter_v(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a scatter with counts: sends and recvs."""
+        sends = self._ranges(x) if self._rank == ROOT else []
+        return self._exchange(sends, [(out, ROOT)])
+
+    def reduce_scatter_v(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a reduce-scatter with counts: reductions."""
+        reduction = getattr(self._core.NcclRedOp, op.upper())
+        target = _named(out)
+        parts = [(_named(part), rank) for part, rank in self._ranges(x)]
 
         def enqueue(stream: int) -> None:
             with self._core.group():
-                self._comm.send(source, (rank + 1) % size, stream=stream)
-                self._comm.recv(target, (rank - 1) % size, stream=stream)
+                for part, rank in parts:
+                    self._comm.reduce(part, target, reduction, rank, stream=stream)
+
+        return {"": Way(enqueue)}
+
+    def _ranges(self, whole: Any) -> list[tuple[Any, int]]:
+        """Return equal ranges of an array, each with its rank."""
+        count = whole.size // self._size
+        return [
+            (whole[rank * count : (rank + 1) * count], rank)
+            for rank in range(self._size)
+        ]
+
+    def _exchange(
+        self, sends: list[tuple[Any, int]], recvs: list[tuple[Any, int]]
+    ) -> Ways:
+        """Return the one way of a group of messages, each with its peer."""
+        sources = [(_named(array), peer) for array, peer in sends]
+        targets = [(_named(array), peer) for array, peer in recvs]
+
+        def enqueue(stream: int) -> None:
+            with self._core.group():
+                for source, peer in sources:
+                    self._comm.send(source, peer, stream=stream)
+                for target, peer in targets:
+                    self._comm.recv(target, peer, stream=stream)
 
         return {"": Way(enqueue)}
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from numba_symm.bench.calls import Call
 from numba_symm.bench.contenders import Way, Ways, no_context
-from numba_symm.bench.operations import OPERATIONS, Call, Operation
+from numba_symm.bench.operations import OPERATIONS, Operation
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError

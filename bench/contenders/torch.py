@@ -60,6 +60,7 @@ class Torch:
         self.version = f"torch {torch.__version__}"
         self._device = torch.device("cuda", ordinal)
         self._tensors: list[Any] = []
+        self._handle: Any = None
         torch.cuda.set_device(self._device)
         store = _store(torch, ranks)
         # The group only carries handles; its NCCL communicator is never made.
@@ -72,7 +73,7 @@ class Torch:
         """Return a new array of bytes that all ranks have mapped. Collective."""
         uint8 = self._torch.uint8
         tensor = self._memory.empty(nbytes, dtype=uint8, device=self._device)
-        self._memory.rendezvous(tensor, self._group)
+        self._handle = self._memory.rendezvous(tensor, self._group)
         self._tensors.append(tensor)
         return cuda.as_cuda_array(tensor)
 
@@ -97,6 +98,10 @@ class Torch:
             ways["one_shot"] = Way(lambda stream: one_shot())
         return ways
 
+    def barrier(self, x: Any, out: Any, op: str) -> Ways:
+        """Return the one way of a barrier."""
+        return {"": Way(lambda stream: self._handle.barrier(channel=0))}
+
     def _tensor(self, array: Any) -> Any:
         """Return a view of the allocated tensor for an array within it.
 
@@ -113,6 +118,7 @@ class Torch:
     def close(self) -> None:
         """Free the memory and leave the process group."""
         self._tensors.clear()
+        self._handle = None
         self._torch.distributed.destroy_process_group()
 
 

@@ -99,8 +99,18 @@ def core(monkeypatch):
     calls = []
     comm = types.SimpleNamespace(
         allreduce=lambda *words, **more: calls.append((words, more)),
+        send=lambda array, peer, stream: calls.append(("send", list(array), peer)),
+        recv=lambda array, peer, stream: calls.append(("recv", list(array), peer)),
+        reduce=lambda x, out, op, root, stream: calls.append((list(x), op, root)),
         destroy=lambda: calls.append("destroyed"),
     )
+
+    @contextlib.contextmanager
+    def group():
+        calls.append("group")
+        yield
+        calls.append("end")
+
     versions = types.SimpleNamespace(
         nccl4py="0.6.0", libnccl=types.SimpleNamespace(version="2.28.9")
     )
@@ -111,6 +121,7 @@ def core(monkeypatch):
             SUM="sum!", PROD="prod!", MIN="min!", MAX="max!", AVG="avg!"
         ),
         get_unique_id=lambda: "unique",
+        group=group,
         get_version=lambda: versions,
     )
     monkeypatch.setattr(nccl_module, "imported", lambda name, cure: core)
@@ -282,6 +293,62 @@ def test_torch_in_place_is_two_shot_alone(torch):
     contender._tensors += [Tensor(0, 0, 512)]
     x = DeviceArray(0, 64, "float32")
     assert list(contender.all_reduce(x, x, "sum")) == ["two_shot"]
+
+
+IN, ALL = np.arange(2), np.arange(10, 14)  # of rank 0 of two, and of both ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "out", "wanted"),
+    [
+        (
+            *("sendrecv", IN.reshape(2, 1), ALL[:2].reshape(2, 1)),
+            [("send", [0], 1), ("send", [1], 1), ("recv", [10], 1), ("recv", [11], 1)],
+        ),
+        (
+            *("all_gather_v", IN, ALL),
+            [
+                *(("send", [0, 1], 0), ("send", [0, 1], 1)),
+                *(("recv", [10, 11], 0), ("recv", [12, 13], 1)),
+            ],
+        ),
+        (
+            *("all_to_all_v", ALL, ALL[::-1]),
+            [
+                *(("send", [10, 11], 0), ("send", [12, 13], 1)),
+                *(("recv", [13, 12], 0), ("recv", [11, 10], 1)),
+            ],
+        ),
+        (
+            *("gather_v", IN, ALL),
+            [("send", [0, 1], 0), ("recv", [10, 11], 0), ("recv", [12, 13], 1)],
+        ),
+        (
+            *("scatter_v", ALL, IN),
+            [("send", [10, 11], 0), ("send", [12, 13], 1), ("recv", [0, 1], 0)],
+        ),
+        (
+            *("reduce_scatter_v", ALL, IN),
+            [([10, 11], "sum!", 0), ([12, 13], "sum!", 1)],
+        ),
+    ],
+)
+def test_nccl_exchanges_ranges_by_grouped_calls(core, name, x, out, wanted):
+    getattr(Nccl(Ranks()), name)(x, out, "sum")[""].call(7)
+    assert core.calls == ["group", *wanted, "end"]
+
+
+def test_torch_has_a_barrier(torch, monkeypatch):
+    called = []
+    monkeypatch.setattr(torch_module.cuda, "as_cuda_array", lambda tensor: tensor)
+    torch.uint8 = "uint8"
+    torch.empty = lambda nbytes, **more: Tensor(0, 0, nbytes)
+    handle = SimpleNamespace(barrier=lambda channel: called.append(channel))
+    torch.rendezvous = lambda tensor, group: handle
+    contender = Torch(0, Ranks())
+    contender.allocate(64)
+    contender.barrier(None, None, "none")[""].call(7)
+    assert called == [0]
 
 
 def test_nccl_has_no_all_to_all_in_place(core):

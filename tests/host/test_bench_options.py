@@ -4,9 +4,10 @@ import pytest
 
 from numba_symm.bench import options
 from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES
+from numba_symm.bench.sweep import rows
 from numba_symm.launch import cli
 
-REDUCING = ["all_reduce", "reduce", "reduce_scatter", "scan"]
+REDUCING = ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan"]
 
 
 @pytest.mark.parametrize(
@@ -67,13 +68,32 @@ def test_shuffle_defaults_to_every_type_and_reduction():
     assert (asked.types, asked.reductions) == (("half",), ("min", "max"))
 
 
+def test_messages_have_a_window():
+    assert options.parse(["sendrecv"]).window == 1
+    assert options.parse(["sendrecv", "--window", "16"]).window == 16
+    assert options.parse(["all_reduce"]).window == 1
+
+
+def test_a_barrier_has_one_call_without_a_size():
+    asked = options.parse(["barrier", "--overlap"])
+    (row,) = rows(OPERATIONS["barrier"], asked, ranks=4)
+    assert (row.nbytes, row.op) == (0, "none")
+
+
+def test_the_messages_of_a_window_count_together():
+    asked = options.parse(["sendrecv", "-b", "64", "-e", "256", "--window", "5"])
+    found = rows(OPERATIONS["sendrecv"], asked, ranks=4)
+    kinds = [(row.nbytes, row.counts, row.messages) for row in found]
+    assert kinds == [(320, (80, 80), 5), (1280, (320, 320), 5)]
+
+
 def test_first_calls_are_of_two_types_by_default():
     assert options.parse(["all_reduce", "--cold"]).types == ("float", "int32")
     assert options.parse(["all_reduce", "--cold", "-d", "half"]).types == ("half",)
 
 
 @pytest.mark.parametrize("more", [[], ["--shuffle", "9"]])
-@pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - REDUCING))
+@pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {*REDUCING, "barrier"}))
 def test_an_operation_that_only_moves_data_has_no_reduction(name, more, capsys):
     assert options.parse([name, *more]).reductions == ("none",)
     with pytest.raises(SystemExit) as ended:
@@ -125,6 +145,11 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --overlap -G 0", "--overlap replays graphs; pass -G 1 or more"),
         ("all_reduce --cold --overlap", "omit --shuffle, --overlap and --plot with"),
         ("all_reduce --cache /tmp", "--cache needs --cold"),
+        ("barrier -b 4", "unrecognized arguments: -b 4"),
+        ("barrier --shuffle 4", "barrier has no sizes; omit --shuffle"),
+        ("gather --algorithm direct", "unrecognized arguments: --algorithm direct"),
+        ("all_reduce --window 4", "unrecognized arguments: --window 4"),
+        ("sendrecv --window 4 --cold", "make single calls; omit --window"),
         ("all_reduce -q", "unrecognized arguments: -q"),
         ("plot r.json", "arguments are required: image"),
         ("plot /not/there.json r.png", "/not/there.json: No such file or directory"),

@@ -148,6 +148,18 @@ def test_the_eager_table_shows_each_way():
     assert line.split()[3:6] == ["5.00", "/", "20.00"]
 
 
+def test_messages_of_a_window_have_a_rate_and_a_size_of_their_own():
+    found = [each | {"messages": 64} for each in row()]
+    report = Report(OPERATIONS["sendrecv"], 4, [], ["nccl", "mpi"])
+    assert report.row(found).split()[:2] == [str(1 << 14), str(1 << 12)]
+    title, names, line = report.messages([found])
+    assert "millions a second" in title
+    assert names.split() == ["#", "size", "window", "numba_symm", "nccl", "mpi"]
+    # 64 messages of 16 KiB in 10 and 30 µs
+    wanted = f"{1 << 14} 64 6.4 / 209.72 2.133 / 69.91 -"
+    assert line.split() == wanted.split()
+
+
 def test_a_plot_has_a_line_for_each_contender_with_its_best_times():
     found = plot.lines(RUN)
     assert list(found) == ["numba_symm", "nccl", "torch"]

@@ -104,6 +104,33 @@ def test_each_algorithm_has_a_column_and_may_refuse_a_type(world, shown):
         assert (cell == "-") == (f"# Skipped {name}, int32 sum: " in text.out)
 
 
+def test_a_window_of_messages_is_right(world, shown):
+    words = ["sendrecv", "-b", 64, "-e", 64, *SMALL, "--window", 3]
+    assert bench.main([*map(str, words)]) == 0
+    (text, *_) = shown()
+    assert "# Out of bounds values : 0 OK" in text.out
+    lines = text.out.splitlines()
+    (rates,) = (line.split() for line in lines if line.split()[:2] == ["64", "3"])
+    assert float(rates[2]) > 0 < float(rates[5])
+
+
+def test_a_barrier_is_timed(shown):
+    assert bench.main(["barrier", *SMALL]) == 0
+    (text, *_) = shown()
+    row, _ = (line.split() for line in text.out.splitlines() if " none " in line[:50])
+    assert row[:4] == ["0", "0", "float", "none"]
+    assert float(row[4]) > 0 < float(row[8])
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name[-2:] == "_v"])
+def test_v_forms_are_right(name, shown):
+    words = [name, "-b", 256, "-e", 256, *SMALL]
+    assert bench.main([*map(str, words)]) == 0
+    (text, *_) = shown()
+    assert "# Out of bounds values : 0 OK" in text.out
+    assert "Skipped" not in text.out
+
+
 @pytest.mark.parametrize("name", ["reduce", "all_to_all", "scan", "broadcast"])
 def test_mpi_is_right_in_place_too(name, folder, shown, world):
     file = folder / "r.json"
@@ -189,10 +216,13 @@ def test_shuffled_calls_are_right(shown):
     assert "# 24 calls, wrong results: 0 OK" in shown()[0].out
 
 
-@pytest.mark.parametrize("turn", range(-(-len(OPERATIONS) // 3)))
+SIZED = [name for name, operation in OPERATIONS.items() if operation.sized]
+
+
+@pytest.mark.parametrize("turn", range(-(-len(SIZED) // 3)))
 def test_shuffled_calls_of_every_operation_are_right(turn, world, shown):
     """Each number of ranks tests some operations, three numbers test all of them."""
-    name = list(OPERATIONS)[(3 * turn + world.size) % len(OPERATIONS)]
+    name = SIZED[(3 * turn + world.size) % len(SIZED)]
     words = ["--shuffle", 3, "-b", 64, "-e", 2000, "--seed", 3]
     assert bench.main([name, *map(str, words)]) == 0
     assert "# 3 calls, wrong results: 0 OK" in shown()[0].out

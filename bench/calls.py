@@ -1,0 +1,165 @@
+"""Our calls: factories for (communicator, input, output, reduction, algorithm)."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from numba_symm.collectives.communicator import Communicator
+
+Call = Callable[[int], object]
+"""Enqueues one collective on the stream with the given handle."""
+
+ROOT = 0
+"""The root of rooted operations."""
+
+
+def reducing(name: str, *, prepared: bool) -> Callable[..., Call]:
+    """Return a factory of calls of one of our reducing operations."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> Call:
+        if prepared:
+            plan: Call = getattr(comm, f"{name}_init")(x, op, out, algorithm=algorithm)
+            return plan
+        return functools.partial(getattr(comm, name), x, op, out, algorithm=algorithm)
+
+    return make
+
+
+def moving(name: str, *, prepared: bool) -> Callable[..., Call]:
+    """Return a factory of calls of one of our operations that only move data."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> Call:
+        if prepared:
+            plan: Call = getattr(comm, f"{name}_init")(x, out, algorithm=algorithm)
+            return plan
+        return functools.partial(getattr(comm, name), x, out, algorithm=algorithm)
+
+    return make
+
+
+def reduce(*, prepared: bool) -> Callable[..., Call]:
+    """Return a factory of calls of our reduce, where only the root has an output."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> Call:
+        into = out if comm.rank == ROOT else None
+        if prepared:
+            plan: Call = comm.reduce_init(x, op, ROOT, into, algorithm=algorithm)
+            return plan
+        call = functools.partial(comm.reduce, x, op, ROOT, into, algorithm=algorithm)
+        return lambda stream: call(stream=stream)
+
+    return make
+
+
+def broadcast(*, prepared: bool) -> Callable[..., Call]:
+    """Return a factory of calls of our broadcast, which works in place."""
+
+    def make(
+        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+    ) -> Call:
+        if prepared:
+            plan: Call = comm.broadcast_init(out, ROOT, algorithm=algorithm)
+            return plan
+        call = functools.partial(comm.broadcast, out, ROOT, algorithm=algorithm)
+        return lambda stream: call(stream=stream)
+
+    return make
+
+
+def gather(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    """Return a call of our gather."""
+    into = out if comm.rank == ROOT else None
+    return lambda stream: comm.gather(x, ROOT, into, stream=stream)
+
+
+def scatter(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    """Return a call of our scatter."""
+    whole = x if comm.rank == ROOT else None
+    return lambda stream: comm.scatter(whole, ROOT, out, stream=stream)
+
+
+def messages(array: Any) -> list[Any]:
+    """Return the messages of an array: its rows, or the array if it has one axis."""
+    return [array] if array.ndim == 1 else [array[row] for row in range(len(array))]
+
+
+def sendrecv(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    """Return a call of our sendrecv."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    if x.ndim == 1:
+        return lambda stream: comm.sendrecv(x, right, out, left, stream=stream)
+    pairs = list(zip(messages(x), messages(out), strict=True))
+
+    def call(stream: int) -> None:
+        with comm.group():
+            for message, into in pairs:
+                comm.sendrecv(message, right, into, left, stream=stream)
+
+    return call
+
+
+def barrier(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    """Return a call of our barrier."""
+    return lambda stream: comm.barrier(stream=stream)
+
+
+def all_gather_v(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    """Return a call of our all_gather_v."""
+    counts = _equal(comm, out)
+    return lambda stream: comm.all_gather_v(x, counts, out=out, stream=stream)
+
+
+def reduce_scatter_v(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    """Return a call of our reduce_scatter_v."""
+    counts = _equal(comm, x)
+    call = functools.partial(comm.reduce_scatter_v, x, counts, op=op, out=out)
+    return lambda stream: call(stream=stream)
+
+
+def all_to_all_v(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    """Return a call of our all_to_all_v."""
+    counts = _equal(comm, x)
+    return lambda stream: comm.all_to_all_v(x, counts, counts, out=out, stream=stream)
+
+
+def gather_v(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    """Return a call of our gather_v."""
+    counts, into = _equal(comm, out), out if comm.rank == ROOT else None
+    call = functools.partial(comm.gather_v, x, counts, root=ROOT, out=into)
+    return lambda stream: call(stream=stream)
+
+
+def scatter_v(
+    comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
+) -> Call:
+    """Return a call of our scatter_v."""
+    counts, whole = _equal(comm, x), x if comm.rank == ROOT else None
+    call = functools.partial(comm.scatter_v, whole, counts, root=ROOT, out=out)
+    return lambda stream: call(stream=stream)
+
+
+def _equal(comm: Communicator, whole: Any) -> list[int]:
+    """Return the counts of equal ranges of an array, one for each rank."""
+    return [whole.size // comm.size] * comm.size
