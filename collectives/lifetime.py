@@ -13,7 +13,7 @@ from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.kernels import copied_all_reduce
 from numba_symm.collectives.protocols.binding import Endpoint
 from numba_symm.collectives.protocols.workspace import (
-    BLOCK_REGISTERS,
+    HELD,
     MAX_BLOCKS,
     layout,
 )
@@ -25,7 +25,6 @@ from numba_symm.errors import (
     SymmError,
 )
 from numba_symm.island import Island
-from numba_symm.kernels import REGISTERS
 from numba_symm.launch import ranks, waiting
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
@@ -54,10 +53,10 @@ def begin(
             debug = arguments.flag(debug, "Communicator", "debug")
             streams.handle_or_default(stream)
             asked = environment.chosen_multiprocessors(multiprocessors)
-            limit = _block_limit(asked)
+            limit = _multiprocessors(asked)
         given = f"multiprocessors={asked}, debug={debug}"
         exchange.agree_equal(given, "Communicator")
-        limits = exchange.all_gather(limit, "grid limits")
+        limit = min(exchange.all_gather(limit, "limits of multiprocessors"))
         size, rank = island.world.size, island.world.rank
         memory, workspace = heap.allocate(layout(size).nbytes, "workspace")
         with exchange.agreed("preparing the workspace"):
@@ -67,8 +66,8 @@ def begin(
             size=size,
             guard=island.guard,
             workspaces=tuple(workspace.addresses),
-            max_blocks=min(limits),
-            multiprocessors=asked,
+            max_blocks=min(MAX_BLOCKS, HELD * limit),
+            multiprocessors=limit,
             place=heap.place,
             order=order,
         )
@@ -210,28 +209,25 @@ def _fill_sentinels(island: Island, workspace: int) -> None:
         island.backend.fill(workspace + region.slots, nbytes, 0xFF)
 
 
-def _block_limit(asked: int | None) -> int:
-    """Return how many blocks of a call this GPU should hold at most.
+def _multiprocessors(asked: int | None) -> int:
+    """Return how many of this GPU's multiprocessors the communicator may occupy.
 
-    A GPU spreads few blocks over as many multiprocessors, so the multiprocessors that
-    were ``asked`` for are blocks. Unasked, a quarter of the blocks that it can hold, so
-    that those of four communicators of a process can wait at the same time.
+    Unless the user has ``asked`` for a number, it is less than a quarter. So the blocks
+    of four communicators of a process can wait simultaneously, and leave
+    multiprocessors to the kernels that they wait for.
     """
     if SIMULATED:
-        return MAX_BLOCKS if asked is None else min(MAX_BLOCKS, asked)
+        return MAX_BLOCKS // HELD if asked is None else asked
     from cuda.core import Device
 
-    multiprocessors = int(Device().properties.multiprocessor_count)
-    resident = multiprocessors * (REGISTERS // BLOCK_REGISTERS)
-    limit = min(MAX_BLOCKS, resident // 4)
+    number = int(Device().properties.multiprocessor_count)
     if asked is None:
-        return limit
-    if asked > multiprocessors:
+        return max(1, number // 4 - 2)
+    if asked > number:
         raise ArgumentError(
-            f"multiprocessors={asked}: this GPU has {multiprocessors}; pass at most "
-            "as many"
+            f"multiprocessors={asked}: this GPU has {number}; pass at most as many"
         )
-    return min(limit, asked)
+    return asked
 
 
 def _drop(

@@ -47,7 +47,8 @@ class Kernel:
         factory: a module-level function of ``constants`` that returns the kernel.
         constants: hashable; different constants have different ``repr``.
         signature: Numba types of the kernel's arguments: scalars and tuples of them.
-        threads: threads of each block, in every launch.
+        threads: threads of a block along x, in every launch.
+        held: most threads of a block along y.
         registers: the most registers of a thread.
     """
 
@@ -57,6 +58,7 @@ class Kernel:
         constants: tuple[Any, ...],
         signature: tuple[Any, ...],
         threads: int,
+        held: int = 1,
         registers: int = 64,
     ):
         self.registers = registers
@@ -64,6 +66,7 @@ class Kernel:
         self.constants = constants
         self.signature = signature
         self.threads = threads
+        self.held = held
 
     @functools.cached_property
     def function(self) -> Callable[..., None]:
@@ -78,16 +81,19 @@ class Kernel:
         """
         return not any(isinstance(each, UserOperator) for each in self.constants)
 
-    def bind(self, grid: int, *args: Any, early: bool = False) -> "Launch":
-        """Pack ``args`` for launches of ``grid`` blocks.
+    def bind(
+        self, grid: int, *args: Any, held: int = 1, early: bool = False
+    ) -> "Launch":
+        """Pack ``args`` for launches.
 
         Args:
-            grid: number of blocks.
+            grid: number of rows of threads, each of ``threads``.
             args: the kernel's arguments.
+            held: rows of a block. The last rows of a launch may exceed the grid.
             early: whether it may start while the kernel before it runs; it must then
                 begin with ``griddepcontrol.wait``.
         """
-        return Launch(self, grid, args, early)
+        return Launch(self, -(-grid // held), held, args, early)
 
     def load(self) -> Any:
         """Return the kernel on the current device, as a ``CUfunction``.
@@ -102,6 +108,7 @@ class Kernel:
 
     def ptx(self, cc: tuple[int, int]) -> str:
         """Compile to PTX for a compute capability; needs no GPU."""
+        threads = self.threads * self.held
         with _without_collecting():
             text, _ = cuda.compile(
                 self.function,
@@ -110,10 +117,7 @@ class Kernel:
                 abi="numba",
                 cc=cc,
                 output="ptx",
-                launch_bounds=(
-                    self.threads,
-                    REGISTERS // self.registers // self.threads,
-                ),
+                launch_bounds=(threads, REGISTERS // self.registers // threads),
             )
         if cc < (9, 0):  # GPUs without early launches
             return re.sub(r"griddepcontrol\.\w+;", "", str(text))
@@ -139,7 +143,7 @@ class Kernel:
             f"{self.factory.__module__}.{self.factory.__qualname__}",
             repr(self.constants),
             repr(self.signature),
-            repr((self.threads, self.registers)),
+            repr((self.threads, self.held, self.registers)),
             repr(cc),
             _versions(),
             _device_sources(),
@@ -162,21 +166,29 @@ def _without_collecting() -> Iterator[None]:
 class Launch:
     """A kernel with packed arguments, which can be launched repeatedly."""
 
-    def __init__(self, kernel: Kernel, grid: int, args: tuple[Any, ...], early: bool):
+    def __init__(
+        self,
+        kernel: Kernel,
+        blocks: int,
+        held: int,
+        args: tuple[Any, ...],
+        early: bool,
+    ):
         self._kernel = kernel
-        self._grid = grid
+        self._blocks = blocks
+        self._held = held
         self._args = args
         if not SIMULATED:
             self._function = kernel.load()
             self._packed = _Packed(kernel.signature, args)
-            self._config = _config(grid, kernel.threads, early)
+            self._config = _config(blocks, kernel.threads, held, early)
             self._stream = -1
             self._launch = driver.function("cuLaunchKernelEx")
 
     def __call__(self, stream: int) -> None:
         """Launch on the stream with that handle; returns immediately on a GPU."""
         if SIMULATED:
-            _simulate(self._kernel, self._grid, self._args)
+            _simulate(self._kernel, self._blocks, self._held, self._args)
             return
         if stream != self._stream:
             self._config.hStream = self._stream = stream
@@ -185,13 +197,13 @@ class Launch:
             raise driver.failure("cuLaunchKernelEx", status)
 
 
-def _config(grid: int, threads: int, early: bool) -> Any:
+def _config(blocks: int, threads: int, held: int, early: bool) -> Any:
     """Return the driver's description of a launch, without its stream."""
     from cuda.bindings import driver as binding
 
     config = binding.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, held, 1
     if early:
         kinds = binding.CUlaunchAttributeID
         attribute = binding.CUlaunchAttribute()
@@ -304,6 +316,6 @@ _CTYPES = {
 }
 
 
-def _simulate(kernel: Kernel, grid: int, args: tuple[Any, ...]) -> None:
+def _simulate(kernel: Kernel, blocks: int, held: int, args: tuple[Any, ...]) -> None:
     """Run a kernel in Numba's simulator, one block after another."""
-    simulator.run(kernel.function, grid, kernel.threads, args)
+    simulator.run(kernel.function, blocks, (kernel.threads, held), args)

@@ -32,13 +32,15 @@ _GRACE = 1.0  # seconds within which the threads of a failed launch should end
 _SWITCH_INTERVAL = 1e-4  # seconds after which a polling thread lets others run
 
 
-def run(function: Callable[..., None], grid: int, threads: int, args: Any) -> None:
+def run(
+    function: Callable[..., None], grid: int, threads: tuple[int, int], args: Any
+) -> None:
     """Run ``function`` as a kernel, one block after another.
 
     Args:
         function: refers to Numba's ``cuda`` by that name.
         grid: blocks.
-        threads: of each block.
+        threads: of each block, along x and y.
         args: scalars and tuples of them.
 
     Raises:
@@ -154,8 +156,8 @@ def _hurried() -> Iterator[None]:
 class Thread(simulator.BlockThread):  # type: ignore[misc]
     """A thread of a :class:`Team`, which runs one block after another."""
 
-    def __init__(self, team: "Team", index: int):
-        super().__init__(None, team, (0, 0, 0), (index, 0, 0), debug=False)
+    def __init__(self, team: "Team", x: int, y: int):
+        super().__init__(None, team, (0, 0, 0), (x, y, 0), debug=False)
         self.turn = _held()
         """Held while this thread waits for work or at a barrier; a release wakes it."""
 
@@ -179,6 +181,14 @@ class Thread(simulator.BlockThread):  # type: ignore[misc]
         self.turn.acquire()
         self._manager.check()
 
+    def meet(self, barrier: int, threads: int, condition: bool) -> bool:
+        """Wait at a barrier of that many threads; return if any has ``condition``."""
+        self.condition = condition
+        self._manager.arrive_at(barrier, threads, self)
+        self.turn.acquire()
+        self._manager.check()
+        return self.condition
+
 
 class Team(simulator.BlockManager):  # type: ignore[misc]
     """Threads that run blocks, and wait at barriers without polling."""
@@ -186,16 +196,18 @@ class Team(simulator.BlockManager):  # type: ignore[misc]
     failure: BaseException | None = None
     """The error of the first thread that failed, after which all threads end."""
 
-    def __init__(self, threads: int):
-        super().__init__(None, None, (threads, 1, 1), debug=False)
+    def __init__(self, threads: tuple[int, int]):
+        super().__init__(None, None, (*threads, 1), debug=False)
         self.function: Callable[..., None] | None = None
         self.args: tuple[Any, ...] = ()
         self.shared: Any = None
         self._lock = threading.Lock()  # guards the following, and releases of turns
         self._running = 0
         self._waiting: list[Thread] = []
+        self._at: dict[int, list[Thread]] = {}  # by barrier
         self._over = _held()
-        self._threads = [Thread(self, index) for index in range(threads)]
+        x, y = threads
+        self._threads = [Thread(self, i, j) for j in range(y) for i in range(x)]
         for thread in self._threads:
             thread.start()
 
@@ -234,6 +246,22 @@ class Team(simulator.BlockManager):  # type: ignore[misc]
             self._waiting.append(thread)
             self._wake()
 
+    def arrive_at(self, barrier: int, threads: int, thread: Thread) -> None:
+        """Record that a thread is at a barrier of that many; the last wakes all.
+
+        Each of them then has the disjunction of their conditions.
+        """
+        with self._lock:
+            self.check()
+            here = self._at.setdefault(barrier, [])
+            here.append(thread)
+            if len(here) == threads:
+                del self._at[barrier]
+                found = any(each.condition for each in here)
+                for each in here:
+                    each.condition = found
+                    each.turn.release()
+
     def leave(self, thread: Thread, error: BaseException | None) -> None:
         """Record that a thread has ended its block, so that barriers leave it out."""
         with self._lock:
@@ -241,7 +269,7 @@ class Team(simulator.BlockManager):  # type: ignore[misc]
             if self.failure is not None:
                 return
             if error is not None:
-                block, index = thread.blockIdx.x, thread.threadIdx.x
+                block, index = thread.blockIdx.x, thread.thread_id
                 with suppress(Exception):  # some exceptions refuse notes
                     error.add_note(f"in thread {index} of block {block}")
                 self._fail(error)
@@ -304,7 +332,7 @@ def _held() -> threading.Lock:
     return lock
 
 
-_idle: dict[int, list[Team]] = {}  # by number of threads
+_idle: dict[tuple[int, int], list[Team]] = {}  # by number of threads
 
 
 def _start_anew() -> None:

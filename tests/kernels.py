@@ -59,7 +59,7 @@ def bound_kernels(size):
     def place(address, nbytes):
         return SimpleNamespace(addresses=(address,) * size, seen=(address,) * size)
 
-    end = Endpoint(0, size, None, tuple(range(size)), 256, None, place, None)
+    end = Endpoint(0, size, None, tuple(range(size)), 256, 32, place, None)
     with mock.patch.object(Kernel, "bind", note):
         for operation in OPERATIONS.values():
             for algorithm in operation.algorithms:

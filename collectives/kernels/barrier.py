@@ -34,7 +34,7 @@ def make_barrier(size: int, between: bool) -> Any:
     raise_flags, await_flags = make_flags(size, BARRIER)
     refused = make_refused(size)
 
-    def barrier(guard: Any, early: bool, ring: Any, own: int) -> None:
+    def barrier(guard: Any, early: bool, ring: Any, own: int, grid: int) -> None:
         follow_previous_grid(early)
         if between and refused(own):  # explore: refused
             return

@@ -49,6 +49,7 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
+    block_index,
     divide_up,
     follow_previous_grid,
     keep,
@@ -105,6 +106,7 @@ def make_chunked_all_reduce(
         early: bool,
         ring: Any,
         own: int,
+        grid: int,
         source: int,
         target: int,
         count: int,
@@ -113,7 +115,9 @@ def make_chunked_all_reduce(
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
-        block = cuda.blockIdx.x
+        block = block_index()
+        if block >= grid:
+            return
         if left_over != 0 and not left(guard, ring, own, block):  # explore: left
             return
         low = cuda.local.array(held, types.int64)
@@ -121,7 +125,7 @@ def make_chunked_all_reduce(
         own_low = cuda.local.array(size, types.int64)
         own_high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
-        stride = cuda.gridDim.x * rows * THREADS
+        stride = grid * rows * THREADS
         before, failed = resume(own, epochs, block)
         results_at = own + epochs + 4 * (MOST_BLOCKS + block)
         results_before = ld_u32(results_at)  # explore: results

@@ -30,6 +30,7 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
+    block_index,
     follow_previous_grid,
     keep,
     layout,
@@ -77,6 +78,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         early: bool,
         ring: Any,
         own: int,
+        grid: int,
         root: int,
         array: int,
         count: int,
@@ -88,7 +90,9 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
-        block = cuda.blockIdx.x
+        block = block_index()
+        if block >= grid:
+            return
         if left_over != 0 and not left(guard, ring, own, block):  # explore: left
             return
         low = cuda.local.array(held, types.int64)
@@ -98,7 +102,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         # By the ring from the root on, whose own place is the last.
         mine = (rank + size - root - 1) % size
         to_root = (root + size - rank - 1) % size
-        stride = cuda.gridDim.x * height * THREADS
+        stride = grid * height * THREADS
         before, failed = resume(own, epochs, block)
         first = block * height * THREADS + thread
         flag = flags + 4 * size * block

@@ -42,6 +42,7 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
+    block_index,
     follow_previous_grid,
     keep,
     layout,
@@ -86,6 +87,7 @@ def make_chunked_exchange(
         early: bool,
         ring: Any,
         own: int,
+        grid: int,
         source: int,
         target: int,
         part: int,
@@ -97,7 +99,9 @@ def make_chunked_exchange(
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
-        block = cuda.blockIdx.x
+        block = block_index()
+        if block >= grid:
+            return
         if left_over != 0 and not left(guard, ring, own, block):  # explore: left
             return
         low = cuda.local.array(held, types.int64)
@@ -105,7 +109,7 @@ def make_chunked_exchange(
         own_low = cuda.local.array(batch_in, types.int64)
         own_high = cuda.local.array(batch_in, types.int64)
         rank = guard.rank
-        stride = cuda.gridDim.x * height * THREADS
+        stride = grid * height * THREADS
         before, failed = resume(own, epochs, block)
         first = block * height * THREADS + thread
         here = source + rank * part if parts_in else source

@@ -43,6 +43,7 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
+    block_index,
     follow_previous_grid,
     keep,
     layout,
@@ -77,6 +78,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         early: bool,
         ring: Any,
         own: int,
+        grid: int,
         source: int,
         target: int,
         count: int,
@@ -90,7 +92,9 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         # the root, which has the last number, none.
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
-        block = cuda.blockIdx.x
+        block = block_index()
+        if block >= grid:
+            return
         if left_over != 0 and not left(guard, ring, own, block):  # explore: left
             return
         low = cuda.local.array(held, types.int64)
@@ -99,7 +103,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         own_high = cuda.local.array(batch, types.int64)
         rank = guard.rank
         root = mirror(number)  # its place in the ring
-        stride = cuda.gridDim.x * height * THREADS
+        stride = grid * height * THREADS
         before, failed = resume(own, epochs, block)
         first = block * height * THREADS + thread
         mine = number * share

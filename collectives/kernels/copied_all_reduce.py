@@ -39,7 +39,13 @@ from numba_symm.collectives.protocols.binding import (
 from numba_symm.collectives.protocols.copies import Copies, Copy, enqueue
 from numba_symm.collectives.protocols.handshake import refusal
 from numba_symm.collectives.protocols.order import make_total
-from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, divide_up
+from numba_symm.collectives.protocols.workspace import (
+    HELD,
+    THREADS,
+    VECTOR,
+    block_index,
+    divide_up,
+)
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -49,8 +55,6 @@ PIECES = 2  # of a shard; with more, the barriers cost more than they hide
 EVENTS = 2 * PIECES
 """What a side stream needs: one when a piece was scattered, one when it is reduced."""
 
-_BLOCKS = 1024  # this kernel waits for nobody, so its grid need not fit
-
 
 def make_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel that reduces a piece of this rank's shard."""
@@ -59,17 +63,23 @@ def make_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     total = make_total(size, vector_lanes)
     lanes = element.lanes
 
-    def reduce(rank: int, mine: int, staged: int, share: int, vectors: int) -> None:
+    def reduce(
+        grid: int, rank: int, mine: int, staged: int, share: int, vectors: int
+    ) -> None:
+        block = block_index()
+        if block >= grid:
+            return
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
-        first = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
-        for vector in range(first, vectors, cuda.gridDim.x * THREADS):
+        vector = block * THREADS + cuda.threadIdx.x
+        while vector < vectors:
             for r in range(size):
                 at = mine if r == rank else staged + VECTOR * share * r
                 low[r], high[r] = load(at, vector, vectors * lanes)
             result = total(low, high, 0)
             at = staged + VECTOR * share * rank
             store(at, vector, vectors * lanes, result[0], result[1])
+            vector += grid * THREADS
 
     return reduce
 
@@ -77,8 +87,8 @@ def make_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
 @functools.cache
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the reducing kernel, compiled when first bound."""
-    signature = (types.int64, ADDRESS, ADDRESS, types.int64, types.int64)
-    return Kernel(make_reduce, (size, element, op, ragged), signature, THREADS)
+    signature = (*2 * (types.int64,), ADDRESS, ADDRESS, *2 * (types.int64,))
+    return Kernel(make_reduce, (size, element, op, ragged), signature, THREADS, HELD)
 
 
 class _Piece(NamedTuple):
@@ -169,10 +179,10 @@ def _piece(
     target = outputs[rank]
     scatter = [Copy(at(target, r), at(inputs[r], rank), nbytes) for r in others]
     gather = [Copy(at(target, r), at(outputs[r], r), nbytes) for r in others]
-    most_blocks = _BLOCKS if end.multiprocessors is None else end.max_blocks
-    grid = min(divide_up(vectors, THREADS), most_blocks)
+    grid = min(divide_up(vectors, THREADS), end.max_blocks)
     source = inputs[rank]
-    args = (rank, at(source, rank), at(target, 0), share, vectors)
+    args = (grid, rank, at(source, rank), at(target, 0), share, vectors)
     ragged = source % VECTOR != 0
-    reduce = kernel(size, call.element, call.op, ragged).bind(grid, *args)
+    held = divide_up(grid, end.multiprocessors)
+    reduce = kernel(size, call.element, call.op, ragged).bind(grid, *args, held=held)
     return _Piece(scatter, reduce, gather)

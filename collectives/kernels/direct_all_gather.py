@@ -27,6 +27,7 @@ from numba_symm.collectives.protocols.handshake import make_refused, make_where,
 from numba_symm.collectives.protocols.partition import is_ragged
 from numba_symm.collectives.protocols.workspace import (
     THREADS,
+    block_index,
     divide_up,
     follow_previous_grid,
 )
@@ -49,6 +50,7 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
         early: bool,
         ring: Any,
         own: int,
+        grid: int,
         source: int,
         target: int,
         part: int,
@@ -56,7 +58,8 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
         vectors: int,
     ) -> None:
         follow_previous_grid(early)
-        if refused(own):
+        block = block_index()
+        if block >= grid or refused(own):
             return
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
@@ -64,7 +67,7 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
         for k in range(others):
             theirs[k], _ = ld_v2_u64(own + where(k))
         mine = target + guard.rank * part
-        vector = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        vector = block * THREADS + cuda.threadIdx.x
         while vector < vectors:
             for k in range(others):
                 low[k], high[k] = load(word_of(theirs[k]), vector, count)
@@ -74,7 +77,7 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
                 store(there, vector, count, low[k], high[k])
             if source != mine:
                 store(mine, vector, count, low[others], high[others])
-            vector += cuda.gridDim.x * THREADS
+            vector += grid * THREADS
 
     return direct_all_gather
 

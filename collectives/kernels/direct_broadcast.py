@@ -29,6 +29,7 @@ from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.partition import shard
 from numba_symm.collectives.protocols.workspace import (
     THREADS,
+    block_index,
     divide_up,
     follow_previous_grid,
 )
@@ -53,6 +54,7 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
         early: bool,
         ring: Any,
         own: int,
+        grid: int,
         array: int,
         count: int,
         vectors: int,
@@ -60,9 +62,10 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
         root: int,
     ) -> None:
         follow_previous_grid(early)
+        block = block_index()
         # Owners are numbered from the one after the root on.
         owner = (guard.rank + others - root) % size
-        if refused(own) or owner == others:  # explore: refused
+        if block >= grid or refused(own) or owner == others:  # explore: refused
             return
         low = cuda.local.array(BATCH, types.int64)
         high = cuda.local.array(BATCH, types.int64)
@@ -73,8 +76,8 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
         from_root, _ = ld_v2_u64(own + where(to_root))
         for k in range(others):
             theirs[k], _ = ld_v2_u64(own + where(k))
-        stride = cuda.gridDim.x * THREADS
-        start = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        stride = grid * THREADS
+        start = block * THREADS + cuda.threadIdx.x
         while start < mine:
             for i in range(BATCH):
                 vector = start + i * stride

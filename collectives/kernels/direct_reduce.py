@@ -32,6 +32,7 @@ from numba_symm.collectives.protocols.order import make_mirror, make_total
 from numba_symm.collectives.protocols.partition import shard
 from numba_symm.collectives.protocols.workspace import (
     THREADS,
+    block_index,
     divide_up,
     follow_previous_grid,
 )
@@ -61,6 +62,7 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
         early: bool,
         ring: Any,
         own: int,
+        grid: int,
         source: int,
         target: int,
         count: int,
@@ -69,9 +71,10 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
         root: int,
     ) -> None:
         follow_previous_grid(early)
+        block = block_index()
         # Owners are numbered from the one after the root on, or from the root.
         owner = (guard.rank + after_owner - root) % size
-        if refused(own) or owner == others:  # explore: refused
+        if block >= grid or refused(own) or owner == others:  # explore: refused
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -87,8 +90,8 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
             theirs[r] = source
             if k < others:
                 theirs[r], _ = ld_v2_u64(own + where(k))
-        stride = cuda.gridDim.x * THREADS
-        start = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        stride = grid * THREADS
+        start = block * THREADS + cuda.threadIdx.x
         while start < mine:
             for i in range(held):
                 vector = start + i // size * stride

@@ -40,6 +40,7 @@ from numba_symm.collectives.protocols.workspace import (
     ONE_SHOT,
     THREADS,
     Region,
+    block_index,
     follow_previous_grid,
     keep,
     layout,
@@ -117,6 +118,7 @@ def make_one_shot(
         early: bool,
         ring: Any,
         own: int,
+        grid: int,
         source: int,
         target: int,
         part: int,
@@ -129,7 +131,9 @@ def make_one_shot(
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
-        block = cuda.blockIdx.x
+        block = block_index()
+        if block >= grid:
+            return
         posted = sent_to if rooted and thread != 0 else EVERYONE  # explore: posted
         wanted = got_of if rooted and thread != 0 else EVERYONE  # explore: wanted
         own_low = cuda.local.array(steps, types.int64)
@@ -137,7 +141,7 @@ def make_one_shot(
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
-        stride = cuda.gridDim.x * THREADS
+        stride = grid * THREADS
         epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
         mine = source + guard.rank * part if parts_in else source

@@ -40,12 +40,15 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
+    block_index,
     channels_of,
     divide_up,
     follow_previous_grid,
     keep,
     layout,
     resume,
+    sync_block,
+    sync_block_or,
     transfer_rows,
 )
 from numba_symm.device.intrinsics import (
@@ -57,9 +60,7 @@ from numba_symm.device.intrinsics import (
     st_relaxed_sys_u32,
     st_relaxed_sys_u64,
     st_v2_u64,
-    syncthreads,
-    syncthreads_or,
-    thread_index,
+    thread_index_x,
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
@@ -133,25 +134,33 @@ def make_transfer(
     @device_function
     def raise_flag(address: int, word: int) -> None:
         # What the whole block has written of the piece comes before its flag.
-        syncthreads()  # explore: flag-meet
-        if thread_index() == 0:
+        sync_block()  # explore: flag-meet
+        if thread_index_x() == 0:
             fence_acq_rel_sys()  # explore: flag-fence
             st_relaxed_sys_u64(address, word)
 
     @device_function
     def give_credit(address: int, epoch: int) -> None:
         # What the whole block has read of the piece, it has read before it says so.
-        syncthreads()  # explore: credit-meet
-        if thread_index() == 0:
+        sync_block()  # explore: credit-meet
+        if thread_index_x() == 0:
             fence_acq_rel_sys()  # explore: credit-fence
             st_relaxed_sys_u32(address, epoch)
 
     def transfer(
-        guard: Any, early: bool, ring: Any, own: int, sends: Any, receives: Any
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        sends: Any,
+        receives: Any,
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
-        block = cuda.blockIdx.x
+        block = block_index()
+        if block >= grid:
+            return
         low = cuda.local.array(batch, types.int64)
         high = cuda.local.array(batch, types.int64)
         rank = guard.rank
@@ -213,7 +222,7 @@ def make_transfer(
                             record = wait_record(TRANSFER_MISMATCH, rank, peer, 0, 0)
                             fail(guard, record)
                 # What one thread has waited for, the whole block may use.
-                stopped = syncthreads_or(failed)  # explore: agree
+                stopped = sync_block_or(failed)  # explore: agree
                 if stopped:  # explore: give-up
                     break
                 for row in range(0, piece_rows, batch):

@@ -33,6 +33,7 @@ from numba_symm.collectives.protocols.workspace import (
     THREADS,
     TWO_SHOT,
     Region,
+    block_index,
     follow_previous_grid,
     keep,
     layout,
@@ -68,6 +69,7 @@ def make_two_shot(
         early: bool,
         ring: Any,
         own: int,
+        grid: int,
         source: int,
         target: int,
         count: int,
@@ -75,11 +77,13 @@ def make_two_shot(
     ) -> None:
         follow_previous_grid(early)
         thread = cuda.threadIdx.x
-        block = cuda.blockIdx.x
+        block = block_index()
+        if block >= grid:
+            return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         spare = cuda.local.array(size, types.int64)
-        stride = cuda.gridDim.x * THREADS
+        stride = grid * THREADS
         epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
         # As long as the block's first thread has a vector: the block meets in between.

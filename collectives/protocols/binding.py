@@ -7,7 +7,12 @@ from typing import Any, Protocol
 
 from numba.cuda import types
 
-from numba_symm.collectives.protocols.workspace import BLOCK_REGISTERS, THREADS
+from numba_symm.collectives.protocols.workspace import (
+    HELD,
+    REGISTERS,
+    THREADS,
+    divide_up,
+)
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import GUARD, Kernel, Launch
 
@@ -42,7 +47,8 @@ class Endpoint:
         guard: what kernels need to give up a wait.
         workspaces: by rank, where this rank sees that one's workspace.
         max_blocks: most blocks of a call, agreed on by all ranks.
-        multiprocessors: the limit that the user asked for, or None.
+        multiprocessors: most thread blocks that are resident at a time, and so the most
+            multiprocessors that they occupy; agreed on by all ranks.
         place: ``(address, nbytes)`` returns where symmetric memory lies, or None.
         order: the communicator's ``StreamOrder``, for algorithms with a side stream.
     """
@@ -52,7 +58,7 @@ class Endpoint:
     guard: Any
     workspaces: tuple[int, ...]
     max_blocks: int
-    multiprocessors: int | None
+    multiprocessors: int
     place: Callable[[int, int], Place | None]
     order: Any
 
@@ -127,29 +133,34 @@ def make_kernel(
     """Return a collective's kernel; ``constants`` begin with the number of ranks.
 
     Its function takes what ``launch`` passes, then ``arguments`` of those types, and
-    calls ``follow_previous_grid`` first. A block takes ``weight`` blocks' registers.
+    calls ``follow_previous_grid`` first. A thread uses ``weight`` times the registers
+    of most kernels', so a thread block holds as many times fewer blocks.
     """
     size = constants[0]
     ring = types.UniTuple(ADDRESS, max(1, size - 1))
-    common = (GUARD, types.boolean, ring, ADDRESS)
-    registers = weight * BLOCK_REGISTERS // THREADS
-    return Kernel(factory, constants, (*common, *arguments), THREADS, registers)
+    common = (GUARD, types.boolean, ring, ADDRESS, types.int64)
+    signature = *common, *arguments
+    held, registers = max(1, HELD // weight), weight * REGISTERS
+    return Kernel(factory, constants, signature, THREADS, held, registers)
 
 
 def launch(kernel: Kernel, end: Endpoint, grid: int, *arguments: Any) -> Launch:
-    """Pack a launch: guard, whether it may be early, ring, own workspace, arguments.
+    """Pack a launch: guard, whether it is early, ring, own workspace, grid, arguments.
 
     The ring is the other ranks' workspaces, from the next rank on, so that the ranks
     do not all turn to the same one first.
 
-    A grid may be launched while the one before it still runs, if both together take no
-    more room than the largest: four communicators at once count on that.
+    An early grid is launched while the one before it still runs. So it occupies at most
+    half of the endpoint's multiprocessors. A thread block holds as few blocks as that
+    allows; if it cannot hold enough, the grid is not early.
     """
-    weight = kernel.registers * THREADS // BLOCK_REGISTERS
-    early = 2 * weight * grid <= end.max_blocks
+    half = end.multiprocessors // 2
+    early = grid <= kernel.held * half
+    held = divide_up(grid, half if early else end.multiprocessors)
     own = end.workspaces[end.rank]
     ring = along_ring(end.rank, end.workspaces) or (own,)
-    return kernel.bind(grid, end.guard, early, ring, own, *arguments, early=early)
+    args = (end.guard, early, ring, own, grid, *arguments)
+    return kernel.bind(grid, *args, held=min(held, kernel.held), early=early)
 
 
 def along_ring(rank: int, by_rank: tuple[int, ...]) -> tuple[int, ...]:

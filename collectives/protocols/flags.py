@@ -1,8 +1,8 @@
 """Flags between the blocks of one index of all ranks.
 
-Memory order. ``raise_flags`` begins with ``syncthreads_or`` and a fence, so the whole
+Memory order. ``raise_flags`` begins with ``sync_block_or`` and a fence, so the whole
 block's earlier loads and stores happen before its flags. ``await_flags`` ends with an
-acquire by one thread for each rank and ``syncthreads_or``, so the earlier stores of
+acquire by one thread for each rank and ``sync_block_or``, so the earlier stores of
 every rank's block are visible to the whole block.
 
 A block raises no flag after a failure of one of its threads, so no peer reads its data
@@ -13,13 +13,12 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba_symm.collectives.protocols.workspace import THREADS
+from numba_symm.collectives.protocols.workspace import THREADS, sync_block_or
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
     st_relaxed_sys_u32,
-    syncthreads_or,
-    thread_index,
+    thread_index_x,
 )
 from numba_symm.device.polling import wait_for_epoch, wait_record
 
@@ -51,8 +50,8 @@ def make_flags(size: int, operation: int) -> Flags:
 
     @device_function
     def raise_flags(ring: Any, flags: int, rank: int, epoch: int, failed: bool) -> bool:
-        failed = syncthreads_or(failed)  # explore: meet
-        thread = thread_index()
+        failed = sync_block_or(failed)  # explore: meet
+        thread = thread_index_x()
         if thread < size - 1:
             # One fence for all flags: the threads of a warp execute it together.
             fence_acq_rel_sys()  # explore: fence
@@ -65,13 +64,13 @@ def make_flags(size: int, operation: int) -> Flags:
     def await_flags(
         guard: Any, flags: int, block: int, epoch: int, failed: bool
     ) -> bool:
-        peer = thread_index()
+        peer = thread_index_x()
         while peer < size and not failed:
             if peer != guard.rank:
                 record = wait_record(operation, guard.rank, peer, block, epoch)
                 # explore: wait
                 failed = not wait_for_epoch(guard, flags + 4 * peer, epoch, record)
             peer += THREADS
-        return syncthreads_or(failed)  # explore: agree
+        return sync_block_or(failed)  # explore: agree
 
     return Flags(raise_flags, await_flags)

@@ -59,7 +59,7 @@ from numba_symm.device.intrinsics import (
     ld_relaxed_sys_u64,
     ld_v2_u64,
     st_v2_u64,
-    thread_index,
+    thread_index_x,
 )
 from numba_symm.device.polling import (
     fail,
@@ -118,6 +118,7 @@ def make_meet(size: int) -> Any:
         early: bool,
         ring: Any,
         own: int,
+        grid: int,
         operation: int,
         digest: int,
         first: Any,
@@ -126,7 +127,7 @@ def make_meet(size: int) -> Any:
         known_second: Any,
     ) -> None:
         follow_previous_grid(early)
-        thread = thread_index()
+        thread = thread_index_x()
         before, failed = resume(own, epochs, 0)
         epoch = (before + 1) & 0xFFFFFFFF
         if thread < others:

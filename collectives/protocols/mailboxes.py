@@ -56,6 +56,7 @@ from numba_symm.collectives.protocols.workspace import (
     Protocol,
     Region,
     divide_up,
+    sync_block_or,
 )
 from numba_symm.device.intrinsics import (
     device_function,
@@ -64,7 +65,6 @@ from numba_symm.device.intrinsics import (
     ld_relaxed_sys_v2_u64,
     st_relaxed_sys_u32,
     st_relaxed_sys_v2_u64,
-    syncthreads_or,
     thread_index_x,
     word_of,
 )
@@ -378,7 +378,7 @@ def make_mailboxes(
     def next_round(failed: bool) -> bool:
         # What the block has read and cleared comes before what any of its threads posts
         # next, which lets the peers overwrite it; so the fence follows the meeting.
-        failed = syncthreads_or(failed)  # explore: meet
+        failed = sync_block_or(failed)  # explore: meet
         fence_acq_rel_sys()  # explore: fence
         return failed
 

@@ -11,23 +11,33 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numba_symm.device.intrinsics import (
+    bar_red_or,
+    bar_sync,
+    block_index_x,
     device_function,
+    grid_size_x,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
     ld_relaxed_sys_u64,
     ld_u32,
     st_relaxed_sys_u64,
     st_u32,
-    syncthreads_or,
     thread_index_x,
+    thread_index_y,
     word_of,
 )
 from numba_symm.environment import SIMULATED
 
 THREADS = 8 if SIMULATED else 128
-"""Threads a block in every protocol: part of the slots' addresses, so a constant.
+"""Threads of a block in every protocol: part of the slots' addresses, so a constant.
 Few, so that a small message is spread over many multiprocessors. The simulator's
-threads are operating-system threads; a few show every race."""
+threads are operating-system threads; a few show every race.
+
+These blocks are logical: a thread block of a launch holds 1 to ``HELD`` of them, one
+after another along its y dimension."""
+
+HELD = 2 if SIMULATED else 8
+"""Most blocks in one thread block. 1024 threads may use 64 registers each."""
 
 MAX_BLOCKS = 4 if SIMULATED else 256
 """Most blocks of one call; an agreed grid may be smaller on small GPUs."""
@@ -35,9 +45,8 @@ MAX_BLOCKS = 4 if SIMULATED else 256
 MOST_BLOCKS = max(MAX_BLOCKS, 64)
 """Most blocks of one launch: messages take two for each other rank at least."""
 
-BLOCK_REGISTERS = 64 * THREADS
-"""Registers of a block, most kernels' share; their number limits how many blocks a
-multiprocessor holds."""
+REGISTERS = 64
+"""Most registers of a thread, in most kernels."""
 
 VECTOR = 16
 """Bytes that a thread moves at a time."""
@@ -223,6 +232,27 @@ def _lines(nbytes: int) -> int:
 
 
 @device_function
+def block_index() -> int:
+    """Return the index of the thread's block; a launch may have more than its grid.
+
+    Blocks of consecutive indices are in different thread blocks.
+    """
+    return block_index_x() + grid_size_x() * thread_index_y()
+
+
+@device_function
+def sync_block() -> None:
+    """Wait until all threads of the block have called it; orders their accesses."""
+    bar_sync(thread_index_y(), THREADS)
+
+
+@device_function
+def sync_block_or(condition: bool) -> bool:
+    """Wait as ``sync_block`` does; return whether any thread's condition holds."""
+    return bar_red_or(thread_index_y(), THREADS, condition)
+
+
+@device_function
 def follow_previous_grid(early: bool) -> None:
     """Wait until all earlier work of the stream is done and visible.
 
@@ -253,7 +283,7 @@ def keep(own: int, epochs: int, block: int, epoch: int, failed: bool) -> None:
     The whole block calls it, at the end of a call.
     """
     # All threads have resumed before the epoch changes.
-    keep_agreed(own, epochs, block, epoch, syncthreads_or(failed))  # explore: agree
+    keep_agreed(own, epochs, block, epoch, sync_block_or(failed))  # explore: agree
 
 
 @device_function

@@ -124,7 +124,8 @@ def _emit(asm: str, result: Any, operands: list[Any]) -> Callable[..., Any]:
             else:
                 values.append(value)
         statement = ir.InlineAsm(function, asm, ",".join(constraints), side_effect=True)
-        out = builder.call(statement, values)
+        # A compiler may not copy a barrier into both branches of a condition.
+        out = builder.call(statement, values, attrs=("convergent",))
         if not results:
             return context.get_dummy_value()
         if len(results) == 1:
@@ -136,14 +137,16 @@ def _emit(asm: str, result: Any, operands: list[Any]) -> Callable[..., Any]:
 
 
 def _instruction(asm: str, result: Any, *operands: Any) -> Any:
-    """Return an intrinsic for ``asm`` with none, one or two operands."""
+    """Return an intrinsic for ``asm`` with at most three operands."""
     signature = result(*operands)
     codegen = _emit(asm, result, list(operands))
     if not operands:
         return intrinsic(lambda typingctx: (signature, codegen))
     if len(operands) == 1:
         return intrinsic(lambda typingctx, a: (signature, codegen))
-    return intrinsic(lambda typingctx, a, b: (signature, codegen))
+    if len(operands) == 2:
+        return intrinsic(lambda typingctx, a, b: (signature, codegen))
+    return intrinsic(lambda typingctx, a, b, c: (signature, codegen))
 
 
 _V2_I64 = types.UniTuple(_I64, 2)
@@ -250,6 +253,21 @@ mul_rn_f32 = _instruction("mul.rn.f32 $0, $1, $2;", _F32, _F32, _F32)
 mul_rn_f64 = _instruction("mul.rn.f64 $0, $1, $2;", _F64, _F64, _F64)
 
 
+# Barriers of some of a block's threads: which barrier, and how many threads.
+bar_sync = _instruction("bar.sync $0, $1;", types.void, _I32, _I32)
+_bar_red_or = _instruction(
+    "{ .reg .pred p; setp.ne.u32 p, $3, 0; bar.red.or.pred p, $1, $2, p; "
+    "selp.u32 $0, 1, 0, p; }",
+    *(_I32, _I32, _I32, _I32),
+)
+
+
+@device_function
+def bar_red_or(barrier: int, threads: int, condition: bool) -> bool:
+    """`bar.red.or.pred`: as ``bar.sync``; return whether any thread's holds."""
+    return _bar_red_or(barrier, threads, condition) != 0  # type: ignore[no-any-return]
+
+
 @device_function
 def syncthreads() -> None:
     """`bar.sync 0`: all threads of the block meet; orders their accesses."""
@@ -271,8 +289,26 @@ def thread_index() -> int:
 
 @device_function
 def thread_index_x() -> int:
-    """Return the thread's index in a block of one dimension."""
+    """Return the thread's index along x."""
     return cuda.threadIdx.x  # type: ignore[no-any-return]
+
+
+@device_function
+def thread_index_y() -> int:
+    """Return the thread's index along y."""
+    return cuda.threadIdx.y  # type: ignore[no-any-return]
+
+
+@device_function
+def block_index_x() -> int:
+    """Return the block's index along x."""
+    return cuda.blockIdx.x  # type: ignore[no-any-return]
+
+
+@device_function
+def grid_size_x() -> int:
+    """Return the number of blocks along x."""
+    return cuda.gridDim.x  # type: ignore[no-any-return]
 
 
 @device_function

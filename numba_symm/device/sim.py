@@ -198,14 +198,39 @@ def syncthreads_or(condition: bool) -> bool:
     return bool(_thread().syncthreads_or(condition))
 
 
+def bar_sync(barrier: int, threads: int) -> None:
+    """Wait until that many threads of the block have called it with that barrier."""
+    _thread().meet(barrier, threads, False)
+
+
+def bar_red_or(barrier: int, threads: int, condition: bool) -> bool:
+    """Wait as ``bar_sync`` does; return whether any thread's condition holds."""
+    return bool(_thread().meet(barrier, threads, bool(condition)))
+
+
 def thread_index() -> int:
     """Return the thread's index in its block, counted through all dimensions."""
     return _thread().thread_id  # type: ignore[no-any-return]
 
 
 def thread_index_x() -> int:
-    """Return the thread's index in a block of one dimension."""
-    return thread_index()
+    """Return the thread's index along x."""
+    return _thread().threadIdx.x  # type: ignore[no-any-return]
+
+
+def thread_index_y() -> int:
+    """Return the thread's index along y."""
+    return _thread().threadIdx.y  # type: ignore[no-any-return]
+
+
+def block_index_x() -> int:
+    """Return the block's index along x."""
+    return _thread().blockIdx.x  # type: ignore[no-any-return]
+
+
+def grid_size_x() -> int:
+    """Return the number of blocks along x."""
+    return _thread()._manager._grid_dim[0]  # type: ignore[no-any-return]
 
 
 def block_size() -> int:

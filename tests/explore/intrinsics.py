@@ -146,11 +146,31 @@ def syncthreads_or(condition: bool) -> Generator[int, None, bool]:
     return thread.any_condition
 
 
+def bar_sync(barrier: int, threads: int) -> Any:
+    return syncthreads()  # blocks of one row: its threads are all that meet
+
+
+def bar_red_or(barrier: int, threads: int, condition: bool) -> Any:
+    return syncthreads_or(condition)
+
+
 def thread_index() -> int:
     return scheduler.current.index
 
 
 thread_index_x = thread_index
+
+
+def thread_index_y() -> int:
+    return 0
+
+
+def block_index_x() -> int:
+    return scheduler.current.block
+
+
+def grid_size_x() -> int:
+    return scheduler.current.grid
 
 
 def block_size() -> int:

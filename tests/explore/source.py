@@ -87,12 +87,14 @@ class _Kernel:
         constants: Any,
         signature: Any,
         threads: int,
+        held: int = 1,
         registers: int = 64,
     ):
-        self.registers = registers
+        self.held = held
         self._function = factory(*constants)
 
-    def bind(self, grid: int, *args: Any, early: bool = False) -> Launch:
+    def bind(self, grid: int, *args: Any, held: int = 1, early: bool = False) -> Launch:
+        # Blocks that share a thread block share nothing else.
         return Launch(self._function, grid, args)
 
 
@@ -255,7 +257,6 @@ def program(path: Path, code: SimpleNamespace, *edits: tuple[str, str]) -> Modul
 
 def _shrink(workspace: ModuleType, shape: Shape) -> None:
     threads, blocks, rows = shape
-    workspace.BLOCK_REGISTERS = workspace.BLOCK_REGISTERS // workspace.THREADS * threads
     workspace.ROW = threads * workspace.VECTOR
     workspace.THREADS, workspace.MAX_BLOCKS = threads, blocks
     workspace.MOST_BLOCKS = 4 * max(threads, blocks)

@@ -69,7 +69,7 @@ class World:
                 guard=guard,
                 workspaces=tuple(self.workspaces),
                 max_blocks=blocks or 2 * self.blocks,
-                multiprocessors=None,
+                multiprocessors=blocks or 2 * self.blocks,
                 place=lambda address, nbytes: None,
                 order=None,
             )

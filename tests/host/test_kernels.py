@@ -224,9 +224,9 @@ def test_early_launches_wait_on_gpus_that_have_them():
 
 @pytest.mark.parametrize("early", [False, True])
 def test_an_early_launch_has_an_attribute_of_the_driver(early):
-    config = kernels._config(7, 128, early)
+    config = kernels._config(7, 128, 2, early)
     assert (config.gridDimX, config.gridDimY, config.gridDimZ) == (7, 1, 1)
-    assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (128, 1, 1)
+    assert (config.blockDimX, config.blockDimY, config.blockDimZ) == (128, 2, 1)
     allowed = [a.value.programmaticStreamSerializationAllowed for a in config.attrs]
     assert allowed == ([1] if early else [])
     assert config.numAttrs == len(allowed)

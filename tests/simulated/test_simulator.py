@@ -1,6 +1,7 @@
 """Kernels on the simulator's threads: barriers, blocks, failures, processes."""
 
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import threading
 import time
 import types
 import weakref
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -34,12 +36,12 @@ def hasty():
 
 
 def run(function, grid, *args):
-    simulator.run(function, grid, THREADS, args)
+    simulator.run(function, grid, (THREADS, 1), args)
 
 
 def threads_without_teams():
     """Return the number of threads that do not wait for a kernel."""
-    idle = sum(size * len(teams) for size, teams in simulator._idle.items())
+    idle = sum(math.prod(size) * len(teams) for size, teams in simulator._idle.items())
     return threading.active_count() - idle
 
 
@@ -131,7 +133,7 @@ def test_launches_of_several_threads_run_simultaneously():
     interval = sys.getswitchinterval()
     launches = [(2, 8), (3, 5)]
     threads = [
-        threading.Thread(target=simulator.run, args=(kernel, grid, size, (grid,)))
+        threading.Thread(target=simulator.run, args=(kernel, grid, (size, 1), (grid,)))
         for grid, size in launches
     ]
     for thread in threads:
@@ -272,7 +274,7 @@ def test_the_number_of_threads_may_change():
         cuda.syncthreads()
 
     for threads in (3, 8, 1, 3):
-        simulator.run(kernel, 1, threads, ())
+        simulator.run(kernel, 1, (threads, 1), ())
     assert seen == [3] * 3 + [8] * 8 + [1] + [3] * 3
 
 
@@ -450,3 +452,25 @@ def test_a_crash_by_a_stray_store_shows_its_line(tmp_path):
     )
     assert ended.returncode < 0
     assert f'File "{program}", line 9 in stray' in ended.stderr
+
+
+def test_rows_of_threads_meet_at_barriers_of_their_own():
+    arrived, found = Counter(), Counter()
+    others_ended = threading.Event()
+
+    def kernel():
+        row = cuda.threadIdx.y
+        if row == 1:  # no row waits for another
+            assert others_ended.wait(20)
+        for step in range(3):
+            arrived[row, step, cuda.threadIdx.x] += 1
+            sim.bar_sync(row, THREADS)
+            assert len([key for key in arrived if key[:2] == (row, step)]) == THREADS
+            here = row == 2 and sim.thread_index_x() == step
+            found[row, step, sim.bar_red_or(row, THREADS, here)] += 1
+        if found[0, 2, False] == found[2, 2, True] == THREADS:
+            others_ended.set()
+
+    simulator.run(kernel, 1, (THREADS, 3), ())
+    every = [(row, step) for row in range(3) for step in range(3)]
+    assert found == {(row, step, row == 2): THREADS for row, step in every}
