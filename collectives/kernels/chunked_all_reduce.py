@@ -160,8 +160,8 @@ def make_chunked_all_reduce(
                 failed = await_flags(guard, flag, block, epoch, failed)
                 if failed:
                     break
-            if turn < chunks:  # explore: scatter
-                epoch = (before + turn + 1) & 0xFFFFFFFF
+            epoch = (before + turn + 1) & 0xFFFFFFFF
+            if turn < chunks and not failed:  # explore: scatter
                 slot = place(block, epoch, SCATTERED) + VECTOR * thread
                 vector = first + turn * stride
                 for row in range(0, rows, batch):
@@ -172,10 +172,11 @@ def make_chunked_all_reduce(
                             low[i], high[i] = load(source, at, count)
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
-                        if vector + step * THREADS < share and not failed:
+                        if vector + step * THREADS < share:
                             there = slot + mirror(k) * rank_stride
                             words = low[i], high[i]
                             st_v2_u64(ring[k] + there + step * ROW, words)
+            if turn < chunks:
                 flag = flag_place(block, SCATTERED)
                 failed = raise_flags(ring, flag, guard.rank, epoch, failed)
                 if failed:

@@ -108,7 +108,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         flag = flags + 4 * size * block
         for turn in range(chunks + hops):
             epoch = (before + turn + 1) & 0xFFFFFFFF
-            if turn < chunks and is_root:
+            if turn < chunks and is_root and not failed:
                 slot = place(block, before, turn) + VECTOR * thread
                 vector = first + turn * stride
                 for row in range(0, height, batch):
@@ -120,8 +120,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                             low[i], high[i] = load(array, there, count)
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
-                        sent = inside(k, vector, step, height, share, vectors)
-                        if sent and not failed:
+                        if inside(k, vector, step, height, share, vectors):
                             to = ring[k] + slot + mirror(k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
             if turn >= 1:  # explore: wait

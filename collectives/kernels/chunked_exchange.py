@@ -117,7 +117,7 @@ def make_chunked_exchange(
         flag = flags + 4 * size * block
         for turn in range(chunks + 1):
             epoch = (before + turn + 1) & 0xFFFFFFFF
-            if turn < chunks and not (at_root and taken > 0):
+            if turn < chunks and not failed and not (at_root and taken > 0):
                 slot = place(block, before, turn) + VECTOR * thread
                 vector = first + turn * stride
                 for row in range(0, height, batch_out):
@@ -131,7 +131,7 @@ def make_chunked_exchange(
                     for i in range(batch_out):
                         step = row + i
                         at = vector + step * THREADS
-                        if step < height and at < vectors and not failed:
+                        if step < height and at < vectors:
                             for k in range(others):
                                 j = i * sent + (k if parts_in else 0)
                                 to = ring[k] + slot + mirror(k) * rank_stride

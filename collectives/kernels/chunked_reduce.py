@@ -110,7 +110,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         flag = flags + 4 * size * block
         for turn in range(chunks + 2):
             epoch = (before + turn + 1) & 0xFFFFFFFF
-            if turn < chunks:
+            if turn < chunks and not failed:
                 slot = place(block, before, turn) + VECTOR * thread
                 vector = first + turn * stride
                 for row in range(0, height, batch):
@@ -124,7 +124,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                         step, k = row + i // others, i % others
                         owner, at = (number + 1 + k) % size, vector + step * THREADS
                         inside = step < height and at < share and owner < others
-                        if inside and not failed:
+                        if inside:
                             to = ring[k] + slot + mirror(k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
             if turn >= 1:  # explore: wait

@@ -265,14 +265,16 @@ def follow_previous_grid(early: bool) -> None:
 
 @device_function
 def resume(own: int, epochs: int, block: int) -> Any:
-    """Return the epoch that a block's last call has kept, and whether the rank failed.
+    """Return the epoch that a block's last call has kept, and not 0 if the rank failed.
 
     Once a block of any call has failed, the rank's later launches store nothing that a
     peer may read, and no result. A thread that begins late may find what another block
     of its own launch has found, and its own block's other threads have not: the block
     has to agree before a branch that it must take together.
     """
-    failed = ld_relaxed_sys_u64(own + 8 * block) != 0  # explore: failed
+    # A word, which is compared where it matters: here, the comparison would make the
+    # kernel's first loads wait for it.
+    failed = ld_relaxed_sys_u64(own + 8 * block)  # explore: failed
     return word_of(ld_u32(own + epochs + 4 * block)), failed
 
 

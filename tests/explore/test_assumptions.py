@@ -88,12 +88,12 @@ def test_what_a_protocol_needs_is_found(protocol, assumption, ranks):
 
 FENCE = "fence_acq_rel_sys()\n"
 AT_START = replaced(
-    "workspace", "failed", FENCE + "failed = ld_relaxed_sys_u64(own + 8 * block) != 0"
+    "workspace", "failed", FENCE + "failed = ld_relaxed_sys_u64(own + 8 * block)"
 )
 AT_END = replaced(
     "workspace",
     "agree",
-    FENCE + "keep_agreed(own, epochs, block, epoch, syncthreads_or(failed))",
+    FENCE + "keep_agreed(own, epochs, block, epoch, sync_block_or(failed))",
 )
 WITH_MAILBOXES = [name for name, (_, needs) in PROTOCOLS.items() if needs is EMPTIES]
 

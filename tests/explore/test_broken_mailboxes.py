@@ -131,7 +131,7 @@ WRAP_BROKEN = {
 EPOCH_BROKEN = {  # flags have a syncthreads of their own
     "the epoch changed before all have read it": (
         MAILED,
-        within("workspace", "agree", "syncthreads_or(failed)", "failed"),
+        within("workspace", "agree", "sync_block_or(failed)", "failed"),
     ),
 }
 FEW_BROKEN = {
