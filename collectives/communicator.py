@@ -80,9 +80,9 @@ class Communicator:
             to kernels only.
         multiprocessors: the most multiprocessors of a GPU that this communicator's
             kernels occupy at any time, at least 1, equal on all ranks. Messages, and
-            the collectives made of them, take at least 2 * (size - 1). None:
-            ``NUMBA_SYMM_MULTIPROCESSORS``, else up to 256 blocks of 128 threads, which
-            occupy all multiprocessors.
+            the collectives made of them, take at least one for four other ranks. None:
+            ``NUMBA_SYMM_MULTIPROCESSORS``, else two less than a quarter. So the kernels
+            of four communicators leave some to the program's own.
 
     Attributes:
         rank: this rank, from 0.
@@ -93,7 +93,7 @@ class Communicator:
         peer_access: which rank's GPU can access which other's; None where it is
             unknown.
         timeout: the seconds that a kernel waits for a peer.
-        multiprocessors: the limit, or None.
+        multiprocessors: the most that its kernels occupy, of all ranks' GPUs the least.
 
     Raises:
         ArgumentError, DeviceError, BackendError, ExchangeError: on all ranks.

@@ -9,6 +9,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import environment
 from numba_symm.collectives import operations
+from numba_symm.collectives.protocols.workspace import HELD
 from numba_symm.environment import SIMULATED
 from numba_symm.kernels import Kernel
 from tests.ranks.helpers import array_of, check_works, get, refused
@@ -56,13 +57,14 @@ def test_what_is_wrong_with_the_environment_is_warned_of_once(world, monkeypatch
 
 @pytest.fixture
 def bound(monkeypatch):
-    """Names of kernels with their blocks, a block of an early successor included."""
+    """Names of kernels and their thread blocks, with those of an early successor."""
     found = []
     bind = Kernel.bind
 
-    def noted(self, grid, *args, early=False):
-        found.append((self.factory.__name__, grid * (2 if early else 1)))
-        return bind(self, grid, *args, early=early)
+    def noted(self, grid, *args, held=1, early=False):
+        blocks = -(-grid // held)
+        found.append((self.factory.__name__, blocks * (2 if early else 1)))
+        return bind(self, grid, *args, held=held, early=early)
 
     monkeypatch.setattr(Kernel, "bind", noted)
     return found
@@ -133,12 +135,12 @@ def test_every_call_keeps_to_the_multiprocessors(world, bound, most):
         with comm.dup() as child:
             check_works(child)
             assert child.multiprocessors == most
-        pairs = 2 * (comm.size - 1)
+        messages = -(-2 * (comm.size - 1) // HELD)
         for name, blocks in bound:
-            limit = max(most, pairs) if name == "make_transfer" else most
+            limit = max(most, messages) if name == "make_transfer" else most
             assert blocks <= limit, name
         assert "make_reduce" in {name for name, _ in bound} or comm.size == 1
-        assert most in [blocks for _, blocks in bound]
+        assert max(blocks for _, blocks in bound) >= most - 1
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, "8", True, 10**6])
