@@ -14,7 +14,7 @@ from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_refused
 from numba_symm.collectives.protocols.workspace import (
     follow_previous_grid,
-    keep_agreed,
+    keep,
     layout,
     resume,
 )
@@ -42,7 +42,7 @@ def make_barrier(size: int, between: bool) -> Any:
         epoch = (epoch + 1) & 0xFFFFFFFF
         failed = raise_flags(ring, flags, guard.rank, epoch, failed)
         failed = await_flags(guard, own + flags, 0, epoch, failed)
-        keep_agreed(own, epochs, 0, epoch, failed)
+        keep(own, epochs, 0, epoch, failed)
 
     return barrier
 

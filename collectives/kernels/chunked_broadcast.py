@@ -88,11 +88,11 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         chunks: int,
         left_over: int,
     ) -> None:
-        follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = block_index()
         if block >= grid:
             return
+        follow_previous_grid(early)
         if left_over != 0 and not left(guard, ring, own, block):  # explore: left
             return
         low = cuda.local.array(held, types.int64)

@@ -90,11 +90,11 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
     ) -> None:
         # Ranks are numbered from the one after the root on: number k owns shard k, and
         # the root, which has the last number, none.
-        follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = block_index()
         if block >= grid:
             return
+        follow_previous_grid(early)
         if left_over != 0 and not left(guard, ring, own, block):  # explore: left
             return
         low = cuda.local.array(held, types.int64)

@@ -45,6 +45,7 @@ from numba_symm.collectives.protocols.workspace import (
     keep,
     layout,
     resume,
+    sync_block,
 )
 from numba_symm.device.intrinsics import (
     device_function,
@@ -129,11 +130,11 @@ def make_one_shot(
         got_of: int,
         digest: int,
     ) -> None:
-        follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = block_index()
         if block >= grid:
             return
+        follow_previous_grid(early)
         posted = sent_to if rooted and thread != 0 else EVERYONE  # explore: posted
         wanted = got_of if rooted and thread != 0 else EVERYONE  # explore: wanted
         own_low = cuda.local.array(steps, types.int64)
@@ -143,7 +144,7 @@ def make_one_shot(
         spare = cuda.local.array(size, types.int64)
         stride = grid * THREADS
         epoch, failed = resume(own, epochs, block)
-        start = block * THREADS + thread
+        start = first = block * THREADS + thread
         mine = source + guard.rank * part if parts_in else source
         # As long as the block's first thread has a vector: the block meets in between.
         while start - thread < vectors:
@@ -156,23 +157,28 @@ def make_one_shot(
                     if same_bits:  # explore: sent
                         words = sent(words[0], words[1])
                     own_low[step], own_high[step] = words
-            for step in range(steps):
-                vector = start + step * stride
-                if vector < vectors:
-                    for k in range(others):
-                        r = (guard.rank + 1 + k) % size
-                        if parts_in:
-                            words = load(source + r * part, vector, count)
-                        else:
-                            words = own_low[step], own_high[step]
-                        low[k], high[k] = words
-                    boxes = box(block, epoch, 0, 0, step, thread)
-                    for k in range(others):
-                        if posted >> k & 1 != 0 and not failed:
-                            words = low[k], high[k]
-                            if rooted and sent_to >> k & 1 == 0:
-                                words = digest, DIGEST
-                            post_one(ring, k, boxes, words[0], words[1], epoch)
+            if not failed:
+                for step in range(steps):
+                    vector = start + step * stride
+                    if vector < vectors:
+                        for k in range(others):
+                            r = (guard.rank + 1 + k) % size
+                            if parts_in:
+                                words = load(source + r * part, vector, count)
+                            else:
+                                words = own_low[step], own_high[step]
+                            low[k], high[k] = words
+                        boxes = box(block, epoch, 0, 0, step, thread)
+                        for k in range(others):
+                            if posted >> k & 1 != 0:
+                                words = low[k], high[k]
+                                if rooted and sent_to >> k & 1 == 0:
+                                    words = digest, DIGEST
+                                post_one(ring, k, boxes, words[0], words[1], epoch)
+            if start == first:
+                # All threads have read the epoch before it changes. Here, as the
+                # packets take longer.
+                sync_block()  # explore: resumed
             for step in range(steps):
                 vector = start + step * stride
                 if vector < vectors and not failed:

@@ -156,11 +156,11 @@ def make_transfer(
         sends: Any,
         receives: Any,
     ) -> None:
-        follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = block_index()
         if block >= grid:
             return
+        follow_previous_grid(early)
         low = cuda.local.array(batch, types.int64)
         high = cuda.local.array(batch, types.int64)
         rank = guard.rank
@@ -247,6 +247,7 @@ def make_transfer(
                 else:
                     give_credit(credit, epoch)
                 first += whole_row * piece_rows
+        sync_block()  # a block without messages has not synchronized yet
         keep(own, epochs, block, epoch, failed)
 
     return transfer

@@ -38,6 +38,7 @@ from numba_symm.collectives.protocols.workspace import (
     keep,
     layout,
     resume,
+    sync_block,
 )
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
@@ -75,17 +76,17 @@ def make_two_shot(
         count: int,
         share: int,
     ) -> None:
-        follow_previous_grid(early)
         thread = cuda.threadIdx.x
         block = block_index()
         if block >= grid:
             return
+        follow_previous_grid(early)
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         spare = cuda.local.array(size, types.int64)
         stride = grid * THREADS
         epoch, failed = resume(own, epochs, block)
-        start = block * THREADS + thread
+        start = first = block * THREADS + thread
         # As long as the block's first thread has a vector: the block meets in between.
         while start - thread < share:
             epoch = next_epoch(epoch)
@@ -103,6 +104,10 @@ def make_two_shot(
                         for k in range(others):
                             at = step * others + k
                             post_one(ring, k, boxes, low[at], high[at], epoch)
+            if start == first:
+                # All threads have read the epoch before it changes. Here, as the
+                # vectors take longer.
+                sync_block()  # explore: resumed
             for step in range(steps):
                 vector = start + step * stride
                 if vector < share and not failed:

@@ -49,7 +49,7 @@ from numba_symm.collectives.protocols.workspace import (
     VECTOR,
     follow_previous_grid,
     keep,
-    keep_agreed,
+    keep_failure,
     layout,
     resume,
 )
@@ -170,8 +170,7 @@ def make_meet(size: int) -> Any:
                     st_v2_u64(own + where(k), (REFUSED, output))
         if thread < others:
             fence_acq_rel_sys()  # explore: fence-after
-        # The epoch counts on when the call is over.
-        keep(own, epochs, 0, before, failed)
+        keep_failure(own, failed)  # the epoch counts on when the call is over
 
     return meet
 
@@ -256,7 +255,7 @@ def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]
                 # explore: wait
                 failed = await_flags(guard, own + flags, 0, epoch, failed)
             # All threads have resumed before they raise flags.
-            keep_agreed(own, epochs, 0, epoch, failed)
+            keep(own, epochs, 0, epoch, failed)
         return found == REFUSED
 
     return left

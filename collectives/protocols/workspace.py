@@ -282,21 +282,22 @@ def resume(own: int, epochs: int, block: int) -> Any:
 def keep(own: int, epochs: int, block: int, epoch: int, failed: bool) -> None:
     """Keep a block's epoch for its next call, and that the rank failed if it has.
 
-    The whole block calls it, at the end of a call.
+    All threads call it at the end of a call. The block has synchronized since they
+    resumed, so all of them have read the epoch before it changes.
     """
-    # All threads have resumed before the epoch changes.
-    keep_agreed(own, epochs, block, epoch, sync_block_or(failed))  # explore: agree
+    keep_failure(own, failed)  # explore: keep
+    if thread_index_x() == 0:
+        st_u32(own + epochs + 4 * block, epoch)
 
 
 @device_function
-def keep_agreed(own: int, epochs: int, block: int, epoch: int, failed: bool) -> None:
-    """Do as ``keep`` where ``failed`` is the same in a block that has met since."""
-    thread = thread_index_x()
+def keep_failure(own: int, failed: bool) -> None:
+    """Keep that the rank failed if it has; see ``resume``."""
     if failed:
-        for i in range(MOST_BLOCKS // THREADS):
-            st_relaxed_sys_u64(own + 8 * (thread + i * THREADS), 1)
-    if thread == 0:
-        st_u32(own + epochs + 4 * block, epoch)
+        place = own
+        while place < own + 8 * MOST_BLOCKS:
+            st_relaxed_sys_u64(place, 1)
+            place += 8
 
 
 def divide_up(a: int, b: int) -> int:

@@ -90,11 +90,7 @@ FENCE = "fence_acq_rel_sys()\n"
 AT_START = replaced(
     "workspace", "failed", FENCE + "failed = ld_relaxed_sys_u64(own + 8 * block)"
 )
-AT_END = replaced(
-    "workspace",
-    "agree",
-    FENCE + "keep_agreed(own, epochs, block, epoch, sync_block_or(failed))",
-)
+AT_END = replaced("workspace", "keep", FENCE + "keep_failure(own, failed)")
 WITH_MAILBOXES = [name for name, (_, needs) in PROTOCOLS.items() if needs is EMPTIES]
 
 

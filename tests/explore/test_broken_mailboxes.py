@@ -131,7 +131,8 @@ WRAP_BROKEN = {
 EPOCH_BROKEN = {  # flags have a syncthreads of their own
     "the epoch changed before all have read it": (
         MAILED,
-        within("workspace", "agree", "sync_block_or(failed)", "failed"),
+        removed("one_shot", "resumed"),
+        removed("two_shot", "resumed"),
     ),
 }
 FEW_BROKEN = {
