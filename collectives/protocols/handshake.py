@@ -78,7 +78,7 @@ grids of this size may be launched early (``workspace.py``)."""
 
 _BOX = 4 * VECTOR  # two vectors as packets
 
-REFUSED, FAILED = 0, -1  # explore: failed
+REFUSED = 0
 """What is kept in the place of a neighbour's first word after a refusal or failure."""
 
 Offer = tuple[tuple[int, ...], tuple[int, ...]]
@@ -146,16 +146,14 @@ def make_meet(size: int) -> Any:
             peer = (guard.rank + 1 + k) % size
             record = wait_record(operation, guard.rank, peer, 0, epoch)
             mail = own + slots + k * _BOX
-            theirs, output = FAILED, FAILED
+            theirs, output = REFUSED, REFUSED
             if not failed:
                 theirs, output, call, came = received(guard, mail, epoch, record)
                 failed = not came or call != digest
                 if came and failed:
                     record = wait_record(CALL_MISMATCH, guard.rank, peer, 0, epoch)
                     fail(guard, record)
-            if failed:
-                theirs = FAILED
-            elif first[0] == REFUSED:  # explore: refuses
+            if failed or first[0] == REFUSED:  # explore: refuses
                 # A rank that refuses treats all ranks as refusing.
                 theirs = REFUSED
             st_v2_u64(own + where(k), (theirs, output))
@@ -166,7 +164,7 @@ def make_meet(size: int) -> Any:
                 theirs, output = ld_v2_u64(own + where(k))
                 # explore: elsewhere
                 elsewhere = theirs != known_first[k] or output != known_second[k]
-                if elsewhere and theirs != FAILED:
+                if elsewhere:
                     st_v2_u64(own + where(k), (REFUSED, output))
         if thread < others:
             fence_acq_rel_sys()  # explore: fence-after
@@ -180,8 +178,7 @@ def make_where(size: int) -> Callable[[int], int]:
     """Return a device function for ``size`` ranks.
 
     ``(k)`` returns the offset in the workspace of the two addresses that the k-th
-    neighbour has sent; ``REFUSED`` or ``FAILED`` in the place of the first if there is
-    none.
+    neighbour has sent; ``REFUSED`` in the place of the first if there is none.
     """
     places = layout(size).direct.slots + (size - 1) * _BOX
 
@@ -193,38 +190,22 @@ def make_where(size: int) -> Callable[[int], int]:
 
 
 @functools.cache
-def make_outcome(size: int) -> Callable[[int], int]:
+def make_refused(size: int) -> Callable[[int], bool]:
     """Return a device function for ``size`` ranks.
 
-    ``(own)`` returns how the ranks met last: ``FAILED`` if this rank has found a
-    failure, ``REFUSED`` if a rank refused, else more. Unless one has failed, all ranks
-    find the same.
+    ``(own)`` returns whether a rank refused, or this one has found a failure: then the
+    second launch must do nothing. Unless one has failed, all ranks find the same.
     """
     others = size - 1
     where = make_where(size)
 
     @device_function
-    def outcome(own: int) -> int:
-        lowest = 1
+    def refused(own: int) -> bool:
+        found = False
         for k in range(others):
             first, _ = ld_v2_u64(own + where(k))
-            lowest = min(lowest, first)  # explore: lowest
-        return lowest
-
-    return outcome
-
-
-@functools.cache
-def make_refused(size: int) -> Callable[[int], bool]:
-    """Return a device function for ``size`` ranks.
-
-    ``(own)`` returns whether the second launch must do nothing.
-    """
-    outcome = make_outcome(size)
-
-    @device_function
-    def refused(own: int) -> bool:
-        return outcome(own) <= REFUSED
+            found |= first == REFUSED  # explore: found
+        return found
 
     return refused
 
@@ -235,28 +216,29 @@ def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]
 
     ``(guard, ring, own, block)`` returns whether the message is left to be moved, as a
     rank refused; if not, the ranks' first blocks have waited for each other. After a
-    failure nothing is left, and nobody waits. The whole block calls it.
+    failure nobody waits here, and the launch stores nothing (``workspace.resume``). The
+    whole block calls it.
     """
     region = layout(size).direct
     epochs, flags = region.epochs, region.flags
-    outcome = make_outcome(size)
+    refused = make_refused(size)
     raise_flags, await_flags = make_flags(size, operation)
 
     @device_function
     def left(guard: Any, ring: Any, own: int, block: int) -> bool:
-        found = outcome(own)
-        if block == 0 and found != FAILED:
+        found = refused(own)
+        if block == 0:
             epoch, failed = resume(own, epochs, 0)
             epoch = (epoch + 1) & 0xFFFFFFFF
             # After a refusal, too: flags must not be 2**31 calls old.
             # explore: tell
             failed = raise_flags(ring, flags, guard.rank, epoch, failed)
-            if found != REFUSED:
+            if not found:
                 # explore: wait
                 failed = await_flags(guard, own + flags, 0, epoch, failed)
             # All threads have resumed before they raise flags.
             keep(own, epochs, 0, epoch, failed)
-        return found == REFUSED
+        return found
 
     return left
 

@@ -25,7 +25,7 @@ BROKEN = {
     "a refusal of one's own forgotten": within(
         "handshake", "refuses", "first[0] == REFUSED", "False"
     ),
-    "another's refusal forgotten": removed("handshake", "lowest"),
+    "another's refusal forgotten": removed("handshake", "found"),
     "what was refused left undone": left_undone("chunked_reduce"),
     "what was not refused done twice": done_always("chunked_reduce"),
     "the digest not looked at": within(

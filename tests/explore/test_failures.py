@@ -67,7 +67,7 @@ BROKEN = {
     "another call": (
         (
             *("two_shot_marked", "chunked"),
-            *("reduce", "messages"),
+            *("reduce", "messages", "own_arrays"),
         ),
         within(
             "workspace",
@@ -84,10 +84,6 @@ BROKEN = {
     "messages of a block that does not agree": (
         ("messages",),
         replaced("transfer", "agree", AGREED),
-    ),
-    "addresses of who does not come": (
-        ("own_arrays",),
-        replaced("handshake", "failed", "REFUSED, FAILED = 0, 0"),
     ),
     "a barrier that tells who waited only": (
         ("barrier",),
