@@ -40,7 +40,7 @@ from numba_symm.collectives.protocols.order import (
     make_mirror,
     make_total,
 )
-from numba_symm.collectives.protocols.partition import is_ragged, shard
+from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, shard
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
     LOADS,
@@ -50,7 +50,6 @@ from numba_symm.collectives.protocols.workspace import (
     THREADS,
     VECTOR,
     block_index,
-    divide_up,
     follow_previous_grid,
     keep,
     layout,
@@ -111,6 +110,7 @@ def make_chunked_all_reduce(
         target: int,
         count: int,
         share: int,
+        height: int,
         chunks: int,
     ) -> None:
         thread = cuda.threadIdx.x
@@ -125,11 +125,11 @@ def make_chunked_all_reduce(
         own_low = cuda.local.array(size, types.int64)
         own_high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
-        stride = grid * rows * THREADS
+        stride = grid * height * THREADS
         before, failed = resume(own, epochs, block)
         results_at = own + epochs + 4 * (MOST_BLOCKS + block)
         results_before = ld_u32(results_at)  # explore: results
-        first = block * rows * THREADS + thread
+        first = block * height * THREADS + thread
         # In each turn: results of the chunk before last, the next one's input, and the
         # reduction of the last one that was sent. The order is what the halves rest on.
         for turn in range(chunks + 2):
@@ -142,15 +142,16 @@ def make_chunked_all_reduce(
                 epoch = (before + turn - 1) & 0xFFFFFFFF
                 slot = own + place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (turn - 2) * stride
-                for row in range(0, rows, batch):
+                for row in range(0, height, batch):
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
-                        if vector + step * THREADS < share:
+                        if step < height and vector + step * THREADS < share:
                             at = slot + k * rank_stride + step * ROW
                             low[i], high[i] = ld_v2_u64(at)
                     for i in range(batch * others):
-                        at, k = vector + (row + i // others) * THREADS, i % others
-                        if at < share and target != 0:
+                        step, k = row + i // others, i % others
+                        at = vector + step * THREADS
+                        if step < height and at < share and target != 0:
                             at += (guard.rank + 1 + k) % size * share
                             store(target, at, count, low[i], high[i])
             if turn == 1:  # explore: wait
@@ -164,15 +165,16 @@ def make_chunked_all_reduce(
             if turn < chunks and not failed:  # explore: scatter
                 slot = place(block, epoch, SCATTERED) + VECTOR * thread
                 vector = first + turn * stride
-                for row in range(0, rows, batch):
+                for row in range(0, height, batch):
                     for i in range(batch * others):
-                        at, k = vector + (row + i // others) * THREADS, i % others
-                        if at < share:
+                        step, k = row + i // others, i % others
+                        at = vector + step * THREADS
+                        if step < height and at < share:
                             at += (guard.rank + 1 + k) % size * share
                             low[i], high[i] = load(source, at, count)
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
-                        if vector + step * THREADS < share:
+                        if step < height and vector + step * THREADS < share:
                             there = slot + mirror(k) * rank_stride
                             words = low[i], high[i]
                             st_v2_u64(ring[k] + there + step * ROW, words)
@@ -191,11 +193,11 @@ def make_chunked_all_reduce(
                 slot = place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (turn - 1) * stride
                 mine = guard.rank * share
-                for row in range(0, rows, batch):
+                for row in range(0, height, batch):
                     for i in range(batch * size):
                         step, j = row + i // size, i % size
                         at = vector + step * THREADS
-                        if at < share:
+                        if step < height and at < share:
                             if j == 0:
                                 low[i], high[i] = load(source, mine + at, count)
                             else:
@@ -203,7 +205,7 @@ def make_chunked_all_reduce(
                                 low[i], high[i] = ld_v2_u64(from_k + step * ROW)
                     for step in range(batch):
                         at = vector + (row + step) * THREADS
-                        if at < share:
+                        if row + step < height and at < share:
                             for j in range(size):
                                 own_low[j] = low[step * size + j]
                                 own_high[j] = high[step * size + j]
@@ -231,7 +233,7 @@ def kernel(
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, left_over)
-    arguments = (ADDRESS, ADDRESS, types.int64, types.int64, types.int64)
+    arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
     return binding.make_kernel(make_chunked_all_reduce, constants, *arguments)
 
 
@@ -244,12 +246,9 @@ def bind(end: Endpoint, call: Call, left_over: int = 0) -> Launch:
         left_over: where the launch follows a handshake, what the ranks wait for there.
     """
     share = shard(call.vectors, end.size)
-    rows = CHUNKED.steps(end.size)
-    most = min(end.max_blocks, CHUNKED.most(end.size))
-    grid = min(divide_up(share, rows * THREADS), most)
+    grid, height, chunks = chunks_of(share, end.size, end.max_blocks)
     ragged = is_ragged(call, share, end.size)
     return binding.launch(
         kernel(end.size, call.element, call.op, ragged, left_over),
-        *(end, grid, call.source, call.target, call.count, share),
-        divide_up(share, grid * rows * THREADS),
+        *(end, grid, call.source, call.target, call.count, share, height, chunks),
     )

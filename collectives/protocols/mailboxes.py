@@ -238,9 +238,13 @@ TRANSPORTS = {
 def mailed_grid(
     end: Endpoint, transport: str, protocol: Protocol, vectors: int
 ) -> tuple[int, int]:
-    """Return the grid of a call of so many vectors, and the steps of its kernel."""
+    """Return the grid of a call of so many vectors, and the steps of its kernel.
+
+    All threads have the same number of vectors, as far as possible.
+    """
     most = min(end.max_blocks // TRANSPORTS[transport].weight, protocol.most(end.size))
-    grid = min(divide_up(vectors, THREADS), max(1, most))
+    rows = divide_up(vectors, THREADS)
+    grid = divide_up(rows, divide_up(rows, max(1, most)))
     return grid, protocol.needed(vectors, grid, end.size)
 
 

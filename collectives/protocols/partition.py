@@ -47,8 +47,13 @@ class Chunks(NamedTuple):
 
 
 def chunks_of(vectors: int, size: int, max_blocks: int) -> Chunks:
-    """Return the chunks of ``vectors``: rather thin than in few blocks."""
+    """Return the chunks: of equal height, rather thin than in few blocks.
+
+    A last chunk of few vectors would take as long as any other.
+    """
     most = min(max_blocks, CHUNKED.most(size))
-    height = min(CHUNKED.steps(size), divide_up(vectors, most * THREADS))
-    grid = min(divide_up(vectors, height * THREADS), most)
-    return Chunks(grid, height, divide_up(vectors, grid * height * THREADS))
+    rows = divide_up(vectors, THREADS)
+    number = divide_up(rows, most * CHUNKED.steps(size))
+    height = divide_up(rows, most * number)
+    grid = divide_up(rows, height * number)
+    return Chunks(grid, height, number)
