@@ -140,7 +140,7 @@ def test_a_cupy_array_is_read(shape, strides, order):
     assert arrays.strides_of(CupyArray(array)) == strides
 
 
-@pytest.mark.parametrize("dtype", dtypes.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", sorted(dtypes.DTYPES, key=str), ids=str)
 def test_every_type_of_reductions_is_read(dtype):
     assert view(Tensor(dtype=dtype.name)).dtype is dtype
     assert view(CupyArray(np.zeros(3, dtype))).dtype == dtype
