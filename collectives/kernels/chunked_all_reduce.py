@@ -49,7 +49,6 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
-    block_index,
     follow_previous_grid,
     keep,
     layout,
@@ -59,6 +58,7 @@ from numba_symm.device.intrinsics import (
     device_function,
     ld_u32,
     ld_v2_u64,
+    row_index,
     st_u32,
     st_v2_u64,
 )
@@ -114,7 +114,7 @@ def make_chunked_all_reduce(
         chunks: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = row_index()
         if block >= grid:
             return
         follow_previous_grid(early)

@@ -30,7 +30,6 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
-    block_index,
     follow_previous_grid,
     keep,
     layout,
@@ -39,6 +38,7 @@ from numba_symm.collectives.protocols.workspace import (
 from numba_symm.device.intrinsics import (
     device_function,
     ld_v2_u64,
+    row_index,
     st_v2_u64,
 )
 from numba_symm.device.lanes import make_lanes
@@ -89,7 +89,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         left_over: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = row_index()
         if block >= grid:
             return
         follow_previous_grid(early)

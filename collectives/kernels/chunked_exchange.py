@@ -42,13 +42,12 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
-    block_index,
     follow_previous_grid,
     keep,
     layout,
     resume,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, st_v2_u64
+from numba_symm.device.intrinsics import ld_v2_u64, row_index, st_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -98,7 +97,7 @@ def make_chunked_exchange(
         chunks: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = row_index()
         if block >= grid:
             return
         follow_previous_grid(early)

@@ -43,13 +43,12 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
-    block_index,
     follow_previous_grid,
     keep,
     layout,
     resume,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, st_v2_u64
+from numba_symm.device.intrinsics import ld_v2_u64, row_index, st_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -91,7 +90,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         # Ranks are numbered from the one after the root on: number k owns shard k, and
         # the root, which has the last number, none.
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = row_index()
         if block >= grid:
             return
         follow_previous_grid(early)

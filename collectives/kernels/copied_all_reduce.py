@@ -43,9 +43,9 @@ from numba_symm.collectives.protocols.workspace import (
     HELD,
     THREADS,
     VECTOR,
-    block_index,
     divide_up,
 )
+from numba_symm.device.intrinsics import row_index
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -66,7 +66,7 @@ def make_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     def reduce(
         grid: int, rank: int, mine: int, staged: int, share: int, vectors: int
     ) -> None:
-        block = block_index()
+        block = row_index()
         if block >= grid:
             return
         low = cuda.local.array(size, types.int64)

@@ -27,11 +27,10 @@ from numba_symm.collectives.protocols.handshake import make_refused, make_where,
 from numba_symm.collectives.protocols.partition import is_ragged
 from numba_symm.collectives.protocols.workspace import (
     THREADS,
-    block_index,
     divide_up,
     follow_previous_grid,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, word_of
+from numba_symm.device.intrinsics import ld_v2_u64, row_index, word_of
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
@@ -58,7 +57,7 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
         vectors: int,
     ) -> None:
         follow_previous_grid(early)
-        block = block_index()
+        block = row_index()
         if block >= grid or refused(own):
             return
         low = cuda.local.array(size, types.int64)

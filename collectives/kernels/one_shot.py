@@ -40,7 +40,6 @@ from numba_symm.collectives.protocols.workspace import (
     ONE_SHOT,
     THREADS,
     Region,
-    block_index,
     follow_previous_grid,
     keep,
     layout,
@@ -50,6 +49,7 @@ from numba_symm.collectives.protocols.workspace import (
 from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
+    row_index,
 )
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.polling import fail, wait_record
@@ -131,7 +131,7 @@ def make_one_shot(
         digest: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = row_index()
         if block >= grid:
             return
         follow_previous_grid(early)
@@ -144,7 +144,7 @@ def make_one_shot(
         spare = cuda.local.array(size, types.int64)
         stride = grid * THREADS
         epoch, failed = resume(own, epochs, block)
-        start = first = block * THREADS + thread
+        start = block * THREADS + thread
         mine = source + guard.rank * part if parts_in else source
         # As long as the block's first thread has a vector: the block meets in between.
         while start - thread < vectors:
@@ -175,10 +175,9 @@ def make_one_shot(
                                 if rooted and sent_to >> k & 1 == 0:
                                     words = digest, DIGEST
                                 post_one(ring, k, boxes, words[0], words[1], epoch)
-            if start == first:
-                # All threads have read the epoch before it changes. Here, as the
-                # packets take longer.
-                sync_block()  # explore: resumed
+            # All threads have read the epoch before it changes. Here, because the
+            # packets take longer to arrive.
+            sync_block()  # explore: resumed
             for step in range(steps):
                 vector = start + step * stride
                 if vector < vectors and not failed:

@@ -40,7 +40,6 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
-    block_index,
     channels_of,
     divide_up,
     follow_previous_grid,
@@ -57,6 +56,7 @@ from numba_symm.device.intrinsics import (
     ld_acquire_sys_u64,
     ld_relaxed_sys_u64,
     ld_v2_u64,
+    row_index,
     st_relaxed_sys_u32,
     st_relaxed_sys_u64,
     st_v2_u64,
@@ -157,7 +157,7 @@ def make_transfer(
         receives: Any,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = row_index()
         if block >= grid:
             return
         follow_previous_grid(early)

@@ -33,13 +33,13 @@ from numba_symm.collectives.protocols.workspace import (
     THREADS,
     TWO_SHOT,
     Region,
-    block_index,
     follow_previous_grid,
     keep,
     layout,
     resume,
     sync_block,
 )
+from numba_symm.device.intrinsics import row_index
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -77,7 +77,7 @@ def make_two_shot(
         share: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = row_index()
         if block >= grid:
             return
         follow_previous_grid(early)
@@ -86,7 +86,7 @@ def make_two_shot(
         spare = cuda.local.array(size, types.int64)
         stride = grid * THREADS
         epoch, failed = resume(own, epochs, block)
-        start = first = block * THREADS + thread
+        start = block * THREADS + thread
         # As long as the block's first thread has a vector: the block meets in between.
         while start - thread < share:
             epoch = next_epoch(epoch)
@@ -104,10 +104,9 @@ def make_two_shot(
                         for k in range(others):
                             at = step * others + k
                             post_one(ring, k, boxes, low[at], high[at], epoch)
-            if start == first:
-                # All threads have read the epoch before it changes. Here, as the
-                # vectors take longer.
-                sync_block()  # explore: resumed
+            # All threads have read the epoch before it changes. Here, because the
+            # vectors take longer to arrive.
+            sync_block()  # explore: resumed
             for step in range(steps):
                 vector = start + step * stride
                 if vector < share and not failed:

@@ -13,14 +13,12 @@ from typing import Any, NamedTuple
 from numba_symm.device.intrinsics import (
     bar_red_or,
     bar_sync,
-    block_index_x,
     device_function,
-    grid_size_x,
     griddepcontrol_launch_dependents,
     griddepcontrol_wait,
-    ld_relaxed_sys_u64,
+    ld_relaxed_sys_u32,
     ld_u32,
-    st_relaxed_sys_u64,
+    st_relaxed_sys_u32,
     st_u32,
     thread_index_x,
     thread_index_y,
@@ -84,7 +82,7 @@ class Region:
 class Layout:
     """Where each protocol's state lies in a workspace of ``size`` ranks.
 
-    Before all of them is one uint64 for each block of any call: not 0 once the rank has
+    Before all of them is one uint32 for each block of any call: not 0 once the rank has
     failed.
     """
 
@@ -207,7 +205,7 @@ def layout(size: int) -> Layout:
         "chunked": taken(CHUNKED, 2),
     }
     regions: dict[str, Any] = {}
-    end = _lines(8 * MOST_BLOCKS)
+    end = _lines(4 * MOST_BLOCKS)
     for name, nbytes in slots.items():
         regions[name] = _region(end, size, nbytes)
         end = regions[name].end
@@ -229,15 +227,6 @@ def _region(start: int, size: int, nbytes: int) -> Region:
 
 def _lines(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
-
-
-@device_function
-def block_index() -> int:
-    """Return the index of the thread's block; a launch may have more than its grid.
-
-    Blocks of consecutive indices are in different thread blocks.
-    """
-    return block_index_x() + grid_size_x() * thread_index_y()
 
 
 @device_function
@@ -274,7 +263,7 @@ def resume(own: int, epochs: int, block: int) -> Any:
     """
     # A word, which is compared where it matters: here, the comparison would make the
     # kernel's first loads wait for it.
-    failed = ld_relaxed_sys_u64(own + 8 * block)  # explore: failed
+    failed = ld_relaxed_sys_u32(own + 4 * block)  # explore: failed
     return word_of(ld_u32(own + epochs + 4 * block)), failed
 
 
@@ -295,9 +284,9 @@ def keep_failure(own: int, failed: bool) -> None:
     """Keep that the rank failed if it has; see ``resume``."""
     if failed:
         place = own
-        while place < own + 8 * MOST_BLOCKS:
-            st_relaxed_sys_u64(place, 1)
-            place += 8
+        while place < own + 4 * MOST_BLOCKS:
+            st_relaxed_sys_u32(place, 1)
+            place += 4
 
 
 def divide_up(a: int, b: int) -> int:

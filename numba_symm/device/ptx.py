@@ -293,6 +293,11 @@ def thread_index_x() -> int:
     return cuda.threadIdx.x  # type: ignore[no-any-return]
 
 
+_of_first_lane = _instruction(
+    "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _I32, _I32
+)
+
+
 @device_function
 def thread_index_y() -> int:
     """Return the thread's index along y."""
@@ -300,15 +305,15 @@ def thread_index_y() -> int:
 
 
 @device_function
-def block_index_x() -> int:
-    """Return the block's index along x."""
-    return cuda.blockIdx.x  # type: ignore[no-any-return]
+def row_index() -> int:
+    """Return the index of the thread's row among the rows of all blocks.
 
-
-@device_function
-def grid_size_x() -> int:
-    """Return the number of blocks along x."""
-    return cuda.gridDim.x  # type: ignore[no-any-return]
+    Rows of consecutive indices are in different blocks. A row has whole warps.
+    """
+    # From one lane, so that the compiler keeps it, and what follows from it, once a
+    # warp: otherwise kernels need up to 12 registers more.
+    row = cuda.blockIdx.x + cuda.gridDim.x * cuda.threadIdx.y
+    return np.int32(_of_first_lane(row))  # type: ignore[return-value]
 
 
 @device_function

@@ -223,14 +223,11 @@ def thread_index_y() -> int:
     return _thread().threadIdx.y  # type: ignore[no-any-return]
 
 
-def block_index_x() -> int:
-    """Return the block's index along x."""
-    return _thread().blockIdx.x  # type: ignore[no-any-return]
-
-
-def grid_size_x() -> int:
-    """Return the number of blocks along x."""
-    return _thread()._manager._grid_dim[0]  # type: ignore[no-any-return]
+def row_index() -> int:
+    """Return the index of the thread's row among the rows of all blocks."""
+    thread = _thread()
+    blocks = thread._manager._grid_dim[0]
+    return thread.blockIdx.x + blocks * thread.threadIdx.y  # type: ignore[no-any-return]
 
 
 def block_size() -> int:

@@ -165,12 +165,8 @@ def thread_index_y() -> int:
     return 0
 
 
-def block_index_x() -> int:
+def row_index() -> int:
     return scheduler.current.block
-
-
-def grid_size_x() -> int:
-    return scheduler.current.grid
 
 
 def block_size() -> int:

@@ -352,7 +352,7 @@ class World:
         ]
         where = self.code.handshake.make_where(self.size)
         places = [
-            *range(0, regions[0].epochs, 8),  # that the rank has failed
+            *range(0, regions[0].epochs, 4),  # that the rank has failed
             *(at for each in regions for at in range(each.epochs, each.flags, 4)),
             *(where(k) + word for k in range(self.size - 1) for word in (0, 8)),
         ]
