@@ -57,6 +57,10 @@ MARK = 4
 
 _LINE = 128  # regions begin on cache lines of their own
 
+_MARKS = 8
+"""Words that show whether the rank has failed. Loads of a single one by all blocks
+would be served one after another."""
+
 
 @dataclass(frozen=True)
 class Region:
@@ -82,8 +86,8 @@ class Region:
 class Layout:
     """Where each protocol's state lies in a workspace of ``size`` ranks.
 
-    Before all of them is one uint32 for each block of any call: not 0 once the rank has
-    failed.
+    Before all of them are ``_MARKS`` lines, each of which begins with a uint32: not 0
+    once the rank has failed.
     """
 
     size: int
@@ -205,7 +209,7 @@ def layout(size: int) -> Layout:
         "chunked": taken(CHUNKED, 2),
     }
     regions: dict[str, Any] = {}
-    end = _lines(4 * MOST_BLOCKS)
+    end = _LINE * _MARKS
     for name, nbytes in slots.items():
         regions[name] = _region(end, size, nbytes)
         end = regions[name].end
@@ -263,7 +267,7 @@ def resume(own: int, epochs: int, block: int) -> Any:
     """
     # A word, which is compared where it matters: here, the comparison would make the
     # kernel's first loads wait for it.
-    failed = ld_relaxed_sys_u32(own + 4 * block)  # explore: failed
+    failed = ld_relaxed_sys_u32(own + _LINE * (block % _MARKS))  # explore: failed
     return word_of(ld_u32(own + epochs + 4 * block)), failed
 
 
@@ -283,10 +287,8 @@ def keep(own: int, epochs: int, block: int, epoch: int, failed: bool) -> None:
 def keep_failure(own: int, failed: bool) -> None:
     """Keep that the rank failed if it has; see ``resume``."""
     if failed:
-        place = own
-        while place < own + 4 * MOST_BLOCKS:
-            st_relaxed_sys_u32(place, 1)
-            place += 4
+        for i in range(_MARKS):
+            st_relaxed_sys_u32(own + _LINE * i, 1)
 
 
 def divide_up(a: int, b: int) -> int:

@@ -98,7 +98,9 @@ def _flat(numba_type: Any) -> list[Any]:
     return list(numba_type) if isinstance(numba_type, types.UniTuple) else [numba_type]
 
 
-def _emit(asm: str, result: Any, operands: list[Any]) -> Callable[..., Any]:
+def _emit(
+    asm: str, result: Any, operands: list[Any], attributes: tuple[str, ...]
+) -> Callable[..., Any]:
     """Return Numba code generation for one inline PTX statement.
 
     It is marked to have side effects and to clobber memory. So the compiler does not
@@ -124,8 +126,7 @@ def _emit(asm: str, result: Any, operands: list[Any]) -> Callable[..., Any]:
             else:
                 values.append(value)
         statement = ir.InlineAsm(function, asm, ",".join(constraints), side_effect=True)
-        # A compiler may not copy a barrier into both branches of a condition.
-        out = builder.call(statement, values, attrs=("convergent",))
+        out = builder.call(statement, values, attrs=attributes)
         if not results:
             return context.get_dummy_value()
         if len(results) == 1:
@@ -136,10 +137,15 @@ def _emit(asm: str, result: Any, operands: list[Any]) -> Callable[..., Any]:
     return codegen
 
 
-def _instruction(asm: str, result: Any, *operands: Any) -> Any:
-    """Return an intrinsic for ``asm`` with at most three operands."""
+def _instruction(asm: str, result: Any, *operands: Any, together: bool = False) -> Any:
+    """Return an intrinsic for ``asm`` with at most three operands.
+
+    ``together``: threads execute it together, so the compiler may not copy it into both
+    branches of a condition.
+    """
     signature = result(*operands)
-    codegen = _emit(asm, result, list(operands))
+    attributes = ("convergent",) if together else ()
+    codegen = _emit(asm, result, list(operands), attributes)
     if not operands:
         return intrinsic(lambda typingctx: (signature, codegen))
     if len(operands) == 1:
@@ -254,11 +260,12 @@ mul_rn_f64 = _instruction("mul.rn.f64 $0, $1, $2;", _F64, _F64, _F64)
 
 
 # Barriers of some of a block's threads: which barrier, and how many threads.
-bar_sync = _instruction("bar.sync $0, $1;", types.void, _I32, _I32)
+bar_sync = _instruction("bar.sync $0, $1;", types.void, _I32, _I32, together=True)
 _bar_red_or = _instruction(
     "{ .reg .pred p; setp.ne.u32 p, $3, 0; bar.red.or.pred p, $1, $2, p; "
     "selp.u32 $0, 1, 0, p; }",
     *(_I32, _I32, _I32, _I32),
+    together=True,
 )
 
 
@@ -294,7 +301,7 @@ def thread_index_x() -> int:
 
 
 _of_first_lane = _instruction(
-    "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _I32, _I32
+    "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _I32, _I32, together=True
 )
 
 

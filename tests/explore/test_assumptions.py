@@ -88,7 +88,9 @@ def test_what_a_protocol_needs_is_found(protocol, assumption, ranks):
 
 FENCE = "fence_acq_rel_sys()\n"
 AT_START = replaced(
-    "workspace", "failed", FENCE + "failed = ld_relaxed_sys_u32(own + 4 * block)"
+    "workspace",
+    "failed",
+    FENCE + "failed = ld_relaxed_sys_u32(own + _LINE * (block % _MARKS))",
 )
 AT_END = replaced("workspace", "keep", FENCE + "keep_failure(own, failed)")
 WITH_MAILBOXES = [name for name, (_, needs) in PROTOCOLS.items() if needs is EMPTIES]

@@ -72,8 +72,8 @@ BROKEN = {
         within(
             "workspace",
             "failed",
-            "ld_relaxed_sys_u32(own + 4 * block)",
-            "ld_relaxed_sys_u32(own + 4 * block) * 0",
+            "ld_relaxed_sys_u32(own + _LINE * (block % _MARKS))",
+            "ld_relaxed_sys_u32(own + _LINE * (block % _MARKS)) * 0",
         ),
     ),
     "a block that does not agree on its flags": (
