@@ -295,7 +295,8 @@ class Communicator:
                 arrays), else ``comm.stream``.
             algorithm: ``"one_shot_sentinel"`` and ``"two_shot_sentinel"`` (floats),
                 ``"one_shot_marked"``, ``"two_shot_marked"``, ``"one_shot_ll"``,
-                ``"chunked"`` or ``"copy_engine"``. None: the fastest.
+                ``"chunked"``, ``"direct"`` (between symmetric arrays of this
+                communicator) or ``"copy_engine"``. None: the fastest.
 
         Returns:
             ``out``, or the new array, of x's shape.
@@ -392,7 +393,8 @@ class Communicator:
                 or x's shard for this rank. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
             algorithm: ``"one_shot_sentinel"`` (floats), ``"one_shot_ll"``,
-                ``"one_shot_marked"`` or ``"chunked"``. None: the fastest.
+                ``"one_shot_marked"``, ``"chunked"`` or ``"direct"`` (from symmetric
+                arrays of this communicator). None: the fastest.
 
         Returns:
             ``out``, or the new array: shard r of the reduction on rank r, with the bits

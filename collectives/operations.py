@@ -23,6 +23,7 @@ from numba_symm.collectives.kernels import (
     direct_all_gather,
     direct_broadcast,
     direct_reduce,
+    direct_shards,
     one_shot,
     two_shot,
 )
@@ -307,6 +308,9 @@ ALL_REDUCE = Operation(
             fewest=2,
             divided=True,
         ),
+        "direct": Algorithm(
+            partial(direct_shards.bind_all_reduce, chunked_all_reduce.bind), fewest=2
+        ),
     },
     _same_shape,
     _one,
@@ -320,6 +324,13 @@ ALL_GATHER.algorithms["direct"] = Algorithm(
 )
 ALL_TO_ALL = _exchange("all_to_all", _exchanged_shape)
 REDUCE_SCATTER = _exchange("reduce_scatter", _scattered_shape)
+REDUCE_SCATTER.algorithms["direct"] = Algorithm(
+    partial(
+        direct_shards.bind_reduce_scatter,
+        partial(chunked_exchange.bind, EXCHANGES["reduce_scatter"]),
+    ),
+    fewest=2,
+)
 SCAN = _exchange("scan", _same_shape, without=("avg",))
 EXSCAN = _exchange("exscan", _same_shape, without=("avg",))
 REDUCE = Operation(

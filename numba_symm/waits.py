@@ -85,6 +85,7 @@ EXSCAN = _wait(26, "exscan")
 REDUCE = _wait(27, "reduce")
 ALL_GATHER_COPIES = _wait(28, "all_gather (copy_engine)")
 ALL_TO_ALL_COPIES = _wait(29, "all_to_all (copy_engine)")
+ALL_REDUCE_DIRECT = _wait(31, "all_reduce (direct)")
 
 # Calls that differ: the rank that stores this record has received other data than its
 # call needs.

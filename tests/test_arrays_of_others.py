@@ -16,7 +16,8 @@ from numba_symm import streams
 AWAY, COUNT, REUSED = 1, 96, 77
 COPIED = [(name, "copy_engine") for name in ("all_reduce", "all_gather", "all_to_all")]
 CALLS = {2: [("broadcast", "copy_engine")]}
-CALLS[3] = [*COPIED, ("broadcast", "direct"), ("reduce", "direct")]
+REDUCING = "all_reduce", "reduce_scatter", "reduce"
+CALLS[3] = [*COPIED, *((name, "direct") for name in ("broadcast", *REDUCING))]
 
 
 def prepared(comm, name, algorithm):
@@ -24,7 +25,7 @@ def prepared(comm, name, algorithm):
     x = comm.zeros(COUNT * (1 if name == "all_gather" else comm.size), np.float32)
     y = comm.zeros(COUNT * comm.size, np.float32)
     fill([x], 1 + comm.rank)
-    out = {"out": y}
+    out = {"out": y[:COUNT] if name == "reduce_scatter" else y}
     if name == "broadcast" or (name == "reduce" and comm.rank != 0):
         out = {}
     return getattr(comm, f"{name}_init")(x, algorithm=algorithm, **out), [x, y]

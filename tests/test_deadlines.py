@@ -140,6 +140,10 @@ OPERATIONS = {
         exchange("reduce_scatter", "chunked"),
         "reduce_scatter, block 0, epoch 1",
     ),
+    "reduce_scatter (direct)": (
+        exchange("reduce_scatter", "direct"),
+        "reduce_scatter, block 0, epoch 1",
+    ),
     "all_to_all": (
         exchange("all_to_all", "copy_engine"),
         r"all_to_all \(copy_engine\), block 0, epoch 1",
@@ -298,16 +302,20 @@ def test_nothing_is_stored_by_calls_behind_a_failed_one(algorithm):
     assert away[1] <= {7.0, 3.0}  # rank 0's part of the first call has arrived
 
 
-def calls_differ(world, name, algorithm, counts, roots):
+def calls_differ(world, name, algorithm, counts, options):
     comm = ns.Communicator(world, timeout=PATIENT)
     x = comm.zeros(100, np.float32)
     x.copy_to_device(np.full(100, 5 + world.rank, np.float32))
-    part, root = x[: counts[world.rank]], roots[world.rank]
-    out = {"out": part} if (name, world.rank) == ("reduce", root) else {}
-    call = getattr(comm, name)
+    part, mine = x[: counts[world.rank]], options[world.rank]
+    in_place = (name, mine.get("root")) in (
+        ("reduce", world.rank),
+        ("all_reduce", None),
+    )
+    out = {"out": part} if in_place else {}
+    call = functools.partial(getattr(comm, name), **mine, **out)
     world.barrier()
     error, seconds = attempt(
-        lambda: (call(part, root=root, algorithm=algorithm, **out), comm.synchronize())
+        lambda: (call(part, algorithm=algorithm), comm.synchronize())
     )
     world.barrier()
     rest = x[part.size :].copy_to_host().tolist()
@@ -315,19 +323,36 @@ def calls_differ(world, name, algorithm, counts, roots):
     return error, seconds, rest == [5.0 + world.rank] * len(rest)
 
 
+def differing(option, alike, others, names, algorithms):
+    """Return calls of which those of two ranks differ in count, or in an option."""
+    cases = {
+        "count": ((99, 99, 60), [{option: alike}] * 3),
+        option: ((81, 81, 81), [{option: each} for each in others]),
+    }
+    return [
+        pytest.param(name, algorithm, *case, id=f"{name}-{algorithm}-{what}")
+        for name, algorithm in itertools.product(names, algorithms)
+        for what, case in cases.items()
+    ]
+
+
 @pytest.mark.parametrize(
-    ("name", "algorithm"),
-    [*itertools.product(["broadcast", "reduce"], ["direct", "one_shot_marked"])],
-)
-@pytest.mark.parametrize(
-    ("counts", "roots"),
-    [((100, 100, 60), (0, 0, 0)), ((80, 80, 80), (2, 1, 2))],
-    ids=["counts", "roots"],
+    ("name", "algorithm", "counts", "options"),
+    [
+        *differing(
+            *("root", 0, (2, 1, 2)),
+            *(["broadcast", "reduce"], ["direct", "one_shot_marked"]),
+        ),
+        *differing(
+            *("op", "sum", ("sum", "max", "sum")),
+            *(["all_reduce", "reduce_scatter"], ["direct"]),
+        ),
+    ],
 )
 def test_calls_that_differ_are_told_and_touch_no_more_than_they_were_given(
-    name, algorithm, counts, roots
+    name, algorithm, counts, options
 ):
-    facts = run_ranks(3, calls_differ, name, algorithm, counts, roots)
+    facts = run_ranks(3, calls_differ, name, algorithm, counts, options)
     for error, seconds, kept in facts:
         assert re.match(r"CallMismatch: rank \d's call differs from rank", error)
         assert seconds < PATIENT / 2

@@ -58,6 +58,11 @@ def direct(comm, x):
     return lambda: comm.broadcast(mine, algorithm="direct")
 
 
+def direct_shards(comm, x):
+    mine = comm.zeros(100, np.float32)
+    return lambda: comm.all_reduce(mine, out=mine, algorithm="direct")
+
+
 def plan(comm, x):
     return comm.all_reduce_init(x)
 
@@ -122,6 +127,7 @@ CALLS = {
         ("compiling", all_reduce, (Kernel, "bind", 0)),
         ("memory for the output", all_reduce, (arrays, "empty", 0)),
         ("a plan's launch", plan, (*LAUNCH, 0)),
+        ("the second launch of three", direct_shards, (*LAUNCH, 1)),
         ("the launch of one in a group", group, (*LAUNCH, 1)),
         ("a refusal amid a group", group, (*LAUNCH, 1, ns.ArgumentError)),
     ],

@@ -7,7 +7,7 @@ import pytest
 
 from explore.scheduler import Machine, explore
 from explore.source import SMALL, device_code
-from explore.world import ALGORITHMS, MAILED, World, an_integer
+from explore.world import ALGORITHMS, MAILED, World, an_integer, on_own_arrays
 
 WORST = 400  # schedules in which a broken protocol must show; most need under 20
 by_anything_and_by_result = pytest.mark.parametrize(
@@ -100,10 +100,11 @@ def mailed_calls(code, transport):
     return scenario
 
 
-def calls_on_own_arrays(code, epochs=0, lag=0):
+def calls_on_own_arrays(code, epochs=0, lag=0, names=None):
     """Broadcasts and reductions of the same arrays, one right after the other.
 
-    After so many ``epochs``, as which the flags are, or older by ``lag``.
+    After so many ``epochs``, as which the flags are, or older by ``lag``. All
+    operations between own arrays, or those of ``names``.
     """
 
     def scenario(machine):
@@ -124,20 +125,9 @@ def calls_on_own_arrays(code, epochs=0, lag=0):
             for i, word in enumerate(mine):
                 world.memory.plant(array + 8 * i, 8, word)
         for _ in range(4):
-            root = machine.random.randrange(world.size)
-            name = machine.random.choice(["direct_broadcast", "direct_reduce"])
+            name = machine.random.choice(on_own_arrays(world.size, count, names))
             refusing = machine.random.choice([None, None, None, *range(world.size)])
-            outputs = arrays
-            if name == "direct_broadcast":
-                words = [words[root]] * world.size
-            else:
-                total = [sum(column) for column in zip(*words, strict=True)]
-                if machine.random.random() < 0.5:
-                    outputs = world.map("output", 8 * count)
-                    world.expect(outputs[root], total)
-                else:
-                    words = [*words[:root], total, *words[root + 1 :]]
-            world.on_own_arrays(name, root, arrays, outputs, count, refusing)
+            words = world.on_own_arrays(name, arrays, words, refusing)
             if machine.haste:
                 # Who gave up may use its array again while another one, that did not
                 # have to wait, still works on it: see ``direct``.

@@ -43,6 +43,37 @@ BROKEN = {
         "direct_reduce", "into", "into, _ = ld_v2_u64(own + where(mirror(owner)))"
     ),
 }
+OF_SHARDS_BROKEN = {
+    "addresses that have not come": within(
+        "handshake", "come", "missing | late", "late"
+    ),
+    "no fence before the addresses": removed("handshake", "fence-before"),
+    "no fence after them": removed("handshake", "fence-after"),
+    "a refusal of one's own forgotten": within(
+        "handshake", "refuses", "first[0] == REFUSED", "False"
+    ),
+    "another's refusal forgotten": removed("handshake", "lowest"),
+    "nobody waits for the others' loads and stores": removed("handshake", "wait"),
+    "what is refused worked on": within(
+        "direct_shards", "refused", "refused(own)", "False"
+    ),
+    "another rank's shard loaded": within(
+        "direct_shards", "shard", "there + offset", "there"
+    ),
+    "what was refused left undone": left_undone("chunked_all_reduce"),
+    "what was refused not scattered": left_undone("chunked_exchange"),
+    "what was not refused done twice": done_always("chunked_all_reduce"),
+    "what was not refused scattered twice": done_always("chunked_exchange"),
+}
+OF_ALL_REDUCE_BROKEN = {
+    "the input taken for the output": replaced(
+        "direct_shards", "into", "there, _ = ld_v2_u64(own + where(k))"
+    ),
+    "the result in another shard": within(
+        "direct_shards", "whose", "there + offset", "there"
+    ),
+    "an output's refusal forgotten": removed("direct_shards", "both"),
+}
 OF_TWO_RANKS_BROKEN = {
     "what was refused left undone": left_undone("chunked_all_reduce"),
     "what was not refused done twice": done_always("chunked_all_reduce"),
@@ -69,6 +100,23 @@ def test_calls_on_own_arrays_broken_are_found(what, races):
 def test_reductions_of_two_ranks_own_arrays_broken_are_found(what, races):
     code = device_code(OF_TWO_RANKS_BROKEN[what])
     breaks(calls_on_own_arrays(code), 2, races=races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("what", OF_SHARDS_BROKEN)
+def test_reductions_of_own_arrays_by_shards_broken_are_found(what, ranks, races):
+    code = device_code(OF_SHARDS_BROKEN[what])
+    names = "all_reduce", "reduce_scatter"
+    breaks(calls_on_own_arrays(code, names=names), ranks, races=races)
+
+
+@by_anything_and_by_result
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("what", OF_ALL_REDUCE_BROKEN)
+def test_all_reduces_of_own_arrays_broken_are_found(what, ranks, races):
+    code = device_code(OF_ALL_REDUCE_BROKEN[what])
+    breaks(calls_on_own_arrays(code, names=["all_reduce"]), ranks, races=races)
 
 
 @by_anything_and_by_result

@@ -59,7 +59,10 @@ def add_call(world, name, algorithm, count):
     wanted = [wanted_of(name, words, r, root, kind) for r in range(world.size)]
     in_place = len(wanted[root]) == len(words[0]) and random.random() < 0.5
     targets = sources
-    if not in_place and name != "broadcast":
+    if name == "reduce_scatter" and random.random() < 0.5:
+        # In place, too: each rank's shard of its input.
+        targets = [at + 8 * count * rank for rank, at in enumerate(sources)]
+    elif not in_place and name != "broadcast":
         targets = world.map("output", 8 * len(wanted[root]))
     table = world.code.operations.OPERATIONS
     ends = world.ends

@@ -12,8 +12,9 @@ from numba_symm import dtypes
 from numba_symm.collectives.operations import ALL_REDUCE
 
 INT64, FLOAT64 = (dtypes.element(name, "test") for name in ("int64", "float64"))
-ALGORITHMS = [name for name in ALL_REDUCE.algorithms if name != "copy_engine"]
-"""Those of an all-reduce, but for ``test_copies.py``'s."""
+ON_ARRAYS = "direct", "copy_engine"
+ALGORITHMS = [name for name in ALL_REDUCE.algorithms if name not in ON_ARRAYS]
+"""Those of an all-reduce that need no symmetric arrays."""
 SENTINEL, MARKED, LL = (
     [name for name in ALGORITHMS if name.endswith(transport)]
     for transport in ("_sentinel", "_marked", "_ll")
@@ -190,39 +191,52 @@ class World:
             self.streams[end.rank].append(launch)
             self.expect(array, words[root])
 
-    def on_own_arrays(self, name, root, arrays, outputs, count, refusing=None):
-        """Add a call of a kernel that works on all ranks' arrays.
+    def on_own_arrays(self, name, arrays, words, refusing=None):
+        """Add a call of a kernel that works on all ranks' arrays, of these words.
 
         Another one goes through the workspace if rank ``refusing`` has another kind of
-        memory.
+        memory. Each rank with an output of its own may be in place.
+
+        Returns:
+            The words of the arrays after the call.
         """
+        root = self.random.randrange(self.size)
+        scatters = name == "reduce_scatter"
+        count = len(words[0]) // (self.size if scatters else 1)
+        total = [sum(column) for column in zip(*words, strict=True)]
+        wanted = words[root] if name == "broadcast" else total
+        outputs = self.map("output", 8 * count + 8)
+        after = []
         for end, array, output in zip(self.ends, arrays, outputs, strict=True):
 
             def place(address, nbytes, refuses=end.rank == refusing):
                 return None if refuses else SimpleNamespace(seen=(address,) * self.size)
 
+            first = end.rank * count if scatters else 0
+            result, target = wanted[first : first + count], array + 8 * first
+            mine = list(words[end.rank])
+            if name == "reduce" and end.rank != root:
+                target = 0
+            elif name == "broadcast" or self.random.random() < 0.5:
+                mine[first : first + count] = result
+            else:
+                # Rarely not aligned to 16 bytes.
+                target = output + 8 * (self.random.random() < 0.1)
+                self.expect(target, result)
+            after.append(mine)
             there = replace(end, place=place)
-            target = output if "broadcast" in name or end.rank == root else 0
             call = self.code.binding.Call(array, target, count, INT64, "sum", root)
-            operation = name.removeprefix("direct_")
-            bound = self.bound(operation, "direct", there, call)
-            add(bound, self.streams[end.rank])
+            add(self.bound(name, "direct", there, call), self.streams[end.rank])
+        return after
 
     def own_arrays(self, count):
         """Add a call between new arrays of the ranks, to or from any root."""
-        name = self.random.choice(["direct_broadcast", "direct_reduce"])
+        name = self.random.choice(on_own_arrays(self.size, count))
         refusing = self.random.choice([None, None, None, *range(self.size)])
-        root = self.random.randrange(self.size)
         arrays, words = self.inputs(count)
-        outputs = arrays
-        if name == "direct_broadcast":
-            for array in arrays:
-                self.expect(array, words[root])
-        else:
-            outputs = self.random.choice([arrays, self.map("output", 8 * count)])
-            total = [sum(column) for column in zip(*words, strict=True)]
-            self.expect(outputs[root], total)
-        self.on_own_arrays(name, root, arrays, outputs, count, refusing)
+        words = self.on_own_arrays(name, arrays, words, refusing)
+        for array, mine in zip(arrays, words, strict=True):
+            self.expect(array, mine)
 
     def messages(self, *counts):
         """Add messages of some lengths between any ranks, in one launch a rank."""
@@ -401,7 +415,17 @@ def is_right(found, word):
     return found is not None and float_of(found) != float_of(found)
 
 
-REGIONS = "barrier", "direct", *ALGORITHMS
+def on_own_arrays(size, count, names=None):
+    """Return which operations on own arrays can have so many words."""
+    whole = "broadcast", "reduce", "all_reduce"
+    return [
+        each
+        for each in names or (*whole, "reduce_scatter")
+        if each in whole or count >= size
+    ]
+
+
+REGIONS = "barrier", *ALGORITHMS
 
 
 def an_integer(random):

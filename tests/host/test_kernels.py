@@ -22,6 +22,7 @@ from numba_symm.collectives.kernels import (
     copied_all_reduce,
     direct_broadcast,
     direct_reduce,
+    direct_shards,
     one_shot,
     two_shot,
 )
@@ -45,6 +46,8 @@ KERNELS = {
     "meet": handshake.meet_kernel(3),
     "broadcast_direct": direct_broadcast.kernel(4, FLOAT32, True),
     "reduce_direct": direct_reduce.kernel(4, BFLOAT16, "sum", True),
+    "all_reduce_direct": direct_shards.kernel(4, BFLOAT16, "sum", True, True),
+    "reduce_scatter_direct": direct_shards.kernel(4, FLOAT32, "max", False, False),
     "barrier": barrier.kernel(4, True),
     "pad_barrier": pads.barrier_kernel(4),
     "put_signal": pads.put_signal_kernel(4),

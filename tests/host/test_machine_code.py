@@ -23,6 +23,7 @@ from numba_symm.collectives.kernels import (
     copied_all_reduce,
     direct_broadcast,
     direct_reduce,
+    direct_shards,
     one_shot,
     transfer,
     two_shot,
@@ -74,6 +75,8 @@ ALGORITHMS = {
     "reduce_of_two": lambda *a: chunked_exchange.kernel(*a, False, REDUCE),
     "reduce_direct": lambda *a: direct_reduce.kernel(*a, False),
     "broadcast_direct": lambda n, e, op: direct_broadcast.kernel(n, e, False),
+    "all_reduce_direct": lambda *a: direct_shards.kernel(*a, False, True),
+    "scatter_direct": lambda *a: direct_shards.kernel(*a, False, False),
     "copied": lambda *a: copied_all_reduce.kernel(*a, False),
 }
 SPILLS = {("chunked", 8), ("reduce_signalled", 8)}
@@ -137,12 +140,16 @@ TOLD = [
 ]
 TOLD += [(f"reduce_of_two{left}", 2, "int64", "prod") for left in ("", "_left")]
 TOLD += [("barrier", 2), ("barrier", 8)]
+SHARDS = [
+    (name, *case) for name in ("all_reduce_direct", "scatter_direct") for case in FLOATS
+]
 DIRECT = [
     (name, *case)
     for name in ("reduce_direct", "broadcast_direct")
     for case in FLOATS
     if case[0] > 2 or name == "reduce_direct"
 ]
+DIRECT += SHARDS
 MEETING = [("meet", 2), ("meet", 8)]
 MESSAGES = [("transfer", 2), ("transfer", 8)]
 FLAGGED = [*TOLD, *PADS, *MESSAGES]
@@ -388,6 +395,19 @@ def test_addresses_are_told_after_a_fence_and_used_after_another(case, cc):
     assert len(kept) == case[1]
     assert polls[-1] < kept[0]
     assert kept[-1] < last
+
+
+@on(SHARDS)
+def test_a_shard_of_all_ranks_is_loaded_before_any_is_reduced(case, cc):
+    name, size = case[:2]
+    code = compiled(case, cc)
+    loads, stores = code.find(r"LDG\.E\.128"), code.find(r"STG\.E\.128")
+    batch = direct_shards.LOADS // size
+    assert len(loads) == batch * size
+    assert not branches(code.between(loads[0], loads[-1]))
+    assert not opcodes(code.between(loads[0], loads[-1]), r"[FH](ADD|FMA)\d*\b.*")
+    assert len(stores) == batch * (size if name == "all_reduce_direct" else 1)
+    assert loads[-1] < stores[0]
 
 
 ROUNDS = {  # two floats to 16 bits; on sm_80 float16's has no name

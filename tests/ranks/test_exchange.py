@@ -6,6 +6,8 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.collectives import operations
+from numba_symm.collectives.kernels.direct_shards import LOADS
+from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.workspace import CHUNKED, ONE_SHOT, THREADS
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import (
@@ -35,7 +37,10 @@ by_algorithm = pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
 def edges(dtype, algorithm, size, blocks):
     """Return counts of a part's elements around where another piece begins."""
     lanes = 16 // dtype.itemsize
-    if not algorithm.startswith("one_shot"):
+    if algorithm == "direct":  # a vector for each thread, and a batch
+        row, grid = THREADS, min(blocks, handshake.BLOCKS)
+        most = (grid, grid * max(1, LOADS // size))
+    elif not algorithm.startswith("one_shot"):
         row, most = CHUNKED.steps(size) * THREADS, (blocks, 5 * blocks)
     else:
         protocol, row = ONE_SHOT[algorithm.removeprefix("one_shot_")], THREADS
@@ -180,13 +185,15 @@ def test_elements_of_any_size_are_moved(comm, world, algorithm):
 
 
 @pytest.mark.parametrize(
-    "algorithm", [None, "one_shot_ll", "one_shot_marked", "chunked", "copy_engine"]
+    "algorithm",
+    [None, "one_shot_ll", "one_shot_marked", "chunked", "direct", "copy_engine"],
 )
+@pytest.mark.parametrize("part", [21, 64])  # whole vectors or not
 @pytest.mark.parametrize("name", NAMES)
-def test_in_place(comm, world, name, algorithm):
+def test_in_place(comm, world, name, part, algorithm):
     if algorithm not in (None, *getattr(operations, name.upper()).algorithms):
-        pytest.skip("for what is only moved")
-    part, dtype = 21, np.dtype(np.float32)
+        pytest.skip("not one of the operation's")
+    dtype = np.dtype(np.float32)
     inputs = inputs_of(name, part, dtype, comm.size, 3)
     whole = comm.empty(part * comm.size, dtype)
     mine = whole[part * comm.rank : part * (comm.rank + 1)]

@@ -7,6 +7,8 @@ import numpy as np
 
 from numba_symm import dtypes
 from numba_symm.collectives import operations
+from numba_symm.collectives.kernels.direct_shards import LOADS
+from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
@@ -28,7 +30,7 @@ from tests.ranks.helpers import (
 ALGORITHMS = tuple(operations.ALL_REDUCE.algorithms)
 MAILED = [name for name in ALGORITHMS if name.endswith(("_ll", "_marked", "_sentinel"))]
 LL = [name for name in MAILED if name.endswith("_ll")]
-COPIES = "copy_engine"
+COPIES, DIRECT = "copy_engine", "direct"
 FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
 DTYPES = tuple(np.dtype(dtype) for dtype in (*FLOATS, np.int32, np.int64))
 OPS = ("sum", "prod", "min", "max")
@@ -62,6 +64,9 @@ def tiles(algorithm, dtype, comm):
         protocol = {"one_shot": ONE_SHOT, "two_shot": TWO_SHOT}[kind][transport]
         blocks = min(blocks // TRANSPORTS[transport].weight, protocol.blocks)
         block, steps = THREADS, protocol.steps(size)
+    elif algorithm == DIRECT:
+        blocks = min(blocks, handshake.BLOCKS)
+        block, steps = THREADS, max(1, LOADS // size)
     else:  # "chunked", which also does what "copy_engine" cannot
         blocks = min(blocks, CHUNKED.blocks)
         block, steps = CHUNKED.steps(size) * THREADS, 1
@@ -94,6 +99,16 @@ class Case:
         ]
 
 
+def let_be_direct(case, lot):
+    """Give a call by ``direct`` the arrays that it is for; rarely other ones."""
+    if case.algorithm == DIRECT and lot.random() < 0.8:
+        case.place = lot.choice(["out", "in place"])
+        case.symmetric = case.symmetric_out = True
+        vector = 16 // case.dtype.itemsize
+        case.offset, case.offset_out = lot.choice([0, vector]), lot.choice([0, vector])
+    return case
+
+
 class Call:
     """A case's arrays on this rank: made, enqueued, and looked at when all is done."""
 
@@ -108,7 +123,7 @@ class Call:
 
     def _window(self, offset, symmetric, host):
         # Of one length on all ranks, whatever a rank's offset: allocations agree.
-        count, longest = self.case.count, 3 + self.case.count + Window.MARGIN
+        count, longest = self.case.count, 8 + self.case.count + Window.MARGIN
         shared = self.comm.empty(longest, self.case.dtype)
         buffer = shared if symmetric else ordinary(longest, self.case.dtype)
         window = Window(buffer[: offset + count + Window.MARGIN], offset, count)

@@ -25,6 +25,7 @@ from tests.ranks.all_reduce.cases import (
     Call,
     Case,
     a_dtype,
+    let_be_direct,
     named,
     run,
     takes,
@@ -61,7 +62,7 @@ def sampled(seed, algorithm, dtype, comm, largest):
         case.symmetric, case.symmetric_out = lot.random() < 0.5, lot.random() < 0.5
         case.offset, case.offset_out = lot.choice([0, 0, 1, 3]), lot.choice([0, 1, 2])
         case.special, case.seed = lot.random() < 0.5, lot.getrandbits(32)
-        cases.append(case)
+        cases.append(let_be_direct(case, lot))
     return cases
 
 
@@ -99,6 +100,7 @@ def test_counts_around_every_tile(comm, world, algorithm, number):
     for case in cases:
         case.offset, case.offset_out = lot.choice([0, 0, 1]), lot.choice([0, 0, 3])
         case.place = lot.choice(PLACES)
+        let_be_direct(case, lot)
     run(comm, world, cases)
 
 
@@ -154,10 +156,10 @@ def test_min_and_max_treat_nan_and_infinity_as_numpy_does(comm, algorithm):
     choices = [np.nan, np.inf, -np.inf, -0.0, 1.5]
     rows = np.array([*itertools.product(choices, repeat=2)], np.float32).T
     inputs = [np.roll(rows[rank % 2], rank // 2) for rank in range(comm.size)]
-    x = comm.empty(rows.shape[1], np.float32)
+    x, out = (comm.empty(rows.shape[1], np.float32) for _ in range(2))
     put(x, inputs[comm.rank])
     for op, numpys in (("min", np.minimum), ("max", np.maximum)):
-        found = get(comm.all_reduce(x, op, algorithm=algorithm))
+        found = get(comm.all_reduce(x, op, out, algorithm=algorithm))
         assert np.array_equal(found, numpys.reduce(inputs), equal_nan=True)
 
 
@@ -165,21 +167,21 @@ def test_min_and_max_treat_nan_and_infinity_as_numpy_does(comm, algorithm):
 def test_halves_are_rounded_once(comm, algorithm):
     # In float16, 2048 + 1 is 2048 again: only a wider sum sees the ones.
     for dtype, large in ((np.float16, 2048.0), (ml_dtypes.bfloat16, 256.0)):
-        x = comm.empty(9, dtype)
+        x, out = comm.empty(9, dtype), comm.empty(9, dtype)
         put(x, np.full(9, large if comm.rank == 0 else 1.0, dtype))
-        found = get(comm.all_reduce(x, algorithm=algorithm))
+        found = get(comm.all_reduce(x, out=out, algorithm=algorithm))
         wanted = np.float32(large + comm.size - 1).astype(dtype)
         assert found.astype(float).tolist() == [float(wanted)] * 9
 
 
-@pytest.mark.parametrize("algorithm", [*LL, "chunked", "two_shot_marked"])
+@pytest.mark.parametrize("algorithm", [*LL, "chunked", "direct", "two_shot_marked"])
 def test_integers_wrap_around(comm, algorithm):
     for dtype in (np.int32, np.int64):
         largest = np.iinfo(dtype).max
-        x = comm.empty(5, dtype)
+        x, out = comm.empty(5, dtype), comm.empty(5, dtype)
         put(x, np.full(5, largest, dtype))
-        summed = get(comm.all_reduce(x, algorithm=algorithm))
-        product = get(comm.all_reduce(x, "prod", algorithm=algorithm))
+        summed = get(comm.all_reduce(x, out=out, algorithm=algorithm))
+        product = get(comm.all_reduce(x, "prod", out, algorithm=algorithm))
         mask = (1 << 8 * np.dtype(dtype).itemsize) - 1
         assert [int(v) & mask for v in summed] == [largest * comm.size & mask] * 5
         assert [int(v) & mask for v in product] == [largest**comm.size & mask] * 5
@@ -266,7 +268,7 @@ def mixed(seed, steps, comm):
         counts = [0, 1, 2, 9, lot.randrange(1, 40), lot.randrange(1, most)]
         case = Case(algorithm, dtype, lot.choice(OPS), lot.choice(counts), seed=step)
         case.place, case.offset = lot.choice(PLACES), lot.choice([0, 0, 1])
-        cases.append(case)
+        cases.append(let_be_direct(case, lot))
     return cases
 
 

@@ -31,7 +31,7 @@ from tests.ranks.helpers import (
 class Workspace:
     """A communicator's workspace on this rank, changed while nothing runs."""
 
-    PROTOCOLS = (*MAILED, "chunked", "barrier")
+    PROTOCOLS = (*MAILED, "chunked", "direct", "barrier")
 
     def __init__(self, comm, world):
         self.comm, self.world = comm, world

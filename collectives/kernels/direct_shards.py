@@ -1,0 +1,209 @@
+"""All-reduce and reduce-scatter between the ranks' own arrays: for larger messages.
+
+Each rank owns a shard. It loads its shard of all ranks' inputs, reduces it in rank
+order, and stores the result, vector by vector. So nothing waits between the first
+vector and the last, and each link carries two shards in each direction in an
+all-reduce, one in a reduce-scatter.
+
+    all_reduce       stores the result in every rank's output, its own included; the
+                     inputs and outputs of all ranks must be symmetric
+    reduce_scatter   stores it in its own output, at any address; the inputs of all
+                     ranks must be symmetric
+
+``handshake.py`` says how the ranks learn where the arrays are, and what happens if one
+is not symmetric.
+
+Memory order: that of ``handshake.py``, which orders the streams' earlier work before
+this kernel, and this kernel before what follows on any rank's stream. In the kernel, no
+thread depends on another one, in place neither:
+
+- In an all-reduce, one thread of one rank loads a vector of all inputs, and then stores
+  that vector of all outputs. No other thread accesses it, so any ranks may be in place.
+- In a reduce-scatter in place, a rank's output is its own shard of its input. Of this
+  input, the other ranks load their shards only.
+
+After a refusal, the third launch is in place as any call through the workspace.
+
+Each element is reduced by one rank, in rank order, so all ranks get the same bits.
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives.protocols import binding, handshake
+from numba_symm.collectives.protocols.binding import (
+    ADDRESS,
+    BindRest,
+    Call,
+    Endpoint,
+    Enqueue,
+)
+from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
+from numba_symm.collectives.protocols.order import make_total
+from numba_symm.collectives.protocols.partition import is_ragged, shard
+from numba_symm.collectives.protocols.workspace import (
+    THREADS,
+    VECTOR,
+    block_index,
+    divide_up,
+    follow_previous_grid,
+)
+from numba_symm.device.intrinsics import ld_v2_u64, word_of
+from numba_symm.device.lanes import make_lanes
+from numba_symm.dtypes import Element, Op
+from numba_symm.kernels import Kernel, Launch
+from numba_symm.waits import ALL_REDUCE_DIRECT, REDUCE_SCATTER
+
+LOADS = 8  # vectors that a thread loads before it reduces them
+
+
+def make_direct_shards(
+    size: int, element: Element, op: Op, ragged: bool, everywhere: bool
+) -> Any:
+    """Return the kernel for ``size`` ranks, an element type and a reduction.
+
+    Args:
+        size: number of ranks.
+        element: the element type.
+        op: the operator.
+        ragged: see ``make_lanes``.
+        everywhere: whether all ranks get the result, else this one.
+    """
+    lanes = make_lanes(element, op, ragged, size)
+    load, store = lanes.load, lanes.store
+    total = make_total(size, lanes)
+    refused, where = make_refused(size), make_where(size)
+    others = size - 1
+    batch = max(1, LOADS // size)
+    held = batch * size
+
+    def direct_shards(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        source: int,
+        target: int,
+        offset: int,
+        count: int,
+        vectors: int,
+    ) -> None:
+        # ``source`` and ``target`` are this rank's shard of its own arrays; of the
+        # other ranks' arrays, it begins after ``offset`` bytes.
+        follow_previous_grid(early)
+        block = block_index()
+        if block >= grid or refused(own):  # explore: refused
+            return
+        low = cuda.local.array(held, types.int64)
+        high = cuda.local.array(held, types.int64)
+        inputs = cuda.local.array(size, types.int64)
+        outputs = cuda.local.array(others, types.int64)
+        for r in range(size):
+            # By rank: the order of the reduction.
+            k = (r + others - guard.rank) % size
+            inputs[r] = source
+            if k < others:
+                there, _ = ld_v2_u64(own + where(k))
+                inputs[r] = there + offset  # explore: shard
+        stride = grid * THREADS
+        start = block * THREADS + cuda.threadIdx.x
+        while start < vectors:
+            for i in range(held):
+                vector = start + i // size * stride
+                if vector < vectors:
+                    words = load(word_of(inputs[i % size]), vector, count)
+                    low[i], high[i] = words
+            for i in range(batch):
+                if start + i * stride < vectors:
+                    # What was loaded there is reduced by now.
+                    low[i], high[i] = total(low, high, i * size)
+            for i in range(batch):
+                vector = start + i * stride
+                if vector < vectors:
+                    store(target, vector, count, low[i], high[i])
+            if everywhere:
+                for k in range(others):
+                    # Again: with a vector of each of eight ranks, not all addresses fit
+                    # into the registers.
+                    _, there = ld_v2_u64(own + where(k))  # explore: into
+                    outputs[k] = there + offset  # explore: whose
+                # Along the ring, so that the ranks do not all store at the same one.
+                for k in range(others):
+                    for i in range(batch):
+                        vector = start + i * stride
+                        if vector < vectors:
+                            into = word_of(outputs[k])
+                            store(into, vector, count, low[i], high[i])
+            start += batch * stride
+
+    return direct_shards
+
+
+@functools.cache
+def kernel(
+    size: int, element: Element, op: Op, ragged: bool, everywhere: bool
+) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    constants = (size, element, op, ragged, everywhere)
+    arguments = (ADDRESS, ADDRESS, *3 * (types.int64,))
+    return binding.make_kernel(make_direct_shards, constants, *arguments)
+
+
+def bind_all_reduce(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+    """Return what enqueues an all-reduce, for two ranks or more.
+
+    Args:
+        rest: binds the all-reduce through the workspace.
+        end: this rank's end.
+        call: the call.
+    """
+    inputs = offered(end, call.source, call.nbytes)
+    outputs = offered(end, call.target, call.nbytes)
+    if outputs[0] == 0:  # explore: both
+        inputs = outputs
+    lanes, share = call.element.lanes, shard(call.vectors, end.size)
+    first = end.rank * share
+    vectors = max(0, min(share, call.vectors - first))
+    move = _launch(
+        *(end, call, share, True, call.count % lanes != 0),
+        *(call.source + VECTOR * first, call.target + VECTOR * first, VECTOR * first),
+        *(min(share * lanes, call.count - first * lanes), vectors),
+    )
+    words = f"direct all_reduce of {_words(call)}"
+    left = rest(end, call, ALL_REDUCE_DIRECT)
+    return handshake.bind(end, ALL_REDUCE_DIRECT, words, (inputs, outputs), move, left)
+
+
+def bind_reduce_scatter(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+    """Return what enqueues a reduce-scatter; see ``bind_all_reduce``."""
+    inputs = offered(end, call.source, end.size * call.nbytes)
+    offset = end.rank * call.nbytes
+    move = _launch(
+        *(end, call, call.vectors, False, is_ragged(call)),
+        *(call.source + offset, call.target, offset, call.count, call.vectors),
+    )
+    words = f"direct reduce_scatter of {_words(call)}"
+    left = rest(end, call, REDUCE_SCATTER)
+    return handshake.bind(end, REDUCE_SCATTER, words, (inputs, inputs), move, left)
+
+
+def _words(call: Call) -> str:
+    return f"{call.count} {call.element.name} by {call.op!r}"
+
+
+def _launch(
+    end: Endpoint,
+    call: Call,
+    share: int,
+    everywhere: bool,
+    ragged: bool,
+    *arguments: int,
+) -> Launch:
+    """Pack the second launch; ``share`` are the vectors of the largest shard."""
+    grid = min(divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
+    of_call = kernel(end.size, call.element, call.op, ragged, everywhere)
+    return binding.launch(of_call, end, grid, *arguments)

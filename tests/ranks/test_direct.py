@@ -1,0 +1,230 @@
+"""all_reduce and reduce_scatter between the ranks' own arrays: when, and what then."""
+
+import numpy as np
+import pytest
+
+from numba_symm.collectives.kernels.direct_shards import LOADS
+from numba_symm.collectives.protocols.handshake import BLOCKS
+from numba_symm.collectives.protocols.partition import LINE
+from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, layout
+from numba_symm.environment import SIMULATED
+from tests import operators
+from tests.ranks.helpers import (
+    Window,
+    get,
+    meet,
+    needs_peers,
+    ordinary,
+    put,
+    same,
+    values,
+)
+
+F4 = np.dtype(np.float32)
+SOME = operators.PAIRS[:: 3 if SIMULATED else 7]  # compiling takes seconds
+WHOLE = 4  # elements of a vector
+
+each_operation = pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter"])
+
+
+def refused(comm):
+    """Return whether the last call went through the workspace, as a rank refused."""
+    comm.synchronize()
+    words = layout(comm.size).direct.slots + 4 * VECTOR * (comm.size - 1)
+    place = comm._calls.end.workspaces[comm.rank] + words
+    kept = comm._calls.group.backend.read(place, VECTOR * (comm.size - 1))
+    return bool((np.frombuffer(kept, np.int64)[::2] == 0).any())
+
+
+class Case:
+    """A call's arrays on this rank, with room on all sides, and what is wanted."""
+
+    def __init__(self, comm, name, count, seed, dtype=F4):
+        self.comm, self.name = comm, name
+        parts = comm.size if name == "reduce_scatter" else 1
+        self.count, self.whole = count, count * parts
+        self.inputs = [values([seed, r], self.whole, dtype) for r in range(comm.size)]
+        self.mine = slice(0, count)
+        if name == "reduce_scatter":
+            self.mine = slice(comm.rank * count, (comm.rank + 1) * count)
+        self.read_from(self.window(self.whole, dtype))
+
+    def read_from(self, window):
+        """Take a window as the input."""
+        self.x, self.in_place = window, window.array[self.mine]
+        window.fill(self.inputs[self.comm.rank])
+
+    def window(self, count, dtype=F4, symmetric=True, offset=0):
+        # Of one length on all ranks: allocations agree.
+        length = count + 2 * WHOLE + Window.MARGIN
+        buffer = self.comm.empty(length, dtype)
+        if not symmetric:
+            buffer = ordinary(length, dtype)
+        return Window(buffer[: offset + count + Window.MARGIN], offset, count)
+
+    def call(self, out, op="sum"):
+        result = getattr(self.comm, self.name)(
+            self.x.array, op, out=out, algorithm="direct"
+        )
+        assert result is out
+
+    def wanted(self, op="sum"):
+        return operators.wanted([each[self.mine] for each in self.inputs], op)
+
+    def check(self, out, op="sum"):
+        assert same(get(out), self.wanted(op)), (self.name, self.count, op)
+        left = get(self.x.array)
+        if out is self.in_place:
+            left[self.mine] = self.inputs[self.comm.rank][self.mine]
+        assert same(left, self.inputs[self.comm.rank])
+        self.x.read()
+
+
+def edges(size, blocks):
+    """Return counts of a shard around where a vector, line, grid or batch begins."""
+    grid = min(blocks, BLOCKS) * THREADS * WHOLE
+    found = {1, WHOLE, LINE * WHOLE, THREADS * WHOLE, grid}
+    found |= {grid * max(1, LOADS // size), 2 * grid * max(1, LOADS // size)}
+    if SIMULATED:  # where a vector costs a millisecond
+        found = {count for count in found if count < 2000}
+    return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@each_operation
+def test_every_edge_of_a_shard(comm, world, name, in_place):
+    calls = []
+    for count in edges(comm.size, comm._calls.end.max_blocks):
+        whole = count * comm.size if name == "all_reduce" else count
+        case = Case(comm, name, whole, count)
+        out = case.in_place if in_place else case.window(whole).array
+        case.call(out)
+        calls.append((case, out))
+    comm.synchronize()
+    for case, out in calls:
+        case.check(out)
+    meet(comm, world)
+
+
+@each_operation
+def test_types_and_operators(comm, world, name):
+    calls = []
+    for step, (kind, op) in enumerate(SOME):
+        inputs = [
+            operators.random(kind, 33 * comm.size, [step, r]) for r in range(comm.size)
+        ]
+        host = inputs[comm.rank]
+        x = comm.empty(host.size, host.dtype)
+        put(x, host)
+        parts = comm.size if name == "reduce_scatter" else 1
+        out = comm.empty(host.size // parts, host.dtype)
+        getattr(comm, name)(x, op, out=out, algorithm="direct")
+        mine = slice(None)
+        if parts > 1:
+            mine = slice(comm.rank * out.size, (comm.rank + 1) * out.size)
+        calls.append((operators.wanted([each[mine] for each in inputs], op), out))
+    comm.synchronize()
+    for pair, (wanted, out) in zip(SOME, calls, strict=True):
+        assert operators.same(get(out), wanted).all(), pair
+    meet(comm, world)
+
+
+def first_less_second(a, b):
+    return a - 2 * b
+
+
+@each_operation
+def test_a_function_is_applied_in_rank_order(comm, world, name):
+    case = Case(comm, name, 21, 4)
+    out = comm.empty(21, F4)
+    case.call(out, first_less_second)
+    comm.synchronize()
+    total = case.inputs[0][case.mine].astype(np.float64)
+    for each in case.inputs[1:]:
+        total = total - 2 * each[case.mine].astype(np.float64)
+    np.testing.assert_allclose(get(out), total, 1e-4, 1e-2)
+    meet(comm, world)
+
+
+# What an output may be, on one rank while all others are in place: whether it is
+# symmetric, its offset in elements, and who refuses it.
+OUTPUTS = {
+    "in place": (None, 0, ()),
+    "apart": (True, 0, ()),
+    "another vector on": (True, WHOLE, ()),
+    "off a boundary": (True, 1, ("all_reduce",)),
+    "ordinary": (False, 0, ("all_reduce",)),
+    "ordinary and off a boundary": (False, 3, ("all_reduce",)),
+}
+
+
+@needs_peers
+@pytest.mark.parametrize("what", OUTPUTS)
+@pytest.mark.parametrize("count", [200, 203])
+@each_operation
+def test_any_rank_may_have_any_output(comm, world, name, count, what):
+    symmetric, offset, refusing = OUTPUTS[what]
+    case = Case(comm, name, count, 7)
+    windows = [
+        case.window(count, F4, symmetric is not False, offset) for _ in range(comm.size)
+    ]
+    for one, window in enumerate(windows):
+        case.read_from(case.x)
+        out = case.in_place
+        if comm.rank == one and symmetric is not None:
+            window.fill(np.zeros(count, F4))
+            out = window.array
+        meet(comm, world)
+        case.call(out)
+        assert refused(comm) == (name in refusing)
+        case.check(out)
+        if out is window.array:
+            window.read()
+        meet(comm, world)
+
+
+@needs_peers
+@pytest.mark.parametrize("what", ["elsewhere", "off a boundary", "ordinary"])
+@each_operation
+def test_any_rank_may_have_any_input(comm, world, name, what):
+    case = Case(comm, name, 100, 8)
+    out = case.window(100).array
+    for one in range(comm.size):
+        offset = {"elsewhere": WHOLE, "off a boundary": 1}.get(what, 0)
+        # On one rank only; all ranks allocate it.
+        there = case.window(case.whole, F4, what != "ordinary", offset)
+        alike = case.window(case.whole)
+        case.read_from(there if comm.rank == one else alike)
+        meet(comm, world)
+        case.call(out)
+        assert refused(comm) == (what != "elsewhere")
+        case.check(out)
+        meet(comm, world)
+
+
+@each_operation
+def test_one_after_another_without_the_host(comm, world, name):
+    """In place on the same arrays, among calls through the same flags and slots."""
+    random = np.random.default_rng(6)
+    count = 60 if SIMULATED else 100_003
+    x = comm.empty(count * comm.size, np.int64)
+    mine = slice(comm.rank * count, (comm.rank + 1) * count)
+    start = [values([6, r], x.size, np.dtype(np.int64)) for r in range(comm.size)]
+    put(x, start[comm.rank])
+    for step in range(8 if SIMULATED else 60):
+        if name == "all_reduce":
+            comm.all_reduce(x, out=x, algorithm="direct")
+            start = [sum(start)] * comm.size
+        else:
+            comm.reduce_scatter(x, out=x[mine], algorithm="direct")
+            total = sum(start)
+            for r, each in enumerate(start):
+                part = slice(r * count, (r + 1) * count)
+                each[part] = total[part]
+        if random.integers(2):
+            root = step % comm.size
+            comm.broadcast(x, root, algorithm=("direct", "chunked")[step % 2])
+            start = [start[root].copy() for _ in range(comm.size)]
+    comm.synchronize()
+    assert same(get(x), start[comm.rank])
+    meet(comm, world)
