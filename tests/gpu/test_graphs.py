@@ -141,6 +141,32 @@ def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(comm, stream):
                     assert (total.copy_to_host() == replay * comm.size).all()
 
 
+def test_reductions_of_own_arrays_by_shards_in_a_graph(comm, stream):
+    """Out of place, then in place; those of ordinary arrays through the workspace."""
+    part, direct = 100_003, {"algorithm": "direct"}
+    ranks = comm.size * (comm.size + 1) // 2
+    mine = slice(comm.rank * part, (comm.rank + 1) * part)
+    for new in (comm.zeros, lambda *a: to_device(np.zeros(*a))):
+        x, total = (new(part * comm.size, np.float32) for _ in range(2))
+        shard = new(part, np.float32)
+        add(x, 0, stream)  # compiled
+        with capturing(stream) as (builder, graphs):
+            on = builder.stream
+            add(x, comm.rank + 1, on)
+            comm.reduce_scatter(x, out=shard, stream=on, **direct)
+            comm.all_reduce(x, out=total, stream=on, **direct)
+            comm.all_reduce(total, out=total, stream=on, **direct)
+            comm.reduce_scatter(total, out=total[mine], stream=on, **direct)
+        for replay in range(1, 31):
+            graphs[0].launch(stream)
+            if replay in (1, 2, 30):
+                comm.synchronize(stream)
+                wanted = np.full(part * comm.size, replay * ranks * comm.size)
+                wanted[mine] *= comm.size
+                assert (shard.copy_to_host() == replay * ranks).all()
+                assert (total.copy_to_host() == wanted).all()
+
+
 def test_scans_messages_and_what_is_made_of_them_in_a_graph(comm, stream):
     count, ranks = 50_000, range(comm.size)
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
