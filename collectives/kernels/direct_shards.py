@@ -47,11 +47,10 @@ from numba_symm.collectives.protocols.partition import is_ragged, shard
 from numba_symm.collectives.protocols.workspace import (
     THREADS,
     VECTOR,
-    block_index,
     divide_up,
     follow_previous_grid,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, word_of
+from numba_symm.device.intrinsics import ld_v2_u64, row_index, word_of
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -94,9 +93,11 @@ def make_direct_shards(
     ) -> None:
         # ``source`` and ``target`` are this rank's shard of its own arrays; of the
         # other ranks' arrays, it begins after ``offset`` bytes.
+        block = row_index()
+        if block >= grid:
+            return
         follow_previous_grid(early)
-        block = block_index()
-        if block >= grid or refused(own):  # explore: refused
+        if refused(own):  # explore: refused
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
