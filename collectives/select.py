@@ -153,10 +153,32 @@ def fastest(
         element: the element type.
         choices: by operation.
     """
-    column = 0 if size <= 2 else 1 if size <= 4 else 2
-    choice = choices[name]
-    for step in choice.floats if element.floating else choice.others:
+    for step in _steps(name, element, choices):
         counted = nbytes * (size - 1) if step.sent else nbytes
-        if counted <= step.most[column]:
+        if counted <= step.most[_column(size)]:
             return step.algorithm
     raise AssertionError(f"{name}: no algorithm for {nbytes} bytes")
+
+
+def limits(
+    name: str, size: int, element: Element, choices: dict[str, Choice] = CHOICES
+) -> list[int]:
+    """Return the largest message of each algorithm but the last, in bytes.
+
+    The arguments are those of :func:`fastest`.
+    """
+    found = []
+    for step in _steps(name, element, choices):
+        most = step.most[_column(size)]
+        if 0 <= most < ALL:
+            found.append(int(most) // (max(1, size - 1) if step.sent else 1))
+    return found
+
+
+def _steps(name: str, element: Element, choices: dict[str, Choice]) -> tuple[Step, ...]:
+    choice = choices[name]
+    return choice.floats if element.floating else choice.others
+
+
+def _column(size: int) -> int:
+    return 0 if size <= 2 else 1 if size <= 4 else 2
