@@ -37,7 +37,7 @@ What it leaves out
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -82,7 +82,8 @@ class Observer:
         return store.time <= self.known[store.writer]
 
     def learn(self, known: list[int]) -> None:
-        self.known = list(map(max, self.known, known))
+        pairs = zip(self.known, known, strict=True)
+        self.known = [mine if mine > other else other for mine, other in pairs]
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +94,7 @@ class Store:
         writer: the thread's number, and ``time`` its count of accesses.
         release: what an acquire of this value learns; None: nothing.
         known: up to which of every thread's accesses came before.
+        over: up to which of them had taken effect before.
         order: its place among the stores to this address, once in memory; before,
             that of the last one which it comes after.
         priority: the scheduler's; some wait until nothing else can happen.
@@ -104,14 +106,19 @@ class Store:
     time: int = 0
     weak: bool = False
     release: list[int] | None = None
-    known: list[int] | None = None
+    known: Sequence[int] = ()
+    over: Sequence[int] = ()
     order: float = 0.0
     priority: float = 0.0
 
     def comes_after(self, other: "Store") -> bool:
         """Return whether another store to the same address happened before."""
-        assert self.known is not None
-        return other.order <= self.order or other.time <= self.known[other.writer]
+        writer, time = other.writer, other.time
+        return (
+            other.order <= self.order
+            or time <= self.known[writer]
+            or time <= self.over[writer]
+        )
 
 
 class Place:
@@ -143,6 +150,7 @@ class Memory:
     Attributes:
         changes: how many stores have reached memory.
         buffers: for every thread's number, the stores that wait.
+        waiting: how many that are.
         log: called with a line for every access, if there is anyone to read it.
         races: whether to report them; if not, what they lead to may still be found.
         last: of all stores, how many wait as long as anything else can happen.
@@ -161,6 +169,7 @@ class Memory:
     def __init__(self, threads: int, random: Random):
         self.changes = 0
         self.buffers: list[list[Store]] = [[] for _ in range(threads)]
+        self.waiting = 0
         self.log: Callable[[str], None] | None = None
         self.races = True
         self.last = 0.05
@@ -247,23 +256,26 @@ class Memory:
                     self._race(writer, "stores to", place, store.writer)
             elif store.writer != writer.number:
                 self.send(store)
+        known, over = list(writer.known), self._over
         for store in place.values:
-            if (weak or store.weak) and not writer.knows(store):
+            if store.time > known[store.writer] and (weak or store.weak):
                 self._race(writer, "stores to", place, store.writer)
-        for (other, weakly), (when, _) in place.loads.items():
-            if (weak or weakly) and when > writer.known[other]:
-                self._race(writer, "stores to", place, other)
-        release = list(writer.known) if order is RELEASE else writer.fenced
-        new = Store(place, value, writer.number, time, weak, release)
-        new.known = list(map(max, writer.known, self._over))
-        for (other, _), (when, found) in place.loads.items():
-            if when <= new.known[other]:
-                new.order = max(new.order, found)
+        release = known if order is RELEASE else writer.fenced
+        new = Store(place, value, writer.number, time, weak, release, known, over)
+        for (other, weakly), (when, found) in place.loads.items():
+            if when > known[other]:
+                if weak or weakly:
+                    self._race(writer, "stores to", place, other)
+                if when > over[other]:
+                    continue
+            if found > new.order:
+                new.order = found
         new.priority = self._random.random()
         if new.priority < self.last:
             new.priority = -math.inf
         place.waiting.append(new)
         self.buffers[writer.number].append(new)
+        self.waiting += 1
         if self.log:
             self._log(writer.name, f"stores ({order})", place, value)
 
@@ -317,8 +329,7 @@ class Memory:
             for store in list(self.buffers[thread.number]):
                 if store in self.buffers[thread.number]:
                     self.send(store)
-            for known in (thread.known, *thread.heard):
-                self._over = list(map(max, self._over, known))
+            self._over = latest(self._over, thread.known, *thread.heard)
         for thread in threads if not self.fences_carry else ():
             thread.heard.clear()
 
@@ -329,6 +340,7 @@ class Memory:
             if earlier.writer == store.writer:
                 place.waiting.remove(earlier)
                 self.buffers[earlier.writer].remove(earlier)
+                self.waiting -= 1
                 place.put(earlier, late=self._random.random() < 0.5)
                 self.changes += 1
                 if self.log:
@@ -338,21 +350,23 @@ class Memory:
         del place.values[:-_REMEMBERED]
 
     def _send_known(self, thread: Observer) -> None:
-        for buffer in self.buffers:
+        for buffer in filter(None, self.buffers):
             for store in list(buffer):
                 if thread.knows(store) and store in buffer:
                     self.send(store)
 
     def _oldest(self, reader: Observer, place: Place, weak: bool) -> int:
         """Return the index of the oldest value that the reader may see."""
-        values = place.values
-        oldest = len(values) - 1
-        while oldest > 0 and not reader.knows(values[oldest]):
+        values, known = place.values, reader.known
+        newest = oldest = len(values) - 1
+        while oldest > 0 and values[oldest].time > known[values[oldest].writer]:
             if weak or values[oldest].weak:
                 self._race(reader, "loads", place, values[oldest].writer)
             oldest -= 1
+        if oldest == newest:
+            return oldest
         for (other, _), (when, order) in place.loads.items():
-            while when <= reader.known[other] and values[oldest].order < order:
+            while when <= known[other] and values[oldest].order < order:
                 oldest += 1
         return oldest
 
@@ -388,9 +402,13 @@ class Memory:
         self.log(f"{who:>16} {does} {self._name(place)}: {shown}")
 
 
+def latest(*known: list[int]) -> list[int]:
+    """Return up to which of every thread's accesses any of these goes."""
+    return list(map(max, *known)) if len(known) > 1 else list(*known)
+
+
 def meet(observers: list[Observer]) -> None:
     """Let each know what any of them knew."""
-    everyone = (observer.known for observer in observers)
-    known = [max(times) for times in zip(*everyone, strict=True)]
+    known = latest(*(observer.known for observer in observers))
     for observer in observers:
         observer.known = list(known)

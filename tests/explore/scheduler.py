@@ -13,9 +13,11 @@ A thread that has polled in vain sleeps until memory changes. So when nothing ca
 nothing ever will, and that is a deadlock.
 """
 
+import gc
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from operator import attrgetter
 from random import Random
 from typing import Any
@@ -110,6 +112,10 @@ class Machine:
                 for _ in range(_PRIORITY_CHANGES)
             )
         self._running: list[list[Thread]] = [[] for _ in range(ranks)]
+        self._stale = True  # whether these must be looked up again
+        self._awake: list[Thread] = []  # the threads that can run
+        self._best: Thread | None = None  # of them, that of the highest priority
+        self._wakes = math.inf  # memory's changes that wake another one
         self._shift = [0] * ranks
 
     def run(self, streams: list[list[Launch]]) -> None:
@@ -119,42 +125,62 @@ class Machine:
         self._streams = [iter(stream) for stream in streams]
         for rank in range(self.ranks):
             self._launch_next(rank)
-        buffers = self.memory.buffers
+        memory = self.memory
         for step in range(_MOST_STEPS):
-            changes = self.memory.changes
-            ready: list[Any] = [
-                thread
-                for running in self._running
-                for thread in running
-                if not (thread.done or thread.at_sync)
-                and thread.asleep_until <= changes
-            ]
-            for buffer in buffers:
-                ready += buffer
-            if not ready:
+            if self._stale or memory.changes >= self._wakes:
+                self._look()
+            if not self._awake and not memory.waiting:
                 if not any(self._running):
                     break
                 self._nothing_can_run()
                 continue
-            task = self._choose(ready, step)
+            task = self._choose(step)
             if isinstance(task, Thread):
                 current = task
                 self._step(task)
             else:
-                self.memory.send(task)
+                memory.send(task)
         else:
             raise Finding("deadlock", f"no end after {_MOST_STEPS} steps")
 
-    def _any(self, ready: list[Any], step: int) -> Any:
-        return ready[int(self.random.random() * len(ready))]
+    def _look(self) -> None:
+        """Look which threads can run, and when another one wakes."""
+        changes = self.memory.changes
+        self._awake, self._wakes, self._stale = [], math.inf, False
+        for thread in chain(*self._running):
+            if thread.done or thread.at_sync:
+                continue
+            if thread.asleep_until <= changes:
+                self._awake.append(thread)
+            else:
+                self._wakes = min(self._wakes, thread.asleep_until)
+        self._best = max(self._awake, key=_PRIORITY, default=None)
 
-    def _first(self, ready: list[Any], step: int) -> Any:
+    def _any(self, step: int) -> Any:
+        number = len(self._awake) + self.memory.waiting
+        place = int(self.random.random() * number)
+        for ready in (self._awake, *self.memory.buffers):
+            if place < len(ready):
+                return ready[place]
+            place -= len(ready)
+        raise AssertionError("memory miscounts the stores that wait")
+
+    def _first(self, step: int) -> Any:
         if self._changes and step >= self._changes[0]:
             self._changes.pop(0)
-            best = max(ready, key=_PRIORITY)
+            best = self._of_highest_priority()
             self._lowest -= 1
             best.priority = self._lowest
-        return max(ready, key=_PRIORITY)
+            self._look()
+        return self._of_highest_priority()
+
+    def _of_highest_priority(self) -> Any:
+        best: Any = self._best
+        for buffer in self.memory.buffers if self.memory.waiting else ():
+            for store in buffer:
+                if best is None or store.priority > best.priority:
+                    best = store
+        return best
 
     def _launch_next(self, rank: int) -> None:
         """Start the rank's next kernel, which knows all that the last one knew.
@@ -192,10 +218,13 @@ class Machine:
         try:
             stopped_for = next(thread.code)
         except StopIteration:
-            thread.done = True
+            thread.done = self._stale = True
             if all(other.done for other in self._running[thread.rank]):
                 self._launch_next(thread.rank)
             return
+        if stopped_for == STEP:
+            return
+        self._stale = True
         if stopped_for == POLL:
             # What it saw stays as it was until memory changes, if all of it was new.
             if not observer.outdated and not (
@@ -206,7 +235,7 @@ class Machine:
             observer.outdated = self.random.random() < 0.5
             self._lowest -= 1
             thread.priority = self._lowest
-        elif stopped_for == SYNC:
+        else:
             thread.at_sync = True
             block = [
                 other
@@ -241,6 +270,7 @@ class Machine:
         self.time += 2 * TIMEOUT
         for thread in asleep:
             thread.asleep_until = 0
+        self._stale = True
 
 
 def explore(
@@ -252,6 +282,18 @@ def explore(
 
     The finding carries the last steps of its schedule.
     """
+    gc.freeze()  # schedules leave cycles; the collector looks through these only
+    try:
+        return _explore(scenario, make, schedules)
+    finally:
+        gc.unfreeze()
+
+
+def _explore(
+    scenario: Callable[[Machine], None],
+    make: Callable[[int], Machine],
+    schedules: int,
+) -> tuple[int, Finding] | None:
     for seed in range(schedules):
         try:
             scenario(make(seed))
