@@ -14,7 +14,7 @@ from numba_symm import dtypes, pads
 from numba_symm.collectives import select
 from numba_symm.collectives.kernels import barrier, transfer
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.operations import OPERATIONS, REDUCE_PART, Operation
+from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD, Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint
 from numba_symm.collectives.protocols.partition import LINE
 from numba_symm.collectives.protocols.workspace import (
@@ -35,7 +35,7 @@ MESSAGES = (
 SIGNALS = "signals"
 """The methods of ``SymmetricMemory`` that launch kernels."""
 
-_OPERATIONS = {**OPERATIONS, REDUCE_PART.name: REDUCE_PART}
+_OPERATIONS = {**OPERATIONS, REDUCE_SHARD.name: REDUCE_SHARD}
 
 NAMES = (*_OPERATIONS, *MESSAGES, "barrier", SIGNALS)
 """What kernels can be listed for."""

@@ -72,7 +72,7 @@ def plan(
     algorithm: str | None,
     root: int | None = None,
 ) -> Plan:
-    """Return the plan of a call of an operation."""
+    """Prepare a call of an operation, and return its plan."""
     with calls.alone(operation.name):
         launch, out, chosen = calls.prepared(
             operation, x, op, out, stream, algorithm, root

@@ -54,7 +54,7 @@ def add_call(world, name, algorithm, count):
     kind = INT64
     if operation.reduces:
         kind = FLOAT64 if algorithm.endswith("sentinel") else random.choice(KINDS)
-    sources, words = world.inputs(count * operation.parts(world.size), DRAW[kind])
+    sources, words = world.inputs(count * operation.shards(world.size), DRAW[kind])
     root = random.randrange(world.size)
     wanted = [wanted_of(name, words, r, root, kind) for r in range(world.size)]
     in_place = len(wanted[root]) == len(words[0]) and random.random() < 0.5

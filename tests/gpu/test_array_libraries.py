@@ -120,7 +120,7 @@ def test_a_pointer_with_the_array_interface(comm, world):
         world,
         ns.ArgumentError,
         lambda: comm.all_reduce(x, out=constant),
-        "out is read-only",
+        "expected a writable out",
     )
 
 

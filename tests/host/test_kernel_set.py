@@ -14,14 +14,14 @@ from numba_symm.collectives import kernel_set
 from numba_symm.collectives.kernel_set import MESSAGES, NAMES, SIGNALS, endpoint
 from numba_symm.collectives.kernels import barrier
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.operations import OPERATIONS, REDUCE_PART
+from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.errors import ArgumentError
 from numba_symm.kernels import listed
 from tests.kernels import every_kernel, named
 
 GPU = SimpleNamespace(ordinal=0, compute_capability=(9, 0), name="a GPU")
-FOUND = {**OPERATIONS, "reduce_scatter_v": REDUCE_PART}
+FOUND = {**OPERATIONS, "reduce_scatter_v": REDUCE_SHARD}
 REDUCED = [
     *(("float32", "max"), ("bfloat16", "sum"), ("int64", "prod"), ("bool", "land")),
     *(("complex128", "sum"), ("float8_e5m2", "min")),
@@ -43,12 +43,12 @@ def an_array(chance, count, dtype, base):
 def make_a_call(chance, operation, dtype, op, end):
     """Bind one call as a program might make it, of up to 2 GiB."""
     dtype = dtypes.checked(dtype, "test")
-    parts = operation.parts(end.size)
+    shards = operation.shards(end.size)
     count = int(2 ** chance.uniform(0, 31)) // dtype.itemsize
     if chance.random() < 0.5:
         whole = chance.choice([16, 1024, 128 * end.size, 2**20])
         count = max(1, count // whole) * whole
-    count = max(1, count // parts) * parts
+    count = max(1, count // shards) * shards
     x = an_array(chance, count, dtype, 1 << 44)
     wanted = math.prod(operation.shape(x, end.size))
     out = an_array(chance, wanted, dtype, 1 << 45)

@@ -86,7 +86,7 @@ def wanted_of(name, inputs, rank, root):
 
 def check_operation(comm, operation, algorithm, count):
     """Check one call, between symmetric arrays, of ``count`` float32 a part."""
-    count *= operation.parts(comm.size)
+    count *= operation.shards(comm.size)
     root = comm.size - 1
     inputs = [np.arange(count, dtype=np.float32) % 91 + r for r in range(comm.size)]
     x = array_of(comm, inputs[comm.rank], True)

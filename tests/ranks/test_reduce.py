@@ -244,7 +244,7 @@ def test_a_root_that_is_no_rank(comm, world, root):
         world,
         ns.ArgumentError,
         lambda: comm.reduce(x, root=root),
-        f"reduce: root={root!r}; give a rank from 0 to {comm.size - 1}",
+        f"reduce: root: expected a rank from 0 to {comm.size - 1}, got {root!r}",
     )
     check_works(comm)
     meet(comm, world)
@@ -256,7 +256,7 @@ def test_bad_calls(comm, world):
         world,
         ns.ArgumentError,
         lambda: comm.reduce(x, root=comm.rank, out=ordinary(7, np.float32)),
-        "out has 7",
+        "got 7",
     )
     check_works(comm)
     meet(comm, world)
@@ -283,7 +283,7 @@ def test_debug_mode_tells_of_differing_roots(careful, world, name):
         world,
         ns.ArgumentError,
         lambda: call(x, root=-mine),
-        f"rank {careful.size - 1}: reduce: root=-1",
+        f"rank {careful.size - 1}: reduce: root: expected a rank",
     )
     check_works(careful)
 

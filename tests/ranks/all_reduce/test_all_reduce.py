@@ -70,12 +70,12 @@ def sampled(seed, algorithm, dtype, comm, largest):
 def test_every_dtype_and_op_gives_numpys_bits(comm, world, algorithm, dtype):
     if not takes(algorithm, dtype):
         x = comm.empty(4, dtype)
-        wanted = f"for {dtype.name} use '{algorithm.replace('sentinel', 'marked')}'"
+        wanted = f"got {dtype.name}; use '{algorithm.replace('sentinel', 'marked')}'"
         for call in (comm.all_reduce, comm.all_reduce_init):
             refused(
                 *(world, ns.ArgumentError),
                 lambda f=call: f(x, algorithm=algorithm),
-                *("is for floats", wanted),
+                *("expected floats for algorithm=", wanted),
             )
         return
     largest = 100 if SIMULATED else 1 << 20
