@@ -153,7 +153,7 @@ def listing_launch():
         (["all_reduce"], ["V3"], ["sum"], "expected a dtype that has operators"),
         (["all_reduce"], ["float32"], ["plus"], "pass one of 'sum', 'prod'"),
         (["all_reduce"], ["float32"], ["sum", "band"], "of float32, got op='band'"),
-        (["scan"], ["float32"], ["avg"], "op='avg' means nothing"),
+        (["scan"], ["float32"], ["avg"], "op='avg' is not defined"),
     ],
 )  # fmt: skip
 def test_what_no_call_can_have_is_refused(names, given, ops, text):
