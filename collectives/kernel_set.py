@@ -5,6 +5,7 @@ alignments. So they follow from the table of operations, the limits of ``select.
 the algorithms. Nothing is compiled or loaded, and no GPU is needed.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +15,12 @@ from numba_symm import dtypes, pads
 from numba_symm.collectives import select
 from numba_symm.collectives.kernels import barrier, transfer
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD, Operation
+from numba_symm.collectives.operations import (
+    OPERATIONS,
+    REDUCE_SHARD,
+    Operation,
+    compiling,
+)
 from numba_symm.collectives.protocols.binding import Call, Endpoint
 from numba_symm.collectives.protocols.partition import LINE
 from numba_symm.collectives.protocols.workspace import (
@@ -44,7 +50,7 @@ _FAR = 1 << 40  # an output's address, apart from the input's
 
 
 class _Anywhere(NamedTuple):
-    """Symmetric memory at one address on all ranks."""
+    """Symmetric memory that every rank sees at the same address."""
 
     addresses: tuple[int, ...]
 
@@ -60,10 +66,6 @@ def endpoint(size: int, max_blocks: int = MAX_BLOCKS) -> Endpoint:
         size: the number of ranks.
         max_blocks: as ``Endpoint.max_blocks``.
     """
-
-    def place(address: int, nbytes: int) -> _Anywhere:
-        return _Anywhere((address,) * size)
-
     return Endpoint(
         rank=0,
         size=size,
@@ -71,13 +73,22 @@ def endpoint(size: int, max_blocks: int = MAX_BLOCKS) -> Endpoint:
         workspaces=tuple(range(size)),
         max_blocks=max_blocks,
         multiprocessors=MAX_BLOCKS,
-        place=place,
+        place=_anywhere(size),
         order=None,
     )
 
 
+def _anywhere(size: int) -> Callable[[int, int], _Anywhere]:
+    """Return a function for ``Endpoint.place``: all arrays are symmetric."""
+    return lambda address, nbytes: _Anywhere((address,) * size)
+
+
 def kernels(
-    names: Sequence[str], given: Sequence[Any], ops: Sequence[Any], end: Endpoint
+    names: Sequence[str],
+    given: Sequence[Any],
+    ops: Sequence[Any],
+    end: Endpoint,
+    what: str,
 ) -> list[Kernel]:
     """Return the kernels that calls need, each once.
 
@@ -85,15 +96,17 @@ def kernels(
         names: the calls, some of ``NAMES``.
         given: the dtypes of their arrays.
         ops: the operators of those that reduce.
-        end: an end of the communicator.
+        end: an end of the communicator; where its symmetric memory lies is not asked.
+        what: who asks, for errors.
 
     Raises:
         ArgumentError: a name, dtype or operator is unknown, or an operator is one that
             no call can have with any of the dtypes.
     """
-    _check_names(names)
-    numpy_dtypes = [dtypes.checked(each, "dtypes") for each in given]
-    operators = [dtypes.reduction(op, "ops") for op in ops]
+    _check_names(names, what)
+    numpy_dtypes = [dtypes.checked(each, what) for each in _several(given, what)]
+    operators = [dtypes.reduction(op, what) for op in _several(ops, what)]
+    end = dataclasses.replace(end, place=_anywhere(end.size))
     with listed() as found:
         for name in names:
             if name in _OPERATIONS:
@@ -107,11 +120,25 @@ def kernels(
     return list(found)
 
 
-def _check_names(names: Sequence[str]) -> None:
-    for name in names:
-        if name not in NAMES:
-            known = ", ".join(map(repr, NAMES))
-            raise ArgumentError(f"expected calls, got {name!r}; pass some of {known}")
+def _check_names(names: Sequence[str], what: str) -> None:
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not names:
+        got = repr(unknown[0]) if unknown else "none"
+        known = ", ".join(map(repr, NAMES))
+        raise ArgumentError(
+            f"{what}: expected names of calls, got {got}; pass some of {known}"
+        )
+
+
+def _several(values: Any, what: str) -> list[Any]:
+    """Return the members of a sequence of at least one."""
+    members = list(values) if isinstance(values, (list, tuple)) else []
+    if not members:
+        raise ArgumentError(
+            f"{what}: expected a list or tuple of dtypes and one of operators, got "
+            f"{values!r}; pass dtypes=('float32',), ops=('sum',), say"
+        )
+    return members
 
 
 def _bind_operation(
@@ -133,6 +160,32 @@ def _bind_operation(
         if not any(_suits(operation, element, op) for element, _ in pairs):
             operation.check(op)
             dtypes.check(op, pairs[0][0], operation.name)
+
+
+def check_capability(
+    found: Sequence[Kernel], capability: tuple[int, int], what: str
+) -> None:
+    """Refuse kernels with an element type that such a GPU cannot convert."""
+    kinds = {each for kernel in found for each in kernel.constants}
+    for kind in kinds:
+        if isinstance(kind, Element):
+            gpu = "a GPU of that kind"
+            dtypes.check_capability(kind, capability, gpu, what)
+
+
+def load(found: Sequence[Kernel], rank: int, size: int, what: str) -> None:
+    """Load kernels on the current device, compiled by all ranks of the host together.
+
+    Each rank begins with another part of them, and takes from the disk cache what the
+    others have compiled by then.
+
+    Raises:
+        ArgumentError: Numba cannot compile a user's operator.
+    """
+    first = rank * len(found) // size
+    for kernel in (*found[first:], *found[:first]):
+        with compiling(kernel.constants, what):
+            kernel.load()
 
 
 def _suits(operation: Operation, element: Element, op: Op) -> bool:
@@ -187,7 +240,7 @@ def _bind_messages(given: list[np.dtype[Any]], end: Endpoint) -> None:
     for dtype in given:
         width = dtypes.moved(dtype, 1)[0].itemsize
         while width <= VECTOR:
-            transfer.bind(end, [Message(1 % end.size, 0, width)], [])
+            transfer.bind(end, [Message((end.rank + 1) % end.size, 0, width)], [])
             width *= 2
 
 

@@ -1,7 +1,7 @@
 """The collective operations: their arguments, their results and their algorithms."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -201,22 +201,29 @@ class Operation(NamedTuple):
         found = self.algorithms[algorithm]
         if not found.suits(end.size, call):
             found = self.algorithms["chunked"]
-        with _compiling(call.op, call.element, self.name):
+        with compiling((call.op, call.element), self.name):
             return found.bind(end, call)
 
 
 @contextmanager
-def _compiling(op: Op, element: Element, what: str) -> Iterator[None]:
-    """Raise ArgumentError if Numba cannot compile a user's operator."""
+def compiling(constants: Sequence[Any], what: str) -> Iterator[None]:
+    """Raise ArgumentError if Numba cannot compile a user's operator.
+
+    Args:
+        constants: the kernel's, or those of a call, which may have a user's operator.
+        what: the operation.
+    """
     try:
         yield
     except NumbaError as error:
-        if not isinstance(op, dtypes.UserOperator):
-            raise
-        raise ArgumentError(
-            f"{what}: expected a function that numba.cuda compiles for two "
-            f"{element.accumulate.name}, got op={op}: {error}"
-        ) from error
+        for op in constants:
+            if isinstance(op, dtypes.UserOperator):
+                (kind,) = (each for each in constants if isinstance(each, Element))
+                raise ArgumentError(
+                    f"{what}: expected a function that numba.cuda compiles for two "
+                    f"{kind.accumulate.name}, got op={op}: {error}"
+                ) from error
+        raise
 
 
 def _reducible(dtype: Any, op: Op, gpu: GPU, what: str) -> Element:

@@ -17,7 +17,7 @@ from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.errors import ArgumentError
-from numba_symm.kernels import listed
+from numba_symm.kernels import Kernel, listed
 from tests.kernels import every_kernel, named
 
 GPU = SimpleNamespace(ordinal=0, compute_capability=(9, 0), name="a GPU")
@@ -31,7 +31,7 @@ CALLS = 200  # for each type and number of ranks
 
 
 def listing(name, dtype="float32", op="sum", size=4, max_blocks=256):
-    return kernel_set.kernels([name], [dtype], [op], endpoint(size, max_blocks))
+    return kernel_set.kernels([name], [dtype], [op], endpoint(size, max_blocks), "test")
 
 
 def an_array(chance, count, dtype, base):
@@ -70,9 +70,9 @@ def test_calls_of_any_size_and_alignment_bind_kernels_that_are_listed(name, size
     operation = FOUND[name]
     max_blocks = chance.choice([256, 248, 200, 31])
     for dtype, op in REDUCED if operation.reduces else MOVED:
-        end = endpoint(size, max_blocks)
-        known = kernel_set.kernels([name], [dtype], [op], end)
-        end = dataclasses.replace(end, rank=chance.randrange(size))
+        rank = chance.randrange(size)
+        end = dataclasses.replace(endpoint(size, max_blocks), rank=rank)
+        known = kernel_set.kernels([name], [dtype], [op], end, "test")
         with listed() as bound, mock.patch.object(arrays, "check_device"):
             for _ in range(CALLS):
                 make_a_call(chance, operation, dtype, op, end)
@@ -84,15 +84,18 @@ def test_calls_of_any_size_and_alignment_bind_kernels_that_are_listed(name, size
 def test_messages_of_any_size_and_alignment_bind_kernels_that_are_listed(size):
     chance = random.Random(size)
     for dtype, _ in MOVED:
-        known = listing(chance.choice(MESSAGES), dtype, size=size)
+        end = dataclasses.replace(endpoint(size), rank=chance.randrange(size))
+        names = [chance.choice(MESSAGES)]
+        known = kernel_set.kernels(names, [dtype], ["sum"], end, "test")
         kind = dtypes.checked(dtype, "test")
         with listed() as bound:
             for _ in range(CALLS):
                 count = int(2 ** chance.uniform(0, 31)) // kind.itemsize
                 x = an_array(chance, count, kind, 1 << 44)
-                message = Message(chance.randrange(1, size), x.address, x.nbytes)
-                Transfers([message], []).packed(endpoint(size))
-                Transfers([], [message]).packed(endpoint(size))
+                peer = (end.rank + chance.randrange(1, size)) % size
+                message = Message(peer, x.address, x.nbytes)
+                Transfers([message], []).packed(end)
+                Transfers([], [message]).packed(end)
         assert not bound.keys() - set(known)
 
 
@@ -100,7 +103,9 @@ def test_all_names_together_are_all_kernels_of_the_package():
     found = {
         named(kernel.factory)
         for size in (2, 3)
-        for kernel in kernel_set.kernels(NAMES, ["float32"], ["sum"], endpoint(size))
+        for kernel in kernel_set.kernels(
+            NAMES, ["float32"], ["sum"], endpoint(size), "test"
+        )
     }
     # A call has to name the algorithm of this one, which is never chosen.
     others = every_kernel() - found
@@ -117,7 +122,7 @@ def test_a_name_has_the_kernels_of_that_call_alone():
 
 def test_kernels_that_several_calls_need_are_listed_once():
     both = kernel_set.kernels(
-        ["reduce", "all_reduce"], ["float32", "float32"], ["sum"], endpoint(2)
+        ["reduce", "all_reduce"], ["float32", "float32"], ["sum"], endpoint(2), "test"
     )
     assert len(both) == len(set(both))
     assert set(both) == {*listing("reduce", size=2), *listing("all_reduce", size=2)}
@@ -149,6 +154,9 @@ def listing_launch():
     ("names", "given", "ops", "text"),
     [
         (["allreduce"], ["float32"], ["sum"], "got 'allreduce'; pass"),
+        ([], ["float32"], ["sum"], "got none; pass some of 'all_reduce'"),
+        (["all_reduce"], "float32", ["sum"], "expected a list or tuple"),
+        (["all_reduce"], ["float32"], (), "expected a list or tuple"),
         (["all_reduce"], ["float31"], ["sum"], "expected a dtype"),
         (["all_reduce"], ["V3"], ["sum"], "expected a dtype that has operators"),
         (["all_reduce"], ["float32"], ["plus"], "pass one of 'sum', 'prod'"),
@@ -158,15 +166,52 @@ def listing_launch():
 )  # fmt: skip
 def test_what_no_call_can_have_is_refused(names, given, ops, text):
     with pytest.raises(ArgumentError, match=text):
-        kernel_set.kernels(names, given, ops, endpoint(2))
+        kernel_set.kernels(names, given, ops, endpoint(2), "prepare")
 
 
 def test_an_operator_of_one_of_the_dtypes_is_listed_for_that():
     given = ["float32", "int32"]
-    both = kernel_set.kernels(["all_reduce"], given, ["sum", "band"], endpoint(2))
+    both = kernel_set.kernels(
+        ["all_reduce"], given, ["sum", "band"], endpoint(2), "test"
+    )
     floats, integers = (
         [each for each in both if dtypes.element(name, "test") in each.constants]
         for name in given
     )
     assert {each.constants[2] for each in floats} == {"sum"}
     assert {each.constants[2] for each in integers} == {"sum", "band"}
+
+
+class Loaded:
+    """A kernel that notes when it is loaded."""
+
+    def __init__(self, number, noted):
+        self.constants = (number,)
+        self.load = lambda: noted.append(number)
+
+
+def test_each_rank_begins_to_load_with_another_part():
+    orders = []
+    for rank in range(3):
+        noted = []
+        kernel_set.load([Loaded(n, noted) for n in range(7)], rank, 3, "test")
+        orders.append(noted)
+    assert [order[0] for order in orders] == [0, 2, 4]
+    assert all(sorted(order) == list(range(7)) for order in orders)
+
+
+def test_a_users_operator_that_numba_cannot_compile_is_named(monkeypatch):
+    def spelled(a, b):
+        return a.spelled + b
+
+    kernels = listing("all_reduce", op=spelled)
+    monkeypatch.setattr(Kernel, "load", lambda kernel: kernel.ptx((9, 0)))
+    with pytest.raises(ArgumentError, match=r"prepare: expected a function.*spelled"):
+        kernel_set.load(kernels, 0, 1, "prepare")
+
+
+def test_a_type_that_the_gpu_cannot_convert_is_refused():
+    kernels = listing("all_reduce", dtype="float8_e5m2")
+    kernel_set.check_capability(kernels, (8, 9), "prepare")
+    with pytest.raises(ArgumentError, match=r"prepare: expected.*8\.9"):
+        kernel_set.check_capability(kernels, (8, 0), "prepare")
