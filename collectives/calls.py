@@ -5,7 +5,6 @@ the workspace and the order of streams. ``communicator.py`` has the methods that
 call; ``lifetime.py`` makes and closes these parts.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +12,7 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from numba_symm import arrays, dtypes, streams
-from numba_symm.arrays import ArrayView
+from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives.checks import check_rank
 from numba_symm.collectives.kernels import barrier
@@ -75,6 +74,7 @@ class Calls:
         self.debug = debug
         self.memory: arrays.Memory | None = memory
         self.pending: Pending | None = None
+        self._own = owned(stream)
         self._within: dict[None, int] = {}  # the identifier of the thread in a call
         self._plans = Cache(MAX_PLANS)
         self._barrier: Enqueue | None = None
@@ -236,12 +236,24 @@ class Calls:
         root: int | None = None,
     ) -> Any:
         """Check, pack and enqueue an operation; return its output."""
-        self.begin(operation.name)
+        what = operation.name
+        self.begin(what)
         try:
-            launch, out, chosen = self.prepared(
-                operation, x, op, out, stream, algorithm, root
-            )
-            self.run(operation.name, launch, chosen, x, out)
+            if self.debug:
+                launch, out, chosen = self.prepared(
+                    operation, x, op, out, stream, algorithm, root
+                )
+            else:  # what made() does, without the cost of passing on all arguments
+                self.island.check_open()
+                try:
+                    launch, out, chosen = self._bound(
+                        operation, x, op, out, stream, algorithm, root
+                    )
+                except BaseException as error:
+                    self.give_up_unless_refused(error, what)
+                    raise
+                self.island.check()
+            self.run(what, launch, chosen, x, out)
         finally:
             self.finish()
         return out
@@ -259,13 +271,11 @@ class Calls:
         """Check and pack a call that is enqueued later."""
         what = operation.name
         given = operation, x, op, out, stream, algorithm, root
-        if not self.compares():
-            return self.made(what, self._bound, *given)
 
         def words(_: object) -> str:
-            return operation.described(arrays.view(x, what), op, algorithm, root)
+            return operation.described(x, op, algorithm, root)
 
-        return self.agreed(what, words, self._bound, *given)
+        return self.checked(what, words, self._bound, *given)
 
     def _bound(
         self,
@@ -278,26 +288,26 @@ class Calls:
         root: int | None,
     ) -> Bound:
         what = operation.name
-        source = arrays.dense(arrays.view(x, what), what)
+        source = arrays.fields(x, what)
         chosen = self.stream_for(stream, x)
         if operation.rooted:
             root = check_rank(root, self.size, f"{what}: root")
         if operation.at_root and root != self.rank:
             out = None  # ignored, as in MPI
         elif out is None:
-            shape = operation.shape(source, self.size)
-            out = self.new(source, shape, chosen[0], what)
+            like = arrays.dense(ArrayView(*source), what)
+            out = self.new(like, operation.shape(like, self.size), chosen[0], what)
         target = None
         if out is not None:
-            target = source if out is x else arrays.view(out, f"{what}: out")
+            target = source if out is x else arrays.fields(out, f"{what}: out")
         launch = self.packed(operation, source, target, op, algorithm, root)
         return launch, out, chosen
 
     def packed(
         self,
         operation: Operation,
-        source: ArrayView,
-        target: ArrayView | None,
+        source: Fields,
+        target: Fields | None,
         op: Any,
         algorithm: str | None,
         root: int | None,
@@ -307,22 +317,24 @@ class Calls:
         ``target`` is None on a rank that has no output.
         """
         what = operation.name
-        op = dtypes.reduction(op if operation.reduces else "sum", what)
+        if not operation.reduces:
+            op = "sum"
+        elif type(op) is not str:  # another one is checked if it is not remembered
+            op = dtypes.reduction(op, what)
         if algorithm is not None:
             operation.check_algorithm(algorithm)
-        # All attributes that are checked below.
-        read = (source.address, source.shape, source.dtype, source.order)
-        written = None
-        if target is not None:
-            written = (target.address, target.size, target.order, target.readonly)
-        # Plans hold peers' addresses, which change when a symmetric block is unmapped.
-        key = (what, algorithm, op, root, read, written, self.heap.generation)
-        same_type = target is None or target.dtype == source.dtype
+        # All attributes that are checked below. Plans hold peers' addresses, which
+        # change when a symmetric block is unmapped.
+        key = (what, algorithm, op, root, source, target, self.heap.generation)
         known: Enqueue | None = self._plans.get(key)
-        if known is not UNKNOWN and same_type:
+        if known is not UNKNOWN:
             return known
+        if isinstance(op, str):
+            op = dtypes.reduction(op, what)
+        read = arrays.dense(ArrayView(*source), what)
+        written = None if target is None else ArrayView(*target)
         name, call = operation.work(
-            source, target, op, algorithm, root, self.end, self.gpu
+            read, written, op, algorithm, root, self.end, self.gpu
         )
         launch = None
         if call is not None:
@@ -386,17 +398,6 @@ class Calls:
             )
         return view
 
-    def symmetric(self, shape: Any, dtype: Any, what: str) -> Any:
-        """Return a new symmetric array of zeros. Collective."""
-        exchange = self.island.exchange
-        with self.set_up(what):
-            with exchange.agreed(what):
-                dtype = dtypes.checked(dtype, what)
-                shape = arrays.checked_shape(shape, dtype, what)
-            exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
-            memory, _ = self.heap.allocate(math.prod(shape) * dtype.itemsize, what)
-            return memory.array(shape, dtype)
-
     def new(
         self, like: ArrayView, shape: tuple[int, ...], handle: int, what: str
     ) -> Any:
@@ -418,7 +419,7 @@ class Calls:
 
     def default_stream(self, stream: Any) -> Stream:
         """Return the stream that was passed; for None, the communicator's."""
-        return owned(self.stream if stream is None else stream)
+        return self._own if stream is None else owned(stream)
 
     # Enqueueing, and its failures.
 

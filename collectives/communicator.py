@@ -159,12 +159,12 @@ class Communicator:
             ArgumentError: shape or dtype are wrong, or differ between ranks.
             BackendError: a rank does not have enough memory.
         """
-        return self._calls.symmetric(shape, dtype, "empty")
+        return self._calls.heap.array(shape, dtype, "empty")
 
     @by_one_thread
     def zeros(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
         """Return a new symmetric array of zeros. See :meth:`empty`."""
-        return self._calls.symmetric(shape, dtype, "zeros")
+        return self._calls.heap.array(shape, dtype, "zeros")
 
     @by_one_thread
     def rendezvous(self, array: Any) -> SymmetricMemory:

@@ -160,9 +160,10 @@ class Operation(NamedTuple):
         return name, Call(source.address, address, count, element, op, root or 0)
 
     def described(
-        self, x: ArrayView, op: Any, algorithm: str | None, root: int | None
+        self, x: Any, op: Any, algorithm: str | None, root: int | None
     ) -> str:
         """Return a text of the arguments on which the ranks must agree."""
+        x = arrays.view(x, self.name)
         words = [f"{x.size} {x.dtype.name} in {x.order} order"]
         if self.reduces:
             words.append(f"op {dtypes.reduction(op, self.name)!r}")

@@ -220,7 +220,7 @@ def _shards(
     launches = []
     for root, (first, count) in enumerate(places):
         address = source.address + first * itemsize
-        shard = source._replace(address=address, shape=(count,), size=count)
+        shard = source._replace(address=address, shape=(count,))
         into = target._replace(shape=(count,)) if root == calls.rank else None
         launches.append(calls.packed(REDUCE_SHARD, shard, into, op, None, root))
     op = dtypes.reduction(op, what)
