@@ -212,6 +212,12 @@ def _fill_sentinels(island: Island, workspace: int) -> None:
         island.backend.fill(workspace + region.slots, nbytes, 0xFF)
 
 
+def blocks_of(multiprocessors: int) -> int:
+    """Return the most blocks of a call on a GPU with so many multiprocessors."""
+    resident = multiprocessors * (REGISTERS // BLOCK_REGISTERS)
+    return min(MAX_BLOCKS, resident // 4)
+
+
 def _block_limit(asked: int | None) -> int:
     """Return how many blocks of a call this GPU should hold at most.
 
@@ -224,8 +230,7 @@ def _block_limit(asked: int | None) -> int:
     from cuda.core import Device
 
     multiprocessors = int(Device().properties.multiprocessor_count)
-    resident = multiprocessors * (REGISTERS // BLOCK_REGISTERS)
-    limit = min(MAX_BLOCKS, resident // 4)
+    limit = blocks_of(multiprocessors)
     if asked is None:
         return limit
     if asked > multiprocessors:

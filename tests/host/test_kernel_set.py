@@ -37,7 +37,7 @@ def listing(name, dtype="float32", op="sum", size=4, max_blocks=256):
 def an_array(chance, count, dtype, base):
     """Return an array on a 16-byte boundary, or off it by some elements."""
     offset = chance.choice([0, 0, 16, chance.randrange(16)]) * dtype.itemsize
-    return ArrayView(base + offset, (count,), count, dtype, "C", False)
+    return ArrayView(base + offset, (count,), dtype, "C", False)
 
 
 def make_a_call(chance, operation, dtype, op, end):
