@@ -18,22 +18,7 @@ from numba_symm import device as symm
 from numba_symm.collectives import operations
 from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
 from tests.absence import AWAY, PATIENT, SOON, context_is_alive, input_of, reduced
-from tests.spawned import Ranks, attempt
-
-
-@pytest.fixture(scope="module")
-def two():
-    """Two ranks, which go on from test to test: starting some takes a second each."""
-    with Ranks(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def three():
-    """Three ranks, which go on as well."""
-    with Ranks(3) as ranks:
-        yield ranks
-
+from tests.spawned import attempt
 
 # What the ranks that come do, each call needing the rank that does not. Each function
 # returns a call of no arguments; what needs all ranks happens before.
