@@ -14,7 +14,7 @@ from numba_symm import device as symm
 from numba_symm import pads
 from tests.ranks.helpers import get, put
 
-ONE_SHOT = Path(__file__).parents[2] / "docs/programs/one_shot.py"
+ONE_SHOT = Path(__file__).parents[3] / "docs/programs/one_shot.py"
 
 THREADS = 8  # the simulator's threads are slow
 BLOCKS = 3
