@@ -41,7 +41,9 @@ def every_kernel():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and maker_of(node) in MAKERS:
                 factory = ast.unparse(node.args[0])
-                if factory != "factory":  # of a function that hands it on
+                if (
+                    factory != "factory"
+                ):  # the parameter of a function that passes it on
                     found.add(f"{module}.{factory}")
     return found
 

@@ -1,8 +1,8 @@
-"""Ranks played by processes of their own, without MPI: one may die, the others go on.
+"""Ranks as spawned processes, without MPI: one may die while the others continue.
 
-mpirun ends a job when one of its ranks ends badly, so what the survivors see can only
-be tested here. The processes are spawned, never forked; the parent is the hub of
-their communicator, keeps the deadline and kills whoever has not ended by then.
+mpirun ends a job when one of its ranks fails, so the errors of the other ranks can only
+be tested here. The parent passes the messages of their communicator, and kills the
+processes that have not ended at the deadline.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ GOODBYE = 15  # seconds that a process may take to end once its rank has left
 
 
 class RankLeft(Exception):
-    """A rank waits in a collective that another one will never enter."""
+    """A rank waits in a collective that another rank does not call."""
 
 
 class HubComm:
-    """What the library asks of a communicator, between spawned processes."""
+    """A communicator between spawned processes, as the library requires it."""
 
     def __init__(self, hub: Connection, me: int, members: Sequence[int]):
         self._hub, self._me, self._members = hub, me, tuple(members)
@@ -73,8 +73,8 @@ class Outcome:
     Attributes:
         value: what its function returned.
         error: ``"Class: text"`` of what it raised, "" if it returned.
-        trace: the traceback of that.
-        output: all that it printed, to stdout and stderr.
+        trace: the traceback of the error.
+        output: what it printed, to stdout and stderr.
         code: the process' exit code; minus a signal's number if that ended it.
         left: whether its function returned or raised an exception.
     """
@@ -90,8 +90,8 @@ class Outcome:
 class Ranks:
     """Processes that play ``n`` ranks in one job after another.
 
-    They begin with the first job, and again after one in which a rank failed. They end
-    with the ``with`` statement, all of them well, or the test fails.
+    They start with the first job, and again after a job in which a rank failed. They
+    end with the ``with`` statement. If one of them fails then, so does the test.
 
     Args:
         n: the number of ranks; the test is skipped if they cannot have a GPU each.
@@ -123,7 +123,7 @@ class Ranks:
     def outcomes(
         self, function: Callable[..., Any], *args: Any, deadline: float
     ) -> list[Outcome]:
-        """Run ``function(comm, *args)`` on all ranks; return how each one left it."""
+        """Run ``function(comm, *args)`` on all ranks; return the outcome of each."""
         self._results = [Outcome() for _ in range(self._n)]
         self._deadline, self._stuck = deadline, list(range(self._n))
         if not self._processes:
@@ -139,7 +139,7 @@ class Ranks:
         return self._results
 
     def end(self) -> None:
-        """End the processes; note in the latest outcomes how each one ended."""
+        """End the processes; complete the latest outcomes."""
         for hub in self._hubs if self._processes else ():
             hub.close()
         for rank, process in enumerate(self._processes):
@@ -187,14 +187,14 @@ def outcomes(
     deadline: float = 60,
     environ: Sequence[dict[str, str]] = (),
 ) -> list[Outcome]:
-    """Run ``function(comm, *args)`` on ``n`` new ranks; return how each one ended.
+    """Run ``function(comm, *args)`` on ``n`` new ranks; return the outcomes.
 
     Skips the test where ``n`` ranks cannot have a GPU.
 
     Args:
         n: the number of ranks.
         function: of a module; the ranks import it.
-        args: what can be pickled.
+        args: its arguments, which are pickled.
         deadline: seconds after which ranks that have not ended are killed.
         environ: environment variables of each rank, set before numba is imported.
     """
@@ -254,7 +254,7 @@ def simulated(n: int) -> bool:
 
 
 def _serve(hubs: list[Connection], results: list[Outcome], end: float) -> list[int]:
-    """Pass messages until all ranks have left or time is up; return who is left."""
+    """Pass messages until all ranks have left, or the deadline; return the others."""
     present = dict(enumerate(hubs))
     waiting: dict[int, list[Any]] = {}  # by rank: with whom, what
     while present:
@@ -293,7 +293,7 @@ def _serve(hubs: list[Connection], results: list[Outcome], end: float) -> list[i
 
 
 def _play(hub, rank, n, environ, log):
-    """Be one rank: what a spawned process does."""
+    """Run jobs as one rank, in a spawned process."""
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

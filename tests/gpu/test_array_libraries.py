@@ -1,4 +1,4 @@
-"""Arrays of Numba, CuPy and torch are taken as they are; what is elsewhere is not."""
+"""Arrays of Numba, CuPy and torch are used in place; others are refused."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_torch_tensors(comm, torch, dtype, algorithm):
 
 
 def test_torch_tensors_of_odd_views(comm, torch):
-    """A slice begins anywhere; a transposed tensor has gaps for nobody."""
+    """A slice may start at any element; a transposed tensor has no gaps."""
     whole = torch.full((1001,), comm.rank + 1.0, device="cuda")
     comm.all_reduce(whole[3:], out=whole[3:])
     plane = torch.full((40, 20), comm.rank + 1.0, device="cuda").T

@@ -1,4 +1,4 @@
-"""What ranks are started with: each other, and how many multiprocessors they take."""
+"""The start of communicators, and the multiprocessors that they occupy."""
 
 import os
 import warnings
@@ -69,7 +69,7 @@ def bound(monkeypatch):
 
 
 def wanted_of(name, inputs, rank, root):
-    """Return what an operation gives to a rank, of integers that are summed."""
+    """Return a rank's expected result of an operation that sums integers."""
     part = inputs[0].size // len(inputs)
     mine = slice(rank * part, (rank + 1) * part)
     return {

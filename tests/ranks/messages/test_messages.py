@@ -30,7 +30,7 @@ from tests.ranks.messages.contents import (
 
 
 def edges(size):
-    """Return bytes of messages around where another piece or channel begins."""
+    """Return sizes of messages around those that need another chunk or channel."""
     row = THREADS * VECTOR
     channels, rows = channels_of(size), transfer_rows(size)
     whole = [row, row * channels, row * channels * rows, row * channels * rows * DEPTH]
@@ -62,7 +62,7 @@ def test_types_and_places(comm, world):
     for step in range(12 if SIMULATED else 100):
         dtype = DTYPES[step % len(DTYPES)]
         count = lot.randrange(0, 300 if SIMULATED else 200_000)
-        # Where it lies differs between ranks, and changes nothing.
+        # Its address may differ between ranks.
         mine = random.Random(100 * step + comm.rank)
         places = [
             {"symmetric": mine.random() < 0.5, "offset": mine.choice([0, 0, 1, 3])}
@@ -84,7 +84,7 @@ def test_types_and_places(comm, world):
 
 @needs_peers
 def test_a_sender_far_ahead_of_its_receivers(comm, world):
-    """Calls that nobody has received wait their turn, and none is lost."""
+    """Messages wait until they are received, and none is lost."""
     calls = 40 if SIMULATED else 1000
     dtype, sizes = DTYPES[2], (3, 700, 40)
     arrays = [ordinary(sizes[call % 3], dtype) for call in range(calls)]
@@ -164,7 +164,7 @@ def test_messages_of_a_pair_match_in_order(comm, world, number):
 
 @needs_peers
 def test_empty_messages_are_messages(comm, world):
-    """They take their turn; in the vector forms, too, where counts are 0."""
+    """They keep their order; in the v forms, too, where counts are 0."""
     right, left = right_and_left(comm)
     nothing, x, out = comm.zeros(0), comm.zeros(5), comm.zeros(5)
     put(x, np.full(5, comm.rank, np.float32))
@@ -203,7 +203,7 @@ def test_a_group_takes_so_many_messages_of_a_pair(comm, world):
 
 @needs_peers
 def test_numpys_integers_are_ranks(comm, world):
-    """Also unsigned ones, with which nobody must calculate."""
+    """Also unsigned ones, whose differences would overflow."""
     right, left = (np.uint8(rank) for rank in right_and_left(comm))
     x, out = comm.zeros(5), comm.zeros(5)
     put(x, np.full(5, comm.rank, np.float32))
@@ -261,7 +261,9 @@ def test_debug_mode_tells_of_one_ranks_mistake(world):
                 comm.gather(x[:2])
 
         for root_of_all in range(size):
-            comm.gather(x, root_of_all)  # remembered; what follows differs all the same
+            comm.gather(
+                x, root_of_all
+            )  # remembered; the following calls differ from it
         mistakes = [
             (lambda: comm.gather(x[::2] if last else x), "contiguous"),
             (scatter, "expected x with a multiple of"),
@@ -332,7 +334,7 @@ def test_nothing_of_a_group_is_started_after_an_error(comm, world):
 
 
 def test_a_line_has_ends(comm, world):
-    """A rank may send to nobody, or receive from nobody."""
+    """A rank may send to no rank, or receive from none."""
     x, out = comm.zeros(30), comm.zeros(30)
     put(x, np.full(30, comm.rank, np.float32))
     put(out, np.full(30, -1, np.float32))
@@ -419,7 +421,7 @@ def test_bad_messages(comm, world):
 
 
 @needs_peers
-def test_another_number_of_bytes_is_told(world):
+def test_another_number_of_bytes_is_an_error(world):
     """Of all ranks, also those that were not in it."""
     comm = ns.Communicator(world, timeout=60)
     x = comm.zeros(10)
@@ -433,4 +435,4 @@ def test_another_number_of_bytes_is_told(world):
     world.barrier()
     text = "rank 1 receives another number of bytes than rank 0 sends"
     refused(world, ns.CallMismatch, comm.synchronize, text)
-    comm.close()  # all were told
+    comm.close()  # every rank has raised the failure

@@ -61,7 +61,7 @@ def edges(dtype, algorithm, comm):
     if algorithm == "direct":  # a vector for each thread of an owner, and a batch
         grid = min(comm._calls.end.max_blocks, BLOCKS) * THREADS * shares
         found |= {grid * lanes, grid * lanes * BATCH}
-    if SIMULATED:  # where a round costs tens of milliseconds
+    if SIMULATED:  # where an epoch takes tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 40_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
 
@@ -88,7 +88,7 @@ def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
 
 
 def test_any_rank_may_have_any_memory(comm, world):
-    """What works on the ranks' own arrays tells them, and one is enough to refuse."""
+    """Between the ranks' own arrays, one that is not symmetric makes all refuse."""
     calls = []
     for step in range(2 * comm.size + 4):
         root, other = step % comm.size, step // 2

@@ -33,7 +33,7 @@ by_algorithm = pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
 
 
 def edges(dtype, algorithm, size, blocks):
-    """Return counts of a part's elements around where another piece begins."""
+    """Return counts of a shard around those at which another chunk begins."""
     lanes = 16 // dtype.itemsize
     if not algorithm.startswith("one_shot"):
         row, most = CHUNKED.steps(size) * THREADS, (blocks, 5 * blocks)
@@ -42,7 +42,7 @@ def edges(dtype, algorithm, size, blocks):
         most = (min(blocks, protocol.blocks) * protocol.steps(size),)
     found = {1, 2, 3, lanes}
     found |= {row * lanes * rounds for rounds in (1, *most)}
-    if SIMULATED:  # where a round costs tens of milliseconds
+    if SIMULATED:  # where an epoch takes tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 20_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
 
@@ -142,7 +142,7 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
     "algorithm", ["one_shot_ll", "one_shot_marked", "chunked", "copy_engine"]
 )
 def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
-    """Also a NaN of 64 ones, which says that nothing has come in other algorithms."""
+    """Also a NaN of 64 ones, which means "empty" in other algorithms."""
     host = np.full(100, -1, np.int64).view(np.float64)
     x = comm.empty(100, np.float64)
     put(x, host)
@@ -251,7 +251,7 @@ def test_plans(comm, world):
 
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "all_reduce"])
 def test_copy_engines_take_arrays_that_lie_differently(comm, world, name):
-    """If one rank's array is not where the others' are, all go another way."""
+    """If one rank's array is at another place, all ranks use the workspace."""
     count = 4 * comm.size * 12
     room = comm.empty((4, comm.size * count + 32), np.float32)
     one = comm.size - 1  # the rank that differs

@@ -55,7 +55,7 @@ def edges(dtype, algorithm, size, blocks):
         protocol = ONE_SHOT[algorithm.removeprefix("one_shot_")]
         row, most = THREADS, min(blocks, protocol.blocks) * protocol.steps(size)
     found = {1, lanes, row * lanes, row * lanes * most}
-    if SIMULATED:  # where a round costs tens of milliseconds
+    if SIMULATED:  # where an epoch takes tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 20_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
 
