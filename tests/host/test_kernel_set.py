@@ -1,6 +1,7 @@
 """The kernels that are listed beforehand are those that calls bind."""
 
 import dataclasses
+import inspect
 import math
 import random
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ REDUCED = [
     *(("complex128", "sum"), ("float8_e5m2", "min")),
 ]
 MOVED = [("float32", "sum"), ("bfloat16", "sum"), ("complex128", "sum"), ("V3", "sum")]
-CALLS = 200  # for each type and number of ranks
+CALLS = 120  # for each type and number of ranks
 
 
 def listing(name, dtype="float32", op="sum", size=4, max_blocks=256):
@@ -118,6 +119,20 @@ def test_a_name_has_the_kernels_of_that_call_alone():
     assert not set(listing("scan")) & set(listing("exscan"))
     assert listing("send") == listing("all_to_all_v") != []
     assert listing("send", size=1) == []
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast"])
+def test_whole_vectors_of_all_types_are_moved_by_the_same_kernels(name):
+    def ragged(kernel):
+        names = list(inspect.signature(kernel.factory).parameters)
+        return "ragged" in names and kernel.constants[names.index("ragged")]
+
+    given = ("float32", "int16", "complex128")
+    one, two, three = (set(listing(name, dtype)) for dtype in given)
+    assert any(map(ragged, one))
+    assert sum(not ragged(kernel) for kernel in one) > 3
+    for others in (two, three):
+        assert all(map(ragged, one ^ others))
 
 
 def test_kernels_that_several_calls_need_are_listed_once():
