@@ -1,11 +1,10 @@
 """The life of a call: read, check, agree, choose, remember, enqueue.
 
-``Calls`` owns what a communicator consists of: the island of ranks, its symmetric
-memory, the workspace and the order of streams. ``communicator.py`` has the methods that
-users call; ``lifetime.py`` makes and closes what is here.
+``Calls`` owns the parts of a communicator: the island of ranks, its symmetric memory,
+the workspace and the order of streams. ``communicator.py`` has the methods that users
+call; ``lifetime.py`` makes and closes these parts.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,7 +12,7 @@ from threading import get_ident
 from typing import Any, TypeVar
 
 from numba_symm import arrays, dtypes, streams
-from numba_symm.arrays import ArrayView
+from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives.checks import check_rank
 from numba_symm.collectives.kernels import barrier
@@ -30,13 +29,13 @@ from numba_symm.streams import StreamOrder
 T = TypeVar("T")
 
 _REFUSALS = (ArgumentError, ClosedError, CollectiveError)
-"""What a call raises before anything is enqueued, and may be followed by others."""
+"""Errors before anything is enqueued, after which other calls may follow."""
 
 MAX_PLANS = 1024
-"""Calls that a communicator remembers, of those made last."""
+"""The number of latest different calls that a communicator remembers, at least."""
 
 Bound = tuple[Enqueue | None, Any, Stream]
-"""A call's launch, or None if there is nothing to do; its output; its stream."""
+"""A call's launch, None for a call without elements; its output; its stream."""
 
 
 class Calls:
@@ -46,12 +45,13 @@ class Calls:
         island: the ranks with their GPUs and their status board.
         heap: their symmetric memory.
         order: orders the calls of all streams.
-        end: this rank's end, for kernels.
-        stream: of calls whose array names none; None: the legacy default stream.
+        end: this rank's end of the communicator, for kernels.
+        stream: the stream of calls whose array names none; None: the legacy default
+            stream.
         debug: whether the ranks compare their calls.
         pending: the calls of a group that is open, or None.
-        memory: the workspace's, until it is closed.
-        when_dropped: gives up what is here if nobody closes it.
+        memory: the memory of the workspace; None once the communicator is closed.
+        when_dropped: releases all this if the communicator is dropped but not closed.
     """
 
     when_dropped: "weakref.finalize[..., Calls]"
@@ -74,7 +74,8 @@ class Calls:
         self.debug = debug
         self.memory: arrays.Memory | None = memory
         self.pending: Pending | None = None
-        self._within: dict[None, int] = {}  # the thread that is in a call
+        self._own = owned(stream)
+        self._within: dict[None, int] = {}  # the identifier of the thread in a call
         self._plans = Cache(MAX_PLANS)
         self._barrier: Enqueue | None = None
 
@@ -102,7 +103,7 @@ class Calls:
     # One thread at a time.
 
     def begin(self, what: str) -> None:
-        """Keep other threads' calls out, which are refused until :meth:`finish`.
+        """Begin a call. Calls of other threads are refused until :meth:`finish`.
 
         Args:
             what: the call that begins.
@@ -110,7 +111,7 @@ class Calls:
         Raises:
             ArgumentError: another thread is in a call.
         """
-        # Atomic, and of no effect if an interrupt left this thread's mark behind.
+        # Atomic. If an interrupt prevented this thread's finish, it may begin again.
         thread = get_ident()
         if self._within.setdefault(None, thread) != thread:
             raise ArgumentError(
@@ -120,7 +121,7 @@ class Calls:
             )
 
     def finish(self) -> None:
-        """Let other threads' calls in, unless this one was added to an open group."""
+        """End a call; in an open group, other threads are still refused."""
         if self.pending is None:
             self._within.clear()
 
@@ -138,7 +139,7 @@ class Calls:
     def set_up(self, what: str) -> AbstractContextManager[None]:
         """Wait for every rank, then make a call that all ranks make, or raise on all.
 
-        If an exception that is this rank's alone ends the block, the others raise.
+        If only this rank leaves the block by an exception, the other ranks raise, too.
 
         Args:
             what: the call, as the user names it.
@@ -152,8 +153,8 @@ class Calls:
     def compares(self) -> bool:
         """Return whether the ranks compare this call.
 
-        After a failure they do not: each rank raises its own argument errors first, and
-        the failure otherwise.
+        They do not after a failure: then a rank raises its own argument errors, or the
+        failure if it has none.
         """
         return self.debug and not self.island.failed
 
@@ -164,18 +165,19 @@ class Calls:
         prepare: Callable[..., T],
         *args: Any,
     ) -> T:
-        """Return what ``prepare(*args)`` does, once every rank is ready for the call.
+        """Return ``prepare(*args)``, if all ranks pass arguments that agree.
 
         Collective, for debug mode.
 
         Args:
             what: the operation.
-            words: returns, of what was prepared, what must be equal on all ranks.
-            prepare: checks all that this rank passes.
-            *args: what it passes.
+            words: returns a text from the prepared call, which must be equal on all
+                ranks.
+            prepare: checks the arguments of this rank.
+            *args: these arguments.
 
         Raises:
-            SymmError: on all ranks: one could not prepare, or they differ in words.
+            SymmError: on all ranks: ``prepare`` failed on one, or their texts differ.
         """
         with self.set_up(what):
             return self.compared(what, words, prepare, *args)
@@ -201,18 +203,18 @@ class Calls:
         prepare: Callable[..., T],
         *args: Any,
     ) -> T:
-        """Return what ``prepare(*args)`` does, once this rank may make the call.
+        """Return ``prepare(*args)``, if this rank may make the call.
 
-        In debug mode the ranks agree first, so that an error of one is all ranks'.
-        The arguments are :meth:`agreed`'s.
+        In debug mode the ranks agree first, so an error of one rank is raised on all.
+        The arguments are those of :meth:`agreed`.
         """
         if self.compares():
             return self.agreed(what, words, prepare, *args)
         return self.made(what, prepare, *args)
 
     def made(self, what: str, prepare: Callable[..., T], *args: Any) -> T:
-        """Do what :meth:`checked` does where the ranks do not agree first."""
-        self.island.check_open()  # a failure is raised after this rank's own mistakes
+        """Do as :meth:`checked`, but never compare the ranks' arguments."""
+        self.island.check_open()  # argument errors are raised before a failure
         try:
             made = prepare(*args)
         except BaseException as error:
@@ -233,13 +235,25 @@ class Calls:
         algorithm: str | None,
         root: int | None = None,
     ) -> Any:
-        """Make a call of an operation; return its output."""
-        self.begin(operation.name)
+        """Check, pack and enqueue an operation; return its output."""
+        what = operation.name
+        self.begin(what)
         try:
-            launch, out, chosen = self.prepared(
-                operation, x, op, out, stream, algorithm, root
-            )
-            self.run(operation.name, launch, chosen, x, out)
+            if self.debug:
+                launch, out, chosen = self.prepared(
+                    operation, x, op, out, stream, algorithm, root
+                )
+            else:  # what made() does, without the cost of passing on all arguments
+                self.island.check_open()
+                try:
+                    launch, out, chosen = self._bound(
+                        operation, x, op, out, stream, algorithm, root
+                    )
+                except BaseException as error:
+                    self.give_up_unless_refused(error, what)
+                    raise
+                self.island.check()
+            self.run(what, launch, chosen, x, out)
         finally:
             self.finish()
         return out
@@ -254,16 +268,14 @@ class Calls:
         algorithm: str | None,
         root: int | None,
     ) -> Bound:
-        """Return a call, checked and packed, that is to be enqueued."""
+        """Check and pack a call that is enqueued later."""
         what = operation.name
         given = operation, x, op, out, stream, algorithm, root
-        if not self.compares():
-            return self.made(what, self._bound, *given)
 
         def words(_: object) -> str:
-            return operation.described(arrays.view(x, what), op, algorithm, root)
+            return operation.described(x, op, algorithm, root)
 
-        return self.agreed(what, words, self._bound, *given)
+        return self.checked(what, words, self._bound, *given)
 
     def _bound(
         self,
@@ -276,55 +288,57 @@ class Calls:
         root: int | None,
     ) -> Bound:
         what = operation.name
-        source = arrays.dense(arrays.view(x, what), what)
+        source = arrays.fields(x, what)
         chosen = self.stream_for(stream, x)
         if operation.rooted:
             root = check_rank(root, self.size, f"{what}: root")
         if operation.at_root and root != self.rank:
             out = None  # ignored, as in MPI
         elif out is None:
-            shape = operation.shape(source, self.size)
-            out = self.new(source, shape, chosen[0], what)
+            like = arrays.dense(ArrayView(*source), what)
+            out = self.new(like, operation.shape(like, self.size), chosen[0], what)
         target = None
         if out is not None:
-            target = source if out is x else arrays.view(out, f"{what}: out")
+            target = source if out is x else arrays.fields(out, f"{what}: out")
         launch = self.packed(operation, source, target, op, algorithm, root)
         return launch, out, chosen
 
     def packed(
         self,
         operation: Operation,
-        source: ArrayView,
-        target: ArrayView | None,
+        source: Fields,
+        target: Fields | None,
         op: Any,
         algorithm: str | None,
         root: int | None,
     ) -> Enqueue | None:
-        """Return the packed launch, a remembered one if there is; None for no work.
+        """Return the packed launch, remembered or new; None for a call of no elements.
 
-        ``target`` is None on a rank that gets nothing.
+        ``target`` is None on a rank that has no output.
         """
         what = operation.name
-        op = dtypes.reduction(op if operation.reduces else "sum", what)
+        if not operation.reduces:
+            op = "sum"
+        elif type(op) is not str:  # another one is checked if it is not remembered
+            op = dtypes.reduction(op, what)
         if algorithm is not None:
             operation.check_algorithm(algorithm)
-        # All that a check below looks at.
-        read = (source.address, source.shape, source.dtype, source.order)
-        written = None
-        if target is not None:
-            written = (target.address, target.size, target.order, target.readonly)
-        # Plans hold peers' addresses, which go when a symmetric block does.
-        key = (what, algorithm, op, root, read, written, self.heap.generation)
-        alike = target is None or target.dtype == source.dtype
+        # All attributes that are checked below. Plans hold peers' addresses, which
+        # change when a symmetric block is unmapped.
+        key = (what, algorithm, op, root, source, target, self.heap.generation)
         known: Enqueue | None = self._plans.get(key)
-        if known is not UNKNOWN and alike:
+        if known is not UNKNOWN:
             return known
+        if isinstance(op, str):
+            op = dtypes.reduction(op, what)
+        read = arrays.dense(ArrayView(*source), what)
+        written = None if target is None else ArrayView(*target)
         name, call = operation.work(
-            source, target, op, algorithm, root, self.end, self.gpu
+            read, written, op, algorithm, root, self.end, self.gpu
         )
         launch = None
         if call is not None:
-            self.island.check()  # before a kernel is compiled for nothing
+            self.island.check()  # after a failure, do not compile a kernel
             launch = operation.bind(name, self.end, call)
         self._plans.put(key, launch)
         return launch
@@ -341,7 +355,7 @@ class Calls:
         finally:
             self.finish()
 
-    # Messages, and the collectives made of them.
+    # Messages, and collectives that consist of messages.
 
     def transfer(
         self, what: str, transfers: Transfers, stream: Stream, *keep: Any
@@ -360,12 +374,12 @@ class Calls:
         self.run(what, launch, stream)
 
     def remembered(self, work_out: Callable[..., T], *given: Any) -> T:
-        """Return what ``work_out(calls, *given)`` returns, remembered.
+        """Return ``work_out(calls, *given)``, from memory if it was called before.
 
-        It may look at nothing else that changes, and keep no array.
+        The result must depend on these arguments only, and must not refer to an array.
         """
-        # Peers' addresses hold as long as what is mapped. Whose memory lies at an
-        # address is not asked again.
+        # The key has the generation of mappings, because results may contain peers'
+        # addresses. The GPU that owns the memory at an address is not checked again.
         key = (work_out, given, self.heap.generation)
         found: T = self._plans.get(key)
         if found is UNKNOWN:
@@ -379,24 +393,15 @@ class Calls:
         """Return a dense array of this rank's GPU, or refuse it."""
         arrays.check_device(arrays.dense(view, what), self.gpu.ordinal, what)
         if written and view.readonly:
-            raise ArgumentError(f"{what} is read-only")
+            raise ArgumentError(
+                f"{what}: expected a writable array, got a read-only one"
+            )
         return view
-
-    def symmetric(self, shape: Any, dtype: Any, what: str) -> Any:
-        """Return a new symmetric array of zeros. Collective."""
-        exchange = self.island.exchange
-        with self.set_up(what):
-            with exchange.agreed(what):
-                dtype = dtypes.checked(dtype, what)
-                shape = arrays.checked_shape(shape, dtype, what)
-            exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
-            memory, _ = self.heap.allocate(math.prod(shape) * dtype.itemsize, what)
-            return memory.array(shape, dtype)
 
     def new(
         self, like: ArrayView, shape: tuple[int, ...], handle: int, what: str
     ) -> Any:
-        """Return a new array of that type and order, for work on a stream."""
+        """Return a new array of ``like``'s type and order, for work on a stream."""
         if not SIMULATED and streams.is_capturing(handle):
             raise ArgumentError(
                 f"{what}: pass out= while a stream is being captured into a "
@@ -405,7 +410,7 @@ class Calls:
         return arrays.empty(shape, like.dtype, what, like.order or "C")
 
     def stream_for(self, stream: Any, array: Any) -> Stream:
-        """Return the handle of the stream to use for an array, and what keeps it."""
+        """Return the stream for work on an array."""
         if stream is None:
             named = arrays.stream_of(array)
             if named is not None:
@@ -413,24 +418,25 @@ class Calls:
         return self.default_stream(stream)
 
     def default_stream(self, stream: Any) -> Stream:
-        """Return the stream that was passed, or the communicator's for None."""
-        return owned(self.stream if stream is None else stream)
+        """Return the stream that was passed; for None, the communicator's."""
+        return self._own if stream is None else owned(stream)
 
-    # Enqueueing, and what follows if it fails.
+    # Enqueueing, and its failures.
 
     def run(
         self, what: str, launch: Enqueue | None, stream: Stream, *keep: Any
     ) -> None:
-        """Enqueue a call, or add it to the group that is open.
+        """Enqueue a call, or add it to the open group.
 
-        If it fails, part of it may have been enqueued, or all while the other ranks
-        have theirs: the communicator fails, unless a capture has taken what there was.
+        If this raises, the communicator fails, because other ranks may have enqueued
+        their part of the call. It does not fail if all streams are in captures, which
+        are then invalid.
 
         Args:
             what: the operation.
-            launch: what enqueues it; None: nothing is to be done.
-            stream: where to.
-            keep: what must live until it is enqueued.
+            launch: enqueues the call; None: a call without elements.
+            stream: the stream to enqueue it on.
+            keep: objects that must live until it is enqueued.
         """
         if self.pending is not None:
             self.pending.kept += keep
@@ -451,31 +457,32 @@ class Calls:
     def give_up_unless_refused(self, error: BaseException, what: str) -> None:
         """Make the communicator fail after an error before anything was enqueued.
 
-        Not after a rank's own mistake, which the right call may follow.
+        It does not fail after an argument error: the rank may repeat the call.
         """
         if not isinstance(error, _REFUSALS):
             self.give_up(error, what)
 
     def give_up(self, error: BaseException, what: str, *stream_handles: int) -> None:
-        """Make the communicator fail after any error amid a call.
+        """Make the communicator fail after an error within a call.
 
-        Not if all of the call was on streams in captures: no graph comes of them.
+        It does not fail if all streams of the call are in captures. These captures are
+        invalidated, so no graph contains a part of the call.
         """
         spoiled = [streams.spoil_capture(handle) for handle in stream_handles]
         if not (spoiled and all(spoiled)):
             self.island.abandon(error, what)
 
     def refuse_in_group(self, what: str) -> None:
-        """Refuse what makes no sense before a group's calls have started."""
+        """Refuse a call that is impossible before the calls of a group have started."""
         if self.pending is not None:
             raise ArgumentError(f"{what}: a group is open; leave its with block first")
 
     def disown(self) -> None:
-        """Leave it to the parent, in a forked child, which may drop it silently."""
+        """In a forked child, release nothing when the communicator is dropped."""
         self.when_dropped.detach()
 
     def forget(self) -> None:
-        """Let go of what refers to memory and streams, before they go."""
+        """Drop references to memory and streams, before these are released."""
         self._plans.clear()
         self._barrier = None
         self.order.close()
@@ -483,11 +490,11 @@ class Calls:
 
 
 def _same(stream: Stream) -> str:
-    """Return what the ranks must agree on in a barrier: that it is one."""
+    """Return what the ranks must agree on in a barrier: only that they call it."""
     return "barrier"
 
 
 def owned(stream: Any) -> Stream:
-    """Return a stream's handle, and the object that keeps the stream, if any."""
+    """Return a stream's handle, and the object that keeps the stream or None."""
     owner = None if isinstance(stream, int) else stream
     return streams.handle_or_default(stream), owner

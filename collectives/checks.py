@@ -1,4 +1,4 @@
-"""Checks of what a collective or a message is given; each raises ArgumentError."""
+"""Checks of the arguments of collectives and messages; each raises ArgumentError."""
 
 from typing import Any
 
@@ -11,15 +11,17 @@ _INTEGERS = (int, np.integer)
 
 
 def is_integer(number: Any) -> bool:
-    """Return whether a number is Python's or NumPy's, and no truth value."""
+    """Return whether a value is an integer of Python or NumPy; a bool is not one."""
     kind = type(number)
     return kind is int or (isinstance(number, _INTEGERS) and kind is not bool)
 
 
 def check_rank(rank: Any, size: int, what: str, also: str = "") -> int:
-    """Return a rank as a plain integer, or refuse what is not one."""
+    """Return a rank as a Python int, or refuse a value that is not a rank."""
     if not is_integer(rank) or not 0 <= rank < size:
-        raise ArgumentError(f"{what}={rank!r}; give a rank from 0 to {size - 1}{also}")
+        raise ArgumentError(
+            f"{what}: expected a rank from 0 to {size - 1}{also}, got {rank!r}"
+        )
     return int(rank)
 
 
@@ -27,34 +29,36 @@ def check_order(view: ArrayView, what: str) -> None:
     """Refuse an array whose elements are not in C order."""
     if view.order != "C":
         raise ArgumentError(
-            f"{what} is in Fortran order, in which a rank's part is not contiguous; "
-            "pass it in C order, or its transpose"
+            f"{what}: expected an array in C order, got one in Fortran order, in which "
+            "a rank's shard is not contiguous; pass its transpose, or a copy"
         )
 
 
-def check_parts(x: ArrayView, size: int, what: str) -> None:
-    """Refuse an array that cannot be cut into a part for each rank."""
+def check_shards(x: ArrayView, size: int, what: str) -> None:
+    """Refuse an array whose first axis is not a multiple of the number of ranks."""
     check_order(x, f"{what}: x")
     if not x.shape or x.shape[0] % size:
         raise ArgumentError(
-            f"{what}: x has shape {x.shape}; the first axis is cut into a part for "
-            f"each rank, so its length must be a multiple of {size}"
+            f"{what}: expected x with a multiple of {size} along its first axis, of "
+            f"which each rank has a shard, got shape {x.shape}; use {what}_v"
         )
 
 
 def check_type(target: ArrayView, source: ArrayView, what: str) -> None:
-    """Refuse arrays of two types."""
+    """Refuse an output of another dtype than the input."""
     if target.dtype != source.dtype:
         raise ArgumentError(
-            f"{what}: out is of {target.dtype.name} and x of {source.dtype.name}; pass "
-            "both of one type"
+            f"{what}: expected out of x's dtype, {source.dtype.name}, got "
+            f"{target.dtype.name}"
         )
 
 
 def check_length(view: ArrayView, count: int, what: str, name: str) -> None:
     """Refuse an array of another number of elements."""
     if view.size != count:
-        raise ArgumentError(f"{what} has {view.size} elements, and {name} is {count}")
+        raise ArgumentError(
+            f"{what}: expected {count} elements, which is {name}, got {view.size}"
+        )
 
 
 def are_apart(source: ArrayView, target: ArrayView) -> bool:
@@ -68,4 +72,6 @@ def are_apart(source: ArrayView, target: ArrayView) -> bool:
 def check_apart(source: ArrayView, target: ArrayView, what: str) -> None:
     """Refuse arrays that share memory."""
     if not are_apart(source, target):
-        raise ArgumentError(f"{what}: out overlaps x; pass an array apart")
+        raise ArgumentError(
+            f"{what}: expected out apart from x, got arrays that overlap"
+        )

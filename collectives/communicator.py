@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 import numpy as np
 
 from numba_symm import arrays, environment, streams
-from numba_symm.collectives import lifetime, messages, vector_forms
+from numba_symm.collectives import kernel_set, lifetime, messages, vector_forms
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.operations import (
     ALL_GATHER,
@@ -159,12 +159,12 @@ class Communicator:
             ArgumentError: shape or dtype are wrong, or differ between ranks.
             BackendError: a rank does not have enough memory.
         """
-        return self._calls.symmetric(shape, dtype, "empty")
+        return self._calls.heap.array(shape, dtype, "empty")
 
     @by_one_thread
     def zeros(self, shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
         """Return a new symmetric array of zeros. See :meth:`empty`."""
-        return self._calls.symmetric(shape, dtype, "zeros")
+        return self._calls.heap.array(shape, dtype, "zeros")
 
     @by_one_thread
     def rendezvous(self, array: Any) -> SymmetricMemory:
@@ -308,6 +308,41 @@ class Communicator:
             ClosedError: the communicator was closed.
         """
         return self._calls.call(ALL_REDUCE, x, op, out, stream, algorithm)
+
+    @by_one_thread
+    def prepare(
+        self,
+        *calls: str,
+        dtypes: Sequence[Any] = ("float32",),
+        ops: Sequence[Any] = ("sum",),
+    ) -> None:
+        """Load the kernels that calls will need, so that these calls wait for nothing.
+
+        Afterwards, such calls of any size and alignment neither compile nor load a
+        kernel, unless they name an ``algorithm``, or a :meth:`group` has several
+        messages from a rank to the same rank.
+
+        Not collective, but every rank does it: else its peers wait for it in the first
+        call. The ranks of a host share the compiling. Do it before other calls: a
+        kernel may be loaded only when the GPU has nothing to do, as in each first call.
+
+        Args:
+            *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``, and
+                ``"signals"`` for those of :class:`SymmetricMemory`.
+            dtypes: the dtypes of their arrays.
+            ops: the operators of those that reduce, as for :meth:`all_reduce`. An
+                operator is skipped for a dtype that lacks it.
+
+        Raises:
+            ArgumentError: a name, dtype or operator is unknown, or no call can have it.
+            CollectiveError, ClosedError: as :meth:`check`.
+        """
+        self.check()
+        end, gpu = self._calls.end, self._calls.gpu
+        found = kernel_set.kernels(calls, dtypes, ops, end, "prepare")
+        if not SIMULATED:
+            kernel_set.check_capability(found, gpu.compute_capability, "prepare")
+            kernel_set.load(found, self.rank, self.size, "prepare")
 
     def all_reduce_init(
         self,

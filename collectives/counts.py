@@ -1,4 +1,4 @@
-"""Counts and displacements, as MPI has them: in elements of the flattened arrays."""
+"""Counts and displacements as in MPI: in elements of the flattened arrays."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from numba_symm.launch.store import StoreExchange
 Counts = Sequence[int]
 
 Table = tuple[tuple[int, ...], tuple[int, ...] | None]
-"""Counts and displacements, checked; None: one after another."""
+"""Checked counts and displacements; None: the ranges follow one another."""
 
 Place = tuple[int, int]
-"""Where a rank's part begins, and how long it is, in elements."""
+"""A rank's range: its first element, and its number of elements."""
 
 
 _COUNTS = {
@@ -23,16 +23,16 @@ _COUNTS = {
     "scatter_v": ("counts[{}]", "out.size"),
     "all_to_all_v": ("send_counts[{}]", "recv_counts[{}]"),
 }
-"""What says how much a rank sends to another, and how much that one expects of it."""
+"""The arguments that state how much a rank sends, and how much its peer expects."""
 
-_NAMED = 4  # pairs of ranks, in an error
+_NAMED = 4  # pairs of ranks that an error names, at most
 
 
 def agree_on_counts(exchange: StoreExchange, what: str, transfers: Transfers) -> None:
-    """Check that every rank expects of every other what that one sends. Collective.
+    """Check that every rank expects from each peer what that peer sends. Collective.
 
     Raises:
-        ArgumentError: on all ranks, with who passed what.
+        ArgumentError: on all ranks, with the ranks and counts that differ.
     """
     if what not in _COUNTS:  # the ranks have agreed on all counts
         return
@@ -59,9 +59,7 @@ def agree_on_counts(exchange: StoreExchange, what: str, transfers: Transfers) ->
 def table_of(
     counts: Counts | None, displs: Counts | None, size: int, what: str
 ) -> Table:
-    """Return counts and displacements, which may be anything, as a table, checked."""
-    if counts is None:
-        raise ArgumentError(f"{what}=None; give a number of elements for each rank")
+    """Return the table of counts and displacements, or refuse wrong values."""
     lengths = _integers(counts, size, what)
     if displs is None:
         return lengths, None
@@ -69,34 +67,37 @@ def table_of(
 
 
 def places_of(table: Table) -> list[Place]:
-    """Return every rank's place."""
+    """Return every rank's range."""
     lengths, starts = table
     if starts is None:
         starts = (0, *itertools.accumulate(lengths[:-1]))
     return list(zip(starts, lengths, strict=True))
 
 
-def _integers(given: Counts, size: int, what: str) -> tuple[int, ...]:
+def _integers(given: Counts | None, size: int, what: str) -> tuple[int, ...]:
     try:
-        found = tuple(given)
-    except Exception:  # whatever an object's own method raises
+        found = () if given is None else tuple(given)
+    except Exception:  # an object's own method may raise anything
         found = ()
     integers = len(found) == size and all(map(is_integer, found))
     if not integers or min(found) < 0:
         raise ArgumentError(
-            f"{what}={given!r}; give an integer from 0 for each of {size} ranks"
+            f"{what}: expected {size} integers from 0, one for each rank, got {given!r}"
         )
     return tuple(map(int, found))
 
 
 def end_of(places: list[Place]) -> int:
-    """Return how many elements an array for all places must have."""
+    """Return the number of elements that an array with these ranges has at least."""
     return max(first + count for first, count in places)
 
 
 def refuse_overlap(places: list[Place], what: str) -> None:
-    """Refuse parts of an output that are written twice."""
+    """Refuse ranges of an output that overlap."""
     taken = sorted(place for place in places if place[1])
     for (first, count), (following, _) in itertools.pairwise(taken):
         if first + count > following:
-            raise ArgumentError(f"{what}: the parts of two ranks overlap in out")
+            raise ArgumentError(
+                f"{what}: expected ranges of out that do not overlap, got one of "
+                f"{count} elements from {first}, and one from {following}"
+            )

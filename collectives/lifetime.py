@@ -1,4 +1,4 @@
-"""How a communicator begins and ends: made, divided, closed, dropped."""
+"""The lifetime of communicators: construction, split, close, and drop."""
 
 import atexit
 import sys
@@ -30,7 +30,7 @@ from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
 
 _open: "weakref.WeakSet[Calls]" = weakref.WeakSet()
-_in_use: dict[Island, str] = {}  # the kinds of memory of those not closed, in order
+_in_use: dict[Island, str] = {}  # the backends of open communicators, in order
 
 
 def backend() -> str:
@@ -43,7 +43,7 @@ def backend() -> str:
 def begin(
     island: Island, stream: Any, debug: bool, multiprocessors: int | None
 ) -> Calls:
-    """Make calls between the ranks of an island possible. Collective."""
+    """Return the calls of a new communicator over an island. Collective."""
     heap = None
     try:
         heap = Heap(island)
@@ -74,7 +74,7 @@ def begin(
         calls = Calls(island, heap, order, end, stream, debug, memory)
         held = island, heap, order, streams.current_context()
         calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
-        calls.when_dropped.atexit = False  # the process' end frees it
+        calls.when_dropped.atexit = False  # the end of the process frees it
         _in_use[island] = island.backend.name
         _open.add(calls)
         forks.watch(calls)
@@ -93,19 +93,21 @@ def child(
     make: Callable[[], ranks.Comm | None],
     members: Sequence[int],
 ) -> Calls | None:
-    """Return those of a new communicator like this one, within a call of all ranks.
+    """Return the calls of a new communicator with the settings of this one.
+
+    Collective, within the call ``what``.
 
     Args:
-        calls: this communicator's.
-        what: that call.
-        make: returns the ranks of the new communicator, None for none. It may
-            block in MPI: all ranks are there, or none comes.
-        members: these ranks, by their numbers here.
+        calls: the calls of this communicator.
+        what: the call.
+        make: returns the ranks of the new communicator, or None. It may block in MPI,
+            because it runs only if all ranks have reached it.
+        members: these ranks, by their numbers in this communicator.
     """
     exchange = calls.island.exchange
 
     def made() -> ranks.Comm | None:
-        exchange.barrier(f"{what}: all are here")
+        exchange.barrier(f"{what}: all ranks have arrived")
         return make()
 
     with exchange.agreed(what):
@@ -115,7 +117,7 @@ def child(
         # A child fails on all its ranks; this agreement makes the other ranks raise.
         with exchange.agreed(what):
             if part is not None:
-                made_here = _alike(calls, part, members)
+                made_here = _child_of(calls, part, members)
     except BaseException as error:
         together = exchange.is_everybodys(error)
         if together:
@@ -129,7 +131,7 @@ def child(
     return made_here
 
 
-def _alike(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
+def _child_of(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
     board = calls.island.board
 
     def left() -> bool:
@@ -137,18 +139,18 @@ def _alike(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
         return any(map(board.is_ahead, members))
 
     try:
-        with waiting.watching(left):  # who leaves may not get as far as the child
+        with waiting.watching(left):  # a rank may leave before the child has a board
             timeout = calls.island.timeout
             island = Island(comm, calls.gpu.ordinal, timeout, own=True)
             multiprocessors = calls.end.multiprocessors
             return begin(island, calls.stream, calls.debug, multiprocessors)
     except CollectiveError as error:
         board.look()
-        raise ExchangeError(str(error)) from error  # this one has not failed
+        raise ExchangeError(str(error)) from error  # the parent has not failed
 
 
 def close(calls: Calls) -> None:
-    """Close it on all ranks; after a failure, on this one."""
+    """Close a communicator on all ranks; after a failure, on this rank."""
     island = calls.island
     if island.closed:
         return
@@ -171,7 +173,7 @@ def close(calls: Calls) -> None:
 
 
 def close_locally(calls: Calls, cause: BaseException, operation: str = "") -> None:
-    """Close on this rank, whatever fails; report the cause to the other ranks."""
+    """Close on this rank, even if steps fail; report the cause to the other ranks."""
     island = calls.island
     with ExitStack() as steps:  # in reverse
         steps.callback(island.close_locally)
@@ -186,12 +188,12 @@ def leave(calls: Calls, error: BaseException | None) -> None:
     if error is None:
         close(calls)
     elif not island.closed:
-        # The other ranks may not be leaving: wait for nobody.
+        # The other ranks may still be within the statement: do not wait for them.
         island.abandon(error)
         try:
             with calls.alone("close"):
                 close_locally(calls, error)
-        except SymmError as also:  # the first error is the one to see
+        except SymmError as also:  # the first error matters more
             error.add_note(f"closing the communicator failed too: {also}")
 
 
@@ -203,18 +205,26 @@ def _forget(calls: Calls) -> None:
 
 
 def _fill_sentinels(island: Island, workspace: int) -> None:
-    """Mark mailboxes as empty, before any peer may post to them."""
+    """Mark mailboxes as empty, before a peer may store into them."""
     for region in layout(island.world.size).sentinels:
         nbytes = region.end - region.slots
         island.backend.fill(workspace + region.slots, nbytes, 0xFF)
 
 
+def limit_of(multiprocessors: int) -> int:
+    """Return how many multiprocessors of a GPU a communicator occupies by default.
+
+    Less than a quarter. So the blocks of four communicators of a process can wait
+    simultaneously, and leave multiprocessors to the kernels that they wait for.
+    """
+    return max(1, multiprocessors // 4 - 2)
+
+
 def _multiprocessors(asked: int | None) -> int:
     """Return how many of this GPU's multiprocessors the communicator may occupy.
 
-    Unless the user has ``asked`` for a number, it is less than a quarter. So the blocks
-    of four communicators of a process can wait simultaneously, and leave
-    multiprocessors to the kernels that they wait for.
+    Args:
+        asked: how many the user has asked for, if any.
     """
     if SIMULATED:
         return MAX_BLOCKS // HELD if asked is None else asked
@@ -222,7 +232,7 @@ def _multiprocessors(asked: int | None) -> int:
 
     number = int(Device().properties.multiprocessor_count)
     if asked is None:
-        return max(1, number // 4 - 2)
+        return limit_of(number)
     if asked > number:
         raise ArgumentError(
             f"multiprocessors={asked}: this GPU has {number}; pass at most as many"
@@ -233,10 +243,10 @@ def _multiprocessors(asked: int | None) -> int:
 def _drop(
     name: str, island: Island, heap: Heap, order: StreamOrder, context: Any
 ) -> None:
-    """Give up a communicator that nobody can close; report that to the other ranks.
+    """Release a communicator that was dropped; report that to the other ranks.
 
-    The garbage collector may call it in any thread, at any moment: nothing is unmapped
-    here, as that waits for the GPU.
+    The garbage collector may call this in any thread, at any moment. Unmapping is
+    deferred, because it waits for the GPU.
     """
     island.why_closed = "the communicator was dropped; keep it until it is closed"
     with ExitStack() as steps:  # in reverse
@@ -248,7 +258,7 @@ def _drop(
 
 
 def _undo(island: Island, heap: Heap, order: StreamOrder, context: Any) -> None:
-    """Unmap what a dropped communicator had mapped."""
+    """Unmap the memory of a dropped communicator."""
     with ExitStack() as steps:  # in reverse
         steps.enter_context(streams.on_context(context))
         steps.callback(island.close_locally)
@@ -260,12 +270,12 @@ def _undo(island: Island, heap: Heap, order: StreamOrder, context: Any) -> None:
 def _warn_of_open() -> None:
     """Warn of communicators that are still open; the exit code does not change.
 
-    A record on the board shows the other ranks why this rank left, so that none waits.
+    A record on the board ends the waits of the other ranks, and names the reason.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     for calls in list(_open):
         if not calls.when_dropped.alive:
-            continue  # the parent's, in a forked child
+            continue  # in a forked child, the parent's
         calls.island.abandon(error or "ended without closing the communicator")
         warnings.warn(
             f"{calls!r} was still open at exit: call close() on every rank, or use a "

@@ -1,7 +1,7 @@
-"""Sends and receives between two ranks, and groups of calls that go on together.
+"""Sends and receives between two ranks, and groups of calls that start together.
 
-What follows from a call's arguments is worked out by a function that ``remembered``
-calls for new arguments only.
+The functions that ``remembered`` calls derive messages from a call's arguments. They
+run only for arguments that were not passed before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.transfers import Copy, Pending, Transfers
 from numba_symm.errors import ArgumentError
 
-_OR_NOBODY = ", or None, not MPI.PROC_NULL, for nobody"
+_OR_NONE = ", or None instead of MPI.PROC_NULL"
 
 
 def send(calls: Calls, x: Any, dst: int, stream: Any) -> None:
@@ -43,9 +43,9 @@ def sendrecv(
     """Send one array and receive another; see :meth:`Communicator.sendrecv`."""
     calls.island.check_open()
     if dst is not None:
-        dst = check_rank(dst, calls.size, "sendrecv: dst", _OR_NOBODY)
+        dst = check_rank(dst, calls.size, "sendrecv: dst", _OR_NONE)
     if src is not None:
-        src = check_rank(src, calls.size, "sendrecv: src", _OR_NOBODY)
+        src = check_rank(src, calls.size, "sendrecv: src", _OR_NONE)
     given = arrays.view(x, "sendrecv")
     taken = arrays.view(out, "sendrecv: out")
     transfers = calls.remembered(_exchanged, given, dst, taken, src)
@@ -87,7 +87,8 @@ def _check_other(calls: Calls, asked: Any, what: str) -> int:
     peer = check_rank(asked, calls.size, what)
     if peer == calls.rank:
         raise ArgumentError(
-            f"{what}={peer} is this rank itself; use sendrecv, or copy the array"
+            f"{what}: expected another rank, got {peer}, which is this rank; use "
+            "sendrecv, or copy the array"
         )
     return peer
 
@@ -107,8 +108,9 @@ def _exchanged(
 ) -> Transfers:
     if (dst == calls.rank) != (src == calls.rank):
         raise ArgumentError(
-            f"sendrecv: dst={dst} and src={src} on rank {calls.rank}; what a rank "
-            "sends itself, it must receive in the same call"
+            f"sendrecv: expected both dst and src to be this rank, {calls.rank}, or "
+            f"neither, got dst={dst} and src={src}; a rank receives in the same call "
+            "what it sends itself"
         )
     x = calls.usable(x, "sendrecv")
     out = calls.usable(out, "sendrecv: out", written=True)
@@ -116,7 +118,8 @@ def _exchanged(
     if dst == calls.rank:
         if x.nbytes != out.nbytes:
             raise ArgumentError(
-                f"sendrecv: {x.nbytes} bytes are sent and {out.nbytes} received"
+                f"sendrecv: expected x and out of equal size, got {x.nbytes} and "
+                f"{out.nbytes} bytes"
             )
         return Transfers([], [], [(out.address, x.address, x.nbytes)])
     sends = [] if dst is None else [Message(dst, x.address, x.nbytes)]

@@ -1,7 +1,7 @@
-"""What each collective operation takes and gives, and its algorithms."""
+"""The collective operations: their arguments, their results and their algorithms."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from numba.core.errors import NumbaError
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import select
-from numba_symm.collectives.checks import are_apart, check_order, check_parts
+from numba_symm.collectives.checks import are_apart, check_order, check_shards
 from numba_symm.collectives.kernels import (
     barrier,
     chunked_all_reduce,
@@ -38,13 +38,13 @@ from numba_symm.launch.devices import GPU
 
 
 class Algorithm(NamedTuple):
-    """One algorithm of an operation; what it cannot do, ``chunked`` does.
+    """One algorithm of an operation. ``chunked`` does the calls that it cannot do.
 
     Attributes:
-        bind: packs it for a call.
-        fewest: number of ranks, at least.
-        most: number of ranks, at most.
-        divided: whether each rank must get the same number of whole vectors.
+        bind: packs a call.
+        fewest: the least number of ranks.
+        most: the greatest number of ranks.
+        divided: whether each rank's shard must have the same number of whole vectors.
     """
 
     bind: Bind
@@ -53,7 +53,7 @@ class Algorithm(NamedTuple):
     divided: bool = False
 
     def suits(self, size: int, call: Call) -> bool:
-        """Return whether so many ranks can make the call with it."""
+        """Return whether ``size`` ranks can make the call by this algorithm."""
         if self.divided and (call.vectors % size or call.count % call.element.lanes):
             return False
         return self.fewest <= size <= self.most
@@ -63,12 +63,12 @@ class Operation(NamedTuple):
     """One operation.
 
     Attributes:
-        name: as the communicator's method.
-        reduces: whether it has an operator; without one, any dtype will do.
+        name: the name of the communicator's method.
+        reduces: whether it has an operator; without one, it accepts any dtype.
         algorithms: by name, ``chunked`` among them.
         shape: ``(input, ranks)`` returns the output's shape.
-        parts: into how many parts the input is cut, for a number of ranks.
-        without: the operators that mean nothing for it.
+        shards: returns the number of shards of the input, for a number of ranks.
+        without: the operators that are not defined for it.
         rooted: whether one rank is the root.
         at_root: whether only the root has an output.
     """
@@ -77,38 +77,38 @@ class Operation(NamedTuple):
     reduces: bool
     algorithms: dict[str, Algorithm]
     shape: Callable[[ArrayView, int], tuple[int, ...]]
-    parts: Callable[[int], int]
+    shards: Callable[[int], int]
     without: tuple[str, ...] = ()
     rooted: bool = False
     at_root: bool = False
 
     def check(self, op: Op) -> None:
-        """Refuse an operator that the operation cannot have."""
+        """Refuse an operator that is not defined for the operation."""
         if op in self.without:
             raise ArgumentError(
-                f"{self.name}: op={op!r} means nothing for it, as its outputs reduce "
-                "different numbers of ranks; use 'sum' and divide"
+                f"{self.name}: op={op!r} is not defined, because each rank's result "
+                "reduces another number of inputs; use 'sum' and divide"
             )
 
     def check_algorithm(self, algorithm: Any) -> None:
-        """Refuse what is not the name of an algorithm."""
+        """Refuse a value that is not the name of an algorithm."""
         if not isinstance(algorithm, str) or algorithm not in self.algorithms:
             known = ", ".join(repr(name) for name in self.algorithms)
             raise ArgumentError(
-                f"{self.name}: algorithm={algorithm!r} is not known; use {known}, or "
-                "None to have the fastest one chosen"
+                f"{self.name}: expected algorithm to be {known}, or None for the "
+                f"fastest one, got {algorithm!r}"
             )
 
     def chosen(
         self, algorithm: str | None, nbytes: int, size: int, element: Element
     ) -> str:
-        """Return ``algorithm`` if it can do it; choose one for None."""
+        """Return ``algorithm``, or refuse it for this type; for None, choose one."""
         if algorithm is None:
             return select.fastest(self.name, nbytes, size, element)
         if algorithm.endswith("sentinel") and not element.floating:
             raise ArgumentError(
-                f"{self.name}: algorithm={algorithm!r} is for floats, which have a "
-                f"value to spare; for {element.name} use "
+                f"{self.name}: expected floats for algorithm={algorithm!r}, which "
+                f"reserves one of their bit patterns, got {element.name}; use "
                 f"{algorithm.replace('sentinel', 'marked')!r}"
             )
         return algorithm
@@ -123,34 +123,36 @@ class Operation(NamedTuple):
         end: Endpoint,
         gpu: GPU,
     ) -> tuple[str, Call | None]:
-        """Return the algorithm for a call and what to give it, or None for no work.
+        """Return the algorithm, and the call to bind; None for a call without elements.
 
         Args:
             source: the input.
-            target: the output; None on a rank that gets nothing.
+            target: the output; None on a rank that has none.
             op: the operator.
             algorithm: its name, or None to choose the fastest.
             root: the root, if the operation has one.
-            end: this rank's end.
+            end: this rank's end of the communicator.
             gpu: this rank's GPU.
 
         Raises:
-            ArgumentError: the call cannot be made.
+            ArgumentError: an argument is wrong.
         """
-        parts = self.parts(end.size)
+        shards = self.shards(end.size)
         if self.reduces:
             self.check(op)
             element = _reducible(source.dtype, op, gpu, self.name)
-            count = source.size // parts
+            count = source.size // shards
         else:
-            element, count = dtypes.moved(source.dtype, source.size // parts)
+            element, count = dtypes.moved(source.dtype, source.size // shards)
         if target is not None:
             self.check_output(source, target, end.rank, end.size)
-            # A broadcast's root only reads it.
+            # The root of a broadcast only reads its array.
             reads = self.rooted and not self.at_root and root == end.rank
             if target.readonly and not reads:
-                raise ArgumentError(f"{self.name}: out is read-only")
-        name = self.chosen(algorithm, source.nbytes // parts, end.size, element)
+                raise ArgumentError(
+                    f"{self.name}: expected a writable out, got a read-only one"
+                )
+        name = self.chosen(algorithm, source.nbytes // shards, end.size, element)
         if count == 0:
             return name, None
         for view in filter(None, (source, target)):
@@ -159,9 +161,10 @@ class Operation(NamedTuple):
         return name, Call(source.address, address, count, element, op, root or 0)
 
     def described(
-        self, x: ArrayView, op: Any, algorithm: str | None, root: int | None
+        self, x: Any, op: Any, algorithm: str | None, root: int | None
     ) -> str:
-        """Return what the ranks must agree on, in words."""
+        """Return a text of the arguments on which the ranks must agree."""
+        x = arrays.view(x, self.name)
         words = [f"{x.size} {x.dtype.name} in {x.order} order"]
         if self.reduces:
             words.append(f"op {dtypes.reduction(op, self.name)!r}")
@@ -178,48 +181,55 @@ class Operation(NamedTuple):
         wanted = math.prod(self.shape(source, size))
         if target.dtype != source.dtype or target.size != wanted:
             raise ArgumentError(
-                f"{what}: out has {target.size} {target.dtype.name}, x has "
-                f"{source.size} {source.dtype.name}; out must have {wanted} of x's type"
+                f"{what}: expected out of {wanted} {source.dtype.name} for x of "
+                f"{source.size}, got {target.size} {target.dtype.name}"
             )
         if target.order != source.order:
             raise ArgumentError(
-                f"{what}: x is in {source.order} order and out in {target.order} "
-                "order, so their elements do not correspond; pass both in one order"
+                f"{what}: expected x and out in the same order, so that their elements "
+                f"correspond, got {source.order} order and {target.order} order"
             )
-        # In place, the smaller of the two is this rank's part of the larger.
+        # In place, the smaller of the two is this rank's shard of the larger one.
         small, large = sorted((source, target), key=lambda view: view.nbytes)
         place = large.address + (rank * small.nbytes if large.size > small.size else 0)
         if not are_apart(small, large) and small.address != place:
             raise ArgumentError(
-                f"{what}: out overlaps x without being x, or this rank's part of it; "
-                "pass that, or an array apart"
+                f"{what}: expected out to be x, this rank's shard of it, or apart from "
+                "it, got arrays that overlap otherwise"
             )
 
     def bind(self, algorithm: str, end: Endpoint, call: Call) -> Enqueue:
-        """Pack a call for an algorithm of that name."""
+        """Pack a call by the algorithm of that name, or by ``chunked``."""
         found = self.algorithms[algorithm]
         if not found.suits(end.size, call):
             found = self.algorithms["chunked"]
-        with _compiling(call.op, call.element, self.name):
+        with compiling((call.op, call.element), self.name):
             return found.bind(end, call)
 
 
 @contextmanager
-def _compiling(op: Op, element: Element, what: str) -> Iterator[None]:
-    """Say whose function it is that Numba cannot compile."""
+def compiling(constants: Sequence[Any], what: str) -> Iterator[None]:
+    """Raise ArgumentError if Numba cannot compile a user's operator.
+
+    Args:
+        constants: the kernel's, or those of a call, which may have a user's operator.
+        what: the operation.
+    """
     try:
         yield
     except NumbaError as error:
-        if not isinstance(op, dtypes.UserOperator):
-            raise
-        raise ArgumentError(
-            f"{what}: op={op} cannot be compiled for two {element.accumulate.name}; "
-            f"pass a function that numba.cuda compiles: {error}"
-        ) from error
+        for op in constants:
+            if isinstance(op, dtypes.UserOperator):
+                (kind,) = (each for each in constants if isinstance(each, Element))
+                raise ArgumentError(
+                    f"{what}: expected a function that numba.cuda compiles for two "
+                    f"{kind.accumulate.name}, got op={op}: {error}"
+                ) from error
+        raise
 
 
 def _reducible(dtype: Any, op: Op, gpu: GPU, what: str) -> Element:
-    """Return the element type, or refuse what it or the GPU cannot do."""
+    """Return the element type, or refuse one that the operator or the GPU lacks."""
     element = dtypes.element(dtype, what)
     dtypes.check(op, element, what)
     if not SIMULATED:
@@ -237,17 +247,17 @@ def _gathered_shape(x: ArrayView, size: int) -> tuple[int, ...]:
 
 
 def _exchanged_shape(x: ArrayView, size: int) -> tuple[int, ...]:
-    check_parts(x, size, "all_to_all")
+    check_shards(x, size, "all_to_all")
     return x.shape
 
 
 def _scattered_shape(x: ArrayView, size: int) -> tuple[int, ...]:
-    check_parts(x, size, "reduce_scatter")
+    check_shards(x, size, "reduce_scatter")
     return (x.shape[0] // size, *x.shape[1:])
 
 
 def _mailed(name: str) -> dict[str, Algorithm]:
-    """Return the algorithms in one step by mailboxes."""
+    """Return the one-shot algorithms, which use mailboxes."""
     kind = EXCHANGES[name]
     return {
         f"one_shot_{transport}": Algorithm(partial(one_shot.bind, transport, kind))
@@ -273,18 +283,18 @@ def _exchange(
     if not kind.output.reduces:
         copied = partial(copied_exchange.bind, name, chunked)
         algorithms["copy_engine"] = Algorithm(copied, fewest=2)
-    parts = (lambda size: size) if kind.parts_in else (lambda size: 1)
-    return Operation(name, kind.output.reduces, algorithms, shape, parts, without)
+    shards = (lambda size: size) if kind.parts_in else (lambda size: 1)
+    return Operation(name, kind.output.reduces, algorithms, shape, shards, without)
 
 
 def _chunked_reduce(end: Endpoint, call: Call, left_over: int = 0) -> Enqueue:
-    """Bind a reduction to one rank by the kernel for the number of ranks."""
+    """Bind a reduce in chunks by the kernel for this number of ranks and chunks."""
     if end.size > 2:
         return chunked_reduce.bind(end, call, left_over)
     chunks = chunks_of(call.vectors, end.size, end.max_blocks)
     if chunks.number == 1 and not left_over:
         return chunked_exchange.bind(EXCHANGES["reduce"], end, call)
-    # With more chunks it takes less time to use the link in both directions.
+    # More chunks take less time if the link is used in both directions.
     return chunked_all_reduce.bind(end, call, left_over)
 
 
@@ -347,8 +357,8 @@ REDUCE = Operation(
     rooted=True,
     at_root=True,
 )
-REDUCE_PART = REDUCE._replace(name="reduce_scatter_v")
-"""One of the reductions that a ``reduce_scatter_v`` is made of."""
+REDUCE_SHARD = REDUCE._replace(name="reduce_scatter_v")
+"""The reduction of one rank's shard in a ``reduce_scatter_v``."""
 BROADCAST = Operation(
     "broadcast",
     False,

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from numba_symm import arrays
 from numba_symm.collectives.calls import Calls, owned
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue
@@ -72,11 +71,10 @@ def plan(
     algorithm: str | None,
     root: int | None = None,
 ) -> Plan:
-    """Return the plan of a call of an operation."""
+    """Prepare a call of an operation, and return its plan."""
     with calls.alone(operation.name):
         launch, out, chosen = calls.prepared(
             operation, x, op, out, stream, algorithm, root
         )
-    view = arrays.view(x, operation.name)
-    words = operation.described(view, op, algorithm, root)
+    words = operation.described(x, op, algorithm, root)
     return Plan(calls, launch, (x, out), chosen, operation.name, words)

@@ -1,4 +1,4 @@
-"""Which algorithm is the fastest: every limit, by bytes, type and number of ranks.
+"""The choice of the fastest algorithm: every limit, by bytes, type and ranks.
 
 Measured on H200s with 2, 4 and 8 ranks; see bench/README.md.
 """
@@ -18,9 +18,9 @@ class Step(NamedTuple):
 
     Attributes:
         algorithm: its name.
-        most: bytes, with 2 ranks, with 3 to 4, and with more.
-        sent: whether ``most`` limits what a rank sends to all others together; else
-            the message, or the part for one rank.
+        most: its bytes, for 2 ranks, 3 to 4 ranks, and more ranks.
+        sent: whether ``most`` limits the bytes that a rank sends to all peers together.
+            Otherwise it limits the message, or one rank's shard of it.
     """
 
     algorithm: str
@@ -29,18 +29,19 @@ class Step(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The algorithms of an operation, in the order in which messages grow.
+    """The algorithms of an operation, from small messages to large ones.
 
     Attributes:
-        floats: of floats.
-        others: of all other types; of all types where nothing is reduced.
+        floats: for floats.
+        others: for all other types, and for floats that are not reduced.
     """
 
     floats: tuple[Step, ...]
     others: tuple[Step, ...]
 
 
-# A sentinel changes a NaN's bits, so floats that are only moved go like other types.
+# A sentinel changes the bits of some NaNs, so floats that are only moved take the
+# algorithms of other types.
 _LL = Step("one_shot_ll", (64 * _K, 64 * _K, 224 * _K), sent=True)
 _MARKED = Step("one_shot_marked", (2 * _M, 1536 * _K, 1792 * _K), sent=True)
 
@@ -58,7 +59,7 @@ _EXCHANGED = Choice(
     ),
     others=(_LL, _MARKED, Step("chunked", (ALL, ALL, ALL))),
 )
-# Two ranks have nothing to do in two shots.
+# With two ranks, a two-shot reduce sends no fewer bytes than a one-shot reduce.
 _REDUCED = Choice(
     floats=(
         Step("one_shot_sentinel", (2 * _M, 256 * _K, 128 * _K)),
@@ -74,7 +75,7 @@ _REDUCED = Choice(
         Step("direct", (ALL, ALL, ALL)),
     ),
 )
-# Two ranks have nothing to relay.
+# With two ranks, no rank passes data on.
 _BROADCAST = (
     _MARKED,
     Step("chunked", (40 * _M, 1 * _M - 1, 2 * _M - 1)),
@@ -90,7 +91,7 @@ ON_GPUS = {
             Step("copy_engine", (ALL, ALL, ALL)),
         ),
         others=(
-            # Packets are twice the bytes, and less to do.
+            # A packet has twice the bytes, but needs fewer instructions.
             Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
             Step("one_shot_marked", (2 * _M, 128 * _K, 64 * _K)),
             Step("two_shot_marked", (2 * _M, 1 * _M, 1 * _M)),
@@ -111,7 +112,7 @@ ON_GPUS = {
 
 
 def _simulated(step: Step) -> Step:
-    """Return the step for the simulator, in which each step costs milliseconds."""
+    """Return the step with limits for the simulator, where each vector takes long."""
     limits = {
         "one_shot_ll": 128 if step.sent else 64,
         "one_shot_marked": 512,
@@ -134,7 +135,7 @@ CHOICES = (
     if SIMULATED
     else ON_GPUS
 )
-"""By operation, where this process runs."""
+"""By operation, for this process: on GPUs or in the simulator."""
 
 
 def fastest(
@@ -148,15 +149,37 @@ def fastest(
 
     Args:
         name: the operation.
-        nbytes: bytes of the message, or of the part for one rank.
+        nbytes: bytes of the message, or of one rank's shard of it.
         size: number of ranks.
         element: the element type.
         choices: by operation.
     """
-    column = 0 if size <= 2 else 1 if size <= 4 else 2
-    choice = choices[name]
-    for step in choice.floats if element.floating else choice.others:
+    for step in _steps(name, element, choices):
         counted = nbytes * (size - 1) if step.sent else nbytes
-        if counted <= step.most[column]:
+        if counted <= step.most[_column(size)]:
             return step.algorithm
     raise AssertionError(f"{name}: no algorithm for {nbytes} bytes")
+
+
+def limits(
+    name: str, size: int, element: Element, choices: dict[str, Choice] = CHOICES
+) -> list[int]:
+    """Return the largest message of each algorithm but the last, in bytes.
+
+    The arguments are those of :func:`fastest`.
+    """
+    found = []
+    for step in _steps(name, element, choices):
+        most = step.most[_column(size)]
+        if 0 <= most < ALL:
+            found.append(int(most) // (max(1, size - 1) if step.sent else 1))
+    return found
+
+
+def _steps(name: str, element: Element, choices: dict[str, Choice]) -> tuple[Step, ...]:
+    choice = choices[name]
+    return choice.floats if element.floating else choice.others
+
+
+def _column(size: int) -> int:
+    return 0 if size <= 2 else 1 if size <= 4 else 2

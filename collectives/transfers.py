@@ -1,4 +1,4 @@
-"""Messages to be enqueued together, and the calls of an open group."""
+"""Messages that are enqueued together, and the calls of an open group."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -11,21 +11,21 @@ from numba_symm.collectives.protocols.binding import Endpoint, Enqueue, InTurn
 from numba_symm.errors import ArgumentError
 
 Stream = tuple[int, Any]
-"""A stream's handle, and what keeps the stream."""
+"""A stream's handle, and the object that keeps the stream."""
 
 Copy = tuple[int, int, int]
-"""What a rank sends itself: target, source, bytes."""
+"""A message of a rank to itself: target, source, bytes."""
 
 
 class Transfers:
-    """Messages of one call, or of a group: enqueued as often as one likes.
+    """The messages of one call or group, which may be enqueued many times.
 
     Attributes:
         sends: to other ranks.
         receives: from other ranks.
         copies: within this rank.
-        words: what the ranks of a collective must agree on.
-        itemsize: bytes of an element, where that is among the words.
+        words: the arguments on which the ranks of a collective must agree.
+        itemsize: bytes of an element, if the ranks compare counts.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Transfers:
         self._enqueue: Enqueue | None = None
 
     def packed(self, end: Endpoint) -> Enqueue | None:
-        """Return what enqueues them, made once, or None if there is nothing to do."""
+        """Return the launch of the messages, or None if there are none. Packs once."""
         if self._enqueue is None and (self.sends or self.receives or self.copies):
             self._enqueue = self._pack(end)
         return self._enqueue
@@ -57,7 +57,7 @@ class Transfers:
 
 
 class Pending:
-    """The calls of a group that is open: messages, and all else in order.
+    """The calls of an open group: its messages, and its other calls in order.
 
     Args:
         size: number of ranks.
@@ -82,16 +82,16 @@ class Pending:
     def check(
         self, more: Transfers, stream: Stream
     ) -> tuple[Stream, list[int], list[int]]:
-        """Return how many messages each peer has with a call's, and their stream.
+        """Return the stream, and the numbers of messages of each peer with a call's.
 
         Raises:
-            ArgumentError: on another stream than those before, or too many.
+            ArgumentError: another stream than before, or too many messages.
         """
         stream = streams.named(stream[0]), stream[1]
         if self.stream is not None and stream[0] != self.stream[0]:
             raise ArgumentError(
-                "group: its sends and receives are on several streams, and so could "
-                "not go on together; pass the same stream= to all of them"
+                "group: expected one stream for its sends and receives, which start "
+                "together, got several; pass the same stream= to all of them"
             )
         sent = self._counted(self._sent, more.sends)
         return stream, sent, self._counted(self._received, more.receives)
@@ -104,13 +104,14 @@ class Pending:
         self.copies += more.copies
 
     def _counted(self, before: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return how many messages each peer has with these, refusing too many."""
+        """Return each peer's number of messages with these, or refuse too many."""
         numbers = before.copy()
         for message in messages:
             numbers[message.peer] += 1
             if numbers[message.peer] > self._most:
                 raise ArgumentError(
-                    f"group: more than {self._most} messages to or from rank "
-                    f"{message.peer}; use several groups, on both ranks alike"
+                    f"group: expected at most {self._most} messages to or from one "
+                    f"rank, got more for rank {message.peer}; use several groups, the "
+                    "same on both ranks"
                 )
         return numbers

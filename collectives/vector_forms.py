@@ -1,7 +1,7 @@
-"""Gather, scatter, and the collectives to which ranks contribute different amounts.
+"""Gather, scatter, and the v forms, in which ranks contribute different amounts.
 
-All are messages between pairs (``transfer.py``), and so may be grouped with others.
-Counts and displacements are MPI's: in elements of the flattened arrays.
+All but one consist of messages between pairs of ranks (``transfer.py``), so they may
+be grouped with other messages. Counts and displacements are those of MPI.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from numba_symm.collectives.checks import (
     check_apart,
     check_length,
     check_order,
-    check_parts,
     check_rank,
+    check_shards,
     check_type,
 )
 from numba_symm.collectives.counts import (
@@ -30,14 +30,14 @@ from numba_symm.collectives.counts import (
     table_of,
 )
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.operations import REDUCE_PART
+from numba_symm.collectives.operations import REDUCE_SHARD
 from numba_symm.collectives.protocols.binding import Enqueue, InTurn
 from numba_symm.collectives.transfers import Copy, Stream, Transfers
 from numba_symm.errors import ArgumentError
 
 
-class Piece:
-    """The part of an array that one rank sends or receives, in bytes."""
+class Shard:
+    """The range of an array that one rank sends or receives."""
 
     def __init__(self, view: ArrayView, first: int, count: int):
         itemsize = view.dtype.itemsize
@@ -50,9 +50,9 @@ class Collected(NamedTuple):
 
     Attributes:
         transfers: this rank's messages.
-        stream: where to.
-        keep: arrays that must live until they are enqueued.
-        result: what the call returns.
+        stream: the stream to enqueue them on.
+        keep: arrays that must live until then.
+        result: the value that the call returns.
     """
 
     transfers: Transfers
@@ -62,14 +62,14 @@ class Collected(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What is worked out for new arguments of a call that reads x and writes out.
+    """The functions for new arguments of a call that reads x and writes out.
 
-    Both take the communicator, the operation's name and x, the second out, then what
-    else the call was given. Nothing else that changes may enter.
+    Their arguments are the communicator, the operation's name, x, ``out`` (for the
+    second one), and the call's other arguments. Their results depend on these only.
 
     Attributes:
-        shape: checks all but out, and returns the shape of a new one.
-        transfers: checks all, and returns the messages.
+        shape: checks all but ``out``, and returns the shape of a new ``out``.
+        transfers: checks all arguments, and returns the messages.
     """
 
     shape: Callable[..., tuple[int, ...]]
@@ -79,13 +79,13 @@ class Form(NamedTuple):
 def collected(
     calls: Calls, what: str, prepare: Callable[..., Collected], *args: Any
 ) -> Any:
-    """Make a collective that ``prepare(calls, what, *args)`` makes of messages.
+    """Make the collective that ``prepare(calls, what, *args)`` returns.
 
-    In debug mode the ranks agree first, so that an error of one is all ranks'.
+    In debug mode the ranks agree first, so an error of one rank is raised on all.
     """
 
     def admitted(call: Collected) -> str:
-        """Return what the ranks must agree on, if an open group can take the call."""
+        """Return what the ranks must agree on; raise if the open group refuses it."""
         if calls.pending is not None:
             calls.pending.check(call.transfers, call.stream)
         return call.transfers.words
@@ -144,8 +144,8 @@ def scatter(
         return _formed(calls, _SCATTER, what, x, out, stream, root, table)
     if out is None:
         raise ArgumentError(
-            f"{what}: pass out= on other ranks than root, which alone knows how much "
-            "there is"
+            f"{what}: expected out on every rank but the root, got None; only the root "
+            "knows the size"
         )
     target = arrays.view(out, f"{what}: out")
     transfers = calls.remembered(_taken, what, target, root)
@@ -184,16 +184,16 @@ def all_to_all(
 def reduce_scatter(
     calls: Calls, x: Any, counts: Counts, op: Any, out: Any, stream: Any
 ) -> Any:
-    """Make a ``reduce_scatter_v``: a reduction of each rank's part."""
+    """Make a ``reduce_scatter_v``: one reduction for each rank's shard."""
     what = "reduce_scatter_v"
     given = calls, what, x, counts, op, out, stream
     with calls.alone(what):
-        _, launch, chosen, out = calls.checked(what, itemgetter(0), _parts, *given)
+        _, launch, chosen, out = calls.checked(what, itemgetter(0), _shards, *given)
         calls.run(what, launch, chosen, x, out)
     return out
 
 
-def _parts(
+def _shards(
     calls: Calls,
     what: str,
     x: Any,
@@ -202,7 +202,7 @@ def _parts(
     out: Any,
     stream: Any,
 ) -> tuple[str, Enqueue | None, Stream, Any]:
-    """Return the reductions of all ranks' parts, in words and as a launch."""
+    """Return the reductions of all shards: words to compare, launch, stream, out."""
     source = _flat(calls, arrays.view(x, what), what)
     places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
     check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
@@ -215,14 +215,14 @@ def _parts(
     check_type(target, source, what)
     itemsize = source.dtype.itemsize
     if target.address != source.address + first * itemsize:
-        # Another rank's part is reduced after this one's was written.
+        # Later reductions read x after this rank's result was stored.
         check_apart(source, target, what)
     launches = []
     for root, (first, count) in enumerate(places):
         address = source.address + first * itemsize
-        part = source._replace(address=address, shape=(count,), size=count)
+        shard = source._replace(address=address, shape=(count,))
         into = target._replace(shape=(count,)) if root == calls.rank else None
-        launches.append(calls.packed(REDUCE_PART, part, into, op, None, root))
+        launches.append(calls.packed(REDUCE_SHARD, shard, into, op, None, root))
     op = dtypes.reduction(op, what)
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
     todo = [launch for launch in launches if launch is not None]
@@ -230,7 +230,7 @@ def _parts(
 
 
 def _flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:
-    """Return an array whose elements are counted in C order, or refuse it."""
+    """Return an array that counts and displacements can address, or refuse it."""
     found = calls.usable(view, what, written)
     check_order(found, what)
     return found
@@ -245,7 +245,7 @@ def _table(
 def _formed(
     calls: Calls, form: Form, what: str, x: Any, out: Any, stream: Any, *given: Any
 ) -> Collected:
-    """Return a call that reads x and writes out, which it makes if it is None."""
+    """Prepare a call that reads x and writes ``out``, or a new array for None."""
     source = arrays.view(x, what)
     chosen = calls.stream_for(stream, x)
     if out is None:
@@ -283,14 +283,14 @@ def _gathered(
         _check_even(out, calls.size * x.size, x, what)
     else:
         _check_room(out, places, f"{what}: out")
-    pieces = [Piece(out, *place) for place in places]
-    copies = _own_piece(pieces[root], x, out, what)
+    shards = [Shard(out, *place) for place in places]
+    copies = _own_copy(shards[root], x, out, what)
     words = _contribution(what, x, root)
-    return Transfers([], _messages(pieces, root), copies, words, x.dtype.itemsize)
+    return Transfers([], _messages(shards, root), copies, words, x.dtype.itemsize)
 
 
 def _contributed(calls: Calls, what: str, x: ArrayView, root: int) -> Transfers:
-    """Return what another rank than the root sends in a gather."""
+    """Return the message of a gather on a rank other than the root."""
     x = _flat(calls, x, what)
     words = _contribution(what, x, root)
     sends = [Message(root, x.address, x.nbytes)]
@@ -307,7 +307,7 @@ def _scattered_shape(
 ) -> tuple[int, ...]:
     x = _flat(calls, x, what)
     if table is None:
-        check_parts(x, calls.size, "scatter")
+        check_shards(x, calls.size, "scatter")
         return x.shape[0] // calls.size, *x.shape[1:]
     places = places_of(table)
     _check_room(x, places, f"{what}: x")
@@ -329,15 +329,15 @@ def _scattered(
         _check_even(out, x.size // calls.size, x, what)
     else:
         check_length(out, places[root][1], f"{what}: out", f"counts[{root}]")
-    pieces = [Piece(x, *place) for place in places]
-    own = _own_piece(pieces[root], out, x, what)
+    shards = [Shard(x, *place) for place in places]
+    own = _own_copy(shards[root], out, x, what)
     copies = [(there, here, nbytes) for here, there, nbytes in own]
     words = f"{x.dtype.name}, root {root}"
-    return Transfers(_messages(pieces, root), [], copies, words, x.dtype.itemsize)
+    return Transfers(_messages(shards, root), [], copies, words, x.dtype.itemsize)
 
 
 def _taken(calls: Calls, what: str, out: ArrayView, root: int) -> Transfers:
-    """Return what another rank than the root receives in a scatter."""
+    """Return the message of a scatter on a rank other than the root."""
     out = _flat(calls, out, f"{what}: out", written=True)
     receives = [Message(root, out.address, out.nbytes)]
     words = f"{out.dtype.name}, root {root}"
@@ -361,15 +361,15 @@ def _all_gathered(
     places = places_of(table)
     out = _output(calls, out, x, what)
     _check_room(out, places, f"{what}: out")
-    pieces = [Piece(out, *place) for place in places]
+    shards = [Shard(out, *place) for place in places]
     sends = [
         Message(peer, x.address, x.nbytes)
         for peer in range(calls.size)
         if peer != calls.rank
     ]
-    copies = _own_piece(pieces[calls.rank], x, out, what)
+    copies = _own_copy(shards[calls.rank], x, out, what)
     words = f"counts {list(table[0])}, {x.dtype.name}"
-    return Transfers(sends, _messages(pieces, calls.rank), copies, words)
+    return Transfers(sends, _messages(shards, calls.rank), copies, words)
 
 
 def _exchanged_shape(
@@ -381,8 +381,8 @@ def _exchanged_shape(
     (_, sent), (_, received) = outgoing[calls.rank], incoming[calls.rank]
     if sent != received:
         raise ArgumentError(
-            f"{what}: rank {calls.rank} sends itself {sent} elements and receives "
-            f"{received} from itself"
+            f"{what}: expected equal counts for what rank {calls.rank} sends itself, "
+            f"got {sent} in send_counts and {received} in recv_counts"
         )
     _check_room(x, outgoing, f"{what}: x")
     return (end_of(incoming),)
@@ -400,8 +400,8 @@ def _exchanged(
     out = _output(calls, out, x, what)
     _check_room(out, places_of(taken), f"{what}: out")
     check_apart(x, out, what)
-    outgoing = [Piece(x, *place) for place in places_of(given)]
-    incoming = [Piece(out, *place) for place in places_of(taken)]
+    outgoing = [Shard(x, *place) for place in places_of(given)]
+    incoming = [Shard(out, *place) for place in places_of(taken)]
     own, into = outgoing[calls.rank], incoming[calls.rank]
     return Transfers(
         _messages(outgoing, calls.rank),
@@ -419,40 +419,40 @@ _ALL_TO_ALL = Form(_exchanged_shape, _exchanged)
 
 
 def _output(calls: Calls, out: ArrayView, x: ArrayView, what: str) -> ArrayView:
-    """Return the output of a call that reads x, or refuse it."""
+    """Return ``out``, or refuse one that does not fit x."""
     out = _flat(calls, out, f"{what}: out", written=True)
     check_type(out, x, what)
     return out
 
 
-def _messages(pieces: list[Piece], but: int) -> list[Message]:
-    """Return the messages to or from all ranks but one."""
+def _messages(shards: list[Shard], but: int) -> list[Message]:
+    """Return the messages to or from all ranks but ``but``."""
     return [
-        Message(peer, piece.address, piece.nbytes)
-        for peer, piece in enumerate(pieces)
+        Message(peer, shard.address, shard.nbytes)
+        for peer, shard in enumerate(shards)
         if peer != but
     ]
 
 
-def _own_piece(
-    piece: Piece, alone: ArrayView, whole: ArrayView, what: str
+def _own_copy(
+    shard: Shard, alone: ArrayView, whole: ArrayView, what: str
 ) -> list[Copy]:
-    """Return the copy of what a rank has for itself: none where it is in place.
+    """Return the copy of a rank's message to itself: none if the call is in place.
 
     Args:
-        piece: where it lies, or goes to, in the array that has parts for all.
-        alone: the array of its own, which may be that very piece.
-        whole: the array that has parts for all.
+        shard: the rank's shard of ``whole``.
+        alone: the array that has only this rank's data; in place, it is ``shard``.
+        whole: the array that has the data of all ranks.
         what: the operation.
     """
-    if piece.nbytes == 0 or alone.address == piece.address:
+    if shard.nbytes == 0 or alone.address == shard.address:
         return []
     check_apart(alone, whole, what)
-    return [(piece.address, alone.address, piece.nbytes)]
+    return [(shard.address, alone.address, shard.nbytes)]
 
 
 def _check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
-    """Refuse an output of another size than follows from x and the ranks."""
+    """Refuse an output that has not ``count`` elements."""
     if out.size != count:
         raise ArgumentError(
             f"{what}: expected out of {count} elements, as x has {x.size}, got "
@@ -461,9 +461,9 @@ def _check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
 
 
 def _check_room(view: ArrayView, places: list[Place], what: str) -> None:
-    """Refuse an array that is too small."""
+    """Refuse an array that is too small for all ranges."""
     if view.size < end_of(places):
         raise ArgumentError(
-            f"{what} has {view.size} elements, and counts and displacements reach to "
-            f"{end_of(places)}"
+            f"{what}: expected at least {end_of(places)} elements for these counts and "
+            f"displacements, got {view.size}"
         )

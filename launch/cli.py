@@ -2,6 +2,7 @@
 
 - ``run`` starts a Python program on several ranks of this host.
 - ``bench`` measures collectives.
+- ``compile`` compiles kernels into the disk cache.
 - ``info`` shows versions, GPUs and the backend.
 """
 
@@ -63,11 +64,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["bench"]:  # all other arguments are the benchmark's, -h too
         return _bench(argv[1:])
     words, flags = split_flags(argv)
-    options = _parser().parse_args(words)
     try:
+        if argv[:1] == ["compile"]:
+            return _compile(argv[1:])
+        options = _parser().parse_args(words)
         if options.command == "info":
-            info.report(Console())
-            return 0
+            return _info()
         return _run(options, flags)
     except SymmError as error:
         _tell(f"[red]numba-symm:[/] {escape(str(error))}")
@@ -107,7 +109,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the program's arguments"
     )
-    commands.add_parser("info", help="show versions, GPUs and the backend")
+    commands.add_parser("info", help="show versions, GPUs, the backend and the cache")
+    commands.add_parser(
+        "compile", help="compile kernels into the disk cache, with or without a GPU"
+    )
     commands.add_parser(
         "bench",
         help="measure collectives on the ranks of the mpirun that started it; "
@@ -120,6 +125,21 @@ def _bench(argv: Sequence[str]) -> int:
     from numba_symm.bench.__main__ import program  # imports many packages
 
     return program(argv, BENCH)
+
+
+def _compile(argv: Sequence[str]) -> int:
+    from numba_symm.launch import compiling  # imports many packages
+
+    compiling.run(compiling.parser().parse_args(argv), Console())
+    return 0
+
+
+def _info() -> int:
+    from numba_symm.launch import compiling  # imports many packages
+
+    info.report(Console())
+    compiling.report(Console())
+    return 0
 
 
 def _positive(text: str) -> int:

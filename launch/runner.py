@@ -2,9 +2,9 @@
 
     python runner.py JOB RANKS [-m] PROGRAM [ARGUMENTS]
 
-A program's ordinary output does not pass through here. An error that several ranks
-have is shown once, with their numbers: the first rank that fails collects the others'
-errors for a moment, prints them, and ends the job. As under ``python -m mpi4py``, a
+This module does not see a program's ordinary output. An error that several ranks raise
+is shown once, with their numbers: the first rank that fails collects the errors of the
+others for a moment, prints them, and ends the job. As under ``python -m mpi4py``, a
 rank that fails ends the job, because others may wait for it in MPI.
 
 The file is run by its path and imports nothing of numba_symm: a program may set
@@ -32,19 +32,19 @@ from types import TracebackType
 from mpi4py.run import set_abort_status
 
 QUIET = 1.0
-"""Seconds after an error in which another rank's may follow it."""
+"""Seconds after an error in which the first rank waits for another one."""
 
 LONGEST = 5.0
-"""Seconds that the first rank to fail collects errors at most."""
+"""The most seconds for which the first rank that fails collects errors."""
 
 LAST = 10.0
-"""Seconds that a failed rank waits for the first one to print and to end the job."""
+"""Seconds for which a failed rank waits until the first one has ended the job."""
 
 PRINTED = b"p"
-"""What the first rank answers when it has printed another rank's error."""
+"""The first rank's answer after it has printed another rank's error."""
 
 LAUNCHER = ("<frozen runpy>", runpy.__file__, __file__)
-"""The files whose frames come before the program's."""
+"""The files whose frames precede those of the program."""
 
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -53,12 +53,12 @@ Report = tuple[int, str]
 
 
 class Failure:
-    """This rank's failure, if there is one: who prints it, and who ends the job.
+    """The failure of this rank, if it fails: which rank prints it and ends the job.
 
     Args:
         job: the process id of mpirun and a random word, joined by a hyphen.
-        ranks: how many ranks were started.
-        rank: this process' number.
+        ranks: the number of ranks that were started.
+        rank: the rank of this process.
     """
 
     def __init__(self, job: str, ranks: int, rank: int) -> None:
@@ -67,7 +67,7 @@ class Failure:
         self._ranks = ranks
         self._rank = rank
         self._process = os.getpid()
-        self.door: int | None = None  # where the first rank that fails listens
+        self.door: int | None = None  # the socket on which the first rank listens
         self._code = 0
 
     def hook(
@@ -76,15 +76,15 @@ class Failure:
         error: BaseException,
         trace: TracebackType | None,
     ) -> None:
-        """Report an exception that nobody caught; takes ``sys.excepthook``'s place."""
+        """Report an uncaught exception; replaces ``sys.excepthook``."""
         code = INTERRUPTED if kind is KeyboardInterrupt else 1
         self.report(described(error), code)
 
     def report(self, text: str, code: int) -> None:
-        """Print this rank's error, or hand it to the rank that failed first.
+        """Print this rank's error, or send it to the rank that failed first.
 
         Args:
-            text: what is printed after the ranks' numbers.
+            text: the text to print after the ranks' numbers.
             code: the exit code of this rank.
         """
         self._code = code
@@ -98,7 +98,7 @@ class Failure:
             show([own])
 
     def _meet(self, own: Report) -> bool:
-        """Return whether ``own`` has been printed. Who binds the name is first."""
+        """Return whether ``own`` was printed. The rank that binds the name is first."""
         deadline = time.monotonic() + LAST
         while time.monotonic() < deadline:
             meeting = socket.socket(socket.AF_UNIX)
@@ -107,15 +107,15 @@ class Failure:
             except OSError:
                 with meeting, contextlib.suppress(ConnectionRefusedError):
                     return handed_over(meeting, self._name, own)
-                time.sleep(0.01)  # it is not listening yet, or it has ended
+                time.sleep(0.01)  # the first rank is not listening yet, or it has ended
                 continue
             self._collect(meeting, own)
-            self.door = meeting.detach()  # open to the end: no other becomes the first
+            self.door = meeting.detach()  # kept open, so that no other rank can bind it
             return True
         return False
 
     def _collect(self, door: socket.socket, own: Report) -> None:
-        """Print all errors that come soon, in the order in which they come."""
+        """Print the errors that arrive soon, in the order of their arrival."""
         door.listen(self._ranks)
         reports = [own]
         longest = time.monotonic() + LONGEST
@@ -126,7 +126,7 @@ class Failure:
                 other, _ = door.accept()
                 try:
                     reports.append(received(other))
-                except (OSError, ValueError):  # that rank was ended while it sent
+                except (OSError, ValueError):  # that rank ended while it was sending
                     other.close()
                 else:
                     others.append(other)
@@ -136,30 +136,32 @@ class Failure:
                 other.sendall(PRINTED)
 
     def end(self) -> None:
-        """End a failed rank's job, under Open MPI without the words it has for that.
+        """End the job of a failed rank; under Open MPI, without mpirun's own message.
 
         Runs after the program's own exit handlers. Unless this ends the process,
         mpi4py ends the job after it.
         """
-        if not self._code or os.getpid() != self._process:  # it may have forked since
+        if (
+            not self._code or os.getpid() != self._process
+        ):  # or this is a child that it has forked
             return
         flush()
         if self.door is None:
-            time.sleep(LAST)  # the first rank ends the job: its exit code is the job's
+            time.sleep(LAST)  # the first rank ends the job, with its own exit code
         else:
             drain(2)
         if "OMPI_COMM_WORLD_RANK" not in os.environ or os.getppid() != self._mpirun:
             return
         if self.door is not None and self._code == 1:
-            # mpirun ends all ranks, says nothing, and its exit code is 1. After a
-            # second signal it would say that it is ending already.
+            # mpirun ends all ranks, prints no message, and its exit code is 1. After a
+            # second signal it would print that it is ending already.
             os.kill(self._mpirun, signal.SIGTERM)
             time.sleep(LAST)
         os._exit(self._code)
 
 
 def own_rank() -> int | None:
-    """Return this process' rank, as Open MPI or MPICH tells it, or None."""
+    """Return the rank that Open MPI or MPICH gave this process, or None."""
     for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         if name in os.environ:
             return int(os.environ[name])
@@ -167,7 +169,7 @@ def own_rank() -> int | None:
 
 
 def handed_over(connection: socket.socket, name: str, own: Report) -> bool:
-    """Give ``own`` to the first rank, and return whether that rank has printed it."""
+    """Send ``own`` to the first rank, and return whether that rank printed it."""
     connection.settimeout(LAST)
     connection.connect(name)
     if not same_user(connection):
@@ -200,16 +202,16 @@ def received(connection: socket.socket) -> Report:
 
 
 def flush() -> None:
-    """Hand on what this process has printed."""
+    """Flush the output of this process."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):  # none, closed
             stream.flush()
 
 
 def drain(descriptor: int) -> None:
-    """Wait until mpirun has passed on what this process has written to it.
+    """Wait until mpirun has read and printed the output of this process.
 
-    It may drop the rest when it ends the job.
+    It may drop unread output when it ends the job.
     """
     unread = array("i", [0])
     deadline = time.monotonic() + QUIET
@@ -218,11 +220,11 @@ def drain(descriptor: int) -> None:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.01)
-    time.sleep(0.1)  # from mpirun to whoever reads what it prints
+    time.sleep(0.1)  # for mpirun to print what it has read
 
 
 def show(reports: Sequence[Report]) -> None:
-    """Print each text once, after the numbers of the ranks that report it."""
+    """Print each text once, after the numbers of its ranks."""
     groups: dict[str, list[int]] = {}
     for rank, text in reports:
         groups.setdefault(text, []).append(rank)
@@ -246,10 +248,10 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return an exception as Python shows it, with the program's own frames only.
+    """Return the text of an exception, with the program's own frames only.
 
-    The frames before the program's are left out. So are those inside numba_symm of an
-    error that numba_symm raises on purpose: its text says what to do.
+    It omits the frames before the program's. If numba_symm raised the error on purpose,
+    it also omits the frames inside numba_symm: the text contains the advice.
     """
     shown = traceback.TracebackException.from_exception(error, compact=True)
     frames = shown.stack
@@ -268,7 +270,7 @@ def run(program: Sequence[str]) -> None:
     module = program[0] == "-m"
     sys.argv[:] = program[module:]
     name = sys.argv[0]
-    if not sys.flags.safe_path:  # else this file's folder is not there either
+    if not sys.flags.safe_path:  # otherwise this file's folder is not in sys.path
         sys.path[0] = str(Path.cwd() if module else Path(name).resolve().parent)
     if module:
         runpy.run_module(name, run_name="__main__", alter_sys=True)
@@ -277,11 +279,11 @@ def run(program: Sequence[str]) -> None:
 
 
 def main(job: str, ranks: str, *program: str) -> None:
-    """Run the program of one rank; see the module's text."""
+    """Run the program of one rank; see the module's docstring."""
     process = os.getpid()
     failure = None
     rank = own_rank()
-    if rank is not None:  # else Python shows errors, each rank's own
+    if rank is not None:  # otherwise Python shows each rank's error
         failure = Failure(job, int(ranks), rank)
         sys.excepthook = failure.hook
         atexit.register(failure.end)
@@ -297,11 +299,11 @@ def main(job: str, ranks: str, *program: str) -> None:
             if code:
                 failure.report(text, code)
                 raise SystemExit(code) from None
-        raise  # to sys.excepthook, which may be the program's own
+        raise  # to sys.excepthook, which the program may have replaced
 
 
 def exit_of(ended: SystemExit) -> tuple[str, int]:
-    """Return what an exit says, and its code, both as Python takes them."""
+    """Return the text and the exit code of a SystemExit, as Python determines them."""
     if ended.code is None:
         return "", 0
     if isinstance(ended.code, int):

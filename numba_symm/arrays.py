@@ -26,7 +26,6 @@ class ArrayView(NamedTuple):
     Attributes:
         address: of its first element.
         shape: its shape.
-        size: number of elements.
         dtype: NumPy's dtype.
         order: ``"C"`` or ``"F"`` if the array is contiguous in that order, ``"C"`` if
             in both orders; None if it has gaps.
@@ -35,15 +34,23 @@ class ArrayView(NamedTuple):
 
     address: int
     shape: tuple[int, ...]
-    size: int
     dtype: np.dtype[Any]
     order: str | None
     readonly: bool
 
     @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def nbytes(self) -> int:
         """Size of its elements in bytes."""
         return self.size * self.dtype.itemsize
+
+
+Fields = tuple[int, tuple[int, ...], np.dtype[Any], str | None, bool]
+"""The fields of an :class:`ArrayView`, equal to it and faster to make."""
 
 
 def view(array: Any, what: str) -> ArrayView:
@@ -52,6 +59,11 @@ def view(array: Any, what: str) -> ArrayView:
     Raises:
         ArgumentError: it is a host array, or not an array.
     """
+    return ArrayView(*fields(array, what))
+
+
+def fields(array: Any, what: str) -> Fields:
+    """Do what :func:`view` does, for a call that may be remembered."""
     kind = _KINDS.get(type(array)) or _kind_of(array)
     return kind.read(array, what)
 
@@ -75,12 +87,12 @@ class _Kind(NamedTuple):
     """How arrays of a class are read.
 
     Attributes:
-        read: returns the view of an array; its second argument names the caller.
+        read: returns the fields of an array; its second argument names the caller.
         stream: returns the handle of the stream that an array names, or None.
         strides: returns the strides of an array, in bytes.
     """
 
-    read: Callable[[Any, str], ArrayView]
+    read: Callable[[Any, str], Fields]
     stream: Callable[[Any], int | None]
     strides: Callable[[Any], tuple[int, ...]]
 
@@ -111,14 +123,11 @@ def _kind_of(array: Any) -> _Kind:
 _NUMBAS: Any = () if SIMULATED else cuda.cudadrv.devicearray.DeviceNDArray
 
 
-def _view_numba(array: Any, what: str) -> ArrayView:
+def _read_numba(array: Any, what: str) -> Fields:
     in_c = array.is_c_contiguous()
     order = "C" if in_c else _order(False, array.is_f_contiguous())
-    address = array.device_ctypes_pointer.value or 0
-    # Every call does this twice; keywords would take 1.5 times as long.
-    return ArrayView(
-        *(address, tuple(array.shape), array.size, array.dtype, order, False)
-    )
+    address = array.gpu_data.device_pointer_value or 0
+    return address, array.shape, array.dtype, order, False
 
 
 def _stream_of_numbas(array: Any) -> int | None:
@@ -132,7 +141,7 @@ def _own_strides(array: Any) -> tuple[int, ...]:
     return tuple(array.strides)
 
 
-_NUMBA = _Kind(_view_numba, _stream_of_numbas, _own_strides)
+_NUMBA = _Kind(_read_numba, _stream_of_numbas, _own_strides)
 
 
 @functools.cache
@@ -142,19 +151,23 @@ def _torch(torch: Any) -> tuple[_Kind, _Kind]:
     by_torch = {getattr(torch, dtype.name): dtype for dtype in known}
     strided = torch.strided
 
-    def read(tensor: Any, what: str) -> ArrayView:
+    def read(tensor: Any, what: str) -> Fields:
         dtype = by_torch.get(tensor.dtype)
-        plain = tensor.is_cuda and tensor.layout is strided
-        lazy = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
-        if dtype is None or lazy or not plain:
-            return _view_exported(tensor, what)
+        if (
+            not (tensor.is_cuda and tensor.layout is strided)
+            or dtype is None
+            or tensor.requires_grad
+            or (dtype.kind == "c" and tensor.is_conj())
+            or tensor.is_neg()
+        ):
+            return _read_exported(tensor, what)
         try:
             address = tensor.data_ptr()
         except RuntimeError as error:  # in one of torch's transformations
             raise _not_an_array(tensor, what, error) from error
         shape = tuple(tensor.shape)
         order = "C" if tensor.is_contiguous() else _order_of(shape, tensor.stride())
-        return ArrayView(*(address, shape, tensor.numel(), dtype, order, False))
+        return address, shape, dtype, order, False
 
     def stream(tensor: Any) -> int:
         # As Triton does; torch.cuda.current_stream makes an object, in 2 µs.
@@ -163,10 +176,10 @@ def _torch(torch: Any) -> tuple[_Kind, _Kind]:
     def strides(tensor: Any) -> tuple[int, ...]:
         return tuple(stride * tensor.element_size() for stride in tensor.stride())
 
-    return _Kind(read, stream, strides), _Kind(_view_exported, stream, strides)
+    return _Kind(read, stream, strides), _Kind(_read_exported, stream, strides)
 
 
-def _view_exported(tensor: Any, what: str) -> ArrayView:
+def _read_exported(tensor: Any, what: str) -> Fields:
     """Read a tensor that may have more than memory, a shape and a type.
 
     torch exports none that requires a gradient, has its conjugate bit set or is sparse.
@@ -178,32 +191,31 @@ def _view_exported(tensor: Any, what: str) -> ArrayView:
         tensor.__dlpack__(stream=-1)
     except Exception as error:
         raise _not_an_array(tensor, what, error) from error
-    return _view_foreign(tensor, what)
+    return _read_foreign(tensor, what)
 
 
 @functools.cache
 def _cupy(cupy: Any) -> tuple[_Kind, _Kind]:
     """Return how to read CuPy's arrays, and those of subclasses."""
 
-    def read(array: Any, what: str) -> ArrayView:
+    def read(array: Any, what: str) -> Fields:
         if array.dtype not in dtypes.DTYPES:
-            return _view_foreign(array, what)
+            return _read_foreign(array, what)
         flags = array.flags
         order = _order(flags.c_contiguous, flags.f_contiguous)
-        return ArrayView(
-            *(array.data.ptr, array.shape, array.size, array.dtype, order, False)
-        )
+        place = array.data.ptr
+        return place, array.shape, array.dtype, order, False
 
     def stream(array: Any) -> int:
         return int(cupy.cuda.get_current_stream().ptr)
 
     return (
         _Kind(read, stream, _own_strides),
-        _Kind(_view_foreign, stream, _own_strides),
+        _Kind(_read_foreign, stream, _own_strides),
     )
 
 
-def _view_foreign(array: Any, what: str) -> ArrayView:
+def _read_foreign(array: Any, what: str) -> Fields:
     from cuda.core.utils import StridedMemoryView
 
     if isinstance(array, np.ndarray):
@@ -216,14 +228,9 @@ def _view_foreign(array: Any, what: str) -> ArrayView:
         raise _not_an_array(array, what, error) from error
     if not found.is_device_accessible or found.device_id < 0:
         raise _host_array(array, what)
-    return ArrayView(
-        address=int(found.ptr),
-        shape=tuple(found.shape),
-        size=math.prod(found.shape),
-        dtype=dtype,
-        order=_order_of(tuple(found.shape), found.strides),
-        readonly=bool(found.readonly),
-    )
+    shape = tuple(found.shape)
+    order = _order_of(shape, found.strides)
+    return int(found.ptr), shape, dtype, order, bool(found.readonly)
 
 
 def _not_an_array(array: Any, what: str, error: Exception) -> ArgumentError:
@@ -247,7 +254,7 @@ def _strides_of_foreign(array: Any) -> tuple[int, ...]:
     return tuple(stride * found.dtype.itemsize for stride in found.strides)
 
 
-_FOREIGN = _Kind(_view_foreign, _stream_of_foreign, _strides_of_foreign)
+_FOREIGN = _Kind(_read_foreign, _stream_of_foreign, _strides_of_foreign)
 
 
 def _order(in_c: bool, in_fortran: bool) -> str | None:
@@ -271,7 +278,7 @@ def _order_of(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> str | 
     return _order(filled(reversed(axes)), filled(axes))
 
 
-def _view_simulated(array: Any, what: str) -> ArrayView:
+def _read_simulated(array: Any, what: str) -> Fields:
     if not is_simulated(array):
         if isinstance(array, np.ndarray):
             raise _host_array(array, what)
@@ -282,17 +289,12 @@ def _view_simulated(array: Any, what: str) -> ArrayView:
     if array.dtype.hasobject or not array.dtype.itemsize:  # impossible on a GPU
         dtypes.checked(array.dtype, what)
     flags = array.flags
-    return ArrayView(
-        address=array.ctypes.data,
-        shape=tuple(array.shape),
-        size=int(array.size),
-        dtype=array.dtype,
-        order=_order(flags.c_contiguous, flags.f_contiguous),
-        readonly=not flags.writeable,
-    )
+    order = _order(flags.c_contiguous, flags.f_contiguous)
+    address, shape = array.ctypes.data, tuple(array.shape)
+    return address, shape, array.dtype, order, not flags.writeable
 
 
-_SIMULATED = _Kind(_view_simulated, lambda array: None, _own_strides)
+_SIMULATED = _Kind(_read_simulated, lambda array: None, _own_strides)
 
 
 def is_simulated(array: Any) -> bool:

@@ -88,7 +88,7 @@ def summary(error: BaseException) -> str:
 
 
 def left(cause: BaseException, operation: str = "") -> str:
-    """Return "left zeros by ValueError: 7", for what others are told of a rank."""
+    """Return "left zeros by ValueError: 7", for the errors of the other ranks."""
     return f"left{operation and ' '}{operation} by {summary(cause)}"
 
 

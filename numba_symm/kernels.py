@@ -19,6 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,10 @@ class Kernel:
             early: whether it may start while the kernel before it runs; it must then
                 begin with ``griddepcontrol.wait``.
         """
+        found = _listed.get()
+        if found is not None:
+            found[self] = None
+            return _NotLoaded()
         return Launch(self, -(-grid // held), held, args, early)
 
     def load(self) -> Any:
@@ -195,6 +200,31 @@ class Launch:
         (status,) = self._launch(self._config, self._function, self._packed.address, 0)
         if status:
             raise driver.failure("cuLaunchKernelEx", status)
+
+
+class _NotLoaded(Launch):
+    """What a kernel is bound to while kernels are only listed."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __call__(self, stream: int) -> None:
+        """Refuse to launch."""
+        raise AssertionError("this kernel was bound to be listed, not to be launched")
+
+
+_listed: ContextVar[dict[Kernel, None] | None] = ContextVar("_listed", default=None)
+
+
+@contextmanager
+def listed() -> Iterator[dict[Kernel, None]]:
+    """Yield the kernels that are bound within the block, which loads none of them."""
+    found: dict[Kernel, None] = {}
+    token = _listed.set(found)
+    try:
+        yield found
+    finally:
+        _listed.reset(token)
 
 
 def _config(blocks: int, threads: int, held: int, early: bool) -> Any:

@@ -71,14 +71,13 @@ def named(stream: int) -> int:
     return stream or _PER_THREAD
 
 
-def identity(stream: int) -> int:
+def _identity(stream: Any) -> int:
     """Return a number that no other stream of this process has, then or later.
 
     A handle is not unique: 2 is another stream in each thread, and a new stream may get
-    the handle of one that was destroyed.
+    the handle of one that was destroyed. Asked during its capture, the driver
+    invalidates that.
     """
-    if stream in _LEGACY_DEFAULTS:
-        return _LEGACY_IDENTITY
     status, number = driver.function("cuStreamGetId")(stream)
     if status:
         raise driver.failure("cuStreamGetId", status)
@@ -91,7 +90,7 @@ Place = int | frozenset[int]
 """A stream's identity; in a capture, the nodes that its next node will follow."""
 
 
-def _in_capture(stream: int) -> tuple[int, Place]:
+def _in_capture(stream: Any) -> tuple[int, Place]:
     """Return the number of a stream's capture, and its place there."""
     found = driver.call("cuStreamGetCaptureInfo", stream)
     return int(found[1]), frozenset(int(node) for node in found[3])
@@ -129,14 +128,20 @@ class StreamOrder:
             The object whose ``leave`` is called after this call.
         """
         place: Place
+        asked: Any = stream
         # The legacy stream cannot be captured. Do not query it during a capture.
-        if stream in _LEGACY_DEFAULTS or not is_capturing(stream):
-            trail, place = self._eager, identity(stream)
+        if stream in _LEGACY_DEFAULTS:
+            trail, place = self._eager, _LEGACY_IDENTITY
         else:
-            capture, place = _in_capture(stream)
-            trail = self._of_capture(capture)
+            # cuda-bindings convert an int in every call, and this in none.
+            asked = driver.function("CUstream")(stream)
+            if _captures(asked):
+                capture, place = _in_capture(asked)
+                trail = self._of_capture(capture)
+            else:
+                trail, place = self._eager, _identity(asked)
         self._latest = trail
-        trail.enter(stream, place)
+        trail.enter(asked, place)
         return trail
 
     def _of_capture(self, capture: int) -> "_Trail":
@@ -171,7 +176,7 @@ class _Trail:
     def __init__(self, events: int, captured: bool = False) -> None:
         self._events = events
         self._captured = captured
-        self._stream = LEGACY_DEFAULT
+        self._stream: Any = LEGACY_DEFAULT
         self._last: Place | None = None  # where that stream was after the latest call
 
     @functools.cached_property
@@ -183,14 +188,14 @@ class _Trail:
         """The second stream of these calls."""
         return SideStream(self._events)
 
-    def enter(self, stream: int, place: Place) -> None:
+    def enter(self, stream: Any, place: Place) -> None:
         """Make ``stream`` wait for the latest call, unless it follows that anyway.
 
         In a capture, an unnecessary wait also costs the early launch: the stream's next
         kernel would follow the whole latest call.
 
         Args:
-            stream: its handle.
+            stream: its handle, as the driver takes it.
             place: its place.
         """
         if self._last is not None and place != self._last:
@@ -220,8 +225,10 @@ class _Trail:
 
 def is_capturing(stream: int) -> bool:
     """Return whether the stream is being captured into a graph."""
-    if stream in _LEGACY_DEFAULTS:
-        return False
+    return stream not in _LEGACY_DEFAULTS and _captures(stream)
+
+
+def _captures(stream: Any) -> bool:
     status, found = driver.function("cuStreamIsCapturing")(stream)
     if status:
         raise driver.failure("cuStreamIsCapturing", status)

@@ -1,11 +1,11 @@
-"""Calls that need a rank that does not come, and how long the others wait."""
+"""Calls that need an absent rank, and how long the others wait."""
 
 import numpy as np
 from numba import cuda
 
 import numba_symm as ns
 
-AWAY = 1  # the rank that does not come
+AWAY = 1  # the absent rank
 SOON = 5.0  # seconds: far less than any timeout that would have to pass, for slow hosts
 PATIENT = 60  # a timeout that never passes
 
@@ -23,7 +23,7 @@ def reduced(comm, algorithm=None):
 
 
 def warm_up(world):
-    """Have the kernels compiled and loaded before a short timeout counts."""
+    """Compile and load the kernels, which may take longer than a short timeout."""
     with ns.Communicator(world, timeout=PATIENT) as comm:
         assert reduced(comm, "one_shot_ll")
 

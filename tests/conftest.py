@@ -1,4 +1,4 @@
-"""Fixtures of the tests that run under mpirun, and what keeps their ranks in step.
+"""Fixtures of the tests on ranks, and what keeps those under mpirun in step.
 
 A plain pytest leaves ranks/ and gpu/ alone; test_mpirun.py starts their files. By
 hand: ``numba-symm run -n 3 -m pytest tests/ranks``.
@@ -9,6 +9,7 @@ import os
 import pytest
 
 import numba_symm as ns
+from tests.spawned import Ranks
 
 UNDER_MPIRUN = not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}.isdisjoint(os.environ)
 
@@ -62,6 +63,20 @@ def pytest_configure(config):
         config.pluginmanager.register(agreement, "agreement")
         # Numba's advice on speed; tests launch few blocks.
         config.addinivalue_line("filterwarnings", "ignore:Grid size")
+
+
+@pytest.fixture(scope="module")
+def two():
+    """Two spawned ranks, for one test after another: starting them takes a second."""
+    with Ranks(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def three():
+    """Three such ranks."""
+    with Ranks(3) as ranks:
+        yield ranks
 
 
 @pytest.fixture(scope="session")

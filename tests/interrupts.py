@@ -1,4 +1,4 @@
-"""Signals that come at any moment of a call, such as Ctrl-C, and raise."""
+"""Signals whose handlers raise, such as of Ctrl-C, at any moment of a call."""
 
 import signal
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class Interrupt(BaseException):
-    """What the signal's handler raises."""
+    """The exception that the signal's handler raises."""
 
 
 def interrupted(
@@ -14,14 +14,14 @@ def interrupted(
     check: Callable[[], object],
     turns: int,
 ) -> int:
-    """Call ``call`` again and again, each time with a signal; return how many hit it.
+    """Call ``call`` repeatedly, each time with a signal; return how many hit it.
 
     In the main thread only.
 
     Args:
-        call: what is interrupted.
-        check: called after it, without signals.
-        turns: how often; the signals come from its start to its end.
+        call: the call that is interrupted.
+        check: called after each call, without signals.
+        turns: the number of calls; the signals are spread over their duration.
     """
     times = []
     for _ in range(20):

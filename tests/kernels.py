@@ -2,15 +2,14 @@
 
 import ast
 import functools
-from types import SimpleNamespace
-from unittest import mock
 
 import numpy as np
 
 from numba_symm import dtypes
+from numba_symm.collectives.kernel_set import endpoint
 from numba_symm.collectives.operations import OPERATIONS
-from numba_symm.collectives.protocols.binding import Call, Endpoint
-from numba_symm.kernels import PACKAGE, Kernel, _device_files
+from numba_symm.collectives.protocols.binding import Call
+from numba_symm.kernels import PACKAGE, _device_files, listed
 
 MAKERS = {"Kernel", "make_kernel"}  # their first argument is a factory
 
@@ -42,7 +41,9 @@ def every_kernel():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and maker_of(node) in MAKERS:
                 factory = ast.unparse(node.args[0])
-                if factory != "factory":  # of a function that hands it on
+                if (
+                    factory != "factory"
+                ):  # the parameter of a function that passes it on
                     found.add(f"{module}.{factory}")
     return found
 
@@ -50,24 +51,17 @@ def every_kernel():
 @functools.cache
 def bound_kernels(size):
     """Return the kernels of all operations by each of their algorithms, by factory."""
-    found = {}
-
-    def note(kernel, *args, **options):
-        found.setdefault(named(kernel.factory), kernel)
-        return lambda stream: None
-
-    def place(address, nbytes):
-        return SimpleNamespace(addresses=(address,) * size, seen=(address,) * size)
-
-    end = Endpoint(0, size, None, tuple(range(size)), 256, 32, place, None)
-    with mock.patch.object(Kernel, "bind", note):
+    with listed() as bound:
         for operation in OPERATIONS.values():
             for algorithm in operation.algorithms:
                 kind = "float64" if algorithm.endswith("sentinel") else "int64"
                 element = dtypes.element(np.dtype(kind), "test")
                 target = 0 if operation.name == "broadcast" else 1 << 20
                 call = Call(0, target, 256 * size, element, "sum")
-                operation.bind(algorithm, end, call)
+                operation.bind(algorithm, endpoint(size), call)
+    found = {}
+    for kernel in bound:
+        found.setdefault(named(kernel.factory), kernel)
     return found
 
 

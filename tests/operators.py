@@ -1,4 +1,4 @@
-"""What an operator gives, by NumPy, for every dtype; for the tests of all kinds."""
+"""The results of operators by NumPy, for every dtype."""
 
 import itertools
 from functools import reduce
@@ -36,7 +36,7 @@ NUMPYS = {
 
 
 def special(name):
-    """Return the elements at which something may go wrong."""
+    """Return elements that often reveal faults."""
     kind = ELEMENTS[name]
     if name == "bool":
         return np.array([False, True])
@@ -64,7 +64,7 @@ def random(name, count, seed):
 
 
 def wanted(inputs, op):
-    """Return what all ranks' inputs reduce to, in rank order and rounded once."""
+    """Return the reduction of all ranks' inputs, in rank order and rounded once."""
     dtype = inputs[0].dtype
     kind = dtypes.element(dtype, "test")
     # NumPy's integers wrap around as they are; an average must not.
@@ -112,7 +112,7 @@ def _divided(total, ranks, kind):
 
 
 def same(found, expected):
-    """Return where two arrays have the same bits; one NaN is as good as another."""
+    """Return where two arrays have the same bits; all NaNs are equal."""
     if found.dtype.kind == "c":
         parts = np.float32 if found.dtype.itemsize == 8 else np.float64
         return same(found.view(parts), expected.view(parts))

@@ -1,8 +1,8 @@
-"""Ranks played by processes of their own, without MPI: one may die, the others go on.
+"""Ranks as spawned processes, without MPI: one may die while the others continue.
 
-mpirun ends a job when one of its ranks ends badly, so what the survivors see can only
-be tested here. The processes are spawned, never forked; the parent is the hub of
-their communicator, keeps the deadline and kills whoever has not ended by then.
+mpirun ends a job when one of its ranks fails, so the errors of the other ranks can only
+be tested here. The parent passes the messages of their communicator, and kills the
+processes that have not ended at the deadline.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ GOODBYE = 15  # seconds that a process may take to end once its rank has left
 
 
 class RankLeft(Exception):
-    """A rank waits in a collective that another one will never enter."""
+    """A rank waits in a collective that another rank does not call."""
 
 
 class HubComm:
-    """What the library asks of a communicator, between spawned processes."""
+    """A communicator between spawned processes, as the library requires it."""
 
     def __init__(self, hub: Connection, me: int, members: Sequence[int]):
         self._hub, self._me, self._members = hub, me, tuple(members)
@@ -73,9 +73,10 @@ class Outcome:
     Attributes:
         value: what its function returned.
         error: ``"Class: text"`` of what it raised, "" if it returned.
-        trace: the traceback of that.
-        output: all that it printed, to stdout and stderr.
+        trace: the traceback of the error.
+        output: what it printed, to stdout and stderr.
         code: the process' exit code; minus a signal's number if that ended it.
+        left: whether its function returned or raised an exception.
     """
 
     value: Any = None
@@ -83,6 +84,100 @@ class Outcome:
     trace: str = ""
     output: str = ""
     code: int | None = None
+    left: bool = False
+
+
+class Ranks:
+    """Processes that play ``n`` ranks in one job after another.
+
+    They start with the first job, and again after a job in which a rank failed. They
+    end with the ``with`` statement. If one of them fails then, so does the test.
+
+    Args:
+        n: the number of ranks; the test is skipped if they cannot have a GPU each.
+        environ: environment variables of each rank, set before numba is imported.
+    """
+
+    def __init__(self, n: int, environ: Sequence[dict[str, str]] = ()):
+        self._n, self._environ = n, environ or [{}] * n
+        self._processes: list[Any] = []
+        self._results: list[Outcome] = []  # of the latest job that did not fail
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+        check(self._results)
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, deadline: float = 60
+    ) -> list[Any]:
+        """Run ``function(comm, *args)`` on all ranks; return the values or fail."""
+        results = self.outcomes(function, *args, deadline=deadline)
+        if any(one.error or not one.left for one in results):
+            self.end()
+            self._results = []
+        return check(results)
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, deadline: float
+    ) -> list[Outcome]:
+        """Run ``function(comm, *args)`` on all ranks; return the outcome of each."""
+        self._results = [Outcome() for _ in range(self._n)]
+        self._deadline, self._stuck = deadline, list(range(self._n))
+        if not self._processes:
+            self._begin()
+        self._written = [log.stat().st_size for log in self._logs]
+        name = (function.__module__, function.__qualname__)
+        for hub in self._hubs:
+            with contextlib.suppress(OSError):  # it has died since its last job
+                hub.send((name, args, deadline))
+        end = time.monotonic() + deadline
+        self._stuck = _serve(self._hubs, self._results, end)
+        self._read()
+        return self._results
+
+    def end(self) -> None:
+        """End the processes; complete the latest outcomes."""
+        for hub in self._hubs if self._processes else ():
+            hub.close()
+        for rank, process in enumerate(self._processes):
+            if rank not in self._stuck:
+                process.join(GOODBYE)
+            if process.is_alive():
+                process.kill()
+                process.join()
+                error = f"killed: not done in {self._deadline:g} s"
+                self._results[rank].error = error
+            self._results[rank].code = process.exitcode
+            process.close()
+        if self._processes:
+            self._processes = []
+            self._read()
+            self._folder.cleanup()
+
+    def _begin(self) -> None:
+        common = {"NUMBA_ENABLE_CUDASIM": "1"} if simulated(self._n) else {}
+        context = multiprocessing.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._logs = [Path(self._folder.name, f"{r}.txt") for r in range(self._n)]
+        self._hubs = []
+        for rank, log in enumerate(self._logs):
+            log.touch()
+            here, there = context.Pipe()
+            job = (there, rank, self._n, common | self._environ[rank], log)
+            process = context.Process(target=_play, args=job, name=f"rank {rank}")
+            process.start()
+            there.close()
+            self._hubs.append(here)
+            self._processes.append(process)
+
+    def _read(self) -> None:
+        for one, log, written in zip(
+            self._results, self._logs, self._written, strict=True
+        ):
+            one.output = log.read_bytes()[written:].decode(errors="replace")
 
 
 def outcomes(
@@ -92,57 +187,34 @@ def outcomes(
     deadline: float = 60,
     environ: Sequence[dict[str, str]] = (),
 ) -> list[Outcome]:
-    """Run ``function(comm, *args)`` on ``n`` ranks; return how each one ended.
+    """Run ``function(comm, *args)`` on ``n`` new ranks; return the outcomes.
 
     Skips the test where ``n`` ranks cannot have a GPU.
 
     Args:
         n: the number of ranks.
         function: of a module; the ranks import it.
-        args: what can be pickled.
+        args: its arguments, which are pickled.
         deadline: seconds after which ranks that have not ended are killed.
         environ: environment variables of each rank, set before numba is imported.
     """
-    common = {"NUMBA_ENABLE_CUDASIM": "1"} if simulated(n) else {}
-    environ = [common | own for own in environ or [{}] * n]
-    context = multiprocessing.get_context("spawn")
-    results = [Outcome() for _ in range(n)]
-    with tempfile.TemporaryDirectory() as folder:
-        logs = [Path(folder, f"{rank}.txt") for rank in range(n)]
-        hubs, processes = {}, []
-        for rank in range(n):
-            here, there = context.Pipe()
-            name = (function.__module__, function.__qualname__)
-            job = (there, rank, n, name, args, environ[rank], logs[rank], deadline)
-            process = context.Process(target=_play, args=job, name=f"rank {rank}")
-            process.start()
-            there.close()
-            processes.append(process)
-            hubs[here] = rank
-        stuck = list(range(n))
-        try:
-            stuck = _serve(hubs, results, time.monotonic() + deadline)
-        finally:
-            for rank, process in enumerate(processes):
-                if rank not in stuck:
-                    process.join(GOODBYE)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
-                    results[rank].error = f"killed: not done in {deadline:g} s"
-                results[rank].code = process.exitcode
-                process.close()
-        for rank, log in enumerate(logs):
-            results[rank].output = log.read_text() if log.exists() else ""
-    return results
+    ranks = Ranks(n, environ)
+    try:
+        return ranks.outcomes(function, *args, deadline=deadline)
+    finally:
+        ranks.end()
 
 
 def run_ranks(n: int, function: Callable[..., Any], *args: Any, **options: Any) -> list:
-    """Run ``function(comm, *args)`` on ``n`` ranks; return the values or fail."""
-    ended = outcomes(n, function, *args, **options)
+    """Run ``function(comm, *args)`` on ``n`` new ranks; return the values or fail."""
+    return check(outcomes(n, function, *args, **options))
+
+
+def check(ended: Sequence[Outcome]) -> list[Any]:
+    """Return what each rank's function returned, or fail."""
     failed = {rank: one for rank, one in enumerate(ended) if one.error or one.code}
     if failed:
-        parts = [f"{len(failed)} of {n} ranks failed"]
+        parts = [f"{len(failed)} of {len(ended)} ranks failed"]
         for rank, one in failed.items():
             parts.append(f" rank {rank}, exit code {one.code} ".center(80, "-"))
             parts += [one.trace or one.error, one.output]
@@ -181,18 +253,17 @@ def simulated(n: int) -> bool:
         pytest.skip(str(error))
 
 
-def _serve(
-    hubs: dict[Connection, int], results: list[Outcome], end: float
-) -> list[int]:
-    """Pass messages until all ranks have left or time is up; return who is left."""
-    present = {rank: hub for hub, rank in hubs.items()}
+def _serve(hubs: list[Connection], results: list[Outcome], end: float) -> list[int]:
+    """Pass messages until all ranks have left, or the deadline; return the others."""
+    present = dict(enumerate(hubs))
     waiting: dict[int, list[Any]] = {}  # by rank: with whom, what
     while present:
         ready = wait(list(present.values()), max(0.0, end - time.monotonic()))
         if not ready:
             break
-        for hub in ready:
-            rank = hubs[hub]
+        for rank, hub in [*present.items()]:
+            if hub not in ready:
+                continue
             try:
                 kind, *message = hub.recv()
             except (EOFError, ConnectionResetError):  # it died, or called sys.exit
@@ -203,7 +274,8 @@ def _serve(
             if kind == "left":
                 one = results[rank]
                 one.value, one.error, one.trace = message
-            present.pop(rank).close()
+                one.left = True
+            del present[rank]
         for rank, (members, _) in list(waiting.items()):
             met = [m for m in members if waiting.get(m, [None])[0] == members]
             gone = [m for m in members if m not in met and m not in present]
@@ -217,27 +289,32 @@ def _serve(
                 del waiting[member]
                 with contextlib.suppress(OSError, KeyError):  # it has died since
                     present[member].send(answer)
-    for hub in present.values():
-        hub.close()
     return list(present)
 
 
-def _play(hub, rank, n, name, args, environ, log, deadline):
-    """Be one rank: what a spawned process does."""
+def _play(hub, rank, n, environ, log):
+    """Run jobs as one rank, in a spawned process."""
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     faulthandler.enable()
-    faulthandler.dump_traceback_later(max(1.0, deadline - LAST_WORDS), file=2)
     os.environ.update(environ)
-    # Here and not by unpickling: numba reads the environment when it is imported.
-    function = importlib.import_module(name[0])
-    for part in name[1].split("."):
-        function = getattr(function, part)
-    try:
-        result = (function(HubComm(hub, rank, range(n)), *args), "", "")
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        result = (None, text, traceback.format_exc())
-    hub.send(("left", *result))
-    sys.stdout.flush()
+    while True:
+        try:
+            name, args, deadline = hub.recv()
+        except EOFError:  # no more jobs
+            faulthandler.dump_traceback_later(GOODBYE - LAST_WORDS, file=2)
+            return
+        faulthandler.dump_traceback_later(max(1.0, deadline - LAST_WORDS), file=2)
+        try:
+            # Not by unpickling: numba reads the environment when it is imported.
+            function = importlib.import_module(name[0])
+            for part in name[1].split("."):
+                function = getattr(function, part)
+            result = (function(HubComm(hub, rank, range(n)), *args), "", "")
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            result = (None, text, traceback.format_exc())
+        sys.stdout.flush()
+        faulthandler.cancel_dump_traceback_later()
+        hub.send(("left", *result))

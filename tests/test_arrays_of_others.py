@@ -1,7 +1,7 @@
-"""After a failure no rank's array changes under it, whatever the others had enqueued.
+"""After a failure, work that other ranks have enqueued changes no array of a rank.
 
-Of every algorithm that works on the ranks' own arrays: a rank stays away, leaves, comes
-late, or is late with its copies; the others have their arrays, too.
+For every algorithm that accesses the ranks' own arrays: a rank is absent, leaves, is
+late, or its copies are late.
 """
 
 import re
@@ -54,9 +54,9 @@ def give_up(comm, plan, arrays):
     return error
 
 
-# What the ranks do after a first call. Each returns the error that this rank gets, and
-# whether its arrays are to be as the first call left them (True), as it filled them
-# since (False), or may be anything: its own call writes them (None).
+# The ranks' work after a first call. Each function returns this rank's error, and the
+# expected contents of its arrays: those after the first call (True), those that the
+# rank stored later (False), or any, because its own call writes them (None).
 
 
 def stays_away(world, comm, plan, arrays):

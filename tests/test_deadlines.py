@@ -18,7 +18,7 @@ from numba_symm import device as symm
 from numba_symm.collectives import operations
 from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
 from tests.absence import AWAY, PATIENT, SOON, context_is_alive, input_of, reduced
-from tests.spawned import attempt, run_ranks
+from tests.spawned import attempt
 
 # What the ranks that come do, each call needing the rank that does not. Each function
 # returns a call of no arguments; what needs all ranks happens before.
@@ -211,8 +211,8 @@ def one_rank_stays_away(world, name):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_rank_that_does_not_come(name):
-    facts = run_ranks(3, one_rank_stays_away, name)
+def test_a_rank_that_does_not_come(three, name):
+    facts = three.run(one_rank_stays_away, name)
     _, where = OPERATIONS[name]
     text = (
         rf"CollectiveTimeout: rank [02] waited for rank {AWAY} in {where} "
@@ -265,9 +265,9 @@ def comes_when_the_others_have_left(world):
     return error, kept
 
 
-def test_nobody_s_array_is_written_by_a_rank_that_comes_too_late():
+def test_nobody_s_array_is_written_by_a_rank_that_comes_too_late(three):
     """Its peers may use theirs again: they were told that the call has failed."""
-    for error, kept in run_ranks(3, comes_when_the_others_have_left):
+    for error, kept in three.run(comes_when_the_others_have_left):
         assert error.startswith("CollectiveTimeout: ")
         assert kept
 
@@ -294,8 +294,8 @@ def replays_behind_a_failure(world, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["one_shot_ll", "two_shot_sentinel", "chunked"])
-def test_nothing_is_stored_by_calls_behind_a_failed_one(algorithm):
-    first, away = run_ranks(2, replays_behind_a_failure, algorithm)
+def test_nothing_is_stored_by_calls_behind_a_failed_one(two, algorithm):
+    first, away = two.run(replays_behind_a_failure, algorithm)
     for error, _ in (first, away):
         assert error.startswith("CollectiveTimeout: rank 0 waited for rank 1 in ")
     assert first[1] == {7.0}
@@ -350,9 +350,9 @@ def differing(option, alike, others, names, algorithms):
     ],
 )
 def test_calls_that_differ_are_told_and_touch_no_more_than_they_were_given(
-    name, algorithm, counts, options
+    three, name, algorithm, counts, options
 ):
-    facts = run_ranks(3, calls_differ, name, algorithm, counts, options)
+    facts = three.run(calls_differ, name, algorithm, counts, options)
     for error, seconds, kept in facts:
         assert re.match(r"CallMismatch: rank \d's call differs from rank", error)
         assert seconds < PATIENT / 2
@@ -384,9 +384,9 @@ def roots_of_two_differ(world, name, roots, op, count):
         ("reduce", (0, 0), ("sum", "max")),
     ],
 )
-def test_two_ranks_of_different_calls_are_told_by_the_next_one(name, roots, op):
+def test_two_ranks_of_different_calls_are_told_by_the_next_one(two, name, roots, op):
     """Of a single vector, too, of which no other thread waits for anything."""
-    for first, *later in run_ranks(2, roots_of_two_differ, name, roots, op, 3):
+    for first, *later in two.run(roots_of_two_differ, name, roots, op, 3):
         errors = [error for error, _ in (first, *later)]
         told = [error for error in errors if error]
         assert len(told) >= len(later), errors
@@ -420,8 +420,8 @@ def wait_without_the_host(world):
     return seconds, error
 
 
-def test_later_kernels_leave_at_once():
-    facts = run_ranks(2, wait_without_the_host)
+def test_later_kernels_leave_at_once(two):
+    facts = two.run(wait_without_the_host)
     (first, second), _ = facts[0]
     assert first > 2.9
     assert second < 1.5

@@ -1,7 +1,7 @@
-"""What one rank does badly, and all must be told: a call that fails, a dropped object.
+"""A call that fails on one rank, or an object that one rank drops, fails all ranks.
 
-Once arguments are checked, a call that fails on one rank fails on all: the others have
-enqueued theirs, and what came next would meet it, with wrong results.
+Once arguments are checked, a call that fails on one rank fails on all. The others have
+enqueued theirs, which would otherwise exchange data with later calls.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ SOON = 5.0 if SIMULATED else 20.0  # a GPU's kernels may have to be compiled
 
 @contextlib.contextmanager
 def failing(holder, name, after=0, error=ns.DriverError):
-    """Let a function of the library fail when it is called the next time but some."""
+    """Let a function of the library fail in its call number ``after``, from 0."""
     real, left = getattr(holder, name), [after]
 
     def call(*args, **options):
@@ -171,7 +171,7 @@ def fails_on_one_rank(world):
 
 
 def test_a_call_that_fails_on_one_rank_fails_on_all():
-    """The rank itself sees the error; all later calls of all ranks say whose it was."""
+    """The rank raises the error; all later calls of all ranks name the rank."""
     for rank, (facts, again) in enumerate(run_ranks(3, fails_on_one_rank)):
         assert again
         names = [name for name, calls in CALLS.items() for _ in calls]
@@ -185,7 +185,7 @@ def test_a_call_that_fails_on_one_rank_fails_on_all():
                 assert own[0] == "" or own[0].startswith(told), what
             assert later[0].startswith(told), what
             assert own[1] + later[1] < SOON, what
-            assert close[0] == "", what  # all have been told
+            assert close[0] == "", what  # every rank has raised it before
 
 
 def errs_before_its_call(world):
@@ -222,7 +222,7 @@ def drops_its_communicator(world):
     return told
 
 
-def test_the_others_are_told_that_a_rank_dropped_its_communicator():
+def test_calls_after_a_rank_has_dropped_its_communicator():
     text = f"RankLeft: rank {AWAY} dropped the communicator without closing it; results"
     for rank, told in enumerate(run_ranks(3, drops_its_communicator)):
         if rank != AWAY:

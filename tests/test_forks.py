@@ -1,4 +1,4 @@
-"""Forked children change nothing that their parent has, and are refused."""
+"""Calls of forked children are refused, and do not affect their parent."""
 
 import atexit
 import contextlib

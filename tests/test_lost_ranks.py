@@ -56,9 +56,9 @@ def fails_within(world, how):
 
 
 @pytest.mark.parametrize("how", ["check", "caught", "no check", "leaves first"])
-def test_leaving_a_with_statement_tells_of_a_failure(how):
+def test_leaving_a_with_statement_tells_of_a_failure(three, how):
     """Closing says what this rank has not heard, and waits for none that has failed."""
-    for text, seconds, alive in run_ranks(3, fails_within, how):
+    for text, seconds, alive in three.run(fails_within, how):
         assert re.match(rf"rank [02] waited for rank {AWAY} in all_reduce", text), how
         assert text.count(" waited for ") == 1
         assert seconds < 2 + SOON
@@ -357,9 +357,9 @@ def splits(world):
     return facts
 
 
-def test_communicators_split_without_mpi():
+def test_communicators_split_without_mpi(three):
     rest = {0: [0, 2, True], 1: [], 2: [1, 2, True]}
-    assert run_ranks(3, splits) == [
+    assert three.run(splits) == [
         [2, 0, 1, True, True, *rest[0], True],
         [1, 1, 2, True, True, *rest[1], True],
         [0, 0, 2, True, True, *rest[2], True],
@@ -379,9 +379,9 @@ def stays_away_from_a_child(world):
         return error, failed, reduced(comm)
 
 
-def test_a_rank_that_does_not_come_fails_one_child_only():
+def test_a_rank_that_does_not_come_fails_one_child_only(three):
     waited = "CollectiveTimeout: rank 1 waited for rank 0 in all_reduce"
-    facts = run_ranks(3, stays_away_from_a_child)
+    facts = three.run(stays_away_from_a_child)
     assert [found[2] for found in facts] == [True] * 3
     assert facts[0][:2] == ("", "")
     assert facts[1][0] == ""
@@ -441,9 +441,9 @@ CREATION = {
 
 
 @pytest.mark.parametrize("how", CREATION)
-def test_a_communicator_that_cannot_be_made_on_one_rank(how):
+def test_a_communicator_that_cannot_be_made_on_one_rank(three, how):
     """All ranks are told, nothing stays open, and the next one works."""
-    for error, seconds, leaked, again in run_ranks(3, fails_on_one_rank, how):
+    for error, seconds, leaked, again in three.run(fails_on_one_rank, how):
         assert re.match(CREATION[how], error), error
         assert seconds < SOON
         assert not leaked

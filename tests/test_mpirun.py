@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
 FILES = sorted(TESTS.glob("ranks/test_*.py")) + sorted(TESTS.glob("gpu/test_*.py"))
 FILES += sorted({file.parent for file in TESTS.glob("ranks/*/test_*.py")})
-"""Of one job each; a folder's files are one job, as starting one takes seconds."""
+"""One job each; a folder is one job, because starting a job takes seconds."""
 
 ASKED = os.environ.get("NUMBA_SYMM_TEST_RANKS")
 RANKS = [int(number) for number in (ASKED or "1,2,3,4").split(",")]
@@ -52,7 +52,7 @@ def test_on_ranks(file, ranks, tmp_path):
 
 
 def test_every_kernel_and_algorithm_is_bound_by_a_test_on_ranks():
-    """After the tests above: it skips where not all of them ran here."""
+    """Runs after the tests above. Skips if not all of them ran in this process."""
     ran = BOUND.keys() >= {file for file in FILES if file.parent.name == "ranks"}
     if not ran or max(RANKS) < 3:  # two ranks relay nothing
         pytest.skip("not all files ran, on three ranks or more")
@@ -125,7 +125,7 @@ def run(command, environ, log, deadline):
 
 
 def end(job):
-    """End mpirun and every rank of it that is left."""
+    """End mpirun and the ranks that have not ended."""
     if job.poll() is None:
         job.terminate()  # mpirun ends its ranks and removes its files
         with contextlib.suppress(subprocess.TimeoutExpired):

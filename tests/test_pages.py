@@ -63,7 +63,7 @@ def test_every_text_that_troubleshooting_explains_is_in_the_code():
 
 
 def texts(file):
-    """Yield the strings of a source file, what is inserted into them as dots."""
+    """Yield the strings of a source file, with dots for inserted values."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.JoinedStr):
             parts = (getattr(part, "value", None) for part in node.values)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 LEFT = object()
-"""What a rank that has returned or raised leaves for those that still wait."""
+"""The value of a rank that has returned or raised, for ranks that still wait."""
 
 
 class RankLeft(Exception):
-    """A rank waits in a collective that another one will never enter."""
+    """A rank waits in a collective that another rank does not call."""
 
 
 class ThreadComm:

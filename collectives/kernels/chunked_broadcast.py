@@ -22,7 +22,12 @@ from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, En
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_left
 from numba_symm.collectives.protocols.order import make_mirror
-from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, shard
+from numba_symm.collectives.protocols.partition import (
+    chunks_of,
+    is_ragged,
+    moved_as,
+    shard,
+)
 from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
@@ -189,8 +194,9 @@ def bind(end: Endpoint, call: Call, left_over: int = 0) -> Enqueue:
         return lambda stream: None
     share = shard(call.vectors, end.size - 1)
     grid, height, chunks = chunks_of(share, end.size, end.max_blocks)
+    ragged = is_ragged(call)
     return binding.launch(
-        kernel(end.size, call.element, is_ragged(call)),
+        kernel(end.size, moved_as(call, ragged), ragged),
         *(end, grid, call.root, call.target, call.count, call.vectors),
         *(share, height, chunks, int(left_over != 0)),
     )

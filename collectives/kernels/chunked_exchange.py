@@ -34,7 +34,7 @@ from numba_symm.collectives.protocols.exchanges import (
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_left
 from numba_symm.collectives.protocols.order import make_mirror
-from numba_symm.collectives.protocols.partition import chunks_of, is_ragged
+from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, moved_as
 from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
@@ -207,8 +207,10 @@ def bind(kind: Exchange, end: Endpoint, call: Call, left_over: int = 0) -> Launc
     A reduction to a root is for two ranks at most.
     """
     grid, height, chunks = chunks_of(call.vectors, end.size, end.max_blocks)
+    ragged = is_ragged(call)
+    element = call.element if kind.output.reduces else moved_as(call, ragged)
     return binding.launch(
-        kernel(end.size, call.element, call.op, is_ragged(call), kind, left_over),
+        kernel(end.size, element, call.op, ragged, kind, left_over),
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
         *(kind.output.taken(end.rank, end.size, call.root), height, chunks),
     )

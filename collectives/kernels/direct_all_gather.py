@@ -24,7 +24,7 @@ from numba_symm.collectives.protocols.binding import (
     Enqueue,
 )
 from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
-from numba_symm.collectives.protocols.partition import is_ragged
+from numba_symm.collectives.protocols.partition import is_ragged, moved_as
 from numba_symm.collectives.protocols.workspace import (
     THREADS,
     divide_up,
@@ -99,8 +99,9 @@ def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
     """
     words = f"all_gather of {call.count} {call.element.name}"
     grid = min(divide_up(call.vectors, THREADS), end.max_blocks, handshake.BLOCKS)
+    ragged = is_ragged(call)
     move = binding.launch(
-        kernel(end.size, call.element, is_ragged(call)),
+        kernel(end.size, moved_as(call, ragged), ragged),
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
     )
     seen = offered(end, call.source, call.nbytes)

@@ -26,7 +26,7 @@ from numba_symm.collectives.protocols.binding import (
 )
 from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
 from numba_symm.collectives.protocols.order import make_mirror
-from numba_symm.collectives.protocols.partition import shard
+from numba_symm.collectives.protocols.partition import moved_as, shard
 from numba_symm.collectives.protocols.workspace import (
     THREADS,
     divide_up,
@@ -114,8 +114,9 @@ def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
     words = f"broadcast of {call.count} {call.element.name} from {call.root}"
     share = shard(call.vectors, end.size - 1)
     grid = min(divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
+    ragged = call.count % call.element.lanes != 0
     move = binding.launch(
-        kernel(end.size, call.element, call.count % call.element.lanes != 0),
+        kernel(end.size, moved_as(call, ragged), ragged),
         *(end, grid, call.target, call.count, call.vectors, share, call.root),
     )
     seen = offered(end, call.target, call.nbytes)

@@ -35,7 +35,7 @@ from numba_symm.collectives.protocols.mailboxes import (
     mailed_grid,
     make_mailboxes,
 )
-from numba_symm.collectives.protocols.partition import is_ragged
+from numba_symm.collectives.protocols.partition import is_ragged, moved_as
 from numba_symm.collectives.protocols.workspace import (
     ONE_SHOT,
     THREADS,
@@ -234,8 +234,10 @@ def bind(transport: str, kind: Exchange, end: Endpoint, call: Call) -> Launch:
     grid, steps = mailed_grid(end, transport, ONE_SHOT[transport], call.vectors)
     element, op, root = call.element, call.op, call.root
     words = f"{kind.output.name} of {call.count} {element.name} by {op!r}, root {root}"
+    ragged = is_ragged(call)
+    lane = element if kind.output.reduces else moved_as(call, ragged)
     return binding.launch(
-        kernel(end.size, element, op, is_ragged(call), transport, steps, kind),
+        kernel(end.size, lane, op, ragged, transport, steps, kind),
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
         kind.output.taken(end.rank, end.size, root),
         *kind.output.exchanged(end.rank, end.size, root),

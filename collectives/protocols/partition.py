@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from numba_symm import dtypes
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
@@ -9,6 +10,9 @@ from numba_symm.collectives.protocols.workspace import (
     VECTOR,
     divide_up,
 )
+from numba_symm.dtypes import Element
+
+_WORDS = dtypes.element("int64", "moves")
 
 LINE = 8
 """Vectors of 128 bytes; shards begin on lines, as far as the array does."""
@@ -30,6 +34,14 @@ def is_ragged(call: Call, share: int = 0, shares: int = 0) -> bool:
     partial = call.count % call.element.lanes != 0
     uneven = share != 0 and share * shares != call.vectors
     return (call.source | call.target) % VECTOR != 0 or partial or uneven
+
+
+def moved_as(call: Call, ragged: bool) -> Element:
+    """Return the element type for a kernel that moves data and reduces nothing.
+
+    Whole vectors of all types are moved by the same instructions, so by one kernel.
+    """
+    return call.element if ragged else _WORDS
 
 
 class Chunks(NamedTuple):

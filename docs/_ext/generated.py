@@ -67,7 +67,7 @@ class Algorithms(SphinxDirective):
             most = (
                 "above"
                 if last is None
-                else f"to {_human(last * operation.parts(size))}"
+                else f"to {_human(last * operation.shards(size))}"
             )
             lines.append(f"{most}: `{name}`")
             first = None if last is None else last + 1

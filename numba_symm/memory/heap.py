@@ -1,12 +1,13 @@
 """The symmetric memory of a communicator: the blocks that all its ranks have mapped."""
 
+import math
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from numba_symm import arguments, deferred, pads
+from numba_symm import arguments, arrays, deferred, dtypes, pads
 from numba_symm.arrays import Memory
 from numba_symm.backends import ipc
 from numba_symm.backends.peers import Peers, map_peers
@@ -73,6 +74,17 @@ class Heap:
         self.generation = 0  # changes with the mappings
         self._arenas: list[_Entry] = []
         self._free_pads: list[_Pad] = []
+
+    def array(self, shape: Any, dtype: Any, what: str) -> Any:
+        """Return a new symmetric array of zeros. Collective."""
+        exchange = self.island.exchange
+        with self.island.set_up(what):
+            with exchange.agreed(what):
+                dtype = dtypes.checked(dtype, what)
+                shape = arrays.checked_shape(shape, dtype, what)
+            exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
+            memory, _ = self.allocate(math.prod(shape) * dtype.itemsize, what)
+            return memory.array(shape, dtype)
 
     def allocate(self, nbytes: int, what: str) -> tuple[Memory, Peers]:
         """Return zeroed memory and its mappings on all ranks.

@@ -68,7 +68,7 @@ class Mapped:
     def _unmap(self) -> bool:
         _, kind, _, ordinal = self.key
         if not self.unmapped and not self._lost and self.last is not None:
-            # If a signal handler raises now, it is unknown how far this has come.
+            # If a signal handler raises now, it is unknown which steps were made.
             self._lost = kind not in kinds.GOING_WITH_ARRAYS
             try:
                 with self.last.in_context():

@@ -1,5 +1,5 @@
-"""A test scheduler: the device code itself, under many interleavings.
+"""The explorer: it runs the source of the kernels under many interleavings.
 
-``source`` turns the real kernels into coroutines, ``scheduler`` decides who runs next
-and ``memory`` decides what a load returns.
+``source`` turns the kernels into coroutines, ``scheduler`` chooses the thread that runs
+next, and ``memory`` the value that a load returns.
 """

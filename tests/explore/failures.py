@@ -6,14 +6,14 @@ from explore.memory import Finding
 
 
 class NoStoreAfterFailure:
-    """A thread that found a failure, or whose block did, stores no data.
+    """A thread that has found a failure, or whose block has, stores no data.
 
-    A thread has found one when it puts a record on a board, or loads one from it. Its
-    block has when the threads have met since; the next launch begins anew.
+    A thread has found a failure when it stores a record on a board, or loads one. Its
+    block has found it after the next ``syncthreads``. A later launch has found none.
 
     Args:
         board: the addresses of all records.
-        kept: the addresses of what a rank keeps for itself alone.
+        kept: the addresses of words that only their own rank reads.
     """
 
     def __init__(self, board: range, kept: set[int]):
@@ -21,12 +21,12 @@ class NoStoreAfterFailure:
         self._kept = kept
 
     def loaded(self, thread: Any, address: int, value: int) -> None:
-        """Note what a thread has loaded."""
+        """Record whether a thread has loaded a record."""
         if value != 0 and address in self._board:
             thread.failed = True
 
     def stores(self, thread: Any, address: int) -> None:
-        """Check where a thread is about to store."""
+        """Raise if a thread may not store at an address."""
         if address in self._board:
             thread.failed = True
         elif thread.failed and address not in self._kept:

@@ -1,57 +1,59 @@
-"""Memory as weak as PTX lets it be, as far as the protocols could notice.
+"""A model of weak memory: what PTX permits, as far as the protocols could notice.
 
-What it allows
+Permitted
 
-- A store waits in its thread's buffer. Waiting stores reach memory in any order, late
-  or soon, except that those of one thread to one address stay in order. A 16-byte
-  access is two of 8 bytes, which are apart in everything.
-- A load returns any value that reached memory, old ones too, unless the thread must
-  know better: it knows every store that happened before the load, and what any load
-  that did has read (of one thread's loads, the last). Stores that it knows it sees
-  even while they wait.
-- Two stores to one address, neither of which happened before the other, take effect in
-  any order, whichever reached memory first. But a kernel's end is a point in time: what
-  its threads did or heard of has taken effect then, before what anyone does later.
-- Happened before: in program order; by ``syncthreads``, for the threads of a block; by
-  a kernel's start, for all earlier kernels of its rank; by an acquire that read what a
-  release wrote, with fences in either place as well (relaxed store after a fence,
-  fence after a relaxed load). Only this carries knowledge from rank to rank.
-- A release store, or a fence, first sends to memory every waiting store that happened
-  before it, whichever thread made it.
+- Each thread buffers its stores. They reach memory in any order and after any delay,
+  but stores of one thread to one address keep their order. A 16-byte access is two
+  independent accesses of 8 bytes.
+- A load returns any value that has reached memory, old ones included, but none older
+  than a store that happened before the load, or than a value that was returned by a
+  load that happened before it (of each thread, the latest such load counts). If a store
+  that happened before the load is still buffered, the load returns its value.
+- Two stores to one address take effect in any order, if neither happened before the
+  other, whichever reached memory first. But a kernel's end is a point in time: the
+  accesses of its threads, and those that happened before a release whose value they
+  have loaded, have taken effect by then. All later accesses follow them.
+- An access happened before another one: in program order; by ``syncthreads``, for the
+  threads of a block; by a kernel's start, for all earlier kernels of its rank; or by an
+  acquire that loads the value of a release. A relaxed store after a fence is a release,
+  and a relaxed load before a fence is an acquire. Nothing else orders accesses of
+  different ranks.
+- A release store, or a fence, first sends to memory every buffered store that happened
+  before it, of any thread.
 
-What it reports
+Reported
 
-- a race: two accesses to one address, at least one of them a store and one of them
-  weak (neither relaxed, acquire nor release), none of which happened before the other;
-- access outside the memory that was mapped, misaligned, in different widths to one
-  address, or to what nobody has written.
+- a race: two accesses to one address, at least one of them a store and at least one
+  weak (neither relaxed, acquire nor release), where neither happened before the other;
+- an access outside mapped memory, a misaligned one, one of another width than an
+  earlier access to its address, or a load of memory that was never written.
 
-What it leaves out
+Not modelled
 
-- A load is never delayed past a later store of its own thread. For weak accesses the
-  race report stands in for that; relaxed packets rely on the branch that depends on
-  their flag, as on real GPUs.
-- Of one address, only the last few values are remembered.
-- Atomic operations, scopes other than the system's, and fences' total order: nothing
-  here uses them.
+- A load is never delayed past a later store of its own thread. If a weak access
+  depended on that order, the access would be reported as a race. Relaxed packets rely
+  on the branch that depends on their flag, as on GPUs.
+- Only the latest few values of an address are kept.
+- No kernel here uses atomic operations, scopes other than the system's, or the total
+  order of fences.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
 WEAK, RELAXED, ACQUIRE, RELEASE = "weak", "relaxed", "acquire", "release"
 
 _REMEMBERED = 8  # values of one address
-REGION = 1 << 20  # address space a region has to itself; the rest of it is a trap
+REGION = 1 << 20  # address space of a region; accesses beyond its bytes are reported
 
 
 Fill = int | Callable[[int], tuple[int, int | None]] | None
 
 
 class Finding(Exception):
-    """What a run found wrong.
+    """A fault that a run has found.
 
     Attributes:
         kind: ``race``, ``access``, ``deadlock``, ``divergence``, ``failure`` or
@@ -64,15 +66,15 @@ class Finding(Exception):
 
 
 class Observer:
-    """What one thread knows: for every thread, up to which of its accesses."""
+    """A thread's vector clock: for every thread, which accesses happened before."""
 
     def __init__(self, number: int, name: str, threads: int):
         self.number = number
         self.name = name
         self.known = [0] * threads
-        self.fenced: list[int] | None = None  # known at the last fence
-        self.heard: list[list[int]] = []  # by relaxed loads: known at the next fence
-        self.outdated = False  # whether its loads may return old values just now
+        self.fenced: list[int] | None = None  # the clock at the last fence
+        self.unfenced: list[list[int]] = []  # clocks that the next fence acquires
+        self.outdated = False  # whether its next loads may return old values
 
     def tick(self) -> int:
         self.known[self.number] += 1
@@ -82,7 +84,8 @@ class Observer:
         return store.time <= self.known[store.writer]
 
     def learn(self, known: list[int]) -> None:
-        self.known = list(map(max, self.known, known))
+        pairs = zip(self.known, known, strict=True)
+        self.known = [mine if mine > other else other for mine, other in pairs]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,12 +93,15 @@ class Store:
     """One store to one address.
 
     Attributes:
-        writer: the thread's number, and ``time`` its count of accesses.
-        release: what an acquire of this value learns; None: nothing.
-        known: up to which of every thread's accesses came before.
-        order: its place among the stores to this address, once in memory; before,
-            that of the last one which it comes after.
-        priority: the scheduler's; some wait until nothing else can happen.
+        writer: the number of the thread that stores.
+        time: that thread's number of accesses.
+        release: the clock that an acquire of this value gets; None: not a release.
+        known: by thread, the accesses that happened before.
+        over: by thread, the accesses that had taken effect before, as their kernel had
+            ended.
+        order: its place among the stores to this address, once in memory. Before that,
+            the place of the last store that it must follow.
+        priority: for the scheduler; the lowest waits until no other task can run.
     """
 
     place: "Place"
@@ -104,30 +110,35 @@ class Store:
     time: int = 0
     weak: bool = False
     release: list[int] | None = None
-    known: list[int] | None = None
+    known: Sequence[int] = ()
+    over: Sequence[int] = ()
     order: float = 0.0
     priority: float = 0.0
 
     def comes_after(self, other: "Store") -> bool:
-        """Return whether another store to the same address happened before."""
-        assert self.known is not None
-        return other.order <= self.order or other.time <= self.known[other.writer]
+        """Return whether this store must follow another one to the same address."""
+        writer, time = other.writer, other.time
+        return (
+            other.order <= self.order
+            or time <= self.known[writer]
+            or time <= self.over[writer]
+        )
 
 
 class Place:
-    """One address: the values in memory, oldest first, and the stores that wait."""
+    """One address: its values in memory, oldest first, and its buffered stores."""
 
     def __init__(self, address: int, nbytes: int, initial: int | None):
         self.address = address
         self.nbytes = nbytes
         self.first = initial
-        self.values = [Store(self, initial)]  # known to everyone
+        self.values = [Store(self, initial)]  # which happened before every access
         self.waiting: list[Store] = []
         # The last load of each (thread, weak): its time, and the order of the value.
         self.loads: dict[tuple[int, bool], tuple[int, float]] = {}
 
     def put(self, new: Store, late: bool) -> None:
-        """Add a store after all that it has to come after; ``late``: after all."""
+        """Insert a store after those that it must follow; if ``late``, after all."""
         at = len(self.values)
         while not late and at > 1 and not new.comes_after(self.values[at - 1]):
             at -= 1
@@ -141,26 +152,30 @@ class Memory:
     """The memory of all ranks, and the buffers of all threads.
 
     Attributes:
-        changes: how many stores have reached memory.
-        buffers: for every thread's number, the stores that wait.
-        log: called with a line for every access, if there is anyone to read it.
-        races: whether to report them; if not, what they lead to may still be found.
-        last: of all stores, how many wait as long as anything else can happen.
+        changes: the number of stores that have reached memory.
+        buffers: by thread, the buffered stores.
+        waiting: the number of buffered stores.
+        log: a function that is called with a line for each access; None: none is.
+        races: whether to report races. If not, their consequences may still be found.
+        last: the share of the stores that stay buffered while another task can run.
 
-    The others are what is assumed of the platform (``docs/architecture.md``), to be
-    dropped one by one:
-        starts_see: whether what a rank's kernels did happened before its later kernels.
-        starts_inherit: whether what these knew of other ranks happened before as well.
-        copies_end: whether a copy has ended when its rank goes on. If not, its loads
-            happened before nothing, and its stores may still wait.
+    The others are the assumptions about the platform (``docs/architecture.md``). Each
+    one can be dropped:
+        starts_see: whether the accesses of a rank's kernels happened before its later
+            kernels.
+        starts_inherit: whether accesses of other ranks that happened before these
+            kernels also happened before the later ones.
+        copies_end: whether a copy has ended when the next kernel of its rank starts. If
+            not, its loads happened before no access, and its stores may be buffered.
         ends_count: whether a kernel's end is a point in time, see above.
-        fences_carry: whether a fence, or a relaxed load, of one kernel makes a pattern
-            with a store, or a fence, of a later one of the same rank.
+        fences_carry: whether a fence of one kernel and a relaxed store of a later one
+            of the same rank are a release, and a relaxed load and a fence an acquire.
     """
 
     def __init__(self, threads: int, random: Random):
         self.changes = 0
         self.buffers: list[list[Store]] = [[] for _ in range(threads)]
+        self.waiting = 0
         self.log: Callable[[str], None] | None = None
         self.races = True
         self.last = 0.05
@@ -169,37 +184,37 @@ class Memory:
         self.copies_end = True
         self.ends_count = True
         self.fences_carry = True
-        self._at_start: dict[int, list[int]] = {}  # what threads knew then
-        self._over = [0] * threads  # up to which of their accesses have taken effect
+        self._at_start: dict[int, list[int]] = {}  # the clocks at the start of kernels
+        self._over = [0] * threads  # by thread, accesses that have taken effect
         self._random = random
         self._regions: list[tuple[str, int, Fill]] = [("null", 0, None)]
         self._places: dict[int, Place] = {}
 
     def map(self, name: str, nbytes: int, fill: Fill = None) -> int:
-        """Return the address of new memory, in which nothing is written by default.
+        """Return the address of new memory.
 
-        ``fill`` is what every address holds, or tells of an offset how many bytes are
-        accessed there, and what they hold.
+        ``fill`` is the initial value of every address; None: no address was written. A
+        function returns, for an offset, the width of its accesses and its value.
         """
         assert nbytes <= REGION
         self._regions.append((name, nbytes, fill))
         return (len(self._regions) - 1) * REGION
 
     def plant(self, address: int, nbytes: int, value: int) -> None:
-        """Put a value into memory before anything runs."""
+        """Set an initial value in memory, before the run."""
         place = self._place(address, nbytes)
         place.values[0].value = place.first = value
 
     def first(self, address: int, nbytes: int) -> int | None:
-        """Return the value before anything has run."""
+        """Return the initial value."""
         return self._place(address, nbytes).first
 
     def final(self, address: int, nbytes: int) -> int | None:
-        """Return the value at the end of all stores."""
+        """Return the value after the run."""
         return self._place(address, nbytes).values[-1].value
 
     def accessed(self, first: int, nbytes: int) -> Iterator[tuple[int, int | None]]:
-        """Return offset from ``first`` and value, at the end, of all accessed there."""
+        """Yield the offset from ``first`` and the final value of accessed addresses."""
         for address, place in self._places.items():
             if first <= address < first + nbytes:
                 yield address - first, place.values[-1].value
@@ -227,7 +242,7 @@ class Memory:
             if order is ACQUIRE:
                 reader.learn(found.release)
             elif order is RELAXED:
-                reader.heard.append(found.release)
+                reader.unfenced.append(found.release)
         if self.log:
             self._log(reader.name, f"loads ({order})", place, found.value)
         return found.value
@@ -247,35 +262,38 @@ class Memory:
                     self._race(writer, "stores to", place, store.writer)
             elif store.writer != writer.number:
                 self.send(store)
+        known, over = list(writer.known), self._over
         for store in place.values:
-            if (weak or store.weak) and not writer.knows(store):
+            if store.time > known[store.writer] and (weak or store.weak):
                 self._race(writer, "stores to", place, store.writer)
-        for (other, weakly), (when, _) in place.loads.items():
-            if (weak or weakly) and when > writer.known[other]:
-                self._race(writer, "stores to", place, other)
-        release = list(writer.known) if order is RELEASE else writer.fenced
-        new = Store(place, value, writer.number, time, weak, release)
-        new.known = list(map(max, writer.known, self._over))
-        for (other, _), (when, found) in place.loads.items():
-            if when <= new.known[other]:
-                new.order = max(new.order, found)
+        release = known if order is RELEASE else writer.fenced
+        new = Store(place, value, writer.number, time, weak, release, known, over)
+        for (other, weakly), (when, found) in place.loads.items():
+            if when > known[other]:
+                if weak or weakly:
+                    self._race(writer, "stores to", place, other)
+                if when > over[other]:
+                    continue
+            if found > new.order:
+                new.order = found
         new.priority = self._random.random()
         if new.priority < self.last:
             new.priority = -math.inf
         place.waiting.append(new)
         self.buffers[writer.number].append(new)
+        self.waiting += 1
         if self.log:
             self._log(writer.name, f"stores ({order})", place, value)
 
     def fence(self, thread: Observer) -> None:
         self._send_known(thread)
-        for known in thread.heard:
+        for known in thread.unfenced:
             thread.learn(known)
-        thread.heard.clear()
+        thread.unfenced.clear()
         thread.fenced = list(thread.known)
 
     def next_kernel(self, threads: list[Observer], after_copy: bool) -> None:
-        """Let all threads of a rank go on to its next kernel."""
+        """Start the next kernel of a rank, whose threads these are."""
         if after_copy and not self.copies_end:
             for thread in threads:
                 before = self._at_start[thread.number]
@@ -290,7 +308,7 @@ class Memory:
             self._at_start |= {each.number: list(each.known) for each in threads}
 
     def _forget(self, threads: list[Observer]) -> None:
-        """Let no thread know what a kernel does not know when it starts."""
+        """Remove from the clocks what did not happen before the start of a kernel."""
         mine = {thread.number for thread in threads}
 
         def kept(known: list[int], number: int) -> list[int]:
@@ -307,28 +325,28 @@ class Memory:
             if thread.fenced is not None:
                 thread.fenced = kept(thread.fenced, thread.number)
             if not self.starts_inherit:
-                thread.heard.clear()
+                thread.unfenced.clear()
 
     def _end(self, threads: list[Observer]) -> None:
-        """Let all that these threads did take effect: their kernel is over."""
+        """Let all accesses of these threads take effect: their kernel has ended."""
         for thread in threads if not self.fences_carry else ():
             thread.fenced = None
         for thread in threads if self.ends_count else ():
             for store in list(self.buffers[thread.number]):
                 if store in self.buffers[thread.number]:
                     self.send(store)
-            for known in (thread.known, *thread.heard):
-                self._over = list(map(max, self._over, known))
+            self._over = latest(self._over, thread.known, *thread.unfenced)
         for thread in threads if not self.fences_carry else ():
-            thread.heard.clear()
+            thread.unfenced.clear()
 
     def send(self, store: Store) -> None:
-        """Send a waiting store to memory; its thread's earlier ones there go first."""
+        """Send a buffered store to memory, after its thread's earlier ones there."""
         place = store.place
         for earlier in list(place.waiting):
             if earlier.writer == store.writer:
                 place.waiting.remove(earlier)
                 self.buffers[earlier.writer].remove(earlier)
+                self.waiting -= 1
                 place.put(earlier, late=self._random.random() < 0.5)
                 self.changes += 1
                 if self.log:
@@ -338,21 +356,23 @@ class Memory:
         del place.values[:-_REMEMBERED]
 
     def _send_known(self, thread: Observer) -> None:
-        for buffer in self.buffers:
+        for buffer in filter(None, self.buffers):
             for store in list(buffer):
                 if thread.knows(store) and store in buffer:
                     self.send(store)
 
     def _oldest(self, reader: Observer, place: Place, weak: bool) -> int:
         """Return the index of the oldest value that the reader may see."""
-        values = place.values
-        oldest = len(values) - 1
-        while oldest > 0 and not reader.knows(values[oldest]):
+        values, known = place.values, reader.known
+        newest = oldest = len(values) - 1
+        while oldest > 0 and values[oldest].time > known[values[oldest].writer]:
             if weak or values[oldest].weak:
                 self._race(reader, "loads", place, values[oldest].writer)
             oldest -= 1
+        if oldest == newest:
+            return oldest
         for (other, _), (when, order) in place.loads.items():
-            while when <= reader.known[other] and values[oldest].order < order:
+            while when <= known[other] and values[oldest].order < order:
                 oldest += 1
         return oldest
 
@@ -370,7 +390,9 @@ class Memory:
                 width, fill = fill(offset)
             place = self._places[address] = Place(address, width or nbytes, fill)
         if place.nbytes != nbytes:
-            raise Finding("access", f"{self._name(place)} in {nbytes} bytes as well")
+            raise Finding(
+                "access", f"{self._name(place)} is accessed in {nbytes} bytes, too"
+            )
         return place
 
     def _name(self, place: Place) -> str:
@@ -388,9 +410,13 @@ class Memory:
         self.log(f"{who:>16} {does} {self._name(place)}: {shown}")
 
 
+def latest(*known: list[int]) -> list[int]:
+    """Return the maximum of vector clocks."""
+    return list(map(max, *known)) if len(known) > 1 else list(*known)
+
+
 def meet(observers: list[Observer]) -> None:
-    """Let each know what any of them knew."""
-    everyone = (observer.known for observer in observers)
-    known = [max(times) for times in zip(*everyone, strict=True)]
+    """Synchronize threads: each gets the maximum of their clocks."""
+    known = latest(*(observer.known for observer in observers))
     for observer in observers:
         observer.known = list(known)

@@ -18,7 +18,7 @@ from numba_symm.device.signals import barrier, peer_address, put_signal, wait_si
 
 @device_function
 def exchange(ctx: Any, inputs: int, outputs: int, rounds: int) -> None:
-    """Give each thread of each peer a word a round, between barriers of the block."""
+    """In each step, store a word for each thread of each peer, between barriers."""
     thread, block = cuda.threadIdx.x, cuda.blockIdx.x
     worker = THREADS * block + thread
     for i in range(rounds):
@@ -28,7 +28,7 @@ def exchange(ctx: Any, inputs: int, outputs: int, rounds: int) -> None:
             st_u64(peer_address(ctx, r) + 8 * place, word)
         if not barrier(ctx, block):
             break
-        # What the peers' other thread sent: it came through two threads' hands.
+        # A word of the peers' other thread, ordered by two threads' synchronization.
         for r in range(ctx.world_size):
             place = r * MAX_BLOCKS * THREADS + worker + 1 - 2 * thread
             word = ld_u64(peer_address(ctx, ctx.rank) + 8 * place)
@@ -77,7 +77,7 @@ def wait_for_signal(ctx: Any, src: int) -> None:
 
 @device_function
 def come_late(timeout: int) -> None:
-    """Let that time pass, about in which the peers give up."""
+    """Wait about as long as the peers do before they give up."""
     started = globaltimer()
     while globaltimer() - started < timeout:
         poll_pause()
@@ -94,7 +94,7 @@ def write(target: int, inputs: int, words: int) -> None:
 def copy(refused: Any, own: int, target: int, source: int, words: int) -> None:
     """Copy words as a copy engine does.
 
-    What was refused at ``own``, unless that is 0, comes from anywhere: it brings zeros.
+    After a refusal at ``own``, unless that is 0, the data is undefined: zeros here.
     """
     void = own != 0 and refused(own)
     for i in range(cuda.threadIdx.x, words, THREADS):

@@ -1,6 +1,6 @@
-"""What the ranks call, in any order and of any size, and the search for what is wrong.
+"""Scenarios: calls of the ranks, in random order and of random sizes.
 
-A scenario runs its calls on a machine, and raises a Finding if something is wrong.
+A scenario runs its calls on a machine, and raises a Finding if it finds a fault.
 """
 
 import pytest
@@ -9,7 +9,7 @@ from explore.scheduler import Machine, explore
 from explore.source import SMALL, device_code
 from explore.world import ALGORITHMS, MAILED, World, an_integer, on_own_arrays
 
-WORST = 400  # schedules in which a broken protocol must show; most need under 20
+WORST = 400  # schedules that find every broken protocol; most need fewer than 20
 by_anything_and_by_result = pytest.mark.parametrize(
     "races", [True, False], ids=["by anything", "by result"]
 )
@@ -18,9 +18,9 @@ each_transport = pytest.mark.parametrize("transport", ["sentinel", "marked", "ll
 
 
 def each_broken(table, ranks=(2, 3)):
-    """Run a test for each broken variant, algorithm that it must spoil, and world.
+    """Run a test for each broken variant, affected algorithm, and number of ranks.
 
-    ``table`` has the algorithms and then the edits, by what is broken.
+    By the name of a variant, ``table`` has the algorithms, and then the edits.
     """
     cases = [
         pytest.param(algorithm, edits, n, id=f"{what}-{algorithm}-{n}")
@@ -32,27 +32,28 @@ def each_broken(table, ranks=(2, 3)):
 
 
 def counts(shape):
-    """Return how many words a call may have.
+    """Return the numbers of words of calls.
 
-    With a block or two, 1 to 5 rounds; full and partial ones, whole vectors or not.
+    With one or two blocks, a call takes 1 to 5 epochs, full or partial, with whole
+    vectors or not.
     """
-    half = shape.threads * shape.rows  # of what a block sends in a round to one other
+    half = shape.threads * shape.rows  # of what a block sends to a peer in an epoch
     larger = [half * n // 4 for n in (6, 8, 9, 13, 18, 21, 36)]
     return [1, 2, 3, 5, *larger]
 
 
 def a_count(world):
-    """Return how many words a call has."""
+    """Return a call's number of words."""
     return world.random.choice(counts(world.code.shape))
 
 
 def some_blocks(machine, code):
-    """Return the most blocks of a call, in a communicator's agreed limit."""
+    """Return a communicator's agreed limit of blocks."""
     return machine.random.choice(range(1, code.shape.blocks + 1))
 
 
 def all_reduces(code, *algorithms):
-    """Calls of any size, one right after the other."""
+    """All-reduces of random sizes, one after another."""
 
     def scenario(machine):
         world = World(machine, code, blocks=a_limit(machine, code, algorithms))
@@ -67,7 +68,7 @@ def all_reduces(code, *algorithms):
 
 
 def calls_of(code, *names):
-    """Calls of collectives, of which some use the same slots and flags."""
+    """Collectives, of which some use the same slots and flags."""
 
     def scenario(machine):
         world = World(machine, code, blocks=some_blocks(machine, code))
@@ -101,10 +102,10 @@ def mailed_calls(code, transport):
 
 
 def calls_on_own_arrays(code, epochs=0, lag=0, names=None):
-    """Broadcasts and reductions of the same arrays, one right after the other.
+    """Broadcasts and reductions of the same arrays, one after another.
 
-    After so many ``epochs``, as which the flags are, or older by ``lag``. All
-    operations between own arrays, or those of ``names``.
+    The first call follows ``epochs`` epochs; the flags are older than that by ``lag``.
+    All operations between own arrays, or those of ``names``.
     """
 
     def scenario(machine):
@@ -129,12 +130,12 @@ def calls_on_own_arrays(code, epochs=0, lag=0, names=None):
             refusing = machine.random.choice([None, None, None, *range(world.size)])
             words = world.on_own_arrays(name, arrays, words, refusing)
             if machine.haste:
-                # Who gave up may use its array again while another one, that did not
-                # have to wait, still works on it: see ``direct``.
+                # A rank that gave up may use its array again while a rank that did not
+                # have to wait still accesses it: see ``handshake``.
                 for rank, array in enumerate(arrays):
                     world.expect(array, words[rank])
                 continue
-            # What follows on each stream reads and writes the array.
+            # Later kernels of each stream read and write the array.
             copies = world.map("copy", 8 * count)
             inputs, new = world.inputs(count)
             for rank, array in enumerate(arrays):
@@ -149,7 +150,7 @@ def calls_on_own_arrays(code, epochs=0, lag=0, names=None):
 
 
 def calls_after_many(code, lag):
-    """All-reduces after calls that raise one set of flags only, for so many epochs."""
+    """All-reduces after ``lag`` epochs in which only one set of flags was stored."""
 
     def scenario(machine):
         world = World(machine, code, blocks=some_blocks(machine, code))
@@ -168,7 +169,7 @@ def calls_after_many(code, lag):
 
 
 def calls_at_the_wrap(code, *names):
-    """Calls on the same slots as the epochs come round."""
+    """Calls on the same slots as the epochs wrap around."""
 
     def scenario(machine):
         world = World(machine, code, blocks=some_blocks(machine, code))
@@ -187,15 +188,15 @@ def calls_at_the_wrap(code, *names):
 
 
 def messages(code, epoch=0):
-    """Launches of several messages each, between any ranks, and of none at some.
+    """Launches of several messages each, between random ranks.
 
-    After so many pieces of each channel, as ``epoch`` says.
+    Each channel has transferred ``epoch`` chunks before.
     """
 
     def scenario(machine):
         world = World(machine, code, blocks=channels(machine, code))
         if epoch:
-            world.plant_pieces(epoch)
+            world.plant_chunks(epoch)
         for _ in range(3):
             number = machine.random.choice([1, 2, 2, 3])
             world.messages(*(a_length(world) for _ in range(number)))
@@ -206,52 +207,52 @@ def messages(code, epoch=0):
 
 
 def blocks_of_messages(ranks, shape):
-    """Return the most blocks of a launch: each end of a pair has one, each way."""
+    """Return the most blocks of a launch: one for each peer and direction."""
     return max(shape.blocks, 2 * (ranks - 1))
 
 
 def channels(machine, code):
-    """Return the most blocks of a communicator that has so many channels, or fewer."""
+    """Return a limit of blocks that permits a random number of channels."""
     most = code.workspace.channels_of(machine.ranks)
     return 2 * (machine.ranks - 1) * machine.random.choice(range(1, most + 1))
 
 
 def a_length(world):
-    """Return how many words a message has: up to five pieces of a channel."""
+    """Return a message's number of words: up to five chunks of each channel."""
     shape = world.code.shape
-    piece = 2 * shape.threads * shape.rows
-    all_channels = piece * world.code.workspace.channels_of(world.size)
-    larger = [piece, piece + 1, 2 * all_channels + 1, 4 * all_channels + 1]
+    chunk = 2 * shape.threads * shape.rows
+    all_channels = chunk * world.code.workspace.channels_of(world.size)
+    larger = [chunk, chunk + 1, 2 * all_channels + 1, 4 * all_channels + 1]
     return world.random.choice([1, 2, 3, *larger])
 
 
 def a_limit(machine, code, algorithms):
-    """Return the most blocks of a communicator's calls: one of an algorithm or more."""
+    """Return a limit of blocks that permits one block of each algorithm, or more."""
     weight = 2 if any(name.endswith("_ll") for name in algorithms) else 1
     return weight * some_blocks(machine, code)
 
 
 def all_reduces_at_the_wrap(code, algorithm):
-    """Calls as the epoch comes round, over packets of 2**32 rounds ago.
+    """Calls as the epoch wraps around, over packets of 2**32 epochs ago.
 
-    Mailboxes that only large calls use still hold the packets of any old epoch, among
-    them those that follow the wrap.
+    Mailboxes that only large calls use may contain packets of any old epoch, such as
+    those that follow the wrap.
     """
 
     def scenario(machine):
         world = World(machine, code, blocks=a_limit(machine, code, [algorithm]))
         region = getattr(world.layout, algorithm)
         mailed = algorithm in MAILED
-        one_flight = mailed and algorithm.startswith("one")
+        one_shot = mailed and algorithm.startswith("one")
         last = device_code().mailboxes.LAST_EPOCH if mailed else 2**32 - 1
         epoch = last - 2 - machine.random.randrange(3)
         world.plant_epochs(region, epoch)
         for workspace in world.workspaces if algorithm.endswith("_ll") else ():
             plant_old_packets(world, workspace, region, algorithm)
-        # Small calls leave old packets where the large ones find them.
+        # Small calls leave old packets in mailboxes that large calls use.
         for _ in range(7):
             count = machine.random.choice([1, 2, 5, 9, 18])
-            if one_flight and machine.random.random() < 0.3:
+            if one_shot and machine.random.random() < 0.3:
                 world.mailed(algorithm.rpartition("_")[2], count)
             else:
                 world.all_reduce(algorithm, count)
@@ -277,11 +278,11 @@ def plant_old_packets(world, workspace, region, algorithm):
 
 
 def exchanges_between_barriers(code):
-    """Kernels that write to peers, meet them with ``barrier``, and read."""
+    """Kernels that store into peers' memory, call ``barrier``, and load."""
 
     def scenario(machine):
         world = World(machine, code)
-        # After a failure, nothing tells a user's later kernels of it.
+        # After a failure, a user's later kernels do not find it.
         for _ in range(1 if machine.haste else 2):
             grid, rounds = 1 + machine.random.randrange(world.blocks), 2
             workers = code.shape.threads * grid
@@ -293,7 +294,7 @@ def exchanges_between_barriers(code):
                 world.launch(rank, code.programs.exchange, grid, *args)
                 for worker in range(workers):
                     for i in range(rounds):
-                        # Of every rank, what the other thread of this block sent.
+                        # From every rank, the words of this block's other thread.
                         theirs = [mine[rounds * (worker ^ 1) + i] for mine in words]
                         place = (rounds * worker + i) * world.size
                         world.expect(outputs[rank] + 8 * place, theirs)
@@ -327,16 +328,16 @@ def words_by_signals(code):
 
 
 def parts(machine, total):
-    """Return a split of ``range(total)`` into two kernels' shares.
+    """Return a split of ``range(total)`` into the ranges of two kernels.
 
-    One kernel's where calls may fail: nothing tells the second one of it.
+    Where calls may fail, of one kernel: a second one would not find the failure.
     """
     middle = 0 if machine.haste else 1 + machine.random.randrange(total - 1)
     return [(0, middle), (middle, total - middle)][middle == 0 :]
 
 
 def words_by_signals_of_the_host(code):
-    """A chain of ranks, which put and wait for a signal between kernels, by word."""
+    """A chain of ranks, which put and wait for a signal between kernels."""
 
     def scenario(machine):
         world = World(machine, code)
@@ -390,15 +391,15 @@ def plain_stores_between_barriers(code, barrier=World.barrier):
 
 
 def search(scenario, ranks, schedules, shape=SMALL, haste=0.0, absent=None, **memory):
-    """Return what the schedules show of a scenario, see ``explore``.
+    """Run a scenario under many schedules; return what ``explore`` returns.
 
     Args:
-        scenario: what runs.
-        ranks: how many.
-        schedules: how many.
-        shape: the code's.
-        haste: how likely a look at the clock finds that a deadline has passed.
-        absent: with haste, the rank that never comes, so that all others must fail.
+        scenario: the scenario.
+        ranks: the number of ranks.
+        schedules: the number of schedules.
+        shape: the shape of the device code.
+        haste: the probability that a deadline has passed when the clock is read.
+        absent: with haste, a rank that launches no kernel, so that all others fail.
         memory: attributes of the memory.
     """
     blocks = getattr(scenario, "blocks", lambda ranks, shape: shape.blocks)
@@ -415,7 +416,7 @@ def search(scenario, ranks, schedules, shape=SMALL, haste=0.0, absent=None, **me
 
 
 def holds(scenario, ranks, schedules, **settings):
-    """Fail if a schedule shows something wrong."""
+    """Fail if a schedule finds a fault."""
     found = search(scenario, ranks, schedules, **settings)
     if found:
         seed, finding = found
@@ -424,8 +425,8 @@ def holds(scenario, ranks, schedules, **settings):
 
 
 def breaks(scenario, ranks, **settings):
-    """Fail if no schedule shows anything wrong."""
+    """Fail if no schedule finds a fault."""
     found = search(scenario, ranks, WORST, **settings)
-    assert found, f"{WORST} schedules show nothing wrong"
+    assert found, f"{WORST} schedules find no fault"
     seed, finding = found
     print(f"found after {seed + 1} schedules: {finding}")

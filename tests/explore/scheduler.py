@@ -1,36 +1,38 @@
-"""Who runs next: ranks, blocks and threads as coroutines, exactly one at a time.
+"""The schedule: the threads of all ranks are coroutines, of which one runs at a time.
 
-A kernel's threads are generators that stop before every access to memory, at every
-``syncthreads`` and in every ``poll_pause``. Each thread and each store that waits to
-reach memory is a task; a seed decides which task is next, by one of two rules:
+A kernel's threads are generators that stop before each access to memory, at each
+``syncthreads`` and in each ``poll_pause``. A task is a thread, or a buffered store that
+will reach memory. A seed determines which task is next, by one of two rules:
 
-- any, all equally likely; or
-- the one of highest priority, where priorities are random, are changed a few times at
-  random steps, and fall when a thread polls (probabilistic concurrency testing: it
-  holds one thread back for very long, which equal chances hardly ever do).
+- any task, with equal probabilities; or
+- the task of the highest priority. Priorities are random, change a few times at random
+  steps, and fall when a thread polls. This is probabilistic concurrency testing: it
+  delays one thread for very long, which equal probabilities hardly ever do.
 
-A thread that has polled in vain sleeps until memory changes. So when nothing can run,
-nothing ever will, and that is a deadlock.
+A thread whose poll has failed sleeps until memory changes. So if no task can run, none
+ever will, which is a deadlock.
 """
 
+import gc
+import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from operator import attrgetter
 from random import Random
 from typing import Any
 
 from explore.memory import Finding, Memory, Observer, meet
 
-STEP, SYNC, POLL = range(3)  # what a thread stops for
+STEP, SYNC, POLL = range(3)  # the reasons for which a thread stops
 
-_MOST_STEPS = 100_000  # of one run: some fifty times what they take
+_MOST_STEPS = 100_000  # of one run, about fifty times the usual number
 _PRIORITY_CHANGES = 4
-_TYPICAL_STEPS = 1500  # of one run; the changes fall among them
-_TRACE = 80  # lines shown of a schedule that found something
+_TYPICAL_STEPS = 1500  # of one run, within which priorities change
+_TRACE = 80  # lines shown of a schedule that has found a fault
 
 TIMEOUT = 1000
-"""Of waits, where there is haste: then the clock stands still, or jumps further."""
+"""The timeout of waits, if deadlines may pass. The clock jumps by more, or stops."""
 
 _PRIORITY = attrgetter("priority")
 
@@ -40,7 +42,7 @@ class Launch:
     """A kernel of plain device code, with its grid and arguments.
 
     Attributes:
-        is_copy: whether it stands for a copy of the stream.
+        is_copy: whether it represents a copy that was enqueued on the stream.
     """
 
     kernel: Callable[..., Any]
@@ -68,19 +70,19 @@ class Thread:
         self.observer = observer
         self.code: Generator[int, None, None] = launch.kernel(*launch.args)
         self.at_sync = False
-        self.failed = False  # or its block has
-        self.condition = False  # what it comes to syncthreads_or with
-        self.any_condition = False  # what it leaves with
+        self.failed = False  # whether a thread of its block has found a failure
+        self.condition = False  # its argument of syncthreads_or
+        self.any_condition = False  # the result of syncthreads_or
         self.done = False
-        self.polled_at = -1  # memory's changes when it began to look
-        self.asleep_until = 0  # memory's changes that wake it
+        self.polled_at = -1  # memory.changes when its poll began
+        self.asleep_until = 0  # memory.changes at which it wakes
 
 
 current: Thread | None = None
-"""The thread that runs: what the device functions ask for their index and memory."""
+"""The running thread, from which device functions take their index and memory."""
 
 machine: "Machine | None" = None
-"""The machine it runs on."""
+"""The machine of that thread."""
 
 
 class Machine:
@@ -91,9 +93,9 @@ class Machine:
         self.ranks = ranks
         self.threads = threads
         self.time = 1
-        self.haste = 0.0  # how likely a look at the clock finds a deadline passed
-        self.absent: int | None = None  # where there is haste, a rank that never comes
-        self.rule: Any = None  # what is told of every access, see ``failures``
+        self.haste = 0.0  # the probability that a deadline has passed at a check
+        self.absent: int | None = None  # a rank that launches no kernel, given haste
+        self.rule: Any = None  # checks every access, see ``failures``
         names = list(product(range(ranks), range(blocks), range(threads)))
         self._observers = {
             name: Observer(i, "rank {} block {} thread {}".format(*name), len(names))
@@ -110,57 +112,82 @@ class Machine:
                 for _ in range(_PRIORITY_CHANGES)
             )
         self._running: list[list[Thread]] = [[] for _ in range(ranks)]
+        self._stale = True  # whether the following must be computed again
+        self._awake: list[Thread] = []  # the threads that can run
+        self._best: Thread | None = None  # the one of highest priority
+        self._wakes = math.inf  # memory.changes at which another one wakes
         self._shift = [0] * ranks
 
     def run(self, streams: list[list[Launch]]) -> None:
-        """Run each rank's launches in order, and the ranks as the seed has it."""
+        """Run each rank's launches in order, in a schedule that the seed determines."""
         global current, machine
         machine = self
         self._streams = [iter(stream) for stream in streams]
         for rank in range(self.ranks):
             self._launch_next(rank)
-        buffers = self.memory.buffers
+        memory = self.memory
         for step in range(_MOST_STEPS):
-            changes = self.memory.changes
-            ready: list[Any] = [
-                thread
-                for running in self._running
-                for thread in running
-                if not (thread.done or thread.at_sync)
-                and thread.asleep_until <= changes
-            ]
-            for buffer in buffers:
-                ready += buffer
-            if not ready:
+            if self._stale or memory.changes >= self._wakes:
+                self._look()
+            if not self._awake and not memory.waiting:
                 if not any(self._running):
                     break
                 self._nothing_can_run()
                 continue
-            task = self._choose(ready, step)
+            task = self._choose(step)
             if isinstance(task, Thread):
                 current = task
                 self._step(task)
             else:
-                self.memory.send(task)
+                memory.send(task)
         else:
             raise Finding("deadlock", f"no end after {_MOST_STEPS} steps")
 
-    def _any(self, ready: list[Any], step: int) -> Any:
-        return ready[int(self.random.random() * len(ready))]
+    def _look(self) -> None:
+        """Find the threads that can run, and when another one wakes."""
+        changes = self.memory.changes
+        self._awake, self._wakes, self._stale = [], math.inf, False
+        for thread in chain(*self._running):
+            if thread.done or thread.at_sync:
+                continue
+            if thread.asleep_until <= changes:
+                self._awake.append(thread)
+            else:
+                self._wakes = min(self._wakes, thread.asleep_until)
+        self._best = max(self._awake, key=_PRIORITY, default=None)
 
-    def _first(self, ready: list[Any], step: int) -> Any:
+    def _any(self, step: int) -> Any:
+        number = len(self._awake) + self.memory.waiting
+        place = int(self.random.random() * number)
+        for ready in (self._awake, *self.memory.buffers):
+            if place < len(ready):
+                return ready[place]
+            place -= len(ready)
+        raise AssertionError("memory miscounts the stores that wait")
+
+    def _first(self, step: int) -> Any:
         if self._changes and step >= self._changes[0]:
             self._changes.pop(0)
-            best = max(ready, key=_PRIORITY)
+            best = self._of_highest_priority()
             self._lowest -= 1
             best.priority = self._lowest
-        return max(ready, key=_PRIORITY)
+            self._look()
+        return self._of_highest_priority()
+
+    def _of_highest_priority(self) -> Any:
+        best: Any = self._best
+        for buffer in self.memory.buffers if self.memory.waiting else ():
+            for store in buffer:
+                if best is None or store.priority > best.priority:
+                    best = store
+        return best
 
     def _launch_next(self, rank: int) -> None:
-        """Start the rank's next kernel, which knows all that the last one knew.
+        """Start the rank's next kernel.
 
-        Unless the memory drops some of that; then a thread is another one of its block,
-        so that it does not know what the thread of its index did.
+        If the memory drops ``starts_see`` or ``copies_end``, each thread gets the clock
+        of another thread of its block, so that the accesses of the earlier thread of
+        its index did not happen before it in program order.
         """
         running = self._running[rank]
         observers = [o for (r, _, _), o in self._observers.items() if r == rank]
@@ -179,7 +206,7 @@ class Machine:
                 thread = Thread(launch, rank, block, index, observer)
                 thread.priority = self.random.random()
                 if self.haste and self.random.random() < 0.2:
-                    # It begins late: others of its launch may have failed by then.
+                    # It starts late: other threads of its launch may have failed.
                     thread.asleep_until = self.memory.changes + self.random.randrange(
                         50
                     )
@@ -192,12 +219,15 @@ class Machine:
         try:
             stopped_for = next(thread.code)
         except StopIteration:
-            thread.done = True
+            thread.done = self._stale = True
             if all(other.done for other in self._running[thread.rank]):
                 self._launch_next(thread.rank)
             return
+        if stopped_for == STEP:
+            return
+        self._stale = True
         if stopped_for == POLL:
-            # What it saw stays as it was until memory changes, if all of it was new.
+            # If it loaded the latest values, it loads the same until memory changes.
             if not observer.outdated and not (
                 self.haste and self.random.random() < 0.2
             ):
@@ -206,7 +236,7 @@ class Machine:
             observer.outdated = self.random.random() < 0.5
             self._lowest -= 1
             thread.priority = self._lowest
-        elif stopped_for == SYNC:
+        else:
             thread.at_sync = True
             block = [
                 other
@@ -224,7 +254,7 @@ class Machine:
                     other.observer.outdated = self.random.random() < 0.5
 
     def clock(self) -> int:
-        """Return the time, which may have passed."""
+        """Return the time; with the probability ``haste``, after all deadlines."""
         if self.random.random() < self.haste:
             self.time += 2 * TIMEOUT
         return self.time
@@ -234,13 +264,16 @@ class Machine:
         asleep = [thread for thread in stuck if not thread.at_sync]
         if not asleep:
             names = ", ".join(thread.observer.name for thread in stuck)
-            raise Finding("divergence", f"the others left; at syncthreads: {names}")
+            raise Finding(
+                "divergence", f"other threads have ended; at syncthreads: {names}"
+            )
         if not self.haste:
             names = ", ".join(thread.observer.name for thread in asleep)
-            raise Finding("deadlock", f"waiting for ever: {names}")
+            raise Finding("deadlock", f"waiting indefinitely: {names}")
         self.time += 2 * TIMEOUT
         for thread in asleep:
             thread.asleep_until = 0
+        self._stale = True
 
 
 def explore(
@@ -248,10 +281,22 @@ def explore(
     make: Callable[[int], Machine],
     schedules: int,
 ) -> tuple[int, Finding] | None:
-    """Run a scenario under many schedules; return the first seed that found something.
+    """Run a scenario under many schedules. Return the first seed that finds a fault.
 
     The finding carries the last steps of its schedule.
     """
+    gc.freeze()  # schedules leave cycles; the collector looks through these only
+    try:
+        return _explore(scenario, make, schedules)
+    finally:
+        gc.unfreeze()
+
+
+def _explore(
+    scenario: Callable[[Machine], None],
+    make: Callable[[int], Machine],
+    schedules: int,
+) -> tuple[int, Finding] | None:
     for seed in range(schedules):
         try:
             scenario(make(seed))

@@ -1,8 +1,8 @@
-"""What each protocol assumes of the platform: found by dropping it.
+"""The assumptions about the platform that each protocol needs.
 
-``memory.py`` defines the assumptions, ``docs/architecture.md`` gives their sources. For
-every protocol, the search finds it broken if one that it needs is dropped, and finds
-nothing if all others are dropped together.
+``memory.py`` defines the assumptions, ``docs/architecture.md`` gives their sources. If
+an assumption that a protocol needs is dropped, the search finds a fault. If all others
+are dropped together, it finds none.
 """
 
 import pytest
@@ -26,13 +26,13 @@ from explore.test_copies import calls_by_copies, puts_and_gets
 
 ASSUMPTIONS = "starts_see", "starts_inherit", "copies_end", "ends_count", "fences_carry"
 
-# A block keeps its epochs, or a program its data, from one kernel to the next.
+# A kernel loads epochs, or a program's data, that an earlier kernel has stored.
 SEES = {"starts_see"}
 # A rank stores where peers have read, or loads what they have stored, because an
 # earlier kernel of the rank acquired the flag that permits it.
 INHERITS = SEES | {"starts_inherit"}
-# Only the end of the kernel that empties a mailbox lies between that and the packets
-# of the next call, which let the peer fill it again.
+# A kernel empties a mailbox, and packets of the next kernel permit the peer to fill it
+# again. Only the first kernel's end orders the two.
 EMPTIES = SEES | {"ends_count"}
 # Copies acquire and release nothing: the kernels before and after them do.
 COPIES = INHERITS | {"copies_end"}

@@ -49,7 +49,7 @@ BROKEN = {
         moved("chunked_all_reduce", "gather", after="reduce"),
     ),
 }
-OF_THREE_RANKS_BROKEN = {  # who have more than one neighbour
+OF_THREE_RANKS_BROKEN = {  # each has more than one neighbour
     "one flag for all ranks": (
         FLAGGED,
         within("flags", "raise", "4 * rank", "0"),

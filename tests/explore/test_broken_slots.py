@@ -14,10 +14,10 @@ PARTS_BROKEN = {
 
 
 def turns_broken(module):
-    """Return what breaks the turns of a kernel that has parts of the slots in turn."""
+    """Return the broken variants of a kernel that alternates between sets of slots."""
     return {
-        "told before the work": moved(module, "tell", after="wait"),
-        "used before all have told": moved(module, "wait", before="tell"),
+        "signalled before the work": moved(module, "tell", after="wait"),
+        "used before all ranks have signalled": moved(module, "wait", before="tell"),
     }
 
 
@@ -45,7 +45,7 @@ EXCHANGE_BROKEN = {
         "await_flags(guard, own + flag, block, last, failed)",
         "await_flags(guard, own + flag, block, last - 1, failed)",
     ),
-    "told before it is taken": moved("chunked_exchange", "tell", before="wait"),
+    "signalled before it is read": moved("chunked_exchange", "tell", before="wait"),
 }
 NEXT_BROKEN = {  # calls that disturb the next one, or the one before
     "chunked": removed("chunked_all_reduce", "wait"),

@@ -1,7 +1,7 @@
-"""Calls by copy engines: the meeting, the copies, and what follows a refusal.
+"""Calls by copy engines: the handshake, the copies, and the calls after a refusal.
 
-And puts and gets, which are copies between a program's signals. A copy is a kernel here
-that copies word by word, in its place in the stream.
+Also puts and gets, which are copies between a program's signals. Here, a copy is a
+kernel in the stream that copies word by word.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ VECTORS = [1, 2, 3]  # of 16 bytes, of each rank
 
 
 class Stream(list):
-    """A rank's launches, and in the place of its side stream as well."""
+    """A rank's launches, which also serves as its side stream."""
 
     stream = property(lambda self: self)
 
@@ -36,7 +36,7 @@ class Stream(list):
         self.append(Launch(self.kernel, 1, args, is_copy=True))
 
     def nothing(self, *args):
-        """Leave the order of events to the list."""
+        """Do nothing: the list has the order."""
 
     follow = mark = lead = nothing
 
@@ -46,7 +46,7 @@ class Stream(list):
 
 
 class Copying(World):
-    """Ranks whose arrays all lie alike, but for some."""
+    """Ranks whose arrays are at the same place, with some exceptions."""
 
     def __init__(self, machine, code):
         super().__init__(machine, code)
@@ -57,9 +57,9 @@ class Copying(World):
         ]
 
     def arrays(self, name, words):
-        """Return every rank's address of a new array; now and then one lies apart.
+        """Return every rank's address of a new array; sometimes one is elsewhere.
 
-        Each rank takes the others' to lie as its own, if it is symmetric at all.
+        A rank whose array is symmetric assumes the same place on all ranks.
         """
         blocks = self.map(name, 8 * words + 16)
         offsets = [0] * self.size
@@ -85,7 +85,7 @@ class Copying(World):
         return found
 
     def call(self):
-        """Add a call, and what reads its output and writes its input right after."""
+        """Add a call, and kernels after it that read its output and write its input."""
         names = ["all_reduce", "all_gather", "all_to_all"]
         name = self.random.choice(names + ["broadcast"] * (self.size == 2))
         part = 2 * self.random.choice(VECTORS)
@@ -139,7 +139,7 @@ def calls_by_copies(code):
 
 
 def puts_and_gets(code):
-    """Ranks in a ring that put into the next one's buffer, or get what is in it."""
+    """Ranks in a ring that put into the next one's buffer, or get from it."""
 
     def scenario(machine):
         world = World(machine, code)
@@ -197,15 +197,17 @@ BROKEN = {
     "an output elsewhere not noticed": within(
         "handshake", "elsewhere", "output != known_second[k]", "False"
     ),
-    "nobody waits for the results": removed("copied_all_reduce", "barrier"),
-    "those who did not refuse wait for those who did": removed("barrier", "refused"),
+    "a rank that does not wait for the results": removed(
+        "copied_all_reduce", "barrier"
+    ),
+    "ranks that wait for a rank that refused": removed("barrier", "refused"),
     "what was refused left undone": within(
         "chunked_all_reduce", "left", LEFT, f"({LEFT} and False)"
     ),
     "an exchange that was refused left undone": within(
         "chunked_exchange", "left", LEFT, f"({LEFT} and False)"
     ),
-    "nobody waits for the others' copies": removed("handshake", "wait"),
+    "a rank that does not wait for the others' copies": removed("handshake", "wait"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Every kernel is explored, and its machine code looked at: no list is kept by hand."""
+"""Tests that every kernel is explored, and that its machine code is checked."""
 
 from functools import partial
 

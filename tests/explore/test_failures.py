@@ -1,9 +1,12 @@
-"""Calls that fail: a rank leaves before its last call, or comes about the deadline.
+"""Calls that fail: a rank leaves before its last call, or is late.
 
-Any look at the clock may find that a deadline has passed, a thread may begin late, and
-more stores wait than elsewhere. Whatever fails: nobody stores anything after it has
-found a failure, nobody loads what another one may be storing, every word of every
-result is right or untouched, and if one rank has failed, all are told.
+Any check of the clock may find that a deadline has passed. A thread may start late, and
+more stores are buffered than in other tests. In any case:
+
+- a thread stores no data after it has found a failure;
+- no thread loads a word while another one may store it;
+- every word of every result is right or unchanged;
+- if one rank has failed, every rank's board has a record.
 """
 
 import pytest
@@ -44,23 +47,23 @@ CALLS = {
 
 AGREED = "syncthreads_or(failed)"
 BROKEN = {
-    "a total of what did not come": (
+    "a total of data that did not arrive": (
         ("one_shot_ll", "one_shot_sentinel"),
         removed("one_shot", "give-up"),
     ),
-    "a shard of what did not come": (
+    "a shard of data that did not arrive": (
         ("two_shot_sentinel", "two_shot_marked"),
         removed("two_shot", "give-up-scatter"),
     ),
-    "shards that did not come": (
+    "shards that did not arrive": (
         ("two_shot_sentinel", "two_shot_marked"),
         removed("two_shot", "give-up-gather"),
     ),
-    "what did not come is cleared": (
+    "a mailbox is cleared before data arrives": (
         ("one_shot_sentinel",),
         within("mailboxes", "arrived", "arrived", "True"),
     ),
-    "another round": (
+    "another epoch": (
         ("one_shot_ll", "one_shot_sentinel", "few_ll"),
         replaced("mailboxes", "meet", AGREED),
     ),
@@ -80,7 +83,7 @@ BROKEN = {
         ("chunked", "gather", "reduce", "broadcast"),
         replaced("flags", "agree", f"{AGREED}\nreturn failed"),
     ),
-    "messages of who gave up": (("messages",), removed("transfer", "give-up")),
+    "messages after giving up": (("messages",), removed("transfer", "give-up")),
     "messages of a block that does not agree": (
         ("messages",),
         replaced("transfer", "agree", AGREED),
@@ -93,7 +96,7 @@ BROKEN = {
         ("signals",),
         within("signals", "put", "taken", "True"),
     ),
-    "a signal that did not come": (
+    "a signal that did not arrive": (
         ("signals",),
         within("signals", "take", "arrived", "True"),
     ),
@@ -108,7 +111,7 @@ def test_calls_that_fail(name, ranks):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", sorted(CALLS.keys() - {"messages"}))  # not to all
-def test_every_rank_leaves_when_one_never_comes(name, ranks):
+def test_every_rank_ends_when_one_is_absent(name, ranks):
     calls = CALLS[name](device_code(IMPATIENT))
     holds(calls, ranks, 12 // ranks, haste=HASTE, absent=ranks - 1)
 
@@ -121,7 +124,7 @@ def test_every_rank_leaves_when_one_never_comes(name, ranks):
         for name in names
     ],
 )
-def test_who_gave_up_and_goes_on_is_found(name, edit):
+def test_work_after_giving_up_is_found(name, edit):
     breaks(CALLS[name](device_code(IMPATIENT, edit)), 3, haste=HASTE)
 
 
@@ -137,6 +140,6 @@ SILENT = {
 @pytest.mark.parametrize("absent", [None, 2])
 @pytest.mark.parametrize("what", SILENT)
 @pytest.mark.parametrize("name", ["one_shot_ll", "chunked", "signals"])
-def test_who_does_not_report_a_failure_is_found(name, what, absent):
+def test_a_failure_that_is_not_reported_is_found(name, what, absent):
     code = device_code(IMPATIENT, SILENT[what])
     breaks(CALLS[name](code), 3, haste=HASTE, absent=absent)

@@ -1,10 +1,8 @@
 """The protocols under thousands of interleavings and a weak memory.
 
-Every claim comes with its negative controls: the same code with one thing broken,
-which the same search must find.
-
-With race reports switched off, what is broken must show in what comes out: wrong or
-unwritten words, or ranks that wait for ever.
+Each protocol has negative controls in ``test_broken_*.py``: variants of the code with
+one fault, which the same search must find. Without the report of races, a fault must
+have a consequence: wrong or unwritten words, or ranks that wait indefinitely.
 """
 
 import pytest
@@ -40,12 +38,12 @@ def test_calls_of_one_algorithm(algorithm, ranks):
 
 @worlds
 @each_algorithm
-def test_calls_as_the_epochs_come_round(algorithm, ranks):
+def test_calls_as_the_epochs_wrap_around(algorithm, ranks):
     holds(all_reduces_at_the_wrap(device_code(), algorithm), ranks, 60)
 
 
 @worlds
-def test_calls_of_all_algorithms_in_turns(ranks):
+def test_calls_of_all_algorithms_mixed(ranks):
     holds(all_reduces(device_code(), *ALGORITHMS), ranks, 200)
 
 
@@ -72,14 +70,14 @@ def test_calls_on_shared_slots(ranks):
 
 
 @worlds
-def test_calls_on_shared_slots_as_the_epochs_come_round(ranks):
+def test_calls_on_shared_slots_as_the_epochs_wrap_around(ranks):
     names = "reduce", "scan", "gather", "broadcast", "chunked"
     holds(calls_at_the_wrap(device_code(), *names), ranks, 60)
 
 
 @worlds
 @pytest.mark.parametrize("lag", [2**31 - 100, 2**31 + 10])
-def test_flags_that_were_not_raised_for_long(lag, ranks):
+def test_flags_that_were_not_raised_for_many_epochs(lag, ranks):
     holds(calls_after_many(device_code(), lag), ranks, 60)
 
 
@@ -93,7 +91,7 @@ def test_calls_on_the_ranks_own_arrays(ranks):
     holds(calls_on_own_arrays(device_code()), ranks, 600 // ranks)
 
 
-def test_calls_on_the_ranks_own_arrays_as_the_epochs_come_round():
+def test_calls_on_the_ranks_own_arrays_as_the_epochs_wrap_around():
     for epochs in range(2**32 - 4, 2**32):
         holds(calls_on_own_arrays(device_code(), epochs), 3, 20)
         holds(calls_on_own_arrays(device_code(), epochs), 2, 10)

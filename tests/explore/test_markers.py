@@ -65,7 +65,7 @@ def with_other_words(text):
 
 
 def is_text(node):
-    """Return whether a node is a docstring, or alike."""
+    """Return whether a node is a string that is a statement, such as a docstring."""
     constant = node.value if isinstance(node, ast.Expr) else None
     return isinstance(constant, ast.Constant) and isinstance(constant.value, str)
 
@@ -85,7 +85,7 @@ CODE = """
     def kernel(size):  # explore: kernel
         if size > 1:  # explore: outer
             first(size)  # explore: first
-            # A comment that says nothing.
+            # A comment without a marker.
             second(size)  # explore: second
         elif size == 1:  # explore: inner
             pass

@@ -1,4 +1,4 @@
-"""What the memory allows is seen, and what it forbids never is: classic small cases."""
+"""The memory model permits some outcomes of classic small cases, and no others."""
 
 from itertools import product
 
@@ -28,7 +28,7 @@ SCHEDULES = 300
 
 
 def outcomes(*kernels, threads=1, races=True):
-    """Return all that the kernels, one a rank, saw: tuples of what they appended."""
+    """Return the outcomes of kernels, one a rank: tuples of the values they loaded."""
     found = set()
     for seed in range(SCHEDULES):
         machine = Machine(len(kernels), 1, threads, seed)
@@ -127,7 +127,7 @@ def test_a_packet_comes_in_halves_but_its_halves_in_one_piece():
 
 
 def two_stores(fence, by_kernel=False, ends_count=True):
-    """Return what is in x when rank 0 has stored 1 and then rank 1, told of it, 2."""
+    """Return the final values of x: rank 0 stores 1, and after that rank 1 stores 2."""
 
     def write(x, y):
         yield from st_relaxed_sys_u32(x, 1)
@@ -139,7 +139,7 @@ def two_stores(fence, by_kernel=False, ends_count=True):
     def write_and_tell(x, y):
         yield from write(x, y)
         yield from tell(x, y)
-        while (yield from ld_relaxed_sys_u32(y)) != 2:  # its end would settle all
+        while (yield from ld_relaxed_sys_u32(y)) != 2:  # the kernel must not end before
             yield from poll_pause()
 
     def follow(x, y):
@@ -178,7 +178,7 @@ def test_a_kernels_stores_take_effect_before_its_rank_goes_on():
 
 
 def both_threads(before, after):
-    """A block whose thread 1 stores, and whose thread 0 tells the other rank."""
+    """A block whose thread 1 stores data, and whose thread 0 releases it."""
 
     def write(x, y, seen):
         if thread_index() == 1:
@@ -294,7 +294,7 @@ def alone(kernel, threads=1):
     machine.run([[Launch(kernel, 1, (machine.memory.map("x", 8),))]])
 
 
-def test_a_load_of_what_nobody_wrote_is_reported():
+def test_a_load_of_unwritten_memory_is_reported():
     with pytest.raises(Finding, match="unset"):
         alone(ld_u64)
 

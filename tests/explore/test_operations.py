@@ -1,4 +1,4 @@
-"""Every algorithm of every operation, as the library's table has them.
+"""Every algorithm of every operation in the library's table.
 
 Where a kernel works on the ranks' own arrays, these are symmetric in most of the calls;
 in the others the ranks refuse. ``test_copies.py`` has copies between symmetric arrays.
@@ -23,7 +23,7 @@ PAIRS = [
 
 
 def wanted_of(name, words, rank, root, kind):
-    """Return what a rank's output must hold; None if it has none."""
+    """Return the expected words of a rank's output; None if it has no output."""
     size = len(words)
     part = len(words[0]) // size
     mine = [each[rank * part : (rank + 1) * part] for each in words]
@@ -54,7 +54,7 @@ def add_call(world, name, algorithm, count):
     kind = INT64
     if operation.reduces:
         kind = FLOAT64 if algorithm.endswith("sentinel") else random.choice(KINDS)
-    sources, words = world.inputs(count * operation.parts(world.size), DRAW[kind])
+    sources, words = world.inputs(count * operation.shards(world.size), DRAW[kind])
     root = random.randrange(world.size)
     wanted = [wanted_of(name, words, r, root, kind) for r in range(world.size)]
     in_place = len(wanted[root]) == len(words[0]) and random.random() < 0.5
@@ -67,7 +67,7 @@ def add_call(world, name, algorithm, count):
     table = world.code.operations.OPERATIONS
     ends = world.ends
     if algorithm == "direct" and random.random() < 0.8:
-        # Rarely one rank's array is not symmetric, or not on a boundary of 16 bytes.
+        # Sometimes one rank's array is not symmetric, or not aligned to 16 bytes.
         refusing = random.choice([None, None, *range(world.size)])
         ends = [
             end if end.rank == refusing else replace(end, place=anywhere(world.size))
@@ -81,7 +81,7 @@ def add_call(world, name, algorithm, count):
 
 
 def calls_of_pairs(code, *pairs):
-    """Calls of operations by algorithms, one right after the other."""
+    """Calls of operations by algorithms, one after another."""
     names = [algorithm for _, algorithm in pairs] if len(pairs) == 1 else []
 
     def scenario(machine):

@@ -1,7 +1,7 @@
 """The protocols in larger shapes than elsewhere, with few schedules each.
 
 More threads, blocks and vectors of a thread, and up to four ranks: mailboxes of several
-steps, blocks of which some have nothing to do, rings that are no powers of 2.
+steps, blocks without work, numbers of ranks that are not powers of 2.
 """
 
 import pytest
@@ -55,7 +55,7 @@ def add_exchange(world, way):
 
 
 def everything(code, late=False):
-    """Calls of every kind; one rank may be ``late``, about when the others give up."""
+    """Calls of every kind; a rank may be ``late``, about as long as the others wait."""
 
     def scenario(machine):
         world = World(machine, code, blocks=2 * some_blocks(machine, code))
@@ -87,12 +87,12 @@ def everything(code, late=False):
 
 
 def groups(code, epoch=0):
-    """Messages that each rank groups into launches of its own, as in ``messages``."""
+    """As ``messages``, but each rank distributes them to launches of its own."""
 
     def scenario(machine):
         world = World(machine, code, blocks=channels(machine, code))
         if epoch:
-            world.plant_pieces(epoch)
+            world.plant_chunks(epoch)
 
         def divided(number):
             places = list(range(number))
@@ -137,7 +137,7 @@ def test_a_rank_about_the_deadline(ranks, shape):
 
 
 FOUR_CHANNELS = {2: Shape(2, 8, 2), 3: Shape(2, 16, 2)}
-LAST = 2**32 - 3  # pieces, after which the next ones come round
+LAST = 2**32 - 3  # chunks, shortly before their number wraps around
 
 
 @pytest.mark.parametrize("epoch", [0, LAST], ids=["from the start", "at the wrap"])
@@ -169,7 +169,7 @@ def test_what_is_broken_is_found_in_larger_shapes(name, shape):
 
 
 @each_shape
-def test_who_gave_up_and_goes_on_is_found_in_larger_shapes(shape):
+def test_work_after_giving_up_is_found_in_larger_shapes(shape):
     edit = within("mailboxes", "arrived", "arrived", "True")
     code = device_code(IMPATIENT, edit, shape=shape)
     breaks(everything(code, late=True), 3, shape=shape, haste=HASTE)

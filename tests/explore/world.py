@@ -1,4 +1,4 @@
-"""Ranks as the explorer has them: their memory, their calls, and what must come out."""
+"""The ranks of a scenario: their memory, their calls and the expected results."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def ones(nbytes):
 
 
 def add(enqueue, stream):
-    """Add a call's launches to a stream: one of them, or what enqueues them."""
+    """Enqueue a launch, or call a function that enqueues several."""
     if isinstance(enqueue, Launch):
         stream.append(enqueue)
     else:
@@ -38,7 +38,7 @@ def add(enqueue, stream):
 
 
 class World:
-    """Ranks with workspaces, boards and pads; their launches; what must come out."""
+    """Ranks with workspaces, boards and pads; their launches; the expected results."""
 
     def __init__(self, machine, code, blocks=None):
         self.machine, self.memory, self.random = machine, machine.memory, machine.random
@@ -48,8 +48,8 @@ class World:
         self.streams = [[] for _ in range(self.size)]
         self.expected = {}  # by address, a word for each call; None: a NaN
         self.owners = {}  # ranks, by the number of a region of memory
-        self.alike = []  # addresses of words that must be the same on all ranks
-        self.kept = set()  # addresses of words that a rank keeps for itself alone
+        self.equal = []  # addresses of words that must be equal on all ranks
+        self.kept = set()  # addresses of words that only their own rank reads
         self.workspaces = self.map("workspace", self.layout.nbytes, self.initial)
         self.board = self.memory.map("board", 8 * self.size, fill=0)
         self.buffers = self.map("buffer", 8 * 64)
@@ -87,9 +87,10 @@ class World:
         return found
 
     def initial(self, offset):
-        """Return bytes and value of a word of a workspace: ones where nothing has come.
+        """Return the width and the initial value of a word of a workspace.
 
-        In mailboxes with marks every row of vectors is followed by one of marks.
+        Empty mailboxes contain ones. In those with marks, the vectors of a block's
+        threads are followed by their marks.
         """
         code = self.code.workspace
         for region in self.layout.sentinels:
@@ -105,7 +106,7 @@ class World:
         return range(region.epochs, region.epochs + 4 * (blocks or self.blocks), 4)
 
     def plant_epochs(self, region, epoch, flags=None):
-        """Let all blocks go on as after ``epoch`` rounds, with flags that say so."""
+        """Let all blocks continue after ``epoch``, with flags of that epoch."""
         for workspace in self.workspaces:
             for at in range(region.epochs, region.flags, 4):
                 self.memory.plant(workspace + at, 4, epoch)
@@ -113,8 +114,8 @@ class World:
                 known = epoch if flags is None else flags
                 self.memory.plant(workspace + at, 4, known)
 
-    def plant_pieces(self, epoch):
-        """Let all channels of messages go on as after ``epoch`` pieces."""
+    def plant_chunks(self, epoch):
+        """Let all channels of messages continue after ``epoch`` chunks."""
         region, depth = self.layout.transfer, self.code.workspace.DEPTH
         lanes = (self.size - 1) * self.code.workspace.channels_of(self.size)
         credits_at = region.flags + 8 * depth * lanes
@@ -123,15 +124,15 @@ class World:
                 self.memory.plant(workspace + at, 4, epoch)
             for lane in range(lanes):
                 self.memory.plant(workspace + credits_at + 4 * lane, 4, epoch)
-                for piece in range(epoch - depth + 1, epoch + 1):
-                    slot = depth * lane + piece % depth
-                    word = 8 << 32 | piece  # of a message of 8 bytes
+                for chunk in range(epoch - depth + 1, epoch + 1):
+                    slot = depth * lane + chunk % depth
+                    word = 8 << 32 | chunk  # of a message of 8 bytes
                     self.memory.plant(workspace + region.flags + 8 * slot, 8, word)
 
     def inputs(self, count, draw=None):
         """Return every rank's address of random words, and the words."""
         addresses = self.map("input", 8 * count + 8)
-        # Now and then not aligned to 16 bytes.
+        # Sometimes not aligned to 16 bytes.
         addresses = [base + self.random.choice([0, 8]) for base in addresses]
         words = [
             [(draw or an_integer)(self.random) for _ in range(count)] for _ in addresses
@@ -160,7 +161,7 @@ class World:
             launch = self.bound("all_reduce", algorithm, end, call)
             self.streams[end.rank].append(launch)
             self.expect(target, total)
-        self.alike += [[t + 8 * i for t in targets] for i in range(count)]
+        self.equal += [[t + 8 * i for t in targets] for i in range(count)]
 
     def reduce(self, count):
         """Add a reduction to any root by chunks."""
@@ -192,10 +193,10 @@ class World:
             self.expect(array, words[root])
 
     def on_own_arrays(self, name, arrays, words, refusing=None):
-        """Add a call of a kernel that works on all ranks' arrays, of these words.
+        """Add a call between the ranks' own arrays, of these words.
 
-        Another one goes through the workspace if rank ``refusing`` has another kind of
-        memory. Each rank with an output of its own may be in place.
+        It uses the workspace if the array of rank ``refusing`` is not symmetric. Each
+        rank with an output of its own may be in place.
 
         Returns:
             The words of the arrays after the call.
@@ -230,7 +231,7 @@ class World:
         return after
 
     def own_arrays(self, count):
-        """Add a call between new arrays of the ranks, to or from any root."""
+        """Add a call between new arrays of the ranks, with a random root."""
         name = self.random.choice(on_own_arrays(self.size, count))
         refusing = self.random.choice([None, None, None, *range(self.size)])
         arrays, words = self.inputs(count)
@@ -239,16 +240,16 @@ class World:
             self.expect(array, mine)
 
     def messages(self, *counts):
-        """Add messages of some lengths between any ranks, in one launch a rank."""
+        """Add messages of these lengths between random ranks, in one launch a rank."""
         self.groups(counts, lambda number: [range(number)])
 
     def groups(self, counts, divided):
-        """Add messages of some lengths between any ranks, in launches of a rank's own.
+        """Add messages between random ranks, which each rank divides into launches.
 
-        ``divided`` returns the places of each launch's messages, among so many.
+        ``divided(number)`` returns, for each launch, the indices of its messages.
         """
         Message = self.code.transfer.Message
-        mine = [[] for _ in self.ends]  # of each rank: whether it receives, a message
+        mine = [[] for _ in self.ends]  # by rank: (whether it receives, message)
         for count in counts:
             src, dst = self.random.sample(range(self.size), 2)
             arrays, words = self.inputs(count)
@@ -282,14 +283,14 @@ class World:
         self.exchange(transport, self.random.choice(some), count)
 
     def has(self, name, way):
-        """Return whether an operation goes by mailboxes of a transport, or chunked."""
+        """Return whether an operation has the one-shot algorithm, or ``chunked``."""
         algorithms = self.code.operations.OPERATIONS[name].algorithms
         return (way if way == "chunked" else f"one_shot_{way}") in algorithms
 
     def exchange(self, way, name, count):
         """Add any exchange, by mailboxes of a transport or ``chunked``.
 
-        ``count`` words are a rank's shard where the input or output has shards.
+        If the input or output has shards, ``count`` is the words of a shard.
         """
         kind = self.code.exchanges.EXCHANGES[name]
         outputs = self.code.exchanges.Output
@@ -337,17 +338,17 @@ class World:
             self.streams[context.rank].append(kernel.bind(1, context, 0))
 
     def run(self):
-        """Run all calls, and check what they leave behind.
+        """Run all calls, and check memory afterwards.
 
-        Where there is haste, calls may fail, and a rank may leave before its last one:
-        then every word is right, or as it was. If a rank is absent, all are told so.
+        With haste, calls may fail, and a rank may leave before its last one. Then every
+        word is right or unchanged. If a rank is absent, every rank has a record.
         """
         leaver = self.let_a_rank_leave() if self.machine.haste else None
         self.machine.run(self.streams)
         records = [self.memory.final(self.board + 8 * r, 8) for r in range(self.size)]
-        told = any(records) or self.machine.absent is not None
-        if told and not all(records):
-            raise Finding("result", f"a rank was told of no failure: {records}")
+        failed = any(records) or self.machine.absent is not None
+        if failed and not all(records):
+            raise Finding("result", f"a rank has no record of the failure: {records}")
         for address, words in self.expected.items():
             found = self.memory.final(address, 8)
             partly = any(records) or leaver == self.owners[address // REGION]
@@ -359,7 +360,7 @@ class World:
             self.check_rest()
 
     def let_a_rank_leave(self):
-        """Watch for stores after failures; return the rank that leaves, if any."""
+        """Check stores after failures; return the rank that leaves, or None."""
         board = range(self.board, self.board + 8 * self.size)
         regions = [
             each for each in vars(self.layout).values() if hasattr(each, "slots")
@@ -382,15 +383,15 @@ class World:
         return leaver
 
     def check_rest(self):
-        """Check that ranks agree, and that nothing is left over."""
-        self.check_alike(self.alike, "results")
+        """Check that results and epochs agree; mailboxes and pads must be empty."""
+        self.check_equal(self.equal, "results")
         for region in (getattr(self.layout, name) for name in REGIONS):
             blocks = 1 if region is self.layout.barrier else self.blocks
             places = [
                 [workspace + at for workspace in self.workspaces]
                 for at in self.epochs(region, blocks)
             ]
-            self.check_alike(places, "epochs", 4)
+            self.check_equal(places, "epochs", 4)
         for workspace in self.workspaces:
             for at, value in self.memory.accessed(workspace, self.layout.nbytes):
                 _, empty = self.initial(at)
@@ -401,7 +402,7 @@ class World:
                 if self.memory.final(pad + 4 * slot, 4) != 0:
                     raise Finding("result", f"slot {slot} of a pad is not 0")
 
-    def check_alike(self, places, what, nbytes=8):
+    def check_equal(self, places, what, nbytes=8):
         for addresses in places:
             found = [self.memory.final(address, nbytes) for address in addresses]
             if len(set(found)) > 1:
@@ -433,12 +434,12 @@ def an_integer(random):
 
 
 def a_word(random):
-    """Return a number, or now and then the word of all ones."""
+    """Return a number, or sometimes the word of all ones."""
     return ALL_ONES if random.random() < 0.1 else an_integer(random)
 
 
 def a_float(random):
-    """Return a float's bits: of a number, or now and then the NaN of all ones."""
+    """Return the bits of a float: of a number, or sometimes the NaN of all ones."""
     return ALL_ONES if random.random() < 0.1 else bits_of(random.random())
 
 

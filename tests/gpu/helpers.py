@@ -77,7 +77,7 @@ def to_device(host):
 
 
 def numba_view(stream):
-    """Return Numba's name for anybody's stream."""
+    """Return a stream of any library as Numba's."""
     handle = 0 if stream is None else handle_of(stream)
     return cuda.external_stream(handle) if handle else 0
 

@@ -1,4 +1,4 @@
-"""Arrays of Numba, CuPy and torch are taken as they are; what is elsewhere is not."""
+"""Arrays of Numba, CuPy and torch are used in place; others are refused."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_torch_tensors(comm, torch, dtype, algorithm):
 
 
 def test_torch_tensors_of_odd_views(comm, torch):
-    """A slice begins anywhere; a transposed tensor has gaps for nobody."""
+    """A slice may start at any element; a transposed tensor has no gaps."""
     whole = torch.full((1001,), comm.rank + 1.0, device="cuda")
     comm.all_reduce(whole[3:], out=whole[3:])
     plane = torch.full((40, 20), comm.rank + 1.0, device="cuda").T
@@ -120,7 +120,7 @@ def test_a_pointer_with_the_array_interface(comm, world):
         world,
         ns.ArgumentError,
         lambda: comm.all_reduce(x, out=constant),
-        "out is read-only",
+        "expected a writable out",
     )
 
 
@@ -232,13 +232,12 @@ def lazy_tensors(torch):
         "imaginary part of a conjugate": torch.ones_like(z).conj().imag,
         "sparse": x.to_sparse(),
         "compressed": x.to_sparse_csr(),
-        "quantized": torch.quantize_per_tensor(x, 0.1, 0, torch.quint8),
-        "half complex": torch.ones(8, dtype=torch.complex32, device="cuda"),
+        "half complex": torch.empty(8, dtype=torch.complex32, device="cuda"),
         "without memory": torch.ones(8, device="meta"),
     }
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of sparse and quantized tensors
+@pytest.mark.filterwarnings("ignore")  # torch's, of sparse and complex32 tensors
 def test_tensors_that_are_more_than_memory_are_refused(comm, world, torch):
     x = torch.zeros(64, device="cuda")
     for tensor in lazy_tensors(torch).values():

@@ -112,8 +112,8 @@ WAITING = pytest.mark.xfail(
 def test_two_communicators_and_a_product_between_their_calls(world, most):
     """A product needs a whole multiprocessor.
 
-    Half of the ranks call one communicator, the others the other; then each has a
-    product to do before it comes to the call that the others wait in.
+    Half of the ranks call one communicator first, the others the other one. Then each
+    enqueues a product before the call in which the others wait.
     """
     torch = optional("torch")
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""Messages of many rounds, and arrays of more than 2**31 bytes."""
+"""Messages of many epochs, and arrays of more than 2**31 bytes."""
 
 from collections import Counter
 
@@ -49,7 +49,7 @@ def test_copies_between_symmetric_arrays(comm, count):
 
 @pytest.mark.parametrize("count", [2 << 20, (2 << 20) - 1, (3 << 20) + 12_345])
 @pytest.mark.parametrize("algorithm", ALL_REDUCE.algorithms)
-def test_many_rounds(comm, algorithm, count):
+def test_many_epochs(comm, algorithm, count):
     x = cuda.device_array(count + 3, np.float32)[3:]  # aligned to 4 bytes only
     write_pattern(x, comm.rank)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""One-sided copies on streams and in graphs, told by signals."""
+"""One-sided copies on streams and in graphs, ordered by signals."""
 
 import numpy as np
 import pytest

@@ -23,14 +23,14 @@ def away(world):
 
 
 def all_fail(world, comm, texts):
-    """Check that every rank is told the same failure, and close."""
+    """Check that every rank raises the same failure, and close."""
     world.barrier()
     with pytest.raises(ns.CollectiveTimeout) as error:
         comm.check()
     for text in texts:
         assert text in str(error.value)
     assert context_is_alive()
-    comm.close()  # all were told
+    comm.close()  # every rank has raised the failure
     assert context_is_alive()
     with ns.Communicator(world, timeout=60) as another:
         check_works(another)

@@ -8,6 +8,7 @@ from cuda.bindings import driver
 from hypothesis import given
 from hypothesis import strategies as st
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
+from numba.cuda.cudadrv.driver import MemoryPointer, OwnedPointer
 
 from numba_symm import arrays, streams
 from numba_symm.errors import ArgumentError
@@ -60,9 +61,7 @@ class DLPack:
 
 
 def numba_array(shape, strides, dtype=np.float32, stream=0):
-    memory = SimpleNamespace(
-        device_ctypes_pointer=ctypes.c_void_p(4096), _cuda_memsize_=64
-    )
+    memory = MemoryPointer(None, driver.CUdeviceptr(4096), 64)
     return DeviceNDArray(shape, strides, np.dtype(dtype), stream, memory)
 
 
@@ -245,6 +244,18 @@ def test_numbas_array_is_read(shape, strides, order):
     found = view(numba_array(shape, strides))
     assert (found.address, found.shape, found.dtype) == (4096, shape, np.float32)
     assert (found.order, found.readonly) == (order, False)
+
+
+def test_a_part_of_numbas_array_is_read():
+    array = numba_array((8,), (4,))
+    array.gpu_data = OwnedPointer(array.gpu_data, array.gpu_data.view(12))
+    assert view(array).address == 4096 + 12
+
+
+def test_numbas_array_of_no_memory_is_read():
+    array = numba_array((8,), (4,))
+    array.gpu_data = MemoryPointer(None, driver.CUdeviceptr(0), 0)  # as if it is empty
+    assert view(array).address == 0
 
 
 def test_numbas_array_may_be_of_bfloat16():

@@ -1,4 +1,4 @@
-"""``help`` has something to say of everything public."""
+"""Everything public has a docstring."""
 
 import inspect
 from types import FunctionType

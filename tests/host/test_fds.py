@@ -46,7 +46,7 @@ def test_one_rank_gathers_its_own_file():
     os.close(own)
 
 
-def test_many_rounds_need_nothing_between_them():
+def test_many_epochs_need_nothing_between_them():
     def play(comm):
         with open_channel(comm) as channel:
             return [gathered(channel, f"{comm.rank}: {i}") for i in range(50)]

@@ -1,4 +1,4 @@
-"""Callers of a channel for file descriptors that are no ranks."""
+"""Processes that are not ranks, and connect to a channel for file descriptors."""
 
 import array
 import os

@@ -10,6 +10,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 LAZY = {
     ("launch.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
+    ("launch.cli", "launch.compiling"): "`run` needs none of its libraries",
 }
 """Imports of our own modules within functions, each with its reason."""
 

@@ -1,4 +1,4 @@
-"""What the compilers make of the kernels, for three architectures, without a GPU.
+"""The machine code of the kernels, for three architectures, without a GPU.
 
 SASS is read as nvdisasm prints it. A flag's load is ``LDG.E.STRONG.SYS``, a packet's
 ``LDG.E.128.STRONG.SYS``; an acquire adds ``CCTL.IVALL`` (drop what the L1 cache holds)
@@ -83,8 +83,8 @@ SPILLS = {("chunked", 8), ("reduce_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8)}
 SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
 SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
-"""Eight ranks' vectors at once take a few registers more than a block's share; 160
-bytes of stack at most."""
+"""With eight ranks' vectors, these need more registers than a block's share. They spill
+at most 160 bytes to the stack."""
 
 HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 FLOATS = [(2, "float16", "sum"), (4, "float32", "sum"), (8, "bfloat16", "sum")]
@@ -118,7 +118,7 @@ SIGNALLED = (
     "broadcast_signalled",
 )
 ALIKE = (*EXCHANGED, *SIGNALLED)
-"""Kernels made of the same parts as others: they are not looked at everywhere."""
+"""Kernels that share most code with others, so that fewer tests check them."""
 ONE_FLIGHT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
 MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_marked")]
 PADS = [

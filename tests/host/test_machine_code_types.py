@@ -1,4 +1,4 @@
-"""What the compilers make of every element type and kind of operator, for sm_90."""
+"""The machine code for every element type and kind of operator, for sm_90."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What ``numba-symm run`` shows of ranks that fail, and what it leaves alone."""
+"""The output of ``numba-symm run``: errors are shown once, the rest unchanged."""
 
 import os
 import pty

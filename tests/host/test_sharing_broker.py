@@ -1,4 +1,4 @@
-"""The thread that hands out descriptors, and whom it serves."""
+"""The thread that sends descriptors on request, and the processes it serves."""
 
 import os
 import resource
@@ -16,7 +16,7 @@ SOON = 3  # seconds, less than a silent caller may take
 
 @pytest.fixture(scope="module")
 def address():
-    """Return the address of a broker that hands out files with what was asked for."""
+    """Return the address of a broker that sends files with the requested contents."""
 
     def answer(what, file, slot, serial):
         if what == 7:
@@ -76,7 +76,7 @@ def test_what_is_not_a_request_is_not_answered(address, request_):
     assert asked(address) == ("0 1 2 3", 5)
 
 
-def test_refusals_and_failures_are_told_apart(address):
+def test_refusals_and_failures_are_distinguished(address):
     with pytest.raises(
         ClosedError, match=r"refuses .*: it was not shared by this process"
     ):

@@ -16,7 +16,7 @@ MODULES = [
     for package in (device, kernels, protocols)
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
 ]
-"""Whose code runs on the device."""
+"""Modules with code that runs on the device."""
 
 
 def test_no_two_share_a_number():
@@ -44,7 +44,7 @@ def test_every_algorithm_is_named_as_its_caller_names_it():
 
 
 CARRIERS = ("operation", "left_over")
-"""What parameters that take a number are named; ``left_over`` may be 0 or a bool."""
+"""Names of parameters for a number of the table; ``left_over`` may be 0 or a bool."""
 
 
 def carried(module):
@@ -64,7 +64,7 @@ def carried(module):
 
 
 def value_of(expression, module):
-    """Return what a name, an attribute or a literal is in a module, or None."""
+    """Return the value of a name, an attribute or a literal in a module, or None."""
     try:
         return eval(ast.unparse(expression), dict(vars(module)))
     except (AttributeError, NameError):
@@ -72,7 +72,7 @@ def value_of(expression, module):
 
 
 def values_of(expression, module):
-    """Yield what an expression may be; nothing where a carrier is passed on."""
+    """Yield the possible values of an expression; none if it is a carrier."""
     if isinstance(expression, ast.IfExp):
         yield from values_of(expression.body, module)
         yield from values_of(expression.orelse, module)

@@ -1,4 +1,4 @@
-"""What the rank tests share: copies, exact expectations, refusals on every rank."""
+"""Helpers of the rank tests: copies, exact results, refusals on every rank."""
 
 import hashlib
 
@@ -45,7 +45,7 @@ def array_of(comm, host, symmetric):
 
 
 def meet(comm, world):
-    """Let every rank finish, so that a failure on one is the next step of none."""
+    """Wait until every rank has finished, so that no rank fails in the next step."""
     comm.synchronize()
     world.barrier()
 
@@ -56,7 +56,7 @@ def ordinary(shape, dtype, order="C"):
 
 
 class Window:
-    """Elements in the middle of a device buffer, whose rest nobody may touch."""
+    """Elements in the middle of a device buffer; nothing may write around them."""
 
     MARGIN = 5
     CANARY = 0xA5
@@ -82,7 +82,7 @@ class Window:
         return whole[self._inside]
 
 
-PERIOD = 65521  # elements; a prime, so that what goes astray is found
+PERIOD = 65521  # elements; a prime, so that misplaced data is found
 
 
 def values(seed, count, dtype, special=False):
@@ -115,7 +115,7 @@ def repeats(array):
 
 
 def reduced(inputs, op):
-    """Return what an all-reduce must give, to the bit: rank order, rounded once."""
+    """Return the exact result of an all-reduce: in rank order, rounded once."""
     count = len(inputs[0])
     if count > PERIOD and all(repeats(array) for array in inputs):
         return np.resize(reduced([array[:PERIOD] for array in inputs], op), count)
@@ -136,7 +136,7 @@ def reduced(inputs, op):
 
 
 def same(actual, wanted):
-    """Return whether two arrays have the same bits; any NaN is as good as another."""
+    """Return whether two arrays have the same bits; all NaNs are equal."""
     if actual.dtype != wanted.dtype or actual.shape != wanted.shape:
         return False
     equal = bits(np.ascontiguousarray(actual)) == bits(np.ascontiguousarray(wanted))
@@ -170,7 +170,7 @@ def refused(world, kind, call, *texts):
 
 
 def check_works(comm):
-    """Check that a communicator still reduces and meets."""
+    """Check that all-reduces and barriers of a communicator still work."""
     mine = comm.empty(3, np.int64)
     put(mine, np.arange(3) + comm.rank)
     wanted = np.arange(3) * comm.size + comm.size * (comm.size - 1) // 2

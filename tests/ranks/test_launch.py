@@ -1,4 +1,4 @@
-"""What ranks are started with: each other, and how many multiprocessors they take."""
+"""The start of communicators, and the multiprocessors that they occupy."""
 
 import os
 import warnings
@@ -71,7 +71,7 @@ def bound(monkeypatch):
 
 
 def wanted_of(name, inputs, rank, root):
-    """Return what an operation gives to a rank, of integers that are summed."""
+    """Return a rank's expected result of an operation that sums integers."""
     part = inputs[0].size // len(inputs)
     mine = slice(rank * part, (rank + 1) * part)
     return {
@@ -88,7 +88,7 @@ def wanted_of(name, inputs, rank, root):
 
 def check_operation(comm, operation, algorithm, count):
     """Check one call, between symmetric arrays, of ``count`` float32 a part."""
-    count *= operation.parts(comm.size)
+    count *= operation.shards(comm.size)
     root = comm.size - 1
     inputs = [np.arange(count, dtype=np.float32) % 91 + r for r in range(comm.size)]
     x = array_of(comm, inputs[comm.rank], True)

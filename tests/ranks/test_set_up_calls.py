@@ -109,7 +109,7 @@ def points_in(world, name, call):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_an_interrupted_call_leaves_nobody_waiting(world, name):
-    """The others hear of it by name, or do not notice because it was over."""
+    """The others raise an error that names it, or the call was complete before."""
     call, told = CALLS[name], 0
     with made(world) as comm:
         points = points_in(world, name, lambda: call(comm))
@@ -149,7 +149,7 @@ def test_mpi_goes_on_while_a_rank_waits(comm, world):
 
 
 def test_an_interrupted_constructor_leaves_nobody_waiting(world):
-    """Who was interrupted comes again, as do those that it told."""
+    """The interrupted rank calls it again, as do the ranks that it interrupted."""
 
     def construct():
         with made(world) as comm:

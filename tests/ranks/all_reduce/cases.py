@@ -54,9 +54,9 @@ def a_dtype(algorithm, number):
 
 
 def tiles(algorithm, dtype, comm):
-    """Return the counts at which an algorithm starts another piece.
+    """Return the counts at which an algorithm needs another block, step or epoch.
 
-    Those of a block, a whole grid's first step, a round, and two rounds.
+    Those of a block, of a step of the whole grid, of an epoch, and of two epochs.
     """
     lanes, size, blocks = 16 // dtype.itemsize, comm.size, comm._calls.end.max_blocks
     kind, _, transport = algorithm.rpartition("_")
@@ -77,7 +77,7 @@ def tiles(algorithm, dtype, comm):
 
 @dataclass
 class Case:
-    """One call: what every rank must agree on, and what is a rank's own."""
+    """One call: arguments that are equal on all ranks, and a rank's own choices."""
 
     algorithm: str | None
     dtype: np.dtype
@@ -110,7 +110,7 @@ def let_be_direct(case, lot):
 
 
 class Call:
-    """A case's arrays on this rank: made, enqueued, and looked at when all is done."""
+    """A case on this rank: its arrays, its call, and the check of its result."""
 
     def __init__(self, comm, case):
         self.comm, self.case = comm, case
@@ -166,7 +166,9 @@ def run(comm, world, cases, before=lambda step: None):
     for call in calls:
         try:
             found.append(call.check())
-        except AssertionError as error:  # told to all ranks, which would wait
+        except (
+            AssertionError
+        ) as error:  # raised below on all ranks, none of which waits
             wrong.append(f"{call.case}: {error}")
     everyone = world.allgather((found, wrong))
     for rank, (_, texts) in enumerate(everyone):

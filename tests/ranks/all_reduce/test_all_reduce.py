@@ -71,12 +71,12 @@ def sampled(seed, algorithm, dtype, comm, largest):
 def test_every_dtype_and_op_gives_numpys_bits(comm, world, algorithm, dtype):
     if not takes(algorithm, dtype):
         x = comm.empty(4, dtype)
-        wanted = f"for {dtype.name} use '{algorithm.replace('sentinel', 'marked')}'"
+        wanted = f"got {dtype.name}; use '{algorithm.replace('sentinel', 'marked')}'"
         for call in (comm.all_reduce, comm.all_reduce_init):
             refused(
                 *(world, ns.ArgumentError),
                 lambda f=call: f(x, algorithm=algorithm),
-                *("is for floats", wanted),
+                *("expected floats for algorithm=", wanted),
             )
         return
     largest = 100 if SIMULATED else 1 << 20
@@ -89,7 +89,7 @@ def test_every_dtype_and_op_gives_numpys_bits(comm, world, algorithm, dtype):
 def test_counts_around_every_tile(comm, world, algorithm, number):
     dtype = a_dtype(algorithm, number + len(algorithm))
     if SIMULATED:
-        end = replace(comm._calls.end, max_blocks=2)  # on all ranks: smaller rounds
+        end = replace(comm._calls.end, max_blocks=2)  # on all ranks: smaller epochs
         comm._calls.end = end
     edges = [edge + d for edge in tiles(algorithm, dtype, comm) for d in (-1, 0, 1)]
     counts = {0, 1, 2, 3, 7, *edges}
@@ -147,7 +147,7 @@ def test_floats_keep_their_bits_and_nans_stay_nans(comm, world, algorithm, dtype
         put(x, wanted if comm.rank == owner else least)
         found = get(comm.all_reduce(x, "max", algorithm=algorithm))
         assert same(found, wanted)
-        # A NaN's bits may have changed, but for all ranks alike.
+        # A NaN's bits may have changed, but in the same way on all ranks.
         assert len(set(world.allgather(digest(found)))) == 1
 
 
@@ -291,7 +291,7 @@ def test_one_rank_runs_ahead_as_far_as_it_can(comm, world):
         if comm.rank == comm.size - 1 and step in (0, 5, 6):
             time.sleep(0.2)
 
-    # Large and small by turns: a block is used now and then only.
+    # Large and small messages alternate: some blocks are used in every other call.
     small, large = 3, 70 if SIMULATED else 1 << 18
     cases = [
         Case(

@@ -43,7 +43,7 @@ class Workspace:
         return getattr(self.at, algorithm)
 
     def quiet(self):
-        """Wait until no rank has anything running."""
+        """Wait until no rank has a running kernel."""
         self.comm.synchronize()
         self.world.barrier()
 
@@ -53,7 +53,7 @@ class Workspace:
         return int.from_bytes(self.memory.read(place, 4), "little")
 
     def reset(self):
-        """Make all as new."""
+        """Reset the workspace to its initial state."""
         self.quiet()
         self.memory.fill(self.base, self.at.nbytes)
         for region in self.at.sentinels:
@@ -62,7 +62,7 @@ class Workspace:
         self.quiet()
 
     def set_epochs(self, value):
-        """Make all protocols go on as after ``value`` rounds."""
+        """Make all protocols continue after epoch ``value``."""
         self.quiet()
         for name in self.PROTOCOLS:
             region = self.region(name)
@@ -85,7 +85,7 @@ class Workspace:
 
 
 @pytest.mark.parametrize("algorithm", [n for n in ALGORITHMS if n != COPIES])
-def test_epochs_come_round(comm, world, algorithm):
+def test_epochs_wrap_around(comm, world, algorithm):
     workspace = Workspace(comm, world)
 
     def be_late(step):
@@ -93,7 +93,7 @@ def test_epochs_come_round(comm, world, algorithm):
             time.sleep(0.01)
 
     largest = 70 if SIMULATED else 1 << 17
-    # Rounds in the odd half and in the even one.
+    # Epochs in the odd half and in the even one.
     for before in (1, 2) if SIMULATED else (1, 2, 3):
         workspace.set_epochs(LAST_EPOCH - before)
         counts = (
@@ -104,10 +104,10 @@ def test_epochs_come_round(comm, world, algorithm):
             for step, count in enumerate(counts)
         ]
         run(comm, world, cases, be_late)
-        assert workspace.epoch(algorithm) < 1000, "the epochs did not come round"
+        assert workspace.epoch(algorithm) < 1000, "the epochs did not wrap around"
 
 
-def test_packets_of_the_last_time_round_are_not_taken(comm, world):
+def test_packets_of_before_the_wrap_are_not_taken(comm, world):
     workspace, dtype = Workspace(comm, world), np.dtype(np.int64)
     algorithm, protocol = "one_shot_ll", ONE_SHOT["ll"]
     blocks = min(comm._calls.end.max_blocks // TRANSPORTS["ll"].weight, protocol.blocks)
@@ -120,22 +120,22 @@ def test_packets_of_the_last_time_round_are_not_taken(comm, world):
         if step % comm.size == comm.rank:
             time.sleep(0.1)  # time enough for the others to take a stale packet
 
-    # Every mailbox of all blocks and threads, in one round.
+    # Every mailbox of all blocks and threads, in one epoch.
     all_of_them = blocks * THREADS * protocol.steps(comm.size)
     for block in {0, blocks - 1}:
         workspace.reset()
         run(comm, world, calls(all_of_them, 1, 2))  # epochs 1 and 2
         workspace.set_epochs(LAST_EPOCH - 2)
-        # Few threads of the block have something to send, and come to the last epoch.
+        # In the last epoch, only few threads of the block send data.
         run(comm, world, calls(block * THREADS + 1, 3, 4))
         assert workspace.epoch(algorithm) == LAST_EPOCH
-        # All threads again, in epochs 1 and 2 of the second time round.
+        # All threads again, in epochs 1 and 2 after the wrap.
         run(comm, world, calls(all_of_them, 5, 6), be_late)
         assert workspace.epoch(algorithm) == 2
 
 
 def test_a_stale_packet_would_be_seen(comm, world):
-    """Show that the tests above can fail: a packet of the right epoch is taken."""
+    """Shows that the tests above can fail: a packet of the right epoch is taken."""
     workspace, algorithm = Workspace(comm, world), "one_shot_ll"
     epoch = workspace.epoch(algorithm) + 1
     x = comm.empty(1, np.int64)
@@ -170,7 +170,7 @@ def test_a_mailbox_that_was_read_is_empty_again(comm, world, algorithm):
     assert set(slots) <= {0xFF}
 
 
-def test_barriers_hold_when_their_epochs_come_round(comm, world):
+def test_barriers_hold_when_their_epochs_wrap_around(comm, world):
     workspace = Workspace(comm, world)
     mine = comm.zeros(comm.size, np.int64)
     memory = comm.rendezvous(mine)

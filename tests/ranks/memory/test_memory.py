@@ -60,7 +60,7 @@ def test_buffers_show_what_the_peers_wrote(comm, shared):
 
 
 def test_what_is_written_into_a_peers_buffer_arrives(comm, world, shared):
-    meet(comm, world)  # everybody has the fixture's pattern read or left alone
+    meet(comm, world)  # every rank has finished with the fixture's pattern
     right = (comm.rank + 1) % comm.size
     put(shared.get_buffer(right, 5, np.float32, 10), np.full(5, comm.rank, "f4"))
     comm.barrier()
@@ -157,7 +157,7 @@ def test_a_barrier_puts_writes_before_reads(comm, world):
 
 
 @needs_peers
-def test_a_token_goes_round_by_signals(comm, world):
+def test_a_token_is_passed_around_by_signals(comm, world):
     token = comm.zeros(1, np.int64)
     memory = comm.rendezvous(token)
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
@@ -187,7 +187,7 @@ def test_channels_are_independent(comm, world):
     pad = pad_of(comm, memory)
     assert [*zip(*pad.nonzero(), strict=True)] == [(0, left), (1, left), (127, left)]
     assert set(pad[pad != 0]) == {1}
-    for channel in (127, 1, 0):  # in another order than they came
+    for channel in (127, 1, 0):  # in another order than they were put
         memory.wait_signal(left, channel)
         meet(comm, world)
         assert not pad_of(comm, memory)[channel].any()
@@ -243,7 +243,7 @@ def test_a_pad_is_zero_when_it_is_used_again(comm, world):
         if memory.signal_pad_ptrs == used:
             break
     assert memory.signal_pad_ptrs == used, "it was not used again"
-    world.Barrier()  # all have looked: what comes next writes into peers' pads
+    world.Barrier()  # the next step writes into peers' pads
     memory.barrier()
     comm.synchronize()
 

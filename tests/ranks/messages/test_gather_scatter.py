@@ -1,4 +1,4 @@
-"""Collectives made of messages: gathers, scatters, and those of different counts."""
+"""Collectives made of messages: gather, scatter and the v forms."""
 
 import gc
 import random
@@ -127,7 +127,7 @@ def test_what_only_the_root_has_is_ignored_on_other_ranks(comm, world):
 
 @pytest.fixture
 def packed(monkeypatch):
-    """The messages of all calls that were worked out, and not only remembered."""
+    """The messages of all calls that were not remembered."""
     found, bind = [], transfer.bind
     spy = lambda *args: found.append(args[1:]) or bind(*args)  # noqa: E731
     monkeypatch.setattr(transfer, "bind", spy)
@@ -167,8 +167,8 @@ def test_a_call_is_worked_out_once(comm, world, packed):
 
 
 @needs_peers
-def test_remembered_calls_are_told_apart(comm, world):
-    """Those of equal addresses: by count, type, shape, peer, root, displacements."""
+def test_remembered_calls_are_distinguished(comm, world):
+    """Calls on equal addresses: by count, type, shape, peer, root, displacements."""
     right, left = right_and_left(comm)
     size, rank = comm.size, comm.rank
     x, out = comm.zeros(240, np.uint8), comm.zeros(240 * size, np.uint8)
@@ -233,7 +233,7 @@ def test_remembered_calls_make_new_outputs(comm, world):
 
 
 @needs_peers
-def test_what_equals_remembered_arguments_is_refused_all_the_same(comm, world):
+def test_wrong_arguments_that_equal_remembered_ones_are_refused(comm, world):
     """1.0 and True are 1 to a dictionary."""
     right, left = right_and_left(comm)
     x, out, size = comm.zeros(1), comm.zeros(1), comm.size
@@ -249,7 +249,7 @@ def test_what_equals_remembered_arguments_is_refused_all_the_same(comm, world):
             lambda: comm.all_gather_v(x, [1.0] * size),
             lambda: comm.all_gather_v(x, [[1]] * size),
         ]:
-            refused(world, ns.ArgumentError, call, "give a")
+            refused(world, ns.ArgumentError, call, ": expected ")
     comm.synchronize()
     world.barrier()
 

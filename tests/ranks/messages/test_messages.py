@@ -30,7 +30,7 @@ from tests.ranks.messages.contents import (
 
 
 def edges(size):
-    """Return bytes of messages around where another piece or channel begins."""
+    """Return sizes of messages around those that need another chunk or channel."""
     row = THREADS * VECTOR
     channels, rows = channels_of(size), transfer_rows(size)
     whole = [row, row * channels, row * channels * rows, row * channels * rows * DEPTH]
@@ -62,7 +62,7 @@ def test_types_and_places(comm, world):
     for step in range(12 if SIMULATED else 100):
         dtype = DTYPES[step % len(DTYPES)]
         count = lot.randrange(0, 300 if SIMULATED else 200_000)
-        # Where it lies differs between ranks, and changes nothing.
+        # Its address may differ between ranks.
         mine = random.Random(100 * step + comm.rank)
         places = [
             {"symmetric": mine.random() < 0.5, "offset": mine.choice([0, 0, 1, 3])}
@@ -84,7 +84,7 @@ def test_types_and_places(comm, world):
 
 @needs_peers
 def test_a_sender_far_ahead_of_its_receivers(comm, world):
-    """Calls that nobody has received wait their turn, and none is lost."""
+    """Messages wait until they are received, and none is lost."""
     calls = 40 if SIMULATED else 1000
     dtype, sizes = DTYPES[2], (3, 700, 40)
     arrays = [ordinary(sizes[call % 3], dtype) for call in range(calls)]
@@ -164,7 +164,7 @@ def test_messages_of_a_pair_match_in_order(comm, world, number):
 
 @needs_peers
 def test_empty_messages_are_messages(comm, world):
-    """They take their turn; in the vector forms, too, where counts are 0."""
+    """They keep their order; in the v forms, too, where counts are 0."""
     right, left = right_and_left(comm)
     nothing, x, out = comm.zeros(0), comm.zeros(5), comm.zeros(5)
     put(x, np.full(5, comm.rank, np.float32))
@@ -188,7 +188,7 @@ def test_a_group_takes_so_many_messages_of_a_pair(comm, world):
         for out in outs:
             comm.send(x, right)
             comm.recv(out, left)
-        with pytest.raises(ns.ArgumentError, match="more than"):
+        with pytest.raises(ns.ArgumentError, match="expected at most"):
             comm.send(x, right)  # and is not among them
     comm.synchronize()
     assert all(out.copy_to_host()[0] == left for out in outs)
@@ -198,12 +198,12 @@ def test_a_group_takes_so_many_messages_of_a_pair(comm, world):
             for _ in range(most + 1):
                 comm.send(x, right)
 
-    refused(world, ns.ArgumentError, one_more, f"more than {most} messages")
+    refused(world, ns.ArgumentError, one_more, f"expected at most {most} messages")
 
 
 @needs_peers
 def test_numpys_integers_are_ranks(comm, world):
-    """Also unsigned ones, with which nobody must calculate."""
+    """Also unsigned ones, whose differences would overflow."""
     right, left = (np.uint8(rank) for rank in right_and_left(comm))
     x, out = comm.zeros(5), comm.zeros(5)
     put(x, np.full(5, comm.rank, np.float32))
@@ -261,14 +261,16 @@ def test_debug_mode_tells_of_one_ranks_mistake(world):
                 comm.gather(x[:2])
 
         for root_of_all in range(size):
-            comm.gather(x, root_of_all)  # remembered; what follows differs all the same
+            comm.gather(
+                x, root_of_all
+            )  # remembered; the following calls differ from it
         mistakes = [
             (lambda: comm.gather(x[::2] if last else x), "contiguous"),
-            (scatter, "must be a multiple"),
+            (scatter, "expected x with a multiple of"),
             (lambda: comm.all_gather_v(x, 8 if last else even), "for each"),
-            (reduce_scatter_v, "overlaps"),
+            (reduce_scatter_v, "arrays that overlap"),
             (lambda: comm.gather(x, root=int(last)), "root 0"),
-            (too_many, f"rank {size - 1}: group: more than"),
+            (too_many, f"rank {size - 1}: group: expected at most"),
             (
                 lambda: comm.barrier("no" if last else 0),
                 f"{size - 1}: expected a stream, got 'no'",
@@ -332,7 +334,7 @@ def test_nothing_of_a_group_is_started_after_an_error(comm, world):
 
 
 def test_a_line_has_ends(comm, world):
-    """A rank may send to nobody, or receive from nobody."""
+    """A rank may send to no rank, or receive from none."""
     x, out = comm.zeros(30), comm.zeros(30)
     put(x, np.full(30, comm.rank, np.float32))
     put(out, np.full(30, -1, np.float32))
@@ -348,14 +350,23 @@ def test_a_line_has_ends(comm, world):
 def test_bad_messages(comm, world):
     x, out = comm.zeros(8), comm.zeros(8)
     for call, texts in [
-        (lambda: comm.send(x, comm.rank), ("itself", "sendrecv")),
-        (lambda: comm.send(x, comm.size), (f"dst={comm.size}", "give a rank")),
-        (lambda: comm.recv(x, -1), ("src=-1", "give a rank")),
-        (lambda: comm.recv(x, 1.0), ("src=1.0",)),
-        (lambda: comm.sendrecv(x, comm.rank, x, comm.rank), ("overlaps",)),
-        (lambda: comm.sendrecv(x, comm.rank, out, None), ("sends itself",)),
+        (
+            lambda: comm.send(x, comm.rank),
+            ("send: dst: expected another rank", "sendrecv"),
+        ),
+        (
+            lambda: comm.send(x, comm.size),
+            ("send: dst: expected a rank", f"got {comm.size}"),
+        ),
+        (lambda: comm.recv(x, -1), ("recv: src: expected a rank", "got -1")),
+        (lambda: comm.recv(x, 1.0), ("got 1.0",)),
+        (lambda: comm.sendrecv(x, comm.rank, x, comm.rank), ("arrays that overlap",)),
+        (
+            lambda: comm.sendrecv(x, comm.rank, out, None),
+            ("expected both dst and src to be this rank",),
+        ),
         (lambda: comm.send(np.zeros(3), (comm.rank + 1) % comm.size), ("host",)),
-        (lambda: comm.gather(x, root=9), ("root=9",)),
+        (lambda: comm.gather(x, root=9), ("got 9",)),
         (
             lambda: comm.gather(x, comm.rank, out),
             (f"gather: expected out of {8 * comm.size} elements", "got 8"),
@@ -366,32 +377,38 @@ def test_bad_messages(comm, world):
         ),
         (
             lambda: comm.sendrecv(x, 0, out, MPI.PROC_NULL),
-            (f"src={MPI.PROC_NULL}", "None, not MPI.PROC_NULL, for nobody"),
+            ("or None instead of MPI.PROC_NULL", f"got {MPI.PROC_NULL}"),
         ),
         (
             lambda: comm.reduce_scatter_v(x, [8] + [0] * (comm.size - 1), "mean"),
             ("reduce_scatter_v: expected an operator, got op='mean'",),
         ),
-        (lambda: comm.scatter_v(x, [1], root=comm.rank), ("for each of",)),
-        (lambda: comm.scatter_v(x, root=comm.rank), ("counts=None",)),
-        (lambda: comm.all_gather_v(x, [7] * comm.size), ("counts[rank] is 7",)),
-        (lambda: comm.all_gather_v(x, [-8] * comm.size), ("integer from 0",)),
-        (lambda: comm.all_gather_v(x, 8), ("integer from 0",)),
+        (lambda: comm.scatter_v(x, [1], root=comm.rank), ("one for each rank",)),
+        (
+            lambda: comm.scatter_v(x, root=comm.rank),
+            ("scatter_v: counts: expected", "got None"),
+        ),
+        (
+            lambda: comm.all_gather_v(x, [7] * comm.size),
+            ("expected 7 elements, which is counts[rank]", "got 8"),
+        ),
+        (lambda: comm.all_gather_v(x, [-8] * comm.size), ("integers from 0",)),
+        (lambda: comm.all_gather_v(x, 8), ("integers from 0",)),
         (
             lambda: comm.all_gather_v(x, [8] * comm.size, [1] * comm.size),
-            ("parts of two ranks overlap",),
+            ("expected ranges of out that do not overlap",),
         ),
         (
             lambda: comm.all_gather_v(x, [8] * comm.size, out=out),
-            ("has 8 elements", f"reach to {8 * comm.size}"),
+            (f"expected at least {8 * comm.size} elements", "got 8"),
         ),
         (
             lambda: comm.all_to_all_v(x, [1] * comm.size, [2] * comm.size),
-            ("sends itself 1", "receives 2"),
+            ("got 1 in send_counts and 2 in recv_counts",),
         ),
         (
             lambda: comm.all_to_all_v(x, [1] * comm.size, [1] * comm.size, out=x),
-            ("overlaps",),
+            ("arrays that overlap",),
         ),
         (
             lambda: comm.gather(comm.zeros((2, 2))[:, :1], root=0),
@@ -404,7 +421,7 @@ def test_bad_messages(comm, world):
 
 
 @needs_peers
-def test_another_number_of_bytes_is_told(world):
+def test_another_number_of_bytes_is_an_error(world):
     """Of all ranks, also those that were not in it."""
     comm = ns.Communicator(world, timeout=60)
     x = comm.zeros(10)
@@ -418,4 +435,4 @@ def test_another_number_of_bytes_is_told(world):
     world.barrier()
     text = "rank 1 receives another number of bytes than rank 0 sends"
     refused(world, ns.CallMismatch, comm.synchronize, text)
-    comm.close()  # all were told
+    comm.close()  # every rank has raised the failure

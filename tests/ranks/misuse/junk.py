@@ -60,7 +60,7 @@ ANYTHING = ("fact", "host", "prefix", "value", "what")  # names, and what is sen
 
 
 def valid(comm, world):
-    """Return something that will do, for each parameter's name."""
+    """Return a valid argument for each parameter's name."""
     x, y = comm.zeros(8), comm.zeros(8)
     given = dict.fromkeys(["algorithm", "device", "multiprocessors", "stream"])
     given |= dict.fromkeys(["timeout", "color"])
@@ -133,7 +133,7 @@ def misuses(comm, world):
     """Yield every call with each argument replaced by junk, and first without any.
 
     Yields:
-        Its name, what makes the call, and whether there is nothing wrong with it.
+        Its name, a function that makes the call, and whether its arguments are valid.
     """
     good = valid(comm, world)
     handle = ns.share(good["x"], opens=len(JUNK))

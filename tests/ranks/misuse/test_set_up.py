@@ -297,7 +297,7 @@ def test_a_failure_of_one_rank_is_every_ranks(
     keep = comm.empty(4, np.float32)
     comm.rendezvous(keep).barrier()
     for attempt in range(3):
-        gc.collect()  # what earlier tests dropped must not go in between
+        gc.collect()  # objects that earlier tests dropped are released now
         known = (
             len(comm._calls.heap._entries),
             len(comm.allocator._blocks),

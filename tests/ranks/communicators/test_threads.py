@@ -1,4 +1,4 @@
-"""Threads: two communicators in two of them, and one communicator in two at a time."""
+"""Two threads with a communicator each, and two threads with one communicator."""
 
 import threading
 
@@ -15,7 +15,7 @@ WAIT = 30  # seconds
 
 
 class Caller(threading.Thread):
-    """A thread that makes calls, and says what they raised."""
+    """A thread that makes calls, and raises their errors in ``finish``."""
 
     def __init__(self, *calls):
         super().__init__(daemon=True)
@@ -39,7 +39,7 @@ class Caller(threading.Thread):
 
 @pytest.fixture
 def held(comm, monkeypatch):
-    """Return how to hold the next call of any thread but this one in its midst."""
+    """Return a function that stops the next call of another thread halfway."""
     inside, go = threading.Event(), threading.Event()
 
     def hold(holder, name):
@@ -58,7 +58,7 @@ def held(comm, monkeypatch):
 
 
 def test_communicators_work_in_threads_of_their_own(comm):
-    """Each thread comes to its calls in its own time, so ranks in another order."""
+    """Threads are not synchronized, so each rank has its own order of calls."""
     algorithms, n = (None, "two_shot_marked", "chunked", None) * 3, comm.size
     x = [cuda.to_device(np.full(500, comm.rank + k, np.int64)) for k in range(2)]
     y = [[cuda.device_array_like(x[k]) for _ in algorithms] for k in range(2)]
@@ -71,7 +71,7 @@ def test_communicators_work_in_threads_of_their_own(comm):
         each.synchronize(stream)
 
     with comm.dup() as other:
-        # What is loaded or allocated later would wait for all that the GPU does.
+        # Later loads and allocations would wait for all work of the GPU.
         given = [(comm, 0, ns.Stream()), (other, 1, ns.Stream())]
         for each in given:
             work(*each)

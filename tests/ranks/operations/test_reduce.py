@@ -63,7 +63,7 @@ def edges(dtype, algorithm, size, blocks):
     if algorithm == "direct":  # a vector for each thread of an owner, and a batch
         grid = min(blocks, BLOCKS) * THREADS * shares
         found |= {grid * lanes, grid * lanes * max(1, LOADS // size)}
-    if SIMULATED:  # where a round costs tens of milliseconds
+    if SIMULATED:  # where an epoch takes tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 40_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
 
@@ -191,7 +191,7 @@ def test_the_root_has_what_all_reduce_gives(comm, world, algorithm):
 
 
 def test_any_rank_may_have_any_memory(comm, world):
-    """What works on the ranks' own arrays tells them, and one is enough to refuse."""
+    """Between the ranks' own arrays, one that is not symmetric makes all refuse."""
     calls = []
     for step in range(2 * comm.size + 4):
         root, other = step % comm.size, step // 2
@@ -244,7 +244,7 @@ def test_a_root_that_is_no_rank(comm, world, root):
         world,
         ns.ArgumentError,
         lambda: comm.reduce(x, root=root),
-        f"reduce: root={root!r}; give a rank from 0 to {comm.size - 1}",
+        f"reduce: root: expected a rank from 0 to {comm.size - 1}, got {root!r}",
     )
     check_works(comm)
     meet(comm, world)
@@ -256,7 +256,7 @@ def test_bad_calls(comm, world):
         world,
         ns.ArgumentError,
         lambda: comm.reduce(x, root=comm.rank, out=ordinary(7, np.float32)),
-        "out has 7",
+        "got 7",
     )
     check_works(comm)
     meet(comm, world)
@@ -283,7 +283,7 @@ def test_debug_mode_tells_of_differing_roots(careful, world, name):
         world,
         ns.ArgumentError,
         lambda: call(x, root=-mine),
-        f"rank {careful.size - 1}: reduce: root=-1",
+        f"rank {careful.size - 1}: reduce: root: expected a rank",
     )
     check_works(careful)
 

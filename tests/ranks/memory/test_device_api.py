@@ -14,7 +14,7 @@ from numba_symm import device as symm
 from numba_symm import pads
 from tests.ranks.helpers import get, put
 
-ONE_SHOT = Path(__file__).parents[2] / "docs/programs/one_shot.py"
+ONE_SHOT = Path(__file__).parents[3] / "docs/programs/one_shot.py"
 
 THREADS = 8  # the simulator's threads are slow
 BLOCKS = 3
@@ -23,7 +23,7 @@ COUNT = 61  # the last block has less to do
 
 @cuda.jit
 def shift(ctx, source, out, count):
-    """Hand each block's part to the right neighbour, and take the left one's."""
+    """Store each block's elements at the right neighbour; load the left one's."""
     right = (ctx.rank + 1) % ctx.world_size
     there = symm.peer_array(ctx, right, count, np.float32)
     here = symm.peer_array(ctx, ctx.rank, count, np.float32)
@@ -31,17 +31,17 @@ def shift(ctx, source, out, count):
     first = cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x
     for i in range(first, count, stride):
         there[i] = source[i]
-    # The left neighbour's block of this index has written what this one reads.
+    # The left neighbour's block of this index has stored what this block loads.
     symm.barrier(ctx, cuda.blockIdx.x)
     for i in range(first, count, stride):
         out[i] = here[i]
-    # This block has read what the left neighbour's may write in the next launch.
+    # This block has loaded what the left one's overwrites in the next launch.
     symm.barrier(ctx, cuda.blockIdx.x)
 
 
 @cuda.jit
 def pass_token(ctx, laps, channel, seen):
-    """Pass a counter round the ranks: each writes it to the next, and signals."""
+    """Pass a counter around the ranks: each stores it at the next, and signals."""
     if cuda.threadIdx.x == 0:
         left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
         right = (ctx.rank + 1) % ctx.world_size
@@ -60,14 +60,14 @@ def pass_token(ctx, laps, channel, seen):
 
 @cuda.jit
 def all_to_all(ctx, rounds, sums):
-    """Every block tells every rank's of its index a number, again and again."""
+    """In each step, store a number for the block of this index on every rank."""
     block, thread = cuda.blockIdx.x, cuda.threadIdx.x
     width = ctx.world_size
     for step in range(rounds):
         if thread < width:
             peer = symm.peer_array(ctx, thread, (cuda.gridDim.x, width), np.int32)
             peer[block, ctx.rank] = 1000 * step + 10 * block + ctx.rank
-        # All ranks' numbers of this step are there before anyone adds them up.
+        # All ranks have stored the numbers of this step before any rank adds them.
         symm.barrier(ctx, block)
         if thread == 0:
             mine = symm.peer_array(ctx, ctx.rank, (cuda.gridDim.x, width), np.int32)
@@ -75,13 +75,13 @@ def all_to_all(ctx, rounds, sums):
             for r in range(width):
                 total += mine[block, r]
             sums[step, block] = total
-        # Everybody has read them before the next step overwrites them.
+        # All ranks have loaded them before the next step overwrites them.
         symm.barrier(ctx, block)
 
 
 @cuda.jit
 def store_by_width(ctx):
-    """Write into the right neighbour with every store there is."""
+    """Store at the right neighbour by every store instruction."""
     if cuda.threadIdx.x == 0:
         there = symm.peer_address(ctx, (ctx.rank + 1) % ctx.world_size)
         tag = ctx.rank + 1
@@ -101,7 +101,7 @@ def store_by_width(ctx):
 
 @cuda.jit
 def load_by_width(ctx, found):
-    """Read the left neighbour's memory with every load there is."""
+    """Load the left neighbour's memory by every load instruction."""
     symm.barrier(ctx, 0)
     if cuda.threadIdx.x == 0:
         there = symm.peer_address(ctx, (ctx.rank - 1 + ctx.world_size) % ctx.world_size)
@@ -117,8 +117,8 @@ def load_by_width(ctx, found):
 
 
 @cuda.jit
-def tell_outcomes(ctx, outcomes):
-    """Note what the waiting functions return when all goes well."""
+def store_outcomes(ctx, outcomes):
+    """Store what the waiting functions return without a failure."""
     if cuda.threadIdx.x == 0:
         right = (ctx.rank + 1) % ctx.world_size
         left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
@@ -138,7 +138,7 @@ def flat_barrier(ctx, wide):
     right = (ctx.rank + 1) % ctx.world_size
     symm.peer_array(ctx, right, threads, np.int32)[thread] = 100 * right + thread
     symm.barrier(ctx, 9)
-    # Every thread of this block sees what every thread of the left one's wrote.
+    # Every thread of this block sees the stores of every thread of the left block.
     here = symm.peer_array(ctx, ctx.rank, threads, np.int32)
     wide[thread] = here[threads - 1 - thread]
 
@@ -182,7 +182,7 @@ def test_the_context_is_an_ordinary_tuple_of_scalars(comm):
     assert len(flat) == 2 + 2 * comm.size + len(symm.Guard._fields)
 
 
-def test_every_block_hands_its_part_to_the_neighbour(comm, finished):
+def test_every_block_stores_at_the_neighbour(comm, finished):
     memory = comm.rendezvous(comm.empty(COUNT, np.float32))
     left = (comm.rank - 1) % comm.size
     for step in range(3):
@@ -196,7 +196,7 @@ def test_every_block_hands_its_part_to_the_neighbour(comm, finished):
 
 
 @pytest.mark.parametrize("channel", [0, 63, pads.MAX_CHANNELS - 1])
-def test_a_token_goes_round_by_signals(comm, finished, channel):
+def test_a_token_is_passed_around_by_signals(comm, finished, channel):
     memory, laps = comm.rendezvous(comm.zeros(1, np.int64)), 4
     seen = device(np.full(laps + 1, -1))
     pass_token[1, 2](memory.ctx, laps, channel, seen)
@@ -207,7 +207,7 @@ def test_a_token_goes_round_by_signals(comm, finished, channel):
     assert zeroed(comm, memory)
 
 
-def test_blocks_meet_on_channels_of_their_own(comm, finished):
+def test_blocks_synchronize_on_channels_of_their_own(comm, finished):
     memory = comm.rendezvous(comm.empty((BLOCKS, comm.size), np.int32))
     rounds = 5
     for _ in range(2):
@@ -265,10 +265,10 @@ def test_loads_of_every_width_see_a_peers_memory(comm, finished):
     assert np.array_equal(get(x), host)
 
 
-def test_waits_that_end_well_say_so(comm, finished):
+def test_waits_without_a_failure_return_true(comm, finished):
     memory = comm.rendezvous(comm.empty(1, np.int32))
     outcomes = device(np.array([False, False, True]))
-    tell_outcomes[1, THREADS](memory.ctx, outcomes)
+    store_outcomes[1, THREADS](memory.ctx, outcomes)
     assert get(outcomes).tolist() == [True, True, True]
     finished()
     assert zeroed(comm, memory)
@@ -297,7 +297,7 @@ def test_a_context_inside_an_array_begins_there(comm, finished):
 
 
 def test_a_context_keeps_its_memory(comm, finished):
-    """Though nothing else does: what is allocated later is another's."""
+    """Nothing else keeps it; later allocations get other memory."""
     ctx = comm.rendezvous(comm.zeros(COUNT, np.float32)).ctx
     later = [comm.zeros(COUNT, np.float32) for _ in range(2)]
     source = device(np.full(COUNT, comm.rank + 1, np.float32))
@@ -314,7 +314,7 @@ def test_a_context_keeps_its_memory(comm, finished):
     assert len(comm._calls.heap._entries) == kept  # one more, and the context's less
 
 
-def test_kernels_and_collectives_in_turn(comm, finished):
+def test_kernels_and_collectives_alternate(comm, finished):
     x = comm.zeros(COUNT, np.float32)
     memory = comm.rendezvous(x)
     out = device(np.zeros(COUNT, np.float32))

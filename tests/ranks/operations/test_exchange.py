@@ -35,7 +35,7 @@ by_algorithm = pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
 
 
 def edges(dtype, algorithm, size, blocks):
-    """Return counts of a part's elements around where another piece begins."""
+    """Return counts of a shard around those at which another chunk begins."""
     lanes = 16 // dtype.itemsize
     if algorithm == "direct":  # a vector for each thread, and a batch
         row, grid = THREADS, min(blocks, handshake.BLOCKS)
@@ -47,7 +47,7 @@ def edges(dtype, algorithm, size, blocks):
         most = (min(blocks, protocol.blocks) * protocol.steps(size),)
     found = {1, 2, 3, lanes}
     found |= {row * lanes * rounds for rounds in (1, *most)}
-    if SIMULATED:  # where a round costs tens of milliseconds
+    if SIMULATED:  # where an epoch takes tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 20_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
 
@@ -147,7 +147,7 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
     "algorithm", ["one_shot_ll", "one_shot_marked", "chunked", "copy_engine"]
 )
 def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
-    """Also a NaN of 64 ones, which says that nothing has come in other algorithms."""
+    """Also a NaN of 64 ones, which means "empty" in other algorithms."""
     host = np.full(100, -1, np.int64).view(np.float64)
     x = comm.empty(100, np.float64)
     put(x, host)
@@ -224,16 +224,16 @@ def test_bad_calls(comm, world):
     x = comm.zeros(2 * comm.size + 1, np.float32)
     if comm.size > 1:
         for name in ("all_to_all", "reduce_scatter"):
-            with pytest.raises(ns.ArgumentError, match="must be a multiple of"):
+            with pytest.raises(ns.ArgumentError, match="expected x with a multiple of"):
                 call(comm, name, x)
     with pytest.raises(ns.ArgumentError, match="Fortran"):
         comm.all_gather(ordinary((3, 4), np.float32, "F"))
-    with pytest.raises(ns.ArgumentError, match="out has"):
+    with pytest.raises(ns.ArgumentError, match="expected out of"):
         comm.all_gather(x, out=ordinary(1, np.float32))
-    with pytest.raises(ns.ArgumentError, match="'fast' is not known"):
+    with pytest.raises(ns.ArgumentError, match="got 'fast'"):
         comm.all_gather(x, algorithm="fast")
     whole = comm.zeros((comm.size + 1) * 8, np.float32)
-    with pytest.raises(ns.ArgumentError, match="overlaps"):
+    with pytest.raises(ns.ArgumentError, match="arrays that overlap"):
         comm.all_gather(whole[4:12], out=whole[: comm.size * 8])
     meet(comm, world)
 
@@ -258,7 +258,7 @@ def test_plans(comm, world):
 
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "all_reduce"])
 def test_copy_engines_take_arrays_that_lie_differently(comm, world, name):
-    """If one rank's array is not where the others' are, all go another way."""
+    """If one rank's array is at another place, all ranks use the workspace."""
     count = 4 * comm.size * 12
     room = comm.empty((4, comm.size * count + 32), np.float32)
     one = comm.size - 1  # the rank that differs

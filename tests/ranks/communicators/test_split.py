@@ -229,23 +229,23 @@ def test_a_failure_is_its_communicators_alone(comm, world):
             child.check()
         with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
             child.split(0)
-        child.close()  # all were told
+        child.close()  # every rank has raised the failure
     else:
         check_works(child)
         child.close()
     check_works(other)
     check_works(comm)
-    world.barrier()  # nobody is still at work with it
+    world.barrier()  # no rank uses it any more
     comm._calls.island.abandon(Mistake("parent"))
     world.barrier()
     refused(world, ns.RankLeft, lambda: comm.split(0), "left by Mistake: parent;")
     refused(world, ns.RankLeft, comm.dup, "left by Mistake: parent;")
     check_works(other)
     other.close()
-    comm.close()  # all were told
+    comm.close()  # every rank has raised the failure
 
 
-def test_closing_tells_of_a_failure_after_another_that_was_told(comm, world):
+def test_closing_raises_a_failure_after_another_one_was_raised(comm, world):
     child = comm.dup()
     child._calls.island.known_failure = Failure(ns.RankLeft, "a rank was interrupted")
     world.barrier()
@@ -320,14 +320,14 @@ def test_a_key_wrong_on_one_rank_is_refused_on_all(comm, world, last):
     check_works(comm)
 
 
-def test_what_cannot_be_split_is_told(world):
+def test_an_object_without_split_is_refused(world):
     with ns.Communicator(Undivided(world), timeout=60) as comm:
         text = "has no method split; give it split(color, key)"
         refused(world, ns.ArgumentError, lambda: comm.split(0), text)
         check_works(comm)
 
 
-def test_a_split_that_gives_no_communicator_is_told(world, last):
+def test_a_split_that_returns_no_communicator_is_refused(world, last):
     class Broken(ByHand):
         def split(self, color, key):
             found = super().split(color, key)

@@ -1,4 +1,4 @@
-"""Nothing is left when communicators go, well or badly."""
+"""A closed, failed or dropped communicator leaves no resources."""
 
 import contextlib
 import gc
@@ -28,10 +28,10 @@ SLACK = {"GPU memory": 16 << 20, "GPU mappings": 4}
 
 
 def counted(world):
-    """Return how much of what a communicator uses this process has."""
+    """Count this process' resources of the kinds that a communicator uses."""
     gc.collect()
     deferred.give_back()
-    world.barrier()  # on a shared GPU, nobody is in the middle of anything
+    world.barrier()  # on a shared GPU, all ranks are between two steps
     links = [*filter(None, map(target, Path("/proc/self/fd").iterdir()))]
     maps = Path("/proc/self/maps").read_text().splitlines()
     found = {
@@ -51,7 +51,7 @@ def counted(world):
 
 
 def check_same(world, before, but=()):
-    """Check that nothing has become more, or less, since ``before``."""
+    """Check that no count has changed since ``before``."""
     now = counted(world)
     for name, count in before.items():
         grown = now[name] - count
@@ -80,7 +80,7 @@ def _warm(world):
 
 
 def live(world):
-    """Do what communicators are for, from the first to the last step."""
+    """Make a communicator, use it and close it."""
     with ns.Communicator(world, timeout=60) as comm:
         allocators.add(comm.allocator)
         x, y = comm.empty(33, np.float32), comm.zeros(5, np.int64)
@@ -104,7 +104,7 @@ def test_cycles_leave_nothing(world):
 
 
 def test_an_open_communicator_is_counted(world):
-    """Show that the tests here can fail."""
+    """Shows that the tests here can fail."""
     before = counted(world)
     with ns.Communicator(world, timeout=60) as comm:
         x = comm.empty(33, np.float32)
@@ -211,7 +211,7 @@ def leave_by_an_exception(world, erring):
             world.barrier()
             if comm.rank == erring:
                 raise Mistake
-            # Nobody waits the timeout out for a rank that has left.
+            # Waits for a rank that has left end before the timeout.
             comm.all_reduce(x)
             comm.synchronize()
     except Mistake:
@@ -255,7 +255,7 @@ def test_a_communicator_that_nobody_closed_is_told_and_leaves_nothing(
     memory = comm.rendezvous(x)
     comm.all_reduce(x)
     comm.synchronize()
-    world.barrier()  # nobody waits for anybody any more
+    world.barrier()  # no rank waits for another one any more
     if cycle:
         comm.itself = comm
     last = [comm]

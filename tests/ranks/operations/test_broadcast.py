@@ -61,7 +61,7 @@ def edges(dtype, algorithm, comm):
     if algorithm == "direct":  # a vector for each thread of an owner, and a batch
         grid = min(comm._calls.end.max_blocks, BLOCKS) * THREADS * shares
         found |= {grid * lanes, grid * lanes * BATCH}
-    if SIMULATED:  # where a round costs tens of milliseconds
+    if SIMULATED:  # where an epoch takes tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 40_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
 
@@ -88,7 +88,7 @@ def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
 
 
 def test_any_rank_may_have_any_memory(comm, world):
-    """What works on the ranks' own arrays tells them, and one is enough to refuse."""
+    """Between the ranks' own arrays, one that is not symmetric makes all refuse."""
     calls = []
     for step in range(2 * comm.size + 4):
         root, other = step % comm.size, step // 2
@@ -164,12 +164,12 @@ def test_bad_calls(comm, world):
     x = comm.zeros(4)
     for root in (-1, comm.size, 0.0, None):
         refused(
-            world, ns.ArgumentError, lambda r=root: comm.broadcast(x, r), f"root={root}"
+            world, ns.ArgumentError, lambda r=root: comm.broadcast(x, r), f"got {root}"
         )
     refused(
         *(world, ns.ArgumentError),
         lambda: comm.broadcast(x, algorithm="one_shot_sentinel"),
-        "'one_shot_sentinel' is not known",
+        "got 'one_shot_sentinel'",
     )
     refused(world, ns.ArgumentError, lambda: comm.broadcast(np.zeros(3)), "host")
     meet(comm, world)
@@ -192,7 +192,10 @@ def test_reduce_scatter_v(comm, world, op):
     comm.synchronize()
     for found, wanted in calls:
         assert operators.same(get(found), wanted).all()
-    for counts, text in (([1], "for each of"), ([7] * comm.size, "the sum of counts")):
+    for counts, text in (
+        ([1], "one for each rank"),
+        ([7] * comm.size, "the sum of counts"),
+    ):
         refused(
             *(world, ns.ArgumentError),
             lambda c=counts: comm.reduce_scatter_v(comm.zeros(5), c),

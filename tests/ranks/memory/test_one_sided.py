@@ -49,15 +49,15 @@ def finished(comm, world):
 
 
 @needs_peers
-def test_halos_go_round_a_ring(comm, finished):
-    """Each rank's cells move one to the right a step, through the neighbours' edges.
+def test_halos_in_a_ring(comm, finished):
+    """In each step, each rank's cells move to the right, through the neighbours' halos.
 
-    A halo may be written again once its rank has told that it was read. Signals that
-    go left have channels of their own: of two ranks, left and right are the same.
+    A halo is overwritten after its rank has signalled that it was read. Signals to the
+    left have their own channels, because with two ranks, left and right are the same.
     """
     cells, steps = 6, 2 * comm.size
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
-    halo = comm.zeros(2, np.int64)  # what comes from the left, from the right
+    halo = comm.zeros(2, np.int64)  # received from the left, from the right
     memory = comm.rendezvous(halo)
 
     def tell(channel):
@@ -259,7 +259,7 @@ def test_arrays_that_cannot_be_copied_are_refused(comm, world, memory, x):
 
 
 def test_a_mistake_on_one_rank_is_its_own(comm, world, memory, x, finished):
-    """Nothing here is collective: the others' copies go on."""
+    """Copies are not collective: those of other ranks continue."""
     target, error = (comm.rank + 1) % comm.size, None
     try:
         memory.put(device(pattern(-1, 3)), 1000 if comm.rank == 0 else target)
@@ -310,4 +310,4 @@ def test_nothing_works_after_a_failure(world):
     world.barrier()
     for call in calls_of(memory):
         refused(world, ns.RankLeft, call, "is away; ")
-    comm.close()  # all were told
+    comm.close()  # every rank has raised the failure

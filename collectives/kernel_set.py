@@ -1,0 +1,256 @@
+"""The kernels that calls need, of all sizes.
+
+They are found by binding calls, as ``calls.py`` does, with arrays of many sizes and
+alignments. So they follow from the table of operations, the limits of ``select.py`` and
+the algorithms. Nothing is compiled or loaded, and no GPU is needed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numba_symm import dtypes, pads
+from numba_symm.collectives import select
+from numba_symm.collectives.kernels import barrier, transfer
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.operations import (
+    OPERATIONS,
+    REDUCE_SHARD,
+    Operation,
+    compiling,
+)
+from numba_symm.collectives.protocols.binding import Call, Endpoint
+from numba_symm.collectives.protocols.partition import LINE
+from numba_symm.collectives.protocols.workspace import (
+    HELD,
+    MAX_BLOCKS,
+    VECTOR,
+    divide_up,
+)
+from numba_symm.dtypes import Element, Op
+from numba_symm.errors import ArgumentError
+from numba_symm.kernels import Kernel, listed
+
+MESSAGES = (
+    *("send", "recv", "sendrecv", "gather", "scatter"),
+    *("all_gather_v", "gather_v", "scatter_v", "all_to_all_v"),
+)
+"""Calls that are messages, at most one in each direction of a pair."""
+
+SIGNALS = "signals"
+"""The methods of ``SymmetricMemory`` that launch kernels."""
+
+_OPERATIONS = {**OPERATIONS, REDUCE_SHARD.name: REDUCE_SHARD}
+
+NAMES = (*_OPERATIONS, *MESSAGES, "barrier", SIGNALS)
+"""What kernels can be listed for."""
+
+_FAR = 1 << 40  # an output's address, apart from the input's
+
+
+class _Anywhere(NamedTuple):
+    """Symmetric memory that every rank sees at the same address."""
+
+    addresses: tuple[int, ...]
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        return self.addresses
+
+
+def endpoint(size: int, multiprocessors: int = MAX_BLOCKS // HELD) -> Endpoint:
+    """Return an end of a communicator to bind calls with, which are not made.
+
+    Args:
+        size: the number of ranks.
+        multiprocessors: as ``Endpoint.multiprocessors``.
+    """
+    return Endpoint(
+        rank=0,
+        size=size,
+        guard=None,
+        workspaces=tuple(range(size)),
+        max_blocks=min(MAX_BLOCKS, HELD * multiprocessors),
+        multiprocessors=multiprocessors,
+        place=_anywhere(size),
+        order=None,
+    )
+
+
+def _anywhere(size: int) -> Callable[[int, int], _Anywhere]:
+    """Return a function for ``Endpoint.place``: all arrays are symmetric."""
+    return lambda address, nbytes: _Anywhere((address,) * size)
+
+
+def kernels(
+    names: Sequence[str],
+    given: Sequence[Any],
+    ops: Sequence[Any],
+    end: Endpoint,
+    what: str,
+) -> list[Kernel]:
+    """Return the kernels that calls need, each once.
+
+    Args:
+        names: the calls, some of ``NAMES``.
+        given: the dtypes of their arrays.
+        ops: the operators of those that reduce.
+        end: an end of the communicator; where its symmetric memory lies is not asked.
+        what: who asks, for errors.
+
+    Raises:
+        ArgumentError: a name, dtype or operator is unknown, or an operator is one that
+            no call can have with any of the dtypes.
+    """
+    _check_names(names, what)
+    numpy_dtypes = [dtypes.checked(each, what) for each in _several(given, what)]
+    operators = [dtypes.reduction(op, what) for op in _several(ops, what)]
+    end = dataclasses.replace(end, place=_anywhere(end.size))
+    with listed() as found:
+        for name in names:
+            if name in _OPERATIONS:
+                _bind_operation(_OPERATIONS[name], numpy_dtypes, operators, end)
+            elif name == "barrier":
+                barrier.bind(end)
+            elif name == SIGNALS:
+                _bind_signals(end.size)
+            elif end.size > 1:
+                _bind_messages(numpy_dtypes, end)
+    return list(found)
+
+
+def _check_names(names: Sequence[str], what: str) -> None:
+    unknown = [name for name in names if name not in NAMES]
+    if unknown or not names:
+        got = repr(unknown[0]) if unknown else "none"
+        known = ", ".join(map(repr, NAMES))
+        raise ArgumentError(
+            f"{what}: expected names of calls, got {got}; pass some of {known}"
+        )
+
+
+def _several(values: Any, what: str) -> list[Any]:
+    """Return the members of a sequence of at least one."""
+    members = list(values) if isinstance(values, (list, tuple)) else []
+    if not members:
+        raise ArgumentError(
+            f"{what}: expected a list or tuple of dtypes and one of operators, got "
+            f"{values!r}; pass dtypes=('float32',), ops=('sum',), say"
+        )
+    return members
+
+
+def _bind_operation(
+    operation: Operation, given: list[np.dtype[Any]], ops: list[Op], end: Endpoint
+) -> None:
+    """Bind calls of all sizes."""
+    if not operation.reduces:
+        for dtype in given:
+            element, _ = dtypes.moved(dtype, 1)
+            _bind_sizes(operation, element, "sum", end)
+        return
+    pairs = [
+        (dtypes.element(dtype, operation.name), op) for dtype in given for op in ops
+    ]
+    for element, op in pairs:
+        if _suits(operation, element, op):
+            _bind_sizes(operation, element, op, end)
+    for op in ops:
+        if not any(_suits(operation, element, op) for element, _ in pairs):
+            operation.check(op)
+            dtypes.check(op, pairs[0][0], operation.name)
+
+
+def check_capability(
+    found: Sequence[Kernel], capability: tuple[int, int], what: str
+) -> None:
+    """Refuse kernels with an element type that such a GPU cannot convert."""
+    kinds = {each for kernel in found for each in kernel.constants}
+    for kind in kinds:
+        if isinstance(kind, Element):
+            gpu = "a GPU of that kind"
+            dtypes.check_capability(kind, capability, gpu, what)
+
+
+def load(found: Sequence[Kernel], rank: int, size: int, what: str) -> None:
+    """Load kernels on the current device, compiled by all ranks of the host together.
+
+    Each rank begins with another part of them, and takes from the disk cache what the
+    others have compiled by then.
+
+    Raises:
+        ArgumentError: Numba cannot compile a user's operator.
+    """
+    first = rank * len(found) // size
+    for kernel in (*found[first:], *found[:first]):
+        with compiling(kernel.constants, what):
+            kernel.load()
+
+
+def _suits(operation: Operation, element: Element, op: Op) -> bool:
+    known = dtypes.operators(element)
+    named = isinstance(op, str)
+    return op not in operation.without and (op in known or not named)
+
+
+def _bind_sizes(operation: Operation, element: Element, op: Op, end: Endpoint) -> None:
+    root = 0 if operation.rooted else None
+    for count in _counts(operation, element, end.size):
+        nbytes = count * element.itemsize
+        name = operation.chosen(None, nbytes, end.size, element)
+        for off, target_off in _alignments(element):
+            source, target = VECTOR + off, _FAR + target_off
+            if operation.name == "broadcast":
+                source = target
+            call = Call(source, target, count, element, op, root or 0)
+            operation.bind(name, end, call)
+
+
+def _alignments(element: Element) -> Iterator[tuple[int, int]]:
+    """Yield by how many bytes input and output are off 16-byte boundaries."""
+    off = element.itemsize % VECTOR
+    yield from dict.fromkeys([(0, 0), (off, 0), (off, off)])
+
+
+def _counts(operation: Operation, element: Element, size: int) -> Iterator[int]:
+    """Yield numbers of elements between which no other kernels are needed.
+
+    In the range of an algorithm, what a kernel depends on changes at most once in a
+    factor of 2: so its ends and two sizes in each factor show all. At each, the message
+    has whole vectors or not, and equal shards or not.
+    """
+    ends = select.limits(operation.name, size, element)
+    last = 4 * max(ends, default=VECTOR)
+    sizes = {VECTOR << k for k in range(last.bit_length())}
+    sizes |= {3 * half // 2 for half in sizes}
+    sizes |= {end + more for end in ends for more in (0, VECTOR)}
+    lines = {1, LINE * size, LINE * max(1, size - 1), LINE * size * max(1, size - 1)}
+    counts = set()
+    for vectors in {nbytes // VECTOR for nbytes in sizes}:
+        for line in lines:
+            for shards in (max(1, vectors // line), divide_up(vectors, line)):
+                even = shards * line * element.lanes
+                counts |= {even, even + element.lanes, even + 1, even - 1}
+    return iter(sorted(counts - {0}))
+
+
+def _bind_messages(given: list[np.dtype[Any]], end: Endpoint) -> None:
+    """Bind messages of all alignments that arrays of the dtypes may have."""
+    for dtype in given:
+        width = dtypes.moved(dtype, 1)[0].itemsize
+        while width <= VECTOR:
+            transfer.bind(end, [Message((end.rank + 1) % end.size, 0, width)], [])
+            width *= 2
+
+
+def _bind_signals(size: int) -> None:
+    made: tuple[Callable[[int], Kernel], ...] = (
+        pads.barrier_kernel,
+        pads.put_signal_kernel,
+        pads.wait_signal_kernel,
+    )
+    for kernel in made:
+        kernel(size).bind(1)
+    pads.fence_kernel().bind(1)

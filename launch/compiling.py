@@ -1,0 +1,250 @@
+"""``numba-symm compile``: fill the disk cache with kernels, with or without a GPU."""
+
+import argparse
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+from numba_symm import code_cache
+from numba_symm.collectives import kernel_set, lifetime
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import SymmError
+from numba_symm.kernels import Kernel
+from numba_symm.launch.devices import GPU, visible_gpus
+
+DTYPES, OPS = ("float32", "bfloat16"), ("sum",)
+"""What is compiled unless the user names others."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200, for hosts without a GPU."""
+
+SECONDS, START = 0.8, 3.0
+"""Estimates: for a kernel on one core, and until the processes begin."""
+
+_MOST_RANKS = 64
+_OLDEST = (8, 0)
+_MANY: dict[str, Any] = {"nargs": "+", "metavar": "…"}
+_BATCH = 4  # kernels that a process takes at a time; neighbours share device functions
+
+Capability = tuple[int, int]
+Job = tuple[Kernel, Capability]
+
+
+class Wanted(NamedTuple):
+    """What to compile.
+
+    Attributes:
+        calls: names of ``kernel_set.NAMES``.
+        dtypes: of their arrays.
+        ops: the operators of those that reduce.
+        ranks: sizes of communicators.
+        capabilities: compute capabilities.
+        multiprocessors: how many the GPUs have.
+    """
+
+    calls: Sequence[str]
+    dtypes: Sequence[str]
+    ops: Sequence[str]
+    ranks: Sequence[int]
+    capabilities: Sequence[Capability]
+    multiprocessors: Sequence[int]
+
+    def jobs(self) -> list[Job]:
+        """Return the kernels, each with every compute capability."""
+        found: dict[Kernel, None] = {}
+        for size in self.ranks:
+            for limit in {lifetime.limit_of(each) for each in self.multiprocessors}:
+                end = kernel_set.endpoint(size, limit)
+                given = self.calls, list(self.dtypes), list(self.ops), end, "compile"
+                found |= dict.fromkeys(kernel_set.kernels(*given))
+        for capability in self.capabilities:
+            kernel_set.check_capability(list(found), capability, "compile")
+        return [(kernel, each) for each in self.capabilities for kernel in found]
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command's options."""
+    made = argparse.ArgumentParser(
+        prog="numba-symm compile",
+        description="Compile kernels into the disk cache, so that programs need not: "
+        "in a container's build, on a login node or before a job. Kernels that are in "
+        "the cache are not compiled again.",
+        epilog="numba-symm compile all_reduce all_gather --ranks 4 8 --cc 9.0",
+        allow_abbrev=False,
+    )
+    add: Callable[..., Any] = made.add_argument
+    cores = len(os.sched_getaffinity(0))
+    add("calls", nargs="*", metavar="CALL", help="a method's name; default: all")
+    add("--ranks", **_MANY, type=_ranks, help="ranks; default: the number of GPUs")
+    add("--dtypes", **_MANY, default=DTYPES, help=f"default: {' '.join(DTYPES)}")
+    add("--ops", **_MANY, default=OPS, help=f"operators; default: {' '.join(OPS)}")
+    add("--cc", **_MANY, type=_capability, help="such as 9.0; default: the GPUs'")
+    counts = f"a GPU's; default: this host's, or {MULTIPROCESSORS}"
+    add("--multiprocessors", **_MANY, type=_positive, help=counts)
+    add("--jobs", metavar="N", type=_positive, default=cores, help="default: all cores")
+    add("--dry-run", action="store_true", help="only say how many, and how long")
+    return made
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"expected 1 to {_MOST_RANKS}, got {text!r}")
+    return int(text)
+
+
+def _capability(text: str) -> Capability:
+    found = re.fullmatch(r"(\d+)\.(\d)", text)
+    capability = (int(found[1]), int(found[2])) if found else (0, 0)
+    if capability < _OLDEST:
+        raise argparse.ArgumentTypeError(
+            f"expected a compute capability of 8.0 or higher, got {text!r}"
+        )
+    return capability
+
+
+def wanted(options: argparse.Namespace) -> Wanted:
+    """Return what the options ask for, completed by what this host has.
+
+    Raises:
+        SymmError: this host has no GPU, and the options do not replace it.
+    """
+    gpus = visible_gpus()
+    if not gpus and not (options.ranks and options.cc):
+        raise SymmError(
+            "compile: expected --ranks and --cc, because this host has no GPU; write: "
+            "numba-symm compile --ranks 8 --cc 9.0"
+        )
+    return Wanted(
+        calls=options.calls or kernel_set.NAMES,
+        dtypes=options.dtypes,
+        ops=options.ops,
+        ranks=options.ranks or [len(gpus)],
+        capabilities=options.cc or _capabilities(gpus),
+        multiprocessors=options.multiprocessors or _multiprocessors(gpus),
+    )
+
+
+def _capabilities(gpus: Sequence[GPU]) -> list[Capability]:
+    return sorted({gpu.compute_capability for gpu in gpus})
+
+
+def _multiprocessors(gpus: Sequence[GPU]) -> list[int]:
+    from cuda.core import Device
+
+    numbers = {int(Device(gpu.ordinal).properties.multiprocessor_count) for gpu in gpus}
+    return sorted(numbers) or [MULTIPROCESSORS]
+
+
+def run(options: argparse.Namespace, console: Console) -> None:
+    """Compile what the options ask for and is not in the cache yet.
+
+    Raises:
+        SymmError: an argument is wrong, a kernel cannot be compiled, or the cache
+            cannot be written.
+    """
+    if SIMULATED:
+        raise SymmError(
+            "compile: expected NUMBA_ENABLE_CUDASIM to be unset, got 1; the simulator "
+            "compiles nothing"
+        )
+    jobs = wanted(options).jobs()
+    missing = [job for job in jobs if not _is_stored(job)]
+    processes = max(1, min(options.jobs, -(-len(missing) // _BATCH)))
+    console.print(
+        f"{len(jobs)} kernels, {len(jobs) - len(missing)} of them in "
+        f"{escape(str(code_cache.folder()))}",
+        soft_wrap=True,
+    )
+    if not missing:
+        return
+    if options.dry_run:
+        seconds = START + SECONDS * len(missing) / processes
+        console.print(
+            f"{len(missing)} to compile: about {seconds:.0f} s in {processes} "
+            f"{'process' if processes == 1 else 'processes'}"
+        )
+        return
+    begun = time.monotonic()
+    _compile_all(missing, processes, console)
+    console.print(f"{len(missing)} compiled in {time.monotonic() - begun:.0f} s")
+
+
+def _is_stored(job: Job) -> bool:
+    kernel, capability = job
+    return code_cache.load(kernel.key(capability)) is not None
+
+
+def _compile_all(jobs: Sequence[Job], processes: int, console: Console) -> None:
+    """Compile in several processes, with a progress bar on a terminal."""
+    batches = [jobs[first : first + _BATCH] for first in range(0, len(jobs), _BATCH)]
+    columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    spawn = multiprocessing.get_context("spawn")  # a fork may break a CUDA context
+    with ProcessPoolExecutor(processes, spawn, initializer=_ignore_interrupts) as pool:
+        futures = {pool.submit(_compile, batch): len(batch) for batch in batches}
+        try:
+            with bar:
+                task = bar.add_task("", total=len(jobs))
+                for future in as_completed(futures):
+                    future.result()
+                    bar.advance(task, futures[future])
+        except BrokenProcessPool as error:
+            raise SymmError(
+                "compile: a process was killed, perhaps for want of memory; pass fewer "
+                "--jobs"
+            ) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _ignore_interrupts() -> None:
+    """Leave Ctrl-C to the parent, which cancels what has not begun."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _compile(batch: Sequence[Job]) -> None:
+    for job in batch:
+        kernel, capability = job
+        try:
+            kernel.code(capability)
+        except Exception as error:  # of Numba, NVVM or the linker
+            name, (major, minor) = kernel.factory.__name__, capability
+            raise SymmError(f"compile: {name} for {major}.{minor}: {error}") from None
+        if not _is_stored(job):
+            raise SymmError(
+                f"compile: expected a writable cache, got {code_cache.folder()}; set "
+                "XDG_CACHE_HOME to a writable folder with free space"
+            )
+
+
+def report(console: Console) -> None:
+    """Print the cache's place and size, and how much of the default set is in it."""
+    try:
+        folder = code_cache.folder()
+    except RuntimeError as error:  # no home
+        console.print(f"[bold]Cache[/]    none: {escape(str(error))}")
+        return
+    nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    text = f"{escape(str(folder))}, {nbytes / 2**20:.1f} MiB"
+    gpus = [] if SIMULATED else visible_gpus()
+    if gpus:
+        jobs = wanted(parser().parse_args([])).jobs()
+        stored = sum(map(_is_stored, jobs))
+        text += f"; {stored} of the {len(jobs)} kernels of `numba-symm compile`"
+    console.print(f"[bold]Cache[/]    {text}", soft_wrap=True)

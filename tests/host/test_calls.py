@@ -1,0 +1,143 @@
+"""A plain call is checked again unless a checked one had equal arrays."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from cuda.bindings import driver
+from numba.cuda.cudadrv.devicearray import DeviceNDArray
+from numba.cuda.cudadrv.driver import MemoryPointer
+
+from numba_symm import arrays
+from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.operations import ALL_GATHER, ALL_REDUCE, Operation
+from numba_symm.errors import ArgumentError
+
+X, Y = 1 << 20, 2 << 20  # addresses
+
+
+@pytest.fixture
+def launched():
+    """Return the arrays of the launches, in order."""
+    return []
+
+
+@pytest.fixture
+def bound():
+    """Return the calls that were worked out, in order."""
+    return []
+
+
+@pytest.fixture
+def calls(monkeypatch, bound, launched):
+    """Return the calls of rank 0 of 2, whose launches only note their arguments."""
+
+    def bind(operation, algorithm, end, call):
+        bound.append(call)
+        return lambda stream: launched.append((call.source, call.target, call.count))
+
+    monkeypatch.setattr(Operation, "bind", bind)
+    monkeypatch.setattr(arrays, "check_device", lambda *args: None)
+    trail = SimpleNamespace(leave=lambda: None)
+    order = SimpleNamespace(enter=lambda handle: trail)
+    end = SimpleNamespace(rank=0, size=2)
+    gpu = SimpleNamespace(ordinal=0, name="GPU", compute_capability=(9, 0))
+    nothing = lambda: None  # noqa: E731
+    island = SimpleNamespace(check=nothing, check_open=nothing, gpu=gpu)
+    heap = SimpleNamespace(generation=0)
+    return Calls(island, heap, order, end, None, False, None)
+
+
+def array(address, shape=(8, 4), dtype="f4", order="C"):
+    like = np.empty(shape, dtype, order)
+    memory = MemoryPointer(None, driver.CUdeviceptr(address), like.nbytes)
+    return DeviceNDArray(shape, like.strides, like.dtype, gpu_data=memory)
+
+
+def call(calls, x, out, op="sum", operation=ALL_REDUCE):
+    return calls.call(operation, x, op, out, None, None)
+
+
+def test_equal_arrays_are_worked_out_once(calls, bound, launched):
+    out = array(Y)
+    for _ in range(3):
+        assert call(calls, array(X), out) is out
+    assert len(bound) == 1
+    assert launched == [(X, Y, 32)] * 3
+
+
+@pytest.mark.parametrize(
+    ("x", "out"),
+    [
+        ({"address": X + 128}, {}),
+        ({}, {"address": Y + 128}),
+        ({"shape": (4, 8)}, {}),
+        ({"shape": (4, 4)}, {"shape": (4, 4)}),
+        ({"dtype": "i4"}, {"dtype": "i4"}),
+        ({"order": "F"}, {"order": "F"}),
+    ],
+    ids=str,
+)
+def test_other_arrays_are_worked_out_again(calls, bound, x, out):
+    call(calls, array(X), array(Y))
+    call(calls, array(**{"address": X} | x), array(**{"address": Y} | out))
+    assert len(bound) == 2
+
+
+def test_another_operator_is_worked_out_again(calls, bound):
+    for op in ("sum", "max", "sum", "max"):
+        call(calls, array(X), array(Y), op)
+    assert [each.op for each in bound] == ["sum", "max"]
+
+
+def test_new_mappings_are_worked_out_again(calls, bound):
+    for calls.heap.generation in (0, 0, 1):
+        call(calls, array(X), array(Y))
+    assert len(bound) == 2
+
+
+@pytest.mark.parametrize(
+    ("x", "out", "text"),
+    [
+        ({"dtype": "i4"}, {}, "out of 32 int32 .*, got 32 float32"),
+        ({}, {"dtype": "i4"}, "got 32 int32"),
+        ({}, {"shape": (4, 4)}, "got 16 float32"),
+        ({}, {"order": "F"}, "got C order and F order"),
+        ({"address": X + 2}, {}, "aligned to its 4-byte"),
+        ({}, {"address": X + 4}, "overlap"),
+    ],
+    ids=str,
+)
+def test_arrays_that_differ_from_checked_ones_are_refused(calls, bound, x, out, text):
+    call(calls, array(X), array(Y))
+    x, out = array(**{"address": X} | x), array(**{"address": Y} | out)
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match=text):
+            call(calls, x, out)
+    assert len(bound) == 1
+
+
+def test_an_array_with_gaps_is_refused(calls):
+    gaps = array(X)
+    gaps = DeviceNDArray((4, 4), (32, 4), np.dtype("f4"), gpu_data=gaps.gpu_data)
+    for _ in range(2):
+        for x, out in (
+            (gaps, array(Y, (4, 4))),
+            (array(Y, (4, 4)), gaps),
+            (gaps, None),
+        ):
+            with pytest.raises(ArgumentError, match="expected a contiguous array"):
+                call(calls, x, out)
+
+
+@pytest.mark.parametrize("op", ["median", 3, None, ["sum"]], ids=str)
+def test_an_unknown_operator_is_refused(calls, op):
+    call(calls, array(X), array(Y))
+    with pytest.raises(ArgumentError, match="expected an operator, got op="):
+        call(calls, array(X), array(Y), op)
+
+
+def test_an_operation_without_an_operator_remembers_its_calls(calls, bound):
+    for _ in range(2):
+        call(calls, array(X), array(Y, (2, 8, 4)), None, ALL_GATHER)
+    assert len(bound) == 1

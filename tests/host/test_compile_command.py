@@ -1,0 +1,178 @@
+"""``numba-symm compile``, without a GPU."""
+
+import io
+import os
+import re
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from numba_symm import code_cache, pads
+from numba_symm.collectives.kernel_set import NAMES
+from numba_symm.errors import SymmError
+from numba_symm.kernels import Kernel
+from numba_symm.launch import cli, compiling
+from tests.host.test_cli import gpu, start
+
+HERE = ("--ranks", "2", "--cc", "9.0")
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """Use an empty cache here and in other processes; return its folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(code_cache, "_warned", False)
+    code_cache._files.cache_clear()
+    yield code_cache.folder()
+    code_cache._files.cache_clear()
+
+
+@pytest.fixture
+def printed():
+    """Return a console that keeps what it prints."""
+    return Console(width=200, record=True, file=io.StringIO())
+
+
+def parsed(*arguments):
+    return compiling.parser().parse_args(arguments)
+
+
+def refuse(kernel, cc):
+    raise AssertionError(f"{kernel.factory.__qualname__} is compiled again")
+
+
+def test_kernels_are_compiled_by_several_processes_and_then_found(cache, monkeypatch):
+    command = ("compile", "signals", "barrier", *HERE, "--jobs", "2")
+    done = start(*command)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"5 kernels, 0 of them in .*program-cache", done.stdout)
+    assert "5 compiled in" in done.stdout
+    monkeypatch.setattr(Kernel, "cubin", refuse)
+    for kernel, capability in compiling.wanted(parsed(*command[1:])).jobs():
+        assert kernel.code(capability)
+    again = start(*command)
+    assert again.returncode == 0
+    assert "5 kernels, 5 of them" in again.stdout
+    assert "compiled in" not in again.stdout
+
+
+def test_a_dry_run_counts_and_estimates_and_compiles_nothing(
+    cache, printed, monkeypatch
+):
+    monkeypatch.setattr(compiling, "_compile_all", refuse)
+    compiling.run(parsed("all_reduce", *HERE, "--dry-run", "--jobs", "3"), printed)
+    text = printed.export_text()
+    (number,) = re.findall(r"^(\d+) kernels, 0 of them", text, re.MULTILINE)
+    jobs = compiling.wanted(parsed("all_reduce", *HERE)).jobs()
+    assert int(number) == len(jobs) > 20
+    seconds = compiling.START + compiling.SECONDS * len(jobs) / 3
+    assert f"{number} to compile: about {seconds:.0f} s in 3 processes" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "expected --ranks and --cc, because this host has no GPU"),
+        (("--ranks", "4"), "expected --ranks and --cc"),
+        (("allreduce", *HERE), "got 'allreduce'; pass some of 'all_reduce'"),
+        (("--dtypes", "float31", *HERE), "expected a dtype"),
+        (("--ops", "plus", *HERE), "pass one of 'sum', 'prod'"),
+        (("all_reduce", "--ops", "band", *HERE), "of float32, got op='band'"),
+        (
+            ("--dtypes", "float8_e5m2", "--ranks", "2", "--cc", "8.0"),
+            "expected compute capability 8.9 or higher",
+        ),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused(
+    cache, capsys, monkeypatch, arguments, text
+):
+    monkeypatch.setattr(compiling, "visible_gpus", list)
+    assert cli.main(["compile", *arguments]) == 1
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--cc", "7.5"), "8.0 or higher, got '7.5'"),
+        (("--cc", "sm_90"), "8.0 or higher, got 'sm_90'"),
+        (("--ranks", "65"), "expected 1 to 64, got '65'"),
+        (("--ranks", "0"), "expected 1 to 64, got '0'"),
+        (("--jobs", "0"), "expected a positive integer, got '0'"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(capsys, arguments, text):
+    with pytest.raises(SystemExit):
+        cli.main(["compile", *arguments])
+    assert text in capsys.readouterr().err
+
+
+def test_by_default_what_this_host_has_is_compiled(monkeypatch):
+    monkeypatch.setattr(compiling, "visible_gpus", lambda: [gpu(0), gpu(1)])
+    properties = SimpleNamespace(multiprocessor_count=108)
+    device = SimpleNamespace(properties=properties)
+    monkeypatch.setattr("cuda.core.Device", lambda ordinal: device)
+    wanted = compiling.wanted(parsed())
+    assert wanted.calls == NAMES
+    assert (wanted.ranks, wanted.capabilities) == ([2], [(9, 0)])
+    assert wanted.multiprocessors == [108]
+
+
+def test_kernels_of_all_ranks_capabilities_and_gpus_are_compiled():
+    def jobs(*arguments):
+        return {
+            (kernel.key(capability), capability)
+            for kernel, capability in compiling.wanted(
+                parsed("send", "barrier", *arguments)
+            ).jobs()
+        }
+
+    one = jobs("--ranks", "4", "--cc", "9.0", "--multiprocessors", "132")
+    for more in (
+        ("--ranks", "4", "8", "--cc", "9.0", "--multiprocessors", "132"),
+        ("--ranks", "4", "--cc", "9.0", "8.0", "--multiprocessors", "132"),
+        ("--ranks", "4", "--cc", "9.0", "--multiprocessors", "132", "60"),
+    ):
+        assert jobs(*more) > one
+
+
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = start("compile", "barrier", *HERE, XDG_CACHE_HOME=str(tmp_path / "file"))
+    assert done.returncode == 1
+    assert "expected a writable cache" in done.stderr
+
+
+def test_the_simulator_compiles_nothing():
+    done = start("compile", NUMBA_ENABLE_CUDASIM="1")
+    assert done.returncode == 1
+    assert "expected NUMBA_ENABLE_CUDASIM to be unset" in done.stderr
+
+
+def test_a_kernel_that_cannot_be_compiled_is_named(cache, printed):
+    wrong = Kernel(pads.make_fence, (), ("no type",), 32)
+    with pytest.raises(SymmError, match=r"compile: make_fence for 9\.0: "):
+        compiling._compile([(wrong, (9, 0))])
+
+
+def test_a_process_that_is_killed_is_an_error(cache, printed):
+    deadly = Kernel(os._exit, (1,), (), 32)
+    with pytest.raises(SymmError, match="a process was killed"):
+        compiling._compile_all([(deadly, (9, 0))], 1, printed)
+
+
+def test_info_shows_the_cache_and_how_much_is_in_it(cache, printed, monkeypatch):
+    compiling.report(printed)
+    (empty,) = printed.export_text().splitlines()
+    assert re.fullmatch(rf"Cache +{re.escape(str(cache))}, 0\.0 MiB", empty)
+    monkeypatch.setattr(compiling, "visible_gpus", lambda: [gpu(0), gpu(1)])
+    monkeypatch.setattr(compiling, "_multiprocessors", lambda gpus: [132])
+    jobs = compiling.wanted(parsed()).jobs()
+    for kernel, capability in jobs[:3]:
+        code_cache.store(kernel.key(capability), bytes(1 << 20))
+    compiling.report(printed)
+    text = printed.export_text()
+    assert ", 3.0 MiB; 3 of the " in text
+    assert f"of the {len(jobs)} kernels of `numba-symm compile`" in text

@@ -1,0 +1,232 @@
+"""The kernels that are listed beforehand are those that calls bind."""
+
+import dataclasses
+import inspect
+import math
+import random
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from numba_symm import arrays, dtypes
+from numba_symm.arrays import ArrayView
+from numba_symm.collectives import kernel_set
+from numba_symm.collectives.kernel_set import MESSAGES, NAMES, SIGNALS, endpoint
+from numba_symm.collectives.kernels import barrier
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
+from numba_symm.collectives.transfers import Transfers
+from numba_symm.errors import ArgumentError
+from numba_symm.kernels import Kernel, listed
+from tests.kernels import every_kernel, named
+
+GPU = SimpleNamespace(ordinal=0, compute_capability=(9, 0), name="a GPU")
+FOUND = {**OPERATIONS, "reduce_scatter_v": REDUCE_SHARD}
+REDUCED = [
+    *(("float32", "max"), ("bfloat16", "sum"), ("int64", "prod"), ("bool", "land")),
+    *(("complex128", "sum"), ("float8_e5m2", "min")),
+]
+MOVED = [("float32", "sum"), ("bfloat16", "sum"), ("complex128", "sum"), ("V3", "sum")]
+CALLS = 120  # for each type and number of ranks
+
+
+def listing(name, dtype="float32", op="sum", size=4, max_blocks=256):
+    return kernel_set.kernels([name], [dtype], [op], endpoint(size, max_blocks), "test")
+
+
+def an_array(chance, count, dtype, base):
+    """Return an array on a 16-byte boundary, or off it by some elements."""
+    offset = chance.choice([0, 0, 16, chance.randrange(16)]) * dtype.itemsize
+    return ArrayView(base + offset, (count,), dtype, "C", False)
+
+
+def make_a_call(chance, operation, dtype, op, end):
+    """Bind one call as a program might make it, of up to 2 GiB."""
+    dtype = dtypes.checked(dtype, "test")
+    shards = operation.shards(end.size)
+    count = int(2 ** chance.uniform(0, 31)) // dtype.itemsize
+    if chance.random() < 0.5:
+        whole = chance.choice([16, 1024, 128 * end.size, 2**20])
+        count = max(1, count // whole) * whole
+    count = max(1, count // shards) * shards
+    x = an_array(chance, count, dtype, 1 << 44)
+    wanted = math.prod(operation.shape(x, end.size))
+    out = an_array(chance, wanted, dtype, 1 << 45)
+    root = chance.randrange(end.size) if operation.rooted else None
+    if operation.name == "broadcast" or (wanted == count and chance.random() < 0.3):
+        out = x
+    if operation.at_root and root != end.rank:
+        out = None
+    if chance.random() < 0.3:
+        end = dataclasses.replace(end, place=lambda address, nbytes: None)
+    name, call = operation.work(x, out, op, None, root, end, GPU)
+    operation.bind(name, end, call)
+
+
+@pytest.mark.parametrize("name", FOUND)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_calls_of_any_size_and_alignment_bind_kernels_that_are_listed(name, size):
+    chance = random.Random(f"{name} {size}")
+    operation = FOUND[name]
+    max_blocks = chance.choice([256, 248, 200, 31])
+    for dtype, op in REDUCED if operation.reduces else MOVED:
+        rank = chance.randrange(size)
+        end = dataclasses.replace(endpoint(size, max_blocks), rank=rank)
+        known = kernel_set.kernels([name], [dtype], [op], end, "test")
+        with listed() as bound, mock.patch.object(arrays, "check_device"):
+            for _ in range(CALLS):
+                make_a_call(chance, operation, dtype, op, end)
+        assert bound
+        assert not bound.keys() - set(known)
+
+
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_messages_of_any_size_and_alignment_bind_kernels_that_are_listed(size):
+    chance = random.Random(size)
+    for dtype, _ in MOVED:
+        end = dataclasses.replace(endpoint(size), rank=chance.randrange(size))
+        names = [chance.choice(MESSAGES)]
+        known = kernel_set.kernels(names, [dtype], ["sum"], end, "test")
+        kind = dtypes.checked(dtype, "test")
+        with listed() as bound:
+            for _ in range(CALLS):
+                count = int(2 ** chance.uniform(0, 31)) // kind.itemsize
+                x = an_array(chance, count, kind, 1 << 44)
+                peer = (end.rank + chance.randrange(1, size)) % size
+                message = Message(peer, x.address, x.nbytes)
+                Transfers([message], []).packed(end)
+                Transfers([], [message]).packed(end)
+        assert not bound.keys() - set(known)
+
+
+def test_all_names_together_are_all_kernels_of_the_package():
+    found = {
+        named(kernel.factory)
+        for size in (2, 3)
+        for kernel in kernel_set.kernels(
+            NAMES, ["float32"], ["sum"], endpoint(size), "test"
+        )
+    }
+    # A call has to name the algorithm of this one, which is never chosen.
+    others = every_kernel() - found
+    assert [name.rpartition(".")[2] for name in others] == ["make_direct_all_gather"]
+
+
+def test_a_name_has_the_kernels_of_that_call_alone():
+    assert [each.constants for each in listing("barrier")] == [(4, False)]
+    assert len(listing(SIGNALS)) == 4
+    assert not set(listing("scan")) & set(listing("exscan"))
+    assert listing("send") == listing("all_to_all_v") != []
+    assert listing("send", size=1) == []
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast"])
+def test_whole_vectors_of_all_types_are_moved_by_the_same_kernels(name):
+    def ragged(kernel):
+        names = list(inspect.signature(kernel.factory).parameters)
+        return "ragged" in names and kernel.constants[names.index("ragged")]
+
+    given = ("float32", "int16", "complex128")
+    one, two, three = (set(listing(name, dtype)) for dtype in given)
+    assert any(map(ragged, one))
+    assert sum(not ragged(kernel) for kernel in one) > 3
+    for others in (two, three):
+        assert all(map(ragged, one ^ others))
+
+
+def test_kernels_that_several_calls_need_are_listed_once():
+    both = kernel_set.kernels(
+        ["reduce", "all_reduce"], ["float32", "float32"], ["sum"], endpoint(2), "test"
+    )
+    assert len(both) == len(set(both))
+    assert set(both) == {*listing("reduce", size=2), *listing("all_reduce", size=2)}
+
+
+def test_a_users_operator_is_listed():
+    def larger(a, b):
+        return a if a > b else b
+
+    kernels = listing("all_reduce", op=larger)
+    assert kernels
+    reducing = [each for each in kernels if each.factory.__name__ != "make_meet"]
+    assert not any(each.cacheable for each in reducing if len(each.constants) > 2)
+
+
+def test_listed_kernels_are_not_loaded_and_cannot_be_launched():
+    with listed() as found:
+        launch = listing_launch()
+    assert len(found) == 1
+    with pytest.raises(AssertionError, match="listed"):
+        launch(0)
+
+
+def listing_launch():
+    return barrier.bind(endpoint(2))
+
+
+@pytest.mark.parametrize(
+    ("names", "given", "ops", "text"),
+    [
+        (["allreduce"], ["float32"], ["sum"], "got 'allreduce'; pass"),
+        ([], ["float32"], ["sum"], "got none; pass some of 'all_reduce'"),
+        (["all_reduce"], "float32", ["sum"], "expected a list or tuple"),
+        (["all_reduce"], ["float32"], (), "expected a list or tuple"),
+        (["all_reduce"], ["float31"], ["sum"], "expected a dtype"),
+        (["all_reduce"], ["V3"], ["sum"], "expected a dtype that has operators"),
+        (["all_reduce"], ["float32"], ["plus"], "pass one of 'sum', 'prod'"),
+        (["all_reduce"], ["float32"], ["sum", "band"], "of float32, got op='band'"),
+        (["scan"], ["float32"], ["avg"], "op='avg' is not defined"),
+    ],
+)  # fmt: skip
+def test_what_no_call_can_have_is_refused(names, given, ops, text):
+    with pytest.raises(ArgumentError, match=text):
+        kernel_set.kernels(names, given, ops, endpoint(2), "prepare")
+
+
+def test_an_operator_of_one_of_the_dtypes_is_listed_for_that():
+    given = ["float32", "int32"]
+    both = kernel_set.kernels(
+        ["all_reduce"], given, ["sum", "band"], endpoint(2), "test"
+    )
+    floats, integers = (
+        [each for each in both if dtypes.element(name, "test") in each.constants]
+        for name in given
+    )
+    assert {each.constants[2] for each in floats} == {"sum"}
+    assert {each.constants[2] for each in integers} == {"sum", "band"}
+
+
+class Loaded:
+    """A kernel that notes when it is loaded."""
+
+    def __init__(self, number, noted):
+        self.constants = (number,)
+        self.load = lambda: noted.append(number)
+
+
+def test_each_rank_begins_to_load_with_another_part():
+    orders = []
+    for rank in range(3):
+        noted = []
+        kernel_set.load([Loaded(n, noted) for n in range(7)], rank, 3, "test")
+        orders.append(noted)
+    assert [order[0] for order in orders] == [0, 2, 4]
+    assert all(sorted(order) == list(range(7)) for order in orders)
+
+
+def test_a_users_operator_that_numba_cannot_compile_is_named(monkeypatch):
+    def spelled(a, b):
+        return a.spelled + b
+
+    kernels = listing("all_reduce", op=spelled)
+    monkeypatch.setattr(Kernel, "load", lambda kernel: kernel.ptx((9, 0)))
+    with pytest.raises(ArgumentError, match=r"prepare: expected a function.*spelled"):
+        kernel_set.load(kernels, 0, 1, "prepare")
+
+
+def test_a_type_that_the_gpu_cannot_convert_is_refused():
+    kernels = listing("all_reduce", dtype="float8_e5m2")
+    kernel_set.check_capability(kernels, (8, 9), "prepare")
+    with pytest.raises(ArgumentError, match=r"prepare: expected.*8\.9"):
+        kernel_set.check_capability(kernels, (8, 0), "prepare")

@@ -1,0 +1,83 @@
+"""Calls after ``prepare`` bind only kernels that it has listed."""
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm import kernels
+from numba_symm.collectives import kernel_set
+from numba_symm.environment import SIMULATED
+from tests.ranks.helpers import meet, ordinary
+
+COUNTS = (1, 3, 4, 16, 100, 128, 333, 1024, 4096, 5001)
+
+
+@pytest.fixture
+def comm(world):
+    with ns.Communicator(world, timeout=60) as comm:
+        yield comm
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """Return the kernels that ``prepare`` lists."""
+    found = []
+    listing = kernel_set.kernels
+
+    def noting(*args):
+        found.extend(listing(*args))
+        return found
+
+    monkeypatch.setattr(kernel_set, "kernels", noting)
+    return found
+
+
+def every_size(comm, new):
+    for count in COUNTS if SIMULATED else (*COUNTS, 1 << 20, (8 << 20) + 1):
+        x = new(count, np.float32)
+        comm.all_reduce(x)
+        comm.all_reduce(x, out=x)
+        comm.all_reduce(x[1:])
+        comm.broadcast(x, root=comm.size - 1)
+        comm.all_gather(x)
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        comm.sendrecv(x, right, new(count, np.float32), left)
+
+
+def test_calls_of_all_sizes_bind_prepared_kernels(comm, world, prepared, monkeypatch):
+    names = ("all_reduce", "broadcast", "all_gather", "sendrecv")
+    comm.prepare(*names, dtypes=("float32", np.int16), ops=["sum", "max"])
+    bind = kernels.Kernel.bind
+    bound = set()
+
+    def checked(kernel, *args, **options):
+        bound.add(kernel)
+        return bind(kernel, *args, **options)
+
+    monkeypatch.setattr(kernels.Kernel, "bind", checked)
+    for new in (comm.empty, ordinary):
+        every_size(comm, new)
+    meet(comm, world)
+    assert len(bound) > 3
+    assert bound <= set(prepared)
+
+
+def test_wrong_arguments_are_refused_and_the_communicator_stays_usable(comm, world):
+    for names, options, text in [
+        ((), {}, "expected names of calls, got none"),
+        (("all_redcue",), {}, "got 'all_redcue'; pass some of 'all_reduce'"),
+        (("all_reduce",), {"dtypes": "float32"}, "expected a list or tuple"),
+        (("all_reduce",), {"ops": ["add"]}, "pass one of 'sum'"),
+        (("scan",), {"ops": ["avg"]}, "op='avg'"),
+    ]:
+        with pytest.raises(ns.ArgumentError, match=text):
+            comm.prepare(*names, **options)
+    comm.prepare("barrier", "signals")
+    comm.barrier()
+    meet(comm, world)
+
+
+def test_a_closed_communicator_prepares_nothing(comm):
+    comm.close()
+    with pytest.raises(ns.ClosedError):
+        comm.prepare("all_reduce")
