@@ -52,7 +52,7 @@ OF_SHARDS_BROKEN = {
     "a refusal of one's own forgotten": within(
         "handshake", "refuses", "first[0] == REFUSED", "False"
     ),
-    "another's refusal forgotten": removed("handshake", "lowest"),
+    "another's refusal forgotten": removed("handshake", "found"),
     "nobody waits for the others' loads and stores": removed("handshake", "wait"),
     "what is refused worked on": within(
         "direct_shards", "refused", "refused(own)", "False"
