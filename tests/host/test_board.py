@@ -333,13 +333,19 @@ def test_a_child_of_a_fork_does_not_keep_its_parent_alive():
 @pytest.mark.usefixtures("on_the_host")
 def test_nobody_waits_once_a_rank_has_failed():
     def play(made, comm):
+        began, failure = time.monotonic(), None
         if comm.rank == 1:
             time.sleep(0.05)
             made.abandon("is away")
-            return None
-        return made.gate(Wait("zeros", comm.rank, 10))
+        else:
+            failure = made.gate(Wait("zeros", comm.rank, 10))
+        seconds = time.monotonic() - began
+        comm.barrier()  # the process of who has left does not end
+        return failure and failure.text, seconds
 
-    assert on_ranks(2, play)[0].text == "rank 1 is away"
+    text, seconds = on_ranks(2, play)[0]
+    assert text == "rank 1 is away"
+    assert seconds < 5  # the deadline is later
 
 
 class Driver:
