@@ -122,7 +122,8 @@ def kernels(
 
 
 def _check_names(names: Sequence[str], what: str) -> None:
-    unknown = [name for name in names if name not in NAMES]
+    # Comparing an object of another type may raise.
+    unknown = [each for each in names if type(each) is not str or each not in NAMES]
     if unknown or not names:
         got = repr(unknown[0]) if unknown else "none"
         known = ", ".join(map(repr, NAMES))

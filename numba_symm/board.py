@@ -181,7 +181,9 @@ class Board:
             raise
         finally:
             self._steps[self._rank] = vote
-        if self._reached(go, wait, heed=False) and stop not in list(self._steps):
+        # Who votes to stop does not wait: a rank that has left never votes.
+        voted = vote == go and self._reached(go, wait, heed=False)
+        if voted and stop not in list(self._steps):
             return None
         # A rank that votes to stop has seen a record, which may not be here yet.
         said = [self.failure(), *map(self._said, range(self._size))]

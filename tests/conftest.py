@@ -23,7 +23,7 @@ if not UNDER_MPIRUN:
 class Agreement:
     """Stops all ranks after the first test that fails on any of them.
 
-    A rank that went on alone would wait for the others in its next test.
+    A rank that continued alone would wait for the others in its next test.
     """
 
     def __init__(self, comm):
@@ -50,7 +50,7 @@ class Agreement:
 
 
 def pytest_collection_modifyitems(items):
-    """Run first what takes the longest: one of two workers does that and no more."""
+    """Run the longest file first, which occupies one of two workers until the end."""
     items.sort(key=lambda item: item.path.stem != "test_mpirun")
 
 
@@ -58,7 +58,7 @@ def pytest_configure(config):
     if UNDER_MPIRUN:
         from mpi4py import MPI
 
-        # A duplicate: no test can take our messages for its own.
+        # A duplicate, so that no test receives the messages of this plugin.
         agreement = Agreement(MPI.COMM_WORLD.Dup())
         config.pluginmanager.register(agreement, "agreement")
         # Numba's advice on speed; tests launch few blocks.
@@ -95,7 +95,7 @@ def backend():
 def comm(world, backend, request):
     communicator = ns.Communicator(world, timeout=60)
     yield communicator
-    # Closing is collective: it waits out the timeout for a rank that has failed.
+    # Closing is collective: if a rank has failed, it waits until the timeout.
     agreement = request.config.pluginmanager.get_plugin("agreement")
     agreement.agree(request.session, request.node.nodeid)
     communicator.close()

@@ -1,7 +1,8 @@
-"""Ranks that come late or never: every wait ends, and says who waited for whom.
+"""Ranks that are late or absent: every wait ends, and its error names both ranks.
 
-The ranks are spawned processes: mpirun would end the whole job. Without a GPU they run
-in Numba's CUDA simulator. What runs on a rank returns facts; the tests judge them.
+The ranks are spawned processes, because mpirun would end the whole job. Without a GPU
+they run in Numba's CUDA simulator. Functions on ranks return facts, and the tests check
+these.
 """
 
 import functools
@@ -20,8 +21,8 @@ from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
 from tests.absence import AWAY, PATIENT, SOON, context_is_alive, input_of, reduced
 from tests.spawned import attempt
 
-# What the ranks that come do, each call needing the rank that does not. Each function
-# returns a call of no arguments; what needs all ranks happens before.
+# Calls of the ranks that are present, which need the absent rank. Each function makes
+# what needs all ranks, and returns such a call, without arguments.
 
 
 def all_reduce(algorithm):
@@ -81,7 +82,7 @@ def wait_signal(comm):
     return lambda: memory.wait_signal(peer_of(comm), channel=127)
 
 
-# The same by a user's own kernels; ``result`` says whether the rank came.
+# The same by a user's own kernels; ``result`` is False if the rank was absent.
 
 
 @cuda.jit
@@ -221,7 +222,7 @@ def test_a_rank_that_does_not_come(three, name):
     for rank, fact in enumerate(facts):
         error, seconds = fact["error"]
         assert re.match(text, error), (rank, error)
-        if rank == AWAY:  # it does not wait itself: it is told
+        if rank == AWAY:  # it does not wait, but raises the failure of the others
             assert seconds < (SOON if name.startswith("own") else 0.9)  # compiles it
         else:
             assert seconds < 1 + SOON, (rank, seconds)
@@ -230,7 +231,7 @@ def test_a_rank_that_does_not_come(three, name):
             assert seconds < 0.9, (rank, what, seconds)
         assert fact["alive"]
         error, seconds = fact["close"]
-        assert error == ""  # they have been told
+        assert error == ""  # they have raised it before
         assert seconds < SOON
         check, call, close = (error for error, _ in fact["closed"])
         assert check.startswith("ClosedError: ")
@@ -266,14 +267,14 @@ def comes_when_the_others_have_left(world):
 
 
 def test_nobody_s_array_is_written_by_a_rank_that_comes_too_late(three):
-    """Its peers may use theirs again: they were told that the call has failed."""
+    """Its peers may use their arrays again, because they have raised the failure."""
     for error, kept in three.run(comes_when_the_others_have_left):
         assert error.startswith("CollectiveTimeout: ")
         assert kept
 
 
 def replays_behind_a_failure(world, algorithm):
-    """Launch a call three times, as a graph would: the host checks nothing between."""
+    """Launch a call three times, as a graph does: without checks in between."""
     with ns.Communicator(world, timeout=PATIENT) as comm:
         assert reduced(comm, algorithm)  # compiled before half a second counts
     comm = ns.Communicator(world, timeout=0.5)
@@ -385,7 +386,7 @@ def roots_of_two_differ(world, name, roots, op, count):
     ],
 )
 def test_two_ranks_of_different_calls_are_told_by_the_next_one(two, name, roots, op):
-    """Of a single vector, too, of which no other thread waits for anything."""
+    """Also calls of a single vector, in which only one thread waits."""
     for first, *later in two.run(roots_of_two_differ, name, roots, op, 3):
         errors = [error for error, _ in (first, *later)]
         told = [error for error in errors if error]
@@ -402,7 +403,7 @@ def wait_for_next(ctx, result):
 
 
 def wait_without_the_host(world):
-    """A kernel of the user's own is launched after the failure: nothing checks."""
+    """A user's kernel that is launched after the failure, without a check."""
     comm = ns.Communicator(world, timeout=3)
     ctx = comm.rendezvous(comm.empty(1)).ctx
     result = cuda.to_device(np.full(1, 7, np.int32))
@@ -428,7 +429,7 @@ def test_later_kernels_leave_at_once(two):
     (first, second), _ = facts[1]
     assert first < 2.9  # the kernel's compiling is in it
     assert second < 1.5
-    for _, error in facts:  # nobody had been told
+    for _, error in facts:  # no rank had raised it before
         assert error.startswith(
             "CollectiveTimeout: rank 0 waited for rank 1 in wait_signal, channel 0"
         )

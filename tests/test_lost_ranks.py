@@ -1,7 +1,8 @@
-"""Ranks that die, leave or err, and set-up calls without them: the others are told.
+"""Ranks that die, leave or fail, and set-up calls without them: the others raise.
 
-The ranks are spawned processes: mpirun would end the whole job. Without a GPU they run
-in Numba's CUDA simulator. What runs on a rank returns facts; the tests judge them.
+The ranks are spawned processes, because mpirun would end the whole job. Without a GPU
+they run in Numba's CUDA simulator. Functions on ranks return facts, and the tests check
+these.
 """
 
 import builtins
@@ -56,8 +57,8 @@ def fails_within(world, how):
 
 
 @pytest.mark.parametrize("how", ["check", "caught", "no check", "leaves first"])
-def test_leaving_a_with_statement_tells_of_a_failure(three, how):
-    """Closing says what this rank has not heard, and waits for none that has failed."""
+def test_leaving_a_with_statement_raises_a_failure(three, how):
+    """``close`` raises a failure that was not raised, and does not wait after one."""
     for text, seconds, alive in three.run(fails_within, how):
         assert re.match(rf"rank [02] waited for rank {AWAY} in all_reduce", text), how
         assert text.count(" waited for ") == 1
@@ -95,7 +96,7 @@ def test_a_rank_that_is_killed(at):
         text, seconds, closing, again, alive = ended[rank].value
         assert re.match(r"CollectiveTimeout: rank \d waited for rank \d in all_", text)
         assert seconds < 2.5 + SOON
-        assert closing[0] == ""  # it was told before
+        assert closing[0] == ""  # it has raised the failure before
         assert closing[1] < SOON
         assert again
         assert alive
@@ -151,7 +152,7 @@ def late_for_set_up_calls(world):
 
 
 def test_a_deadline_of_set_up_calls():
-    """One for all their waits; the error says who was late in which call."""
+    """One timeout for all waits; the error names the late rank and the call."""
     environ = [{"NUMBA_SYMM_SETUP_TIMEOUT": "1"}] * 3
     waited = rf"rank [02] (has )?waited for rank {AWAY} in "
     for rank, facts in enumerate(run_ranks(3, late_for_set_up_calls, environ=environ)):
@@ -205,7 +206,7 @@ def errs_as_one_that_has_left(world, debug):
     for call in known:
         call()
     comm.synchronize()
-    world.barrier()  # nobody has still to look
+    world.barrier()  # all ranks have looked
     right = [
         *known,
         lambda: comm.broadcast(x),
@@ -229,7 +230,7 @@ def errs_as_one_that_has_left(world, debug):
 
 @pytest.mark.parametrize("debug", [False, True])
 def test_a_mistake_of_ones_own_is_told_after_another_has_left(debug):
-    """All else is refused before a kernel is compiled for it."""
+    """Other calls are refused before a kernel is compiled for them."""
     for rank, facts in enumerate(run_ranks(3, errs_as_one_that_has_left, debug)):
         if rank != AWAY:
             own, told, bound = facts
@@ -241,7 +242,7 @@ def test_a_mistake_of_ones_own_is_told_after_another_has_left(debug):
 
 @pytest.mark.parametrize("error", ["ValueError", "SystemExit", "KeyboardInterrupt"])
 def test_a_rank_that_leaves_by_an_exception(error):
-    """The others are told which one: its type and first line."""
+    """The errors of the others have its type and its first line."""
     ended = outcomes(3, raises_within, error)
     if error == "ValueError":
         assert ended[AWAY].error == "ValueError: 7\nsecond line"
@@ -273,7 +274,7 @@ def exits_with_an_open_communicator(world):
 
 
 def test_exit_with_an_open_communicator():
-    """It warns and tells the others; nothing else happens at the process' end."""
+    """It warns, and the others raise; the exit code does not change."""
     ended = outcomes(2, exits_with_an_open_communicator)
     assert ended[AWAY].code == 3
     output = ended[AWAY].output
@@ -324,7 +325,7 @@ def late(world):
 
 
 def test_a_late_rank_is_waited_for():
-    """For ever where the timeout is 0, and as long as a longer one lasts."""
+    """Indefinitely if the timeout is 0, otherwise until a longer timeout."""
     assert run_ranks(2, late) == [[True, True]] * 2
 
 
@@ -367,7 +368,7 @@ def test_communicators_split_without_mpi(three):
 
 
 def stays_away_from_a_child(world):
-    """Ranks 1 and 2 have a child of theirs, to which rank 1 does not come."""
+    """Ranks 1 and 2 have a child communicator, in which rank 1 makes no call."""
     warm_up(world)
     with ns.Communicator(world, timeout=1) as comm:
         child = comm.split(min(comm.rank, AWAY))
@@ -385,7 +386,7 @@ def test_a_rank_that_does_not_come_fails_one_child_only(three):
     assert [found[2] for found in facts] == [True] * 3
     assert facts[0][:2] == ("", "")
     assert facts[1][0] == ""
-    for text in (facts[1][1], facts[2][0]):  # each is told once
+    for text in (facts[1][1], facts[2][0]):  # each raises it once
         assert text.startswith(waited), text
     assert facts[2][1] == ""
 
@@ -442,7 +443,7 @@ CREATION = {
 
 @pytest.mark.parametrize("how", CREATION)
 def test_a_communicator_that_cannot_be_made_on_one_rank(three, how):
-    """All ranks are told, nothing stays open, and the next one works."""
+    """All ranks raise, no resource stays open, and the next communicator works."""
     for error, seconds, leaked, again in three.run(fails_on_one_rank, how):
         assert re.match(CREATION[how], error), error
         assert seconds < SOON

@@ -1,4 +1,4 @@
-"""Compiled kernels stay on disk: the next process compiles nothing."""
+"""Kernels are compiled once: other ranks and later processes read them from disk."""
 
 import numpy as np
 
@@ -29,7 +29,8 @@ def compile_and_reduce(world, may_compile):
         memory = comm.rendezvous(comm.zeros(10))
         memory.barrier()
         comm.synchronize()
-        return len(compiled), all((y.copy_to_host() == 3).all() for y in found)
+        right = 3 * comm.size
+        return len(compiled), all((y.copy_to_host() == right).all() for y in found)
 
 
 def test_a_second_process_compiles_nothing(world, tmp_path):
@@ -38,3 +39,12 @@ def test_a_second_process_compiles_nothing(world, tmp_path):
     environ = [{"XDG_CACHE_HOME": str(tmp_path)}]
     assert run_ranks(1, compile_and_reduce, True, environ=environ) == [(4, True)]
     assert run_ranks(1, compile_and_reduce, False, environ=environ) == [(0, True)]
+
+
+def test_the_ranks_of_a_host_compile_each_kernel_once(world, tmp_path):
+    if world.rank > 0:
+        return
+    environ = [{"XDG_CACHE_HOME": str(tmp_path)}] * world.size
+    found = run_ranks(world.size, compile_and_reduce, True, environ=environ)
+    assert sum(compiled for compiled, _ in found) == 4
+    assert all(right for _, right in found)

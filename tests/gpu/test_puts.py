@@ -23,7 +23,7 @@ def stream(comm):
 @needs_peers
 @pytest.mark.parametrize("fenced", [False, True])
 def test_a_put_follows_its_source_and_precedes_its_signal(comm, stream, fenced):
-    """The source comes late, the copy takes long, and the signal is there at last."""
+    """The source is late and the copy takes long; the signal arrives after both."""
     count = 16 * MIB
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     memory = comm.rendezvous(comm.zeros(count, np.float32))
@@ -39,7 +39,9 @@ def test_a_put_follows_its_source_and_precedes_its_signal(comm, stream, fenced):
         memory.wait_signal(left, stream=stream)
         memory.get(comm.rank, count, np.float32, out=out, stream=stream)
         add(here, 0.5, stream)  # so that only the next put makes it right
-        memory.barrier(1, stream)  # nobody puts the next before all have done this
+        memory.barrier(
+            1, stream
+        )  # all ranks have finished this step before any puts again
     comm.synchronize(stream)
     for step, array in enumerate(seen, 1):
         assert (array.copy_to_host() == 100 * step + left).all()

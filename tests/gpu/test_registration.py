@@ -96,7 +96,7 @@ def test_cupy_s_pool(comm):
 
 
 def test_torch_s_allocator(comm):
-    """Its blocks lie inside of cudaMalloc's, too, unless set up otherwise."""
+    """By default, its blocks are within allocations of cudaMalloc, too."""
     torch = optional("torch")
     torch.cuda.set_device(comm.device.ordinal)
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Calls run in the order of their streams, whoever's streams they are."""
+"""Calls run in the order of their streams, of whichever library."""
 
 import gc
 import threading

@@ -16,7 +16,7 @@ from tests.ranks.helpers import check_works
 
 @pytest.fixture
 def away(world):
-    """Return the rank that does not come."""
+    """Return the absent rank."""
     if world.size == 1:
         pytest.skip("one rank waits for nobody")
     return world.size - 1

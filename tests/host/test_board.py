@@ -81,7 +81,7 @@ def test_who_leaves_is_not_late():
 
 
 def differing(operation):
-    """Return what a record of calls that differ says."""
+    """Return the text of a record of calls that differ."""
     error, text, hint, ranks, *_ = describe(record(operation))
     assert error is CallMismatch
     assert hint == ""
@@ -281,7 +281,7 @@ def test_a_rank_whose_process_has_ended_is_named(meet):
 
 @pytest.mark.usefixtures("on_the_host")
 def test_an_interrupted_rank_tells_the_others_why_it_votes_to_stop(monkeypatch):
-    """Also when it comes again, or another record is on the way."""
+    """Also if it arrives again, or another record is in transit."""
 
     def play(made, comm):
         wait = Wait("zeros", comm.rank, 10)
@@ -333,17 +333,23 @@ def test_a_child_of_a_fork_does_not_keep_its_parent_alive():
 @pytest.mark.usefixtures("on_the_host")
 def test_nobody_waits_once_a_rank_has_failed():
     def play(made, comm):
+        began, failure = time.monotonic(), None
         if comm.rank == 1:
             time.sleep(0.05)
             made.abandon("is away")
-            return None
-        return made.gate(Wait("zeros", comm.rank, 10))
+        else:
+            failure = made.gate(Wait("zeros", comm.rank, 10))
+        seconds = time.monotonic() - began
+        comm.barrier()  # the process of who has left does not end
+        return failure and failure.text, seconds
 
-    assert on_ranks(2, play)[0].text == "rank 1 is away"
+    text, seconds = on_ranks(2, play)[0]
+    assert text == "rank 1 is away"
+    assert seconds < 5  # the deadline is later
 
 
 class Driver:
-    """Pins pages, and fails at one call on the ranks that are told to."""
+    """Pins pages, and fails in one call on some ranks."""
 
     def __init__(self, failing=None):
         self.failing = failing

@@ -132,7 +132,7 @@ def test_open_mpi_does_not_use_an_unsuitable_tmpdir(folder):
 def test_open_mpi_without_a_folder_for_its_files_is_an_error(
     tmp_path, monkeypatch, capfd
 ):
-    """In /proc nobody can make a folder, not even root."""
+    """In /proc no user can make a folder, not even root."""
     script = tmp_path / "script.py"
     script.touch()
     monkeypatch.setenv(cli.SESSIONS, "/proc")
@@ -167,7 +167,7 @@ if one.rank == 0:
 
 
 def test_communicators_outlive_mpi_and_tell_of_a_rank_that_has_ended(tmp_path):
-    """The end of the process tells the others."""
+    """The others see the end of the process."""
     script = tmp_path / "script.py"
     script.write_text(ENDS)
     ended = start("run", "-n", 2, "--simulate", script)

@@ -112,7 +112,7 @@ def test_mig_slices_are_recognised(name, uuid, expected):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Let each rank see what the test says, and record what it makes current."""
+    """Each rank sees the GPUs that the test sets; records those made current."""
     machine = Machine()
     monkeypatch.setattr(devices, "visible_gpus", machine.visible_gpus)
     monkeypatch.setattr(devices, "_current_ordinal", lambda: machine.context)

@@ -97,7 +97,7 @@ def test_an_error_at_any_step_leaves_nothing_behind(what, step, fake):
     with pytest.raises(DriverError, match="as asked"):
         act(backend)
     assert fake.held == []
-    # After the failure come only the calls that undo what came before.
+    # The calls after the failure only undo those before it.
     acquired = [UNDO[name] for name in fake.names()[: step - 1] if name in UNDO]
     undone = [name for name in fake.names()[step:] if name != "cuCtxSynchronize"]
     assert undone == acquired[::-1]

@@ -41,7 +41,7 @@ def beside_a_closure(ctx, n):
     "kernel", [through_module, through_name, through_address, beside_a_closure]
 )
 def test_a_store_is_kept(kernel, monkeypatch):
-    # Numba asks a device function's device, which only a driver could tell.
+    # Numba asks for the current device, for which it needs a driver.
     device = SimpleNamespace(compute_capability=(9, 0))
     monkeypatch.setattr("numba.cuda.dispatcher.get_current_device", lambda: device)
     ctx = Context(0, 2, (1 << 40, 2 << 40), (3, 4), Guard(5, 0, 2, 6))

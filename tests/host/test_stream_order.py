@@ -135,7 +135,7 @@ def test_handle_0_is_what_cuda_bindings_take_it_for(streams, waits, zero):
 def test_in_a_capture_a_call_right_behind_the_last_one_does_not_wait(
     streams, cuda, waits, monkeypatch
 ):
-    """The nodes tell: the driver refuses to identify a stream that is captured."""
+    """By its nodes, as the driver does not identify a stream that is captured."""
     nodes = {0xA0: [1], 0xB0: [1]}
     record = itertools.count(2)
 

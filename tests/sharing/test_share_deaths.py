@@ -32,12 +32,12 @@ def die():
 
 
 def has_ended(handle):
-    """Return whether the producer is gone, as an open tells."""
+    """Return whether an open finds that the producer has ended."""
     return error_of(ns.open_shared, handle).startswith(ENDED)
 
 
 def loses_a_consumer(comm, how):
-    """Rank 1 ends with arrays open, rank 2 goes on."""
+    """Rank 1 ends with arrays open, and rank 2 continues."""
     survivors = None if comm.rank == 1 else comm.among([0, 2])
     if comm.rank == 0:
         arrays = [numbers(SIZE, i) for i in range(5)]

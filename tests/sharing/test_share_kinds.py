@@ -1,4 +1,4 @@
-"""Kinds of GPU memory: which can be shared, how, and what is said of the others."""
+"""Kinds of GPU memory: how they are shared, and the errors of those that cannot be."""
 
 import re
 import weakref

@@ -24,7 +24,7 @@ EACH = 40
 
 
 def shares_in_a_row(comm):
-    """Share arrays of two allocations in turn; the consumer opens and drops each."""
+    """Share arrays of two allocations alternately; a consumer opens and drops each."""
     mine = [numbers(100), numbers(100, 50)]
     before, right = None, True
     for turn in range(IN_A_ROW // AT_A_TIME):

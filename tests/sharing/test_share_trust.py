@@ -179,7 +179,7 @@ def altered(handle, others, chance):
 
 
 def opens_altered_handles(comm, where):
-    """Open altered handles, in the producer or elsewhere; return what went wrong."""
+    """Open altered handles, in the producer or elsewhere; return the failures."""
     shared = [numbers(SIZE, 1000 * i) for i in range(3)] if comm.rank == 0 else []
     handles = comm.allgather([ns.share(x, opens=OPENS) for x in shared])[0]
     digests = [handle.digest for handle in handles]

@@ -1,4 +1,4 @@
-"""What the tests' processes do: kernels, contents, messages, counting what is open."""
+"""Helpers of the tests' processes: kernels, contents, messages, resource counts."""
 
 import gc
 import re
@@ -65,7 +65,7 @@ def are(x, count, first=0):
 
 
 def say(comm, value=None):
-    """Return what the one rank said that said something; all ranks call it."""
+    """Return the value of the one rank that passes one; all ranks call it."""
     said = [one for one in comm.allgather(value) if one is not None]
     return said[0] if said else None
 
@@ -80,7 +80,7 @@ def error_of(call, *args, **options):
 
 
 def becomes(condition):
-    """Return whether a condition comes true in time; it may take another process."""
+    """Return whether a condition becomes true in time, maybe by another process."""
     end = time.monotonic() + PATIENCE
     while not condition():
         if time.monotonic() > end:
@@ -124,7 +124,7 @@ def resources():
 
 
 def growth(before, after):
-    """Return what has grown, by more than what comes and goes by itself."""
+    """Return what has grown by more than it varies by itself."""
     allowed = {"maps": 40, "resident": 24, "device": 64}
     grown = {
         name: (before[name], after[name])

@@ -139,6 +139,11 @@ def misuses(comm, world):
     handle = ns.share(good["x"], opens=len(JUNK))
     event = ns.Event(interprocess=True)
     special = {
+        "Communicator.prepare": {
+            "calls": "all_reduce",
+            "dtypes": ["int8"],
+            "ops": ["sum"],
+        },
         "Event.from_ipc_handle": {"handle": event.ipc_handle()},
         "SymmetricMemoryAllocator.rendezvous": {"comm": comm},
         "open_shared": {"handle": handle},
@@ -148,16 +153,25 @@ def misuses(comm, world):
         names = inspect.signature(call).parameters
         given = {each: good.get(each) for each in names} | special.get(name, {})
         if name.rpartition(".")[2] not in NEEDS_PEERS:
-            yield name, functools.partial(call, **given), True
+            yield name, filled(call, given), True
         for each in names:
             for junk in JUNK:
                 if each not in ANYTHING and not (each == "stream" and is_handle(junk)):
-                    wrong = functools.partial(call, **given | {each: junk})
+                    wrong = filled(call, given | {each: junk})
                     yield f"{name}({each}={junk!r:.60})", wrong, False
     for junk in JUNK:
         wrong = functools.partial(comm.allocator.free, junk)
         yield f"SymmetricMemoryAllocator.free(ptr={junk!r:.60})", wrong, False
     handle.cancel()
+
+
+def filled(call, given):
+    """Return what makes a call; of a parameter ``*names`` there is one argument."""
+    several = inspect.Parameter.VAR_POSITIONAL
+    found = inspect.signature(call).parameters.values()
+    first = [given[each.name] for each in found if each.kind is several]
+    rest = {each.name: given[each.name] for each in found if each.kind is not several}
+    return functools.partial(call, *first, **rest)
 
 
 def is_handle(junk):
