@@ -1,6 +1,8 @@
 """The choice of the fastest algorithm: every limit, by bytes, type and ranks.
 
-Measured on H200s with 2, 4 and 8 ranks; see bench/README.md.
+Measured on H200s (bench/README.md). The limits for 2 ranks are of calls on 31
+multiprocessors, the default. Those for more ranks were measured on all of them; where
+they choose ``direct`` for all_reduce and reduce_scatter, they are estimates.
 """
 
 import math
@@ -43,67 +45,77 @@ class Choice(NamedTuple):
 # A sentinel changes the bits of some NaNs, so floats that are only moved take the
 # algorithms of other types.
 _LL = Step("one_shot_ll", (64 * _K, 64 * _K, 224 * _K), sent=True)
-_MARKED = Step("one_shot_marked", (2 * _M, 1536 * _K, 1792 * _K), sent=True)
-
+_MARKED = Step("one_shot_marked", (1280 * _K, 1536 * _K, 1792 * _K), sent=True)
 
 _COPIED = (
     _LL,
     _MARKED,
-    Step("chunked", (40 * _M, 40 * _M, 56 * _M), sent=True),
+    Step("chunked", (24 * _M, 40 * _M, 56 * _M), sent=True),
     Step("copy_engine", (ALL, ALL, ALL)),
 )
-_EXCHANGED = Choice(
+_SCANNED = Choice(
     floats=(
-        Step("one_shot_sentinel", (32 * _M, 3 * _M, 14 * _M), sent=True),
+        Step("one_shot_sentinel", (4 * _M, 3 * _M, 14 * _M), sent=True),
         Step("chunked", (ALL, ALL, ALL)),
     ),
     others=(_LL, _MARKED, Step("chunked", (ALL, ALL, ALL))),
 )
-# With two ranks, a two-shot reduce sends no fewer bytes than a one-shot reduce.
+_SCATTERED = Choice(
+    floats=(
+        Step("one_shot_sentinel", (2 * _M, 3 * _M, 14 * _M), sent=True),
+        Step("direct", (ALL, ALL, ALL)),
+    ),
+    others=(
+        _LL,
+        Step("one_shot_marked", (1536 * _K, 1536 * _K, 1792 * _K), sent=True),
+        Step("direct", (ALL, ALL, ALL)),
+    ),
+)
+# For two ranks, a two-shot reduction to a root has no advantage.
 _REDUCED = Choice(
     floats=(
-        Step("one_shot_sentinel", (2 * _M, 256 * _K, 128 * _K)),
+        Step("one_shot_sentinel", (1280 * _K, 256 * _K, 128 * _K)),
         Step("two_shot_sentinel", (NONE, 8 * _M, 4 * _M)),
-        Step("chunked", (32 * _M - 1, NONE, NONE)),
+        Step("chunked", (8 * _M, NONE, NONE)),
         Step("direct", (ALL, ALL, ALL)),
     ),
     others=(
         Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
-        Step("one_shot_marked", (2 * _M, 256 * _K, 128 * _K)),
+        Step("one_shot_marked", (1280 * _K, 256 * _K, 128 * _K)),
         Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
-        Step("chunked", (32 * _M - 1, NONE, NONE)),
+        Step("chunked", (8 * _M, NONE, NONE)),
         Step("direct", (ALL, ALL, ALL)),
     ),
 )
-# With two ranks, no rank passes data on.
+# For two ranks, no rank has anything to pass on.
 _BROADCAST = (
     _MARKED,
-    Step("chunked", (40 * _M, 1 * _M - 1, 2 * _M - 1)),
+    Step("chunked", (14 * _M, 1 * _M - 1, 2 * _M - 1)),
     Step("copy_engine", (ALL, NONE, NONE)),
     Step("direct", (NONE, ALL, ALL)),
 )
 ON_GPUS = {
     "all_reduce": Choice(
         floats=(
-            Step("one_shot_sentinel", (1 * _M, 128 * _K, 64 * _K)),
-            Step("two_shot_sentinel", (8 * _M, 4 * _M, 16 * _M)),
-            Step("chunked", (64 * _M, 64 * _M, 256 * _M)),
+            Step("one_shot_sentinel", (512 * _K, 128 * _K, 64 * _K)),
+            Step("two_shot_sentinel", (6 * _M, 4 * _M, 8 * _M)),
+            Step("direct", (76 * _M, 64 * _M, 256 * _M)),
             Step("copy_engine", (ALL, ALL, ALL)),
         ),
         others=(
-            # A packet has twice the bytes, but needs fewer instructions.
+            # Packets are twice the bytes, and need fewer instructions.
             Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
             Step("one_shot_marked", (2 * _M, 128 * _K, 64 * _K)),
-            Step("two_shot_marked", (2 * _M, 1 * _M, 1 * _M)),
-            Step("chunked", (64 * _M, 64 * _M, 256 * _M)),
+            Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
+            Step("direct", (76 * _M, 64 * _M, 256 * _M)),
             Step("copy_engine", (ALL, ALL, ALL)),
         ),
     ),
     "all_gather": Choice(_COPIED, _COPIED),
     "all_to_all": Choice(_COPIED, _COPIED),
-    "reduce_scatter": _EXCHANGED,
-    "scan": _EXCHANGED,
-    "exscan": _EXCHANGED,
+    "reduce_scatter": _SCATTERED,
+    "scan": _SCANNED,
+    "exscan": _SCANNED,
     "reduce": _REDUCED,
     "reduce_scatter_v": _REDUCED,  # made of reductions
     "broadcast": Choice(_BROADCAST, _BROADCAST),

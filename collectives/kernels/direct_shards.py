@@ -58,6 +58,9 @@ from numba_symm.waits import ALL_REDUCE_DIRECT, REDUCE_SCATTER
 
 LOADS = 8  # vectors that a thread loads before it reduces them
 
+BLOCKS = 64
+"""Most blocks of an all-reduce. On 2 GPUs, 8 multiprocessors are within 2 % of 31."""
+
 
 def make_direct_shards(
     size: int, element: Element, op: Op, ragged: bool, everywhere: bool
@@ -205,6 +208,7 @@ def _launch(
     *arguments: int,
 ) -> Launch:
     """Pack the second launch; ``share`` are the vectors of the largest shard."""
-    grid = min(divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
+    most = BLOCKS if everywhere else handshake.BLOCKS
+    grid = min(divide_up(share, THREADS), end.max_blocks, most)
     of_call = kernel(end.size, call.element, call.op, ragged, everywhere)
     return binding.launch(of_call, end, grid, *arguments)

@@ -72,9 +72,9 @@ from numba_symm.device.polling import (
 from numba_symm.kernels import Kernel
 from numba_symm.waits import CALL_MISMATCH
 
-BLOCKS = 128
-"""Most blocks of the second launch: more loads at once only congest the links, and
-grids of this size may be launched early (``workspace.py``)."""
+BLOCKS = 120
+"""Most blocks of the second launch: more simultaneous loads only congest the links, and
+a grid of 15 multiprocessors may be early (``binding.launch``)."""
 
 _BOX = 4 * VECTOR  # two vectors as packets
 

@@ -7,8 +7,7 @@ import numpy as np
 
 from numba_symm import dtypes
 from numba_symm.collectives import operations
-from numba_symm.collectives.kernels.direct_shards import LOADS
-from numba_symm.collectives.protocols import handshake
+from numba_symm.collectives.kernels.direct_shards import BLOCKS, LOADS
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
@@ -65,7 +64,7 @@ def tiles(algorithm, dtype, comm):
         blocks = min(blocks // TRANSPORTS[transport].weight, protocol.blocks)
         block, steps = THREADS, protocol.steps(size)
     elif algorithm == DIRECT:
-        blocks = min(blocks, handshake.BLOCKS)
+        blocks = min(blocks, BLOCKS)
         block, steps = THREADS, max(1, LOADS // size)
     else:  # "chunked", which also does what "copy_engine" cannot
         blocks = min(blocks, CHUNKED.blocks)
