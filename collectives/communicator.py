@@ -52,9 +52,9 @@ class Communicator:
     """Collectives between the GPUs of the ranks of one host.
 
     Construction and all methods are collective, except messages (``send``, ``recv``,
-    ``sendrecv``, ``group``), ``check``, ``synchronize`` and the properties. Every rank
-    makes the collective calls in the same order. Each method says which arguments must
-    agree; ``algorithm`` always must.
+    ``sendrecv``, ``group``), ``prepare``, ``check``, ``synchronize`` and the
+    properties. Every rank makes the collective calls in the same order. Each method
+    says which arguments must agree; ``algorithm`` always must.
 
     One thread at a time may be in a call; a call of a second thread raises. The CUDA
     context of the construction must be current in every call: after

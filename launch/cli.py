@@ -130,7 +130,11 @@ def _bench(argv: Sequence[str]) -> int:
 def _compile(argv: Sequence[str]) -> int:
     from numba_symm.launch import compiling  # imports many packages
 
-    compiling.run(compiling.parser().parse_args(argv), Console())
+    try:
+        compiling.run(compiling.parser().parse_args(argv), Console())
+    except KeyboardInterrupt:
+        _tell("numba-symm compile: interrupted; the compiled kernels are in the cache")
+        return 130
     return 0
 
 

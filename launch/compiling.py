@@ -167,8 +167,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
     missing = [job for job in jobs if not _is_stored(job)]
     processes = max(1, min(options.jobs, -(-len(missing) // _BATCH)))
     console.print(
-        f"{len(jobs)} kernels, {len(jobs) - len(missing)} of them in "
-        f"{escape(str(code_cache.folder()))}",
+        f"{len(jobs)} {'kernel' if len(jobs) == 1 else 'kernels'}, "
+        f"{len(jobs) - len(missing)} of them in {escape(str(code_cache.folder()))}",
         soft_wrap=True,
     )
     if not missing:

@@ -1,8 +1,13 @@
 """``numba-symm compile``, without a GPU."""
 
+import contextlib
 import io
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -161,6 +166,43 @@ def test_a_process_that_is_killed_is_an_error(cache, printed):
     deadly = Kernel(os._exit, (1,), (), 32)
     with pytest.raises(SymmError, match="a process was killed"):
         compiling._compile_all([(deadly, (9, 0))], 1, printed)
+
+
+def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache):
+    main = "import sys; from numba_symm.launch.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", main, "compile", *HERE, "--jobs", "2"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+        try:
+            deadline = time.monotonic() + 100
+            while not stored(cache) and time.monotonic() < deadline:
+                time.sleep(0.1)
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+            assert process.returncode == 130
+            assert errors.splitlines() == [
+                "numba-symm compile: interrupted; the compiled kernels are in the cache"
+            ]
+            while is_running(process.pid):  # multiprocessing's own process ends last
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert 0 < len(stored(cache)) < 60
+
+
+def is_running(group):
+    """Return whether a process of a group is alive."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def stored(cache):
+    return [file for file in cache.glob("entries/*/*") if file.is_file()]
 
 
 def test_info_shows_the_cache_and_how_much_is_in_it(cache, printed, monkeypatch):
