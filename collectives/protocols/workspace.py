@@ -93,7 +93,6 @@ class Layout:
     size: int
     barrier: Region
     direct: Region
-    pull: Region
     one_shot_sentinel: Region
     one_shot_marked: Region
     one_shot_ll: Region
@@ -154,7 +153,6 @@ def _blocks(blocks: int) -> int:
 
 # The more, the larger the message that goes in one round; all together less than 64 MiB
 # on 8 ranks. Messages too large for one round go in several, more slowly.
-PULL = Protocol(_blocks(64), 16 if SIMULATED else 2)
 ONE_SHOT = {
     "sentinel": Protocol(_blocks(256), 4),
     "marked": Protocol(_blocks(256), 4, MARKED_ROW, few=2),
@@ -203,7 +201,6 @@ def layout(size: int) -> Layout:
     slots = {
         "barrier": 0,
         "direct": 5 * VECTOR * (size - 1),
-        "pull": PULL.most(size) * 2 * PULL.rows * ROW,
         **{f"one_shot_{name}": taken(each, 1) for name, each in ONE_SHOT.items()},
         **{f"two_shot_{name}": taken(each, 2) for name, each in TWO_SHOT.items()},
         "chunked": taken(CHUNKED, 2),

@@ -261,7 +261,7 @@ def _shrink(workspace: ModuleType, shape: Shape) -> None:
     workspace.THREADS, workspace.MAX_BLOCKS = threads, blocks
     workspace.MOST_BLOCKS = 4 * max(threads, blocks)
     small = workspace.Protocol(blocks, rows)
-    workspace.PULL = workspace.CHUNKED = small
+    workspace.CHUNKED = small
     workspace._MOST_ROWS = rows
     row = workspace.ROW
     rows = {
