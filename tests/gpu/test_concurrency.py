@@ -101,54 +101,54 @@ def test_children_on_streams_of_their_own_run_at_once(comm):
             assert (y.copy_to_host() == value).all()
 
 
-WAITING = pytest.mark.xfail(
-    raises=ns.CollectiveTimeout,
-    strict=True,
-    reason="the blocks that wait occupy every multiprocessor",
-)
-
-
-@pytest.mark.parametrize("most", [pytest.param(None, marks=WAITING), 24])
-def test_two_communicators_and_a_product_between_their_calls(world, most):
+@pytest.mark.parametrize("most", [None, 24])
+@pytest.mark.parametrize("number", [2, 4])
+def test_communicators_and_a_product_before_each_call(world, number, most):
     """A product needs a whole multiprocessor.
 
-    Half of the ranks call one communicator first, the others the other one. Then each
-    enqueues a product before the call in which the others wait.
+    Each rank calls the communicators in an order of its own, with a product before each
+    call. So on some rank, a call waits for one that is behind a product elsewhere.
     """
     torch = optional("torch")
     with ExitStack() as stack:
         comms = [
             stack.enter_context(ns.Communicator(world, timeout=8, multiprocessors=most))
-            for _ in range(2)
+            for _ in range(number)
         ]
         torch.cuda.set_device(comms[0].device.ordinal)
         streams = [torch.cuda.Stream() for _ in comms]
         matrix = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        product = torch.empty_like(matrix)
-        x = to_device(np.ones(1 << 18, np.float32))
-        sums = [cuda.device_array_like(x) for _ in comms]
+        products = [torch.empty_like(matrix) for _ in comms]
+        sizes = 1 << 8, 1 << 14, 1 << 18, 1 << 22
+        pairs = [
+            [comm.empty((2, size), np.float32) for size in sizes] for comm in comms
+        ]
 
-        def multiply(which):
-            with torch.cuda.stream(streams[which]):
-                torch.matmul(matrix, matrix, out=product)
+        def call(which, size, step):
+            stream, (x, out) = streams[which], pairs[which][size]
+            with torch.cuda.stream(stream):
+                torch.matmul(matrix, matrix, out=products[which])
+                torch.as_tensor(x, device="cuda").fill_(step + world.rank)
+            comms[which].all_reduce(x, out=out, stream=stream)
 
-        def reduce(which):
-            comms[which].all_reduce(x, out=sums[which], stream=streams[which])
-
-        for which in range(2):  # every kernel is loaded
-            multiply(which)
-            reduce(which)
-            torch.cuda.synchronize()
-        for _ in range(3):
+        for which in range(number):  # every kernel is loaded
+            for size in range(len(sizes)):
+                call(which, size, 0)
+                torch.cuda.synchronize()
+        own, common = random.Random(world.rank), random.Random(3)
+        ranks = sum(range(world.size))
+        for step in range(40):
             world.barrier()
-            first, then = (0, 1) if world.rank % 2 else (1, 0)
-            reduce(first)
-            time.sleep(0.2)  # it waits for the others by now
-            multiply(then)
-            reduce(then)
+            chosen = [common.randrange(len(sizes)) for _ in comms]
+            for which in own.sample(range(number), number):
+                if own.random() < 0.2:
+                    time.sleep(0.02)  # the last call waits for the others by now
+                call(which, chosen[which], step)
             for comm, stream in zip(comms, streams, strict=True):
                 comm.synchronize(stream)
-        assert all((y.copy_to_host() == world.size).all() for y in sums)
+            for which, size in enumerate(chosen):
+                _, out = pairs[which][size]
+                assert (out.copy_to_host() == step * world.size + ranks).all()
 
 
 def test_a_thousand_mixed_calls(comm):
