@@ -9,7 +9,7 @@ from explore.scheduler import Machine, explore
 from explore.source import SMALL, device_code
 from explore.world import ALGORITHMS, MAILED, World, an_integer, on_own_arrays
 
-WORST = 400  # schedules that find every broken protocol; most need fewer than 20
+WORST = 1000  # schedules that find every broken protocol; most need fewer than 20
 by_anything_and_by_result = pytest.mark.parametrize(
     "races", [True, False], ids=["by anything", "by result"]
 )
