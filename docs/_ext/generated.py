@@ -98,7 +98,7 @@ def _last(holds, first, most=1 << 40):
 class Measured(SphinxDirective):
     """Recorded runs, as a table of microseconds: a column each for us and the others.
 
-    The arguments are files of bench/results; the option names other contenders.
+    The arguments are files of bench/results. The option names other contenders.
     """
 
     required_arguments = 1
@@ -107,7 +107,7 @@ class Measured(SphinxDirective):
 
     def run(self):
         """Return the table; the fastest of each run and size is bold."""
-        columns = ["numba_symm", *self.options["against"].split()]
+        columns = ["numba_symm", *self.options.get("against", "").split()]
         files = [RESULTS / name for name in self.arguments[0].split()]
         runs = [json.loads(file.read_text()) for file in files]
         for file in files:
@@ -122,7 +122,8 @@ class Measured(SphinxDirective):
                 found = [_best(row, column) for column in columns]
                 least = min(found)
                 cells = [
-                    f"**{_digits(t)}**" * (t == least) or _digits(t) for t in found
+                    f"**{_digits(t)}**" if t == least and len(found) > 1 else _digits(t)
+                    for t in found
                 ]
                 times.setdefault(row[0]["bytes"], []).extend(cells)
         rows = [[_human(nbytes), *cells] for nbytes, cells in times.items()]
