@@ -4,11 +4,11 @@ An entry is a SHA-256 digest of its key and code, followed by the code. So damag
 entry is found before a GPU runs the code. Without a usable entry, code is compiled.
 
 Processes that need the same code at the same time, such as the ranks of a host, share
-the work: one compiles, the others wait for it and read its entry. It holds a lock on a
-byte of a file in the cache's folder, which ends with the process in whatever way. A
-process that has waited for ``LONGEST_WAIT``, because the other one was stopped, say,
-compiles itself; so does one that cannot lock. Nothing is loaded on a GPU under a lock:
-that may wait for a peer, which may be waiting for the lock.
+the work: one compiles, the others wait for its entry. It holds a lock on a byte of a
+file in the cache's folder, which ends with the process in whatever way. The others
+compile too, all at the same time, if there is no entry when the lock is released, or
+after ``LONGEST_WAIT``. So does a process that cannot lock. Nothing is loaded on a GPU
+under a lock: that may wait for a peer, which may be waiting for the lock.
 """
 
 import functools
@@ -16,7 +16,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -108,49 +108,67 @@ def _files() -> Any:
 
 @contextmanager
 def _alone(key: bytes) -> Iterator[None]:
-    """Keep other processes out that have the same key; not if that is impossible."""
+    """Let other processes with the same key wait; or wait for the one that does so.
+
+    If neither is possible, do nothing.
+    """
+    descriptor = None
     try:
-        descriptor = _locked(key)
-    except (OSError, RuntimeError) as error:
-        descriptor = None
-        if _may_write():  # otherwise ``store`` says why
-            _warn(
-                f"the kernel cache cannot be locked ({error}): ranks compile the same "
-                "kernels at the same time; set XDG_CACHE_HOME to a folder on a disk of "
-                "this host"
-            )
-    try:
+        try:
+            descriptor = _opened()
+            if not locks.try_lock(descriptor, _byte(key)):
+                _await_entry(key, descriptor)
+        except (OSError, RuntimeError) as error:
+            _say_why(error)
         yield
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        _close(descriptor, _byte(key))
 
 
-def _locked(key: bytes) -> int:
-    """Return a descriptor that locks the key until it is closed, or waited too long.
+def _say_why(error: Exception) -> None:
+    """Warn that kernels cannot be locked."""
+    if _may_write():  # otherwise ``store`` says why
+        _warn(
+            f"the kernel cache cannot be locked ({error}): ranks compile the same "
+            "kernels at the same time; set XDG_CACHE_HOME to a folder on a disk of "
+            "this host"
+        )
+
+
+def _opened() -> int:
+    """Return a descriptor of the file of locks.
 
     Raises:
-        OSError: the file cannot be opened or locked.
+        OSError: the file cannot be opened.
         RuntimeError: the user's home is unknown.
     """
-    byte = _byte(key)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-    descriptor = os.open(folder() / _LOCKS, flags, 0o666)
-    try:
-        last = time.monotonic() + LONGEST_WAIT
-        while not locks.try_lock(descriptor, byte):
-            if time.monotonic() > last:
-                _warn(
-                    f"a kernel is compiled here, because the process that compiles it "
-                    f"for others has taken more than {LONGEST_WAIT:.0f} s; was it "
-                    "stopped?"
-                )
-                break
-            time.sleep(_POLL)
-    except BaseException:
+    return os.open(folder() / _LOCKS, flags, 0o666)
+
+
+def _close(descriptor: int | None, byte: int) -> None:
+    """Close the file of locks, and release the lock if this process holds it.
+
+    Closing is not enough: a child that was forked meanwhile has the description, too.
+    """
+    if descriptor is not None:
+        with suppress(OSError):  # no locks here
+            locks.unlock(descriptor, byte)
         os.close(descriptor)
-        raise
-    return descriptor
+
+
+def _await_entry(key: bytes, descriptor: int) -> None:
+    """Wait until the key has an entry, nobody compiles it, or it has taken too long."""
+    byte = _byte(key)
+    last = time.monotonic() + LONGEST_WAIT
+    while load(key) is None and locks.is_locked(descriptor, byte):
+        if time.monotonic() > last:
+            _warn(
+                f"a kernel is compiled here, because the process that compiles it for "
+                f"others has taken more than {LONGEST_WAIT:.0f} s; was it stopped?"
+            )
+            return
+        time.sleep(_POLL)
 
 
 def _byte(key: bytes) -> int:

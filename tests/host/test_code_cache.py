@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import ExitStack
 from itertools import count
@@ -187,3 +188,57 @@ def test_a_kernel_with_a_users_operator_is_compiled_by_every_process(cache):
 
 def no_home():
     raise RuntimeError("no home")
+
+
+def test_a_child_forked_meanwhile_keeps_no_lock(cache, start):
+    """It has the description of the file of locks, and outlives the compilation."""
+    children = []
+
+    def forking():
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        children.append(child)
+        return b"code"
+
+    try:
+        code_cache.compiled_once(KEY, forking)
+        (cache / code_cache._LOCKS).touch()
+        for entry in (cache / "entries").rglob("*"):
+            if entry.is_file():
+                entry.unlink()
+        began = time.monotonic()
+        assert code_cache.compiled_once(KEY, lambda: b"again") == b"again"
+        assert time.monotonic() - began < code_cache.LONGEST_WAIT / 2
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_without_room_for_an_entry_those_who_waited_compile_together(
+    cache, monkeypatch
+):
+    """One after another, the last of many ranks would be late."""
+    monkeypatch.setattr(code_cache, "store", lambda key, code: None)
+    together = threading.Barrier(4)
+
+    def first():
+        time.sleep(0.3)  # the others wait for its lock
+        return b"code"
+
+    def later():
+        together.wait(20)
+        return b"code"
+
+    threads = [
+        threading.Thread(target=code_cache.compiled_once, args=(KEY, each))
+        for each in (first, *4 * [later])
+    ]
+    for thread in threads:
+        thread.start()
+        wait_until(lambda: (cache / code_cache._LOCKS).exists())
+    for thread in threads:
+        thread.join(30)
+    assert not together.broken
