@@ -61,7 +61,7 @@ OF_THREE_RANKS_BROKEN = {  # each has more than one neighbour
     ),
     "vectors in the ring's order": (
         ALGORITHMS,
-        replaced("order", "turning", "turning = False"),
+        replaced("order", "rotating", "rotating = False"),
     ),
     "one mailbox for all ranks": (
         MAILED,
