@@ -283,19 +283,19 @@ def _exchange(
     if not kind.output.reduces:
         copied = partial(copied_exchange.bind, name, chunked)
         algorithms["copy_engine"] = Algorithm(copied, fewest=2)
-    shards = (lambda size: size) if kind.parts_in else (lambda size: 1)
+    shards = (lambda size: size) if kind.sends_shards else (lambda size: 1)
     return Operation(name, kind.output.reduces, algorithms, shape, shards, without)
 
 
-def _chunked_reduce(end: Endpoint, call: Call, left_over: int = 0) -> Enqueue:
+def _chunked_reduce(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
     """Bind a reduce in chunks by the kernel for this number of ranks and chunks."""
     if end.size > 2:
-        return chunked_reduce.bind(end, call, left_over)
+        return chunked_reduce.bind(end, call, fallback_for)
     chunks = chunks_of(call.vectors, end.size, end.max_blocks)
-    if chunks.number == 1 and not left_over:
+    if chunks.number == 1 and not fallback_for:
         return chunked_exchange.bind(EXCHANGES["reduce"], end, call)
     # More chunks take less time if the link is used in both directions.
-    return chunked_all_reduce.bind(end, call, left_over)
+    return chunked_all_reduce.bind(end, call, fallback_for)
 
 
 def _one(size: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from numba_symm import streams
 from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.protocols.binding import Endpoint, Enqueue, InTurn
+from numba_symm.collectives.protocols.binding import Endpoint, Enqueue, Series
 from numba_symm.errors import ArgumentError
 
 Stream = tuple[int, Any]
@@ -53,7 +53,7 @@ class Transfers:
         calls: list[Enqueue] = [partial(streams.copy, *each) for each in self.copies]
         if self.sends or self.receives:
             calls.append(transfer.bind(end, self.sends, self.receives))
-        return calls[0] if len(calls) == 1 else InTurn(*calls)
+        return calls[0] if len(calls) == 1 else Series(*calls)
 
 
 class Pending:

@@ -31,7 +31,7 @@ from numba_symm.collectives.counts import (
 )
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import REDUCE_SHARD
-from numba_symm.collectives.protocols.binding import Enqueue, InTurn
+from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.transfers import Copy, Stream, Transfers
 from numba_symm.errors import ArgumentError
 
@@ -226,7 +226,7 @@ def _shards(
     op = dtypes.reduction(op, what)
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
     todo = [launch for launch in launches if launch is not None]
-    return words, InTurn(*todo) if todo else None, chosen, out
+    return words, Series(*todo) if todo else None, chosen, out
 
 
 def _flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:

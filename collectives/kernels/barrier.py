@@ -27,8 +27,8 @@ def make_barrier(size: int, between: bool) -> Any:
 
     Args:
         size: number of ranks.
-        between: whether it stands between a meeting and the rest of a call
-            (``handshake.py``); it then does nothing if the meeting refused.
+        between: whether it runs between a handshake and the third launch of a call
+            (``handshake.py``); then it does nothing if a rank refused.
     """
     epochs, flags = layout(size).barrier.epochs, layout(size).barrier.flags
     raise_flags, await_flags = make_flags(size, BARRIER)

@@ -1,23 +1,24 @@
-"""All-reduce in two flights with signals: for large messages of any type.
+"""All-reduce in two steps through slots with flags: for large messages of any type.
 
 As ``two_shot.py``, but a block moves a chunk of rows at a time and signals it with one
-flag a rank, so that nothing but data crosses the links. A block's rounds overlap: while
-a chunk is reduced, the next one is on its way, as are the results of the one before.
+flag a rank, so that only data crosses the links. A block's stages overlap: while it
+reduces a chunk, the next one is in transit, as are the results of the one before.
 
-Memory order. ``syncthreads`` puts the whole block's stores before the release of its
-flags; each flag is acquired by one thread, and ``syncthreads`` makes it everybody's.
-Chunks alternate between two halves. Chunk k+2 is scattered into the half of chunk k
-after the results of chunk k came from every rank, each of which had read its part of
-chunk k then. Results of chunk k+2 are sent into the half of chunk k after every rank's
-part of chunk k+2 came, which it sends after it has read the results of chunk k.
+Memory order. ``sync_block_or`` and a fence put the whole block's stores before its
+flags; each flag is acquired by one thread, and ``sync_block_or`` extends that to the
+whole block. Chunks alternate between two halves. A rank scatters chunk k+2 into the
+half of chunk k after it has received the results of chunk k from every rank, each of
+which had read its shard of chunk k then. A rank sends results of chunk k+2 into the
+half of chunk k after it has received its shard of chunk k+2 from every rank, each of
+which sends it after it has read the results of chunk k.
 
 Between calls, of this kernel and the others that have these slots, flags and epochs
 (``chunked_broadcast.py``, ``chunked_reduce.py``, ``chunked_exchange.py``): a
-call's first chunk goes into the half that follows from its first epoch, of which every
-rank has read everything by then. A rank stores anything else after all ranks' flags of
-this call, which they raised after they had left the call before. Here a call ends
-before a rank knows that the others have read the last chunk's results; the next one
-begins in the other half. The flags of results have epochs of their own: the other
+call's first chunk is stored in the half that follows from its first epoch, of which
+every rank has read everything by then. A rank stores anything else after all ranks'
+flags of this call, which they raised after they had left the previous call. Here a call
+ends before a rank knows that the others have read the last chunk's results; the next
+one begins in the other half. The flags of results have epochs of their own: the other
 kernels raise none of them, and a flag 2**31 epochs old would seem to be ahead.
 
 Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
@@ -34,7 +35,7 @@ from numba_symm import waits
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.handshake import make_needs_fallback
 from numba_symm.collectives.protocols.order import (
     make_in_rank_order,
     make_mirror,
@@ -66,11 +67,11 @@ from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
-SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags tells of
+SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags signals
 
 
 def make_chunked_all_reduce(
-    size: int, element: Element, op: Op, ragged: bool, left_over: int
+    size: int, element: Element, op: Op, ragged: bool, fallback_for: int
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
@@ -98,7 +99,7 @@ def make_chunked_all_reduce(
 
     raise_flags, await_flags = make_flags(size, waits.CHUNKED)
     in_rank_order = make_in_rank_order(size)
-    left = make_left(size, left_over)
+    needs_fallback = make_needs_fallback(size, fallback_for)
 
     def chunked_all_reduce(
         guard: Any,
@@ -118,7 +119,8 @@ def make_chunked_all_reduce(
         if block >= grid:
             return
         follow_previous_grid(early)
-        if left_over != 0 and not left(guard, ring, own, block):  # explore: left
+        # explore: fallback
+        if fallback_for != 0 and not needs_fallback(guard, ring, own, block):
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -130,18 +132,18 @@ def make_chunked_all_reduce(
         results_at = own + epochs + 4 * (MOST_BLOCKS + block)
         results_before = ld_u32(results_at)  # explore: results
         first = block * height * THREADS + thread
-        # In each turn: results of the chunk before last, the next one's input, and the
-        # reduction of the last one that was sent. The order is what the halves rest on.
-        for turn in range(chunks + 2):
-            if turn >= 2:  # explore: gather
-                epoch = (results_before + turn - 1) & 0xFFFFFFFF
+        # In each stage: gather the results of the chunk before last, scatter the next
+        # chunk, and reduce the last one. The halves rely on this order.
+        for stage in range(chunks + 2):
+            if stage >= 2:  # explore: gather
+                epoch = (results_before + stage - 1) & 0xFFFFFFFF
                 flag = own + flag_place(block, REDUCED)
                 failed = await_flags(guard, flag, block, epoch, failed)
                 if failed:
                     break
-                epoch = (before + turn - 1) & 0xFFFFFFFF
+                epoch = (before + stage - 1) & 0xFFFFFFFF
                 slot = own + place(block, epoch, REDUCED) + VECTOR * thread
-                vector = first + (turn - 2) * stride
+                vector = first + (stage - 2) * stride
                 for row in range(0, height, batch):
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
@@ -154,17 +156,17 @@ def make_chunked_all_reduce(
                         if step < height and at < share and target != 0:
                             at += (guard.rank + 1 + k) % size * share
                             store(target, at, count, low[i], high[i])
-            if turn == 1:  # explore: wait
-                # All ranks have left the call before.
-                epoch = (before + turn) & 0xFFFFFFFF
+            if stage == 1:  # explore: wait
+                # Then all ranks have left the previous call.
+                epoch = (before + stage) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
                 failed = await_flags(guard, flag, block, epoch, failed)
                 if failed:
                     break
-            epoch = (before + turn + 1) & 0xFFFFFFFF
-            if turn < chunks and not failed:  # explore: scatter
+            epoch = (before + stage + 1) & 0xFFFFFFFF
+            if stage < chunks and not failed:  # explore: scatter
                 slot = place(block, epoch, SCATTERED) + VECTOR * thread
-                vector = first + turn * stride
+                vector = first + stage * stride
                 for row in range(0, height, batch):
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
@@ -178,20 +180,20 @@ def make_chunked_all_reduce(
                             there = slot + mirror(k) * rank_stride
                             words = low[i], high[i]
                             st_v2_u64(ring[k] + there + step * ROW, words)
-            if turn < chunks:
+            if stage < chunks:
                 flag = flag_place(block, SCATTERED)
                 failed = raise_flags(ring, flag, guard.rank, epoch, failed)
                 if failed:
                     break
-            if 1 <= turn <= chunks:  # explore: reduce
-                epoch = (before + turn) & 0xFFFFFFFF
+            if 1 <= stage <= chunks:  # explore: reduce
+                epoch = (before + stage) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
                 failed = await_flags(guard, flag, block, epoch, failed)
                 if failed:
                     break
                 here = own + place(block, epoch, SCATTERED) + VECTOR * thread
                 slot = place(block, epoch, REDUCED) + VECTOR * thread
-                vector = first + (turn - 1) * stride
+                vector = first + (stage - 1) * stride
                 mine = guard.rank * share
                 for row in range(0, height, batch):
                     for i in range(batch * size):
@@ -217,7 +219,7 @@ def make_chunked_all_reduce(
                             if target != 0:
                                 at += mine
                                 store(target, at, count, result[0], result[1])
-                epoch = (results_before + turn) & 0xFFFFFFFF
+                epoch = (results_before + stage) & 0xFFFFFFFF
                 flag = flag_place(block, REDUCED)
                 raise_flags(ring, flag, guard.rank, epoch, failed)
         keep(own, epochs, block, (before + chunks) & 0xFFFFFFFF, failed)
@@ -229,26 +231,27 @@ def make_chunked_all_reduce(
 
 @functools.cache
 def kernel(
-    size: int, element: Element, op: Op, ragged: bool, left_over: int = 0
+    size: int, element: Element, op: Op, ragged: bool, fallback_for: int = 0
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged, left_over)
+    constants = (size, element, op, ragged, fallback_for)
     arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
     return binding.make_kernel(make_chunked_all_reduce, constants, *arguments)
 
 
-def bind(end: Endpoint, call: Call, left_over: int = 0) -> Launch:
+def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
     """Return the packed launch.
 
     Args:
         end: this rank's end.
         call: the call.
-        left_over: where the launch follows a handshake, what the ranks wait for there.
+        fallback_for: after a handshake, the number in ``waits.py`` of what the ranks
+            wait for there; 0: there was none.
     """
     share = shard(call.vectors, end.size)
     grid, height, chunks = chunks_of(share, end.size, end.max_blocks)
     ragged = is_ragged(call, share, end.size)
     return binding.launch(
-        kernel(end.size, call.element, call.op, ragged, left_over),
+        kernel(end.size, call.element, call.op, ragged, fallback_for),
         *(end, grid, call.source, call.target, call.count, share, height, chunks),
     )

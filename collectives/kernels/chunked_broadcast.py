@@ -1,14 +1,15 @@
-"""Broadcast with signals, for larger messages: every link carries the message once.
+"""Broadcast in chunks, for larger messages: every link transfers the message once.
 
-The message is cut into a shard for each rank but the root, its owner. In chunks:
+The message is divided into a shard for each rank but the root, its owner. In chunks:
 
-    scatter   the root puts each owner's piece into the owner's workspace
-    relay     the owner stores it, and puts it into the workspaces of the other owners
-    collect   everyone copies the others' pieces from its workspace into its array
+    scatter   the root stores each owner's shard in the owner's workspace
+    relay     the owner stores it in its array, and in the other owners' workspaces
+    collect   each owner copies the others' shards from its workspace into its array
 
 so the root sends the message once, and each other rank receives it once. This is the
-reverse of ``chunked_reduce.py``, and as ordered: turns, slots, flags and epochs are
-the same. Two ranks have one owner and nothing to relay: a call ends a turn earlier.
+reverse of ``chunked_reduce.py``, with the same memory order: stages, slots, flags and
+epochs are the same. Two ranks have one owner, which relays nothing: a call ends a stage
+earlier.
 """
 
 import functools
@@ -20,7 +21,7 @@ from numba.cuda import types
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, Enqueue
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.handshake import make_needs_fallback
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.partition import (
     chunks_of,
@@ -65,9 +66,11 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     batch = min(rows, max(1, LOADS // size))
     held = max(batch * others, LOADS)
     relayed = min(rows, LOADS)
-    hops = 2 if size > 2 else 1
+    lag = 2 if size > 2 else 1
     raise_flags, await_flags = make_flags(size, CHUNKED_BROADCAST)
-    left = make_left(size, BROADCAST_DIRECT if size > 2 else BROADCAST_COPIES)
+    needs_fallback = make_needs_fallback(
+        size, BROADCAST_DIRECT if size > 2 else BROADCAST_COPIES
+    )
 
     @device_function
     def inside(
@@ -91,31 +94,32 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         share: int,
         height: int,
         chunks: int,
-        left_over: int,
+        fallback_for: int,
     ) -> None:
         thread = cuda.threadIdx.x
         block = row_index()
         if block >= grid:
             return
         follow_previous_grid(early)
-        if left_over != 0 and not left(guard, ring, own, block):  # explore: left
+        # explore: fallback
+        if fallback_for != 0 and not needs_fallback(guard, ring, own, block):
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         rank = guard.rank
         is_root = rank == root
-        # By the ring from the root on, whose own place is the last.
+        # Along the ring from the root on, whose own number is the last.
         mine = (rank + size - root - 1) % size
         to_root = (root + size - rank - 1) % size
         stride = grid * height * THREADS
         before, failed = resume(own, epochs, block)
         first = block * height * THREADS + thread
         flag = flags + 4 * size * block
-        for turn in range(chunks + hops):
-            epoch = (before + turn + 1) & 0xFFFFFFFF
-            if turn < chunks and is_root and not failed:
-                slot = place(block, before, turn) + VECTOR * thread
-                vector = first + turn * stride
+        for stage in range(chunks + lag):
+            epoch = (before + stage + 1) & 0xFFFFFFFF
+            if stage < chunks and is_root and not failed:
+                slot = place(block, before, stage) + VECTOR * thread
+                vector = first + stage * stride
                 for row in range(0, height, batch):
                     for i in range(batch * others):
                         # The root's k-th neighbour owns shard k.
@@ -128,16 +132,16 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                         if inside(k, vector, step, height, share, vectors):
                             to = ring[k] + slot + mirror(k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
-            if turn >= 1:  # explore: wait
-                last = (before + turn) & 0xFFFFFFFF
+            if stage >= 1:  # explore: wait
+                last = (before + stage) & 0xFFFFFFFF
                 failed = await_flags(guard, own + flag, block, last, failed)
                 if failed:
                     break
-            if 1 <= turn <= chunks and not is_root:
-                here = own + place(block, before, turn - 1) + VECTOR * thread
+            if 1 <= stage <= chunks and not is_root:
+                here = own + place(block, before, stage - 1) + VECTOR * thread
                 here += to_root * rank_stride
-                slot = place(block, before, turn - 1) + VECTOR * thread
-                vector = first + (turn - 1) * stride
+                slot = place(block, before, stage - 1) + VECTOR * thread
+                vector = first + (stage - 1) * stride
                 for row in range(0, height, relayed):
                     for i in range(relayed):
                         if inside(mine, vector, row + i, height, share, vectors):
@@ -151,9 +155,9 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                                     st_v2_u64(ring[k] + to + (row + i) * ROW, words)
                             there = mine * share + vector + (row + i) * THREADS
                             store(array, there, count, words[0], words[1])
-            if turn >= hops and not is_root:
-                slot = own + place(block, before, turn - 2) + VECTOR * thread
-                vector = first + (turn - 2) * stride
+            if stage >= lag and not is_root:
+                slot = own + place(block, before, stage - 2) + VECTOR * thread
+                vector = first + (stage - 2) * stride
                 for row in range(0, height, batch):
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
@@ -168,11 +172,11 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                             # explore: store
                             there = owner * share + vector + step * THREADS
                             store(array, there, count, low[i], high[i])
-            if turn < chunks + hops - 1:  # explore: tell
+            if stage < chunks + lag - 1:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:
                     break
-        keep(own, epochs, block, after(before, chunks, hops), failed)
+        keep(own, epochs, block, after(before, chunks, lag), failed)
 
     return chunked_broadcast
 
@@ -185,7 +189,7 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     return binding.make_kernel(make_chunked_broadcast, constants, *arguments)
 
 
-def bind(end: Endpoint, call: Call, left_over: int = 0) -> Enqueue:
+def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
     """Return the packed launch; see ``chunked_all_reduce.bind``.
 
     The call's source and target are one.
@@ -198,5 +202,5 @@ def bind(end: Endpoint, call: Call, left_over: int = 0) -> Enqueue:
     return binding.launch(
         kernel(end.size, moved_as(call, ragged), ragged),
         *(end, grid, call.root, call.target, call.count, call.vectors),
-        *(share, height, chunks, int(left_over != 0)),
+        *(share, height, chunks, int(fallback_for != 0)),
     )

@@ -1,20 +1,20 @@
 """All-gather, all-to-all and partial reductions in chunks, for larger messages.
 
 As ``one_shot.py``, but a block moves a chunk of rows at a time through the workspace,
-and shows each with one flag for every rank. In turn t each rank
+and signals each with one flag for every rank. In stage t each rank
 
     sends     chunk t to all others
-    waits     for all ranks' flags of turn t-1
-    takes     what the others sent of chunk t-1
-    raises    its flags of turn t, at all others
+    waits     for all ranks' flags of stage t-1
+    reads     what the others sent of chunk t-1
+    raises    its flags of stage t, at all others
 
-so a block's next chunk is in flight while it waits for one and reads it. In a reduction
-to one of two ranks, the other rank sends and the root takes.
+so a block's next chunk is in transit while it waits for one and reads it. In a
+reduction to one of two ranks, the other rank sends and the root reads.
 
-Memory order. ``flags.py`` orders a block's accesses of a turn before its flags, and the
-other ranks' accesses of the turn before theirs. Chunks have four parts of the slots in
-turn (``slots.py``). A rank stores chunk t where chunk t-4 was. It does so after all
-ranks' flags of turn t-2, which they raised after they had read chunk t-4.
+Memory order. ``flags.py`` orders a block's accesses of a stage before its flags, and
+the other ranks' accesses of the stage before theirs. Chunks use four sets of slots, one
+after another (``slots.py``). A rank stores chunk t where chunk t-4 was. It does so
+after all ranks' flags of stage t-2, which they raised after they had read chunk t-4.
 """
 
 import functools
@@ -32,7 +32,7 @@ from numba_symm.collectives.protocols.exchanges import (
     of_none,
 )
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.handshake import make_needs_fallback
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, moved_as
 from numba_symm.collectives.protocols.slots import after, make_place
@@ -54,10 +54,10 @@ from numba_symm.kernels import Kernel, Launch
 
 
 def make_chunked_exchange(
-    size: int, element: Element, op: Op, ragged: bool, kind: Exchange, left_over: int
+    size: int, element: Element, op: Op, ragged: bool, kind: Exchange, fallback_for: int
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
-    left = make_left(size, left_over)
+    needs_fallback = make_needs_fallback(size, fallback_for)
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     total = make_total_for(size, lanes, kind.output)
@@ -70,13 +70,13 @@ def make_chunked_exchange(
     rank_stride = rows * ROW
     others = size - 1
     mirror = make_mirror(size)
-    parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
+    sends_shards, stores_shards = kind.sends_shards, kind.output is Output.SHARDS
     at_root = kind.output is Output.AT_ROOT
-    # What a row of a thread is made of, as it is sent and as it is received: of the
-    # parts of others, or one for all; and the own one, which comes last.
-    sent = max(1, others * parts_in + (parts_out or not parts_in))
+    # The vectors of a thread in one step, as it sends and as it receives: of the other
+    # ranks' shards, or one for all; and its own vector, which is the last.
+    sent = max(1, others * sends_shards + (stores_shards or not sends_shards))
     mine = sent - 1
-    received = max(1, others if parts_out else size)
+    received = max(1, others if stores_shards else size)
     batch_out = min(rows, max(1, LOADS // sent))
     batch_in = min(rows, max(1, LOADS // received))
     held = max(batch_out * sent, batch_in * received)
@@ -89,7 +89,7 @@ def make_chunked_exchange(
         grid: int,
         source: int,
         target: int,
-        part: int,
+        shard_bytes: int,
         count: int,
         vectors: int,
         taken: int,
@@ -101,7 +101,8 @@ def make_chunked_exchange(
         if block >= grid:
             return
         follow_previous_grid(early)
-        if left_over != 0 and not left(guard, ring, own, block):  # explore: left
+        # explore: fallback
+        if fallback_for != 0 and not needs_fallback(guard, ring, own, block):
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -111,43 +112,43 @@ def make_chunked_exchange(
         stride = grid * height * THREADS
         before, failed = resume(own, epochs, block)
         first = block * height * THREADS + thread
-        here = source + rank * part if parts_in else source
-        there = target + rank * part if parts_out else target
+        here = source + rank * shard_bytes if sends_shards else source
+        there = target + rank * shard_bytes if stores_shards else target
         flag = flags + 4 * size * block
-        for turn in range(chunks + 1):
-            epoch = (before + turn + 1) & 0xFFFFFFFF
-            if turn < chunks and not failed and not (at_root and taken > 0):
-                slot = place(block, before, turn) + VECTOR * thread
-                vector = first + turn * stride
+        for stage in range(chunks + 1):
+            epoch = (before + stage + 1) & 0xFFFFFFFF
+            if stage < chunks and not failed and not (at_root and taken > 0):
+                slot = place(block, before, stage) + VECTOR * thread
+                vector = first + stage * stride
                 for row in range(0, height, batch_out):
                     for i in range(batch_out * sent):
                         step, k = row + i // sent, i % sent
                         at = vector + step * THREADS
                         if step < height and at < vectors:
                             r = (rank + 1 + k) % size
-                            array = source + r * part if parts_in else source
+                            array = source + r * shard_bytes if sends_shards else source
                             low[i], high[i] = load(array, at, count)
                     for i in range(batch_out):
                         step = row + i
                         at = vector + step * THREADS
                         if step < height and at < vectors:
                             for k in range(others):
-                                j = i * sent + (k if parts_in else 0)
+                                j = i * sent + (k if sends_shards else 0)
                                 to = ring[k] + slot + mirror(k) * rank_stride
                                 st_v2_u64(to + step * ROW, (low[j], high[j]))
-                            if parts_out:
+                            if stores_shards:
                                 j = i * sent + mine
                                 store(there, at, count, low[j], high[j])
-            if turn >= 1:  # explore: wait
-                last = (before + turn) & 0xFFFFFFFF
+            if stage >= 1:  # explore: wait
+                last = (before + stage) & 0xFFFFFFFF
                 failed = await_flags(guard, own + flag, block, last, failed)
                 if failed:
                     break
-            if turn >= 1 and not (at_root and taken == 0):
-                slot = own + place(block, before, turn - 1) + VECTOR * thread
-                vector = first + (turn - 1) * stride
+            if stage >= 1 and not (at_root and taken == 0):
+                slot = own + place(block, before, stage - 1) + VECTOR * thread
+                vector = first + (stage - 1) * stride
                 for row in range(0, height, batch_in):
-                    if not parts_out:
+                    if not stores_shards:
                         for i in range(batch_in):
                             at = vector + (row + i) * THREADS
                             if row + i < height and at < vectors:
@@ -157,7 +158,7 @@ def make_chunked_exchange(
                         at = vector + step * THREADS
                         if step < height and at < vectors:
                             # Along the ring, or by rank where the order matters.
-                            k = j if parts_out else (j + others - rank) % size
+                            k = j if stores_shards else (j + others - rank) % size
                             if k < others:
                                 words = ld_v2_u64(slot + k * rank_stride + step * ROW)
                                 low[i], high[i] = words
@@ -168,16 +169,16 @@ def make_chunked_exchange(
                         at = vector + (row + i) * THREADS
                         if row + i < height and at < vectors:
                             j = i * received
-                            if parts_out:
+                            if stores_shards:
                                 for k in range(others):
-                                    to = target + (rank + 1 + k) % size * part
+                                    to = target + (rank + 1 + k) % size * shard_bytes
                                     store(to, at, count, low[j + k], high[j + k])
                             elif taken > 0:
                                 words = total(taken, low, high, j)
                                 store(target, at, count, words[0], words[1])
                             elif none_stored:
                                 store(target, at, count, none_low, none_high)
-            if turn < chunks:  # explore: tell
+            if stage < chunks:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:
                     break
@@ -193,15 +194,15 @@ def kernel(
     op: Op,
     ragged: bool,
     kind: Exchange,
-    left_over: int = 0,
+    fallback_for: int = 0,
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged, kind, left_over)
+    constants = (size, element, op, ragged, kind, fallback_for)
     arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
     return binding.make_kernel(make_chunked_exchange, constants, *arguments)
 
 
-def bind(kind: Exchange, end: Endpoint, call: Call, left_over: int = 0) -> Launch:
+def bind(kind: Exchange, end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
     """Return the packed launch; see ``chunked_all_reduce.bind``.
 
     A reduction to a root is for two ranks at most.
@@ -210,7 +211,7 @@ def bind(kind: Exchange, end: Endpoint, call: Call, left_over: int = 0) -> Launc
     ragged = is_ragged(call)
     element = call.element if kind.output.reduces else moved_as(call, ragged)
     return binding.launch(
-        kernel(end.size, element, call.op, ragged, kind, left_over),
+        kernel(end.size, element, call.op, ragged, kind, fallback_for),
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
         *(kind.output.taken(end.rank, end.size, call.root), height, chunks),
     )

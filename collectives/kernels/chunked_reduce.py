@@ -4,24 +4,25 @@ Each rank but the root owns a shard. Every rank sends each owner that owner's sh
 owners reduce, and send the results to the root. So no link carries more than the
 message once in each direction, where ``chunked_all_reduce.py`` needs more. Both have
 the same slots, flags and epochs. (``operations.py`` has the kernels for two ranks.) A
-block moves a chunk of rows at a time; in turn t each rank
+block moves a chunk of rows at a time; in stage t each rank
 
     scatters  chunk t to its owners
-    waits     for all ranks' flags of turn t-1
+    waits     for all ranks' flags of stage t-1
     reduces   its shard of chunk t-1, and sends the results to the root
     collects  the results of chunk t-2, on the root
-    raises    its flags of turn t, at all others
+    raises    its flags of stage t, at all others
 
 even if it had nothing to send. So the protocol is the same on every rank, and
 consecutive calls may have different roots.
 
-Memory order. ``flags.py`` orders a block's accesses of a turn before its flags, and the
-other ranks' accesses of the turn before theirs. No slot receives both a scattered chunk
-and results, so chunks have four parts of the slots in turn (``slots.py``). Chunk t is
-scattered into the part of chunk t-4 after all ranks' flags of turn t-2. Owners read
-what was there in turn t-3, and the root read the results in turn t-2.
+Memory order. ``flags.py`` orders a block's accesses of a stage before its flags, and
+the other ranks' accesses of the stage before theirs. No slot receives both a scattered
+chunk and results, so chunks use four sets of slots, one after another (``slots.py``).
+Chunk t is scattered into the set of chunk t-4 after all ranks' flags of stage t-2.
+Owners read what was there in stage t-3, and the root read the results in stage t-2.
 
-Each element is reduced by one rank, in rank order: to the bits of an all-reduce.
+Each element is reduced by one rank, in rank order, so the bits are those of an
+all-reduce.
 """
 
 import functools
@@ -33,7 +34,7 @@ from numba.cuda import types
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_left
+from numba_symm.collectives.protocols.handshake import make_needs_fallback
 from numba_symm.collectives.protocols.order import make_mirror, make_total
 from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, shard
 from numba_symm.collectives.protocols.slots import after, make_place
@@ -61,7 +62,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes)
     raise_flags, await_flags = make_flags(size, CHUNKED_REDUCE)
-    left = make_left(size, REDUCE_DIRECT)
+    needs_fallback = make_needs_fallback(size, REDUCE_DIRECT)
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
@@ -85,7 +86,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         number: int,
         height: int,
         chunks: int,
-        left_over: int,
+        fallback_for: int,
     ) -> None:
         # Ranks are numbered from the one after the root on: number k owns shard k, and
         # the root, which has the last number, none.
@@ -94,24 +95,25 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         if block >= grid:
             return
         follow_previous_grid(early)
-        if left_over != 0 and not left(guard, ring, own, block):  # explore: left
+        # explore: fallback
+        if fallback_for != 0 and not needs_fallback(guard, ring, own, block):
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         own_low = cuda.local.array(batch, types.int64)
         own_high = cuda.local.array(batch, types.int64)
         rank = guard.rank
-        root = mirror(number)  # its place in the ring
+        root = mirror(number)  # its index in the ring
         stride = grid * height * THREADS
         before, failed = resume(own, epochs, block)
         first = block * height * THREADS + thread
         mine = number * share
         flag = flags + 4 * size * block
-        for turn in range(chunks + 2):
-            epoch = (before + turn + 1) & 0xFFFFFFFF
-            if turn < chunks and not failed:
-                slot = place(block, before, turn) + VECTOR * thread
-                vector = first + turn * stride
+        for stage in range(chunks + 2):
+            epoch = (before + stage + 1) & 0xFFFFFFFF
+            if stage < chunks and not failed:
+                slot = place(block, before, stage) + VECTOR * thread
+                vector = first + stage * stride
                 for row in range(0, height, batch):
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
@@ -126,15 +128,15 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                         if inside:
                             to = ring[k] + slot + mirror(k) * rank_stride
                             st_v2_u64(to + step * ROW, (low[i], high[i]))
-            if turn >= 1:  # explore: wait
-                last = (before + turn) & 0xFFFFFFFF
+            if stage >= 1:  # explore: wait
+                last = (before + stage) & 0xFFFFFFFF
                 failed = await_flags(guard, own + flag, block, last, failed)
                 if failed:
                     break
-            if 1 <= turn <= chunks and number < others:
-                here = own + place(block, before, turn - 1) + VECTOR * thread
-                slot = place(block, before, turn - 1) + VECTOR * thread
-                vector = first + (turn - 1) * stride
+            if 1 <= stage <= chunks and number < others:
+                here = own + place(block, before, stage - 1) + VECTOR * thread
+                slot = place(block, before, stage - 1) + VECTOR * thread
+                vector = first + (stage - 1) * stride
                 for row in range(0, height, batch):
                     for i in range(batch):
                         at = vector + (row + i) * THREADS
@@ -158,9 +160,9 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                                 if k == root:  # explore: to-root
                                     to = slot + mirror(k) * rank_stride
                                     st_v2_u64(ring[k] + to + step * ROW, result)
-            if turn >= 2 and target != 0:
-                slot = own + place(block, before, turn - 2) + VECTOR * thread
-                vector = first + (turn - 2) * stride
+            if stage >= 2 and target != 0:
+                slot = own + place(block, before, stage - 2) + VECTOR * thread
+                vector = first + (stage - 2) * stride
                 for row in range(0, height, batch):
                     for i in range(batch * others):
                         step, k = row + i // others, i % others
@@ -174,7 +176,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                         if step < height and at < share:
                             # explore: store
                             store(target, k * share + at, count, low[i], high[i])
-            if turn <= chunks:  # explore: tell
+            if stage <= chunks:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:
                     break
@@ -191,7 +193,7 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     return binding.make_kernel(make_chunked_reduce, constants, *arguments)
 
 
-def bind(end: Endpoint, call: Call, left_over: int = 0) -> Launch:
+def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
     """Return the packed launch, for three ranks or more.
 
     See ``chunked_all_reduce.bind``.
@@ -204,5 +206,5 @@ def bind(end: Endpoint, call: Call, left_over: int = 0) -> Launch:
         kernel(end.size, call.element, call.op, ragged),
         *(end, grid, call.source, call.target, call.count, share),
         *((end.rank - call.root - 1) % end.size, height, chunks),
-        int(left_over != 0),
+        int(fallback_for != 0),
     )

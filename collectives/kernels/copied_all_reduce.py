@@ -1,23 +1,25 @@
 """All-reduce by the GPUs' copy engines: for the largest messages.
 
-``copies.py`` says why a rank copies into its own array only, and how the ranks meet.
-The output is the staging room: its shard r takes what rank r contributes to this
-rank's shard.
+``copies.py`` explains why a rank copies into its own array only, and describes the
+handshake. The output also stages inputs: its shard r first receives rank r's input for
+this rank's shard.
 
     scatter   each rank copies its shard from all inputs into its output
     reduce    it reduces what it copied, in rank order, into its shard of the output
     gather    it copies the other shards from the other ranks' outputs
 
-Inputs and outputs must be symmetric, and apart. Each shard goes in two pieces: one is
-reduced on the side stream while the other is copied.
+Inputs and outputs must be symmetric, and distinct. Each shard is divided into two
+chunks: one is reduced on the side stream while the other is copied.
 
-Memory order. The meeting comes before the first copy, so all inputs are complete. A
-barrier follows each piece's reduction: all ranks' results of that piece are complete,
-and no rank needs what it staged of it. The third launch follows the last gather.
+Memory order. The handshake ends before the first copy, so all inputs are complete. A
+barrier follows each chunk's reduction: then all ranks' results of that chunk are
+complete, and no rank needs what it staged of it. The third launch follows the last
+gather.
 
-Where an array is not symmetric, or begins elsewhere in its block on another rank, or
-the call is in place, ``chunked_all_reduce.py`` reduces in the third launch; where the
-message does not divide into whole vectors for each rank, it does so at once.
+Where an array is not symmetric, or begins elsewhere in its allocation on another rank,
+or the call is in place, ``chunked_all_reduce.py`` reduces in the third launch. Where
+the message does not divide into whole vectors for each rank, it reduces without a
+handshake.
 """
 
 import functools
@@ -30,7 +32,7 @@ from numba.cuda import types
 from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.binding import (
     ADDRESS,
-    BindRest,
+    BindFallback,
     Call,
     Endpoint,
     Enqueue,
@@ -51,13 +53,13 @@ from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 from numba_symm.waits import ALL_REDUCE_COPIES
 
-PIECES = 2  # of a shard; with more, the barriers cost more than they hide
-EVENTS = 2 * PIECES
-"""What a side stream needs: one when a piece was scattered, one when it is reduced."""
+CHUNKS = 2  # of a shard; with more, barriers would take longer than they save
+EVENTS = 2 * CHUNKS
+"""Events of the side stream: for each chunk, after its scatter and its reduction."""
 
 
 def make_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
-    """Return the kernel that reduces a piece of this rank's shard."""
+    """Return the kernel that reduces a chunk of this rank's shard."""
     vector_lanes = make_lanes(element, op, ragged, size)
     load, store = vector_lanes.load, vector_lanes.store
     total = make_total(size, vector_lanes)
@@ -91,8 +93,8 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     return Kernel(make_reduce, (size, element, op, ragged), signature, THREADS, HELD)
 
 
-class _Piece(NamedTuple):
-    """The copies and the reduction of one piece of every shard."""
+class _Chunk(NamedTuple):
+    """The copies and the reduction of one chunk of every shard."""
 
     scatter: list[Copy]
     reduce: Launch
@@ -100,31 +102,32 @@ class _Piece(NamedTuple):
 
 
 class Pipeline:
-    """What comes between the handshake and the launch that ends the call."""
+    """The work between the handshake and the third launch."""
 
-    def __init__(self, end: Endpoint, between: Enqueue, pieces: list[_Piece]):
+    def __init__(self, end: Endpoint, between: Enqueue, chunks: list[_Chunk]):
         self._barrier = between
-        self._pieces = pieces
+        self._chunks = chunks
         self._order = end.order
 
     def __call__(self, stream: int) -> None:
-        """Enqueue all steps; ``stream`` has the last one."""
+        """Enqueue all steps, the last one on ``stream``."""
         side = self._order.side
         with side.joined(stream):
-            for index, piece in enumerate(self._pieces):
-                enqueue(piece.scatter, stream)
+            for index, chunk in enumerate(self._chunks):
+                enqueue(chunk.scatter, stream)
                 side.follow(stream, index)
-                piece.reduce(side.stream)
-                # All ranks have reduced this piece, and need what they staged no more.
+                chunk.reduce(side.stream)
+                # Then all ranks have reduced this chunk, and need no longer what they
+                # staged.
                 self._barrier(side.stream)  # explore: barrier
-                side.mark(len(self._pieces) + index)
-            for index, piece in enumerate(self._pieces):
-                side.lead(stream, len(self._pieces) + index)
-                enqueue(piece.gather, stream)
+                side.mark(len(self._chunks) + index)
+            for index, chunk in enumerate(self._chunks):
+                side.lead(stream, len(self._chunks) + index)
+                enqueue(chunk.gather, stream)
 
 
 def bind(
-    rest: BindRest,
+    bind_fallback: BindFallback,
     between: Callable[[Endpoint], Enqueue],
     end: Endpoint,
     call: Call,
@@ -132,7 +135,7 @@ def bind(
     """Return what enqueues it, for two ranks or more, each with whole vectors.
 
     Args:
-        rest: binds the all-reduce through the workspace.
+        bind_fallback: binds the all-reduce through the workspace.
         between: binds a barrier that a refusal skips.
         end: this rank's end.
         call: the call.
@@ -148,24 +151,24 @@ def bind(
         offer = ring(inputs.seen), ring(outputs.seen)
         known = ring(inputs.addresses), ring(outputs.addresses)
         share = call.vectors // end.size
-        step = divide_up(share, PIECES)
-        pieces = [
-            _piece(end, call, inputs.addresses, outputs.addresses, first, step)
+        step = divide_up(share, CHUNKS)
+        chunks = [
+            _chunk(end, call, inputs.addresses, outputs.addresses, first, step)
             for first in range(0, share, step)
         ]
-        move = Pipeline(end, between(end), pieces)
-    left = rest(end, call, ALL_REDUCE_COPIES)
-    return handshake.bind(end, ALL_REDUCE_COPIES, words, offer, move, left, known)
+        move = Pipeline(end, between(end), chunks)
+    fallback = bind_fallback(end, call, ALL_REDUCE_COPIES)
+    return handshake.bind(end, ALL_REDUCE_COPIES, words, offer, move, fallback, known)
 
 
-def _piece(
+def _chunk(
     end: Endpoint,
     call: Call,
     inputs: tuple[int, ...],
     outputs: tuple[int, ...],
     first: int,
     most: int,
-) -> _Piece:
+) -> _Chunk:
     """Return the steps for ``most`` vectors of every shard at most, from ``first``."""
     rank, size = end.rank, end.size
     others = [(rank + 1 + k) % size for k in range(size - 1)]
@@ -185,4 +188,4 @@ def _piece(
     ragged = source % VECTOR != 0
     held = divide_up(grid, end.multiprocessors)
     reduce = kernel(size, call.element, call.op, ragged).bind(grid, *args, held=held)
-    return _Piece(scatter, reduce, gather)
+    return _Chunk(scatter, reduce, gather)

@@ -1,14 +1,14 @@
 """All-gather, all-to-all and broadcast by the GPUs' copy engines: for the largest.
 
-Each rank copies its parts from the other ranks' arrays straight into its output.
-``copies.py`` says how, and orders it. What the ranks copy from must be symmetric:
+Each rank copies its shards from the other ranks' arrays directly into its output.
+``copies.py`` explains how. What the ranks copy from must be symmetric:
 
-    all_gather   the inputs; or the outputs, where each rank copies its part first
+    all_gather   the inputs; or the outputs, where each rank copies its shard first
     all_to_all   the inputs, which are not the outputs
     broadcast    the arrays of two ranks
 
-A rank for which this does not hold refuses in the meeting, and the kernel with signals
-does the call. A broadcast to more than one rank always goes by signals: its root would
+A rank for which this does not hold refuses in the handshake, and the kernel in chunks
+does the call. A broadcast to more than one rank never uses copy engines: its root would
 send the message once for each rank.
 """
 
@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.binding import (
-    BindRest,
+    BindFallback,
     Call,
     Endpoint,
     Enqueue,
-    InTurn,
+    Series,
     along_ring,
 )
 from numba_symm.collectives.protocols.copies import Copies, Copy
@@ -40,8 +40,8 @@ class _Read(NamedTuple):
 
     Attributes:
         array: ``_INPUT`` or ``_OUTPUT``.
-        seen: by rank, where that rank sees what it copies from this one.
-        sources: by rank, where this rank takes what it copies from that one to be.
+        seen: by rank, at which address that rank sees what it copies from this one.
+        sources: by rank, the assumed address of what this rank copies from that one.
     """
 
     array: int
@@ -49,12 +49,12 @@ class _Read(NamedTuple):
     sources: tuple[int, ...]
 
 
-def bind(name: str, rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+def bind(name: str, bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
     """Return what enqueues it, for two ranks or more, a broadcast for two.
 
     Args:
         name: ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
-        rest: binds the operation through the workspace.
+        bind_fallback: binds the operation through the workspace.
         end: this rank's end.
         call: the call.
     """
@@ -69,48 +69,50 @@ def bind(name: str, rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
         offer = along_ring(rank, read.seen), array
         known = along_ring(rank, read.sources), array
         copies = _copies(name, end, call, read)
-    left = rest(end, call, operation)
-    move = handshake.bind(end, operation, words, offer, copies, left, known)
+    fallback = bind_fallback(end, call, operation)
+    move = handshake.bind(end, operation, words, offer, copies, fallback, known)
     own = Copy(call.target + rank * call.nbytes, call.source, call.nbytes)
     if read is not None and read.array == _OUTPUT and own.source != own.target:
-        return InTurn(Copies(end.order, [own]), move)
+        return Series(Copies(end.order, [own]), move)
     return move
 
 
 def _read(name: str, end: Endpoint, call: Call) -> _Read | None:
     """Return what the ranks copy from, or None if this rank must refuse."""
-    rank, size, part = end.rank, end.size, call.nbytes
-    in_place = call.source == call.target + rank * part
+    rank, size, shard_bytes = end.rank, end.size, call.nbytes
+    in_place = call.source == call.target + rank * shard_bytes
     if name == "all_gather" and not in_place:
-        place = end.place(call.source, part)
+        place = end.place(call.source, shard_bytes)
         if place is not None:
             return _Read(_INPUT, place.seen, place.addresses)
     if name == "all_gather":
-        place = end.place(call.target, size * part)
+        place = end.place(call.target, size * shard_bytes)
         if place is None:
             return None
-        seen = tuple(address + rank * part for address in place.seen)
-        sources = tuple(address + r * part for r, address in enumerate(place.addresses))
+        seen = tuple(address + rank * shard_bytes for address in place.seen)
+        sources = tuple(
+            address + r * shard_bytes for r, address in enumerate(place.addresses)
+        )
         return _Read(_OUTPUT, seen, sources)
     if name == "all_to_all" and call.source == call.target:
         return None  # the input would be overwritten
-    parts = size if name == "all_to_all" else 1
-    place = end.place(call.source, parts * part)
+    shards = size if name == "all_to_all" else 1
+    place = end.place(call.source, shards * shard_bytes)
     return None if place is None else _Read(_INPUT, place.seen, place.addresses)
 
 
 def _copies(name: str, end: Endpoint, call: Call, read: _Read) -> Copies:
-    rank, size, part, target = end.rank, end.size, call.nbytes, call.target
+    rank, size, shard_bytes, target = end.rank, end.size, call.nbytes, call.target
     if name == "broadcast":
-        copies = [Copy(target, read.sources[call.root], part)]
+        copies = [Copy(target, read.sources[call.root], shard_bytes)]
         return Copies(end.order, copies if rank != call.root else [])
-    # Of an all-to-all's input, one part is for this rank.
-    mine = rank * part if name == "all_to_all" else 0
+    # Of an all-to-all's input, one shard is for this rank.
+    mine = rank * shard_bytes if name == "all_to_all" else 0
 
     def of(r: int) -> Copy:
-        return Copy(target + r * part, read.sources[r] + mine, part)
+        return Copy(target + r * shard_bytes, read.sources[r] + mine, shard_bytes)
 
     others = [of((rank + 1 + k) % size) for k in range(size - 1)]
-    own = Copy(target + rank * part, call.source + mine, part)
+    own = Copy(target + rank * shard_bytes, call.source + mine, shard_bytes)
     beside = [own] if read.array == _INPUT and own.source != own.target else []
     return Copies(end.order, others, beside)

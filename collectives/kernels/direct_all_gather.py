@@ -1,12 +1,12 @@
 """All-gather between the ranks' own arrays, by loads.
 
 Each rank loads every other rank's input and stores it in its own output, vector by
-vector, without the workspace between. The inputs must be symmetric: ``handshake.py``
-says how the ranks learn where they are, and what happens otherwise.
+vector, without the workspace in between. The inputs must be symmetric: ``handshake.py``
+says how the ranks exchange their addresses, and what happens otherwise.
 
 Memory order: that of ``handshake.py``, which orders the streams' earlier work before
 this kernel, and this kernel before what follows on any rank's stream. In place, no rank
-stores its own part, which the other ranks load.
+stores its own shard, which the other ranks load.
 """
 
 import functools
@@ -18,7 +18,7 @@ from numba.cuda import types
 from numba_symm.collectives.protocols import binding, handshake
 from numba_symm.collectives.protocols.binding import (
     ADDRESS,
-    BindRest,
+    BindFallback,
     Call,
     Endpoint,
     Enqueue,
@@ -52,7 +52,7 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
         grid: int,
         source: int,
         target: int,
-        part: int,
+        shard_bytes: int,
         count: int,
         vectors: int,
     ) -> None:
@@ -65,14 +65,14 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
         theirs = cuda.local.array(others, types.int64)
         for k in range(others):
             theirs[k], _ = ld_v2_u64(own + where(k))
-        mine = target + guard.rank * part
+        mine = target + guard.rank * shard_bytes
         vector = block * THREADS + cuda.threadIdx.x
         while vector < vectors:
             for k in range(others):
                 low[k], high[k] = load(word_of(theirs[k]), vector, count)
             low[others], high[others] = load(source, vector, count)
             for k in range(others):
-                there = target + (guard.rank + 1 + k) % size * part
+                there = target + (guard.rank + 1 + k) % size * shard_bytes
                 store(there, vector, count, low[k], high[k])
             if source != mine:
                 store(mine, vector, count, low[others], high[others])
@@ -89,11 +89,11 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     return binding.make_kernel(make_direct_all_gather, constants, *arguments)
 
 
-def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
     """Return what enqueues it, for two ranks or more.
 
     Args:
-        rest: binds the all-gather through the workspace.
+        bind_fallback: binds the all-gather through the workspace.
         end: this rank's end.
         call: the call.
     """
@@ -105,5 +105,5 @@ def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
     )
     seen = offered(end, call.source, call.nbytes)
-    left = rest(end, call, ALL_GATHER)
-    return handshake.bind(end, ALL_GATHER, words, (seen, seen), move, left)
+    fallback = bind_fallback(end, call, ALL_GATHER)
+    return handshake.bind(end, ALL_GATHER, words, (seen, seen), move, fallback)

@@ -1,10 +1,11 @@
 """Broadcast between the ranks' own arrays: for larger messages, of three ranks or more.
 
-The message is cut into a shard for each rank but the root, its owner. An owner reads
-its shard in the root's array and stores it in its own and in the other owners', vector
-by vector: so the root sends the message once, each other rank receives it once, and
-nothing waits between the first vector and the last. The arrays must be symmetric:
-``handshake.py`` says how the ranks learn where they are, and what happens otherwise.
+The message is divided into a shard for each rank but the root, its owner. An owner
+reads its shard in the root's array and stores it in its own and in the other owners',
+vector by vector: so the root sends the message once, each other rank receives it once,
+and no thread waits between the first vector and the last. The arrays must be symmetric:
+``handshake.py`` explains how the ranks exchange their addresses, and what happens
+otherwise.
 
 Memory order: that of ``handshake.py``, which orders the streams' earlier work before
 this kernel, and this kernel before what follows on any rank's stream.
@@ -19,7 +20,7 @@ from numba.cuda import types
 from numba_symm.collectives.protocols import binding, handshake
 from numba_symm.collectives.protocols.binding import (
     ADDRESS,
-    BindRest,
+    BindFallback,
     Call,
     Endpoint,
     Enqueue,
@@ -71,7 +72,7 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
         theirs = cuda.local.array(others, types.int64)
         first = owner * share
         mine = min(share, vectors - first)
-        to_root = mirror(owner)  # its place in the ring
+        to_root = mirror(owner)  # its index in the ring
         from_root, _ = ld_v2_u64(own + where(to_root))
         for k in range(others):
             theirs[k], _ = ld_v2_u64(own + where(k))
@@ -103,11 +104,11 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     return binding.make_kernel(make_direct_broadcast, constants, *arguments)
 
 
-def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
     """Return what enqueues it, for three ranks or more.
 
     Args:
-        rest: binds the broadcast through the workspace.
+        bind_fallback: binds the broadcast through the workspace.
         end: this rank's end.
         call: the call, whose source and target are one.
     """
@@ -120,5 +121,5 @@ def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
         *(end, grid, call.target, call.count, call.vectors, share, call.root),
     )
     seen = offered(end, call.target, call.nbytes)
-    left = rest(end, call, BROADCAST_DIRECT)
-    return handshake.bind(end, BROADCAST_DIRECT, words, (seen, seen), move, left)
+    fallback = bind_fallback(end, call, BROADCAST_DIRECT)
+    return handshake.bind(end, BROADCAST_DIRECT, words, (seen, seen), move, fallback)

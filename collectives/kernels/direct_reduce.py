@@ -3,14 +3,16 @@
 The ranks but the root each own a shard; of two ranks the root owns all. An owner reads
 its shard in all ranks' inputs, reduces it in rank order, and stores the result in the
 root's output, vector by vector: so no link carries more than the message once in each
-direction, and nothing waits between the first vector and the last. The inputs and the
-root's output must be symmetric: ``handshake.py`` says how the ranks learn where they
-are, and what happens otherwise.
+direction, and no thread waits between the first vector and the last. The inputs and the
+root's output must be symmetric: ``handshake.py`` explains how the ranks exchange
+their addresses, and what happens otherwise.
 
 Memory order: as ``direct_broadcast.py``. In place, the thread that reads a vector of
-the root's input stores that vector of its output afterwards, and no other touches it.
+the root's input stores that vector of its output afterwards, and no other thread
+accesses it.
 
-Each element is reduced by one rank, in rank order: to the bits of an all-reduce.
+Each element is reduced by one rank, in rank order, so the bits are those of an
+all-reduce.
 """
 
 import functools
@@ -22,7 +24,7 @@ from numba.cuda import types
 from numba_symm.collectives.protocols import binding, handshake
 from numba_symm.collectives.protocols.binding import (
     ADDRESS,
-    BindRest,
+    BindFallback,
     Call,
     Endpoint,
     Enqueue,
@@ -115,11 +117,11 @@ def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     return binding.make_kernel(make_direct_reduce, constants, *arguments)
 
 
-def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
     """Return what enqueues it, for two ranks or more.
 
     Args:
-        rest: binds the reduction through the workspace.
+        bind_fallback: binds the reduction through the workspace.
         end: this rank's end.
         call: the call.
     """
@@ -137,5 +139,5 @@ def bind(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
         *(end, grid, call.source, call.target),
         *(call.count, call.vectors, share, call.root),
     )
-    left = rest(end, call, REDUCE_DIRECT)
-    return handshake.bind(end, REDUCE_DIRECT, words, (inputs, outputs), move, left)
+    fallback = bind_fallback(end, call, REDUCE_DIRECT)
+    return handshake.bind(end, REDUCE_DIRECT, words, (inputs, outputs), move, fallback)

@@ -1,7 +1,7 @@
 """All-reduce and reduce-scatter between the ranks' own arrays: for larger messages.
 
 Each rank owns a shard. It loads its shard of all ranks' inputs, reduces it in rank
-order, and stores the result, vector by vector. So nothing waits between the first
+order, and stores the result, vector by vector. So no thread waits between the first
 vector and the last, and each link carries two shards in each direction in an
 all-reduce, one in a reduce-scatter.
 
@@ -10,8 +10,8 @@ all-reduce, one in a reduce-scatter.
     reduce_scatter   stores it in its own output, at any address; the inputs of all
                      ranks must be symmetric
 
-``handshake.py`` says how the ranks learn where the arrays are, and what happens if one
-is not symmetric.
+``handshake.py`` explains how the ranks exchange the addresses of the arrays, and what
+happens if one is not symmetric.
 
 Memory order: that of ``handshake.py``, which orders the streams' earlier work before
 this kernel, and this kernel before what follows on any rank's stream. In the kernel, no
@@ -22,7 +22,7 @@ thread depends on another one, in place neither:
 - In a reduce-scatter in place, a rank's output is its own shard of its input. Of this
   input, the other ranks load their shards only.
 
-After a refusal, the third launch is in place as any call through the workspace.
+After a refusal, the third launch may be in place, as any call through the workspace.
 
 Each element is reduced by one rank, in rank order, so all ranks get the same bits.
 """
@@ -36,7 +36,7 @@ from numba.cuda import types
 from numba_symm.collectives.protocols import binding, handshake
 from numba_symm.collectives.protocols.binding import (
     ADDRESS,
-    BindRest,
+    BindFallback,
     Call,
     Endpoint,
     Enqueue,
@@ -131,8 +131,8 @@ def make_direct_shards(
                     store(target, vector, count, low[i], high[i])
             if everywhere:
                 for k in range(others):
-                    # Again: with a vector of each of eight ranks, not all addresses fit
-                    # into the registers.
+                    # Loaded again: with a vector of each of eight ranks, not all
+                    # addresses fit into the registers.
                     _, there = ld_v2_u64(own + where(k))  # explore: into
                     outputs[k] = there + offset  # explore: whose
                 # Along the ring, so that the ranks do not all store at the same one.
@@ -157,11 +157,11 @@ def kernel(
     return binding.make_kernel(make_direct_shards, constants, *arguments)
 
 
-def bind_all_reduce(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+def bind_all_reduce(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
     """Return what enqueues an all-reduce, for two ranks or more.
 
     Args:
-        rest: binds the all-reduce through the workspace.
+        bind_fallback: binds the all-reduce through the workspace.
         end: this rank's end.
         call: the call.
     """
@@ -178,11 +178,15 @@ def bind_all_reduce(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
         *(min(share * lanes, call.count - first * lanes), vectors),
     )
     words = f"direct all_reduce of {_words(call)}"
-    left = rest(end, call, ALL_REDUCE_DIRECT)
-    return handshake.bind(end, ALL_REDUCE_DIRECT, words, (inputs, outputs), move, left)
+    fallback = bind_fallback(end, call, ALL_REDUCE_DIRECT)
+    return handshake.bind(
+        end, ALL_REDUCE_DIRECT, words, (inputs, outputs), move, fallback
+    )
 
 
-def bind_reduce_scatter(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
+def bind_reduce_scatter(
+    bind_fallback: BindFallback, end: Endpoint, call: Call
+) -> Enqueue:
     """Return what enqueues a reduce-scatter; see ``bind_all_reduce``."""
     inputs = offered(end, call.source, end.size * call.nbytes)
     offset = end.rank * call.nbytes
@@ -191,8 +195,8 @@ def bind_reduce_scatter(rest: BindRest, end: Endpoint, call: Call) -> Enqueue:
         *(call.source + offset, call.target, offset, call.count, call.vectors),
     )
     words = f"direct reduce_scatter of {_words(call)}"
-    left = rest(end, call, REDUCE_SCATTER)
-    return handshake.bind(end, REDUCE_SCATTER, words, (inputs, inputs), move, left)
+    fallback = bind_fallback(end, call, REDUCE_SCATTER)
+    return handshake.bind(end, REDUCE_SCATTER, words, (inputs, inputs), move, fallback)
 
 
 def _words(call: Call) -> str:

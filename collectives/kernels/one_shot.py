@@ -1,14 +1,16 @@
 """One exchange of every rank with every other: for small messages.
 
-Every thread posts a vector to its twin in every other rank and takes those that they
-post. The operations (``exchanges.py``) differ in what is sent, the same to all or each
-rank its own part, and in what becomes of it: stored, or reduced in rank order.
+Every thread posts a vector to the thread of the same index on every other rank, and
+receives the vectors that these post. The operations (``exchanges.py``) differ in what a
+rank sends, the same to all ranks or a shard to each, and in what it does with the
+vectors of all ranks: it stores them, or reduces them in rank order.
 
-``mailboxes.py`` says how that needs no barrier, and orders the memory accesses. In
-every step thread 0 of each block exchanges with all ranks, both ways: only so may the
-mailboxes be used again. Where a rank needs nothing of another, thread 0 gets a digest
-of that rank's call, and fails if it differs, or arrived instead of data: a wrong root,
-say, would fill mailboxes that nobody empties.
+``mailboxes.py`` explains why that needs no barrier, and the order of memory accesses.
+In every step thread 0 of each block exchanges with all ranks, both ways: only so may
+the mailboxes be used again. Where a rank needs no data of another one, thread 0
+receives a digest of that rank's call. It fails if the digest differs, or arrives
+instead of data: otherwise, ranks with different roots would fill mailboxes that no rank
+empties.
 
 In place is safe: a thread has loaded whatever it overwrites.
 
@@ -60,8 +62,8 @@ from numba_symm.waits import (
 )
 
 DIGEST, _DIGEST = 0x2E0D7C5AB16F9483, 0x5CE1A08F
-"""What tells a digest, the vector's lowest 32 bits, from data: the other 96 bits, which
-data has by a chance of 2**-96."""
+"""The upper 96 bits of a vector whose lowest 32 bits are a digest. Data has them with a
+probability of 2**-96."""
 
 
 def make_one_shot(
@@ -81,7 +83,7 @@ def make_one_shot(
         op: the operator; of an operation without one, any.
         ragged: see ``lanes.make_lanes``.
         transport: a name of ``mailboxes.TRANSPORTS``.
-        steps: vectors that a thread has on the way at a time.
+        steps: vectors that a thread has in transit at a time.
         kind: what is exchanged.
     """
     region: Region = getattr(layout(size), f"one_shot_{transport}")
@@ -90,19 +92,21 @@ def make_one_shot(
     mail = make_mailboxes(
         size, transport, region, ONE_SHOT[transport], 1, kind.operation
     )
-    next_epoch, box, sent, post_one, receive, wipe, next_round = mail
+    next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
     epochs = region.epochs
     others = size - 1
-    parts_in, parts_out = kind.parts_in, kind.output is Output.PARTS
+    sends_shards, stores_shards = kind.sends_shards, kind.output is Output.SHARDS
     rooted = kind.output.rooted
-    # All ranks reduce the same vectors: each goes on with what the others get of it.
-    same_bits = kind.output is Output.REDUCED and not parts_in
+    # All ranks reduce the same vectors, so each uses its own as the others receive it.
+    same_bits = kind.output is Output.REDUCED and not sends_shards
     reduced = make_reduced(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
 
     @device_function
-    def alike(guard: Any, digest: int, got_of: int, low: Any, high: Any) -> bool:
-        # Whether a digest, the same one, came where it was due, and only there.
+    def digests_match(
+        guard: Any, digest: int, got_of: int, low: Any, high: Any
+    ) -> bool:
+        # Whether the same digest arrived where one was due, and no digest elsewhere.
         other = 0
         for k in range(others):
             due = got_of >> k & 1 == 0
@@ -122,7 +126,7 @@ def make_one_shot(
         grid: int,
         source: int,
         target: int,
-        part: int,
+        shard_bytes: int,
         count: int,
         vectors: int,
         taken: int,
@@ -145,8 +149,9 @@ def make_one_shot(
         stride = grid * THREADS
         epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
-        mine = source + guard.rank * part if parts_in else source
-        # As long as the block's first thread has a vector: the block meets in between.
+        mine = source + guard.rank * shard_bytes if sends_shards else source
+        # As long as the block's first thread has a vector: the block synchronizes
+        # in between.
         while start - thread < vectors:
             epoch = next_epoch(epoch)
             # All steps' loads, before a post makes the next load wait for it.
@@ -163,8 +168,8 @@ def make_one_shot(
                     if vector < vectors:
                         for k in range(others):
                             r = (guard.rank + 1 + k) % size
-                            if parts_in:
-                                words = load(source + r * part, vector, count)
+                            if sends_shards:
+                                words = load(source + r * shard_bytes, vector, count)
                             else:
                                 words = own_low[step], own_high[step]
                             low[k], high[k] = words
@@ -184,14 +189,14 @@ def make_one_shot(
                     boxes = own + box(block, epoch, 0, 0, step, thread)
                     failed = not receive(guard, boxes, epoch, block, low, high, wanted)
                     if rooted and thread == 0 and not failed:
-                        failed = not alike(guard, digest, got_of, low, high)
+                        failed = not digests_match(guard, digest, got_of, low, high)
                     if failed:  # explore: give-up
                         break
                     low[0] = own_low[step]
                     high[0] = own_high[step]
-                    if parts_out:
+                    if stores_shards:
                         for j in range(size):
-                            there = target + (guard.rank + j) % size * part
+                            there = target + (guard.rank + j) % size * shard_bytes
                             store(there, vector, count, low[j], high[j])
                     elif taken > 0:
                         result = reduced(guard.rank, taken, low, high, spare)
@@ -203,10 +208,10 @@ def make_one_shot(
             start += steps * stride
             if start - thread < vectors:
                 if rooted and thread == 0:  # explore: fence
-                    # What thread 0 has heard comes before the threads meet: of the
-                    # ranks to which they post, they have heard nothing themselves.
+                    # Orders what thread 0 has received before the synchronization: the
+                    # other threads may post to ranks from which they receive nothing.
                     fence_acq_rel_sys()
-                failed = next_round(failed)
+                failed = between_epochs(failed)
         keep(own, epochs, block, epoch, failed)
 
     return one_shot

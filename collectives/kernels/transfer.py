@@ -1,25 +1,28 @@
 """Messages between pairs of ranks: any number at a time, of any sizes, by one kernel.
 
-All that is not an exchange of every rank with every other is made of these: sends and
-receives, their groups, and the collectives whose ranks send different amounts.
+All calls that are not an exchange of every rank with every other consist of these:
+sends and receives, their groups, and the collectives whose ranks send different
+amounts.
 
-Each ordered pair of ranks has channels, a block at each end of each. A message is cut
-into pieces, which go to the channels in turn; a channel's pieces are numbered from 1 on
-for ever, by both ends alike, since a piece's size and channel follow from the bytes of
-its message alone. Piece e goes through slot e % DEPTH at the receiver:
+Each ordered pair of ranks has channels, with a block at each end. A message is divided
+into chunks, which are distributed over the channels cyclically. Both ends number a
+channel's chunks from 1 on indefinitely, and in the same way, because a chunk's size and
+channel follow from the bytes of its message alone. Chunk e uses slot e % DEPTH at the
+receiver:
 
-    sender      waits for the credit of piece e - DEPTH, writes piece e into the slot,
+    sender      waits for the credit of chunk e - DEPTH, stores chunk e in the slot,
                 raises the slot's flag: e, and how many bytes the message has
     receiver    waits for the flag, copies the slot into its array, gives credit for e
 
-Nothing else ties the ranks: a sender may be DEPTH pieces of each channel ahead. All
-pairs of a launch go on side by side, as each end of a channel has a block of its own.
+Nothing else synchronizes the ranks: a sender may be DEPTH chunks of each channel ahead.
+All pairs of a launch progress side by side, because each end of a channel has a block
+of its own.
 
-Memory order. The flag's release follows the whole block's stores of the piece, and the
-receiver's acquire comes before its whole block's loads. The credit's release follows
-the whole block's loads, and the sender's acquire comes before its next stores into the
-slot. Both ends' counts of pieces lie in their own workspaces, which only the block of
-that channel, in one launch after the other, touches.
+Memory order. The flag's release follows the whole block's stores of the chunk, and the
+receiver's acquire precedes its whole block's loads. The credit's release follows the
+whole block's loads, and the sender's acquire precedes its next stores into the slot.
+Each end counts chunks in its own workspace. Only the block of that channel accesses the
+count, in one launch after the other.
 
 Source: the point-to-point kernels of NCCL.
 """
@@ -69,7 +72,7 @@ from numba_symm.kernels import Kernel, Launch
 from numba_symm.waits import TRANSFER, TRANSFER_MISMATCH
 
 ABSENT = -1
-"""In the place of a message's bytes, where there is none."""
+"""Replaces the bytes of a message that does not exist."""
 
 _ARGUMENTS = 3584  # bytes of a kernel's arguments that may be messages, of 4096
 
@@ -89,7 +92,7 @@ class Message(NamedTuple):
 
     Attributes:
         peer: the other rank.
-        address: where it lies, or goes to.
+        address: where it is loaded, or stored.
         nbytes: how much, equal at both ends.
     """
 
@@ -99,11 +102,11 @@ class Message(NamedTuple):
 
 
 @device_function
-def _has_come(flag: int, epoch: int) -> bool:
+def _has_epoch(flag: int, epoch: int) -> bool:
     return ld_acquire_sys_u64(flag) & _LOW_HALF == epoch  # explore: await
 
 
-_await_piece = make_wait(_has_come)
+_await_chunk = make_wait(_has_epoch)
 
 
 def make_transfer(
@@ -133,7 +136,7 @@ def make_transfer(
 
     @device_function
     def raise_flag(address: int, word: int) -> None:
-        # What the whole block has written of the piece comes before its flag.
+        # What the whole block has stored of the chunk precedes its flag.
         sync_block()  # explore: flag-meet
         if thread_index_x() == 0:
             fence_acq_rel_sys()  # explore: flag-fence
@@ -141,7 +144,7 @@ def make_transfer(
 
     @device_function
     def give_credit(address: int, epoch: int) -> None:
-        # What the whole block has read of the piece, it has read before it says so.
+        # What the whole block has read of the chunk precedes its credit.
         sync_block()  # explore: credit-meet
         if thread_index_x() == 0:
             fence_acq_rel_sys()  # explore: credit-fence
@@ -198,10 +201,10 @@ def make_transfer(
                     nbytes = sends[index + 1] if sending else receives[index + 1]
             vectors = (nbytes + VECTOR - 1) // VECTOR
             count = nbytes // width
-            # A small message goes in thin pieces, through all channels.
-            piece_rows = max(1, min(rows, (vectors + whole_row - 1) // whole_row))
-            first = channel * piece_rows * THREADS
-            # An empty one is a piece, too: the receiver may expect another.
+            # A small message is divided into thin chunks, for all channels.
+            chunk_rows = max(1, min(rows, (vectors + whole_row - 1) // whole_row))
+            first = channel * chunk_rows * THREADS
+            # An empty one is a chunk, too: the receiver may expect another size.
             end = 1 if nbytes == 0 else vectors
             size_word = word_of((nbytes & _LOW_HALF) << 32)
             while first < end and not stopped:
@@ -216,7 +219,7 @@ def make_transfer(
                         # explore: wait
                         failed = not wait_for_epoch(guard, credit, due, record)
                     else:
-                        failed = not _await_piece(guard, flag_now, epoch, record)
+                        failed = not _await_chunk(guard, flag_now, epoch, record)
                         if not failed and ld_relaxed_sys_u64(flag_now) != word:
                             failed = True
                             record = wait_record(TRANSFER_MISMATCH, rank, peer, 0, 0)
@@ -225,10 +228,10 @@ def make_transfer(
                 stopped = sync_block_or(failed)  # explore: agree
                 if stopped:  # explore: give-up
                     break
-                for row in range(0, piece_rows, batch):
+                for row in range(0, chunk_rows, batch):
                     for i in range(batch):
                         vector = first + (row + i) * THREADS + thread
-                        if row + i < piece_rows and vector < vectors:
+                        if row + i < chunk_rows and vector < vectors:
                             if sending:
                                 words = load(address, vector, count)
                             else:
@@ -236,7 +239,7 @@ def make_transfer(
                             low[i], high[i] = words
                     for i in range(batch):
                         vector = first + (row + i) * THREADS + thread
-                        if row + i < piece_rows and vector < vectors:
+                        if row + i < chunk_rows and vector < vectors:
                             if sending:
                                 words = low[i], high[i]
                                 st_v2_u64(slot_now + (row + i) * ROW, words)
@@ -246,7 +249,7 @@ def make_transfer(
                     raise_flag(flag_now, word)
                 else:
                     give_credit(credit, epoch)
-                first += whole_row * piece_rows
+                first += whole_row * chunk_rows
         sync_block()  # a block without messages has not synchronized yet
         keep(own, epochs, block, epoch, failed)
 
@@ -278,10 +281,10 @@ def bind(
     # Small GPUs have fewer; all ranks have agreed on the smallest.
     pairs = 2 * (end.size - 1)
     channels = max(1, min(channels_of(end.size), end.max_blocks // pairs))
-    pieces = max(1, *(divide_up(each.nbytes, ROW) for each in (*sends, *receives)))
+    chunks = max(1, *(divide_up(each.nbytes, ROW) for each in (*sends, *receives)))
     return binding.launch(
         kernel(end.size, width, ragged, messages, channels),
-        *(end, pairs * min(channels, pieces)),
+        *(end, pairs * min(channels, chunks)),
         *(_listed(out, messages), _listed(into, messages)),
     )
 

@@ -1,10 +1,10 @@
-"""All-reduce in two flights: each rank reduces a shard, and posts it to all.
+"""All-reduce in two steps: each rank reduces a shard, and sends the result to all.
 
-For medium messages. The input is cut into one shard a rank. Every thread posts a vector
-of every shard to that shard's owner (scatter), reduces what it receives of its own
-rank's shard, posts the result to every other rank, and stores the results it receives
-(gather). ``mailboxes.py`` says how that needs no barrier, and orders the memory
-accesses: both flights of a round are exchanges of each pair, both ways.
+For medium messages. The input is divided into one shard a rank. Every thread posts a
+vector of every shard to that shard's owner (scatter), reduces what it receives of its
+own rank's shard, posts the result to every other rank, and stores the results that it
+receives (gather). ``mailboxes.py`` explains why that needs no barrier, and the order of
+memory accesses: both steps of an epoch are exchanges of each pair, both ways.
 
 Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
 rank without an output, in a reduction to one rank, stores nothing.
@@ -58,7 +58,7 @@ def make_two_shot(
     mail = make_mailboxes(
         size, transport, region, TWO_SHOT[transport], 2, waits.TWO_SHOT
     )
-    next_epoch, box, sent, post_one, receive, wipe, next_round = mail
+    next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
     in_rank_order = make_in_rank_order(size)
     epochs = region.epochs
     others = size - 1
@@ -87,7 +87,8 @@ def make_two_shot(
         stride = grid * THREADS
         epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
-        # As long as the block's first thread has a vector: the block meets in between.
+        # As long as the block's first thread has a vector: the block synchronizes
+        # in between.
         while start - thread < share:
             epoch = next_epoch(epoch)
             for group in range(0, steps, batch):
@@ -144,7 +145,7 @@ def make_two_shot(
                 wipe(own, block, epoch, thread)
             start += steps * stride
             if start - thread < share:
-                failed = next_round(failed)
+                failed = between_epochs(failed)
         keep(own, epochs, block, epoch, failed)
 
     return two_shot

@@ -1,4 +1,4 @@
-"""What binds a kernel to a call: who calls, what is asked for, what is enqueued."""
+"""What binds a kernel to a call: a rank's end, the arguments, and the launch."""
 
 import zlib
 from collections.abc import Callable
@@ -23,11 +23,11 @@ Enqueue = Callable[[int], None]
 
 
 class Place(Protocol):
-    """Where an array lies on all ranks, if all pass the same one.
+    """The addresses of an array on all ranks, if all ranks pass the same one.
 
     Attributes:
-        addresses: by rank, where this rank sees that one's array.
-        seen: by rank, where that rank sees this one's array.
+        addresses: by rank, at which address this rank sees that rank's array.
+        seen: by rank, at which address that rank sees this rank's array.
     """
 
     @property
@@ -44,12 +44,12 @@ class Endpoint:
     Attributes:
         rank: this rank.
         size: number of ranks.
-        guard: what kernels need to give up a wait.
-        workspaces: by rank, where this rank sees that one's workspace.
+        guard: the deadline and the status board of kernels' waits.
+        workspaces: by rank, at which address this rank sees that rank's workspace.
         max_blocks: most blocks of a call, agreed on by all ranks.
         multiprocessors: most thread blocks that are resident at a time, and so the most
             multiprocessors that they occupy; agreed on by all ranks.
-        place: ``(address, nbytes)`` returns where symmetric memory lies, or None.
+        place: ``(address, nbytes)`` returns the place of symmetric memory, or None.
         order: the communicator's ``StreamOrder``, for algorithms with a side stream.
     """
 
@@ -65,18 +65,18 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Call:
-    """What a rank asks of an algorithm.
+    """The arguments of a call, as algorithms need them.
 
-    All but the addresses is equal on all ranks; grid and slots follow from it alone.
+    All but the addresses are equal on all ranks. Grid and slots follow from that alone.
 
     Attributes:
         source: address of the input, on this rank.
         target: address of the output, which may be ``source``; 0: this rank has none.
-        count: number of elements, at least 1; of an input that has a part for each
-            rank, or an output that has, those of one part.
+        count: number of elements, at least 1: those of one shard, if the input or the
+            output has a shard for each rank.
         element: their type.
-        op: the operator; of an operation without one, any.
-        root: the rank that an operation with a root names.
+        op: the operator; any, if the operation has none.
+        root: the root, if the operation has one.
     """
 
     source: int
@@ -100,15 +100,15 @@ class Call:
 Bind = Callable[[Endpoint, Call], Enqueue]
 """Packs an algorithm for a call."""
 
-BindRest = Callable[[Endpoint, Call, int], Enqueue]
-"""Packs the launch that follows a handshake (``handshake.py``).
+BindFallback = Callable[[Endpoint, Call, int], Enqueue]
+"""Packs the third launch of a call with a handshake (``handshake.py``).
 
-The third argument is what the ranks wait for, as a number of ``waits.py``.
+The third argument is the number in ``waits.py`` of what the ranks wait for.
 """
 
 
-class InTurn:
-    """Calls one after another."""
+class Series:
+    """Calls that are enqueued one after another."""
 
     def __init__(self, *calls: Enqueue):
         self._calls = calls
@@ -120,7 +120,7 @@ class InTurn:
 
 
 def digest_of(call: str) -> int:
-    """Return what must be equal on all ranks, of a call in words."""
+    """Return the digest of a call in words; it must be equal on all ranks."""
     return zlib.crc32(call.encode())
 
 
@@ -134,7 +134,7 @@ def make_kernel(
 
     Its function takes what ``launch`` passes, then ``arguments`` of those types, and
     calls ``follow_previous_grid`` first. A thread uses ``weight`` times the registers
-    of most kernels', so a thread block holds as many times fewer blocks.
+    of most kernels', and a thread block holds ``weight`` times fewer blocks.
     """
     size = constants[0]
     ring = types.UniTuple(ADDRESS, max(1, size - 1))
@@ -148,7 +148,7 @@ def launch(kernel: Kernel, end: Endpoint, grid: int, *arguments: Any) -> Launch:
     """Pack a launch: guard, whether it is early, ring, own workspace, grid, arguments.
 
     The ring is the other ranks' workspaces, from the next rank on, so that the ranks
-    do not all turn to the same one first.
+    do not all access the same one first.
 
     An early grid is launched while the one before it still runs. So it occupies at most
     half of the endpoint's multiprocessors. A thread block holds as few blocks as that

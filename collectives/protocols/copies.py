@@ -1,22 +1,23 @@
 """Copies by the GPUs' copy engines: what the algorithms that use them share.
 
-Copy engines fill the links better than kernels do, and leave the multiprocessors free.
-Each rank copies from the other ranks' arrays into its own. Nothing stops a copy that
-has been enqueued, so no copy may write another rank's array: after a failure, a rank
-that comes late changes its own output only, and its next check raises.
+Copy engines use more of the links' bandwidth than kernels do, and leave the
+multiprocessors free. Each rank copies from the other ranks' arrays into its own.
+Nothing can stop a copy that has been enqueued, so no copy may write another rank's
+array. After a failure, a late rank therefore changes its own output only, and its next
+check raises.
 
 A call by copy engines is a call between the ranks' own arrays (``handshake.py``) whose
 second launch is a series of copies. The host enqueues them, so it must know beforehand
-where the other ranks' arrays are: it assumes the same part of the same symmetric block
-as its own. If the meeting finds that one array is elsewhere, all ranks refuse. The
-copies run nevertheless, into the rank's own output, which the third launch then
-overwrites with the result.
+where the other ranks' arrays are. It assumes that they lie at the same place of the
+same allocation as its own. If the handshake finds an array elsewhere, all ranks refuse
+the call. The copies run nevertheless, into the rank's own output, which the third
+launch then overwrites with the result.
 
-Memory order. A rank's copies begin after the meeting, so after what every rank's stream
-did before its own. The third launch, in which all ranks wait for each other, begins
-after the copies. So no array changes while another rank copies from it. Copies follow
-one another on the call's stream, from the next rank on: several at a time share the
-links badly.
+Memory order. A rank's copies begin after its handshake, so after everything that any
+rank's stream did before that rank's handshake. The third launch, in which all ranks
+wait for each other, begins after the copies. So no array changes while another rank
+copies from it. Copies follow one another on the call's stream, from the next rank on:
+several simultaneous ones share the links badly.
 """
 
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ def enqueue(copies: list[Copy], stream: int) -> None:
 
 
 class Copies:
-    """Copies one after another, and others meanwhile on the side stream.
+    """Copies one after another, and others beside them on the side stream.
 
     Args:
         order: the communicator's ``StreamOrder``.

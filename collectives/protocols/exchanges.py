@@ -1,11 +1,11 @@
-"""What the ranks exchange in one step, and what becomes of it.
+"""One exchange between all ranks: what a rank sends, and what it does with vectors.
 
 Each operation, what a rank sends, and what it does with the vectors of all ranks:
 
     all_reduce       the same to all      reduces them
     all_gather       the same to all      stores them, by rank
-    all_to_all       each its part        stores them, by rank
-    reduce_scatter   each its part        reduces them
+    all_to_all       a shard to each      stores them, by rank
+    reduce_scatter   a shard to each      reduces them
     scan             the same to all      reduces those of the ranks up to this one
     exscan           the same to all      reduces those of the ranks before this one
     reduce           all to the root      reduces them, on the root alone
@@ -26,37 +26,37 @@ from numba_symm.device.lanes import Lanes
 from numba_symm.dtypes import Element, Op, UserOperator, identity
 
 EVERYONE = -1
-"""All others, as bits along the ring."""
+"""All other ranks, as bits along the ring."""
 
 
 class Output(enum.Enum):
-    """What becomes of the ranks' vectors."""
+    """What a rank does with the vectors of all ranks."""
 
-    PARTS = enum.auto()  # stored, by rank
-    REDUCED = enum.auto()  # all are reduced
-    UP_TO_THIS = enum.auto()  # those of this rank and the ranks before it are
-    BEFORE_THIS = enum.auto()  # those of the ranks before it are
-    AT_ROOT = enum.auto()  # all are, on the root; the other ranks have no output
-    OF_ROOT = enum.auto()  # the root's is stored, on the other ranks
+    SHARDS = enum.auto()  # stores them, by rank
+    REDUCED = enum.auto()  # reduces all
+    UP_TO_THIS = enum.auto()  # reduces those of this rank and the ranks before it
+    BEFORE_THIS = enum.auto()  # reduces those of the ranks before it
+    AT_ROOT = enum.auto()  # reduces all, on the root; the others have no output
+    OF_ROOT = enum.auto()  # stores the root's, on the other ranks
 
     @property
     def rooted(self) -> bool:
-        """Whether all is sent to one rank, or by one."""
+        """Whether data is sent to one rank only, or by one rank only."""
         return self in (Output.AT_ROOT, Output.OF_ROOT)
 
     @property
     def reduces(self) -> bool:
         """Whether there is an operator."""
-        return self not in (Output.PARTS, Output.OF_ROOT)
+        return self not in (Output.SHARDS, Output.OF_ROOT)
 
     def taken(self, rank: int, size: int, root: int) -> int:
-        """Return what ``rank`` needs to know for it, 0 if it stores nothing.
+        """Return the kernel's argument of that name: what ``rank`` reduces or copies.
 
-        Of how many ranks, from rank 0 on, it gets the reduction; where it gets the
-        root's vector, how many places along the ring the root is.
+        If it reduces: of how many ranks, from rank 0 on. If it stores the root's
+        vector: how many places along the ring the root is. Otherwise 0.
         """
         return {
-            Output.PARTS: 0,
+            Output.SHARDS: 0,
             Output.REDUCED: size,
             Output.UP_TO_THIS: rank + 1,
             Output.BEFORE_THIS: rank,
@@ -65,7 +65,10 @@ class Output(enum.Enum):
         }[self]
 
     def exchanged(self, rank: int, size: int, root: int) -> tuple[int, int]:
-        """Return to whom ``rank`` sends and from whom it gets: bits along the ring."""
+        """Return the ranks that ``rank`` sends to, and those that it receives from.
+
+        Both are bits along the ring.
+        """
         to_root = 1 << (root - rank) % size >> 1
         of_all = EVERYONE if rank == root else 0
         if self is Output.OF_ROOT:
@@ -74,24 +77,24 @@ class Output(enum.Enum):
 
 
 class Exchange(NamedTuple):
-    """What is sent, and what becomes of it.
+    """What a rank sends, and what it does with the vectors of all ranks.
 
     Attributes:
-        parts_in: whether the input has a part for each rank, else one for all.
-        output: what is done with what came.
-        operation: what a record of a wait given up names.
+        sends_shards: whether a rank sends a shard to each rank, else the same to all.
+        output: what it does with the vectors.
+        operation: the number in ``waits.py`` for a wait that is given up.
     """
 
-    parts_in: bool
+    sends_shards: bool
     output: Output
     operation: int
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """The ways of filling mailboxes that the operation has.
+        """The transports (``mailboxes.py``) that the operation has.
 
-        A sentinel changes a NaN's bits, which a move must not. Packets of a broadcast
-        would be at most 3 % faster than marks.
+        A sentinel changes a NaN's bits, which an operation that only moves data must
+        not do. In a broadcast, packets would be at most 3 % faster than marks.
         """
         if self.output is Output.OF_ROOT:
             return ("marked",)
@@ -100,8 +103,8 @@ class Exchange(NamedTuple):
 
 EXCHANGES = {
     "all_reduce": Exchange(False, Output.REDUCED, waits.ONE_SHOT),
-    "all_gather": Exchange(False, Output.PARTS, waits.ALL_GATHER),
-    "all_to_all": Exchange(True, Output.PARTS, waits.ALL_TO_ALL),
+    "all_gather": Exchange(False, Output.SHARDS, waits.ALL_GATHER),
+    "all_to_all": Exchange(True, Output.SHARDS, waits.ALL_TO_ALL),
     "reduce_scatter": Exchange(True, Output.REDUCED, waits.REDUCE_SCATTER),
     "scan": Exchange(False, Output.UP_TO_THIS, waits.SCAN),
     "exscan": Exchange(False, Output.BEFORE_THIS, waits.EXSCAN),
@@ -115,7 +118,7 @@ EXCHANGES = {
 def make_total_for(
     size: int, lanes: Lanes, output: Output
 ) -> Callable[[int, Any, Any, int], Any]:
-    """Return a device function that reduces the vectors that an output is made of.
+    """Return a device function that reduces the vectors that an output needs.
 
     ``(taken, low, high, first)`` is ``order.make_total``'s; ``taken`` is
     ``Output.taken``, at least 1.
@@ -130,7 +133,7 @@ def make_total_for(
     @device_function
     def of_some(taken: int, low: Any, high: Any, first: int) -> Any:
         result = unpack(low[first], high[first])
-        # All ranks are looked at: every index is a constant, as in ``order.py``.
+        # Over all ranks, so that every index is a constant, as in ``order.py``.
         for r in range(1, size):
             if r < taken:
                 result = combine(result, unpack(low[first + r], high[first + r]))
@@ -143,7 +146,7 @@ def make_total_for(
 def make_reduced(
     size: int, lanes: Lanes, output: Output
 ) -> Callable[[int, int, Any, Any, Any], Any]:
-    """Return a device function that makes one vector of the ranks' vectors.
+    """Return a device function that makes one vector from the ranks' vectors.
 
     ``(rank, taken, low, high, spare)`` returns its two words: the reduction in rank
     order, or the root's vector; ``taken`` is ``Output.taken``, at least 1. The arrays
@@ -159,7 +162,8 @@ def make_reduced(
 
     @device_function
     def of_root(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
-        # By masks: of branches the compiler makes an index, and the arrays memory.
+        # By masks: the compiler would make an index from branches, and put the arrays
+        # into memory.
         first, second = 0, 0
         for k in range(1, size):
             mask = -word_of(k == taken)

@@ -1,4 +1,4 @@
-"""Flags between the blocks of one index of all ranks.
+"""Flags between the blocks of the same index on all ranks.
 
 Memory order. ``raise_flags`` begins with ``sync_block_or`` and a fence, so the whole
 block's earlier loads and stores happen before its flags. ``await_flags`` ends with an
@@ -31,8 +31,8 @@ class Flags(NamedTuple):
             all others, unless a thread of the block passes ``failed``; returns whether
             one does. ``flags`` is the offset of the block's flags in a workspace.
         await_flags: ``(guard, flags, block, epoch, failed)`` waits for all others'
-            flags, from the address ``flags``. Returns whether a thread of the block
-            gave up its wait, or passes ``failed``.
+            flags, which begin at the address ``flags``. Returns whether a thread of the
+            block gave up its wait, or passes ``failed``.
     """
 
     raise_flags: Callable[[Any, int, int, int, bool], bool]
@@ -45,7 +45,7 @@ def make_flags(size: int, operation: int) -> Flags:
 
     Args:
         size: number of ranks.
-        operation: what a record of a wait given up names.
+        operation: the number in ``waits.py`` for a wait that is given up.
     """
 
     @device_function

@@ -1,29 +1,34 @@
-"""How kernels work on the ranks' own arrays, without the workspace between.
+"""How kernels work on the ranks' own arrays, without the workspace in between.
 
-A call is three launches. In the first, of one block, each rank tells every other at
-which addresses that one sees its arrays, in packets of mailboxes (``mailboxes.py``)
-with the call's epoch. The second, of a kernel ``direct_*.py`` or of copies, works on
-the arrays. A rank whose array is not symmetric, or not on a 16-byte boundary, sends 0
-instead. Then the second launch does nothing, or copies in vain, and the third does the
-call through the workspace. Otherwise the third launch only makes the ranks wait for
-each other.
+A call has three launches:
 
-Memory order. A fence before the packets puts what the rank's stream did before, which
-the start of this kernel has made visible to the thread, before them; a fence after they
-have come puts the second launch, which begins when the first is over, after them. So
-nobody reads an array before it is written, or writes one that is in use. The flags of
-the third (``flags.py``), which begin with a fence, come after all that the second has
-stored and loaded; so what follows on the stream comes after everybody's.
+1. The handshake, by one block. Each rank sends every other rank the addresses at which
+   that rank sees its arrays, in packets of mailboxes (``mailboxes.py``) with the call's
+   epoch. A rank whose array is not symmetric, or not on a 16-byte boundary, sends 0
+   instead, which refuses the call.
+2. A kernel ``direct_*.py``, or copies, which work on the arrays. After a refusal, the
+   kernel does nothing, and the copies' results are discarded.
+3. After a refusal, the call through the workspace. Otherwise, the ranks only wait for
+   each other.
 
-A digest of the call comes with the addresses, as others' arrays are written: ranks that
-differ fail together, before any is. A rank that comes when others have given up writes
-nothing either, nor does one that waited for it: each reads the board after it has sent
-its packets, and again after a long wait. A failure while the last rank's packets are in
-flight is found too late.
-After a failure the third launch does nothing, either.
+Memory order. The start of the first launch makes visible to its threads what the rank's
+stream did before. A fence orders that before the packets. A fence after the packets
+have been received orders them before the second launch, which begins when the first one
+has ended. So no rank reads an array before it is written, or writes one that is in use.
+The flags of the third launch (``flags.py``) begin with a fence, so they follow all that
+the second one has stored and loaded. So what follows on a rank's stream follows the
+second launches of all ranks.
 
-A mailbox is used again in the next call, in which a rank is only after all others have
-read it: the third launch ends by waiting for them, by its flags or the workspace's.
+A digest of the call is sent with the addresses, because a call writes other ranks'
+arrays: ranks whose calls differ fail together, before any array is written. A rank that
+is late, after others have given up, writes nothing either, nor does a rank that waited
+for it. For that, each rank reads the board after it has sent its packets, and again
+after a long wait. A failure while the last rank's packets are in transit is found too
+late. After a failure, the third launch does nothing, either.
+
+A mailbox is used again in the next call. A rank begins that call only after all others
+have read the mailbox: the third launch ends by waiting for them, by its own flags or by
+those of the kernel that does the call.
 """
 
 import functools
@@ -37,7 +42,7 @@ from numba_symm.collectives.protocols.binding import (
     ADDRESS,
     Endpoint,
     Enqueue,
-    InTurn,
+    Series,
     along_ring,
     digest_of,
 )
@@ -79,15 +84,15 @@ a grid of 15 multiprocessors may be early (``binding.launch``)."""
 _BOX = 4 * VECTOR  # two vectors as packets
 
 REFUSED = 0
-"""What is kept in the place of a neighbour's first word after a refusal or failure."""
+"""Replaces a neighbour's first word after a refusal or a failure."""
 
 Offer = tuple[tuple[int, ...], tuple[int, ...]]
-"""For each of the ring's ranks two words, such as where it sees this rank's arrays; a
-first word of ``REFUSED`` refuses the call."""
+"""Two words for each rank of the ring, such as the addresses at which it sees this
+rank's arrays. A first word of ``REFUSED`` refuses the call."""
 
 
 def make_meet(size: int) -> Any:
-    """Return the kernel in which ``size`` ranks, two at least, meet."""
+    """Return the kernel of the handshake of ``size`` ranks, at least two."""
     region = layout(size).direct
     epochs, slots = region.epochs, region.slots
     others = size - 1
@@ -100,7 +105,7 @@ def make_meet(size: int) -> Any:
         started = 0
         digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
         first, second, missing = peek_packets(mail, VECTOR, epoch)
-        while missing | late != 0:  # explore: come
+        while missing | late != 0:  # explore: poll
             polls = pause(polls)
             if is_time_to_check(polls):
                 started = since(started)
@@ -108,7 +113,7 @@ def make_meet(size: int) -> Any:
                     return 0, 0, 0, False
             digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
             first, second, missing = peek_packets(mail, VECTOR, epoch)
-        # Others may have given up on a rank that came as late as this.
+        # Others may have given up their wait for a rank that was as late as this.
         if started != 0 and must_give_up(guard, started, record):
             return 0, 0, 0, False
         return first, second, digest, True
@@ -137,8 +142,8 @@ def make_meet(size: int) -> Any:
                 mail = ring[k] + slots + mirror(k) * _BOX
                 post_packets(mail, VECTOR, first[k], second[k], epoch)
                 post_packets(mail + 2 * VECTOR, VECTOR, digest, 0, epoch)
-        # The board is far away: it is looked at while the packets are on their way. For
-        # whom theirs have come long ago, it has changed if they gave up.
+        # The board is far away, so it is read while the packets are in transit. If the
+        # others sent theirs long ago and gave up since, it has changed by now.
         if thread < others and not failed:
             failed = ld_relaxed_sys_u64(guard.board + 8 * guard.rank) != 0
         k = thread
@@ -148,9 +153,9 @@ def make_meet(size: int) -> Any:
             mail = own + slots + k * _BOX
             theirs, output = REFUSED, REFUSED
             if not failed:
-                theirs, output, call, came = received(guard, mail, epoch, record)
-                failed = not came or call != digest
-                if came and failed:
+                theirs, output, call, arrived = received(guard, mail, epoch, record)
+                failed = not arrived or call != digest
+                if arrived and failed:
                     record = wait_record(CALL_MISMATCH, guard.rank, peer, 0, epoch)
                     fail(guard, record)
             if failed or first[0] == REFUSED:  # explore: refuses
@@ -168,7 +173,7 @@ def make_meet(size: int) -> Any:
                     st_v2_u64(own + where(k), (REFUSED, output))
         if thread < others:
             fence_acq_rel_sys()  # explore: fence-after
-        keep_failure(own, failed)  # the epoch counts on when the call is over
+        keep_failure(own, failed)  # the third launch counts the epoch
 
     return meet
 
@@ -178,7 +183,7 @@ def make_where(size: int) -> Callable[[int], int]:
     """Return a device function for ``size`` ranks.
 
     ``(k)`` returns the offset in the workspace of the two addresses that the k-th
-    neighbour has sent; ``REFUSED`` in the place of the first if there is none.
+    neighbour has sent; the first is ``REFUSED`` if there is none.
     """
     places = layout(size).direct.slots + (size - 1) * _BOX
 
@@ -211,13 +216,15 @@ def make_refused(size: int) -> Callable[[int], bool]:
 
 
 @functools.cache
-def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]:
+def make_needs_fallback(
+    size: int, operation: int
+) -> Callable[[Any, Any, int, int], bool]:
     """Return a device function for ``size`` ranks, for the third launch.
 
-    ``(guard, ring, own, block)`` returns whether the message is left to be moved, as a
-    rank refused; if not, the ranks' first blocks have waited for each other. After a
-    failure nobody waits here, and the launch stores nothing (``workspace.resume``). The
-    whole block calls it.
+    ``(guard, ring, own, block)`` returns whether a rank refused, so that this launch
+    has to do the call. If not, the ranks' first blocks have waited for each other.
+    After a failure, no block waits here, and the launch stores nothing
+    (``workspace.resume``). The whole block calls it.
     """
     region = layout(size).direct
     epochs, flags = region.epochs, region.flags
@@ -225,13 +232,13 @@ def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]
     raise_flags, await_flags = make_flags(size, operation)
 
     @device_function
-    def left(guard: Any, ring: Any, own: int, block: int) -> bool:
+    def needs_fallback(guard: Any, ring: Any, own: int, block: int) -> bool:
         found = refused(own)
         if block == 0:
             epoch, failed = resume(own, epochs, 0)
             epoch = (epoch + 1) & 0xFFFFFFFF
             # After a refusal, too: flags must not be 2**31 calls old.
-            # explore: tell
+            # explore: signal
             failed = raise_flags(ring, flags, guard.rank, epoch, failed)
             if not found:
                 # explore: wait
@@ -240,7 +247,7 @@ def make_left(size: int, operation: int) -> Callable[[Any, Any, int, int], bool]
             keep(own, epochs, 0, epoch, failed)
         return found
 
-    return left
+    return needs_fallback
 
 
 @functools.cache
@@ -258,30 +265,30 @@ def bind(
     call: str,
     offer: Offer,
     move: Enqueue,
-    rest: Enqueue,
+    fallback: Enqueue,
     known: Offer | None = None,
 ) -> Enqueue:
     """Return the three launches, of which the second and third are given.
 
     Args:
         end: this rank's end.
-        operation: what a record of a wait given up names.
+        operation: the number in ``waits.py`` for a wait that is given up.
         call: the call in words, equal on all ranks.
         offer: what ``offered`` returned for the array that is read, and for the one
             that is written.
-        move: works on the arrays, unless they were refused.
-        rest: works if they were, and calls ``left`` first.
-        known: what ``move`` assumes that the ring's ranks offer, each this one; any
-            other offer is refused. None: it reads what they offer.
+        move: works on the arrays, unless a rank refused.
+        fallback: does the call if one did; it calls ``needs_fallback`` first.
+        known: what ``move`` assumes that each of the ring's ranks offers to this one;
+            any other offer is refused. None: it reads what they offer.
     """
     if known is None:
         known = refusal(end.size), refusal(end.size)  # all zeros: nothing is known
     args = (operation, digest_of(call), *offer, *known)
-    return InTurn(binding.launch(meet_kernel(end.size), end, 1, *args), move, rest)
+    return Series(binding.launch(meet_kernel(end.size), end, 1, *args), move, fallback)
 
 
 def offered(end: Endpoint, address: int, nbytes: int) -> tuple[int, ...]:
-    """Return at which addresses the ring's ranks see an array, or zeros to refuse."""
+    """Return the addresses at which the ring sees an array, or zeros to refuse."""
     place = end.place(address, nbytes) if address % VECTOR == 0 else None
     return refusal(end.size) if place is None else along_ring(end.rank, place.seen)
 

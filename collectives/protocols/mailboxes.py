@@ -1,42 +1,43 @@
 """Mailboxes: how vectors of 16 bytes reach a peer's waiting thread without a barrier.
 
-A thread has a mailbox in every peer's workspace for each half and step; what arrives
-says itself that it is there. Two ways of saying so:
+A thread has a mailbox in every peer's workspace for each half and step. The data itself
+shows that it has arrived, in one of three ways:
 
-``sentinel``: the word of 64 ones means that nothing has come. As floats of any width it
-holds NaNs only, and a sender takes the top bit of such a word away, which leaves NaNs:
-every number keeps its bits. It goes on with what it sent, so that all ranks have the
-same bits of a NaN, too. The reader puts the ones back. For floats; integers have no
+``sentinel``: the word of 64 one bits means "empty". As floats of any width, it contains
+NaNs only. A sender clears the top bit of such a word, which leaves NaNs: every number
+keeps its bits. The sender continues with what it sent, so that all ranks have the same
+bits of a NaN, too. The receiver stores the ones again. For floats; integers have no
 value to spare.
 
-``marked``: the same, but a word of 64 ones is sent as zeros, and a word of 4 bytes
-beside each vector marks which of its two words were ones. All ones in its place: the
-marks have not come. Every type arrives bit by bit, at a quarter more traffic. Where the
-marks are follows from the calling thread's index, which is that of its mailbox.
+``marked``: the same, but a word of 64 one bits is sent as zeros, and a word of 4 bytes
+beside each vector marks which of its two words were ones. Marks that are all ones have
+not arrived. Every type arrives bit by bit, at a quarter more traffic. The address of
+the marks follows from the calling thread's index, which is that of its mailbox.
 
-``ll``: packets with a flag, the round's epoch, beside each 4 bytes of data. For every
-type, at twice the traffic, but with nothing to put back. Epochs are 32 bits wide and
-come round again: a mailbox that only large messages use could then hold a packet of the
-same epoch from 2**32 rounds ago, so the last two epochs each clear their half.
+``ll``: packets with a flag, the epoch, beside each 4 bytes of data. For every type, at
+twice the traffic, but without a store by the receiver. Epochs are 32 bits wide and
+overflow: a mailbox that only large messages use could then hold a packet of the same
+epoch from 2**32 epochs ago, so the last two epochs each clear their half.
 
-Only accesses of up to 8 bytes are taken to be atomic, as PTX's memory model has it for
-each element of a vector. So a vector and its marks may come in any order, and each word
-of them tells of itself.
+Only accesses of up to 8 bytes are assumed to be atomic, as in PTX's memory model for
+each element of a vector. So a vector and its marks may arrive in any order, and each of
+their words shows by itself whether it has arrived.
 
-Memory order. A mailbox belongs to (block, half, source, step, thread), its half being
-the epoch's parity. In every round of a block its thread 0 exchanges with every peer,
-both ways. A rank posts round k+2 into the half of round k only after it has received
-round k+1 from every peer, which a peer posts only after all threads of its block have
-read round k and put the ones back: kernels end in between, or ``next_round`` does the
-same. So two halves suffice, however few of the other threads have anything to post. (A
-thread that hears less than thread 0 relies on what that one has heard; where rounds of
-a kernel are like that, thread 0 has a fence before ``next_round``, too.)
+Memory order. A mailbox belongs to (block, half, source, step, thread); its half is the
+epoch's parity. In every epoch of a block, its thread 0 exchanges with every peer, both
+ways. A rank posts epoch k+2 into the half of epoch k only after it has received epoch
+k+1 from every peer. A peer posts epoch k+1 only after all threads of its block have
+read epoch k and stored the ones again: kernels end in between, or ``between_epochs``
+ensures the same order. So two halves suffice, however few of the other threads post.
+(A thread that receives from fewer ranks than thread 0 relies on what thread 0 has
+received. In a kernel with such threads and several epochs, thread 0 also executes a
+fence before ``between_epochs``.)
 
 After a failure. A thread that gives up clears nothing, posts nothing and stores no
-result. Its block agrees on that between rounds (``next_round``) and at the end of the
-call (``workspace.keep``), and posts nothing in any later round or call. Until then the
-block's other threads go on with vectors that they have received: what they post and
-store is right. An agreement within a round would cost a barrier of the block.
+result. Its block agrees on that between epochs (``between_epochs``) and at the end of
+the call (``workspace.keep``), and posts nothing in any later epoch or call. Until then,
+the block's other threads continue with vectors that they have received: what they post
+and store is right. An agreement within an epoch would cost a barrier of the block.
 
 Source: the LL protocol of NCCL and of MSCCL++ (``LLPacket``); the Lamport protocol of
 TensorRT-LLM.
@@ -77,13 +78,13 @@ from numba_symm.device.polling import (
 )
 
 EMPTY = -1
-"""The word that says that nothing has come."""
+"""A word of an empty mailbox."""
 
 UNMARKED = 0xFFFFFFFF
-"""The marks that say that they have not come."""
+"""The marks of an empty mailbox."""
 
 LAST_EPOCH = 2**32 - 2  # explore: last-epoch
-"""The epoch after which 1 follows: even, so that halves go on alternating."""
+"""The epoch after which 1 follows: even, so that halves continue to alternate."""
 
 _NOT_THE_TOP_BIT = 0x7FFFFFFFFFFFFFFF
 _LOW = 0xFFFFFFFF
@@ -93,12 +94,12 @@ class Transport(NamedTuple):
     """One way of filling mailboxes.
 
     Attributes:
-        weight: how many blocks' registers a block of its kernels takes.
-        sent: ``(low, high)`` returns what arrives of a vector.
+        weight: of its kernels, see ``binding.make_kernel``.
+        sent: ``(low, high)`` returns a vector as it arrives.
         post: ``(box, low, high, epoch)`` sends a vector.
         peek: ``(box, epoch)`` returns ``low, high, missing``.
         clear: ``(box)`` makes a mailbox that was read ready for the next vector.
-        wipe: ``(box)`` does so when the epochs come round; None: nothing to do.
+        wipe: ``(box)`` does so when the epochs overflow; None: nothing to do.
     """
 
     weight: int
@@ -141,7 +142,7 @@ def _sent_as_it_is(low: int, high: int) -> Any:
 
 @device_function
 def _marks(box: int) -> int:
-    """Return where the marks of this thread's vector at ``box`` are: after its row."""
+    """Return the address of the marks of this thread's vector: after its row."""
     return box + ROW - (VECTOR - MARK) * thread_index_x()  # explore: marks
 
 
@@ -191,7 +192,7 @@ def post_packets(box: int, stride: int, low: int, high: int, epoch: int) -> None
 
 @device_function
 def peek_packets(box: int, stride: int, epoch: int) -> Any:
-    """Return a vector's two words, and 0 if both packets are of that epoch."""
+    """Return a vector's two words, then 0 if both packets are of that epoch."""
     flag = word_of(epoch << 32)
     first, second = ld_relaxed_sys_v2_u64(box)
     third, fourth = ld_relaxed_sys_v2_u64(box + stride)
@@ -254,21 +255,21 @@ class Mailboxes(NamedTuple):
     ``k`` counts along the ring (``order.py``).
 
     Attributes:
-        next_epoch: ``(epoch)`` counts rounds.
+        next_epoch: ``(epoch)`` returns the epoch that follows.
         box: ``(block, epoch, set, k, step, thread)`` returns the offset, in a
             workspace, of the mailbox for the k-th of the ring.
-        sent: ``(low, high)`` returns what arrives of a vector, with which its sender
-            goes on where all ranks must have the same bits.
+        sent: ``(low, high)`` returns a vector as it arrives. Its sender continues with
+            that where all ranks must have the same bits.
         post_one: ``(ring, k, box, low, high, epoch)`` sends a vector to the k-th;
             ``box`` is its mailbox 0.
         receive: ``(guard, box, epoch, block, low, high, wanted)`` waits for a vector
             of the others, from the address of mailbox 0, fills two local arrays from
             index 1 on, and makes the mailboxes ready for the next vector; False if it
             gave up. Bit k of ``wanted``: whether the k-th of the ring sends one.
-        wipe: ``(workspace, block, epoch, thread)`` clears a thread's mailboxes of a
-            round that is over, when the epochs come round.
-        next_round: ``(failed)`` is called by the whole block between two rounds of a
-            kernel; returns whether any of its threads has failed.
+        wipe: ``(workspace, block, epoch, thread)`` clears a thread's mailboxes of an
+            epoch that has ended, when the epochs overflow.
+        between_epochs: ``(failed)`` returns whether any thread of the block has failed;
+            the whole block calls it between two epochs of a kernel.
     """
 
     next_epoch: Callable[[int], int]
@@ -277,7 +278,7 @@ class Mailboxes(NamedTuple):
     post_one: Callable[..., None]
     receive: Callable[..., bool]
     wipe: Callable[..., None]
-    next_round: Callable[[bool], bool]
+    between_epochs: Callable[[bool], bool]
 
 
 @functools.cache
@@ -296,8 +297,8 @@ def make_mailboxes(
         transport: a name of ``TRANSPORTS``.
         region: where the protocol's state lies.
         protocol: how many slots a thread has.
-        sets: how many vectors of a step a rank sends to each rank, one after another.
-        operation: what a record of a wait given up names.
+        sets: how many vectors a rank sends to each rank in a step, one after another.
+        operation: the number in ``waits.py`` for a wait that is given up.
     """
     _, sent, post_to, peek, clear, wipe_box = TRANSPORTS[transport]
     others = size - 1
@@ -317,8 +318,8 @@ def make_mailboxes(
 
     @device_function
     def box(block: int, epoch: int, which: int, k: int, step: int, thread: int) -> int:
-        # The blocks' rows of a step lie side by side, as the messages' do: their stores
-        # spread over all of the memory's channels.
+        # The blocks' rows of a step are adjacent, as in the message, so that their
+        # stores are spread over all of the memory's channels.
         half = slots + (epoch & 1) * half_stride + which * set_stride  # explore: half
         # explore: step
         return half + k * rank_stride + step * line + block * row + thread * VECTOR
@@ -344,7 +345,7 @@ def make_mailboxes(
         arrived = False
         given_up = False
         while not arrived and not given_up:
-            # All mailboxes are loaded before any is looked at: a branch on one would
+            # All mailboxes are loaded before any is compared: a branch on one would
             # make the next load wait for it.
             missing = 0
             for k in range(others):
@@ -379,12 +380,12 @@ def make_mailboxes(
                 wipe_box(own + box(block, epoch, 0, 0, index, thread))
 
     @device_function
-    def next_round(failed: bool) -> bool:
-        # What the block has read and cleared comes before what any of its threads posts
-        # next, which lets the peers overwrite it; so the fence follows the meeting.
+    def between_epochs(failed: bool) -> bool:
+        # What any thread of the block posts next permits peers to overwrite what the
+        # block has read and cleared. So the fence follows the synchronization.
         failed = sync_block_or(failed)  # explore: meet
         fence_acq_rel_sys()  # explore: fence
         return failed
 
     wiping = keep if wipe_box is None else wipe
-    return Mailboxes(next_epoch, box, sent, post_one, receive, wiping, next_round)
+    return Mailboxes(next_epoch, box, sent, post_one, receive, wiping, between_epochs)

@@ -1,7 +1,7 @@
-"""The ring: how a rank counts the others, from the next one on.
+"""The ring: how a rank numbers the others, from the next one on.
 
-All ranks then turn to different ones at any time, and what a rank does with its k-th
-neighbour is written without knowing its own number. What is reduced in rank order gives
+So the ranks access different peers at any time, and the code for a rank's k-th
+neighbour does not depend on its own number. Vectors that are reduced in rank order give
 the same bits on every rank.
 """
 
@@ -15,9 +15,9 @@ from numba_symm.device.lanes import Lanes
 
 @functools.cache
 def make_mirror(size: int) -> Callable[[int], int]:
-    """Return a device function: as whose k-th neighbour a rank's k-th neighbour has it.
+    """Return a device function for ``size`` ranks.
 
-    ``(k)`` is for ``size`` ranks.
+    ``(k)`` returns which neighbour a rank is of its own k-th neighbour.
     """
 
     @device_function
@@ -31,24 +31,24 @@ def make_mirror(size: int) -> Callable[[int], int]:
 def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
     """Return a device function that puts vectors in the order of their ranks.
 
-    ``(rank, low, high, spare)``: two local arrays of ``size`` words, of the own vector
-    and then the ring's, are turned; ``spare`` is another array of that size.
+    ``(rank, low, high, spare)`` rotates two local arrays of ``size`` words: of the own
+    vector, and then of the ring's. ``spare`` is another array of that size.
     """
-    turns = (size - 1).bit_length()
+    shifts = (size - 1).bit_length()
 
     @device_function
     def in_rank_order(rank: int, low: Any, high: Any, spare: Any) -> None:
-        # By 1, 2, 4 … places, so that every index is a constant: registers have none.
-        for bit in range(turns):
-            turning = rank >> bit & 1 != 0  # explore: turning
+        # By 1, 2, 4 … places, so that every index is a constant: registers need that.
+        for bit in range(shifts):
+            rotating = rank >> bit & 1 != 0  # explore: rotating
             for r in range(size):
                 before = (r + size - (1 << bit)) % size
-                spare[r] = low[before] if turning else low[r]
+                spare[r] = low[before] if rotating else low[r]
             for r in range(size):
                 low[r] = spare[r]
             for r in range(size):
                 before = (r + size - (1 << bit)) % size
-                spare[r] = high[before] if turning else high[r]
+                spare[r] = high[before] if rotating else high[r]
             for r in range(size):
                 high[r] = spare[r]
 

@@ -15,7 +15,7 @@ from numba_symm.dtypes import Element
 _WORDS = dtypes.element("int64", "moves")
 
 LINE = 8
-"""Vectors of 128 bytes; shards begin on lines, as far as the array does."""
+"""Vectors in a line of 128 bytes. Shards begin on lines if the array does."""
 
 
 def shard(vectors: int, size: int) -> int:
@@ -24,7 +24,7 @@ def shard(vectors: int, size: int) -> int:
 
 
 def is_ragged(call: Call, share: int = 0, shares: int = 0) -> bool:
-    """Return whether not all that is accessed are whole vectors on 16-byte boundaries.
+    """Return whether kernels access anything but whole vectors on 16-byte boundaries.
 
     Args:
         call: the call.
@@ -45,7 +45,7 @@ def moved_as(call: Call, ragged: bool) -> Element:
 
 
 class Chunks(NamedTuple):
-    """How a kernel that works in chunks cuts a message.
+    """How a kernel that works in chunks divides a message.
 
     Attributes:
         grid: number of blocks.

@@ -1,14 +1,15 @@
-"""The four parts of a block's slots that chunks have in turn.
+"""The four sets of a block's slots that chunks use one after another.
 
 The slots are those of ``chunked_all_reduce.py``: two halves of two sets. Chunks 0 and 1
-of a call go into one half, 2 and 3 into the other, and so on.
+of a call use one half, 2 and 3 the other one, and so on. A kernel works in stages: in
+each one, a block stores a chunk, reads an earlier one and raises its flags.
 
 Between calls, of any kernel with these slots, flags and epochs: the half in which a
 call begins follows from the epoch before it, and all ranks have read everything in it
-by then. A rank stores into the other half after all ranks' flags of turn 0, which they
-raised after they had left the call before. A call ends before a rank knows that the
-others have read the last chunk; so many epochs are counted that the next call begins in
-the other half.
+by then. A rank stores into the other half after all ranks' flags of stage 0, which they
+raised after they had left the previous call. A call ends before a rank knows that the
+others have read the last chunk. So it counts as many epochs as make the next call begin
+in the other half.
 """
 
 import functools
@@ -38,15 +39,15 @@ def make_place(size: int) -> Callable[[int, int, int], int]:
 
 
 @device_function
-def after(before: int, chunks: int, hops: int) -> int:
+def after(before: int, chunks: int, lag: int) -> int:
     """Return the epoch that follows a call that began after epoch ``before``.
 
     Args:
         before: the epoch.
-        chunks: how many the call had.
-        hops: in how many a chunk went, each with a turn of its own.
+        chunks: how many chunks the call had.
+        lag: how many stages after it was first stored a chunk is last read.
     """
-    signalled = chunks + hops - 1
-    # Another one if the next call would begin in the half of the last chunk.
+    signalled = chunks + lag - 1
+    # One more if the next call would begin in the half of the last chunk.
     more = (signalled + 1 + (chunks - 1 >> 1)) & 1  # explore: more
     return (before + signalled + more) & 0xFFFFFFFF

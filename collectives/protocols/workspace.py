@@ -27,7 +27,7 @@ from numba_symm.device.intrinsics import (
 from numba_symm.environment import SIMULATED
 
 THREADS = 8 if SIMULATED else 128
-"""Threads of a block in every protocol: part of the slots' addresses, so a constant.
+"""Threads of a block in every protocol. Slots' addresses depend on it: a constant.
 Few, so that a small message is spread over many multiprocessors. The simulator's
 threads are operating-system threads; a few show every race.
 
@@ -67,12 +67,12 @@ class Region:
     """Byte offsets of one protocol's state.
 
     Attributes:
-        epochs: one uint32 a block, written by its own rank only: how many rounds the
-            block has finished. After those of all blocks come a second set, for a
-            protocol that counts twice.
+        epochs: one uint32 a block, written by its own rank only: the block's last
+            epoch. After those of all blocks, there is a second set for a protocol that
+            counts twice.
         flags: those that peers raise for this rank's blocks, two uint32 for each block
             and rank.
-        slots: what peers put here, or the rank for its peers or for itself.
+        slots: what peers store here, or the rank for its peers or for itself.
         end: where the slots end.
     """
 
@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def sentinels(self) -> tuple[Region, ...]:
-        """The regions whose slots are all ones while nothing has come."""
+        """The regions whose slots are all ones while they are empty."""
         return (
             *(self.one_shot_sentinel, self.one_shot_marked),
             *(self.two_shot_sentinel, self.two_shot_marked),
@@ -118,7 +118,7 @@ class Protocol(NamedTuple):
         blocks: most blocks of a call of few ranks.
         rows: vectors that a thread has slots for in a half, all other ranks taken
             together; more only if there are more ranks.
-        row: bytes of one vector for each thread of a block, with what tells of it.
+        row: bytes of one vector for each thread of a block, with its marks or flags.
         few: how many ranks are few, as a power of 2.
     """
 
@@ -128,11 +128,11 @@ class Protocol(NamedTuple):
     few: int = 3
 
     def most(self, size: int) -> int:
-        """Return the most blocks of a call: of many ranks fewer, for want of room."""
+        """Return the most blocks of a call: fewer for many ranks, to limit memory."""
         return max(1, self.blocks >> max(0, (size - 1).bit_length() - self.few))
 
     def steps(self, size: int) -> int:
-        """Return how many vectors a thread has slots for of each other rank.
+        """Return for how many vectors of each other rank a thread has slots.
 
         A power of 2, so that groups of them are whole.
         """
@@ -151,8 +151,8 @@ def _blocks(blocks: int) -> int:
     return min(blocks, MAX_BLOCKS)
 
 
-# The more, the larger the message that goes in one round; all together less than 64 MiB
-# on 8 ranks. Messages too large for one round go in several, more slowly.
+# The more blocks and rows, the larger the messages that take one epoch. Larger messages
+# take several and are slower. All together take less than 64 MiB on 8 ranks.
 ONE_SHOT = {
     "sentinel": Protocol(_blocks(256), 4),
     "marked": Protocol(_blocks(256), 4, MARKED_ROW, few=2),
@@ -184,7 +184,7 @@ def channels_of(size: int) -> int:
 
 
 def transfer_rows(size: int) -> int:
-    """Return how many vectors of a thread a slot of ``transfer.py`` takes."""
+    """Return how many vectors of a thread a slot of ``transfer.py`` holds."""
     region = layout(size).transfer
     slots = DEPTH * max(1, size - 1) * channels_of(size)
     return (region.end - region.slots) // (slots * ROW)
@@ -210,7 +210,7 @@ def layout(size: int) -> Layout:
     for name, nbytes in slots.items():
         regions[name] = _region(end, size, nbytes)
         end = regions[name].end
-    # Transfers have what is left, as any size will do.
+    # Transfers have what remains, because their slots may have any size.
     left = LIMIT - _region(end, size, 0).end
     row = DEPTH * (size - 1) * channels_of(size) * ROW
     fitting = max(1, left // max(1, row))
@@ -246,7 +246,7 @@ def sync_block_or(condition: bool) -> bool:
 def follow_previous_grid(early: bool) -> None:
     """Wait until all earlier work of the stream is done and visible.
 
-    Then the next grid may be launched, to wait here in its turn.
+    Then the next grid may be launched, which waits here for this one.
     """
     griddepcontrol_wait()
     if early:
@@ -255,15 +255,15 @@ def follow_previous_grid(early: bool) -> None:
 
 @device_function
 def resume(own: int, epochs: int, block: int) -> Any:
-    """Return the epoch that a block's last call has kept, and not 0 if the rank failed.
+    """Return a block's last epoch, and a word that is not 0 if the rank has failed.
 
     Once a block of any call has failed, the rank's later launches store nothing that a
-    peer may read, and no result. A thread that begins late may find what another block
-    of its own launch has found, and its own block's other threads have not: the block
-    has to agree before a branch that it must take together.
+    peer may read, and no result. A late thread may find a failure that another block of
+    its own launch has found, but not the other threads of its own block. So the block
+    has to agree before a branch that all its threads must take together.
     """
-    # A word, which is compared where it matters: here, the comparison would make the
-    # kernel's first loads wait for it.
+    # A word, which the caller compares: here, the comparison would make the kernel's
+    # first loads wait for it.
     failed = ld_relaxed_sys_u32(own + _LINE * (block % _MARKS))  # explore: failed
     return word_of(ld_u32(own + epochs + 4 * block)), failed
 

@@ -6,17 +6,17 @@ from explore.markers import removed, replaced, within
 from explore.scenarios import breaks, by_anything_and_by_result, calls_on_own_arrays
 from explore.source import device_code
 
-LEFT = "left(guard, ring, own, block)"
+LEFT = "needs_fallback(guard, ring, own, block)"
 
 
 def left_undone(module):
     """Return the edit by which the third launch does nothing."""
-    return within(module, "left", LEFT, f"({LEFT} and False)")
+    return within(module, "fallback", LEFT, f"({LEFT} and False)")
 
 
 def done_always(module):
     """Return the edit by which the third launch does the call again."""
-    return within(module, "left", LEFT, f"({LEFT} or True)")
+    return within(module, "fallback", LEFT, f"({LEFT} or True)")
 
 
 BROKEN = {
@@ -29,7 +29,7 @@ BROKEN = {
     "what was refused left undone": left_undone("chunked_reduce"),
     "what was not refused done twice": done_always("chunked_reduce"),
     "the digest not looked at": within(
-        "handshake", "come", "missing | late", "missing"
+        "handshake", "poll", "missing | late", "missing"
     ),
     "nobody waits for the others' loads and stores": removed("handshake", "wait"),
     "what is refused worked on": within(
@@ -45,7 +45,7 @@ BROKEN = {
 }
 OF_SHARDS_BROKEN = {
     "addresses that have not come": within(
-        "handshake", "come", "missing | late", "late"
+        "handshake", "poll", "missing | late", "late"
     ),
     "no fence before the addresses": removed("handshake", "fence-before"),
     "no fence after them": removed("handshake", "fence-after"),
@@ -83,7 +83,7 @@ OF_TWO_RANKS_BROKEN = {
 }
 FLAGS_NOT_RENEWED = replaced(
     "handshake",
-    "tell",
+    "signal",
     "if found != REFUSED:\n"
     "    failed = raise_flags(ring, flags, guard.rank, epoch, failed)",
 )

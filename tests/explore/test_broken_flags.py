@@ -22,9 +22,9 @@ RELAXED = within(
 # What is broken: the algorithms that it must spoil, and the edits that break them.
 BROKEN = {
     "no fence before the flags": (FLAGGED, removed("flags", "fence")),
-    "no syncthreads before the flags": (FLAGGED, removed("flags", "meet")),
+    "no synchronization before the flags": (FLAGGED, removed("flags", "meet")),
     "flags loaded relaxed": (FLAGGED, RELAXED),
-    "no syncthreads after the flags": (
+    "no synchronization after the flags": (
         FLAGGED,
         replaced("flags", "agree", "return failed"),
     ),
@@ -61,7 +61,7 @@ OF_THREE_RANKS_BROKEN = {  # each has more than one neighbour
     ),
     "vectors in the ring's order": (
         ALGORITHMS,
-        replaced("order", "turning", "turning = False"),
+        replaced("order", "rotating", "rotating = False"),
     ),
     "one mailbox for all ranks": (
         MAILED,

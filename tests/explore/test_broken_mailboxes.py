@@ -23,8 +23,8 @@ BROKEN = {
         MAILED,
         within("mailboxes", "half", "(epoch & 1) * half_stride", "0"),
     ),
-    "no syncthreads between rounds": (MAILED, removed("mailboxes", "meet")),
-    "no fence between rounds": (CLEARED, removed("mailboxes", "fence")),
+    "no synchronization between epochs": (MAILED, removed("mailboxes", "meet")),
+    "no fence between epochs": (CLEARED, removed("mailboxes", "fence")),
     "a fence before the threads meet": (
         CLEARED,
         moved("mailboxes", "meet", after="fence"),
@@ -84,7 +84,7 @@ BROKEN = {
         MARKED,
         within("mailboxes", "marks", "VECTOR - MARK", "VECTOR"),
     ),
-    "the sender goes on with another NaN": (
+    "the sender continues with another NaN": (
         SENTINEL,
         removed("one_shot", "sent"),
         replaced(
@@ -122,13 +122,13 @@ WRAP_BROKEN = {
         ),
     ),
     "half a packet wiped": (LL, removed("mailboxes", "wipe-second")),
-    "no fence between rounds": (LL, removed("mailboxes", "fence")),
+    "no fence between epochs": (LL, removed("mailboxes", "fence")),
     "an odd last epoch": (
         MAILED,
         replaced("mailboxes", "last-epoch", "LAST_EPOCH = 2**32 - 1"),
     ),
 }
-EPOCH_BROKEN = {  # flags have a syncthreads of their own
+EPOCH_BROKEN = {  # flags have a synchronization of their own
     "the epoch changed before all have read it": (
         MAILED,
         removed("one_shot", "resumed"),

@@ -6,30 +6,32 @@ from explore.markers import moved, removed, replaced, within
 from explore.scenarios import breaks, by_anything_and_by_result, calls_of, worlds
 from explore.source import device_code
 
-PARTS_BROKEN = {
+SETS_BROKEN = {
     "one half": replaced("slots", "half", "half = 1"),
     "one set of slots": within("slots", "set", "chunk & 1", "0"),
-    "chunks in turn in the halves": within("slots", "half", "chunk >> 1", "chunk"),
+    "the halves alternate with each chunk": within(
+        "slots", "half", "chunk >> 1", "chunk"
+    ),
 }
 
 
-def turns_broken(module):
+def stages_broken(module):
     """Return the broken variants of a kernel that alternates between sets of slots."""
     return {
-        "signalled before the work": moved(module, "tell", after="wait"),
-        "used before all ranks have signalled": moved(module, "wait", before="tell"),
+        "signalled before the work": moved(module, "signal", after="wait"),
+        "used before all ranks have signalled": moved(module, "wait", before="signal"),
     }
 
 
 REDUCE_BROKEN = {
-    **turns_broken("chunked_reduce"),
+    **stages_broken("chunked_reduce"),
     "slots counted as their receiver does": replaced("order", "mirror", "return k"),
     "the root forgotten": within("chunked_reduce", "to-root", "k == root", "k == 0"),
     "shards counted from this rank": within(
         "chunked_reduce", "store", "k * share", "number * share"
     ),
 }
-BROADCAST_BROKEN = turns_broken("chunked_broadcast")
+BROADCAST_BROKEN = stages_broken("chunked_broadcast")
 BROADCAST_OF_THREE_BROKEN = {
     "relayed to the next": within(
         "chunked_broadcast", "to-root", "k != to_root", "k != 0"
@@ -45,7 +47,7 @@ EXCHANGE_BROKEN = {
         "await_flags(guard, own + flag, block, last, failed)",
         "await_flags(guard, own + flag, block, last - 1, failed)",
     ),
-    "signalled before it is read": moved("chunked_exchange", "tell", before="wait"),
+    "signalled before it is read": moved("chunked_exchange", "signal", before="wait"),
 }
 NEXT_BROKEN = {  # calls that disturb the next one, or the one before
     "chunked": removed("chunked_all_reduce", "wait"),
@@ -57,9 +59,9 @@ NEXT_BROKEN = {  # calls that disturb the next one, or the one before
 
 @by_anything_and_by_result
 @pytest.mark.parametrize("name", ["gather", "reduce"])
-@pytest.mark.parametrize("what", PARTS_BROKEN)
-def test_parts_broken_are_found(what, name, races):
-    breaks(calls_of(device_code(PARTS_BROKEN[what]), name), 3, races=races)
+@pytest.mark.parametrize("what", SETS_BROKEN)
+def test_sets_broken_are_found(what, name, races):
+    breaks(calls_of(device_code(SETS_BROKEN[what]), name), 3, races=races)
 
 
 @by_anything_and_by_result

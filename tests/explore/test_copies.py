@@ -189,7 +189,7 @@ def test_calls_by_copies(ranks):
     holds(calls_by_copies(device_code()), ranks, 500 // ranks)
 
 
-LEFT = "left(guard, ring, own, block)"
+LEFT = "needs_fallback(guard, ring, own, block)"
 BROKEN = {
     "an input elsewhere not noticed": within(
         "handshake", "elsewhere", "theirs != known_first[k]", "False"
@@ -202,10 +202,10 @@ BROKEN = {
     ),
     "ranks that wait for a rank that refused": removed("barrier", "refused"),
     "what was refused left undone": within(
-        "chunked_all_reduce", "left", LEFT, f"({LEFT} and False)"
+        "chunked_all_reduce", "fallback", LEFT, f"({LEFT} and False)"
     ),
     "an exchange that was refused left undone": within(
-        "chunked_exchange", "left", LEFT, f"({LEFT} and False)"
+        "chunked_exchange", "fallback", LEFT, f"({LEFT} and False)"
     ),
     "a rank that does not wait for the others' copies": removed("handshake", "wait"),
 }

@@ -88,7 +88,7 @@ BROKEN = {
         ("messages",),
         replaced("transfer", "agree", AGREED),
     ),
-    "a barrier that tells who waited only": (
+    "a barrier that returns only what its thread found": (
         ("barrier",),
         replaced("signals", "agree", "syncthreads()\nreturn met"),
     ),

@@ -296,8 +296,8 @@ class World:
         outputs = self.code.exchanges.Output
         root = self.random.randrange(self.size)
         moved = FLOAT64 if way == "sentinel" else self.random.choice(KINDS)
-        shards_out = kind.output is outputs.PARTS
-        sources, words = self.inputs(count * self.size**kind.parts_in, DRAW[moved])
+        shards_out = kind.output is outputs.SHARDS
+        sources, words = self.inputs(count * self.size**kind.sends_shards, DRAW[moved])
         targets = sources
         if name != "broadcast" and (
             name not in ("reduce", "scan") or self.random.random() < 0.5
@@ -309,7 +309,7 @@ class World:
             launch = self.bound(name, algorithm, end, call)
             self.streams[end.rank].append(launch)
             mine = words
-            if kind.parts_in:
+            if kind.sends_shards:
                 mine = [each[end.rank * count :][:count] for each in words]
             taken = kind.output.taken(end.rank, self.size, root)
             if shards_out:

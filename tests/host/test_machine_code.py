@@ -119,8 +119,8 @@ SIGNALLED = (
 )
 ALIKE = (*EXCHANGED, *SIGNALLED)
 """Kernels that share most code with others, so that fewer tests check them."""
-ONE_FLIGHT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
-MAILBOXES = [*ONE_FLIGHT, *cases("two_sentinel", "two_marked")]
+ONE_SHOT = cases("one_sentinel", "one_marked", "one_ll", *EXCHANGED)
+MAILBOXES = [*ONE_SHOT, *cases("two_sentinel", "two_marked")]
 PADS = [
     (name, n) for name in ("pad_barrier", "put_signal", "wait_signal") for n in (2, 8)
 ]
@@ -133,13 +133,13 @@ MOVING = (
     "broadcast_signalled",
 )
 # The reduction is of three ranks and more.
-TOLD = [
+BLOCK_FLAGS = [
     case
     for case in cases("chunked", *SIGNALLED)
     if case[0] != "reduce_signalled" or case[1] > 2
 ]
-TOLD += [(f"reduce_of_two{left}", 2, "int64", "prod") for left in ("", "_left")]
-TOLD += [("barrier", 2), ("barrier", 8)]
+BLOCK_FLAGS += [(f"reduce_of_two{left}", 2, "int64", "prod") for left in ("", "_left")]
+BLOCK_FLAGS += [("barrier", 2), ("barrier", 8)]
 SHARDS = [
     (name, *case) for name in ("all_reduce_direct", "scatter_direct") for case in FLOATS
 ]
@@ -152,8 +152,8 @@ DIRECT = [
 DIRECT += SHARDS
 MEETING = [("meet", 2), ("meet", 8)]
 MESSAGES = [("transfer", 2), ("transfer", 8)]
-FLAGGED = [*TOLD, *PADS, *MESSAGES]
-COLLECTIVE = [*MAILBOXES, *TOLD, *DIRECT, *MEETING, *MESSAGES]
+FLAGGED = [*BLOCK_FLAGS, *PADS, *MESSAGES]
+COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *MEETING, *MESSAGES]
 EVERY = [*COLLECTIVE, *PADS, *cases("copied")]
 
 
@@ -217,7 +217,7 @@ def test_everything_stays_in_registers_and_a_block_fits(case, cc):
 
 
 @on(COLLECTIVE)
-def test_a_collective_waits_for_the_grid_before_it_touches_memory(case, cc):
+def test_a_collective_waits_for_the_grid_before_it_accesses_memory(case, cc):
     code = compiled(case, cc)
     waits, starts = code.find(r"ACQBULK.*"), code.find(r"PREEXIT.*")
     if cc < (9, 0):
@@ -246,7 +246,7 @@ def test_nothing_is_called(case, cc):
 
 @on(EVERY)
 def test_no_plain_load_is_polled(case, cc):
-    # A loop that loads data stores some, or is that of rounds; one that waits does not.
+    # A loop that loads data stores some, or is that of epochs; one that waits does not.
     code = compiled(case, cc)
     # Vectors that are polled have a test of their own.
     for load in code.find(r"LDG\b(?!.*(STRONG\.SYS|128)).*"):
@@ -290,7 +290,7 @@ def test_every_flag_is_stored_after_a_fence(case, cc):
         assert not opcodes(code.between(fence, store), data)
 
 
-@on(TOLD)
+@on(BLOCK_FLAGS)
 def test_all_flags_of_a_block_share_a_fence(case, cc):
     code = compiled(case, cc)
     flags = code.find(r"STG\.E\.STRONG\.SYS")
@@ -309,9 +309,9 @@ def test_signals_access_memory_at_system_scope_only(case, cc):
 def test_a_flag_and_a_credit_follow_a_fence_each(case, cc):
     code = compiled(case, cc)
     fences = code.find(r"MEMBAR\.(ALL|SC)\.SYS")
-    told = code.find(r"STG\.E(\.64)?\.STRONG\.SYS")
-    following = [min(store for store in told if store > fence) for fence in fences]
-    # A flag has the piece's length beside its epoch, a credit the epoch only.
+    stored = code.find(r"STG\.E(\.64)?\.STRONG\.SYS")
+    following = [min(store for store in stored if store > fence) for fence in fences]
+    # A flag has the message's length beside its epoch, a credit the epoch only.
     kinds = sorted(code.instructions[store].opcode for store in following)
     assert kinds == ["STG.E.64.STRONG.SYS", "STG.E.STRONG.SYS"]
     for fence, store in zip(fences, following, strict=True):
@@ -335,12 +335,12 @@ def test_a_barrier_has_one_plain_load_and_store_for_its_own_epoch(case, cc):
 MARKING = r"STG\.E\.STRONG\.SYS"
 
 
-@on(ONE_FLIGHT)
-def test_one_flight_posts_a_vector_to_each_other_rank(case, cc):
+@on(ONE_SHOT)
+def test_one_shot_posts_a_vector_to_each_other_rank(case, cc):
     code = compiled(case, cc)
     stores = code.find(r"STG\.E\.128\.STRONG\.SYS")
     packets = 2 if "ll" in case[0] else 1
-    # What comes before the first wait is what is posted; cleared is after it.
+    # What is stored before the first wait is posted; mailboxes are cleared after it.
     first_poll = code.find(r"LDG\.E\.128\.STRONG\.SYS")[0]
     posted = [store for store in stores if store < first_poll]
     assert len(posted) == packets * (case[1] - 1)
@@ -359,29 +359,29 @@ def test_all_steps_are_loaded_before_any_is_posted(transport):
 
 
 @on(MAILBOXES)
-def test_mailboxes_are_polled_all_at_once(case, cc):
-    # Nothing waits between the loads: a round of polls takes one latency, not n.
+def test_all_mailboxes_are_polled_together(case, cc):
+    # Nothing waits between the loads: polling all takes one latency, not n.
     code = compiled(case, cc)
     loads = code.find(r"LDG\.E\.128\.STRONG\.SYS")
-    at_once = (2 if "ll" in case[0] else 1) * (case[1] - 1)
-    polls = loads[:at_once]
+    together = (2 if "ll" in case[0] else 1) * (case[1] - 1)
+    polls = loads[:together]
     assert not branches(code.between(polls[0], polls[-1]))
     for load in polls:
         accesses = opcodes(code.loop(load), r"(LDG|STG|MEMBAR|BAR)\b.*")
-        marks = ["LDG.E.STRONG.SYS"] * ("marked" in case[0]) * at_once
-        assert sorted(accesses) == ["LDG.E.128.STRONG.SYS"] * at_once + marks
+        marks = ["LDG.E.STRONG.SYS"] * ("marked" in case[0]) * together
+        assert sorted(accesses) == ["LDG.E.128.STRONG.SYS"] * together + marks
 
 
 @on(MAILBOXES)
-def test_a_round_of_mailboxes_has_no_fence(case, cc):
+def test_an_epoch_of_mailboxes_has_no_fence(case, cc):
     code = compiled(case, cc)
-    # Between rounds; one more for what thread 0 alone has heard.
+    # Between epochs; one more for what thread 0 alone has received.
     assert len(code.find(r"MEMBAR\..*SYS")) == (2 if case[0] in ROOTED else 1)
     assert len(code.find(r"BAR\..*")) == 2  # there, and before the epoch changes
 
 
 @on(MEETING)
-def test_addresses_are_told_after_a_fence_and_used_after_another(case, cc):
+def test_addresses_are_sent_after_a_fence_and_used_after_another(case, cc):
     code = compiled(case, cc)
     packets = code.find(r"STG\.E\.128\.STRONG\.SYS")
     assert len(packets) == 4 * (case[1] - 1)  # two vectors to each other rank
@@ -419,7 +419,7 @@ ROUNDS = {  # two floats to 16 bits; on sm_80 float16's has no name
 @on(
     [
         case
-        for case in MAILBOXES + TOLD[:-2]
+        for case in MAILBOXES + BLOCK_FLAGS[:-2]
         if case[2] in HALVES and case[0] not in MOVING
     ]
 )

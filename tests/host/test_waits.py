@@ -43,8 +43,8 @@ def test_every_algorithm_is_named_as_its_caller_names_it():
     assert set(names) <= {each.words for each in waits.TABLE.values()}
 
 
-CARRIERS = ("operation", "left_over")
-"""Names of parameters for a number of the table; ``left_over`` may be 0 or a bool."""
+CARRIERS = ("operation", "fallback_for")
+"""Parameters for a number of the table; ``fallback_for`` may be 0 or a bool."""
 
 
 def carried(module):
