@@ -315,11 +315,11 @@ def thread_index_y() -> int:
 def row_index() -> int:
     """Return the index of the thread's row among the rows of all blocks.
 
-    Rows of consecutive indices are in different blocks. A row has whole warps.
+    A row has whole warps.
     """
     # From one lane, so that the compiler keeps it, and what follows from it, once a
     # warp: otherwise kernels need up to 12 registers more.
-    row = cuda.blockIdx.x + cuda.gridDim.x * cuda.threadIdx.y
+    row = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
     return np.int32(_of_first_lane(row))  # type: ignore[return-value]
 
 

@@ -226,8 +226,8 @@ def thread_index_y() -> int:
 def row_index() -> int:
     """Return the index of the thread's row among the rows of all blocks."""
     thread = _thread()
-    blocks = thread._manager._grid_dim[0]
-    return thread.blockIdx.x + blocks * thread.threadIdx.y  # type: ignore[no-any-return]
+    rows = thread._manager._block_dim[1]
+    return thread.blockIdx.x * rows + thread.threadIdx.y  # type: ignore[no-any-return]
 
 
 def block_size() -> int:

@@ -172,7 +172,13 @@ def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache):
     main = "import sys; from numba_symm.launch.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "compile", *HERE, "--jobs", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **pipes) as process:
+
+    def allow_interrupts():  # a shell ignores them in what it starts in the background
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        command, start_new_session=True, preexec_fn=allow_interrupts, **pipes
+    ) as process:
         try:
             deadline = time.monotonic() + 100
             while not stored(cache) and time.monotonic() < deadline:

@@ -348,7 +348,7 @@ def test_a_child_that_cannot_be_made_fails_on_all_ranks(
     for call in (lambda: either.split(world.rank % 2), either.dup):
         with monkeypatch.context() as patch:
             if last:
-                patch.setattr(lifetime, "_block_limit", refuse)
+                patch.setattr(lifetime, "_multiprocessors", refuse)
             refused(world, ns.BackendError, call, "no such grid")
         gc.collect()
         assert len(lifetime._open) == before
