@@ -96,10 +96,14 @@ class Ranks:
     Args:
         n: the number of ranks; the test is skipped if they cannot have a GPU each.
         environ: environment variables of each rank, set before numba is imported.
+        once: whether a process ends as soon as its first job has, while the other
+            ranks continue.
     """
 
-    def __init__(self, n: int, environ: Sequence[dict[str, str]] = ()):
-        self._n, self._environ = n, environ or [{}] * n
+    def __init__(
+        self, n: int, environ: Sequence[dict[str, str]] = (), once: bool = False
+    ):
+        self._n, self._environ, self._once = n, environ or [{}] * n, once
         self._processes: list[Any] = []
         self._results: list[Outcome] = []  # of the latest job that did not fail
 
@@ -134,7 +138,7 @@ class Ranks:
             with contextlib.suppress(OSError):  # it has died since its last job
                 hub.send((name, args, deadline))
         end = time.monotonic() + deadline
-        self._stuck = _serve(self._hubs, self._results, end)
+        self._stuck = _serve(self._hubs, self._results, end, self._once)
         self._read()
         return self._results
 
@@ -198,7 +202,7 @@ def outcomes(
         deadline: seconds after which ranks that have not ended are killed.
         environ: environment variables of each rank, set before numba is imported.
     """
-    ranks = Ranks(n, environ)
+    ranks = Ranks(n, environ, once=True)
     try:
         return ranks.outcomes(function, *args, deadline=deadline)
     finally:
@@ -253,8 +257,13 @@ def simulated(n: int) -> bool:
         pytest.skip(str(error))
 
 
-def _serve(hubs: list[Connection], results: list[Outcome], end: float) -> list[int]:
-    """Pass messages until all ranks have left, or the deadline; return the others."""
+def _serve(
+    hubs: list[Connection], results: list[Outcome], end: float, once: bool
+) -> list[int]:
+    """Pass messages until all ranks have left, or the deadline; return the others.
+
+    With ``once``, the process of a rank that has left ends.
+    """
     present = dict(enumerate(hubs))
     waiting: dict[int, list[Any]] = {}  # by rank: with whom, what
     while present:
@@ -276,6 +285,8 @@ def _serve(hubs: list[Connection], results: list[Outcome], end: float) -> list[i
                 one.value, one.error, one.trace = message
                 one.left = True
             del present[rank]
+            if once:
+                hub.close()
         for rank, (members, _) in list(waiting.items()):
             met = [m for m in members if waiting.get(m, [None])[0] == members]
             gone = [m for m in members if m not in met and m not in present]

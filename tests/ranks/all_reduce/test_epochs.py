@@ -86,6 +86,8 @@ class Workspace:
 
 @pytest.mark.parametrize("algorithm", [n for n in ALGORITHMS if n != COPIES])
 def test_epochs_wrap_around(comm, world, algorithm):
+    if algorithm == "direct" and comm.size == 1:
+        pytest.skip("a rank alone has no peer's arrays")
     workspace = Workspace(comm, world)
 
     def be_late(step):
