@@ -280,23 +280,31 @@ def test_every_flag_is_loaded_with_acquire(case, cc):
 def flag_stores(code):
     """Return the stores of 4 bytes but those that mark that the rank has failed.
 
-    These follow one another, each one line after the last one.
+    These are one line apart, one after another or in a loop that does nothing else.
     """
     stores = code.find(r"STG\.E\.STRONG\.SYS")
-    offsets = [
-        int(found[1], 16) if found else 0
-        for found in (
-            re.search(r"\+(0x\w+)\]", code.instructions[store].operands)
-            for store in stores
-        )
+    loops = {store: code.loop(store) for store in stores}
+    stores = [
+        store
+        for store in stores
+        if not loops[store] or opcodes(loops[store], r"(LDG|BAR|MEMBAR)\b.*")
     ]
-    marks = [workspace._LINE * i for i in range(workspace._MARKS)]
     found = []
     while stores:
-        number = len(marks) if offsets[: len(marks)] == marks else 1
+        run = stores[: workspace._MARKS]
+        number = len(run) if are_marks(code, run) else 1
         found += stores[:number] if number == 1 else []
-        stores, offsets = stores[number:], offsets[number:]
+        stores = stores[number:]
     return found
+
+
+def are_marks(code, stores):
+    operands = [code.instructions[store].operands for store in stores]
+    offsets = [re.search(r"\+(-?0x\w+)\]", each) for each in operands]
+    places = sorted(int(found[1], 16) if found else 0 for found in offsets)
+    first = places[0]
+    apart = [first + workspace._LINE * i for i in range(workspace._MARKS)]
+    return places == apart
 
 
 @on(FLAGGED)
