@@ -111,7 +111,7 @@ def _kind_of(array: Any) -> _Kind:
         ("torch", "Tensor", _torch),
         ("cupy", "ndarray", _cupy),
     ):
-        library = sys.modules.get(name)  # without it, there is no such array
+        library = sys.modules.get(name)  # None if it is not imported
         known = getattr(library, attribute, ())
         if type(array) is known:
             return _KINDS.setdefault(known, kinds(library)[0])

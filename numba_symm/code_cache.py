@@ -4,11 +4,11 @@ An entry is a SHA-256 digest of its key and code, followed by the code. So damag
 entry is found before a GPU runs the code. Without a usable entry, code is compiled.
 
 Processes that need the same code at the same time, such as the ranks of a host, share
-the work: one compiles, the others wait for its entry. It holds a lock on a byte of a
-file in the cache's folder, which ends with the process in whatever way. The others
-compile too, all at the same time, if there is no entry when the lock is released, or
-after ``LONGEST_WAIT``. So does a process that cannot lock. Nothing is loaded on a GPU
-under a lock: that may wait for a peer, which may be waiting for the lock.
+the work. One process locks a byte of a file in the cache's folder, and compiles. The
+Linux kernel releases the lock when the process ends. The other processes wait for the
+entry. If the lock is released and there is none, or after ``LONGEST_WAIT``, each of
+them compiles, without a lock. So does a process that cannot lock. No process loads code
+on a GPU under a lock: loading may wait for a peer, which may be waiting for the lock.
 """
 
 import functools
