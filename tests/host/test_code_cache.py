@@ -39,16 +39,6 @@ print(code_cache.compiled_once(key, compile_it))
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Return the folder of an empty cache, and use it here and in processes."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(code_cache, "_warned", False)
-    code_cache._files.cache_clear()
-    yield code_cache.folder()
-    code_cache._files.cache_clear()
-
-
-@pytest.fixture
 def log(tmp_path):
     """Return the file in which a line is written when a compilation starts."""
     file = tmp_path / "log"

@@ -24,16 +24,6 @@ HERE = ("--ranks", "2", "--cc", "9.0")
 
 
 @pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """Use an empty cache here and in other processes; return its folder."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(code_cache, "_warned", False)
-    code_cache._files.cache_clear()
-    yield code_cache.folder()
-    code_cache._files.cache_clear()
-
-
-@pytest.fixture
 def printed():
     """Return a console that keeps what it prints."""
     return Console(width=200, record=True, file=io.StringIO())
