@@ -149,7 +149,7 @@ class _Run:
         contenders = [self._ours, *others]
         facts: dict[str, Any] = {}
         if asked.overlap:
-            product = new_product(self._comm.device.ordinal)
+            product = new_product(self._comm.device.ordinal, asked.leave or 0)
             facts["product"] = product.name
             rows = self._overlap(contenders, product)
         else:

@@ -209,6 +209,13 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
         "longer; the product is torch's if torch is installed",
     )
     add(
+        "--leave",
+        metavar="N",
+        type=_at_least(1),
+        help="with --overlap and torch: the multiprocessors that the product leaves to "
+        "the calls",
+    )
+    add(
         "--shuffle",
         metavar="N",
         type=_at_least(1),
@@ -249,6 +256,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error("--shuffle and --cold make single calls; omit --window")
     if options.overlap:
         _complete_overlap(parser, options)
+    elif options.leave:
+        parser.error("--leave needs --overlap")
     if options.cold and (options.shuffle or options.overlap or options.plot):
         parser.error("omit --shuffle, --overlap and --plot with --cold")
     if options.cache and not options.cold:
@@ -272,6 +281,11 @@ def _types(options: argparse.Namespace) -> tuple[str, ...]:
     return ("float", "int32") if options.cold else ("float",)
 
 
+def torch_multiplies() -> bool:
+    """Return whether the product beside the calls is torch's."""
+    return not SIMULATED and importlib.util.find_spec("torch") is not None
+
+
 def _complete_overlap(
     parser: argparse.ArgumentParser, options: argparse.Namespace
 ) -> None:
@@ -281,6 +295,8 @@ def _complete_overlap(
         parser.error("--overlap draws no plot; omit --plot")
     if not options.replays:
         parser.error("--overlap replays graphs; pass -G 1 or more")
+    if options.leave and not torch_multiplies():
+        parser.error("--leave needs torch and a GPU; omit it")
 
 
 def _complete_plot(

@@ -4,13 +4,13 @@ CuPy's products are not used: CuPy refuses calls of cuBLAS in a capture (cupy#62
 The elements are -1, 0 and 1, so the result is exact in any order of additions.
 """
 
-import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
 from numba import cuda
 
+from numba_symm.bench.options import torch_multiplies
 from numba_symm.environment import SIMULATED
 
 SIDE = 4096
@@ -45,15 +45,15 @@ class Product(Protocol):
         """Return the bits of the result."""
 
 
-def new_product(ordinal: int) -> Product:
+def new_product(ordinal: int, leave: int) -> Product:
     """Return torch's product if torch is installed, otherwise our kernel's.
 
     Args:
         ordinal: the number of the current GPU.
+        leave: the multiprocessors that torch's product leaves to other kernels. Ours
+            has so many blocks that it needs none.
     """
-    if SIMULATED or importlib.util.find_spec("torch") is None:
-        return OwnProduct()
-    return TorchProduct(ordinal)
+    return TorchProduct(ordinal, leave) if torch_multiplies() else OwnProduct()
 
 
 def _ternary(rows: int, columns: int) -> np.ndarray[Any, Any]:
@@ -64,9 +64,15 @@ def _ternary(rows: int, columns: int) -> np.ndarray[Any, Any]:
 class TorchProduct:
     """torch's product of square matrices of bfloat16, on tensor cores."""
 
-    def __init__(self, ordinal: int):
+    def __init__(self, ordinal: int, leave: int):
         import torch
 
+        if leave:
+            # cuBLAS launches one block for each multiprocessor. If some are occupied,
+            # the last blocks start after the first have ended, and it takes twice as
+            # long. Only cuBLASLt takes a number of multiprocessors.
+            torch.backends.cuda.preferred_blas_library("cublaslt")
+            torch._C._set_sm_carveout_experimental(leave)
         self._torch = torch
         self._device = torch.device("cuda", ordinal)
         torch.cuda.set_device(self._device)
@@ -76,6 +82,8 @@ class TorchProduct:
         self._c = torch.zeros_like(self._a)
         torch.cuda.synchronize()
         self.name = f"{SIDE} x {SIDE} bfloat16, torch {torch.__version__}"
+        if leave:
+            self.name += f", which leaves {leave} multiprocessors free"
 
     def call(self, stream: int) -> None:
         """Enqueue it on the current stream."""

@@ -143,6 +143,8 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --overlap --shuffle 5", "--shuffle measures no times"),
         ("all_reduce --overlap --plot r.png", "--overlap draws no plot"),
         ("all_reduce --overlap -G 0", "--overlap replays graphs; pass -G 1 or more"),
+        ("all_reduce --leave 8", "--leave needs --overlap"),
+        ("all_reduce --overlap --leave 0", "expected a number of at least 1, got '0'"),
         ("all_reduce --cold --overlap", "omit --shuffle, --overlap and --plot with"),
         ("all_reduce --cache /tmp", "--cache needs --cold"),
         ("barrier -b 4", "unrecognized arguments: -b 4"),
@@ -163,6 +165,16 @@ def test_wrong_usage_exits_with_code_2_and_the_reason(line, said, capsys):
     shown = capsys.readouterr().err
     assert "usage: " in shown
     assert said in shown
+
+
+def test_only_the_product_of_torch_can_leave_multiprocessors(monkeypatch, capsys):
+    line = ["all_reduce", "--overlap", "--leave", "8"]
+    monkeypatch.setattr(options, "torch_multiplies", lambda: True)
+    assert options.parse(line).leave == 8
+    monkeypatch.setattr(options, "torch_multiplies", lambda: False)
+    with pytest.raises(SystemExit):
+        options.parse(line)
+    assert "--leave needs torch and a GPU; omit it" in capsys.readouterr().err
 
 
 def test_help_lists_options_and_choices(capsys):
