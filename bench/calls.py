@@ -20,9 +20,13 @@ def reducing(name: str, *, prepared: bool) -> Callable[..., Call]:
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
     ) -> Call:
         if prepared:
-            plan: Call = getattr(comm, f"{name}_init")(x, op, out, algorithm=algorithm)
+            plan: Call = getattr(comm, f"{name}_init")(
+                x, op=op, out=out, algorithm=algorithm
+            )
             return plan
-        return functools.partial(getattr(comm, name), x, op, out, algorithm=algorithm)
+        call = getattr(comm, name)
+        call = functools.partial(call, x, op=op, out=out, algorithm=algorithm)
+        return lambda stream: call(stream=stream)
 
     return make
 
@@ -34,9 +38,10 @@ def moving(name: str, *, prepared: bool) -> Callable[..., Call]:
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
     ) -> Call:
         if prepared:
-            plan: Call = getattr(comm, f"{name}_init")(x, out, algorithm=algorithm)
+            plan: Call = getattr(comm, f"{name}_init")(x, out=out, algorithm=algorithm)
             return plan
-        return functools.partial(getattr(comm, name), x, out, algorithm=algorithm)
+        call = functools.partial(getattr(comm, name), x, out=out, algorithm=algorithm)
+        return lambda stream: call(stream=stream)
 
     return make
 
@@ -49,9 +54,13 @@ def reduce(*, prepared: bool) -> Callable[..., Call]:
     ) -> Call:
         into = out if comm.rank == ROOT else None
         if prepared:
-            plan: Call = comm.reduce_init(x, op, ROOT, into, algorithm=algorithm)
+            plan: Call = comm.reduce_init(
+                x, op=op, root=ROOT, out=into, algorithm=algorithm
+            )
             return plan
-        call = functools.partial(comm.reduce, x, op, ROOT, into, algorithm=algorithm)
+        call = functools.partial(
+            comm.reduce, x, op=op, root=ROOT, out=into, algorithm=algorithm
+        )
         return lambda stream: call(stream=stream)
 
     return make
@@ -64,9 +73,9 @@ def broadcast(*, prepared: bool) -> Callable[..., Call]:
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
     ) -> Call:
         if prepared:
-            plan: Call = comm.broadcast_init(out, ROOT, algorithm=algorithm)
+            plan: Call = comm.broadcast_init(out, root=ROOT, algorithm=algorithm)
             return plan
-        call = functools.partial(comm.broadcast, out, ROOT, algorithm=algorithm)
+        call = functools.partial(comm.broadcast, out, root=ROOT, algorithm=algorithm)
         return lambda stream: call(stream=stream)
 
     return make
@@ -77,7 +86,7 @@ def gather(
 ) -> Call:
     """Return a call of our gather."""
     into = out if comm.rank == ROOT else None
-    return lambda stream: comm.gather(x, ROOT, into, stream=stream)
+    return lambda stream: comm.gather(x, root=ROOT, out=into, stream=stream)
 
 
 def scatter(
@@ -85,7 +94,7 @@ def scatter(
 ) -> Call:
     """Return a call of our scatter."""
     whole = x if comm.rank == ROOT else None
-    return lambda stream: comm.scatter(whole, ROOT, out, stream=stream)
+    return lambda stream: comm.scatter(whole, root=ROOT, out=out, stream=stream)
 
 
 def messages(array: Any) -> list[Any]:
@@ -99,13 +108,15 @@ def sendrecv(
     """Return a call of our sendrecv."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if x.ndim == 1:
-        return lambda stream: comm.sendrecv(x, right, out, left, stream=stream)
+        return lambda stream: comm.sendrecv(
+            x, dst=right, out=out, src=left, stream=stream
+        )
     pairs = list(zip(messages(x), messages(out), strict=True))
 
     def call(stream: int) -> None:
         with comm.group():
             for message, into in pairs:
-                comm.sendrecv(message, right, into, left, stream=stream)
+                comm.sendrecv(message, dst=right, out=into, src=left, stream=stream)
 
     return call
 
@@ -122,7 +133,7 @@ def all_gather_v(
 ) -> Call:
     """Return a call of our all_gather_v."""
     counts = _equal(comm, out)
-    return lambda stream: comm.all_gather_v(x, counts, out=out, stream=stream)
+    return lambda stream: comm.all_gather_v(x, counts=counts, out=out, stream=stream)
 
 
 def reduce_scatter_v(
@@ -130,7 +141,7 @@ def reduce_scatter_v(
 ) -> Call:
     """Return a call of our reduce_scatter_v."""
     counts = _equal(comm, x)
-    call = functools.partial(comm.reduce_scatter_v, x, counts, op=op, out=out)
+    call = functools.partial(comm.reduce_scatter_v, x, counts=counts, op=op, out=out)
     return lambda stream: call(stream=stream)
 
 
@@ -139,7 +150,9 @@ def all_to_all_v(
 ) -> Call:
     """Return a call of our all_to_all_v."""
     counts = _equal(comm, x)
-    return lambda stream: comm.all_to_all_v(x, counts, counts, out=out, stream=stream)
+    return lambda stream: comm.all_to_all_v(
+        x, send_counts=counts, recv_counts=counts, out=out, stream=stream
+    )
 
 
 def gather_v(
@@ -147,7 +160,7 @@ def gather_v(
 ) -> Call:
     """Return a call of our gather_v."""
     counts, into = _equal(comm, out), out if comm.rank == ROOT else None
-    call = functools.partial(comm.gather_v, x, counts, root=ROOT, out=into)
+    call = functools.partial(comm.gather_v, x, counts=counts, root=ROOT, out=into)
     return lambda stream: call(stream=stream)
 
 
@@ -156,7 +169,7 @@ def scatter_v(
 ) -> Call:
     """Return a call of our scatter_v."""
     counts, whole = _equal(comm, x), x if comm.rank == ROOT else None
-    call = functools.partial(comm.scatter_v, whole, counts, root=ROOT, out=out)
+    call = functools.partial(comm.scatter_v, whole, counts=counts, root=ROOT, out=out)
     return lambda stream: call(stream=stream)
 
 

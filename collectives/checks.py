@@ -1,5 +1,6 @@
 """Checks of the arguments of collectives and messages; each raises ArgumentError."""
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,17 @@ def check_rank(rank: Any, size: int, what: str, also: str = "") -> int:
             f"{what}: expected a rank from 0 to {size - 1}{also}, got {rank!r}"
         )
     return int(rank)
+
+
+def check_peer(peer: Any, size: int, what: str) -> int | None:
+    """Return the other rank of a message, or None for nobody, or refuse the value."""
+    if peer is None:
+        return None
+    # Without this import, no caller has MPI's constant.
+    null = getattr(sys.modules.get("mpi4py.MPI"), "PROC_NULL", None)
+    if is_integer(peer) and peer == null:
+        return None
+    return check_rank(peer, size, what, ", or None or MPI.PROC_NULL for nobody")
 
 
 def check_order(view: ArrayView, what: str) -> None:

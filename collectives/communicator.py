@@ -255,6 +255,7 @@ class Communicator:
     def all_reduce(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         out: Any = None,
         stream: Any = None,
@@ -347,6 +348,7 @@ class Communicator:
     def all_reduce_init(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         out: Any = None,
         stream: Any = None,
@@ -361,7 +363,12 @@ class Communicator:
         return plan(self._calls, ALL_REDUCE, x, op, out, stream, algorithm)
 
     def all_gather(
-        self, x: Any, out: Any = None, stream: Any = None, algorithm: str | None = None
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
     ) -> Any:
         """Give every rank the arrays of all ranks.
 
@@ -384,7 +391,12 @@ class Communicator:
         return self._calls.call(ALL_GATHER, x, None, out, stream, algorithm)
 
     def all_to_all(
-        self, x: Any, out: Any = None, stream: Any = None, algorithm: str | None = None
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
     ) -> Any:
         """Send shard r of ``x`` to rank r, and receive this rank's shard of every rank.
 
@@ -410,6 +422,7 @@ class Communicator:
     def reduce_scatter(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         out: Any = None,
         stream: Any = None,
@@ -443,6 +456,7 @@ class Communicator:
     def scan(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         out: Any = None,
         stream: Any = None,
@@ -474,6 +488,7 @@ class Communicator:
     def exscan(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         out: Any = None,
         stream: Any = None,
@@ -494,6 +509,7 @@ class Communicator:
     def reduce(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         root: int = 0,
         out: Any = None,
@@ -528,7 +544,12 @@ class Communicator:
         return self._calls.call(REDUCE, x, op, out, stream, algorithm, root)
 
     def broadcast(
-        self, x: Any, root: int = 0, stream: Any = None, algorithm: str | None = None
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        stream: Any = None,
+        algorithm: str | None = None,
     ) -> Any:
         """Give every rank the contents of ``x`` on rank ``root``.
 
@@ -553,13 +574,23 @@ class Communicator:
         return self._calls.call(BROADCAST, x, None, x, stream, algorithm, root)
 
     def all_gather_init(
-        self, x: Any, out: Any = None, stream: Any = None, algorithm: str | None = None
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
     ) -> Plan:
         """Prepare an :meth:`all_gather`, as :meth:`all_reduce_init` does."""
         return plan(self._calls, ALL_GATHER, x, None, out, stream, algorithm)
 
     def all_to_all_init(
-        self, x: Any, out: Any = None, stream: Any = None, algorithm: str | None = None
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
     ) -> Plan:
         """Prepare an :meth:`all_to_all`, as :meth:`all_reduce_init` does."""
         return plan(self._calls, ALL_TO_ALL, x, None, out, stream, algorithm)
@@ -567,6 +598,7 @@ class Communicator:
     def reduce_scatter_init(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         out: Any = None,
         stream: Any = None,
@@ -578,6 +610,7 @@ class Communicator:
     def scan_init(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         out: Any = None,
         stream: Any = None,
@@ -589,6 +622,7 @@ class Communicator:
     def exscan_init(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         out: Any = None,
         stream: Any = None,
@@ -600,6 +634,7 @@ class Communicator:
     def reduce_init(
         self,
         x: Any,
+        *,
         op: Any = "sum",
         root: int = 0,
         out: Any = None,
@@ -610,7 +645,12 @@ class Communicator:
         return plan(self._calls, REDUCE, x, op, out, stream, algorithm, root)
 
     def broadcast_init(
-        self, x: Any, root: int = 0, stream: Any = None, algorithm: str | None = None
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        stream: Any = None,
+        algorithm: str | None = None,
     ) -> Plan:
         """Prepare a :meth:`broadcast`, as :meth:`all_reduce_init` does."""
         return plan(self._calls, BROADCAST, x, None, x, stream, algorithm, root)
@@ -618,6 +658,7 @@ class Communicator:
     def reduce_scatter_v(
         self,
         x: Any,
+        *,
         counts: Sequence[int],
         op: Any = "sum",
         out: Any = None,
@@ -647,7 +688,14 @@ class Communicator:
         """
         return vector_forms.reduce_scatter(self._calls, x, counts, op, out, stream)
 
-    def gather(self, x: Any, root: int = 0, out: Any = None, stream: Any = None) -> Any:
+    def gather(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
         """Gather every rank's array on rank ``root``.
 
         Collective: every rank passes an array of equal shape and dtype, and the same
@@ -676,6 +724,7 @@ class Communicator:
     def gather_v(
         self,
         x: Any,
+        *,
         counts: Sequence[int] | None = None,
         displs: Sequence[int] | None = None,
         root: int = 0,
@@ -708,7 +757,12 @@ class Communicator:
         return vector_forms.collected(self._calls, "gather_v", gather, *given)
 
     def scatter(
-        self, x: Any = None, root: int = 0, out: Any = None, stream: Any = None
+        self,
+        x: Any = None,
+        *,
+        root: int = 0,
+        out: Any = None,
+        stream: Any = None,
     ) -> Any:
         """Give each rank its shard of rank ``root``'s array.
 
@@ -739,6 +793,7 @@ class Communicator:
     def scatter_v(
         self,
         x: Any = None,
+        *,
         counts: Sequence[int] | None = None,
         displs: Sequence[int] | None = None,
         root: int = 0,
@@ -775,6 +830,7 @@ class Communicator:
     def all_gather_v(
         self,
         x: Any,
+        *,
         counts: Sequence[int],
         displs: Sequence[int] | None = None,
         out: Any = None,
@@ -806,6 +862,7 @@ class Communicator:
     def all_to_all_v(
         self,
         x: Any,
+        *,
         send_counts: Sequence[int],
         recv_counts: Sequence[int],
         send_displs: Sequence[int] | None = None,
@@ -840,7 +897,13 @@ class Communicator:
         return vector_forms.collected(self._calls, "all_to_all_v", all_to_all, *given)
 
     @by_one_thread
-    def send(self, x: Any, dst: int, stream: Any = None) -> None:
+    def send(
+        self,
+        x: Any,
+        *,
+        dst: int | None,
+        stream: Any = None,
+    ) -> None:
         """Send ``x`` to rank ``dst``, which calls :meth:`recv`. Asynchronous.
 
         Calls of two ranks match in the order in which they are made. A large message
@@ -849,7 +912,7 @@ class Communicator:
 
         Args:
             x: a contiguous device array of any shape and dtype.
-            dst: the rank to send to, not this rank.
+            dst: the rank to send to, not this rank. None or MPI.PROC_NULL: nobody.
             stream: as for :meth:`all_reduce`.
 
         Raises:
@@ -860,7 +923,13 @@ class Communicator:
         messages.send(self._calls, x, dst, stream)
 
     @by_one_thread
-    def recv(self, out: Any, src: int, stream: Any = None) -> Any:
+    def recv(
+        self,
+        out: Any,
+        *,
+        src: int | None,
+        stream: Any = None,
+    ) -> Any:
         """Receive rank ``src``'s message into ``out``. Asynchronous.
 
         Rank ``src`` calls :meth:`send`.
@@ -868,7 +937,8 @@ class Communicator:
         Args:
             out: a contiguous device array with the number of bytes of the message. If
                 the numbers differ, later calls of all ranks raise CallMismatch.
-            src: the rank to receive from, not this rank.
+            src: the rank to receive from, not this rank. None or MPI.PROC_NULL: nobody;
+                ``out`` keeps its contents.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -882,7 +952,13 @@ class Communicator:
 
     @by_one_thread
     def sendrecv(
-        self, x: Any, dst: int | None, out: Any, src: int | None, stream: Any = None
+        self,
+        x: Any,
+        *,
+        dst: int | None,
+        out: Any,
+        src: int | None,
+        stream: Any = None,
     ) -> Any:
         """Send ``x`` to rank ``dst``, and receive into ``out`` from rank ``src``.
 
@@ -891,11 +967,10 @@ class Communicator:
 
         Args:
             x: as for :meth:`send`.
-            dst: the rank to send to; may be this rank. None, as MPI's PROC_NULL: do not
-                send.
+            dst: the rank to send to; may be this rank. None or MPI.PROC_NULL: nobody.
             out: as for :meth:`recv`; does not overlap x.
-            src: the rank to receive from; may be this rank. None, as MPI's PROC_NULL:
-                do not receive.
+            src: the rank to receive from; may be this rank. None or MPI.PROC_NULL:
+                nobody; ``out`` keeps its contents.
             stream: as for :meth:`all_reduce`; None: as for ``x``.
 
         Returns:

@@ -11,29 +11,27 @@ from typing import Any
 from numba_symm import arrays
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.checks import check_apart, check_rank
+from numba_symm.collectives.checks import check_apart, check_peer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.transfers import Copy, Pending, Transfers
 from numba_symm.errors import ArgumentError
 
-_OR_NONE = ", or None instead of MPI.PROC_NULL"
 
-
-def send(calls: Calls, x: Any, dst: int, stream: Any) -> None:
+def send(calls: Calls, x: Any, dst: int | None, stream: Any) -> None:
     """Send an array; see :meth:`Communicator.send`."""
     calls.island.check_open()
-    dst = _check_other(calls, dst, "send: dst")
+    to = _check_other(calls, dst, "send: dst")
     given = arrays.view(x, "send")
-    transfers = calls.remembered(_sent, given, dst)
+    transfers = calls.remembered(_sent, given, to)
     calls.transfer("send", transfers, calls.stream_for(stream, x), x)
 
 
-def recv(calls: Calls, out: Any, src: int, stream: Any) -> None:
+def recv(calls: Calls, out: Any, src: int | None, stream: Any) -> None:
     """Receive an array; see :meth:`Communicator.recv`."""
     calls.island.check_open()
-    src = _check_other(calls, src, "recv: src")
+    source = _check_other(calls, src, "recv: src")
     taken = arrays.view(out, "recv: out")
-    transfers = calls.remembered(_received, taken, src)
+    transfers = calls.remembered(_received, taken, source)
     calls.transfer("recv", transfers, calls.stream_for(stream, out), out)
 
 
@@ -42,10 +40,8 @@ def sendrecv(
 ) -> None:
     """Send one array and receive another; see :meth:`Communicator.sendrecv`."""
     calls.island.check_open()
-    if dst is not None:
-        dst = check_rank(dst, calls.size, "sendrecv: dst", _OR_NONE)
-    if src is not None:
-        src = check_rank(src, calls.size, "sendrecv: src", _OR_NONE)
+    dst = check_peer(dst, calls.size, "sendrecv: dst")
+    src = check_peer(src, calls.size, "sendrecv: src")
     given = arrays.view(x, "sendrecv")
     taken = arrays.view(out, "sendrecv: out")
     transfers = calls.remembered(_exchanged, given, dst, taken, src)
@@ -83,8 +79,8 @@ def _start(calls: Calls, pending: Pending) -> None:
         calls.run(what, launch, stream)
 
 
-def _check_other(calls: Calls, asked: Any, what: str) -> int:
-    peer = check_rank(asked, calls.size, what)
+def _check_other(calls: Calls, asked: Any, what: str) -> int | None:
+    peer = check_peer(asked, calls.size, what)
     if peer == calls.rank:
         raise ArgumentError(
             f"{what}: expected another rank, got {peer}, which is this rank; use "
@@ -93,14 +89,17 @@ def _check_other(calls: Calls, asked: Any, what: str) -> int:
     return peer
 
 
-def _sent(calls: Calls, x: ArrayView, dst: int) -> Transfers:
-    x = calls.usable(x, "send")
-    return Transfers([Message(dst, x.address, x.nbytes)], [])
+def _sent(calls: Calls, x: ArrayView, dst: int | None) -> Transfers:
+    return Transfers(_with(dst, calls.usable(x, "send")), [])
 
 
-def _received(calls: Calls, out: ArrayView, src: int) -> Transfers:
-    out = calls.usable(out, "recv: out", written=True)
-    return Transfers([], [Message(src, out.address, out.nbytes)])
+def _received(calls: Calls, out: ArrayView, src: int | None) -> Transfers:
+    return Transfers([], _with(src, calls.usable(out, "recv: out", written=True)))
+
+
+def _with(peer: int | None, array: ArrayView) -> list[Message]:
+    """Return the message of an array to or from a rank: none if it is nobody."""
+    return [] if peer is None else [Message(peer, array.address, array.nbytes)]
 
 
 def _exchanged(
@@ -122,9 +121,7 @@ def _exchanged(
                 f"{out.nbytes} bytes"
             )
         return Transfers([], [], [(out.address, x.address, x.nbytes)])
-    sends = [] if dst is None else [Message(dst, x.address, x.nbytes)]
-    receives = [] if src is None else [Message(src, out.address, out.nbytes)]
-    return Transfers(sends, receives)
+    return Transfers(_with(dst, x), _with(src, out))
 
 
 def _grouped(

@@ -284,6 +284,11 @@ def reduction(op: Any, what: str) -> Op:
     if isinstance(function, FunctionType):
         return UserOperator(function)
     known = ", ".join(repr(name) for name in REDUCTIONS)
+    if hasattr(op, "shape"):
+        raise ArgumentError(
+            f"{what}: expected an operator, got the array op={type(op).__name__}; "
+            f"write {what}(x, out=y) for an output"
+        )
     raise ArgumentError(
         f"{what}: expected an operator, got op={op!r}; pass one of {known}, the MPI.Op "
         "of that name, or a function of two scalars"

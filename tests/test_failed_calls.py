@@ -74,7 +74,7 @@ def barrier(comm, x):
 def messages(comm, x):
     y = cuda.device_array_like(x)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    return lambda: comm.sendrecv(x, right, y, left)
+    return lambda: comm.sendrecv(x, dst=right, out=y, src=left)
 
 
 def group(comm, x):
@@ -112,7 +112,7 @@ def gather(comm, x):
 
 
 def reduce_scatter_v(comm, x):
-    return lambda: comm.reduce_scatter_v(x, [40, 30, 30])
+    return lambda: comm.reduce_scatter_v(x, counts=[40, 30, 30])
 
 
 def memory_barrier(comm, x):
@@ -196,7 +196,7 @@ def errs_before_its_call(world):
             with pytest.raises(ns.ArgumentError):
                 comm.all_reduce(x, algorithm="two_shots")
             with pytest.raises(ns.ArgumentError):
-                comm.send(x, 7)
+                comm.send(x, dst=7)
         y = comm.all_reduce(x)
         comm.synchronize()
         return y.copy_to_host().tolist() == [3.0] * 100

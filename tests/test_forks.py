@@ -50,7 +50,7 @@ def calls_of(comm, x, memory, plan, store):
         "all_reduce_init": lambda: comm.all_reduce_init(x),
         "plan": plan,
         "barrier": comm.barrier,
-        "send": lambda: comm.send(x, right),
+        "send": lambda: comm.send(x, dst=right),
         "gather": lambda: comm.gather(x),
         "group": lambda: comm.group().__enter__(),
         "empty": lambda: comm.empty(3),

@@ -193,15 +193,15 @@ def errs_as_one_that_has_left(world, debug):
         lambda: comm.broadcast(x, root=3),
         lambda: comm.all_reduce(x, algorithm="fast"),
         lambda: comm.gather(x, root=3),
-        lambda: comm.reduce_scatter_v(x, [6, 6, 6]),
-        lambda: comm.send(x, 3),
-        lambda: comm.recv(x, 3),
-        lambda: comm.sendrecv(x, 3, x, 3),
+        lambda: comm.reduce_scatter_v(x, counts=[6, 6, 6]),
+        lambda: comm.send(x, dst=3),
+        lambda: comm.recv(x, src=3),
+        lambda: comm.sendrecv(x, dst=3, out=x, src=3),
     ]
     y, part = comm.zeros(6, np.float32), comm.zeros(2, np.float32)
     known = [
         lambda: comm.all_reduce(x, out=y),
-        lambda: comm.reduce_scatter_v(x, [2, 2, 2], out=part),
+        lambda: comm.reduce_scatter_v(x, counts=[2, 2, 2], out=part),
     ]
     for call in known:
         call()
@@ -212,13 +212,13 @@ def errs_as_one_that_has_left(world, debug):
         lambda: comm.broadcast(x),
         lambda: comm.all_reduce_init(x),
         lambda: comm.gather(x),
-        lambda: comm.reduce_scatter_v(x, [2, 2, 2]),
-        lambda: comm.send(x, (comm.rank + 1) % 3),
+        lambda: comm.reduce_scatter_v(x, counts=[2, 2, 2]),
+        lambda: comm.send(x, dst=(comm.rank + 1) % 3),
     ]
     errors, told, bound = [], [], []
     if world.rank == AWAY:
         with contextlib.suppress(ns.ArgumentError), comm:
-            comm.send(x, 3)
+            comm.send(x, dst=3)
     world.barrier()
     if world.rank != AWAY:
         Kernel.bind = lambda *args, **options: bound.append(args)

@@ -10,9 +10,9 @@ with ns.Communicator(MPI.COMM_WORLD) as comm:
     from_left = cuda.device_array_like(mine)
     from_right = cuda.device_array_like(mine)
     with comm.group():  # all four messages proceed together
-        comm.send(mine, right)
-        comm.send(mine, left)
-        comm.recv(from_left, left)
-        comm.recv(from_right, right)
+        comm.send(mine, dst=right)
+        comm.send(mine, dst=left)
+        comm.recv(from_left, src=left)
+        comm.recv(from_right, src=right)
     comm.synchronize()
     print(comm.rank, from_left.copy_to_host(), from_right.copy_to_host())

@@ -181,10 +181,10 @@ def test_scans_messages_and_what_is_made_of_them_in_a_graph(comm, stream):
         add(x, 1, on)
         comm.scan(x, out=scanned, stream=on)
         comm.exscan(x, out=before, stream=on)
-        comm.sendrecv(x, right, received, left, stream=on)
+        comm.sendrecv(x, dst=right, out=received, src=left, stream=on)
         with comm.group():
             comm.gather(x, root=0, out=gathered, stream=on)
-            comm.all_gather_v(x, [count] * comm.size, out=ragged, stream=on)
+            comm.all_gather_v(x, counts=[count] * comm.size, out=ragged, stream=on)
             comm.scatter(x[: shard.size * comm.size], root=0, out=shard, stream=on)
     for replay in range(1, 31):
         graphs[0].launch(stream)

@@ -33,7 +33,7 @@ def test_calls_after_prepare_load_nothing(world, monkeypatch):
                 comm.reduce(x[1:], op="max", root=comm.size - 1)
                 comm.broadcast(x, root=comm.size - 1)
                 right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-                comm.sendrecv(x, right, cuda.device_array_like(x), left)
+                comm.sendrecv(x, dst=right, out=cuda.device_array_like(x), src=left)
             comm.barrier()
             comm.synchronize()
             assert (reduced.copy_to_host() == host).all()

@@ -1,5 +1,6 @@
 """A plain call is checked again unless a checked one had equal arrays."""
 
+import inspect
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from numba.cuda.cudadrv.driver import MemoryPointer
 
 from numba_symm import arrays
 from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.operations import ALL_GATHER, ALL_REDUCE, Operation
 from numba_symm.errors import ArgumentError
 
@@ -141,3 +143,17 @@ def test_an_operation_without_an_operator_remembers_its_calls(calls, bound):
     for _ in range(2):
         call(calls, array(X), array(Y, (2, 8, 4)), None, ALL_GATHER)
     assert len(bound) == 1
+
+
+def test_what_follows_the_array_is_passed_by_keyword():
+    """So that no argument is taken for another one."""
+    others = ("empty", "zeros", "split", "prepare")
+    for name, method in vars(Communicator).items():
+        if name.startswith("_") or not callable(method) or name in others:
+            continue
+        positional = [
+            each.name
+            for each in inspect.signature(method).parameters.values()
+            if each.kind is each.POSITIONAL_OR_KEYWORD
+        ]
+        assert len(positional) <= 2, (name, positional)  # self, and one more

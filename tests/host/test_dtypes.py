@@ -284,6 +284,12 @@ def test_an_unknown_operator_is_refused_with_a_list(op):
     )
 
 
+def test_an_array_in_place_of_an_operator_is_told_where_it_belongs():
+    text = r"got the array op=ndarray; write all_reduce\(x, out=y\) for an output"
+    with pytest.raises(ArgumentError, match=text):
+        dtypes.reduction(np.zeros(3), "all_reduce")
+
+
 def test_looking_up_an_operator_does_not_import_mpi(monkeypatch):
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
     with pytest.raises(ArgumentError):

@@ -64,7 +64,7 @@ class Case:
 
     def call(self, out, op="sum"):
         result = getattr(self.comm, self.name)(
-            self.x.array, op, out=out, algorithm="direct"
+            self.x.array, op=op, out=out, algorithm="direct"
         )
         assert result is out
 
@@ -118,7 +118,7 @@ def test_types_and_operators(comm, world, name):
         put(x, host)
         parts = comm.size if name == "reduce_scatter" else 1
         out = comm.empty(host.size // parts, host.dtype)
-        getattr(comm, name)(x, op, out=out, algorithm="direct")
+        getattr(comm, name)(x, op=op, out=out, algorithm="direct")
         mine = slice(None)
         if parts > 1:
             mine = slice(comm.rank * out.size, (comm.rank + 1) * out.size)
@@ -223,7 +223,7 @@ def test_one_after_another_without_the_host(comm, world, name):
                 each[part] = total[part]
         if random.integers(2):
             root = step % comm.size
-            comm.broadcast(x, root, algorithm=("direct", "chunked")[step % 2])
+            comm.broadcast(x, root=root, algorithm=("direct", "chunked")[step % 2])
             start = [start[root].copy() for _ in range(comm.size)]
     comm.synchronize()
     assert same(get(x), start[comm.rank])

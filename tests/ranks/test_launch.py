@@ -111,10 +111,10 @@ def check_messages(comm, count):
     n, rank = comm.size, comm.rank
     mine = array_of(comm, np.full(count, rank, np.int16), False)
     out = comm.zeros(count, np.int16)
-    comm.sendrecv(mine, (rank + 1) % n, out, (rank - 1) % n)
-    gathered = comm.gather(mine, 0)
+    comm.sendrecv(mine, dst=(rank + 1) % n, out=out, src=(rank - 1) % n)
+    gathered = comm.gather(mine, root=0)
     counts = [r + 1 for r in range(n)]
-    uneven = comm.all_gather_v(mine[: rank + 1], counts)
+    uneven = comm.all_gather_v(mine[: rank + 1], counts=counts)
     comm.synchronize()
     assert (get(out) == (rank - 1) % n).all()
     if rank == 0:

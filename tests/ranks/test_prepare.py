@@ -41,7 +41,7 @@ def every_size(comm, new):
         comm.broadcast(x, root=comm.size - 1)
         comm.all_gather(x)
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        comm.sendrecv(x, right, new(count, np.float32), left)
+        comm.sendrecv(x, dst=right, out=new(count, np.float32), src=left)
 
 
 def test_calls_of_all_sizes_bind_prepared_kernels(comm, world, prepared, monkeypatch):

@@ -133,7 +133,7 @@ class Call:
         case, x = self.case, self.source.array
         out = {"new": None, "out": self.target.array, "in place": x}[case.place]
         options = {"out": out, "algorithm": case.algorithm}
-        self.result = self.comm.all_reduce(x, op or case.op, **options)
+        self.result = self.comm.all_reduce(x, op=op or case.op, **options)
         assert out is None or self.result is out
 
     def check(self):

@@ -145,7 +145,7 @@ def test_floats_keep_their_bits_and_nans_stay_nans(comm, world, algorithm, dtype
     for owner in range(comm.size):
         least = np.full(wanted.size, -np.inf, dtype)
         put(x, wanted if comm.rank == owner else least)
-        found = get(comm.all_reduce(x, "max", algorithm=algorithm))
+        found = get(comm.all_reduce(x, op="max", algorithm=algorithm))
         assert same(found, wanted)
         # A NaN's bits may have changed, but in the same way on all ranks.
         assert len(set(world.allgather(digest(found)))) == 1
@@ -159,7 +159,7 @@ def test_min_and_max_treat_nan_and_infinity_as_numpy_does(comm, algorithm):
     x, out = (comm.empty(rows.shape[1], np.float32) for _ in range(2))
     put(x, inputs[comm.rank])
     for op, numpys in (("min", np.minimum), ("max", np.maximum)):
-        found = get(comm.all_reduce(x, op, out, algorithm=algorithm))
+        found = get(comm.all_reduce(x, op=op, out=out, algorithm=algorithm))
         assert np.array_equal(found, numpys.reduce(inputs), equal_nan=True)
 
 
@@ -181,7 +181,7 @@ def test_integers_wrap_around(comm, algorithm):
         x, out = comm.empty(5, dtype), comm.empty(5, dtype)
         put(x, np.full(5, largest, dtype))
         summed = get(comm.all_reduce(x, out=out, algorithm=algorithm))
-        product = get(comm.all_reduce(x, "prod", out, algorithm=algorithm))
+        product = get(comm.all_reduce(x, op="prod", out=out, algorithm=algorithm))
         mask = (1 << 8 * np.dtype(dtype).itemsize) - 1
         assert [int(v) & mask for v in summed] == [largest * comm.size & mask] * 5
         assert [int(v) & mask for v in product] == [largest**comm.size & mask] * 5
@@ -307,7 +307,7 @@ def test_one_rank_runs_ahead_as_far_as_it_can(comm, world):
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, None])
 def test_a_plan_reads_its_input_anew_each_time(comm, algorithm):
     x, y = comm.empty(11, np.float64), comm.empty(11, np.float64)
-    plan = comm.all_reduce_init(x, "sum", out=y, algorithm=algorithm)
+    plan = comm.all_reduce_init(x, op="sum", out=y, algorithm=algorithm)
     for step in range(4 if SIMULATED else 50):
         case = Case(algorithm, DTYPES[1], "sum", 11, seed=step)
         put(x, case.inputs(comm.size)[comm.rank])
@@ -320,7 +320,7 @@ def test_plans_calls_and_barriers_in_turn(comm, world):
         call = Call(comm, plan_case)
         x, out = call.source.array, call.target.array
         call.plan = comm.all_reduce_init(
-            x, plan_case.op, out=out, algorithm=plan_case.algorithm
+            x, op=plan_case.op, out=out, algorithm=plan_case.algorithm
         )
         return call
 

@@ -48,7 +48,7 @@ def check(comm, world, inputs, op, expected, offset=0, algorithm=None):
     """Reduce and compare; all ranks must have the same bits."""
     x = symmetric(comm, inputs[comm.rank], offset)
     out = symmetric(comm, inputs[comm.rank], 0)
-    comm.all_reduce(x, op, out=out, algorithm=algorithm)
+    comm.all_reduce(x, op=op, out=out, algorithm=algorithm)
     comm.synchronize()
     found = get(out)
     wrong = np.flatnonzero(~same(found, expected))
@@ -136,22 +136,22 @@ def test_an_operator_that_the_dtype_lacks_is_refused_on_every_rank(comm, world):
         x = comm.zeros(4, dtype)
         text = f"expected an operator of {np.dtype(dtype).name}, got op={op!r}"
         refused(
-            world, ns.ArgumentError, lambda x=x, op=op: comm.all_reduce(x, op), text
+            world, ns.ArgumentError, lambda x=x, op=op: comm.all_reduce(x, op=op), text
         )
     x = comm.zeros(4, np.float32)
     one = lambda a: a  # noqa: E731
-    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, one), "two scalars")
-    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, np.add), "got op=<")
+    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, op=one), "two scalars")
+    refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, op=np.add), "got op=<")
 
 
 def test_in_debug_mode_functions_are_compared_by_name(world):
     with ns.Communicator(world, timeout=60, debug=True) as comm:
         x = comm.zeros(4, np.float32)
-        comm.all_reduce(x, larger_magnitude)
+        comm.all_reduce(x, op=larger_magnitude)
         comm.synchronize()
         if comm.size > 1:
             op = larger_magnitude if comm.rank else difference
             texts = refused(
-                world, ns.ArgumentError, lambda: comm.all_reduce(x, op), "difference"
+                world, ns.ArgumentError, lambda: comm.all_reduce(x, op=op), "difference"
             )
             assert "larger_magnitude" in texts[0]

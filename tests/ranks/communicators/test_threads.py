@@ -134,7 +134,7 @@ def test_a_call_amid_another_threads_is_refused(comm, world, held, monkeypatch, 
     mine = {
         "all_reduce": lambda: comm.all_reduce(x),
         "barrier": comm.barrier,
-        "reduce_scatter_v": lambda: comm.reduce_scatter_v(x, [6] + [0] * others),
+        "reduce_scatter_v": lambda: comm.reduce_scatter_v(x, counts=[6] + [0] * others),
         "gather": lambda: comm.gather(x),
         "group": lambda: comm.group().__enter__(),
         "empty": lambda: comm.empty(3),
@@ -144,7 +144,7 @@ def test_a_call_amid_another_threads_is_refused(comm, world, held, monkeypatch, 
         "close": comm.close,
     }
     if comm.size > 1:
-        mine["send"] = lambda: comm.send(x, right)
+        mine["send"] = lambda: comm.send(x, dst=right)
     for name, call in mine.items():
         text = f"{name}: expected one thread at a time in the calls of a communicator"
         refused(world, ns.ArgumentError, call, text, "dup()")

@@ -37,14 +37,18 @@ def test_gather_and_scatter(comm, world, uneven):
         if uneven:
             listed = counts if is_root else None
             found = comm.gather_v(
-                x.array, listed, None, root, out.array if is_root else None
+                x.array,
+                counts=listed,
+                displs=None,
+                root=root,
+                out=out.array if is_root else None,
             )
             whole = found if is_root else None
-            comm.scatter_v(whole, listed, None, root, back.array)
+            comm.scatter_v(whole, counts=listed, displs=None, root=root, out=back.array)
         else:
             into = out.array if is_root else None
-            found = comm.gather(x.array, root, into)
-            comm.scatter(found, root, back.array)
+            found = comm.gather(x.array, root=root, out=into)
+            comm.scatter(found, root=root, out=back.array)
         assert found is (out.array if is_root else None)
         calls.append((is_root, wanted, out, back, parts[comm.rank]))
     comm.synchronize()
@@ -61,9 +65,9 @@ def test_new_outputs_and_their_shapes(comm, world):
     last = comm.rank == comm.size - 1
     assert (found.shape if last else found) == ((comm.size, 2, 3) if last else None)
     mine = ordinary((1, 2, 3), np.int16)
-    part = comm.scatter(found, comm.size - 1, None if last else mine)
+    part = comm.scatter(found, root=comm.size - 1, out=None if last else mine)
     assert part.shape == (1, 2, 3)
-    flat = comm.all_gather_v(x, [6] * comm.size)
+    flat = comm.all_gather_v(x, counts=[6] * comm.size)
     assert flat.shape == (6 * comm.size,)
     comm.synchronize()
     assert (part.copy_to_host() == comm.rank).all()
@@ -76,16 +80,16 @@ def test_gather_and_scatter_in_place(comm, world):
     whole = comm.zeros((comm.size, 21))
     mine = whole[comm.rank]
     put(mine, content(21, dtype, comm.rank))
-    comm.gather(mine, root, whole if comm.rank == root else None)
+    comm.gather(mine, root=root, out=whole if comm.rank == root else None)
     comm.synchronize()
     wanted = np.stack([content(21, dtype, r) for r in range(comm.size)])
     if comm.rank == root:
         assert same(whole.copy_to_host(), wanted)
     x = whole if comm.rank == root else None
-    comm.scatter(x, root, mine.reshape(1, 21))
+    comm.scatter(x, root=root, out=mine.reshape(1, 21))
     comm.synchronize()
     assert same(mine.copy_to_host(), content(21, dtype, comm.rank))
-    comm.all_gather_v(mine, [21] * comm.size, out=whole)
+    comm.all_gather_v(mine, counts=[21] * comm.size, out=whole)
     comm.synchronize()
     assert same(whole.copy_to_host(), wanted)
     world.barrier()
@@ -99,8 +103,8 @@ def test_what_only_the_root_has_is_ignored_on_other_ranks(comm, world):
     for other in (whole, np.zeros(3), "nothing"):
         put(out, np.full(2, -1, np.float32))
         given = whole if comm.rank == root else other
-        comm.scatter(given, root, out)
-        comm.scatter_v(given, counts, None, root, out)
+        comm.scatter(given, root=root, out=out)
+        comm.scatter_v(given, counts=counts, displs=None, root=root, out=out)
         comm.synchronize()
         assert (out.copy_to_host() == root).all()
     mine, all_in = comm.zeros(2), comm.zeros(2 * comm.size)
@@ -109,10 +113,10 @@ def test_what_only_the_root_has_is_ignored_on_other_ranks(comm, world):
         into = all_in if comm.rank == root else other
         sum_in = out if comm.rank == root else other
         for found in (
-            comm.gather(mine, root, into),
-            comm.gather_v(mine, counts, None, root, into),
-            comm.reduce(mine, "sum", root, sum_in),
-            comm.reduce_init(mine, "sum", root, sum_in)(),
+            comm.gather(mine, root=root, out=into),
+            comm.gather_v(mine, counts=counts, displs=None, root=root, out=into),
+            comm.reduce(mine, op="sum", root=root, out=sum_in),
+            comm.reduce_init(mine, op="sum", root=root, out=sum_in)(),
         ):
             assert found is None or comm.rank == root
         comm.synchronize()
@@ -145,17 +149,17 @@ def test_a_call_is_worked_out_once(comm, world, packed):
 
     def group():
         with comm.group():
-            comm.send(x, right)
-            comm.recv(out, left)
+            comm.send(x, dst=right)
+            comm.recv(out, src=left)
 
     for call in [
-        lambda: comm.sendrecv(x, right, out, left),
-        lambda: comm.gather(x, root, into),
-        lambda: comm.gather_v(x, counts, None, root, into),
-        lambda: comm.scatter(into, root, out),
-        lambda: comm.scatter_v(into, counts, None, root, out),
-        lambda: comm.all_gather_v(x, counts, out=whole),
-        lambda: comm.all_to_all_v(x, ones, ones, out=out),
+        lambda: comm.sendrecv(x, dst=right, out=out, src=left),
+        lambda: comm.gather(x, root=root, out=into),
+        lambda: comm.gather_v(x, counts=counts, displs=None, root=root, out=into),
+        lambda: comm.scatter(into, root=root, out=out),
+        lambda: comm.scatter_v(into, counts=counts, displs=None, root=root, out=out),
+        lambda: comm.all_gather_v(x, counts=counts, out=whole),
+        lambda: comm.all_to_all_v(x, send_counts=ones, recv_counts=ones, out=out),
         group,
     ]:
         call()
@@ -190,23 +194,23 @@ def test_remembered_calls_are_distinguished(comm, world):
         put(mine, content(count, dtype, rank, step))
         for to, source in [(right, left), (left, right)]:
             cleared()
-            comm.sendrecv(mine, to, all_in[:count], source)
+            comm.sendrecv(mine, dst=to, out=all_in[:count], src=source)
             comm.synchronize()
             holds([(0, source)])
         for root in (0, size - 1):
             cleared()
-            comm.gather(mine, root, all_in if rank == root else None)
+            comm.gather(mine, root=root, out=all_in if rank == root else None)
             comm.synchronize()
             holds([(r * count, r) for r in range(size)] if rank == root else [])
             cleared()
-            comm.scatter(all_in if rank == root else None, root, mine)
+            comm.scatter(all_in if rank == root else None, root=root, out=mine)
             comm.synchronize()
             assert (mine.view(np.uint8).copy_to_host() == 0xA5).all()
             put(mine, content(count, dtype, rank, step))
         for order in (range(size), range(size)[::-1]):
             cleared()
             displs = [place * count for place in order]
-            comm.all_gather_v(mine, [count] * size, displs, all_in)
+            comm.all_gather_v(mine, counts=[count] * size, displs=displs, out=all_in)
             comm.synchronize()
             holds(list(zip(displs, range(size), strict=True)))
     world.barrier()
@@ -220,7 +224,7 @@ def test_remembered_calls_make_new_outputs(comm, world):
         shape = (6,) if step % 2 else (2, 3)
         put(x, np.full(6, step + comm.rank, np.float32))
         kept.append((step, shape, comm.gather(x.reshape(shape)), comm.rank == 0))
-        kept.append((step, (6,), comm.all_gather_v(x, [6] * size), True))
+        kept.append((step, (6,), comm.all_gather_v(x, counts=[6] * size), True))
         comm.synchronize()
     meet(comm, world)
     for step, shape, found, here in kept:
@@ -238,16 +242,16 @@ def test_wrong_arguments_that_equal_remembered_ones_are_refused(comm, world):
     right, left = right_and_left(comm)
     x, out, size = comm.zeros(1), comm.zeros(1), comm.size
     for _ in range(2):
-        comm.sendrecv(x, right, out, left)
-        comm.gather(x, 1)
-        comm.all_gather_v(x, [1] * size)
+        comm.sendrecv(x, dst=right, out=out, src=left)
+        comm.gather(x, root=1)
+        comm.all_gather_v(x, counts=[1] * size)
         for call in [
-            lambda: comm.sendrecv(x, float(right), out, left),
-            lambda: comm.gather(x, True),
-            lambda: comm.gather(x, 1.0),
-            lambda: comm.all_gather_v(x, [True] * size),
-            lambda: comm.all_gather_v(x, [1.0] * size),
-            lambda: comm.all_gather_v(x, [[1]] * size),
+            lambda: comm.sendrecv(x, dst=float(right), out=out, src=left),
+            lambda: comm.gather(x, root=True),
+            lambda: comm.gather(x, root=1.0),
+            lambda: comm.all_gather_v(x, counts=[True] * size),
+            lambda: comm.all_gather_v(x, counts=[1.0] * size),
+            lambda: comm.all_gather_v(x, counts=[[1]] * size),
         ]:
             refused(world, ns.ArgumentError, call, ": expected ")
     comm.synchronize()
@@ -266,7 +270,7 @@ def test_memory_freed_and_allocated_anew(comm, world, packed):
         put(x, np.full(100, step + comm.rank, np.float32))
         before = len(packed)
         for _ in range(2):
-            comm.sendrecv(x, right, out, left)
+            comm.sendrecv(x, dst=right, out=out, src=left)
         assert len(packed) == before + 1
         comm.synchronize()
         assert (out.copy_to_host() == step + left).all()
@@ -291,7 +295,14 @@ def test_all_gather_v_and_all_to_all_v(comm, world):
         parts = [content(n, dtype, comm.rank, r, step) for r, n in enumerate(sent)]
         x = Part(comm, sum(sent), dtype, np.concatenate(parts))
         out = Part(comm, room, dtype)
-        comm.all_to_all_v(x.array, sent, taken, None, there, out.array)
+        comm.all_to_all_v(
+            x.array,
+            send_counts=sent,
+            recv_counts=taken,
+            send_displs=None,
+            recv_displs=there,
+            out=out.array,
+        )
         wanted = np.zeros(room * dtype.itemsize, np.uint8).view(dtype)
         for r, first in enumerate(there):
             one = content(taken[r], dtype, r, comm.rank, step)
@@ -300,7 +311,7 @@ def test_all_gather_v_and_all_to_all_v(comm, world):
         counts = [row[0] for row in table]
         y = Part(comm, counts[comm.rank], dtype, content(counts[comm.rank], dtype, 5))
         gathered = Part(comm, sum(counts), dtype)
-        comm.all_gather_v(y.array, counts, None, gathered.array)
+        comm.all_gather_v(y.array, counts=counts, displs=None, out=gathered.array)
         wanted = np.concatenate([content(n, dtype, 5) for n in counts])
         calls.append((wanted, gathered))
     comm.synchronize()

@@ -47,7 +47,7 @@ def test_a_ring_of_every_size(comm, world):
         out = Part(comm, nbytes, dtype)
         calls.append((nbytes, x, out))
     for _, x, out in calls:
-        assert comm.sendrecv(x.array, right, out.array, left) is out.array
+        assert comm.sendrecv(x.array, dst=right, out=out.array, src=left) is out.array
     comm.synchronize()
     for nbytes, x, out in calls:
         assert same(out.read(), content(nbytes, DTYPES[0], left)), nbytes
@@ -73,7 +73,7 @@ def test_types_and_places(comm, world):
         )
         out = Part(comm, count, dtype, **places[1])
         calls.append((count, dtype, step, out))
-        comm.sendrecv(x.array, right, out.array, left)
+        comm.sendrecv(x.array, dst=right, out=out.array, src=left)
         if step % 4 == 0:  # other kernels in between
             comm.all_reduce(comm.zeros(50))
     comm.synchronize()
@@ -95,13 +95,13 @@ def test_a_sender_far_ahead_of_its_receivers(comm, world):
         world.barrier()
         for x in arrays:
             for peer in range(1, comm.size):
-                comm.send(x, peer)
+                comm.send(x, dst=peer)
         comm.synchronize()
     else:
         world.barrier()
         time.sleep(0.3 * comm.rank)
         for out in arrays:
-            comm.recv(out, 0)
+            comm.recv(out, src=0)
         comm.synchronize()
         for call, (out, host) in enumerate(zip(arrays, wanted, strict=True)):
             assert same(out.copy_to_host(), host), call
@@ -118,13 +118,13 @@ def test_a_group_goes_on_together(comm, world):
         for peer in range(comm.size):
             if peer != comm.rank:
                 x = Part(comm, count, dtype, content(count, dtype, comm.rank, peer))
-                comm.send(x.array, peer)
+                comm.send(x.array, dst=peer)
         del x  # kept until it is sent
         total = comm.all_reduce(comm.zeros(10))
         for peer in reversed(range(comm.size)):
             if peer != comm.rank:
                 outs[peer] = Part(comm, count, dtype)
-                comm.recv(outs[peer].array, peer)
+                comm.recv(outs[peer].array, src=peer)
     comm.synchronize()
     for peer, out in outs.items():
         assert same(out.read(), content(count, dtype, peer, comm.rank)), peer
@@ -145,13 +145,13 @@ def test_messages_of_a_pair_match_in_order(comm, world, number):
 
     def one_by_one():
         for out in outs:
-            comm.recv(out, left)
+            comm.recv(out, src=left)
 
     if comm.rank % 2:
         one_by_one()
     with comm.group():
         for x in xs:
-            comm.send(x, right)
+            comm.send(x, dst=right)
         if comm.rank % 2 == 0 and comm.rank % 4:
             one_by_one()
     if comm.rank % 4 == 0:
@@ -168,10 +168,10 @@ def test_empty_messages_are_messages(comm, world):
     right, left = right_and_left(comm)
     nothing, x, out = comm.zeros(0), comm.zeros(5), comm.zeros(5)
     put(x, np.full(5, comm.rank, np.float32))
-    comm.sendrecv(nothing, right, comm.zeros(0), left)
-    comm.sendrecv(x, right, out, left)
+    comm.sendrecv(nothing, dst=right, out=comm.zeros(0), src=left)
+    comm.sendrecv(x, dst=right, out=out, src=left)
     counts = [0] * comm.size
-    comm.all_to_all_v(nothing, counts, counts)
+    comm.all_to_all_v(nothing, send_counts=counts, recv_counts=counts)
     comm.gather(nothing)
     comm.synchronize()
     assert (out.copy_to_host() == left).all()
@@ -186,17 +186,17 @@ def test_a_group_takes_so_many_messages_of_a_pair(comm, world):
     put(x, np.full(1, comm.rank, np.float32))
     with comm.group():
         for out in outs:
-            comm.send(x, right)
-            comm.recv(out, left)
+            comm.send(x, dst=right)
+            comm.recv(out, src=left)
         with pytest.raises(ns.ArgumentError, match="expected at most"):
-            comm.send(x, right)  # and is not among them
+            comm.send(x, dst=right)  # and is not among them
     comm.synchronize()
     assert all(out.copy_to_host()[0] == left for out in outs)
 
     def one_more():
         with comm.group():
             for _ in range(most + 1):
-                comm.send(x, right)
+                comm.send(x, dst=right)
 
     refused(world, ns.ArgumentError, one_more, f"expected at most {most} messages")
 
@@ -207,12 +207,12 @@ def test_numpys_integers_are_ranks(comm, world):
     right, left = (np.uint8(rank) for rank in right_and_left(comm))
     x, out = comm.zeros(5), comm.zeros(5)
     put(x, np.full(5, comm.rank, np.float32))
-    comm.sendrecv(x, right, out, left)
+    comm.sendrecv(x, dst=right, out=out, src=left)
     for root in range(comm.size):
         y = comm.zeros(5)
         put(y, np.full(5, comm.rank, np.float32))
         for algorithm in ("one_shot_marked", "chunked"):
-            comm.broadcast(y, np.uint8(root), algorithm=algorithm)
+            comm.broadcast(y, root=np.uint8(root), algorithm=algorithm)
         found = comm.reduce(y, root=np.uint8(root))
         gathered = comm.gather(x, root=np.uint8(root))
         comm.synchronize()
@@ -249,25 +249,25 @@ def test_debug_mode_tells_of_one_ranks_mistake(world):
         plan = comm.all_reduce_init(x)
 
         def scatter():
-            comm.scatter(odd if last else None, root, x[:3])
+            comm.scatter(odd if last else None, root=root, out=x[:3])
 
         def reduce_scatter_v():
-            comm.reduce_scatter_v(x, [2] * size, out=x[1:3] if last else None)
+            comm.reduce_scatter_v(x, counts=[2] * size, out=x[1:3] if last else None)
 
         def too_many():
             with comm.group():
                 for _ in range(most_messages(size) * last):
-                    comm.send(x[:1], 0)
+                    comm.send(x[:1], dst=0)
                 comm.gather(x[:2])
 
         for root_of_all in range(size):
             comm.gather(
-                x, root_of_all
+                x, root=root_of_all
             )  # remembered; the following calls differ from it
         mistakes = [
             (lambda: comm.gather(x[::2] if last else x), "contiguous"),
             (scatter, "expected x with a multiple of"),
-            (lambda: comm.all_gather_v(x, 8 if last else even), "for each"),
+            (lambda: comm.all_gather_v(x, counts=8 if last else even), "for each"),
             (reduce_scatter_v, "arrays that overlap"),
             (lambda: comm.gather(x, root=int(last)), "root 0"),
             (too_many, f"rank {size - 1}: group: expected at most"),
@@ -284,8 +284,8 @@ def test_debug_mode_tells_of_one_ranks_mistake(world):
         for call, text in 2 * mistakes:
             refused(world, ns.ArgumentError, call, text)
         counts = np.full(size, 2) if last else [2] * size
-        comm.all_gather_v(x[:2], counts)
-        comm.reduce_scatter_v(x, counts, added)
+        comm.all_gather_v(x[:2], counts=counts)
+        comm.reduce_scatter_v(x, counts=counts, op=added)
 
 
 def mistaken_counts(comm, x, last):
@@ -297,26 +297,26 @@ def mistaken_counts(comm, x, last):
     ones, taken = [1] * size, [2 if last else 1] + [1] * (size - 1)
     return [
         (
-            lambda: comm.gather_v(three, two),
+            lambda: comm.gather_v(three, counts=two),
             f"gather_v: rank {r} sends 3 elements (x.size) to rank 0, which expects 2 "
             f"(counts[{r}]); pass counts that agree",
         ),
         (
-            lambda: comm.scatter(x, 0, out),
+            lambda: comm.scatter(x, root=0, out=out),
             f"scatter: rank 0 sends 2 elements (x.size // size) to rank {r}, which "
             "expects 3 (out.size)",
         ),
         (
-            lambda: comm.scatter_v(x, two, out=out),
+            lambda: comm.scatter_v(x, counts=two, out=out),
             f"scatter_v: rank 0 sends 2 elements (counts[{r}]) to rank {r}, which "
             "expects 3 (out.size)",
         ),
         (
-            lambda: comm.all_to_all_v(x[:size], ones, taken),
+            lambda: comm.all_to_all_v(x[:size], send_counts=ones, recv_counts=taken),
             f"all_to_all_v: rank 0 sends 1 elements (send_counts[{r}]) to rank {r}, "
             "which expects 2 (recv_counts[0])",
         ),
-        (lambda: comm.scatter(x, 0, ints), "int32, root 0"),
+        (lambda: comm.scatter(x, root=0, out=ints), "int32, root 0"),
     ]
 
 
@@ -324,25 +324,35 @@ def test_nothing_of_a_group_is_started_after_an_error(comm, world):
     right, left = right_and_left(comm)
     x, out = comm.zeros(10), comm.zeros(10)
     with contextlib.suppress(KeyError), comm.group():
-        comm.sendrecv(x, right, out, left)
+        comm.sendrecv(x, dst=right, out=out, src=left)
         raise KeyError("a user's")
     put(x, np.full(10, comm.rank, np.float32))
-    comm.sendrecv(x, right, out, left)
+    comm.sendrecv(x, dst=right, out=out, src=left)
     comm.synchronize()
     assert (out.copy_to_host() == left).all()
     world.barrier()
 
 
-def test_a_line_has_ends(comm, world):
+@pytest.mark.parametrize("nobody", [None, MPI.PROC_NULL])
+def test_a_line_has_ends(comm, world, nobody):
     """A rank may send to no rank, or receive from none."""
     x, out = comm.zeros(30), comm.zeros(30)
     put(x, np.full(30, comm.rank, np.float32))
     put(out, np.full(30, -1, np.float32))
-    right = comm.rank + 1 if comm.rank + 1 < comm.size else None
-    left = comm.rank - 1 if comm.rank > 0 else None
-    comm.sendrecv(x, right, out, left)
+    right = comm.rank + 1 if comm.rank + 1 < comm.size else nobody
+    left = comm.rank - 1 if comm.rank > 0 else nobody
+    comm.sendrecv(x, dst=right, out=out, src=left)
     comm.synchronize()
     assert (out.copy_to_host() == comm.rank - 1).all()
+    put(out, np.full(30, -2, np.float32))
+    if comm.rank % 2:
+        comm.send(x, dst=right)
+        assert comm.recv(out, src=left) is out
+    else:
+        comm.recv(out, src=left)
+        comm.send(x, dst=right)
+    comm.synchronize()
+    assert (out.copy_to_host() == (comm.rank - 1 if comm.rank else -2)).all()
     world.barrier()
 
 
@@ -351,63 +361,74 @@ def test_bad_messages(comm, world):
     x, out = comm.zeros(8), comm.zeros(8)
     for call, texts in [
         (
-            lambda: comm.send(x, comm.rank),
+            lambda: comm.send(x, dst=comm.rank),
             ("send: dst: expected another rank", "sendrecv"),
         ),
         (
-            lambda: comm.send(x, comm.size),
+            lambda: comm.send(x, dst=comm.size),
             ("send: dst: expected a rank", f"got {comm.size}"),
         ),
-        (lambda: comm.recv(x, -1), ("recv: src: expected a rank", "got -1")),
-        (lambda: comm.recv(x, 1.0), ("got 1.0",)),
-        (lambda: comm.sendrecv(x, comm.rank, x, comm.rank), ("arrays that overlap",)),
+        (lambda: comm.recv(x, src=-9), ("recv: src: expected a rank", "got -9")),
+        (lambda: comm.recv(x, src=1.0), ("got 1.0",)),
         (
-            lambda: comm.sendrecv(x, comm.rank, out, None),
+            lambda: comm.sendrecv(x, dst=comm.rank, out=x, src=comm.rank),
+            ("arrays that overlap",),
+        ),
+        (
+            lambda: comm.sendrecv(x, dst=comm.rank, out=out, src=None),
             ("expected both dst and src to be this rank",),
         ),
-        (lambda: comm.send(np.zeros(3), (comm.rank + 1) % comm.size), ("host",)),
+        (lambda: comm.send(np.zeros(3), dst=(comm.rank + 1) % comm.size), ("host",)),
         (lambda: comm.gather(x, root=9), ("got 9",)),
         (
-            lambda: comm.gather(x, comm.rank, out),
+            lambda: comm.gather(x, root=comm.rank, out=out),
             (f"gather: expected out of {8 * comm.size} elements", "got 8"),
         ),
         (
-            lambda: comm.scatter(comm.zeros(2 * comm.size), comm.rank, out),
+            lambda: comm.scatter(comm.zeros(2 * comm.size), root=comm.rank, out=out),
             ("scatter: expected out of 2 elements", "got 8"),
         ),
         (
-            lambda: comm.sendrecv(x, 0, out, MPI.PROC_NULL),
-            ("or None instead of MPI.PROC_NULL", f"got {MPI.PROC_NULL}"),
+            lambda: comm.sendrecv(x, dst=0, out=out, src=-9),
+            ("or None or MPI.PROC_NULL for nobody", "got -9"),
         ),
         (
-            lambda: comm.reduce_scatter_v(x, [8] + [0] * (comm.size - 1), "mean"),
+            lambda: comm.reduce_scatter_v(
+                x, counts=[8] + [0] * (comm.size - 1), op="mean"
+            ),
             ("reduce_scatter_v: expected an operator, got op='mean'",),
         ),
-        (lambda: comm.scatter_v(x, [1], root=comm.rank), ("one for each rank",)),
+        (lambda: comm.scatter_v(x, counts=[1], root=comm.rank), ("one for each rank",)),
         (
             lambda: comm.scatter_v(x, root=comm.rank),
             ("scatter_v: counts: expected", "got None"),
         ),
         (
-            lambda: comm.all_gather_v(x, [7] * comm.size),
+            lambda: comm.all_gather_v(x, counts=[7] * comm.size),
             ("expected 7 elements, which is counts[rank]", "got 8"),
         ),
-        (lambda: comm.all_gather_v(x, [-8] * comm.size), ("integers from 0",)),
-        (lambda: comm.all_gather_v(x, 8), ("integers from 0",)),
+        (lambda: comm.all_gather_v(x, counts=[-8] * comm.size), ("integers from 0",)),
+        (lambda: comm.all_gather_v(x, counts=8), ("integers from 0",)),
         (
-            lambda: comm.all_gather_v(x, [8] * comm.size, [1] * comm.size),
+            lambda: comm.all_gather_v(
+                x, counts=[8] * comm.size, displs=[1] * comm.size
+            ),
             ("expected ranges of out that do not overlap",),
         ),
         (
-            lambda: comm.all_gather_v(x, [8] * comm.size, out=out),
+            lambda: comm.all_gather_v(x, counts=[8] * comm.size, out=out),
             (f"expected at least {8 * comm.size} elements", "got 8"),
         ),
         (
-            lambda: comm.all_to_all_v(x, [1] * comm.size, [2] * comm.size),
+            lambda: comm.all_to_all_v(
+                x, send_counts=[1] * comm.size, recv_counts=[2] * comm.size
+            ),
             ("got 1 in send_counts and 2 in recv_counts",),
         ),
         (
-            lambda: comm.all_to_all_v(x, [1] * comm.size, [1] * comm.size, out=x),
+            lambda: comm.all_to_all_v(
+                x, send_counts=[1] * comm.size, recv_counts=[1] * comm.size, out=x
+            ),
             ("arrays that overlap",),
         ),
         (
@@ -426,9 +447,9 @@ def test_another_number_of_bytes_is_an_error(world):
     comm = ns.Communicator(world, timeout=60)
     x = comm.zeros(10)
     if comm.rank == 0:
-        comm.send(x, 1)
+        comm.send(x, dst=1)
     elif comm.rank == 1:
-        comm.recv(x[:4], 0)
+        comm.recv(x[:4], src=0)
     if comm.rank < 2:
         with contextlib.suppress(ns.CallMismatch):
             comm.synchronize()

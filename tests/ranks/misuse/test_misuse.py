@@ -320,7 +320,7 @@ def test_operators_that_are_none_are_refused(comm, world, op):
         refused(
             world,
             ns.ArgumentError,
-            lambda f=call: f(x, op),
+            lambda f=call: f(x, op=op),
             "; pass one of 'sum', 'prod', 'min', 'max', ",
         )
     check_works(comm)
@@ -335,7 +335,7 @@ def test_mpi_operators_that_are_not_supported_are_refused(comm, world):
         refused(
             world,
             ns.ArgumentError,
-            lambda o=op: comm.all_reduce(x, o),
+            lambda o=op: comm.all_reduce(x, op=o),
             "expected an operator, got",
         )
     own.Free()
@@ -412,7 +412,7 @@ def test_debug_mode_compares_what_functions_compute(careful, everywhere, last):
     x = ordinary(3, "f4")
     said = everywhere(
         ns.ArgumentError,
-        lambda: careful.all_reduce(x, lambda a, b: factor * a + b),
+        lambda: careful.all_reduce(x, op=lambda a, b: factor * a + b),
         "all_reduce: rank",
         "every rank must pass the same",
     )

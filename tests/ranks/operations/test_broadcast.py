@@ -79,7 +79,7 @@ def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
         window = Window(symmetric, before, nbytes)
         window.fill(content(count, dtype, comm.rank, step).view(np.uint8))
         x = window.array.view(dtype)
-        assert comm.broadcast(x, root, algorithm=algorithm) is x
+        assert comm.broadcast(x, root=root, algorithm=algorithm) is x
         calls.append((window, content(count, dtype, root, step)))
     comm.synchronize()
     for window, wanted in calls:
@@ -99,7 +99,7 @@ def test_any_rank_may_have_any_memory(comm, world):
         if comm.rank == other - 2:
             x = ordinary(300, np.float32)
         put(x, content(300, F4, comm.rank, step))
-        comm.broadcast(x, root, algorithm="direct")
+        comm.broadcast(x, root=root, algorithm="direct")
         calls.append((x, content(300, F4, root, step)))
     comm.synchronize()
     for x, wanted in calls:
@@ -117,12 +117,12 @@ def test_types_roots_and_orders_of_calls(comm, world):
         algorithm = EVERYWHERE[random.integers(3)]
         count = int(random.integers(1, 300 if SIMULATED else 100_000))
         x = array_of(comm, content(count, dtype, comm.rank, step).view(np.uint8), False)
-        comm.broadcast(x.view(dtype), root, algorithm=algorithm)
+        comm.broadcast(x.view(dtype), root=root, algorithm=algorithm)
         calls.append((x, content(count, dtype, root, step)))
         if step % 4 == 0:  # between the ranks' own arrays
             own = content(count, dtype, comm.rank, 1000 + step)
             z = array_of(comm, own.view(np.uint8), True)
-            comm.broadcast(z.view(dtype), root, algorithm="direct")
+            comm.broadcast(z.view(dtype), root=root, algorithm="direct")
             calls.append((z, content(count, dtype, root, 1000 + step)))
         y = array_of(comm, np.ones(count, np.float32), False)
         other = int(random.integers(4))
@@ -143,7 +143,7 @@ def test_the_algorithm_follows_from_the_size(comm, world, symmetric):
     for kilobytes in (0, 8, 2048) if SIMULATED else (0, 768, 49152):
         count, root = 256 * kilobytes + 1, comm.size - 1
         x = array_of(comm, content(count, F4, comm.rank, 3), symmetric)
-        comm.broadcast(x, root)
+        comm.broadcast(x, root=root)
         comm.synchronize()
         assert get(x).tobytes() == content(count, F4, root, 3).tobytes()
     meet(comm, world)
@@ -164,7 +164,10 @@ def test_bad_calls(comm, world):
     x = comm.zeros(4)
     for root in (-1, comm.size, 0.0, None):
         refused(
-            world, ns.ArgumentError, lambda r=root: comm.broadcast(x, r), f"got {root}"
+            world,
+            ns.ArgumentError,
+            lambda r=root: comm.broadcast(x, root=r),
+            f"got {root}",
         )
     refused(
         *(world, ns.ArgumentError),
@@ -187,7 +190,7 @@ def test_reduce_scatter_v(comm, world, op):
         first = sum(counts[: comm.rank])
         own = slice(first, first + counts[comm.rank])
         out = x[own] if step % 3 == 1 and counts[comm.rank] else None
-        found = comm.reduce_scatter_v(x, counts, op, out)
+        found = comm.reduce_scatter_v(x, counts=counts, op=op, out=out)
         calls.append((found, operators.wanted(inputs, op)[own]))
     comm.synchronize()
     for found, wanted in calls:
@@ -198,7 +201,7 @@ def test_reduce_scatter_v(comm, world, op):
     ):
         refused(
             *(world, ns.ArgumentError),
-            lambda c=counts: comm.reduce_scatter_v(comm.zeros(5), c),
+            lambda c=counts: comm.reduce_scatter_v(comm.zeros(5), counts=c),
             text if comm.size > 1 or counts == [7] else "",
         )
     meet(comm, world)

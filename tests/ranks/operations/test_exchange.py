@@ -174,7 +174,7 @@ def test_elements_of_any_size_are_moved(comm, world, algorithm):
         moved = [
             comm.all_gather(x.view(dtype), algorithm=algorithm),
             comm.all_to_all(x.view(dtype), algorithm=algorithm),
-            comm.broadcast(x.view(dtype), comm.size - 1, algorithm=of_broadcast),
+            comm.broadcast(x.view(dtype), root=comm.size - 1, algorithm=of_broadcast),
         ]
         comm.synchronize()
         part = slice(2 * itemsize * comm.rank, 2 * itemsize * (comm.rank + 1))

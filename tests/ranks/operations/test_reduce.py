@@ -107,7 +107,7 @@ def test_types_and_operators(comm, world):
         inputs = [operators.random(kind, 33, [step, r]) for r in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], step % 2 == 0)
         algorithm = usable(ALGORITHMS[step % len(ALGORITHMS)], x.dtype)
-        out = comm.reduce(x, op, root, algorithm=algorithm)
+        out = comm.reduce(x, op=op, root=root, algorithm=algorithm)
         calls.append((operators.wanted(inputs, op), root, out))
     comm.synchronize()
     for pair, (wanted, root, out) in zip(SOME, calls, strict=True):
@@ -143,7 +143,7 @@ def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
     inputs = [values([4, rank], 21, F4) for rank in range(comm.size)]
     x = array_of(comm, inputs[comm.rank], True)
     root = comm.size - 1
-    out = comm.reduce(x, first_less_second, root, algorithm=algorithm)
+    out = comm.reduce(x, op=first_less_second, root=root, algorithm=algorithm)
     comm.synchronize()
     if comm.rank == root:
         total = inputs[0].astype(np.float64)
@@ -212,7 +212,7 @@ def test_any_rank_may_have_any_memory(comm, world):
 
 def test_shapes(comm, world):
     for order in "CF":
-        out = comm.reduce(ordinary((3, 5), np.int32, order), "max")
+        out = comm.reduce(ordinary((3, 5), np.int32, order), op="max")
         if comm.rank == 0:
             assert out.shape == (3, 5)
             assert out.is_c_contiguous() == (order == "C")
@@ -231,7 +231,7 @@ def test_the_algorithm_follows_from_the_size(comm, world):
         last = comm.size - 1
         symmetric = comm.empty(count, F4)  # or a new array, which is not
         for out in (None, symmetric if comm.rank == last else None):
-            out = comm.reduce(x, "max", last, out=out)
+            out = comm.reduce(x, op="max", root=last, out=out)
             comm.synchronize()
             check(comm, out, operators.wanted(inputs, "max"), last)
     meet(comm, world)
@@ -291,7 +291,7 @@ def test_debug_mode_tells_of_differing_roots(careful, world, name):
 def test_plans(comm, world):
     inputs = [values([3, rank], 50, F4) for rank in range(comm.size)]
     x = array_of(comm, inputs[comm.rank], True)
-    plans = [comm.reduce_init(x, "max", root) for root in range(comm.size)]
+    plans = [comm.reduce_init(x, op="max", root=root) for root in range(comm.size)]
     for _ in range(3):
         results = [plan() for plan in plans]
     comm.synchronize()

@@ -86,7 +86,7 @@ def test_types_and_operators(comm, world, name):
         inputs = [operators.random(kind, count, [step, r]) for r in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], step % 2 == 0)
         algorithm = usable(ALGORITHMS[step % len(ALGORITHMS)], x.dtype)
-        calls.append((inputs, op, getattr(comm, name)(x, op, algorithm=algorithm)))
+        calls.append((inputs, op, getattr(comm, name)(x, op=op, algorithm=algorithm)))
     comm.synchronize()
     for (kind, op), (inputs, _, out) in zip(SOME, calls, strict=True):
         wanted = wanted_of(name, inputs, op, comm.rank)
@@ -118,8 +118,8 @@ def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
     inputs = [values([4, rank], 21, F4) for rank in range(comm.size)]
     x = array_of(comm, inputs[comm.rank], True)
     out = array_of(comm, np.full(21, 7, F4), False)
-    scanned = comm.scan(x, first_less_second, algorithm=algorithm)
-    comm.exscan(x, first_less_second, out=out, algorithm=algorithm)
+    scanned = comm.scan(x, op=first_less_second, algorithm=algorithm)
+    comm.exscan(x, op=first_less_second, out=out, algorithm=algorithm)
     comm.synchronize()
     totals = [inputs[0].astype(np.float64)]
     for each in inputs[1:]:
@@ -166,7 +166,7 @@ def test_the_last_rank_has_what_all_reduce_gives(comm, world):
 def test_shapes(comm, world, name):
     for order in "CF":
         x = ordinary((3, 5), np.int32, order)
-        out = getattr(comm, name)(x, "max")
+        out = getattr(comm, name)(x, op="max")
         assert out.shape == (3, 5)
         assert out.is_c_contiguous() == (order == "C")
     assert getattr(comm, name)(comm.zeros((0, 3), np.int32)).shape == (0, 3)
@@ -178,9 +178,13 @@ def test_bad_calls(comm, world, name):
     scan = getattr(comm, name)
     x = comm.zeros(8, np.float32)
     refused(
-        world, ns.ArgumentError, lambda: scan(x, "avg"), name, "op='avg' is not defined"
+        world,
+        ns.ArgumentError,
+        lambda: scan(x, op="avg"),
+        name,
+        "op='avg' is not defined",
     )
-    refused(world, ns.ArgumentError, lambda: scan(x, "band"), name, "got op='band'")
+    refused(world, ns.ArgumentError, lambda: scan(x, op="band"), name, "got op='band'")
     short = ordinary(7, np.float32)
     refused(world, ns.ArgumentError, lambda: scan(x, out=short), "got 7")
     refused(
@@ -196,7 +200,7 @@ def test_bad_calls(comm, world, name):
 def test_plans(comm, world):
     inputs = [values([3, rank], 50, F4) for rank in range(comm.size)]
     x = array_of(comm, inputs[comm.rank], True)
-    plans = {name: getattr(comm, f"{name}_init")(x, "max") for name in NAMES}
+    plans = {name: getattr(comm, f"{name}_init")(x, op="max") for name in NAMES}
     for _ in range(3):
         results = {name: plan() for name, plan in plans.items()}
     comm.synchronize()
