@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 from numba_symm import arrays, dtypes, streams
 from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
+from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.checks import check_rank
-from numba_symm.collectives.kernels import barrier
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
-from numba_symm.collectives.transfers import Pending, Stream, Transfers
+from numba_symm.collectives.transfers import Pending, Stream, Transfers, owned
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
 from numba_symm.island import Island
@@ -46,6 +46,7 @@ class Calls:
         heap: their symmetric memory.
         order: orders the calls of all streams.
         end: this rank's end of the communicator, for kernels.
+        binder: binds calls to kernels.
         stream: the stream of calls whose array names none; None: the legacy default
             stream.
         debug: whether the ranks compare their calls.
@@ -70,6 +71,7 @@ class Calls:
         self.heap = heap
         self.order = order
         self.end = end
+        self.binder = Binder(end)
         self.stream = stream
         self.debug = debug
         self.memory: arrays.Memory | None = memory
@@ -339,7 +341,7 @@ class Calls:
         launch = None
         if call is not None:
             self.island.check()  # after a failure, do not compile a kernel
-            launch = operation.bind(name, self.end, call)
+            launch = self.binder.operation(operation, name, call)
         self._plans.put(key, launch)
         return launch
 
@@ -350,7 +352,7 @@ class Calls:
         try:
             chosen = self.checked(what, _same, self.default_stream, stream)
             if self._barrier is None:
-                self._barrier = self.made(what, barrier.bind, self.end)
+                self._barrier = self.made(what, self.binder.barrier)
             self.run(what, self._barrier, chosen)
         finally:
             self.finish()
@@ -367,7 +369,7 @@ class Calls:
             self.pending.add(transfers, stream)
             return
         try:
-            launch = transfers.packed(self.end)
+            launch = transfers.packed(self.binder.messages)
         except BaseException as error:
             self.give_up_unless_refused(error, what)
             raise
@@ -492,9 +494,3 @@ class Calls:
 def _same(stream: Stream) -> str:
     """Return what the ranks must agree on in a barrier: only that they call it."""
     return "barrier"
-
-
-def owned(stream: Any) -> Stream:
-    """Return a stream's handle, and the object that keeps the stream or None."""
-    owner = None if isinstance(stream, int) else stream
-    return streams.handle_or_default(stream), owner

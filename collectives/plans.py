@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from numba_symm.collectives.calls import Calls, owned
+from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue
-from numba_symm.collectives.transfers import Stream
+from numba_symm.collectives.transfers import Stream, owned
 
 
 class Plan:

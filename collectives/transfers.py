@@ -1,13 +1,13 @@
 """Messages that are enqueued together, and the calls of an open group."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from numba_symm import streams
 from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.protocols.binding import Endpoint, Enqueue, Series
+from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.errors import ArgumentError
 
 Stream = tuple[int, Any]
@@ -15,6 +15,16 @@ Stream = tuple[int, Any]
 
 Copy = tuple[int, int, int]
 """A message of a rank to itself: target, source, bytes."""
+
+
+def owned(stream: Any) -> Stream:
+    """Return a stream's handle, and the object that keeps the stream or None."""
+    owner = None if isinstance(stream, int) else stream
+    return streams.handle_or_default(stream), owner
+
+
+BindMessages = Callable[[Sequence[Message], Sequence[Message]], Enqueue]
+"""Packs messages to other ranks, and messages from other ranks."""
 
 
 class Transfers:
@@ -43,16 +53,20 @@ class Transfers:
         self.itemsize = itemsize
         self._enqueue: Enqueue | None = None
 
-    def packed(self, end: Endpoint) -> Enqueue | None:
-        """Return the launch of the messages, or None if there are none. Packs once."""
+    def packed(self, bind: BindMessages) -> Enqueue | None:
+        """Return the launch of the messages, or None if there are none. Packs once.
+
+        Args:
+            bind: packs messages between ranks.
+        """
         if self._enqueue is None and (self.sends or self.receives or self.copies):
-            self._enqueue = self._pack(end)
+            self._enqueue = self._pack(bind)
         return self._enqueue
 
-    def _pack(self, end: Endpoint) -> Enqueue:
+    def _pack(self, bind: BindMessages) -> Enqueue:
         calls: list[Enqueue] = [partial(streams.copy, *each) for each in self.copies]
         if self.sends or self.receives:
-            calls.append(transfer.bind(end, self.sends, self.receives))
+            calls.append(bind(self.sends, self.receives))
         return calls[0] if len(calls) == 1 else Series(*calls)
 
 

@@ -12,6 +12,7 @@ import pytest
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import kernel_set
+from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.kernel_set import MESSAGES, NAMES, SIGNALS, endpoint
 from numba_symm.collectives.kernels import barrier
 from numba_symm.collectives.kernels.transfer import Message
@@ -95,8 +96,8 @@ def test_messages_of_any_size_and_alignment_bind_kernels_that_are_listed(size):
                 x = an_array(chance, count, kind, 1 << 44)
                 peer = (end.rank + chance.randrange(1, size)) % size
                 message = Message(peer, x.address, x.nbytes)
-                Transfers([message], []).packed(end)
-                Transfers([], [message]).packed(end)
+                Transfers([message], []).packed(Binder(end).messages)
+                Transfers([], [message]).packed(Binder(end).messages)
         assert not bound.keys() - set(known)
 
 
