@@ -203,7 +203,7 @@ def _bind_sizes(operation: Operation, element: Element, op: Op, end: Endpoint) -
         name = operation.chosen(None, nbytes, end.size, element)
         for off, target_off in _alignments(element):
             source, target = VECTOR + off, _FAR + target_off
-            if operation.name == "broadcast":
+            if operation.in_place:
                 source = target
             call = Call(source, target, count, element, op, root or 0)
             operation.bind(name, end, call)
@@ -222,7 +222,7 @@ def _counts(operation: Operation, element: Element, size: int) -> Iterator[int]:
     factor of 2: so its ends and two sizes in each factor show all. At each, the message
     has whole vectors or not, and equal shards or not.
     """
-    ends = select.limits(operation.name, size, element)
+    ends = select.limits(operation.limits_of, size, element)
     last = 4 * max(ends, default=VECTOR)
     sizes = {VECTOR << k for k in range(last.bit_length())}
     sizes |= {3 * half // 2 for half in sizes}

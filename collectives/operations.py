@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from numba.core.errors import NumbaError
 
-from numba_symm import arrays, dtypes
+from numba_symm import arrays, dtypes, waits
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import select
 from numba_symm.collectives.checks import are_apart, check_order, check_shards
@@ -27,8 +27,14 @@ from numba_symm.collectives.kernels import (
     one_shot,
     two_shot,
 )
-from numba_symm.collectives.protocols.binding import Bind, Call, Endpoint, Enqueue
-from numba_symm.collectives.protocols.exchanges import EXCHANGES
+from numba_symm.collectives.protocols.binding import (
+    Bind,
+    BindFallback,
+    Call,
+    Endpoint,
+    Enqueue,
+)
+from numba_symm.collectives.protocols.exchanges import Exchange, Output
 from numba_symm.collectives.protocols.partition import chunks_of
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
 from numba_symm.dtypes import Element, Op
@@ -64,23 +70,34 @@ class Operation(NamedTuple):
 
     Attributes:
         name: the name of the communicator's method.
-        reduces: whether it has an operator; without one, it accepts any dtype.
-        algorithms: by name, ``chunked`` among them.
+        exchange: what a rank sends, and what it does with the vectors of all ranks.
         shape: ``(input, ranks)`` returns the output's shape.
-        shards: returns the number of shards of the input, for a number of ranks.
+        algorithms: by name, ``chunked`` among them.
+        limits_of: the operation whose limits in ``select.py`` choose the algorithm.
         without: the operators that are not defined for it.
+        reduces: whether it has an operator; without one, it accepts any dtype.
         rooted: whether one rank is the root.
         at_root: whether only the root has an output.
     """
 
     name: str
-    reduces: bool
-    algorithms: dict[str, Algorithm]
+    exchange: Exchange
     shape: Callable[[ArrayView, int], tuple[int, ...]]
-    shards: Callable[[int], int]
-    without: tuple[str, ...] = ()
-    rooted: bool = False
-    at_root: bool = False
+    algorithms: dict[str, Algorithm]
+    limits_of: str
+    without: tuple[str, ...]
+    reduces: bool
+    rooted: bool
+    at_root: bool
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the output is always the input, which the root only reads."""
+        return self.rooted and not self.at_root
+
+    def shards(self, size: int) -> int:
+        """Return the number of shards of the input, for a number of ranks."""
+        return size if self.exchange.sends_shards else 1
 
     def check(self, op: Op) -> None:
         """Refuse an operator that is not defined for the operation."""
@@ -104,7 +121,7 @@ class Operation(NamedTuple):
     ) -> str:
         """Return ``algorithm``, or refuse it for this type; for None, choose one."""
         if algorithm is None:
-            return select.fastest(self.name, nbytes, size, element)
+            return select.fastest(self.limits_of, nbytes, size, element)
         if algorithm.endswith("sentinel") and not element.floating:
             raise ArgumentError(
                 f"{self.name}: expected floats for algorithm={algorithm!r}, which "
@@ -146,9 +163,7 @@ class Operation(NamedTuple):
             element, count = dtypes.moved(source.dtype, source.size // shards)
         if target is not None:
             self.check_output(source, target, end.rank, end.size)
-            # The root of a broadcast only reads its array.
-            reads = self.rooted and not self.at_root and root == end.rank
-            if target.readonly and not reads:
+            if target.readonly and not (self.in_place and root == end.rank):
                 raise ArgumentError(
                     f"{self.name}: expected a writable out, got a read-only one"
                 )
@@ -256,13 +271,59 @@ def _scattered_shape(x: ArrayView, size: int) -> tuple[int, ...]:
     return (x.shape[0] // size, *x.shape[1:])
 
 
-def _mailed(name: str) -> dict[str, Algorithm]:
-    """Return the one-shot algorithms, which use mailboxes."""
-    kind = EXCHANGES[name]
-    return {
+def _operation(
+    name: str,
+    sends_shards: bool,
+    output: Output,
+    shape: Callable[[ArrayView, int], tuple[int, ...]],
+    algorithms: dict[str, Algorithm] | None = None,
+    words: str = "",
+    limits_of: str = "",
+    without: tuple[str, ...] = (),
+) -> Operation:
+    """Return an operation.
+
+    Args:
+        name: the name of the communicator's method.
+        sends_shards: as in ``Exchange``.
+        output: what a rank does with the vectors of all ranks.
+        shape: as in ``Operation``.
+        algorithms: all but the one-shot ones, which each operation has; None:
+            ``chunked``, and ``copy_engine`` if nothing is reduced.
+        words: what the kernels of the exchange wait for, in an error; "": ``name``.
+        limits_of: as in ``Operation``; "": ``name``.
+        without: as in ``Operation``.
+    """
+    kind = Exchange(sends_shards, output, waits.of_operation(words or name))
+    found = {
         f"one_shot_{transport}": Algorithm(partial(one_shot.bind, transport, kind))
         for transport in kind.transports
     }
+    if algorithms is None:
+        chunked = partial(chunked_exchange.bind, kind)
+        algorithms = {"chunked": Algorithm(chunked)}
+        if not output.reduces:
+            algorithms["copy_engine"] = _copied(name, kind, chunked)
+    return Operation(
+        name,
+        kind,
+        shape,
+        found | algorithms,
+        limits_of or name,
+        without,
+        reduces=output.reduces,
+        rooted=output.rooted,
+        at_root=output is Output.AT_ROOT,
+    )
+
+
+def _copied(
+    name: str, kind: Exchange, chunked: BindFallback, most: float = math.inf
+) -> Algorithm:
+    """Return the algorithm by copy engines; ``chunked`` binds what they refuse."""
+    number = waits.of_operation(f"{name} (copy_engine)")
+    bind = partial(copied_exchange.bind, kind, number, chunked)
+    return Algorithm(bind, fewest=2, most=most)
 
 
 def _two_shot() -> dict[str, Algorithm]:
@@ -272,41 +333,20 @@ def _two_shot() -> dict[str, Algorithm]:
     }
 
 
-def _exchange(
-    name: str,
-    shape: Callable[[ArrayView, int], tuple[int, ...]],
-    without: tuple[str, ...] = (),
-) -> Operation:
-    kind = EXCHANGES[name]
-    chunked = partial(chunked_exchange.bind, kind)
-    algorithms = {**_mailed(name), "chunked": Algorithm(chunked)}
-    if not kind.output.reduces:
-        copied = partial(copied_exchange.bind, name, chunked)
-        algorithms["copy_engine"] = Algorithm(copied, fewest=2)
-    shards = (lambda size: size) if kind.sends_shards else (lambda size: 1)
-    return Operation(name, kind.output.reduces, algorithms, shape, shards, without)
-
-
 def _chunked_reduce(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
     """Bind a reduce in chunks by the kernel for this number of ranks and chunks."""
     if end.size > 2:
         return chunked_reduce.bind(end, call, fallback_for)
     chunks = chunks_of(call.vectors, end.size, end.max_blocks)
     if chunks.number == 1 and not fallback_for:
-        return chunked_exchange.bind(EXCHANGES["reduce"], end, call)
+        return chunked_exchange.bind(REDUCE.exchange, end, call)
     # More chunks take less time if the link is used in both directions.
     return chunked_all_reduce.bind(end, call, fallback_for)
 
 
-def _one(size: int) -> int:
-    return 1
-
-
-ALL_REDUCE = Operation(
-    "all_reduce",
-    True,
+ALL_REDUCE = _operation(
+    *("all_reduce", False, Output.REDUCED, _same_shape),
     {
-        **_mailed("all_reduce"),
         **_two_shot(),
         "chunked": Algorithm(chunked_all_reduce.bind),
         "copy_engine": Algorithm(
@@ -322,61 +362,51 @@ ALL_REDUCE = Operation(
             partial(direct_shards.bind_all_reduce, chunked_all_reduce.bind), fewest=2
         ),
     },
-    _same_shape,
-    _one,
+    words="all_reduce (one_shot)",
 )
-ALL_GATHER = _exchange("all_gather", _gathered_shape)
+ALL_GATHER = _operation("all_gather", False, Output.SHARDS, _gathered_shape)
 ALL_GATHER.algorithms["direct"] = Algorithm(
     partial(
-        direct_all_gather.bind, partial(chunked_exchange.bind, EXCHANGES["all_gather"])
+        direct_all_gather.bind, partial(chunked_exchange.bind, ALL_GATHER.exchange)
     ),
     fewest=2,
 )
-ALL_TO_ALL = _exchange("all_to_all", _exchanged_shape)
-REDUCE_SCATTER = _exchange("reduce_scatter", _scattered_shape)
+ALL_TO_ALL = _operation("all_to_all", True, Output.SHARDS, _exchanged_shape)
+REDUCE_SCATTER = _operation("reduce_scatter", True, Output.REDUCED, _scattered_shape)
 REDUCE_SCATTER.algorithms["direct"] = Algorithm(
     partial(
         direct_shards.bind_reduce_scatter,
-        partial(chunked_exchange.bind, EXCHANGES["reduce_scatter"]),
+        partial(chunked_exchange.bind, REDUCE_SCATTER.exchange),
     ),
     fewest=2,
 )
-SCAN = _exchange("scan", _same_shape, without=("avg",))
-EXSCAN = _exchange("exscan", _same_shape, without=("avg",))
-REDUCE = Operation(
-    "reduce",
-    True,
+SCAN = _operation("scan", False, Output.UP_TO_THIS, _same_shape, without=("avg",))
+EXSCAN = _operation(
+    *("exscan", False, Output.BEFORE_THIS, _same_shape),
+    limits_of="scan",
+    without=("avg",),
+)
+REDUCE = _operation(
+    *("reduce", False, Output.AT_ROOT, _same_shape),
     {
-        **_mailed("reduce"),
         **_two_shot(),
         "chunked": Algorithm(_chunked_reduce),
         "direct": Algorithm(partial(direct_reduce.bind, _chunked_reduce), fewest=2),
     },
-    _same_shape,
-    _one,
-    rooted=True,
-    at_root=True,
 )
 REDUCE_SHARD = REDUCE._replace(name="reduce_scatter_v")
 """The reduction of one rank's shard in a ``reduce_scatter_v``."""
-BROADCAST = Operation(
-    "broadcast",
-    False,
+BROADCAST = _operation(
+    *("broadcast", False, Output.OF_ROOT, _same_shape),
     {
-        **_mailed("broadcast"),
         "chunked": Algorithm(chunked_broadcast.bind),
         "direct": Algorithm(
             partial(direct_broadcast.bind, chunked_broadcast.bind), fewest=3
         ),
-        "copy_engine": Algorithm(
-            partial(copied_exchange.bind, "broadcast", chunked_broadcast.bind),
-            fewest=2,
-            most=2,
-        ),
     },
-    _same_shape,
-    _one,
-    rooted=True,
+)
+BROADCAST.algorithms["copy_engine"] = _copied(
+    "broadcast", BROADCAST.exchange, chunked_broadcast.bind, most=2
 )
 OPERATIONS = {
     operation.name: operation

@@ -115,12 +115,10 @@ ON_GPUS = {
     "all_to_all": Choice(_COPIED, _COPIED),
     "reduce_scatter": _SCATTERED,
     "scan": _SCANNED,
-    "exscan": _SCANNED,
     "reduce": _REDUCED,
-    "reduce_scatter_v": _REDUCED,  # made of reductions
     "broadcast": Choice(_BROADCAST, _BROADCAST),
 }
-"""By operation."""
+"""By operation. Others use the limits of one of these: ``Operation.limits_of``."""
 
 
 def _simulated(step: Step) -> Step:

@@ -2,9 +2,12 @@
 
 A kernel that gives up a wait stores a record with a number of this table, see
 :func:`numba_symm.device.polling.wait_record`. :func:`numba_symm.board.describe` makes
-an error's text from it. A new algorithm adds its line here, with an unused number.
+an error's text from it. The table of operations adds its lines by
+:func:`of_operation`. An algorithm with words of its own has its line here, with an
+unused number.
 """
 
+import itertools
 from typing import NamedTuple
 
 OTHER_CALL = (
@@ -51,6 +54,18 @@ def _wait(number: int, words: str, place: str = "block", hint: str = OTHER_CALL)
     return _add(Waited(number, words, place, hint))
 
 
+def of_operation(words: str) -> int:
+    """Return the number of what an operation's kernels wait for, added if it is new.
+
+    Only the table of operations adds numbers, in its own order. So they are the same on
+    all ranks.
+    """
+    for number, known in TABLE.items():
+        if known.words == words:
+            return number
+    return _wait(next(n for n in itertools.count(64) if n not in TABLE), words)
+
+
 def _other(number: int, words: str = "", hint: str = "") -> int:
     return _add(Waited(number, words, "", hint))
 
@@ -70,7 +85,6 @@ ONE_SHOT = _wait(5, "all_reduce (one_shot)")
 TWO_SHOT = _wait(7, "all_reduce or reduce (two_shot)")
 CHUNKED = _wait(9, "all_reduce or reduce (chunked)")
 ALL_REDUCE_COPIES = _wait(10, "all_reduce (copy_engine)")
-BROADCAST = _wait(12, "broadcast")
 CHUNKED_REDUCE = _wait(13, "reduce (chunked)")
 TRANSFER = _wait(14, "a message or a collective made of them", "channel", OTHER_MESSAGE)
 CHUNKED_BROADCAST = _wait(16, "broadcast (chunked)")
@@ -78,13 +92,7 @@ BROADCAST_COPIES = _wait(17, "broadcast (copy_engine)")
 BROADCAST_DIRECT = _wait(18, "broadcast (direct)")
 REDUCE_DIRECT = _wait(19, "reduce (direct)")
 ALL_GATHER = _wait(22, "all_gather")
-ALL_TO_ALL = _wait(23, "all_to_all")
 REDUCE_SCATTER = _wait(24, "reduce_scatter")
-SCAN = _wait(25, "scan")
-EXSCAN = _wait(26, "exscan")
-REDUCE = _wait(27, "reduce")
-ALL_GATHER_COPIES = _wait(28, "all_gather (copy_engine)")
-ALL_TO_ALL_COPIES = _wait(29, "all_to_all (copy_engine)")
 ALL_REDUCE_DIRECT = _wait(31, "all_reduce (direct)")
 
 # Calls that differ: the rank that stores this record has received other data than its

@@ -56,7 +56,7 @@ def bound_kernels(size):
             for algorithm in operation.algorithms:
                 kind = "float64" if algorithm.endswith("sentinel") else "int64"
                 element = dtypes.element(np.dtype(kind), "test")
-                target = 0 if operation.name == "broadcast" else 1 << 20
+                target = 0 if operation.in_place else 1 << 20
                 call = Call(0, target, 256 * size, element, "sum")
                 operation.bind(algorithm, endpoint(size), call)
     found = {}

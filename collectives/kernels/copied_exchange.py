@@ -24,14 +24,9 @@ from numba_symm.collectives.protocols.binding import (
     along_ring,
 )
 from numba_symm.collectives.protocols.copies import Copies, Copy
+from numba_symm.collectives.protocols.exchanges import Exchange, Output
 from numba_symm.collectives.protocols.handshake import refusal
-from numba_symm.waits import ALL_GATHER_COPIES, ALL_TO_ALL_COPIES, BROADCAST_COPIES
 
-_OPERATIONS = {
-    "all_gather": ALL_GATHER_COPIES,
-    "all_to_all": ALL_TO_ALL_COPIES,
-    "broadcast": BROADCAST_COPIES,
-}
 _INPUT, _OUTPUT = 1, 2  # which of a rank's arrays the others copy from
 
 
@@ -49,26 +44,32 @@ class _Read(NamedTuple):
     sources: tuple[int, ...]
 
 
-def bind(name: str, bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
+def bind(
+    kind: Exchange,
+    operation: int,
+    bind_fallback: BindFallback,
+    end: Endpoint,
+    call: Call,
+) -> Enqueue:
     """Return what enqueues it, for two ranks or more, a broadcast for two.
 
     Args:
-        name: ``"all_gather"``, ``"all_to_all"`` or ``"broadcast"``.
+        kind: what is exchanged; nothing is reduced.
+        operation: the number in ``waits.py`` for a wait that is given up.
         bind_fallback: binds the operation through the workspace.
         end: this rank's end.
         call: the call.
     """
     rank = end.rank
-    operation = _OPERATIONS[name]
-    words = f"{name} of {call.count} {call.element.name} from {call.root}"
-    read = _read(name, end, call)
+    words = f"{kind} of {call.count} {call.element.name} from {call.root}"
+    read = _read(kind, end, call)
     offer = known = refusal(end.size), refusal(end.size)
     copies = Copies(end.order, [])
     if read is not None:
         array = (read.array,) * (end.size - 1)
         offer = along_ring(rank, read.seen), array
         known = along_ring(rank, read.sources), array
-        copies = _copies(name, end, call, read)
+        copies = _copies(kind, end, call, read)
     fallback = bind_fallback(end, call, operation)
     move = handshake.bind(end, operation, words, offer, copies, fallback, known)
     own = Copy(call.target + rank * call.nbytes, call.source, call.nbytes)
@@ -77,15 +78,16 @@ def bind(name: str, bind_fallback: BindFallback, end: Endpoint, call: Call) -> E
     return move
 
 
-def _read(name: str, end: Endpoint, call: Call) -> _Read | None:
+def _read(kind: Exchange, end: Endpoint, call: Call) -> _Read | None:
     """Return what the ranks copy from, or None if this rank must refuse."""
     rank, size, shard_bytes = end.rank, end.size, call.nbytes
     in_place = call.source == call.target + rank * shard_bytes
-    if name == "all_gather" and not in_place:
+    gathers = kind.output is Output.SHARDS and not kind.sends_shards
+    if gathers and not in_place:
         place = end.place(call.source, shard_bytes)
         if place is not None:
             return _Read(_INPUT, place.seen, place.addresses)
-    if name == "all_gather":
+    if gathers:
         place = end.place(call.target, size * shard_bytes)
         if place is None:
             return None
@@ -94,20 +96,20 @@ def _read(name: str, end: Endpoint, call: Call) -> _Read | None:
             address + r * shard_bytes for r, address in enumerate(place.addresses)
         )
         return _Read(_OUTPUT, seen, sources)
-    if name == "all_to_all" and call.source == call.target:
+    if kind.sends_shards and call.source == call.target:
         return None  # the input would be overwritten
-    shards = size if name == "all_to_all" else 1
+    shards = size if kind.sends_shards else 1
     place = end.place(call.source, shards * shard_bytes)
     return None if place is None else _Read(_INPUT, place.seen, place.addresses)
 
 
-def _copies(name: str, end: Endpoint, call: Call, read: _Read) -> Copies:
+def _copies(kind: Exchange, end: Endpoint, call: Call, read: _Read) -> Copies:
     rank, size, shard_bytes, target = end.rank, end.size, call.nbytes, call.target
-    if name == "broadcast":
+    if kind.output is Output.OF_ROOT:
         copies = [Copy(target, read.sources[call.root], shard_bytes)]
         return Copies(end.order, copies if rank != call.root else [])
     # Of an all-to-all's input, one shard is for this rank.
-    mine = rank * shard_bytes if name == "all_to_all" else 0
+    mine = rank * shard_bytes if kind.sends_shards else 0
 
     def of(r: int) -> Copy:
         return Copy(target + r * shard_bytes, read.sources[r] + mine, shard_bytes)

@@ -1,15 +1,8 @@
 """One exchange between all ranks: what a rank sends, and what it does with vectors.
 
-Each operation, what a rank sends, and what it does with the vectors of all ranks:
-
-    all_reduce       the same to all      reduces them
-    all_gather       the same to all      stores them, by rank
-    all_to_all       a shard to each      stores them, by rank
-    reduce_scatter   a shard to each      reduces them
-    scan             the same to all      reduces those of the ranks up to this one
-    exscan           the same to all      reduces those of the ranks before this one
-    reduce           all to the root      reduces them, on the root alone
-    broadcast        the root's to all    stores the root's
+Each operation of ``operations.py`` has an :class:`Exchange`. In one, a rank sends the
+same vectors to all ranks, or a shard to each. An :class:`Output` is what it does with
+the vectors of all ranks.
 """
 
 import enum
@@ -19,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import waits
 from numba_symm.collectives.protocols.order import make_in_rank_order, make_total
 from numba_symm.device.intrinsics import device_function, word_of
 from numba_symm.device.lanes import Lanes
@@ -49,20 +41,26 @@ class Output(enum.Enum):
         """Whether there is an operator."""
         return self not in (Output.SHARDS, Output.OF_ROOT)
 
+    def used(self, rank: int, size: int, root: int) -> range:
+        """Return the ranks whose vectors ``rank`` reduces, or stores one by one."""
+        return {
+            Output.SHARDS: range(size),
+            Output.REDUCED: range(size),
+            Output.UP_TO_THIS: range(rank + 1),
+            Output.BEFORE_THIS: range(rank),
+            Output.AT_ROOT: range(size if rank == root else 0),
+            Output.OF_ROOT: range(root, root + 1),
+        }[self]
+
     def taken(self, rank: int, size: int, root: int) -> int:
         """Return the kernel's argument of that name: what ``rank`` reduces or copies.
 
-        If it reduces: of how many ranks, from rank 0 on. If it stores the root's
-        vector: how many places along the ring the root is. Otherwise 0.
+        If it reduces: of how many ranks. If it stores the root's vector: how many
+        places along the ring the root is. Otherwise 0.
         """
-        return {
-            Output.SHARDS: 0,
-            Output.REDUCED: size,
-            Output.UP_TO_THIS: rank + 1,
-            Output.BEFORE_THIS: rank,
-            Output.AT_ROOT: size if rank == root else 0,
-            Output.OF_ROOT: (root - rank) % size,
-        }[self]
+        if self is Output.OF_ROOT:
+            return (root - rank) % size
+        return len(self.used(rank, size, root)) if self.reduces else 0
 
     def exchanged(self, rank: int, size: int, root: int) -> tuple[int, int]:
         """Return the ranks that ``rank`` sends to, and those that it receives from.
@@ -99,19 +97,6 @@ class Exchange(NamedTuple):
         if self.output is Output.OF_ROOT:
             return ("marked",)
         return ("sentinel", "marked", "ll") if self.output.reduces else ("marked", "ll")
-
-
-EXCHANGES = {
-    "all_reduce": Exchange(False, Output.REDUCED, waits.ONE_SHOT),
-    "all_gather": Exchange(False, Output.SHARDS, waits.ALL_GATHER),
-    "all_to_all": Exchange(True, Output.SHARDS, waits.ALL_TO_ALL),
-    "reduce_scatter": Exchange(True, Output.REDUCED, waits.REDUCE_SCATTER),
-    "scan": Exchange(False, Output.UP_TO_THIS, waits.SCAN),
-    "exscan": Exchange(False, Output.BEFORE_THIS, waits.EXSCAN),
-    "reduce": Exchange(False, Output.AT_ROOT, waits.REDUCE),
-    "broadcast": Exchange(False, Output.OF_ROOT, waits.BROADCAST),
-}
-"""The operations, by name."""
 
 
 @functools.cache

@@ -11,36 +11,14 @@ import pytest
 
 from explore.scenarios import a_count, a_limit, holds, worlds
 from explore.source import device_code
-from explore.world import DRAW, FLOAT64, INT64, KINDS, TOTAL, World, add, bits_of
+from explore.world import DRAW, FLOAT64, INT64, KINDS, World, add, wanted_of
 from numba_symm.collectives.operations import OPERATIONS
 
-IDENTITY = {INT64: 0, FLOAT64: bits_of(-0.0)}  # of a sum
 PAIRS = [
     (name, algorithm)
     for name, operation in OPERATIONS.items()
     for algorithm in operation.algorithms
 ]
-
-
-def wanted_of(name, words, rank, root, kind):
-    """Return the expected words of a rank's output; None if it has no output."""
-    size = len(words)
-    part = len(words[0]) // size
-    mine = [each[rank * part : (rank + 1) * part] for each in words]
-    if name == "broadcast":
-        return words[root]
-    if name in ("all_gather", "all_to_all"):
-        return [word for each in (words, mine)[name == "all_to_all"] for word in each]
-    if name == "reduce" and rank != root:
-        return None
-    taken = {
-        "reduce_scatter": mine,
-        "scan": words[: rank + 1],
-        "exscan": words[:rank],
-    }.get(name, words)
-    if not taken:
-        return [IDENTITY[kind]] * len(words[0])
-    return [TOTAL[kind](column) for column in zip(*taken, strict=True)]
 
 
 def anywhere(size):
@@ -56,13 +34,13 @@ def add_call(world, name, algorithm, count):
         kind = FLOAT64 if algorithm.endswith("sentinel") else random.choice(KINDS)
     sources, words = world.inputs(count * operation.shards(world.size), DRAW[kind])
     root = random.randrange(world.size)
-    wanted = [wanted_of(name, words, r, root, kind) for r in range(world.size)]
+    wanted = [wanted_of(operation, words, r, root, kind) for r in range(world.size)]
     in_place = len(wanted[root]) == len(words[0]) and random.random() < 0.5
     targets = sources
-    if name == "reduce_scatter" and random.random() < 0.5:
+    if len(wanted[root]) < len(words[0]) and random.random() < 0.5:
         # In place, too: each rank's shard of its input.
         targets = [at + 8 * count * rank for rank, at in enumerate(sources)]
-    elif not in_place and name != "broadcast":
+    elif not in_place and not operation.in_place:
         targets = world.map("output", 8 * len(wanted[root]))
     table = world.code.operations.OPERATIONS
     ends = world.ends

@@ -22,10 +22,12 @@ from explore.scheduler import TIMEOUT, Launch
 from explore.source import Shape, device_code
 from explore.test_failures import HASTE, IMPATIENT
 from explore.world import ALGORITHMS, World
+from numba_symm.collectives.operations import OPERATIONS
 
 TRANSPORTS = "sentinel", "marked", "ll"
-EXCHANGES = "all_gather", "all_to_all", "reduce_scatter", "scan", "exscan"
-ROOTED = "reduce", "broadcast"
+EXCHANGES = [name for name, each in OPERATIONS.items() if name != "all_reduce"]
+CHUNKED = [name for name in EXCHANGES if not OPERATIONS[name].rooted]
+"""Of these, ``chunked_exchange.py`` has the kernel."""
 
 each_shape = pytest.mark.parametrize(
     "shape",
@@ -49,8 +51,8 @@ def exchanges(code, *ways):
 
 
 def add_exchange(world, way):
-    kinds = EXCHANGES if way == "chunked" else EXCHANGES + ROOTED
-    some = [name for name in kinds if world.has(name, way)]
+    names = CHUNKED if way == "chunked" else EXCHANGES
+    some = [name for name in names if world.has(name, way)]
     world.exchange(way, world.random.choice(some), a_count(world))
 
 

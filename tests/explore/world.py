@@ -9,7 +9,8 @@ from explore.failures import NoStoreAfterFailure
 from explore.memory import REGION, Finding
 from explore.scheduler import TIMEOUT, Launch
 from numba_symm import dtypes
-from numba_symm.collectives.operations import ALL_REDUCE
+from numba_symm.collectives.operations import ALL_REDUCE, OPERATIONS
+from tests.expected import expected
 
 INT64, FLOAT64 = (dtypes.element(name, "test") for name in ("int64", "float64"))
 ON_ARRAYS = "direct", "copy_engine"
@@ -292,40 +293,25 @@ class World:
 
         If the input or output has shards, ``count`` is the words of a shard.
         """
-        kind = self.code.exchanges.EXCHANGES[name]
-        outputs = self.code.exchanges.Output
-        root = self.random.randrange(self.size)
+        operation, root = OPERATIONS[name], self.random.randrange(self.size)
         moved = FLOAT64 if way == "sentinel" else self.random.choice(KINDS)
-        shards_out = kind.output is outputs.SHARDS
-        sources, words = self.inputs(count * self.size**kind.sends_shards, DRAW[moved])
+        shards = operation.shards(self.size)
+        sources, words = self.inputs(count * shards, DRAW[moved])
+        wanted = [wanted_of(operation, words, r, root, moved) for r in range(self.size)]
         targets = sources
-        if name != "broadcast" and (
-            name not in ("reduce", "scan") or self.random.random() < 0.5
+        if not operation.in_place and (
+            len(wanted[root]) != len(words[0]) or self.random.random() < 0.5
         ):
-            targets = self.map("output", 8 * count * self.size**shards_out)
+            targets = self.map("output", 8 * len(wanted[root]))
         for end, source, target in zip(self.ends, sources, targets, strict=True):
             call = self.code.binding.Call(source, target, count, moved, "sum", root)
             algorithm = way if way == "chunked" else f"one_shot_{way}"
             launch = self.bound(name, algorithm, end, call)
             self.streams[end.rank].append(launch)
-            mine = words
-            if kind.sends_shards:
-                mine = [each[end.rank * count :][:count] for each in words]
-            taken = kind.output.taken(end.rank, self.size, root)
-            if shards_out:
-                wanted = [word for shard in mine for word in shard]
-            elif name == "broadcast":
-                wanted = words[root]
-            elif taken > 0:
-                columns = zip(*mine[:taken], strict=True)
-                wanted = [TOTAL[moved](column) for column in columns]
-            elif name == "exscan":
-                wanted = [IDENTITY[moved]] * count
-            else:
-                wanted = []  # this rank has no output
+            mine = wanted[end.rank] or []
             if way == "sentinel":
-                wanted = [None if word == ALL_ONES else word for word in wanted]
-            self.expect(target, wanted)
+                mine = [None if word == ALL_ONES else word for word in mine]
+            self.expect(target, mine)
 
     def barrier(self):
         for end in self.ends:
@@ -464,3 +450,18 @@ KINDS = INT64, FLOAT64
 DRAW = {INT64: a_word, FLOAT64: a_float}
 IDENTITY = {INT64: 0, FLOAT64: 1 << 63}  # 0 and -0.0
 TOTAL = {INT64: integer_sum, FLOAT64: float_sum}
+
+
+def wanted_of(operation, words, rank, root, kind):
+    """Return the expected words of a rank's output; None if it has no output."""
+
+    def total(used):
+        return [TOTAL[kind](column) for column in zip(*used, strict=True)]
+
+    def of_none(count):
+        return [IDENTITY[kind]] * count
+
+    def joined(used):
+        return [word for each in used for word in each]
+
+    return expected(operation, words, rank, root, total, of_none, joined)

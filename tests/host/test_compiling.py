@@ -5,11 +5,11 @@ import pytest
 
 from numba_symm import dtypes
 from numba_symm.collectives.kernels import chunked_all_reduce, one_shot, two_shot
-from numba_symm.collectives.protocols.exchanges import EXCHANGES
+from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.device import ptx
 
 FLOAT32 = dtypes.element(np.float32, "test")
-ALL, SCAN = EXCHANGES["all_reduce"], EXCHANGES["scan"]
+ALL, SCAN = OPERATIONS["all_reduce"].exchange, OPERATIONS["scan"].exchange
 
 
 @pytest.fixture

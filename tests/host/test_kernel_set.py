@@ -55,7 +55,7 @@ def make_a_call(chance, operation, dtype, op, end):
     wanted = math.prod(operation.shape(x, end.size))
     out = an_array(chance, wanted, dtype, 1 << 45)
     root = chance.randrange(end.size) if operation.rooted else None
-    if operation.name == "broadcast" or (wanted == count and chance.random() < 0.3):
+    if operation.in_place or (wanted == count and chance.random() < 0.3):
         out = x
     if operation.at_root and root != end.rank:
         out = None

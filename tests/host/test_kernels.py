@@ -26,15 +26,15 @@ from numba_symm.collectives.kernels import (
     one_shot,
     two_shot,
 )
+from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import handshake
-from numba_symm.collectives.protocols.exchanges import EXCHANGES
 from numba_symm.device import Context, Guard, signals
 from numba_symm.kernels import GUARD, Kernel
 from numba_symm.launch import locks
 
 BFLOAT16 = dtypes.element(ml_dtypes.bfloat16, "test")
 FLOAT32 = dtypes.element(np.float32, "test")
-ALL = EXCHANGES["all_reduce"]
+ALL = OPERATIONS["all_reduce"].exchange
 KERNELS = {
     "one_shot_sentinel": one_shot.kernel(4, BFLOAT16, "sum", True, "sentinel", 2, ALL),
     "one_shot_ll": one_shot.kernel(4, FLOAT32, "min", False, "ll", 1, ALL),

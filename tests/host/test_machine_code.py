@@ -28,8 +28,8 @@ from numba_symm.collectives.kernels import (
     transfer,
     two_shot,
 )
+from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import handshake, workspace
-from numba_symm.collectives.protocols.exchanges import EXCHANGES
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
 from tests.kernels import bound_kernels, named
 from tests.machine_code import Code
@@ -37,7 +37,7 @@ from tests.machine_code import Code
 REGISTERS = 65536  # of a multiprocessor, on every architecture here
 
 ALL, GATHER, SCATTER, SCAN, EXSCAN, REDUCE, BROADCAST = (
-    EXCHANGES[name]
+    OPERATIONS[name].exchange
     for name in (
         *("all_reduce", "all_gather", "reduce_scatter", "scan", "exscan"),
         *("reduce", "broadcast"),

@@ -6,13 +6,13 @@ import pytest
 
 from numba_symm import dtypes, kernels
 from numba_symm.collectives.kernels import one_shot
-from numba_symm.collectives.protocols.exchanges import EXCHANGES
+from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.workspace import ONE_SHOT
 from numba_symm.dtypes import UserOperator
 from tests.machine_code import machine_code
 from tests.operators import ELEMENTS, PAIRS
 
-ALL = EXCHANGES["all_reduce"]
+ALL = OPERATIONS["all_reduce"].exchange
 
 # Each type once, and each kind of operator: a kernel takes seconds to compile.
 CASES = [("bool", "lxor"), ("int8", "avg"), ("int16", "sum"), ("int32", "min")]
@@ -57,13 +57,13 @@ def test_bytes_of_any_alignment_are_posted_in_vectors():
 def test_the_most_marked_vectors_at_once_stay_in_registers(ragged):
     steps, element = ONE_SHOT["marked"].steps(2), ELEMENTS["int32"]
     in_registers(one_shot.kernel(2, element, "sum", ragged, "marked", steps, ALL))
-    kind = EXCHANGES["all_to_all"]
+    kind = OPERATIONS["all_to_all"].exchange
     in_registers(one_shot.kernel(2, element, "sum", ragged, "marked", steps, kind))
 
 
 @pytest.mark.parametrize(("name", "op"), [case for case in CASES if case[1] != "avg"])
 def test_some_ranks_elements_are_reduced_in_registers(name, op):
-    kind = EXCHANGES["exscan"]
+    kind = OPERATIONS["exscan"].exchange
     in_registers(one_shot.kernel(3, ELEMENTS[name], op, False, "ll", 1, kind))
 
 

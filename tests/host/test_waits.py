@@ -27,7 +27,22 @@ def test_no_two_share_a_number():
         for name, value in vars(waits).items()
         if name.isupper() and isinstance(value, int)
     }
-    assert set(names) == set(waits.TABLE)
+    assert set(names) | OF_OPERATIONS == set(waits.TABLE)
+
+
+def test_an_operation_has_one_number():
+    first = waits.of_operation("scan")
+    assert first == operations.SCAN.exchange.operation == waits.of_operation("scan")
+    assert waits.TABLE[first].words == "scan"
+    assert waits.TABLE[first].place == "block"
+
+
+def test_a_new_operation_takes_an_unused_number(monkeypatch):
+    monkeypatch.setattr(waits, "TABLE", dict(waits.TABLE))
+    known = set(waits.TABLE)
+    first, second = (waits.of_operation(each) for each in ("new", "newer"))
+    assert {first, second}.isdisjoint(known)
+    assert first != second
 
 
 def test_a_number_fits_its_bits_of_a_record():
@@ -41,6 +56,15 @@ def test_every_algorithm_is_named_as_its_caller_names_it():
         for name in operations.ALL_REDUCE.algorithms
     ]
     assert set(names) <= {each.words for each in waits.TABLE.values()}
+
+
+OF_OPERATIONS = {each.exchange.operation for each in operations.OPERATIONS.values()}
+OF_OPERATIONS |= {
+    each.algorithms["copy_engine"].bind.args[1]
+    for each in operations.OPERATIONS.values()
+    if "copy_engine" in each.algorithms and not each.reduces
+}
+"""Numbers that the table of operations adds, or finds by their words."""
 
 
 CARRIERS = ("operation", "fallback_for")
@@ -97,4 +121,4 @@ def test_kernels_wait_for_what_is_in_the_table(module):
 def test_every_number_is_some_kernels_or_the_hosts():
     used = {number for module in MODULES for number in numbers(module)}
     host = {waits.LATE, waits.ENDED, waits.ABANDONED}
-    assert used | host == set(waits.TABLE)
+    assert used | host | OF_OPERATIONS == set(waits.TABLE)

@@ -7,19 +7,15 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import environment
-from numba_symm.collectives import operations
+from numba_symm import arrays, environment
+from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.workspace import HELD
 from numba_symm.environment import SIMULATED
 from numba_symm.kernels import Kernel
+from tests.expected import expected
 from tests.ranks.helpers import array_of, check_works, get, refused
 
 MULTIPROCESSORS = "NUMBA_SYMM_MULTIPROCESSORS"
-OPERATIONS = [
-    each
-    for name, each in vars(operations).items()
-    if isinstance(each, operations.Operation) and each.name == name.lower()
-]
 
 
 def test_every_rank_sees_all_others(world):
@@ -70,22 +66,6 @@ def bound(monkeypatch):
     return found
 
 
-def wanted_of(name, inputs, rank, root):
-    """Return a rank's expected result of an operation that sums integers."""
-    part = inputs[0].size // len(inputs)
-    mine = slice(rank * part, (rank + 1) * part)
-    return {
-        "all_reduce": lambda: sum(inputs),
-        "reduce": lambda: sum(inputs),
-        "scan": lambda: sum(inputs[: rank + 1]),
-        "exscan": lambda: sum(inputs[:rank]),
-        "reduce_scatter": lambda: sum(x[mine] for x in inputs),
-        "all_gather": lambda: np.concatenate(inputs),
-        "all_to_all": lambda: np.concatenate([x[mine] for x in inputs]),
-        "broadcast": lambda: inputs[root],
-    }[name]()
-
-
 def check_operation(comm, operation, algorithm, count):
     """Check one call, between symmetric arrays, of ``count`` float32 a part."""
     count *= operation.shards(comm.size)
@@ -93,16 +73,16 @@ def check_operation(comm, operation, algorithm, count):
     inputs = [np.arange(count, dtype=np.float32) % 91 + r for r in range(comm.size)]
     x = array_of(comm, inputs[comm.rank], True)
     rooted = {"root": root} if operation.rooted else {}
-    wanted = wanted_of(operation.name, inputs, comm.rank, root)
-    sizes = {"all_gather": count * comm.size, "reduce_scatter": count // comm.size}
-    out = comm.zeros(sizes.get(operation.name, count), np.float32)
+    made_by = sum, np.zeros, np.concatenate
+    wanted = expected(operation, inputs, comm.rank, root, *made_by)
+    out = comm.zeros(operation.shape(arrays.view(x, "test"), comm.size), np.float32)
     if operation.at_root and comm.rank != root:
         out = None
-    given = {} if operation.name == "broadcast" else {"out": out}
+    given = {} if operation.in_place else {"out": out}
     call = getattr(comm, operation.name)
     out = call(x, **given, **rooted, algorithm=algorithm)
     comm.synchronize()
-    if out is not None and (operation.name != "exscan" or comm.rank > 0):
+    if out is not None:
         assert np.array_equal(get(out).ravel(), wanted), (operation.name, algorithm)
 
 
@@ -127,7 +107,7 @@ def test_every_call_keeps_to_the_multiprocessors(world, bound, most):
     count = 3 << (9 if SIMULATED else 18)  # of several rounds; copy engines take it
     with ns.Communicator(world, timeout=60, multiprocessors=most) as comm:
         assert comm.multiprocessors == most
-        for operation in OPERATIONS:
+        for operation in OPERATIONS.values():
             for algorithm in operation.algorithms:
                 check_operation(comm, operation, algorithm, count)
         comm.barrier()
