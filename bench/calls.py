@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.operations import Operation
 
 Call = Callable[[int], object]
 """Enqueues one collective on the stream with the given handle."""
@@ -13,69 +14,24 @@ ROOT = 0
 """The root of rooted operations."""
 
 
-def reducing(name: str, *, prepared: bool) -> Callable[..., Call]:
-    """Return a factory of calls of one of our reducing operations."""
+def collective(operation: Operation, *, prepared: bool) -> Callable[..., Call]:
+    """Return a factory of calls of an operation of the library's table."""
 
     def make(
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
     ) -> Call:
+        given: dict[str, Any] = {"algorithm": algorithm}
+        if operation.reduces:
+            given["op"] = op
+        if operation.rooted:
+            given["root"] = ROOT
+        if not operation.in_place:
+            given["out"] = None if operation.at_root and comm.rank != ROOT else out
+        array = out if operation.in_place else x
         if prepared:
-            plan: Call = getattr(comm, f"{name}_init")(
-                x, op=op, out=out, algorithm=algorithm
-            )
+            plan: Call = getattr(comm, f"{operation.name}_init")(array, **given)
             return plan
-        call = getattr(comm, name)
-        call = functools.partial(call, x, op=op, out=out, algorithm=algorithm)
-        return lambda stream: call(stream=stream)
-
-    return make
-
-
-def moving(name: str, *, prepared: bool) -> Callable[..., Call]:
-    """Return a factory of calls of one of our operations that only move data."""
-
-    def make(
-        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-    ) -> Call:
-        if prepared:
-            plan: Call = getattr(comm, f"{name}_init")(x, out=out, algorithm=algorithm)
-            return plan
-        call = functools.partial(getattr(comm, name), x, out=out, algorithm=algorithm)
-        return lambda stream: call(stream=stream)
-
-    return make
-
-
-def reduce(*, prepared: bool) -> Callable[..., Call]:
-    """Return a factory of calls of our reduce, where only the root has an output."""
-
-    def make(
-        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-    ) -> Call:
-        into = out if comm.rank == ROOT else None
-        if prepared:
-            plan: Call = comm.reduce_init(
-                x, op=op, root=ROOT, out=into, algorithm=algorithm
-            )
-            return plan
-        call = functools.partial(
-            comm.reduce, x, op=op, root=ROOT, out=into, algorithm=algorithm
-        )
-        return lambda stream: call(stream=stream)
-
-    return make
-
-
-def broadcast(*, prepared: bool) -> Callable[..., Call]:
-    """Return a factory of calls of our broadcast, which works in place."""
-
-    def make(
-        comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-    ) -> Call:
-        if prepared:
-            plan: Call = comm.broadcast_init(out, root=ROOT, algorithm=algorithm)
-            return plan
-        call = functools.partial(comm.broadcast, out, root=ROOT, algorithm=algorithm)
+        call = functools.partial(getattr(comm, operation.name), array, **given)
         return lambda stream: call(stream=stream)
 
     return make

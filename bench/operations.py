@@ -8,11 +8,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from numba_symm import dtypes
 from numba_symm.bench import calls
 from numba_symm.bench.calls import ROOT, Call
 from numba_symm.bench.data import PERIOD, Tiled
 from numba_symm.collectives import operations
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.protocols.exchanges import Output
 
 Array = np.ndarray[Any, Any]
 
@@ -147,44 +149,25 @@ def _divided(total: Array, ranks: int) -> Array:
     return total / ranks
 
 
-def _all_reduced(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+def _total(inputs: Sequence[Tiled], op: str) -> Tiled:
     total = reduced(np.stack([each.pattern for each in inputs]), op)
-    return [Tiled(total, inputs[rank].start, inputs[rank].count)]
+    return Tiled(total, inputs[0].start, inputs[0].count)
 
 
-def _scanned(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
-    return _all_reduced(inputs[: rank + 1], op, rank)
+def _of_none(like: Tiled, op: str) -> Tiled:
+    """Return the output of a rank that has nothing to reduce."""
+    dtype = like.pattern.dtype
+    pattern = np.full(PERIOD, dtypes.identity(op, dtype), dtype)
+    return Tiled(pattern, 0, like.count)
 
 
 def _gathered(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
-    return list(inputs)
+    return list(inputs) if rank == ROOT else []
 
 
 def _part(whole: Tiled, rank: int, ranks: int) -> Tiled:
     count = whole.count // ranks
     return Tiled(whole.pattern, whole.start + rank * count, count)
-
-
-def _exchanged(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
-    return [_part(each, rank, len(inputs)) for each in inputs]
-
-
-def _reduced_part(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
-    (total,) = _all_reduced(inputs, op, rank)
-    return [_part(total, rank, len(inputs))]
-
-
-def _at_root(expected: Expected) -> Expected:
-    """Return the expected outputs of an operation where only the root has one."""
-
-    def at_root(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
-        return expected(inputs, op, rank) if rank == ROOT else []
-
-    return at_root
-
-
-def _roots(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
-    return [inputs[ROOT]]
 
 
 def _roots_part(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
@@ -205,88 +188,56 @@ def _nothing(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
     return []
 
 
+def _collective(ours: operations.Operation) -> Operation:
+    """Return the entry of an operation of the library's table."""
+    gathers = ours.exchange.output is Output.SHARDS
+    scatters = ours.exchange.sends_shards
+    reductions = tuple(op for op in REDUCTIONS if op not in ours.without)
+
+    def shapes(count: int, ranks: int) -> tuple[int, int]:
+        if not gathers and not scatters:
+            return count, count
+        part, whole = _parts(count, ranks)
+        return whole if scatters else part, whole if gathers else part
+
+    def bus(ranks: int) -> float:
+        if gathers or scatters:
+            return (ranks - 1) / ranks
+        return 2 * (ranks - 1) / ranks if ours is operations.ALL_REDUCE else 1
+
+    def expected(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
+        ranks = len(inputs)
+        if ours.at_root and rank != ROOT:
+            return []
+        if scatters:
+            inputs = [_part(each, rank, ranks) for each in inputs]
+        used = [inputs[r] for r in ours.exchange.output.used(rank, ranks, ROOT)]
+        if not ours.reduces:
+            return used
+        return [_total(used, op) if used else _of_none(inputs[rank], op)]
+
+    return Operation(
+        name=ours.name,
+        shapes=shapes,
+        bus=bus,
+        inputs=reducible,
+        expected=expected,
+        plan=calls.collective(ours, prepared=True),
+        call=calls.collective(ours, prepared=False),
+        algorithms=tuple(ours.algorithms),
+        in_place=ours.in_place,
+        reductions=reductions if ours.reduces else (),
+    )
+
+
 OPERATIONS = {
-    "all_reduce": Operation(
-        name="all_reduce",
-        shapes=lambda count, ranks: (count, count),
-        bus=lambda ranks: 2 * (ranks - 1) / ranks,
-        inputs=reducible,
-        expected=_all_reduced,
-        plan=calls.reducing("all_reduce", prepared=True),
-        call=calls.reducing("all_reduce", prepared=False),
-        algorithms=tuple(operations.ALL_REDUCE.algorithms),
-        reductions=REDUCTIONS,
-    ),
-    "all_gather": Operation(
-        name="all_gather",
-        shapes=_parts,
-        bus=lambda ranks: (ranks - 1) / ranks,
-        inputs=reducible,
-        expected=_gathered,
-        plan=calls.moving("all_gather", prepared=True),
-        call=calls.moving("all_gather", prepared=False),
-        algorithms=tuple(operations.ALL_GATHER.algorithms),
-    ),
-    "reduce_scatter": Operation(
-        name="reduce_scatter",
-        shapes=lambda count, ranks: _parts(count, ranks)[::-1],
-        bus=lambda ranks: (ranks - 1) / ranks,
-        inputs=reducible,
-        expected=_reduced_part,
-        plan=calls.reducing("reduce_scatter", prepared=True),
-        call=calls.reducing("reduce_scatter", prepared=False),
-        algorithms=tuple(operations.REDUCE_SCATTER.algorithms),
-        reductions=REDUCTIONS,
-    ),
-    "all_to_all": Operation(
-        name="all_to_all",
-        shapes=lambda count, ranks: (_parts(count, ranks)[1],) * 2,
-        bus=lambda ranks: (ranks - 1) / ranks,
-        inputs=reducible,
-        expected=_exchanged,
-        plan=calls.moving("all_to_all", prepared=True),
-        call=calls.moving("all_to_all", prepared=False),
-        algorithms=tuple(operations.ALL_TO_ALL.algorithms),
-    ),
-    "broadcast": Operation(
-        name="broadcast",
-        shapes=lambda count, ranks: (count, count),
-        bus=lambda ranks: 1,
-        inputs=reducible,
-        expected=_roots,
-        plan=calls.broadcast(prepared=True),
-        call=calls.broadcast(prepared=False),
-        algorithms=tuple(operations.BROADCAST.algorithms),
-        in_place=True,
-    ),
-    "reduce": Operation(
-        name="reduce",
-        shapes=lambda count, ranks: (count, count),
-        bus=lambda ranks: 1,
-        inputs=reducible,
-        expected=_at_root(_all_reduced),
-        plan=calls.reduce(prepared=True),
-        call=calls.reduce(prepared=False),
-        algorithms=tuple(operations.REDUCE.algorithms),
-        reductions=REDUCTIONS,
-    ),
-    "scan": Operation(
-        name="scan",
-        shapes=lambda count, ranks: (count, count),
-        bus=lambda ranks: 1,
-        inputs=reducible,
-        expected=_scanned,
-        plan=calls.reducing("scan", prepared=True),
-        call=calls.reducing("scan", prepared=False),
-        algorithms=tuple(operations.SCAN.algorithms),
-        reductions=tuple(op for op in REDUCTIONS if op != "avg"),
-    ),
+    **{name: _collective(each) for name, each in operations.OPERATIONS.items()},
     "gather": Operation(
         name="gather",
         shapes=_parts,
         bus=lambda ranks: (ranks - 1) / ranks,
         inputs=reducible,
-        expected=_at_root(_gathered),
+        expected=_gathered,
         plan=calls.gather,
         call=calls.gather,
         algorithms=(),

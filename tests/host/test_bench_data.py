@@ -12,6 +12,7 @@ from numba_symm.bench.operations import (
     reduced,
     reducible,
 )
+from numba_symm.collectives import operations
 
 ALL_REDUCE = OPERATIONS["all_reduce"]
 UFUNC = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
@@ -138,13 +139,38 @@ def test_integers_wrap_around():
     assert (total.pattern == 3 * 2**30 - 2**32).all()
 
 
-def test_a_scan_reduces_the_ranks_up_to_its_own():
+@pytest.mark.parametrize(("name", "own"), [("scan", 1), ("exscan", 0)])
+def test_a_scan_reduces_the_ranks_up_to_its_own(name, own):
     patterns = np.arange(3 * PERIOD, dtype=np.int64).reshape(3, PERIOD)
     inputs = [Tiled(each, 5, 9) for each in patterns]
     for rank in range(3):
-        (wanted,) = OPERATIONS["scan"].expected(inputs, "sum", rank)
-        assert (wanted.start, wanted.count) == (5, 9)
-        assert (wanted.pattern == patterns[: rank + 1].sum(axis=0)).all()
+        (wanted,) = OPERATIONS[name].expected(inputs, "sum", rank)
+        used = patterns[: rank + own]
+        assert wanted.count == 9
+        assert (wanted.pattern == used.sum(axis=0)).all()
+        assert wanted.start == 5 or len(used) == 0
+
+
+def test_a_sum_of_nothing_is_minus_0():
+    inputs = [Tiled(np.ones(PERIOD, np.float32), 0, 9)] * 2
+    (wanted,) = OPERATIONS["exscan"].expected(inputs, "sum", 0)
+    assert np.signbit(wanted.pattern).all()
+    assert not wanted.pattern.any()
+
+
+def test_every_operation_of_the_library_is_measured():
+    assert operations.OPERATIONS.keys() <= OPERATIONS.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        *(("all_reduce", (9, 9)), ("scan", (9, 9)), ("broadcast", (9, 9))),
+        *(("all_gather", (2, 8)), ("all_to_all", (8, 8)), ("reduce_scatter", (8, 2))),
+    ],
+)
+def test_arrays_with_shards_have_a_multiple_of_the_ranks(name, wanted):
+    assert OPERATIONS[name].shapes(9, 4) == wanted
 
 
 @pytest.mark.parametrize(("ranks", "wanted"), [(1, 0), (2, 1), (4, 1.5), (8, 1.75)])

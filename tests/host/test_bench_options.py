@@ -5,9 +5,11 @@ import pytest
 from numba_symm.bench import options
 from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES
 from numba_symm.bench.sweep import rows
+from numba_symm.collectives import operations
 from numba_symm.launch import cli
 
-REDUCING = ["all_reduce", "reduce", "reduce_scatter", "reduce_scatter_v", "scan"]
+REDUCING = [name for name, each in operations.OPERATIONS.items() if each.reduces]
+REDUCING += ["reduce_scatter_v"]
 
 
 @pytest.mark.parametrize(
