@@ -1,6 +1,7 @@
 """Parts of pages that are made from the code, so that they cannot disagree with it."""
 
 import contextlib
+import inspect
 import io
 import json
 import re
@@ -15,6 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 from numba_symm import dtypes
 from numba_symm.bench import options
 from numba_symm.collectives import operations, select
+from numba_symm.collectives.communicator import Communicator
 from numba_symm.launch import cli
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
@@ -47,12 +49,14 @@ class Algorithms(SphinxDirective):
         """Return a table of the largest size of each algorithm."""
         ranks = [f"{number} ranks" for number in _RANKS]
         rows = [["operation", *ranks]]
-        for operation in _OPERATIONS:
+        for name in select.ON_GPUS:
+            operation = operations.OPERATIONS[name]
+            names = ", ".join(f"`{each}`" for each in _with_limits_of(name))
             kinds = _REDUCED if operation.reduces else _MOVED
             for kind, dtype in kinds.items():
                 element = dtypes.element(dtype, "docs")
                 cells = [self._cell(operation, n, element) for n in _RANKS]
-                rows.append([f"`{operation.name}`{kind}", *cells])
+                rows.append([names + kind, *cells])
         return self.parse_text_to_nodes(_markdown(rows))
 
     def _cell(self, operation, size, element):
@@ -77,11 +81,12 @@ class Algorithms(SphinxDirective):
 _RANKS = (2, 4, 8)  # what the limits were measured with
 _REDUCED = {", floats": "float32", ", other types": "int32"}
 _MOVED = {"": "int8"}
-_OPERATIONS = (
-    *(operations.ALL_REDUCE, operations.REDUCE, operations.REDUCE_SCATTER),
-    *(operations.SCAN, operations.BROADCAST, operations.ALL_GATHER),
-    operations.ALL_TO_ALL,
-)
+
+
+def _with_limits_of(name):
+    """Return the names of the operations that use the limits of this one."""
+    table = operations.OPERATIONS.values()
+    return [each.name for each in table if each.limits_of == name]
 
 
 def _last(holds, first, most=1 << 40):
@@ -93,6 +98,44 @@ def _last(holds, first, most=1 << 40):
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
     return low
+
+
+class Methods(SphinxDirective):
+    """The communicator's methods, in groups."""
+
+    def run(self):
+        """Return a summary of each group."""
+        groups = {name: [] for name in _GROUPS}
+        for name, value in vars(Communicator).items():
+            if not name.startswith("_"):
+                groups[_group_of(name, value)].append(name)
+        lines = ["```{eval-rst}", ".. currentmodule:: numba_symm"]
+        for group, names in groups.items():
+            lines += ["", f".. rubric:: {group}", "", ".. autosummary::"]
+            lines += ["   :nosignatures:", ""]
+            lines += [f"   Communicator.{name}" for name in names]
+        return self.parse_text_to_nodes("\n".join([*lines, "```"]))
+
+
+_GROUPS = (
+    *("Reductions", "Data movement", "Plans", "Messages"),
+    *("Order and errors", "Memory, communicators"),
+)
+
+
+def _group_of(name, value):
+    """Return the group of a method, which follows from its name and its arguments."""
+    takes = set(inspect.signature(value).parameters) if callable(value) else set()
+    if name == "prepare" or name.endswith("_init"):
+        return "Plans"
+    if "op" in takes:
+        return "Reductions"
+    if name == "group" or takes & {"dst", "src"}:
+        return "Messages"
+    if "x" in takes:
+        return "Data movement"
+    checks = name in ("barrier", "synchronize", "check")
+    return "Order and errors" if checks else "Memory, communicators"
 
 
 class Measured(SphinxDirective):
@@ -221,6 +264,7 @@ def setup(app):
     for name, directive in (
         ("algorithms", Algorithms),
         ("help", Help),
+        ("methods", Methods),
         ("measured", Measured),
     ):
         app.add_directive(name, directive)

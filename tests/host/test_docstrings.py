@@ -1,10 +1,14 @@
 """Everything public has a docstring."""
 
 import inspect
+from pathlib import Path
 from types import FunctionType
+
+import pytest
 
 import numba_symm as ns
 from numba_symm import device
+from numba_symm.collectives import operations
 
 METHODS = (FunctionType, classmethod, staticmethod, property)
 
@@ -33,6 +37,15 @@ def test_everything_public_has_a_docstring():
         if not (getattr(value, "__doc__", None) or "").strip()
     ]
     assert lacking == []
+
+
+@pytest.mark.parametrize("name", operations.OPERATIONS)
+def test_an_operation_is_a_method_a_plan_and_a_row_of_the_table(name):
+    for method in (name, f"{name}_init"):
+        assert callable(getattr(ns.Communicator, method))
+    page = Path(__file__).parents[2] / "docs/collectives.md"
+    table = page.read_text().partition("\n## Types and operators")[0]
+    assert f"<numba_symm.Communicator.{name}>" in table
 
 
 def test_loads_and_stores_say_what_they_are():
