@@ -21,6 +21,7 @@ from numba_symm.collectives.operations import (
     REDUCE_SCATTER,
     SCAN,
 )
+from numba_symm.collectives.persistent import Persistent
 from numba_symm.collectives.plans import Plan, plan
 from numba_symm.environment import SIMULATED
 from numba_symm.island import Island
@@ -48,7 +49,7 @@ def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
     return alone
 
 
-class Communicator:
+class Communicator(Persistent):
     """Collectives between the GPUs of the ranks of one host.
 
     Construction and all methods are collective, except messages (``send``, ``recv``,
@@ -920,7 +921,8 @@ class Communicator:
             CollectiveError: an earlier call of the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        messages.send(self._calls, x, dst, stream)
+        call = messages.sending(self._calls, x, dst, stream)
+        messages.start(self._calls, "send", call)
 
     @by_one_thread
     def recv(
@@ -947,8 +949,8 @@ class Communicator:
         Raises:
             As :meth:`send`.
         """
-        messages.recv(self._calls, out, src, stream)
-        return out
+        call = messages.receiving(self._calls, out, src, stream)
+        return messages.start(self._calls, "recv", call)
 
     @by_one_thread
     def sendrecv(
@@ -979,8 +981,8 @@ class Communicator:
         Raises:
             As :meth:`send`.
         """
-        messages.sendrecv(self._calls, x, dst, out, src, stream)
-        return out
+        call = messages.exchanging(self._calls, x, dst, out, src, stream)
+        return messages.start(self._calls, "sendrecv", call)
 
     def group(self) -> AbstractContextManager[None]:
         """Start the calls within a ``with`` block together, at its end.

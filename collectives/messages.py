@@ -4,8 +4,9 @@ The functions that ``remembered`` calls derive messages from a call's arguments.
 run only for arguments that were not passed before.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 from numba_symm import arrays
@@ -13,70 +14,97 @@ from numba_symm.arrays import ArrayView
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import check_apart, check_peer
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.transfers import Copy, Pending, Transfers
+from numba_symm.collectives.transfers import Copy, Pending, Prepared, Stream, Transfers
 from numba_symm.errors import ArgumentError
 
 
-def send(calls: Calls, x: Any, dst: int | None, stream: Any) -> None:
-    """Send an array; see :meth:`Communicator.send`."""
+def sending(calls: Calls, x: Any, dst: int | None, stream: Any) -> Prepared:
+    """Prepare to send an array; see :meth:`Communicator.send`."""
     calls.island.check_open()
     to = _check_other(calls, dst, "send: dst")
     given = arrays.view(x, "send")
     transfers = calls.remembered(_sent, given, to)
-    calls.transfer("send", transfers, calls.stream_for(stream, x), x)
+    return Prepared(transfers, calls.stream_for(stream, x), (x,), None)
 
 
-def recv(calls: Calls, out: Any, src: int | None, stream: Any) -> None:
-    """Receive an array; see :meth:`Communicator.recv`."""
+def receiving(calls: Calls, out: Any, src: int | None, stream: Any) -> Prepared:
+    """Prepare to receive an array; see :meth:`Communicator.recv`."""
     calls.island.check_open()
     source = _check_other(calls, src, "recv: src")
     taken = arrays.view(out, "recv: out")
     transfers = calls.remembered(_received, taken, source)
-    calls.transfer("recv", transfers, calls.stream_for(stream, out), out)
+    return Prepared(transfers, calls.stream_for(stream, out), (out,), out)
 
 
-def sendrecv(
+def exchanging(
     calls: Calls, x: Any, dst: int | None, out: Any, src: int | None, stream: Any
-) -> None:
-    """Send one array and receive another; see :meth:`Communicator.sendrecv`."""
+) -> Prepared:
+    """Prepare to send and receive; see :meth:`Communicator.sendrecv`."""
     calls.island.check_open()
     dst = check_peer(dst, calls.size, "sendrecv: dst")
     src = check_peer(src, calls.size, "sendrecv: src")
     given = arrays.view(x, "sendrecv")
     taken = arrays.view(out, "sendrecv: out")
     transfers = calls.remembered(_exchanged, given, dst, taken, src)
-    chosen = calls.stream_for(stream, x)
-    calls.transfer("sendrecv", transfers, chosen, x, out)
+    return Prepared(transfers, calls.stream_for(stream, x), (x, out), out)
+
+
+def start(calls: Calls, what: str, call: Prepared) -> Any:
+    """Enqueue a prepared call, or add it to an open group; return its result."""
+    calls.transfer(what, call.transfers, call.stream, *call.keep)
+    return call.result
 
 
 @contextmanager
-def group(calls: Calls) -> Iterator[None]:
-    """Start the calls within a ``with`` block together; see Communicator.group."""
-    with calls.alone("group"):
+def collecting(
+    calls: Calls, what: str, done: Callable[[Pending], None]
+) -> Iterator[None]:
+    """Collect the calls within a ``with`` block, and pass them to ``done``."""
+    with calls.alone(what):
         calls.island.check()
-        calls.refuse_in_group("group")
+        calls.refuse_in_group(what)
         pending = calls.pending = Pending(calls.size)
         try:
             yield
         finally:
             calls.pending = None
         calls.island.check()
-        try:
-            _start(calls, pending)
-        except BaseException as error:
-            calls.give_up(error, "group", *pending.stream_handles)
-            raise
+        done(pending)
 
 
-def _start(calls: Calls, pending: Pending) -> None:
-    if pending.stream is not None:
-        transfers = calls.remembered(
-            *(_grouped, tuple(pending.sends), tuple(pending.receives)),
-            tuple(pending.copies),
-        )
-        calls.transfer("group", transfers, pending.stream)
-    for what, launch, stream in pending.launches:
-        calls.run(what, launch, stream)
+def group(calls: Calls) -> AbstractContextManager[None]:
+    """Start the calls within a ``with`` block together; see Communicator.group."""
+    return collecting(calls, "group", partial(start_group, calls))
+
+
+def start_group(
+    calls: Calls, found: Pending, stream: Stream | None = None, *keep: Any
+) -> None:
+    """Enqueue the calls of a group, or add them to an open one.
+
+    Args:
+        calls: the communicator's calls.
+        found: the calls of the group.
+        stream: the stream of all of them; None: that of each.
+        keep: objects that must live until they are enqueued.
+    """
+    try:
+        if found.stream is not None:
+            transfers = transfers_of(calls, found)
+            calls.transfer("group", transfers, stream or found.stream, *keep)
+        for what, launch, own in found.launches:
+            calls.run(what, launch, stream or own, *keep)
+    except BaseException as error:
+        if calls.pending is None:
+            handles = found.stream_handles if stream is None else {stream[0]}
+            calls.give_up(error, "group", *handles)
+        raise
+
+
+def transfers_of(calls: Calls, found: Pending) -> Transfers:
+    """Return the messages of a group."""
+    messages = tuple(found.sends), tuple(found.receives)
+    return calls.remembered(_grouped, *messages, tuple(found.copies))
 
 
 def _check_other(calls: Calls, asked: Any, what: str) -> int | None:

@@ -1,55 +1,75 @@
-"""Plans: collectives that are checked and packed once, and called many times."""
+"""Plans: calls that are checked and packed once, and called many times."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+from numba_symm.collectives import messages, vector_forms
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.protocols.binding import Enqueue
-from numba_symm.collectives.transfers import Stream, owned
+from numba_symm.collectives.operations import REDUCE_SHARD, Operation
+from numba_symm.collectives.transfers import Pending, Prepared, Stream, owned
+from numba_symm.errors import ArgumentError
+
+Start = Callable[..., None]
+"""Enqueues a packed call on a stream. What follows is kept until then."""
 
 
 class Plan:
-    """A collective whose arguments were checked and packed: each call only launches.
+    """A call whose arguments were checked and packed: each call only launches.
 
     Made by ``comm.all_reduce_init`` and the other ``_init`` methods. It keeps its
     arrays. ``plan()``, or ``plan(stream=…)``, enqueues it and returns its output array.
-    Every rank calls the plans of a communicator in the same order.
+    Every rank calls the plans of collectives in the same order.
     """
 
     def __init__(
         self,
         calls: Calls,
-        launch: Enqueue | None,
-        arrays: tuple[Any, Any],
-        stream: Stream,
         name: str,
         call: str,
+        start: Start | None,
+        stream: Stream | None,
+        arrays: tuple[Any, ...],
+        out: Any = None,
+        compared: bool = True,
     ):
         self._calls = calls
         self._name = name
         self._call = call
-        self._launch = launch
-        self._source, self._out = arrays  # the launch has only their addresses
+        self._start = start
         self._stream = stream
+        self._arrays = arrays  # the launch has only their addresses
+        self._out = out
+        self._compared = compared
 
     def __repr__(self) -> str:
         return f"<Plan: {self._words()}>"
 
     def __call__(self, stream: Any = None) -> Any:
-        """Enqueue the collective, and return its output array.
+        """Enqueue the call, and return its output array. Within a group, add it.
 
         Args:
             stream: the stream; None: the stream with which the plan was made.
+
+        Raises:
+            ArgumentError: the ``with`` block of :meth:`Communicator.group_init` has not
+                ended, or ended by an exception.
         """
-        calls = self._calls
+        calls, start = self._calls, self._start
+        if start is None:
+            raise ArgumentError(
+                f"{self._name}: expected a plan whose with block has ended, got one "
+                "before its end, or after an exception; call it after the block"
+            )
         calls.begin(self._name)
         try:
-            if calls.compares():
+            if self._compared and calls.compares():
                 chosen = calls.agreed("a plan", self._words, self._chosen, stream)
             else:
                 calls.island.check()
                 chosen = self._chosen(stream)
-            calls.run(self._name, self._launch, chosen, self)
+            start(chosen, self)
         finally:
             calls.finish()
         return self._out
@@ -57,7 +77,7 @@ class Plan:
     def _words(self, _: Stream | None = None) -> str:
         return f"{self._name} of {self._call}"
 
-    def _chosen(self, stream: Any) -> Stream:
+    def _chosen(self, stream: Any) -> Stream | None:
         return self._stream if stream is None else owned(stream)
 
 
@@ -77,4 +97,60 @@ def plan(
             operation, x, op, out, stream, algorithm, root
         )
     words = operation.described(x, op, algorithm, root)
-    return Plan(calls, launch, (x, out), chosen, operation.name, words)
+    start = partial(calls.run, operation.name, launch)
+    return Plan(calls, operation.name, words, start, chosen, (x, out), out)
+
+
+def of_messages(
+    calls: Calls, what: str, prepare: Callable[..., Prepared], *args: Any
+) -> Plan:
+    """Prepare a ``send``, ``recv`` or ``sendrecv``, and return its plan."""
+    with calls.alone(what):
+        return _packed(calls, what, prepare(calls, *args), compared=False)
+
+
+def of_collective(
+    calls: Calls, what: str, prepare: Callable[..., Prepared], *args: Any
+) -> Plan:
+    """Prepare a collective that consists of messages, and return its plan."""
+    with calls.alone(what):
+        call = vector_forms.prepared(calls, what, prepare, *args)
+        return _packed(calls, what, call, compared=True)
+
+
+def _packed(calls: Calls, what: str, call: Prepared, compared: bool) -> Plan:
+    calls.made(what, call.transfers.packed, calls.binder.messages)
+    start = partial(calls.transfer, what, call.transfers)
+    words = call.transfers.words or "messages"
+    return Plan(
+        *(calls, what, words, start, call.stream, call.keep, call.result, compared)
+    )
+
+
+def of_shards(
+    calls: Calls, x: Any, counts: Any, op: Any, out: Any, stream: Any
+) -> Plan:
+    """Prepare a ``reduce_scatter_v``, and return its plan."""
+    what = REDUCE_SHARD.name
+    with calls.alone(what):
+        words, launch, chosen, out = vector_forms.shards(
+            calls, x, counts, op, out, stream
+        )
+    start = partial(calls.run, what, launch)
+    return Plan(calls, what, words, start, chosen, (x, out), out)
+
+
+@contextmanager
+def of_group(calls: Calls) -> Iterator[Plan]:
+    """Prepare the calls within a ``with`` block; see Communicator.group_init."""
+    made = Plan(calls, "group", "calls", None, None, (), compared=False)
+
+    def fill(found: Pending) -> None:
+        if found.stream is not None:
+            transfers = messages.transfers_of(calls, found)
+            calls.made("group", transfers.packed, calls.binder.messages)
+        made._arrays = tuple(found.kept)
+        made._start = partial(messages.start_group, calls, found)
+
+    with messages.collecting(calls, "group_init", fill):
+        yield made

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba_symm import streams
 from numba_symm.collectives.kernels import transfer
@@ -68,6 +68,22 @@ class Transfers:
         if self.sends or self.receives:
             calls.append(bind(self.sends, self.receives))
         return calls[0] if len(calls) == 1 else Series(*calls)
+
+
+class Prepared(NamedTuple):
+    """A call made of messages, ready to be enqueued.
+
+    Attributes:
+        transfers: this rank's messages.
+        stream: the stream to enqueue them on.
+        keep: arrays that must live until then.
+        result: the value that the call returns.
+    """
+
+    transfers: Transfers
+    stream: Stream
+    keep: tuple[Any, ...]
+    result: Any
 
 
 class Pending:

@@ -32,7 +32,7 @@ from numba_symm.collectives.counts import (
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import REDUCE_SHARD
 from numba_symm.collectives.protocols.binding import Enqueue, Series
-from numba_symm.collectives.transfers import Copy, Stream, Transfers
+from numba_symm.collectives.transfers import Copy, Prepared, Stream, Transfers
 from numba_symm.errors import ArgumentError
 
 
@@ -43,22 +43,6 @@ class Shard:
         itemsize = view.dtype.itemsize
         self.address = view.address + first * itemsize
         self.nbytes = count * itemsize
-
-
-class Collected(NamedTuple):
-    """A collective made of messages, ready to be enqueued.
-
-    Attributes:
-        transfers: this rank's messages.
-        stream: the stream to enqueue them on.
-        keep: arrays that must live until then.
-        result: the value that the call returns.
-    """
-
-    transfers: Transfers
-    stream: Stream
-    keep: tuple[Any, ...]
-    result: Any
 
 
 class Form(NamedTuple):
@@ -77,34 +61,36 @@ class Form(NamedTuple):
 
 
 def collected(
-    calls: Calls, what: str, prepare: Callable[..., Collected], *args: Any
+    calls: Calls, what: str, prepare: Callable[..., Prepared], *args: Any
 ) -> Any:
-    """Make the collective that ``prepare(calls, what, *args)`` returns.
+    """Make the collective that ``prepare(calls, what, *args)`` returns."""
+    with calls.alone(what):
+        call = prepared(calls, what, prepare, *args)
+        calls.transfer(what, call.transfers, call.stream, *call.keep)
+    return call.result
+
+
+def prepared(
+    calls: Calls, what: str, prepare: Callable[..., Prepared], *args: Any
+) -> Prepared:
+    """Return ``prepare(calls, what, *args)``, a collective made of messages.
 
     In debug mode the ranks agree first, so an error of one rank is raised on all.
     """
 
-    def admitted(call: Collected) -> str:
+    def admitted(call: Prepared) -> str:
         """Return what the ranks must agree on; raise if the open group refuses it."""
         if calls.pending is not None:
             calls.pending.check(call.transfers, call.stream)
         return call.transfers.words
 
-    with calls.alone(what):
-        given = calls, what, *args
-        if calls.compares():
-            with calls.set_up(what):
-                call = calls.compared(what, admitted, prepare, *given)
-                agree_on_counts(calls.island.exchange, what, call.transfers)
-        else:
-            calls.island.check_open()
-            try:
-                call = prepare(*given)
-            except BaseException as error:
-                calls.give_up_unless_refused(error, what)
-                raise
-        calls.transfer(what, call.transfers, call.stream, *call.keep)
-    return call.result
+    given = calls, what, *args
+    if not calls.compares():
+        return calls.made(what, prepare, *given)
+    with calls.set_up(what):
+        call = calls.compared(what, admitted, prepare, *given)
+        agree_on_counts(calls.island.exchange, what, call.transfers)
+    return call
 
 
 def gather(
@@ -116,7 +102,7 @@ def gather(
     root: int,
     out: Any,
     stream: Any,
-) -> Collected:
+) -> Prepared:
     """Prepare a ``gather`` or ``gather_v``."""
     root = check_rank(root, calls.size, f"{what}: root")
     if calls.rank == root:
@@ -124,7 +110,7 @@ def gather(
         return _formed(calls, _GATHER, what, x, out, stream, root, table)
     source = arrays.view(x, what)
     transfers = calls.remembered(_contributed, what, source, root)
-    return Collected(transfers, calls.stream_for(stream, x), (x,), None)
+    return Prepared(transfers, calls.stream_for(stream, x), (x,), None)
 
 
 def scatter(
@@ -136,7 +122,7 @@ def scatter(
     root: int,
     out: Any,
     stream: Any,
-) -> Collected:
+) -> Prepared:
     """Prepare a ``scatter`` or ``scatter_v``."""
     root = check_rank(root, calls.size, f"{what}: root")
     if calls.rank == root:
@@ -149,7 +135,7 @@ def scatter(
         )
     target = arrays.view(out, f"{what}: out")
     transfers = calls.remembered(_taken, what, target, root)
-    return Collected(transfers, calls.stream_for(stream, out), (out,), out)
+    return Prepared(transfers, calls.stream_for(stream, out), (out,), out)
 
 
 def all_gather(
@@ -160,7 +146,7 @@ def all_gather(
     displs: Counts | None,
     out: Any,
     stream: Any,
-) -> Collected:
+) -> Prepared:
     """Prepare an ``all_gather_v``."""
     table = _table(calls, what, counts, displs)
     return _formed(calls, _ALL_GATHER, what, x, out, stream, table)
@@ -174,7 +160,7 @@ def all_to_all(
     received: tuple[Counts, Counts | None],
     out: Any,
     stream: Any,
-) -> Collected:
+) -> Prepared:
     """Prepare an ``all_to_all_v``."""
     given = table_of(*sent, calls.size, f"{what}: send_counts")
     taken = table_of(*received, calls.size, f"{what}: recv_counts")
@@ -185,24 +171,34 @@ def reduce_scatter(
     calls: Calls, x: Any, counts: Counts, op: Any, out: Any, stream: Any
 ) -> Any:
     """Make a ``reduce_scatter_v``: one reduction for each rank's shard."""
-    what = "reduce_scatter_v"
-    given = calls, what, x, counts, op, out, stream
-    with calls.alone(what):
-        _, launch, chosen, out = calls.checked(what, itemgetter(0), _shards, *given)
-        calls.run(what, launch, chosen, x, out)
+    with calls.alone(REDUCE_SHARD.name):
+        _, launch, chosen, out = shards(calls, x, counts, op, out, stream)
+        calls.run(REDUCE_SHARD.name, launch, chosen, x, out)
     return out
+
+
+Reductions = tuple[str, Enqueue | None, Stream, Any]
+"""A ``reduce_scatter_v``: words to compare, its launch, its stream, its output."""
+
+
+def shards(
+    calls: Calls, x: Any, counts: Counts, op: Any, out: Any, stream: Any
+) -> Reductions:
+    """Prepare a ``reduce_scatter_v``; in debug mode, the ranks agree first."""
+    given = calls, x, counts, op, out, stream
+    return calls.checked(REDUCE_SHARD.name, itemgetter(0), _shards, *given)
 
 
 def _shards(
     calls: Calls,
-    what: str,
     x: Any,
     counts: Counts,
     op: Any,
     out: Any,
     stream: Any,
-) -> tuple[str, Enqueue | None, Stream, Any]:
-    """Return the reductions of all shards: words to compare, launch, stream, out."""
+) -> Reductions:
+    """Return the reductions of all shards."""
+    what = REDUCE_SHARD.name
     source = _flat(calls, arrays.view(x, what), what)
     places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
     check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
@@ -244,7 +240,7 @@ def _table(
 
 def _formed(
     calls: Calls, form: Form, what: str, x: Any, out: Any, stream: Any, *given: Any
-) -> Collected:
+) -> Prepared:
     """Prepare a call that reads x and writes ``out``, or a new array for None."""
     source = arrays.view(x, what)
     chosen = calls.stream_for(stream, x)
@@ -253,7 +249,7 @@ def _formed(
         out = calls.new(source, shape, chosen[0], what)
     target = arrays.view(out, f"{what}: out")
     transfers = calls.remembered(form.transfers, what, source, target, *given)
-    return Collected(transfers, chosen, (x, out), out)
+    return Prepared(transfers, chosen, (x, out), out)
 
 
 def _gathered_shape(

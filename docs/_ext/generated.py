@@ -17,6 +17,7 @@ from numba_symm import dtypes
 from numba_symm.bench import options
 from numba_symm.collectives import operations, select
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.persistent import Persistent
 from numba_symm.launch import cli
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
@@ -106,9 +107,10 @@ class Methods(SphinxDirective):
     def run(self):
         """Return a summary of each group."""
         groups = {name: [] for name in _GROUPS}
-        for name, value in vars(Communicator).items():
-            if not name.startswith("_"):
-                groups[_group_of(name, value)].append(name)
+        for base in (Communicator, Persistent):
+            for name, value in vars(base).items():
+                if not name.startswith("_"):
+                    groups[_group_of(name, value)].append(name)
         lines = ["```{eval-rst}", ".. currentmodule:: numba_symm"]
         for group, names in groups.items():
             lines += ["", f".. rubric:: {group}", "", ".. autosummary::"]

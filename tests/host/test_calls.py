@@ -148,7 +148,7 @@ def test_an_operation_without_an_operator_remembers_its_calls(calls, bound):
 def test_what_follows_the_array_is_passed_by_keyword():
     """So that no argument is taken for another one."""
     others = ("empty", "zeros", "split", "prepare")
-    for name, method in vars(Communicator).items():
+    for name, method in inspect.getmembers(Communicator):
         if name.startswith("_") or not callable(method) or name in others:
             continue
         positional = [

@@ -1,0 +1,198 @@
+"""The plans of messages, of the collectives made of them, and of groups."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from numba_symm.collectives import messages, plans, vector_forms
+from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.plans import Plan
+
+
+class Persistent:
+    """The ``_init`` forms of a communicator's calls that have no algorithms."""
+
+    _calls: Calls
+
+    def reduce_scatter_v_init(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int],
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare a :meth:`reduce_scatter_v`, as ``all_reduce_init`` does."""
+        return plans.of_shards(self._calls, x, counts, op, out, stream)
+
+    def gather_init(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare a :meth:`gather`, as ``all_reduce_init`` does."""
+        return plans.of_collective(
+            self._calls, "gather", vector_forms.gather, x, None, None, root, out, stream
+        )
+
+    def gather_v_init(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        displs: Sequence[int] | None = None,
+        root: int = 0,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare a :meth:`gather_v`, as ``all_reduce_init`` does."""
+        return plans.of_collective(
+            self._calls,
+            "gather_v",
+            vector_forms.gather,
+            x,
+            counts,
+            displs,
+            root,
+            out,
+            stream,
+        )
+
+    def scatter_init(
+        self,
+        x: Any = None,
+        *,
+        root: int = 0,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare a :meth:`scatter`, as ``all_reduce_init`` does."""
+        return plans.of_collective(
+            self._calls,
+            "scatter",
+            vector_forms.scatter,
+            x,
+            None,
+            None,
+            root,
+            out,
+            stream,
+        )
+
+    def scatter_v_init(
+        self,
+        x: Any = None,
+        *,
+        counts: Sequence[int] | None = None,
+        displs: Sequence[int] | None = None,
+        root: int = 0,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare a :meth:`scatter_v`, as ``all_reduce_init`` does."""
+        return plans.of_collective(
+            self._calls,
+            "scatter_v",
+            vector_forms.scatter,
+            x,
+            counts,
+            displs,
+            root,
+            out,
+            stream,
+        )
+
+    def all_gather_v_init(
+        self,
+        x: Any,
+        *,
+        counts: Sequence[int],
+        displs: Sequence[int] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare an :meth:`all_gather_v`, as ``all_reduce_init`` does."""
+        return plans.of_collective(
+            self._calls,
+            "all_gather_v",
+            vector_forms.all_gather,
+            x,
+            counts,
+            displs,
+            out,
+            stream,
+        )
+
+    def all_to_all_v_init(
+        self,
+        x: Any,
+        *,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        send_displs: Sequence[int] | None = None,
+        recv_displs: Sequence[int] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare an :meth:`all_to_all_v`, as ``all_reduce_init`` does."""
+        return plans.of_collective(
+            *(self._calls, "all_to_all_v", vector_forms.all_to_all, x),
+            *((send_counts, send_displs), (recv_counts, recv_displs), out, stream),
+        )
+
+    def send_init(
+        self,
+        x: Any,
+        *,
+        dst: int | None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare a :meth:`send`. Neither it nor calling the plan is collective."""
+        return plans.of_messages(self._calls, "send", messages.sending, x, dst, stream)
+
+    def recv_init(
+        self,
+        out: Any,
+        *,
+        src: int | None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare a :meth:`recv`. Neither it nor calling the plan is collective."""
+        return plans.of_messages(
+            self._calls, "recv", messages.receiving, out, src, stream
+        )
+
+    def sendrecv_init(
+        self,
+        x: Any,
+        *,
+        dst: int | None,
+        out: Any,
+        src: int | None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare a :meth:`sendrecv`. Neither it nor calling the plan is collective."""
+        return plans.of_messages(
+            *(self._calls, "sendrecv", messages.exchanging),
+            *(x, dst, out, src, stream),
+        )
+
+    def group_init(self) -> AbstractContextManager[Plan]:
+        """Prepare the calls within a ``with`` block to be started together many times.
+
+        No call is started, neither in the block nor at its end. The ``with`` statement
+        gives the plan, ``with comm.group_init() as plan:``, which is called after it.
+        Its messages are one launch. Such a plan returns None, and in debug mode its
+        calls are compared when the plan is made, not when it is called.
+
+        A plan that is called within the block is one of its calls. Otherwise, calls
+        and ranks are as for :meth:`group`.
+
+        Raises:
+            As :meth:`group`.
+        """
+        return plans.of_group(self._calls)
