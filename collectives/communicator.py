@@ -19,6 +19,7 @@ from numba_symm.collectives.operations import (
     EXSCAN,
     REDUCE,
     REDUCE_SCATTER,
+    REVERSE_SCAN,
     SCAN,
 )
 from numba_symm.collectives.persistent import Persistent
@@ -507,6 +508,26 @@ class Communicator(Persistent):
         """
         return self._calls.call(EXSCAN, x, op, out, stream, algorithm)
 
+    def reverse_scan(
+        self,
+        x: Any,
+        *,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Any:
+        """Reduce ``x`` over ranks r to size - 1, on each rank r.
+
+        The arguments and errors are those of :meth:`scan`. The reduction is in rank
+        order, too. MPI needs a communicator with the ranks in reverse order for it.
+
+        Returns:
+            ``out``, or the new array, of x's shape. Rank 0 gets the bits of
+            :meth:`all_reduce`, except for those of a NaN.
+        """
+        return self._calls.call(REVERSE_SCAN, x, op, out, stream, algorithm)
+
     def reduce(
         self,
         x: Any,
@@ -631,6 +652,18 @@ class Communicator(Persistent):
     ) -> Plan:
         """Prepare an :meth:`exscan`, as :meth:`all_reduce_init` does."""
         return plan(self._calls, EXSCAN, x, op, out, stream, algorithm)
+
+    def reverse_scan_init(
+        self,
+        x: Any,
+        *,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare a :meth:`reverse_scan`, as :meth:`all_reduce_init` does."""
+        return plan(self._calls, REVERSE_SCAN, x, op, out, stream, algorithm)
 
     def reduce_init(
         self,

@@ -386,6 +386,11 @@ EXSCAN = _operation(
     limits_of="scan",
     without=("avg",),
 )
+REVERSE_SCAN = _operation(
+    *("reverse_scan", False, Output.FROM_THIS, _same_shape),
+    limits_of="scan",
+    without=("avg",),
+)
 REDUCE = _operation(
     *("reduce", False, Output.AT_ROOT, _same_shape),
     {
@@ -412,7 +417,7 @@ OPERATIONS = {
     operation.name: operation
     for operation in (
         *(ALL_REDUCE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER),
-        *(SCAN, EXSCAN, REDUCE, BROADCAST),
+        *(SCAN, EXSCAN, REVERSE_SCAN, REDUCE, BROADCAST),
     )
 }
 """By name."""

@@ -28,6 +28,7 @@ class Output(enum.Enum):
     REDUCED = enum.auto()  # reduces all
     UP_TO_THIS = enum.auto()  # reduces those of this rank and the ranks before it
     BEFORE_THIS = enum.auto()  # reduces those of the ranks before it
+    FROM_THIS = enum.auto()  # reduces those of this rank and the ranks after it
     AT_ROOT = enum.auto()  # reduces all, on the root; the others have no output
     OF_ROOT = enum.auto()  # stores the root's, on the other ranks
 
@@ -48,6 +49,7 @@ class Output(enum.Enum):
             Output.REDUCED: range(size),
             Output.UP_TO_THIS: range(rank + 1),
             Output.BEFORE_THIS: range(rank),
+            Output.FROM_THIS: range(rank, size),
             Output.AT_ROOT: range(size if rank == root else 0),
             Output.OF_ROOT: range(root, root + 1),
         }[self]
@@ -124,6 +126,16 @@ def make_total_for(
                 result = combine(result, unpack(low[first + r], high[first + r]))
         return pack(result)
 
+    @device_function
+    def of_last(taken: int, low: Any, high: Any, first: int) -> Any:
+        result = unpack(low[first], high[first])
+        for r in range(1, size):
+            vector = unpack(low[first + r], high[first + r])
+            result = combine(result, vector) if r > size - taken else vector
+        return pack(result)
+
+    if output is Output.FROM_THIS:
+        return of_last
     return of_some if output in (Output.UP_TO_THIS, Output.BEFORE_THIS) else of_all
 
 

@@ -1,4 +1,7 @@
-"""scan and exscan against NumPy, bit for bit."""
+"""scan, exscan and reverse_scan against NumPy, bit for bit."""
+
+import functools
+import itertools
 
 import numpy as np
 import pytest
@@ -21,7 +24,7 @@ from tests.ranks.helpers import (
     values,
 )
 
-NAMES = ("scan", "exscan")
+NAMES = ("scan", "exscan", "reverse_scan")
 ALGORITHMS = tuple(operations.SCAN.algorithms)
 F4, I8 = np.dtype(np.float32), np.dtype(np.int64)
 # Every element type, every operator but the average.
@@ -34,9 +37,13 @@ by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 def wanted_of(name, inputs, op, rank):
     """Return what is due on ``rank``."""
-    prefix = inputs[: rank + 1 if name == "scan" else rank]
-    if prefix:
-        return operators.wanted(prefix, op)
+    used = {
+        "scan": inputs[: rank + 1],
+        "exscan": inputs[:rank],
+        "reverse_scan": inputs[rank:],
+    }[name]
+    if used:
+        return operators.wanted(used, op)
     dtype = inputs[0].dtype
     return np.full(inputs[0].shape, dtypes.identity(op, dtype), dtype)
 
@@ -120,11 +127,13 @@ def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
     out = array_of(comm, np.full(21, 7, F4), False)
     scanned = comm.scan(x, op=first_less_second, algorithm=algorithm)
     comm.exscan(x, op=first_less_second, out=out, algorithm=algorithm)
+    reverse = comm.reverse_scan(x, op=first_less_second, algorithm=algorithm)
     comm.synchronize()
-    totals = [inputs[0].astype(np.float64)]
-    for each in inputs[1:]:
-        totals.append(totals[-1] - 2 * each.astype(np.float64))
+    exact = [each.astype(np.float64) for each in inputs]
+    totals = list(itertools.accumulate(exact, first_less_second))
     np.testing.assert_allclose(get(scanned), totals[comm.rank], 1e-4, 1e-2)
+    of_rest = functools.reduce(first_less_second, exact[comm.rank :])
+    np.testing.assert_allclose(get(reverse), of_rest, 1e-4, 1e-2)
     if comm.rank == 0:  # a function's identity is not known
         assert (get(out) == 7).all()
     else:
@@ -142,7 +151,7 @@ def test_one_after_another_without_the_host(comm, world):
         inputs = [values([step, rank], count, dtype) for rank in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], bool(random.integers(2)))
         algorithm = usable(ALGORITHMS[random.integers(len(ALGORITHMS))], dtype)
-        name = NAMES[random.integers(2)]
+        name = NAMES[random.integers(len(NAMES))]
         calls.append((name, inputs, getattr(comm, name)(x, algorithm=algorithm)))
         if step % 3 == 0:
             comm.all_reduce(x)
@@ -154,11 +163,12 @@ def test_one_after_another_without_the_host(comm, world):
     meet(comm, world)
 
 
-def test_the_last_rank_has_what_all_reduce_gives(comm, world):
+def test_the_last_or_first_rank_has_what_all_reduce_gives(comm, world):
     x = array_of(comm, values([comm.rank], 500, F4), True)
-    scanned, reduced = comm.scan(x), comm.all_reduce(x)
+    scanned, reverse, reduced = comm.scan(x), comm.reverse_scan(x), comm.all_reduce(x)
     comm.synchronize()
     assert comm.rank < comm.size - 1 or same(get(scanned), get(reduced))
+    assert comm.rank > 0 or same(get(reverse), get(reduced))
     meet(comm, world)
 
 
@@ -209,5 +219,6 @@ def test_plans(comm, world):
     meet(comm, world)
 
 
-def test_both_have_the_same_algorithms():
-    assert operations.SCAN.algorithms.keys() == operations.EXSCAN.algorithms.keys()
+def test_all_have_the_same_algorithms():
+    for name in NAMES:
+        assert tuple(operations.OPERATIONS[name].algorithms) == ALGORITHMS
