@@ -20,6 +20,12 @@ class DeviceMemory:
         return data.raw
 
     def fill(self, address: int, nbytes: int, byte: int = 0) -> None:
-        """Set every byte, and wait until that is done."""
+        """Set every byte, and wait until that is done.
+
+        Raises:
+            DriverError: it failed; nothing will be written, so the caller may unmap.
+        """
+        # In a capture, the wait fails. Then nothing may have been enqueued before.
+        driver.call("cuCtxSynchronize")
         driver.call("cuMemsetD8", address, byte, nbytes)
         driver.call("cuCtxSynchronize")

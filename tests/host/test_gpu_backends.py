@@ -70,9 +70,9 @@ def vmm(fake):
 
 
 STEPS = {
-    "vmm allocates": (vmm, lambda backend: backend.allocate(100), 6),
+    "vmm allocates": (vmm, lambda backend: backend.allocate(100), 7),
     "vmm opens": (vmm, lambda backend: backend.open(33, 2 * MIB), 4),
-    "ipc allocates": (lambda _: IpcBackend(), lambda backend: backend.allocate(100), 3),
+    "ipc allocates": (lambda _: IpcBackend(), lambda backend: backend.allocate(100), 4),
     "ipc opens": (lambda _: IpcBackend(), lambda b: b.open(bytes(64), 100), 1),
 }
 at_each_step = pytest.mark.parametrize(
@@ -103,6 +103,17 @@ def test_an_error_at_any_step_leaves_nothing_behind(what, step, fake):
     assert undone == acquired[::-1]
 
 
+@pytest.mark.parametrize("make", [vmm, lambda _: IpcBackend()], ids=["vmm", "ipc"])
+def test_memory_that_cannot_be_waited_for_is_not_written(make, fake):
+    """It is unmapped at once, and a write that comes later would be a fault."""
+    backend = make(fake)
+    fake.fail = lambda name, number: name == "cuCtxSynchronize"  # as in a capture
+    with pytest.raises(DriverError, match="cuCtxSynchronize failed"):
+        backend.allocate(100)
+    assert fake.held == []
+    assert "cuMemsetD8" not in fake.names()
+
+
 GIVEN_BACK = {
     "vmm allocation": (vmm, lambda b: b.free(b.allocate(100))),
     "vmm mapping": (vmm, lambda b: b.close(b.open(33, 2 * MIB))),
@@ -129,14 +140,22 @@ def test_an_undo_that_fails_stops_no_other(what, fake):
     assert fake.held == []
 
 
-@pytest.mark.parametrize("what", ["vmm allocation", "vmm mapping", "ipc mapping"])
-def test_unmapping_waits_for_kernels_first_and_is_left_if_it_cannot(what, fake):
+@pytest.mark.parametrize(
+    ("what", "made_by"),
+    [
+        ("vmm allocation", "vmm allocates"),
+        ("vmm mapping", "vmm opens"),
+        ("ipc mapping", "ipc opens"),
+    ],
+)
+def test_unmapping_waits_for_kernels_first_and_is_left_if_it_cannot(
+    what, made_by, fake
+):
     """A capture refuses the wait; kernels may still use what would be unmapped."""
     make, act = GIVEN_BACK[what]
     backend = make(fake)
-    fake.fail = lambda name, number: (
-        fake.names()[-2:-1] != ["cuMemsetD8"] and (name == "cuCtxSynchronize")
-    )
+    *_, steps = STEPS[made_by]
+    fake.fail = lambda name, number: number > steps and name == "cuCtxSynchronize"
     with pytest.raises(DriverError, match="cuCtxSynchronize"):
         act(backend)
     assert not set(fake.names()) & set(UNDO.values())
