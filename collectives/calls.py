@@ -8,7 +8,7 @@ call; ``lifetime.py`` makes and closes these parts.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from threading import get_ident
+from threading import get_ident, local
 from typing import Any, TypeVar
 
 from numba_symm import arrays, dtypes, streams
@@ -22,7 +22,7 @@ from numba_symm.collectives.transfers import Pending, Stream, Transfers, owned
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
 from numba_symm.island import Island
-from numba_symm.launch.devices import GPU
+from numba_symm.launch import devices
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
 
@@ -78,6 +78,7 @@ class Calls:
         self.pending: Pending | None = None
         self._own = owned(stream)
         self._within: dict[None, int] = {}  # the identifier of the thread in a call
+        self._threads = local()  # has ``ready`` in threads where the GPU is current
         self._plans = Cache(MAX_PLANS)
         self._barrier: Enqueue | None = None
 
@@ -98,7 +99,7 @@ class Calls:
         return self.end.size
 
     @property
-    def gpu(self) -> GPU:
+    def gpu(self) -> devices.GPU:
         """This rank's GPU."""
         return self.island.gpu
 
@@ -111,8 +112,11 @@ class Calls:
             what: the call that begins.
 
         Raises:
-            ArgumentError: another thread is in a call.
+            ArgumentError: another thread is in a call, or another GPU is current.
         """
+        if not hasattr(self._threads, "ready"):
+            devices.enter_thread(self.gpu.ordinal, what)
+            self._threads.ready = True
         # Atomic. If an interrupt prevented this thread's finish, it may begin again.
         thread = get_ident()
         if self._within.setdefault(None, thread) != thread:

@@ -315,6 +315,23 @@ def _can_access(ordinal: int, peer: int) -> bool:
     return bool(Device(ordinal).can_access_peer(peer))
 
 
+def enter_thread(ordinal: int, what: str) -> None:
+    """Make a rank's GPU current in this thread, which has none if it is new.
+
+    Raises:
+        ArgumentError: another GPU is current in this thread.
+    """
+    current = _current_ordinal()
+    if current is None:
+        _make_current(ordinal)
+    elif current != ordinal:
+        raise ArgumentError(
+            f"{what}: expected GPU {ordinal}, to which this rank is bound, to be "
+            f"current in this thread, got GPU {current}; call "
+            f"numba.cuda.select_device({ordinal}) in it before"
+        )
+
+
 def _make_current(ordinal: int) -> None:
     """Make the GPU's primary context current, which Numba and cuda.core share."""
     if SIMULATED:

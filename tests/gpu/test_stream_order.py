@@ -133,11 +133,11 @@ def test_calls_on_two_threads_default_streams_follow_one_another(comm):
     x, y, z = (to_device(np.zeros(10_000, np.float32)) for _ in range(3))
 
     def first():
+        cuda.select_device(comm.device.ordinal)
         fill(x, comm.rank + 1, per_thread, milliseconds=LATE)
         comm.all_reduce(x, out=y, stream=per_thread)
 
-    def second():
-        cuda.current_context()
+    def second():  # the call makes the GPU current
         comm.all_reduce(y, out=z, stream=per_thread)
 
     for work in (first, second):
@@ -147,6 +147,27 @@ def test_calls_on_two_threads_default_streams_follow_one_another(comm):
     cuda.synchronize()
     comm.check()
     assert (z.copy_to_host() == comm.size * of_ranks(comm)).all()
+
+
+def test_a_thread_on_another_gpu_is_refused(comm, world):
+    gpus = len(cuda.gpus)
+    if gpus < 2:
+        pytest.skip("needs two GPUs")
+    x, errors = to_device(np.ones(1000, np.float32)), []
+
+    def work():
+        cuda.select_device((comm.device.ordinal + 1) % gpus)
+        with pytest.raises(ns.ArgumentError) as caught:
+            comm.all_reduce(x)
+        errors.append(str(caught.value))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "to be current in this thread" in errors[0]
+    world.barrier()
+    assert (comm.all_reduce(x).copy_to_host() == comm.size).all()
+    comm.synchronize()
 
 
 @pytest.mark.parametrize("make", [numba_stream, core_stream, torch_stream, cupy_stream])

@@ -14,6 +14,7 @@ from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.operations import ALL_GATHER, ALL_REDUCE, Operation
 from numba_symm.errors import ArgumentError
+from numba_symm.launch import devices
 
 X, Y = 1 << 20, 2 << 20  # addresses
 
@@ -40,6 +41,7 @@ def calls(monkeypatch, bound, launched):
 
     monkeypatch.setattr(Operation, "bind", bind)
     monkeypatch.setattr(arrays, "check_device", lambda *args: None)
+    monkeypatch.setattr(devices, "enter_thread", lambda *args: None)
     trail = SimpleNamespace(leave=lambda: None)
     order = SimpleNamespace(enter=lambda handle: trail)
     end = SimpleNamespace(rank=0, size=2)

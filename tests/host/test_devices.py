@@ -199,6 +199,21 @@ def test_one_rank_cannot_allow_sharing_for_all(machine, monkeypatch):
     assert "2 ranks cannot have a GPU each" in only(bound(2), DeviceError)
 
 
+def test_a_new_thread_gets_the_gpu_of_its_rank(machine):
+    machine.context = None
+    devices.enter_thread(3, "all_reduce")
+    assert machine.made_current == [3]
+
+
+def test_a_thread_keeps_the_gpu_that_it_has(machine):
+    machine.context = 3
+    devices.enter_thread(3, "all_reduce")
+    text = r"all_reduce: expected GPU 2, .* got GPU 3; call .*select_device\(2\)"
+    with pytest.raises(ArgumentError, match=text):
+        devices.enter_thread(2, "all_reduce")
+    assert machine.made_current == []
+
+
 def test_mig_slices_are_refused(machine):
     machine.names = ["NVIDIA H200 MIG 1g.18gb"]
     assert "is a MIG slice" in only(bound(2), DeviceError)

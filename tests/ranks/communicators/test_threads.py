@@ -25,7 +25,6 @@ class Caller(threading.Thread):
 
     def run(self):
         try:
-            cuda.current_context()
             for call in self.calls:
                 call()
         except BaseException as error:
