@@ -280,9 +280,10 @@ class Producer:
 
     def retire(self, block: SentData) -> Any:
         """Free an entry's slot. Return the object that kept the memory."""
+        kept = block.forget()  # first: it is forgotten only while it is found here
         block.file.return_offset(block.offset)
         del self.sent[block.key]
-        return block.forget()
+        return kept
 
     def withdraw(self, made: list[SentData]) -> None:
         """Retire entries that have no handle. Under the guard."""

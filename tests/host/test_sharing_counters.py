@@ -19,6 +19,7 @@ from numba_symm.sharing.counters import CounterFile, Open
 from numba_symm.sharing.finalizer_lock import FinalizerLock
 from numba_symm.sharing.layout import ArrayLayout
 from numba_symm.sharing.ref_counters import RefCounterFile
+from numba_symm.sharing.sent import Producer, SentData
 from tests.interrupts import interrupted
 
 
@@ -426,3 +427,26 @@ def test_files_go_with_their_objects():
     for one in (*readers, *made):
         one.close()
     gc.collect()
+
+
+def test_an_entry_whose_end_a_signal_interrupts_is_forgotten_by_the_next_try(
+    file, monkeypatch
+):
+    """The number of events in use is limited."""
+    producer, made = Producer(), []
+    monkeypatch.setattr("numba_symm.sharing.sent.producer", producer)
+    producer.files.append(file)
+    producer.new("memory", 0, 1, made)
+    made[0].event, producer.events = "event", 1
+
+    def interrupt(block):
+        raise KeyboardInterrupt  # by a handler, which may run when a function starts
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SentData, "forget", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            producer.withdraw(made)
+    producer.withdraw(made)
+    assert producer.events == 0
+    assert not producer.sent
+    assert file.offsets_in_use() == 0
