@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import pkgutil
 from pathlib import Path
-from types import GeneratorType, ModuleType, SimpleNamespace
+from types import CodeType, GeneratorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from explore import intrinsics
@@ -215,7 +215,7 @@ def _device_code(edits: tuple[Edit, ...], shape: Shape) -> SimpleNamespace:
 
     for name in _MODULES:
         package, _, last = name.rpartition(".")
-        mine = [edit for edit in edits if edit.module == last]
+        mine = tuple(edit for edit in edits if edit.module == last)
         known[name] = module = _execute(name, mine, find)
         if package in known:
             setattr(known[package], last, module)
@@ -252,7 +252,7 @@ def program(path: Path, code: SimpleNamespace, *edits: tuple[str, str]) -> Modul
         return known[name] if name in known else __import__(name, *rest)
 
     tree = ast.fix_missing_locations(_StoppingAtElements().visit(ast.parse(text)))
-    return _executed(path.stem, path, tree, find)
+    return _executed(path.stem, compile(tree, path, "exec"), find)
 
 
 def _shrink(workspace: ModuleType, shape: Shape) -> None:
@@ -275,7 +275,17 @@ def _shrink(workspace: ModuleType, shape: Shape) -> None:
         setattr(workspace, table, {name: protocols[name] for name in names})
 
 
-def _execute(name: str, edits: list[Edit], find: Any) -> ModuleType:
+def _execute(name: str, edits: tuple[Edit, ...], find: Any) -> ModuleType:
+    names = {name for edit in edits for name in edit.names}
+    put_in = {
+        name: getattr(intrinsics, name) for name in names if hasattr(intrinsics, name)
+    }
+    return _executed(name, _compiled(name, edits), find, put_in)
+
+
+@functools.cache
+def _compiled(name: str, edits: tuple[Edit, ...]) -> CodeType:
+    """Return a module's code, which most edits leave as it is."""
     path = importlib.util.find_spec(name).origin
     text = Path(path).read_text()
     tree = ast.parse(text)
@@ -283,19 +293,13 @@ def _execute(name: str, edits: list[Edit], find: Any) -> ModuleType:
     for edit in edits:
         edit.apply(tree, places)
     tree = ast.fix_missing_locations(_Stopping().visit(tree))
-    names = {name for edit in edits for name in edit.names}
-    put_in = {
-        name: getattr(intrinsics, name) for name in names if hasattr(intrinsics, name)
-    }
-    return _executed(name, path, tree, find, put_in)
+    return compile(tree, path, "exec")
 
 
-def _executed(
-    name: str, path: Any, tree: ast.Module, find: Any, more: Any = ()
-) -> ModuleType:
-    """Return the module of a tree, with other imports and with more builtin names."""
+def _executed(name: str, code: CodeType, find: Any, more: Any = ()) -> ModuleType:
+    """Return the module of its code, with other imports and with more builtin names."""
     module = ModuleType(name)
     module.__builtins__ = {**vars(builtins), "__import__": find, **dict(more)}
     module._generator = GeneratorType
-    exec(compile(tree, path, "exec"), vars(module))
+    exec(code, vars(module))
     return module
