@@ -83,6 +83,24 @@ def strides_of(array: Any) -> tuple[int, ...]:
     return kind.strides(array)
 
 
+def on_device(array: Any) -> bool:
+    """Return whether an object is an array on a GPU; :func:`view` reads it then."""
+    if SIMULATED:
+        return is_simulated(array)
+    if isinstance(array, _NUMBAS):
+        return True
+    of_torch = getattr(array, "is_cuda", None)
+    if of_torch is not None:
+        return bool(of_torch)
+    return hasattr(array, "__cuda_array_interface__") or (
+        hasattr(array, "__dlpack_device__")
+        and array.__dlpack_device__()[0] == _DLPACK_CUDA
+    )
+
+
+_DLPACK_CUDA = 2  # kDLCUDA
+
+
 class _Kind(NamedTuple):
     """How arrays of a class are read.
 

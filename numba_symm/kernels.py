@@ -291,8 +291,8 @@ def _linker() -> str:
 
 PACKAGE = Path(__file__).parent
 
-NO_KERNELS = ("__pycache__", "backends", "bench", "launch", "sharing")
-"""Folders of the package without code that runs on the device."""
+NO_KERNELS = ("__pycache__", "backends", "bench", "launch", "mpi", "sharing")
+"""Folders of the package without code that runs in kernels of this module."""
 
 
 def _device_files() -> list[Path]:

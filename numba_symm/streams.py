@@ -342,6 +342,17 @@ def synchronize(stream: int) -> None:
     driver.call("cuStreamSynchronize", stream)
 
 
+def is_done(stream: int) -> bool:
+    """Return whether all work of the stream is done. Never waits."""
+    status = driver.function("cuStreamQuery")(stream)[0]
+    if status not in (0, _NOT_READY):
+        raise driver.failure("cuStreamQuery", status)
+    return bool(status == 0)
+
+
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+
+
 def synchronize_device() -> None:
     """Wait until all work of the current device's context is done."""
     driver.call("cuCtxSynchronize")

@@ -1,0 +1,26 @@
+"""mpi4py's spelling, for device arrays.
+
+A program of mpi4py changes its import and one line::
+
+    from numba_symm import mpi as MPI
+
+    comm = MPI.Comm(MPI.COMM_WORLD)
+
+Its device arrays then stay on the GPUs, and its host arrays go to mpi4py. Names that
+are not here are those of ``mpi4py.MPI``. Importing this module starts MPI, as importing
+``mpi4py.MPI`` does.
+"""
+
+from typing import Any
+
+from mpi4py import MPI as _MPI
+
+from numba_symm.mpi.comm import Comm
+from numba_symm.mpi.errors import MPIError
+from numba_symm.mpi.requests import Prequest, Request
+
+__all__ = ["Comm", "MPIError", "Prequest", "Request"]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_MPI, name)

@@ -1,0 +1,310 @@
+"""Buffer specifications, as mpi4py takes them, of device arrays.
+
+A specification is an array ``x`` or a list or tuple: ``[x, type]``, ``[x, count]``,
+``[x, (count, displ)]``, ``[x, count, type]``, ``[x, (count, displ), type]`` or
+``[x, count, displ, type]``; the vector forms have a count and a displacement for each
+rank. As in mpi4py, counts and displacements are numbers of items of the type, and what
+is left out follows from the array.
+"""
+
+import itertools
+from collections.abc import Sequence
+from operator import index
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from numba_symm import arrays
+from numba_symm.arrays import ArrayView
+from numba_symm.mpi import datatypes
+from numba_symm.mpi.datatypes import Layout
+from numba_symm.mpi.errors import refusal
+
+_SEQUENCE = (list, tuple)
+
+
+class Message(NamedTuple):
+    """The items that one argument names.
+
+    Attributes:
+        array: the array that the caller passed, which keeps the memory.
+        view: its location.
+        first: the byte of the array at which the first item begins.
+        number: the number of items.
+        layout: where the elements of an item are.
+    """
+
+    array: Any
+    view: ArrayView
+    first: int
+    number: int
+    layout: Layout
+
+    @property
+    def size(self) -> int:
+        """The number of elements of the layout's base."""
+        return self.number * self.layout.elements
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return self.size * self.layout.base.itemsize
+
+    @property
+    def address(self) -> int:
+        """The address of the first item."""
+        return self.view.address + self.first
+
+    def items(self, first: int, count: int) -> "Message":
+        """Return ``count`` of these items from item ``first`` on."""
+        start = self.first + first * self.layout.extent
+        return check_room(self._replace(first=start, number=count))
+
+
+class Vector(NamedTuple):
+    """The items of several ranks in one array.
+
+    Attributes:
+        whole: a message of no items at the array's beginning.
+        counts: the number of items of each rank.
+        displs: the item at which those of each rank begin.
+    """
+
+    whole: Message
+    counts: tuple[int, ...]
+    displs: tuple[int, ...]
+
+    @property
+    def parts(self) -> list[Message]:
+        """The message of each rank."""
+        places = zip(self.displs, self.counts, strict=True)
+        return [self.whole.items(*place) for place in places]
+
+
+def array_in(spec: Any) -> Any:
+    """Return the array of a specification; None if it has none."""
+    if type(spec) in _SEQUENCE or isinstance(spec, _SEQUENCE):
+        return spec[0] if len(spec) else None
+    return spec
+
+
+def on_device(*specs: Any) -> bool:
+    """Return whether the arrays of specifications are on the GPU.
+
+    None, MPI.IN_PLACE and MPI.BOTTOM are nowhere.
+
+    Raises:
+        MPIError: some are on the GPU and some on the host.
+    """
+    found = {
+        arrays.on_device(array) for array in map(array_in, specs) if not _nowhere(array)
+    }
+    if len(found) == 2:
+        raise refusal(
+            MPI.ERR_BUFFER,
+            "expected the arrays of a call on the device, or all on the host, got both;"
+            " copy one to where the other is",
+        )
+    return True in found
+
+
+def _nowhere(array: Any) -> bool:
+    return array is None or is_constant(array, MPI.IN_PLACE) or is_bottom(array)
+
+
+def is_constant(value: Any, constant: Any) -> bool:
+    """Return whether a value is a constant of MPI, such as ``MPI.IN_PLACE``."""
+    return type(value) is type(constant) and bool(value == constant)
+
+
+def is_bottom(value: Any) -> bool:
+    """Return whether a value is ``MPI.BOTTOM``."""
+    return is_constant(value, MPI.BOTTOM)
+
+
+def in_place(spec: Any) -> bool:
+    """Return whether an argument is ``MPI.IN_PLACE``, or None, as in mpi4py."""
+    return spec is None or is_constant(spec, MPI.IN_PLACE)
+
+
+def message(spec: Any, blocks: int = 0) -> Message:
+    """Return the items that a specification names.
+
+    Args:
+        spec: the specification.
+        blocks: into how many equal parts the items are divided, of which ``count`` is
+            one; 0 or 1: they are not.
+    """
+    array, count, displ, datatype = _parts(spec, vector=False)
+    whole = _whole(array, datatype)
+    extent, length = whole.layout.extent, whole.view.nbytes
+    first = 0
+    if displ is not None:
+        first = _natural(displ, "displacement", MPI.ERR_DISP) * extent
+        if first > length:
+            raise refusal(
+                MPI.ERR_DISP,
+                f"message: displacement {displ} out of bounds, number of datatype "
+                f"entries {length // extent}",
+            )
+    if count is None:
+        number = _inferred(length - first, extent, max(blocks, 1))
+    else:
+        number = _natural(count, "count", MPI.ERR_COUNT)
+    return check_room(whole._replace(first=first, number=number), max(blocks, 1))
+
+
+def _inferred(length: int, extent: int, blocks: int) -> int:
+    """Return the number of items of a block that an array has."""
+    if length == 0:
+        return 0
+    if extent <= 0 or length % extent:
+        raise refusal(
+            MPI.ERR_COUNT,
+            f"message: cannot infer count, buffer length {length} is not a multiple of "
+            f"datatype extent {extent}",
+        )
+    if length // extent % blocks:
+        raise refusal(
+            MPI.ERR_COUNT,
+            f"message: cannot infer count, number of entries {length // extent} is not "
+            f"a multiple of required number of blocks {blocks}",
+        )
+    return length // extent // blocks
+
+
+def vector(spec: Any, blocks: int) -> Vector:
+    """Return the items of ``blocks`` ranks that a specification names."""
+    array, counts, displs, datatype = _parts(spec, vector=True)
+    whole = _whole(array, datatype)
+    if counts is None:
+        number = _inferred(whole.view.nbytes, whole.layout.extent, 1)
+        numbers = tuple(
+            number // blocks + (number % blocks > block) for block in range(blocks)
+        )
+    elif isinstance(counts, int | np.integer):
+        numbers = (_natural(counts, "count", MPI.ERR_COUNT),) * blocks
+    else:
+        numbers = _naturals(counts, blocks, "counts", MPI.ERR_COUNT)
+    if displs is None:
+        starts = tuple(itertools.accumulate(numbers[:-1], initial=0))
+    elif isinstance(displs, int | np.integer):
+        starts = tuple(block * index(displs) for block in range(blocks))
+    else:
+        starts = _naturals(displs, blocks, "displacements", MPI.ERR_DISP)
+    return Vector(whole, numbers, starts)
+
+
+def typed(spec: Any, blocks: int) -> list[Message]:
+    """Return the items of each rank, of ``[x, counts, displs, types]``.
+
+    Displacements are in bytes, as MPI's ``Alltoallw`` has them.
+    """
+    given = tuple(spec)
+    array, types, counts, displs = given[0], given[-1], (1,) * blocks, (0,) * blocks
+    if len(given) == 3:
+        counts, displs = given[1]
+    elif len(given) == 4:
+        counts, displs = given[1], given[2]
+    elif len(given) != 2:
+        raise refusal(MPI.ERR_ARG, "message: expecting 2 to 4 items")
+    if len(types) != blocks:
+        raise refusal(
+            MPI.ERR_TYPE, f"message: expecting {blocks} datatypes, got {len(types)}"
+        )
+    numbers = _naturals(counts, blocks, "counts", MPI.ERR_COUNT)
+    starts = _naturals(displs, blocks, "displacements", MPI.ERR_DISP)
+    made = []
+    for number, start, datatype in zip(numbers, starts, types, strict=True):
+        whole = _whole(array, datatype)
+        made.append(check_room(whole._replace(first=start, number=number)))
+    return made
+
+
+def _parts(spec: Any, vector: bool) -> tuple[Any, Any, Any, Any]:
+    """Return the array, count, displacement and type of a specification."""
+    if not isinstance(spec, _SEQUENCE):
+        return spec, None, None, None
+    count: Any = None
+    displ: Any = None
+    datatype: Any = None
+    if len(spec) == 2:
+        array, count = spec
+        if isinstance(count, MPI.Datatype | str):
+            count, datatype = None, count
+    elif len(spec) == 3:
+        array, count, datatype = spec
+    elif len(spec) == 4:
+        array, count, displ, datatype = spec
+    else:
+        raise refusal(MPI.ERR_ARG, "message: expecting 2 to 4 items")
+    pair = isinstance(count, tuple) if vector else isinstance(count, _SEQUENCE)
+    if pair and len(spec) < 4:
+        if len(count) != 2:
+            raise refusal(
+                MPI.ERR_COUNT,
+                "message: expecting a pair of counts and displacements, got "
+                f"{len(count)} items",
+            )
+        count, displ = count
+    return array, count, displ, datatype
+
+
+def _whole(array: Any, datatype: Any) -> Message:
+    """Return a message of no items at the beginning of an array."""
+    if is_bottom(array):
+        raise refusal(
+            MPI.ERR_BUFFER,
+            "message: MPI.BOTTOM has no array, so its memory is not known to be on "
+            "the device; pass the array itself, with counts and displacements",
+        )
+    if array is None and datatype is not None:
+        view = ArrayView(0, (0,), np.dtype(np.uint8), "C", False)
+    else:
+        view = arrays.dense(arrays.view(array, "message"), "message")
+    if datatype is None:
+        found = datatypes.dense(view.dtype)
+    else:
+        found = datatypes.layout(_datatype(datatype))
+    return Message(array, view, 0, 0, found)
+
+
+def _datatype(given: Any) -> MPI.Datatype:
+    if isinstance(given, str):
+        return MPI.Datatype.fromcode(given)
+    if not isinstance(given, MPI.Datatype):
+        raise refusal(
+            MPI.ERR_TYPE, f"message: expecting an MPI.Datatype, got {given!r}"
+        )
+    return given
+
+
+def _natural(value: Any, name: str, code: int) -> int:
+    number = index(value)
+    if number < 0:
+        raise refusal(code, f"message: negative {name} {number}")
+    return number
+
+
+def _naturals(values: Any, blocks: int, name: str, code: int) -> tuple[int, ...]:
+    found: Sequence[Any] = tuple(values)
+    if len(found) != blocks:
+        raise refusal(code, f"message: expecting {blocks} {name}, got {len(found)}")
+    return tuple(_natural(value, name, code) for value in found)
+
+
+def check_room(found: Message, blocks: int = 1) -> Message:
+    """Return a message, or refuse one that exceeds its array."""
+    layout, items = found.layout, found.number * blocks
+    if items and layout.elements:
+        reach = (items - 1) * layout.extent
+        low = found.first + layout.low + min(0, reach)
+        high = found.first + layout.high + max(0, reach)
+        if low < 0 or high > found.view.nbytes:
+            raise refusal(
+                MPI.ERR_COUNT,
+                f"message: expected items within the array's {found.view.nbytes} "
+                f"bytes, got bytes {low} to {high}; pass a smaller count",
+            )
+    return found

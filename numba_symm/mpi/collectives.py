@@ -1,0 +1,315 @@
+"""The collectives of mpi4py, as calls of a communicator on device arrays.
+
+Each function has the arguments of mpi4py's method, and returns the job that does the
+call, or None if its arrays are on the host. ``forms.py`` makes the blocking, the
+nonblocking and the persistent method of it.
+"""
+
+import itertools
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+from mpi4py import MPI
+
+from numba_symm import arrays, streams
+from numba_symm.arrays import Memory
+from numba_symm.collectives.communicator import Communicator
+from numba_symm.mpi import buffers, packing
+from numba_symm.mpi.buffers import Message, in_place, message, on_device
+from numba_symm.mpi.errors import refusal
+from numba_symm.mpi.jobs import Job
+
+
+class Ranks(Protocol):
+    """What a collective needs of ``numba_symm.mpi.Comm``."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The communicator, made by all ranks together when first needed."""
+
+    @property
+    def host(self) -> Any:
+        """The mpi4py communicator."""
+
+
+def barrier(comm: Ranks) -> Job:
+    """Wait for all ranks, and for the earlier work of their streams."""
+    job = Job(comm.communicator, "Barrier")
+    job.call(comm.communicator.barrier)
+    return job
+
+
+def bcast(comm: Ranks, buf: Any, root: int = 0) -> Job | None:
+    """Send ``root``'s items to all ranks."""
+    if not on_device(buf):
+        return None
+    check_root(comm, root, "Bcast")
+    found = message(buf)
+    job = Job(comm.communicator, "Bcast", found.array)
+    x = job.read(found) if comm.rank == root else job.write(found)
+    job.call(comm.communicator.broadcast, x, root=root)
+    return job
+
+
+def gather(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+    """Gather every rank's items on ``root``."""
+    check_root(comm, root, "Gather")
+    if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
+        return None
+    into = message(recvbuf, comm.size) if comm.rank == root else None
+    job, x, out = _gathered(comm, "Gather", sendbuf, into, root)
+    job.call(comm.communicator.gather, x, root=root, out=out)
+    return job
+
+
+def _gathered(
+    comm: Ranks, what: str, sendbuf: Any, into: Message | None, root: int
+) -> tuple[Job, Any, Any]:
+    """Return the job, this rank's input and the output of a gather on ``root``."""
+    if into is None:
+        return sent(comm, what, message(given(sendbuf, what)))
+    job = Job(comm.communicator, what, into.array)
+    whole = into._replace(number=into.number * comm.size)
+    if in_place(sendbuf):
+        out = job.read(whole)  # this rank's items are there
+        if whole.layout.runs is not None:
+            job.then_unpack(whole, out)
+        count = into.size
+        return job, job.part(out, comm.rank * count, count), out
+    out = job.write(whole)
+    return job, job.read(message(sendbuf)), out
+
+
+def sent(comm: Ranks, what: str, found: Message) -> tuple[Job, Any, None]:
+    """Return the job and the input of a rank that has no output."""
+    job = Job(comm.communicator, what, found.array)
+    return job, job.read(found), None
+
+
+def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+    """Gather every rank's items, of any number, on ``root``."""
+    check_root(comm, root, "Gatherv")
+    if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
+        return None
+    if comm.rank != root:
+        job, x, _ = sent(comm, "Gatherv", message(given(sendbuf, "Gatherv")))
+        job.call(comm.communicator.gather_v, _as_bytes(job, x), root=root)
+        return job
+    parts = buffers.vector(recvbuf, comm.size).parts
+    job = Job(comm.communicator, "Gatherv", parts[0].array)
+    packed, counts = _room(job, parts)
+    own = parts[root] if in_place(sendbuf) else message(sendbuf)
+    x = _as_bytes(job, job.read(own))
+    options = {"counts": counts, "root": root, "out": packed}
+    job.call(comm.communicator.gather_v, x, **options)
+    _spread(job, parts, packed)
+    return job
+
+
+def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+    """Give each rank its items of ``root``'s array."""
+    check_root(comm, root, "Scatter")
+    if not on_device(*at_root(comm, root, sendbuf), recvbuf):
+        return None
+    method = comm.communicator.scatter
+    if comm.rank != root:
+        into = message(given(recvbuf, "Scatter"))
+        job = Job(comm.communicator, "Scatter", into.array)
+        job.call(method, None, root=root, out=job.write(into))
+        return job
+    of = message(sendbuf, comm.size)
+    job = Job(comm.communicator, "Scatter", of.array)
+    x = job.flat(job.read(of._replace(number=of.number * comm.size)))
+    if in_place(recvbuf):
+        out = job.part(x, root * of.size, of.size)
+    else:
+        out = job.write(message(recvbuf))
+        out = job.like(out, x)
+    job.call(method, x, root=root, out=out)
+    return job
+
+
+def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
+    """Give each rank its items, of any number, of ``root``'s array."""
+    check_root(comm, root, "Scatterv")
+    if not on_device(*at_root(comm, root, sendbuf), recvbuf):
+        return None
+    method = comm.communicator.scatter_v
+    if comm.rank != root:
+        into = message(given(recvbuf, "Scatterv"))
+        job = Job(comm.communicator, "Scatterv", into.array)
+        job.call(method, None, root=root, out=_as_bytes(job, job.write(into)))
+        return job
+    parts = buffers.vector(sendbuf, comm.size).parts
+    job = Job(comm.communicator, "Scatterv", parts[0].array)
+    packed, counts = _room(job, parts)
+    _collect(job, parts, packed)
+    if in_place(recvbuf):
+        out = job.temporary(counts[root], np.dtype(np.uint8))
+    else:
+        out = _as_bytes(job, job.write(message(recvbuf)))
+    job.call(method, packed, counts=counts, root=root, out=out)
+    return job
+
+
+def allgather(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+    """Give every rank the items of all ranks."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    into = message(recvbuf, comm.size)
+    job, x, out = _gathered(comm, "Allgather", sendbuf, into, comm.rank)
+    job.call(comm.communicator.all_gather, job.like(x, out), out=job.flat(out))
+    return job
+
+
+def allgatherv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+    """Give every rank the items of all ranks, of any numbers."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    parts = buffers.vector(recvbuf, comm.size).parts
+    job = Job(comm.communicator, "Allgatherv", parts[0].array)
+    packed, counts = _room(job, parts)
+    own = parts[comm.rank] if in_place(sendbuf) else message(sendbuf)
+    x = _as_bytes(job, job.read(own))
+    job.call(comm.communicator.all_gather_v, x, counts=counts, out=packed)
+    _spread(job, parts, packed)
+    return job
+
+
+def alltoall(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+    """Send each rank its items, and receive items from every rank."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    into = message(recvbuf, comm.size)
+    job = Job(comm.communicator, "Alltoall", into.array)
+    whole = into._replace(number=into.number * comm.size)
+    if in_place(sendbuf):
+        x = job.flat(job.read(whole))
+        if whole.layout.runs is not None:
+            job.then_unpack(whole, x)
+        job.call(comm.communicator.all_to_all, x, out=x)
+        return job
+    of = message(sendbuf, comm.size)
+    x = job.flat(job.read(of._replace(number=of.number * comm.size)))
+    out = job.like(job.write(whole), x)
+    job.call(comm.communicator.all_to_all, x, out=out)
+    return job
+
+
+def alltoallv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+    """Send each rank items, of any number, and receive items from every rank."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    incoming = buffers.vector(recvbuf, comm.size).parts
+    outgoing = incoming
+    if not in_place(sendbuf):
+        outgoing = buffers.vector(sendbuf, comm.size).parts
+    return _exchanged(comm, "Alltoallv", outgoing, incoming)
+
+
+def alltoallw(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
+    """Send each rank items of any type and number, and receive such."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    incoming = buffers.typed(recvbuf, comm.size)
+    outgoing = incoming
+    if not in_place(sendbuf):
+        outgoing = buffers.typed(sendbuf, comm.size)
+    return _exchanged(comm, "Alltoallw", outgoing, incoming)
+
+
+def _exchanged(
+    comm: Ranks, what: str, outgoing: list[Message], incoming: list[Message]
+) -> Job:
+    """Return the job that sends a message to and receives one from every rank."""
+    job = Job(comm.communicator, what, incoming[0].array)
+    packed, send_counts = _room(job, outgoing)
+    _collect(job, outgoing, packed)
+    received, recv_counts = _room(job, incoming)
+    counts = {"send_counts": send_counts, "recv_counts": recv_counts}
+    job.call(comm.communicator.all_to_all_v, packed, **counts, out=received)
+    _spread(job, incoming, received)
+    return job
+
+
+def _room(job: Job, parts: list[Message]) -> tuple[Any, list[int]]:
+    """Return room for the bytes of all parts, and their numbers of bytes.
+
+    If the parts lie one after another, it is their own memory.
+    """
+    counts = [part.nbytes for part in parts]
+    starts = list(itertools.accumulate(counts, initial=parts[0].address))
+    ordered = all(
+        part.layout.runs is None and (part.address == start or not part.nbytes)
+        for part, start in zip(parts, starts[:-1], strict=True)
+    )
+    if ordered:
+        memory = Memory(parts[0].address, sum(counts), parts[0].array)
+        job.keep(parts[0].array)
+        return memory.array(sum(counts), np.dtype(np.uint8)), counts
+    return job.temporary(sum(counts), np.dtype(np.uint8)), counts
+
+
+def _collect(job: Job, parts: list[Message], packed: Any) -> None:
+    """Add the copies of all parts to one array."""
+    _moved(job, parts, packed, out=False)
+
+
+def _spread(job: Job, parts: list[Message], packed: Any) -> None:
+    """Add the copies of one array to all parts."""
+    _moved(job, parts, packed, out=True)
+
+
+def _moved(job: Job, parts: list[Message], packed: Any, out: bool) -> None:
+    address, first = arrays.view(packed, job.what).address, 0
+    for part in parts:
+        if part.nbytes and part.layout.runs is not None:
+            memory = Memory(address + first, part.nbytes, packed)
+            place = memory.array(part.nbytes, np.dtype(np.uint8))
+            job.then((packing.unpack if out else packing.pack)(part, place))
+        elif part.nbytes and part.address != address + first:
+            places = part.address, address + first
+            target, source = places if out else places[::-1]
+            job.then(partial(streams.copy, target, source, part.nbytes))
+        first += part.nbytes
+    job.keep(*(part.array for part in parts))
+
+
+def _as_bytes(job: Job, array: Any) -> Any:
+    view = arrays.view(array, job.what)
+    job.keep(array)
+    memory = Memory(view.address, view.nbytes, array)
+    return memory.array(view.nbytes, np.dtype(np.uint8))
+
+
+def given(spec: Any, what: str) -> Any:
+    """Return an argument that must not be MPI.IN_PLACE."""
+    if in_place(spec):
+        raise refusal(
+            MPI.ERR_BUFFER,
+            f"{what}: MPI.IN_PLACE is for the root here; pass this rank's array",
+        )
+    return spec
+
+
+def at_root(comm: Ranks, root: int, spec: Any) -> tuple[Any, ...]:
+    """Return an argument that only the root's call reads."""
+    return (spec,) if comm.rank == root else ()
+
+
+def check_root(comm: Ranks, root: Any, what: str) -> None:
+    """Refuse a root that is not a rank."""
+    if not 0 <= root < comm.size:
+        raise refusal(
+            MPI.ERR_ROOT,
+            f"{what}: expected a root from 0 to {comm.size - 1}, got {root}",
+        )

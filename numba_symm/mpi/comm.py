@@ -1,0 +1,204 @@
+"""mpi4py's communicators, whose buffer calls take device arrays."""
+
+import atexit
+import sys
+from typing import Any
+
+from mpi4py import MPI
+
+from numba_symm.collectives.communicator import Communicator
+from numba_symm.mpi import collectives, reductions
+from numba_symm.mpi.errors import refusal, translated
+from numba_symm.mpi.forms import forms
+
+_open: list["Device"] = []
+"""Those with a communicator that the end of the program closes, in order."""
+
+
+class Device:
+    """The calls on device arrays; what is not here is mpi4py's own.
+
+    Attributes:
+        synchronizes: whether blocking calls wait until their arrays may be used.
+    """
+
+    rank: int
+    size: int
+    synchronizes = True
+    _plain: type[Any] = MPI.Intracomm
+    _owned = False
+
+    def _begin(self, options: dict[str, Any], synchronize: bool, owned: bool) -> None:
+        self._options = options
+        self.synchronizes = synchronize
+        self._owned = owned
+        self._made: Communicator | None = None
+        self.host = self._plain(self)
+        """The communicator of mpi4py, whose methods take host arrays only."""
+
+    @property
+    def communicator(self) -> Communicator:
+        """The library's communicator. All ranks make it together when it is needed."""
+        if self._made is None:
+            self._made = Communicator(self.host, **self._options)
+            self._options["device"] = self._made.device.ordinal
+            _open.append(self)
+        return self._made
+
+    def _wrapped(self, comm: Any) -> Any:
+        """Return a new communicator of mpi4py as one of this module."""
+        if not comm or comm.is_inter:
+            return comm
+        kind = _KINDS[type(comm)]
+        made: Any = kind.__new__(kind, comm)
+        made._begin(dict(self._options), self.synchronizes, owned=True)
+        return made
+
+    # Communicators.
+
+    @translated
+    def Dup(self, info: MPI.Info | None = None) -> Any:
+        """Return a new communicator of the same ranks."""
+        return self._wrapped(self.host.Dup(info))
+
+    Clone = Dup
+
+    def Dup_with_info(self, info: MPI.Info) -> Any:
+        """Return a new communicator of the same ranks, with hints."""
+        return self._wrapped(self.host.Dup_with_info(info))
+
+    def Idup(self, info: MPI.Info | None = None) -> tuple[Any, MPI.Request]:
+        """Return a new communicator of the same ranks, and a request that is done."""
+        return self.Dup(info), MPI.Request()
+
+    def Idup_with_info(self, info: MPI.Info) -> tuple[Any, MPI.Request]:
+        """Return a new communicator of the same ranks, and a request that is done."""
+        return self.Dup_with_info(info), MPI.Request()
+
+    def Create(self, group: MPI.Group) -> Any:
+        """Return a new communicator of a group of ranks. Collective over all ranks."""
+        return self._wrapped(self.host.Create(group))
+
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
+        """Return a new communicator of a group of ranks. Collective over these."""
+        return self._wrapped(self.host.Create_group(group, tag))
+
+    def Split(self, color: int = 0, key: int = 0) -> Any:
+        """Return a new communicator of the ranks that pass the same color."""
+        return self._wrapped(self.host.Split(color, key))
+
+    def Split_type(
+        self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL
+    ) -> Any:
+        """Return a new communicator of the ranks that share something."""
+        return self._wrapped(self.host.Split_type(split_type, key, info))
+
+    @translated
+    def Free(self) -> None:
+        """Close the communicator. Collective.
+
+        The communicator that was passed to ``Comm`` is not freed.
+        """
+        self._close()
+        if self._owned:
+            self._plain.Free(self)
+
+    Disconnect = Free
+
+    def _close(self) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            _open.remove(self)
+            made.close()
+
+    # Collectives.
+
+    @translated
+    def Barrier(self) -> None:
+        """Wait for all ranks, and for the earlier work of their streams."""
+        if self._made is None:
+            self.host.Barrier()
+            return
+        job = collectives.barrier(self)
+        job.start()
+        job.wait()
+
+    Bcast, Ibcast, Bcast_init = forms("Bcast", collectives.bcast)
+    Gather, Igather, Gather_init = forms("Gather", collectives.gather)
+    Gatherv, Igatherv, Gatherv_init = forms("Gatherv", collectives.gatherv)
+    Scatter, Iscatter, Scatter_init = forms("Scatter", collectives.scatter)
+    Scatterv, Iscatterv, Scatterv_init = forms("Scatterv", collectives.scatterv)
+    Allgather, Iallgather, Allgather_init = forms("Allgather", collectives.allgather)
+    Allgatherv, Iallgatherv, Allgatherv_init = forms(
+        "Allgatherv", collectives.allgatherv
+    )
+    Alltoall, Ialltoall, Alltoall_init = forms("Alltoall", collectives.alltoall)
+    Alltoallv, Ialltoallv, Alltoallv_init = forms("Alltoallv", collectives.alltoallv)
+    Alltoallw, Ialltoallw, Alltoallw_init = forms("Alltoallw", collectives.alltoallw)
+    Reduce, Ireduce, Reduce_init = forms("Reduce", reductions.reduce)
+    Allreduce, Iallreduce, Allreduce_init = forms("Allreduce", reductions.allreduce)
+    Reduce_scatter_block, Ireduce_scatter_block, Reduce_scatter_block_init = forms(
+        "Reduce_scatter_block", reductions.reduce_scatter_block
+    )
+    Reduce_scatter, Ireduce_scatter, Reduce_scatter_init = forms(
+        "Reduce_scatter", reductions.reduce_scatter
+    )
+    Scan, Iscan, Scan_init = forms("Scan", reductions.scan)
+    Exscan, Iexscan, Exscan_init = forms("Exscan", reductions.exscan)
+
+
+class Comm(Device, MPI.Intracomm):
+    """An intracommunicator of mpi4py, whose buffer calls take device arrays too.
+
+    It is ``comm`` itself: its handle, ranks and attributes. Calls whose arrays are on
+    the host, objects in pickles, and all other methods are mpi4py's own. Construction
+    is collective; it binds this rank to a GPU.
+
+    Blocking calls return when their arrays may be used: they wait for the stream that
+    the array names, else for ``stream``. Within a capture they return immediately.
+
+    Args:
+        comm: the communicator of mpi4py.
+        synchronize: False: blocking collectives return when they are enqueued, so
+            the arrays may be used by later work of that stream only.
+        options: ``device``, ``timeout``, ``stream``, ``debug``, ``multiprocessors``, as
+            for :class:`numba_symm.Communicator`. The communicators that are made of
+            this one have the same.
+
+    Attributes:
+        communicator: the library's communicator, for calls that MPI does not have.
+        host: the communicator of mpi4py.
+
+    Raises:
+        MPI.Exception: on all ranks.
+    """
+
+    def __new__(cls, comm: Any = None, **options: Any) -> Any:
+        """Return an object with the communicator's handle."""
+        if isinstance(comm, MPI.Comm) and comm and comm.is_inter:
+            raise refusal(
+                MPI.ERR_COMM,
+                "Comm: expected an intracommunicator, got an intercommunicator; pass "
+                "comm.Merge()",
+            )
+        return super().__new__(cls, comm)
+
+    @translated
+    def __init__(self, comm: MPI.Intracomm, synchronize: bool = True, **options: Any):
+        self._begin(options, synchronize, owned=False)
+        _ = self.communicator
+
+
+_KINDS: dict[type, Any] = {MPI.Intracomm: Comm}
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close what is open, in reverse order, as MPI does at the end of a program.
+
+    After an exception nothing is closed: the other ranks get an error that names it.
+    """
+    if getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
+        return
+    for comm in reversed(list(_open)):
+        comm._close()

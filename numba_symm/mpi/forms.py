@@ -1,0 +1,70 @@
+"""The blocking, the nonblocking and the persistent method of a collective."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from numba_symm.mpi.errors import translated
+from numba_symm.mpi.jobs import Job
+from numba_symm.mpi.requests import Prequest, Started
+
+Build = Callable[..., Job | None]
+"""Takes a ``Comm`` and the arguments of mpi4py's method; see ``collectives.py``."""
+
+Method = Callable[..., Any]
+
+
+def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
+    """Return the methods of a collective, such as Bcast, Ibcast and Bcast_init.
+
+    If the arrays are on the host, each calls mpi4py's method of its name.
+    """
+
+    def blocking(self: Any, *args: Any, **options: Any) -> None:
+        job = build(self, *args, **options)
+        if job is None:
+            getattr(self.host, name)(*args, **options)
+            return
+        job.start()
+        if self.synchronizes:
+            job.wait()
+
+    def nonblocking(self: Any, *args: Any, **options: Any) -> Any:
+        job = build(self, *args, **options)
+        if job is None:
+            return getattr(self.host, f"I{name.lower()}")(*args, **options)
+        return _started(job)
+
+    def persistent(self: Any, *args: Any, **options: Any) -> Any:
+        given = args[:-1] if args and isinstance(args[-1], MPI.Info) else args
+        kept = {key: value for key, value in options.items() if key != "info"}
+        job = build(self, *given, **kept)
+        if job is None:
+            return getattr(self.host, f"{name}_init")(*args, **options)
+        return Prequest(functools.partial(_started, job))
+
+    return (
+        _named(blocking, name, build, ""),
+        _named(nonblocking, f"I{name.lower()}", build, _STARTED),
+        _named(persistent, f"{name}_init", build, _PREPARED),
+    )
+
+
+_STARTED = "\n\nReturns a request; until it is done, use none of the arrays."
+_PREPARED = "\n\nReturns a request, which ``Start()`` starts each time."
+
+
+def _started(job: Job) -> Started:
+    job.start()
+    return Started(job.wait, job.test)
+
+
+def _named(method: Method, name: str, build: Build, more: str) -> Method:
+    found = translated(method)
+    functools.update_wrapper(found, build)  # its arguments, for inspect.signature
+    found.__name__ = name
+    found.__qualname__ = f"Comm.{name}"
+    found.__doc__ = f"{build.__doc__}{more}"
+    return found

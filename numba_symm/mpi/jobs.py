@@ -1,0 +1,143 @@
+"""A call on device arrays: what it enqueues, in order, on one stream."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from numba_symm import arrays, streams
+from numba_symm.arrays import Memory
+from numba_symm.collectives.communicator import Communicator
+from numba_symm.environment import SIMULATED
+from numba_symm.mpi import packing
+from numba_symm.mpi.buffers import Message
+from numba_symm.mpi.packing import Step
+
+
+class Job:
+    """The steps of one call, which may be started many times.
+
+    Args:
+        communicator: makes the call.
+        what: the name of the call.
+        array: the array whose stream the steps are on, if it names one.
+    """
+
+    def __init__(self, communicator: Communicator, what: str, array: Any = None):
+        self.communicator = communicator
+        self.what = what
+        named = None if array is None else arrays.stream_of(array)
+        if named is None:
+            named = streams.handle_or_default(communicator.stream)
+        self.stream: int = named
+        self._steps: list[Step] = []
+        self._last: list[Step] = []
+        self._kept: list[Any] = []  # steps have addresses only
+
+    def read(self, message: Message) -> Any:
+        """Return a contiguous array of a message's elements."""
+        if message.layout.runs is None:
+            return self.view(message)
+        packed = self.temporary(message.size, message.layout.base)
+        if message.size:
+            self._steps.append(packing.pack(message, packed))
+        return packed
+
+    def write(self, message: Message) -> Any:
+        """Return a contiguous array whose elements the message has in the end."""
+        if message.layout.runs is None:
+            return self.view(message)
+        packed = self.temporary(message.size, message.layout.base)
+        if message.size:
+            self._last.append(packing.unpack(message, packed))
+        return packed
+
+    def view(self, message: Message) -> Any:
+        """Return the elements of a message without gaps, in their own memory."""
+        view, dtype = message.view, message.layout.base
+        self._kept.append(message.array)
+        whole = message.first == 0 and message.nbytes == view.nbytes
+        if whole and view.dtype == dtype and view.order == "C":
+            return message.array
+        memory = Memory(message.address, message.nbytes, message.array)
+        return memory.array(message.size, dtype)
+
+    def flat(self, array: Any) -> Any:
+        """Return an array of one axis over the same memory."""
+        return array if len(array.shape) == 1 else self.part(array, 0, array.size)
+
+    def part(self, array: Any, first: int, count: int) -> Any:
+        """Return ``count`` elements of a contiguous array, from element ``first``."""
+        view = arrays.view(array, self.what)
+        self._kept.append(array)
+        size = view.dtype.itemsize
+        memory = Memory(view.address + first * size, count * size, array)
+        return memory.array(count, view.dtype)
+
+    def like(self, array: Any, other: Any) -> Any:
+        """Return the memory of an array with the dtype of another one, on one axis."""
+        view, dtype = arrays.view(array, self.what), arrays.view(other, self.what).dtype
+        if view.dtype == dtype:
+            return self.flat(array)
+        self._kept.append(array)
+        memory = Memory(view.address, view.nbytes, array)
+        return memory.array(view.nbytes // dtype.itemsize, dtype)
+
+    def keep(self, *kept: Any) -> None:
+        """Keep objects as long as the job."""
+        self._kept += kept
+
+    def temporary(self, size: int, dtype: np.dtype[Any]) -> Any:
+        """Return a new array, which lives as long as the job."""
+        made = arrays.empty((size,), dtype, self.what)
+        self._kept.append(made)
+        return made
+
+    def copy(self, target: Any, source: Any) -> None:
+        """Add a copy of the first elements of one array to another one."""
+        to, of = arrays.view(target, self.what), arrays.view(source, self.what)
+        nbytes = min(to.nbytes, of.nbytes)
+        if nbytes and to.address != of.address:
+            place = to.address, of.address, nbytes
+            self._kept += target, source
+            self._steps.append(lambda stream: streams.copy(*place, stream))
+
+    def then(self, step: Step) -> None:
+        """Add a step."""
+        self._steps.append(step)
+
+    def then_unpack(self, message: Message, packed: Any) -> None:
+        """In the end, copy packed elements to those of a message."""
+        if message.size:
+            self._last.append(packing.unpack(message, packed))
+
+    def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> None:
+        """Add a call of a method of the communicator."""
+        chosen = None if SIMULATED else self.stream
+        self._steps.append(lambda stream: method(*args, **options, stream=chosen))
+
+    def start(self) -> None:
+        """Enqueue all steps."""
+        for step in self._steps:
+            step(self.stream)
+        for step in self._last:
+            step(self.stream)
+
+    def wait(self) -> None:
+        """Wait until the arrays may be used; return at once within a capture.
+
+        Raises:
+            CollectiveError: the communicator has failed.
+        """
+        if not SIMULATED:
+            if streams.is_capturing(self.stream):
+                return
+            streams.synchronize(self.stream)
+        self.communicator.check()
+
+    def test(self) -> bool:
+        """Return whether the arrays may be used."""
+        if not SIMULATED and not streams.is_done(self.stream):
+            return False
+        self.communicator.check()
+        return True

@@ -1,0 +1,120 @@
+"""Kernels on the arrays of one rank: items with gaps, and reductions of two arrays.
+
+They wait for no rank, so they are plain ``cuda.jit`` kernels.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from numba_symm import arrays
+from numba_symm.arrays import Memory
+from numba_symm.environment import SIMULATED
+from numba_symm.mpi.buffers import Message
+
+THREADS = 128
+MOST_BLOCKS = 1024
+
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+Step = Callable[[int], None]
+"""Enqueues work on the stream with that handle."""
+
+
+def _gather(packed: Any, spread: Any, runs: Any, extent: int, words: int) -> None:
+    """Copy runs of words from their places to consecutive ones."""
+    for index in range(cuda.grid(1), packed.size, cuda.gridsize(1)):
+        run = index // words
+        item = run // runs.size
+        start = item * extent + runs[run - item * runs.size]
+        packed[index] = spread[start + index - run * words]
+
+
+def _scatter(packed: Any, spread: Any, runs: Any, extent: int, words: int) -> None:
+    """Copy consecutive runs of words to their places."""
+    for index in range(cuda.grid(1), packed.size, cuda.gridsize(1)):
+        run = index // words
+        item = run // runs.size
+        start = item * extent + runs[run - item * runs.size]
+        spread[start + index - run * words] = packed[index]
+
+
+_GATHER, _SCATTER = cuda.jit(_gather), cuda.jit(_scatter)
+
+
+def pack(message: Message, packed: Any) -> Step:
+    """Return the copy of a message's elements to an array of as many bytes."""
+    return _moved(_GATHER, message, packed)
+
+
+def unpack(message: Message, packed: Any) -> Step:
+    """Return the copy of an array's bytes to a message's elements."""
+    return _moved(_SCATTER, message, packed)
+
+
+def _moved(kernel: Any, message: Message, packed: Any) -> Step:
+    layout = message.layout
+    runs = layout.runs
+    assert runs is not None  # else there is nothing to pack
+    low = min(layout.low, layout.low + (message.number - 1) * layout.extent)
+    high = layout.high + max(0, (message.number - 1) * layout.extent)
+    start = message.address + low
+    target = arrays.view(packed, "pack")
+    word = math.gcd(
+        8, layout.run, abs(layout.extent), start, target.address, *(runs - low)
+    )
+    kind = _WORDS[word]
+    spread = Memory(start, high - low, message.array).array(
+        (high - low) // word, np.dtype(kind)
+    )
+    flat = Memory(target.address, message.nbytes, packed).array(
+        message.nbytes // word, np.dtype(kind)
+    )
+    places = _on_device(((runs - low) // word).tobytes())
+    args = flat, spread, places, layout.extent // word, layout.run // word
+    return functools.partial(_launch, kernel, flat.size, args)
+
+
+@functools.lru_cache(maxsize=64)
+def _on_device(table: bytes) -> Any:
+    return cuda.to_device(np.frombuffer(table, np.int64).copy())
+
+
+def _launch(kernel: Any, size: int, args: tuple[Any, ...], stream: int) -> None:
+    """Enqueue a kernel of a thread for each of ``size`` elements."""
+    if not size:
+        return
+    blocks = min(-(-size // THREADS), MOST_BLOCKS)
+    threads = min(size, THREADS) if SIMULATED else THREADS
+    on = 0 if SIMULATED else cuda.external_stream(stream)
+    kernel[blocks, threads, on](*args)
+
+
+def fold_pairs(replaces: Callable[..., bool], into: Any, of: Any) -> Step:
+    """Return ``into[i] = of[i] if replaces(value, index, ...)``, of pairs.
+
+    Args:
+        replaces: takes the value and the index of a pair, then those of another one,
+            and returns whether the other one replaces it.
+        into: an array of pairs.
+        of: an array of pairs of equal size.
+    """
+    return functools.partial(_launch, _folding(replaces), into.size, (into, of))
+
+
+@functools.lru_cache(maxsize=64)
+def _folding(replaces: Callable[..., bool]) -> Any:
+    better = cuda.jit(device=True)(replaces)
+
+    def folding(into: Any, of: Any) -> None:
+        for index in range(cuda.grid(1), into.size, cuda.gridsize(1)):
+            a, b = into[index], of[index]
+            if better(a.f0, a.f1, b.f0, b.f1):
+                a.f0 = b.f0
+                a.f1 = b.f1
+
+    return cuda.jit(folding)

@@ -1,0 +1,225 @@
+"""The reductions of mpi4py, as calls of a communicator; see ``collectives.py``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from numba_symm import arrays
+from numba_symm.mpi import operators, packing
+from numba_symm.mpi.buffers import Message, in_place, message, on_device
+from numba_symm.mpi.collectives import Ranks, at_root, check_root, given, sent
+from numba_symm.mpi.errors import refusal
+from numba_symm.mpi.jobs import Job
+
+
+def reduce(
+    comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0
+) -> Job | None:
+    """Reduce all ranks' items, element by element, on ``root``."""
+    check_root(comm, root, "Reduce")
+    if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
+        return None
+    if comm.rank == root:
+        job, x, out = _reduced(comm, "Reduce", sendbuf, recvbuf)
+    else:
+        found = _elements(message(given(sendbuf, "Reduce")), "Reduce")
+        job, x, out = sent(comm, "Reduce", found)
+    if not _folded(comm, job, op, x, out, range(comm.size)):
+        op = operators.operator(op, "Reduce")
+        job.call(comm.communicator.reduce, x, op=op, root=root, out=out)
+    return job
+
+
+def allreduce(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | None:
+    """Reduce all ranks' items, element by element. Every rank gets the result."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    job, x, out = _reduced(comm, "Allreduce", sendbuf, recvbuf)
+    if not _folded(comm, job, op, x, out, range(comm.size)):
+        op = operators.operator(op, "Allreduce")
+        job.call(comm.communicator.all_reduce, x, op=op, out=out)
+    return job
+
+
+def scan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | None:
+    """Reduce the items of ranks 0 to r, on each rank r."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    job, x, out = _reduced(comm, "Scan", sendbuf, recvbuf)
+    if not _folded(comm, job, op, x, out, range(comm.rank + 1)):
+        op = operators.operator(op, "Scan")
+        job.call(comm.communicator.scan, x, op=op, out=out)
+    return job
+
+
+def exscan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | None:
+    """Reduce the items of ranks 0 to r - 1, on each rank r but 0."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    job, x, out = _reduced(comm, "Exscan", sendbuf, recvbuf)
+    if not _folded(comm, job, op, x, out, range(comm.rank)):
+        op = operators.operator(op, "Exscan")
+        job.call(comm.communicator.exscan, x, op=op, out=out)
+    return job
+
+
+def reduce_scatter_block(
+    comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM
+) -> Job | None:
+    """Reduce all ranks' items, and give each rank as many of the result."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    what = "Reduce_scatter_block"
+    if in_place(sendbuf):
+        into = _elements(message(recvbuf, comm.size), what)
+        of = into._replace(number=into.number * comm.size)
+    else:
+        into = _elements(message(recvbuf), what)
+        of = message(sendbuf, comm.size)
+        _check_equal(of, into, what)
+        of = of._replace(number=of.number * comm.size)
+    counts = [into.number] * comm.size
+    return _reduced_shards(comm, what, of, into, counts, op)
+
+
+def reduce_scatter(
+    comm: Ranks,
+    sendbuf: Any,
+    recvbuf: Any,
+    recvcounts: Sequence[int] | None = None,
+    op: Any = MPI.SUM,
+) -> Job | None:
+    """Reduce all ranks' items, and give each rank a number of the result."""
+    if not on_device(sendbuf, recvbuf):
+        return None
+    what = "Reduce_scatter"
+    into = _elements(message(recvbuf), what)
+    if recvcounts is not None:
+        counts = [int(count) for count in recvcounts]
+    elif in_place(sendbuf):
+        raise refusal(
+            MPI.ERR_COUNT, f"{what}: pass recvcounts in a call with MPI.IN_PLACE"
+        )
+    else:
+        counts = comm.host.allgather(into.number)
+    of = into if in_place(sendbuf) else message(sendbuf)
+    if len(counts) != comm.size or of.number != sum(counts):
+        raise refusal(
+            MPI.ERR_COUNT,
+            f"{what}: expected {comm.size} counts whose sum is the {of.number} items "
+            f"sent, got {counts}; pass such counts",
+        )
+    if not in_place(sendbuf) and into.number != counts[comm.rank]:
+        raise refusal(
+            MPI.ERR_COUNT,
+            f"{what}: mismatch in receive count {into.number} and counts[{comm.rank}] "
+            f"{counts[comm.rank]}",
+        )
+    into = into._replace(number=counts[comm.rank])
+    return _reduced_shards(comm, what, of, into, counts, op)
+
+
+def _reduced_shards(
+    comm: Ranks, what: str, of: Message, into: Message, counts: list[int], op: Any
+) -> Job:
+    """Return the job that reduces ``of`` and gives each rank a shard of the result."""
+    of = _elements(of, what)
+    job = Job(comm.communicator, what, of.array)
+    x, out = job.flat(job.read(of)), job.flat(job.write(into))
+    # In place, the result is at the array's beginning, which other shards occupy.
+    target = job.temporary(into.size, into.layout.base) if _same_memory(x, out) else out
+    elements = into.layout.elements
+    numbers = [count * elements for count in counts]
+    first = sum(numbers[: comm.rank])
+    if not _folded(comm, job, op, x, target, range(comm.size), first):
+        op = operators.operator(op, what)
+        if len(set(numbers)) == 1:
+            job.call(comm.communicator.reduce_scatter, x, op=op, out=target)
+        else:
+            method = comm.communicator.reduce_scatter_v
+            job.call(method, x, counts=numbers, op=op, out=target)
+    if target is not out:
+        job.copy(out, target)
+    return job
+
+
+def _reduced(
+    comm: Ranks, what: str, sendbuf: Any, recvbuf: Any
+) -> tuple[Job, Any, Any]:
+    """Return the job, the input and the output of a reduction of whole arrays."""
+    into = _elements(message(recvbuf), what)
+    job = Job(comm.communicator, what, into.array)
+    if in_place(sendbuf):
+        if into.layout.runs is None:
+            out = job.view(into)
+        else:
+            out = job.read(into)
+            job.then_unpack(into, out)
+        return job, out, out
+    of = message(sendbuf)
+    _check_equal(of, into, what)
+    return job, job.read(of), job.write(into)
+
+
+def _folded(
+    comm: Ranks,
+    job: Job,
+    op: Any,
+    x: Any,
+    out: Any,
+    ranks: range,
+    first: int = 0,
+) -> bool:
+    """Add a reduction of pairs, or return False for another one.
+
+    Every rank gets the pairs of all ranks, and reduces those of ``ranks`` from element
+    ``first`` on.
+    """
+    function = operators.of_pairs(op)
+    if function is None:
+        return False
+    if not operators.are_pairs(x.dtype):
+        operators.operator(op, job.what)  # refuses it
+    count = x.size
+    everyone = job.temporary(comm.size * count, x.dtype)
+    job.call(comm.communicator.all_gather, job.flat(x), out=everyone)
+    if out is None or not len(ranks) or not count:
+        return True
+    out = job.flat(out)
+    parts = [job.part(everyone, rank * count + first, out.size) for rank in ranks]
+    job.copy(out, parts[0])
+    for part in parts[1:]:
+        job.then(packing.fold_pairs(function, out, part))
+    return True
+
+
+def _same_memory(x: Any, out: Any) -> bool:
+    a, b = arrays.view(x, "x"), arrays.view(out, "out")
+    return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
+
+
+def _elements(found: Message, what: str) -> Message:
+    """Return a message whose elements can be reduced, or refuse it."""
+    if not found.layout.uniform:
+        raise refusal(
+            MPI.ERR_TYPE,
+            f"{what}: expected a datatype of elements of one type, got several; reduce "
+            "each of them by itself",
+        )
+    return found
+
+
+def _check_equal(of: Message, into: Message, what: str) -> None:
+    if of.layout.base != into.layout.base:
+        raise refusal(
+            MPI.ERR_TYPE,
+            f"{what}: mismatch in send and receive MPI datatypes: "
+            f"{of.layout.base} and {into.layout.base}",
+        )
+    if of.number != into.number:
+        raise refusal(
+            MPI.ERR_COUNT,
+            f"{what}: mismatch in send count {of.number} and receive count "
+            f"{into.number}",
+        )

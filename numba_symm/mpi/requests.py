@@ -1,0 +1,275 @@
+"""Requests: calls that were started, and are waited for later."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+from mpi4py import MPI
+
+from numba_symm.mpi.errors import refusal, translated
+
+_PAUSE = 20e-6  # seconds between two looks at requests of which none is done
+
+
+class Request:
+    """A call that was started. Its methods are those of ``mpi4py.MPI.Request``.
+
+    The class methods also take requests of mpi4py, so that a program may wait for its
+    host and its device arrays together.
+    """
+
+    def __init__(self) -> None:
+        self._active = True
+
+    def __bool__(self) -> bool:
+        return self._active
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, MPI.Request):
+            return not self and other == MPI.REQUEST_NULL
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        """Wait for the call, and describe it."""
+        raise NotImplementedError
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        """Return whether the call is done, and describe it if so. Never wait."""
+        raise NotImplementedError
+
+    @translated
+    def Wait(self, status: MPI.Status | None = None) -> bool:
+        """Wait until the arrays of the call may be used."""
+        if self._active:
+            self._finish(status)
+            self._active = False
+        else:
+            describe(status)
+        return True
+
+    @translated
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the arrays of the call may be used."""
+        if not self._active:
+            describe(status)
+            return True
+        if self._poll(status):
+            self._active = False
+        return not self._active
+
+    def wait(self, status: MPI.Status | None = None) -> None:
+        """Do as :meth:`Wait`."""
+        self.Wait(status)
+
+    def test(self, status: MPI.Status | None = None) -> tuple[bool, None]:
+        """Return what :meth:`Test` returns, and None."""
+        return self.Test(status), None
+
+    def Cancel(self) -> None:
+        """Cancel a receive that no message has matched; nothing for other calls."""
+
+    def Free(self) -> None:
+        """Give the request up; its call is completed."""
+        self._active = False
+
+    free = Free
+
+    @classmethod
+    def Waitall(
+        cls,
+        requests: Sequence[Any],
+        statuses: list[MPI.Status] | None = None,
+    ) -> bool:
+        """Wait for all requests."""
+        for index, request in enumerate(requests):
+            request.Wait(_status(statuses, index))
+        return True
+
+    @classmethod
+    def Testall(
+        cls,
+        requests: Sequence[Any],
+        statuses: list[MPI.Status] | None = None,
+    ) -> bool:
+        """Return whether all requests are done."""
+        done = [
+            request.Test(_status(statuses, index))
+            for index, request in enumerate(requests)
+        ]
+        return all(done)
+
+    @classmethod
+    def Waitany(cls, requests: Sequence[Any], status: MPI.Status | None = None) -> int:
+        """Wait for one request; return its index, MPI.UNDEFINED if none is active."""
+        while True:
+            index, found = cls.Testany(requests, status)
+            if found:
+                return index
+            time.sleep(_PAUSE)
+
+    @classmethod
+    def Testany(
+        cls, requests: Sequence[Any], status: MPI.Status | None = None
+    ) -> tuple[int, bool]:
+        """Return the index of a request that is done, and whether there is one."""
+        active = [index for index, request in enumerate(requests) if request]
+        if not active:
+            describe(status)
+            return MPI.UNDEFINED, True
+        for index in active:
+            if requests[index].Test(status):
+                return index, True
+        return MPI.UNDEFINED, False
+
+    @classmethod
+    def Waitsome(
+        cls,
+        requests: Sequence[Any],
+        statuses: list[MPI.Status] | None = None,
+    ) -> list[int] | None:
+        """Wait for some requests; return their indices, None if none is active."""
+        while True:
+            found = cls.Testsome(requests, statuses)
+            if found is None or found:
+                return found
+            time.sleep(_PAUSE)
+
+    @classmethod
+    def Testsome(
+        cls,
+        requests: Sequence[Any],
+        statuses: list[MPI.Status] | None = None,
+    ) -> list[int] | None:
+        """Return the indices of requests that are done, None if none is active."""
+        active = [index for index, request in enumerate(requests) if request]
+        if not active:
+            return None
+        done: list[int] = []
+        for index in active:
+            if requests[index].Test(_status(statuses, len(done))):
+                done.append(index)
+        return done
+
+    @classmethod
+    def waitall(
+        cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
+    ) -> list[Any]:
+        """Wait for all requests; return the objects of mpi4py's receives."""
+        return [
+            request.wait(_status(statuses, index))
+            for index, request in enumerate(requests)
+        ]
+
+
+def _status(statuses: list[MPI.Status] | None, index: int) -> MPI.Status | None:
+    if statuses is None:
+        return None
+    while len(statuses) <= index:
+        statuses.append(MPI.Status())
+    return statuses[index]
+
+
+def describe(
+    status: MPI.Status | None,
+    source: int = MPI.ANY_SOURCE,
+    tag: int = MPI.ANY_TAG,
+    nbytes: int = 0,
+    cancelled: bool = False,
+) -> None:
+    """Set a status; without more arguments, to the empty one."""
+    if status is None:
+        return
+    status.Set_source(source)
+    status.Set_tag(tag)
+    status.Set_error(MPI.SUCCESS)
+    status.Set_elements(MPI.BYTE, nbytes)
+    status.Set_cancelled(cancelled)
+
+
+class Started(Request):
+    """A request of a call that is enqueued.
+
+    Args:
+        wait: waits until it is done.
+        test: returns whether it is done.
+    """
+
+    def __init__(self, wait: Callable[[], None], test: Callable[[], bool]):
+        super().__init__()
+        self._wait, self._test = wait, test
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        self._wait()
+        describe(status)
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        if not self._test():
+            return False
+        describe(status)
+        return True
+
+
+class Prequest(Request):
+    """A call that was prepared, to be started many times.
+
+    Args:
+        begin: starts the call, and returns its request.
+    """
+
+    def __init__(self, begin: Callable[[], Request]):
+        super().__init__()
+        self._begin: Callable[[], Request] | None = begin
+        self._running: Request | None = None
+
+    def __bool__(self) -> bool:
+        return self._begin is not None
+
+    @translated
+    def Start(self) -> None:
+        """Start the call."""
+        if self._begin is None or self._running:
+            raise refusal(
+                MPI.ERR_REQUEST,
+                "Start: expected a persistent request that is not active; wait for it "
+                "first",
+            )
+        self._running = self._begin()
+
+    @classmethod
+    def Startall(cls, requests: Sequence[Any]) -> None:
+        """Start all requests."""
+        for request in requests:
+            request.Start()
+
+    def Wait(self, status: MPI.Status | None = None) -> bool:
+        """Wait for the call; return immediately if it was not started."""
+        if self._running is None:
+            describe(status)
+            return True
+        return self._running.Wait(status)
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the call is done or was not started."""
+        if self._running is None:
+            describe(status)
+            return True
+        return self._running.Test(status)
+
+    def Cancel(self) -> None:
+        """Cancel a receive that no message has matched."""
+        if self._running is not None:
+            self._running.Cancel()
+
+    def Free(self) -> None:
+        """Give the request up."""
+        self._begin = None
+
+    free = Free
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.Free()

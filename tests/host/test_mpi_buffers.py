@@ -1,0 +1,201 @@
+"""Buffer specifications and datatypes of mpi4py, without ranks.
+
+Host arrays stand for arrays of the device: nothing here looks at their contents.
+"""
+
+import numpy as np
+import pytest
+
+from numba_symm import arrays, errors
+from numba_symm import mpi as MPI
+from numba_symm.arrays import ArrayView
+from numba_symm.mpi import buffers, datatypes
+from numba_symm.mpi.errors import MPIError, as_mpi, translated
+
+
+@pytest.fixture(autouse=True)
+def host_arrays(monkeypatch):
+    def view(array, what):
+        order = "C" if array.flags.c_contiguous else None
+        return ArrayView(array.ctypes.data, array.shape, array.dtype, order, False)
+
+    monkeypatch.setattr(arrays, "view", view)
+
+
+X = np.arange(12, dtype=np.int32)
+VECTOR = MPI.INT.Create_vector(2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "blocks", "first", "number"),
+    [
+        (X, 0, 0, 12),
+        ([X, MPI.INT], 0, 0, 12),
+        ((X, "i"), 0, 0, 12),
+        ([X, 5], 0, 0, 5),
+        ([X, (5, 3)], 0, 12, 5),
+        ([X, [5, 3]], 0, 12, 5),
+        ([X, (None, 3)], 0, 12, 9),
+        ([X, 5, MPI.INT], 0, 0, 5),
+        ([X, None, MPI.SHORT], 0, 0, 24),
+        ([X, (5, 3), MPI.SHORT], 0, 6, 5),
+        ([X, 5, 3, MPI.INT], 0, 12, 5),
+        ([X, MPI.BYTE], 3, 0, 16),
+        (X, 4, 0, 3),
+        (X.reshape(3, 4), 4, 0, 3),
+        ([X, 3, MPI.INT], 4, 0, 3),
+        ([X, 2, VECTOR], 0, 0, 2),
+        ([None, MPI.INT], 0, 0, 0),
+        ([X[:0], MPI.INT], 3, 0, 0),
+    ],
+)
+def test_items_of_a_specification(spec, blocks, first, number):
+    found = buffers.message(spec, blocks)
+    assert (found.first, found.number) == (first, number)
+
+
+@pytest.mark.parametrize(
+    ("spec", "counts", "displs"),
+    [
+        (X, (4, 4, 4), (0, 4, 8)),
+        (X[:11], (4, 4, 3), (0, 4, 8)),
+        ([X, (1, 2, 3), MPI.INT], None, None),  # a tuple is a pair in this place
+        ([X, [1, 2, 3]], (1, 2, 3), (0, 1, 3)),
+        ([X, [1, 2, 3], MPI.SHORT], (1, 2, 3), (0, 1, 3)),
+        ([X, 2], (2, 2, 2), (0, 2, 4)),
+        ([X, ([1, 2, 3], [9, 4, 0])], (1, 2, 3), (9, 4, 0)),
+        ([X, ([1, 2, 3], 4), MPI.INT], (1, 2, 3), (0, 4, 8)),
+        ([X, [1, 2, 3], [9, 4, 0], MPI.INT], (1, 2, 3), (9, 4, 0)),
+        ([X, (1, 2, 3), (9, 4, 0), MPI.INT], (1, 2, 3), (9, 4, 0)),
+        ([X, (None, None), MPI.INT], (4, 4, 4), (0, 4, 8)),
+    ],
+)
+def test_items_of_each_rank(spec, counts, displs):
+    if counts is None:
+        with pytest.raises(ValueError, match="a pair of counts"):
+            buffers.vector(spec, 3)
+        return
+    found = buffers.vector(spec, 3)
+    assert (found.counts, found.displs) == (counts, displs)
+    assert [part.number for part in found.parts] == list(counts)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ([X, 13], "within the array's 48 bytes"),
+        ([X, (2, 11)], "within the array's 48 bytes"),
+        ([X, (0, 13)], "out of bounds"),
+        ([X, -1], "negative count"),
+        ([X, (1, -1)], "negative displacement"),
+        ([X[:5], MPI.DOUBLE], "cannot infer count"),
+        ([X, 4, VECTOR], "within the array's 48 bytes"),
+        ([MPI.BOTTOM, 1, MPI.INT], "pass the array itself"),
+        ([X, 1, 1, 1, 1], "2 to 4 items"),
+        (X[::2], "contiguous"),
+    ],
+)
+def test_refused_specifications(spec, words):
+    with pytest.raises(ValueError, match=words):
+        buffers.message(spec)
+
+
+def test_counts_that_do_not_divide():
+    with pytest.raises(ValueError, match="required number of blocks 5"):
+        buffers.message(X, 5)
+    with pytest.raises(ValueError, match="expecting 3 counts, got 2"):
+        buffers.vector([X, [1, 2]], 3)
+    with pytest.raises(ValueError, match="within the array's"):
+        _ = buffers.vector([X, [1, 2, 3], [0, 4, 10], MPI.INT], 3).parts
+
+
+def test_items_of_several_types():
+    types = [MPI.INT, MPI.SHORT, VECTOR]
+    found = buffers.typed([X, ([1, 2, 2], [0, 8, 16]), types], 3)
+    assert [each.first for each in found] == [0, 8, 16]
+    assert [each.nbytes for each in found] == [4, 4, 16]
+    assert [each.number for each in buffers.typed([X, types], 3)] == [1, 1, 1]
+    with pytest.raises(ValueError, match="3 datatypes, got 1"):
+        buffers.typed([X, types[:1]], 3)
+
+
+def offsets(datatype):
+    """Return the offset of every element of a datatype, from its layout."""
+    found = datatypes.layout(datatype)
+    starts = [0] if found.runs is None else found.runs
+    each = np.arange(0, found.run, found.base.itemsize)
+    return found, np.add.outer(starts, each).ravel().tolist()
+
+
+def test_layouts():
+    vector, at = offsets(MPI.SHORT.Create_vector(3, 2, 4))
+    assert at == [0, 2, 8, 10, 16, 18]
+    assert (vector.base, vector.elements, vector.extent) == (np.int16, 6, 20)
+    assert (vector.run, vector.low, vector.high, vector.nbytes) == (4, 0, 20, 12)
+    indexed, at = offsets(MPI.INT.Create_indexed([1, 2], [5, 0]))
+    assert at == [20, 0, 4]
+    assert (indexed.run, indexed.low, indexed.high) == (4, 0, 24)
+    sub, at = offsets(MPI.INT.Create_subarray([3, 4], [2, 2], [1, 1]))
+    assert at == [20, 24, 36, 40]
+    assert (sub.extent, sub.run) == (48, 8)
+    _, at = offsets(MPI.INT.Create_subarray([3, 4], [2, 2], [1, 1], MPI.ORDER_F))
+    assert at == [16, 20, 28, 32]
+    below, at = offsets(MPI.INT.Create_hvector(2, 1, -8))
+    assert at == [0, -8]
+    assert (below.low, below.high) == (-8, 4)
+    whole, at = offsets(MPI.INT.Create_contiguous(3).Create_contiguous(2))
+    assert whole.runs is None
+    assert whole.elements == 6
+    same, at = offsets(MPI.INT.Create_struct([1, 2], [8, 0], [MPI.INT, MPI.INT]))
+    assert at == [8, 0, 4]
+    assert same.uniform
+    mixed, at = offsets(MPI.INT.Create_struct([1, 1], [4, 0], [MPI.INT, MPI.BYTE]))
+    assert at == [4, 5, 6, 7, 0]
+    assert (mixed.base, mixed.uniform) == (np.uint8, False)
+    empty, _ = offsets(MPI.INT.Create_contiguous(0))
+    assert (empty.elements, empty.nbytes) == (0, 0)
+
+
+def test_darrays_and_long_doubles_are_refused():
+    made = MPI.INT.Create_darray(
+        1, 0, [4], [MPI.DISTRIBUTE_BLOCK], [MPI.DISTRIBUTE_DFLT_DARG], [1]
+    )
+    with pytest.raises(NotImplementedError, match="DARRAY of MPI_INT is not packed"):
+        datatypes.layout(made)
+    with pytest.raises(NotImplementedError, match=r"use MPI\.DOUBLE"):
+        datatypes.layout(MPI.LONG_DOUBLE)
+    with pytest.raises(ValueError, match="DATATYPE_NULL"):
+        datatypes.layout(MPI.DATATYPE_NULL)
+
+
+def test_errors_are_mpis_and_keep_their_cause():
+    @translated
+    def fails(error):
+        raise error
+
+    wanted = {
+        errors.ArgumentError("a: b"): MPI.ERR_ARG,
+        errors.BackendError("a: b"): MPI.ERR_NO_MEM,
+        errors.ClosedError("a: b"): MPI.ERR_COMM,
+        errors.CollectiveTimeout("a: b"): MPI.ERR_OTHER,
+    }
+    for error, code in wanted.items():
+        with pytest.raises(MPI.Exception, match="a: b") as found:
+            fails(error)
+        assert found.value.Get_error_class() == code
+        assert found.value.__cause__ is error
+    own = as_mpi(errors.ArgumentError("x"))
+    assert isinstance(own, MPIError)
+    with pytest.raises(errors.ArgumentError) as found:
+        fails(own)
+    assert found.value is own
+
+
+def test_the_names_of_mpi4py():
+    from mpi4py import MPI as plain
+
+    assert MPI.SUM is plain.SUM
+    assert MPI.COMM_WORLD is plain.COMM_WORLD
+    assert MPI.Request is not plain.Request
+    with pytest.raises(AttributeError):
+        _ = MPI.COMM_WORD

@@ -1,0 +1,12 @@
+"""The communicator of these tests: mpi4py's spelling."""
+
+import pytest
+
+from numba_symm import mpi
+
+
+@pytest.fixture(scope="module")
+def comm(world):
+    made = mpi.Comm(world, timeout=20)
+    yield made
+    made.Free()

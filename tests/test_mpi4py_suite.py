@@ -1,0 +1,71 @@
+"""mpi4py's own tests against ``numba_symm.mpi``, on three ranks.
+
+They are in mpi4py's source distribution, which pip downloads once. Without a network
+this file is skipped; ``tests/ranks/mpi`` covers the same calls.
+
+NUMBA_SYMM_TEST_TYPES   NumPy's letters of the types of arrays; see mpi4py_suite.py
+"""
+
+import json
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from numba_symm.launch import cli
+from tests import test_mpirun
+from tests.test_mpirun import ROOT
+
+VERSION = "4.1.2"
+KEPT = ROOT / "build" / "mpi4py"
+RANKS = 3
+
+PASSED = {"test_cco_buf": 72, "test_cco_vec": 62}
+"""The number of tests of each module that pass; docs/porting-from-mpi4py.md has it."""
+
+LACKING = {}
+"""The tests that do not, and why."""
+
+
+@pytest.fixture(scope="module")
+def folder():
+    """Return the folder of mpi4py's tests, or skip."""
+    found = KEPT / f"mpi4py-{VERSION}" / "test"
+    if not found.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", KEPT]
+        command += ["--no-binary", ":all:", f"mpi4py=={VERSION}"]
+        ended = subprocess.run(
+            command, capture_output=True, text=True, check=False, timeout=300
+        )
+        if ended.returncode:
+            pytest.skip(f"mpi4py's sources cannot be had: {ended.stderr[-200:]}")
+        with tarfile.open(KEPT / f"mpi4py-{VERSION}.tar.gz") as files:
+            files.extractall(KEPT, filter="data")
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder, tmp_path_factory):
+    kept = tmp_path_factory.mktemp("mpi4py")
+    results, log = kept / "results.json", kept / "log.txt"
+    program = [ROOT / "tests/mpi4py_suite.py", folder, results, *PASSED]
+    mpirun = cli.mpirun_command(RANKS, [*map(str, program)], cli.find_mpirun())
+    code = test_mpirun.run(mpirun, test_mpirun.environment(RANKS), log, 240)
+    assert code == 0, log.read_text()[-5000:]
+    return json.loads(results.read_text())
+
+
+def test_every_test_of_mpi4py_passes_or_is_known_not_to(outcomes):
+    failed = {name: text for name, (how, text) in outcomes.items() if how != "passed"}
+    unknown = {name: text for name, text in failed.items() if name not in LACKING}
+    assert not unknown, "\n".join(f"{name}: {text}" for name, text in unknown.items())
+    assert set(LACKING) <= set(failed), "some of LACKING pass now: take them out"
+
+
+def test_no_test_was_left_out(outcomes):
+    found = dict.fromkeys(PASSED, 0)
+    for name, (how, _) in outcomes.items():
+        found[name.partition(".")[0]] += how == "passed"
+    assert found == PASSED
