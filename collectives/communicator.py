@@ -963,6 +963,7 @@ class Communicator(Persistent):
         out: Any,
         *,
         src: int | None,
+        count: Any = None,
         stream: Any = None,
     ) -> Any:
         """Receive rank ``src``'s message into ``out``. Asynchronous.
@@ -970,10 +971,14 @@ class Communicator(Persistent):
         Rank ``src`` calls :meth:`send`.
 
         Args:
-            out: a contiguous device array with the number of bytes of the message. If
-                the numbers differ, later calls of all ranks raise CallMismatch.
+            out: a contiguous device array with the number of bytes of the message;
+                with ``count``, with room for it, and of its element type. Otherwise
+                later calls of all ranks raise CallMismatch, and out keeps its contents.
             src: the rank to receive from, not this rank. None or MPI.PROC_NULL: nobody;
                 ``out`` keeps its contents.
+            count: a device array of one int64, apart from out. With it, the message may
+                be shorter than out. The call stores there how many elements arrived; 0
+                from nobody. None: the message has the size of out.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -982,7 +987,7 @@ class Communicator(Persistent):
         Raises:
             As :meth:`send`.
         """
-        call = messages.receiving(self._calls, out, src, stream)
+        call = messages.receiving(self._calls, out, src, count, stream)
         return messages.start(self._calls, "recv", call)
 
     @by_one_thread
@@ -993,6 +998,7 @@ class Communicator(Persistent):
         dst: int | None,
         out: Any,
         src: int | None,
+        count: Any = None,
         stream: Any = None,
     ) -> Any:
         """Send ``x`` to rank ``dst``, and receive into ``out`` from rank ``src``.
@@ -1006,6 +1012,7 @@ class Communicator(Persistent):
             out: as for :meth:`recv`; does not overlap x.
             src: the rank to receive from; may be this rank. None or MPI.PROC_NULL:
                 nobody; ``out`` keeps its contents.
+            count: as for :meth:`recv`, apart from x and out.
             stream: as for :meth:`all_reduce`; None: as for ``x``.
 
         Returns:
@@ -1014,7 +1021,7 @@ class Communicator(Persistent):
         Raises:
             As :meth:`send`.
         """
-        call = messages.exchanging(self._calls, x, dst, out, src, stream)
+        call = messages.exchanging(self._calls, x, dst, out, src, count, stream)
         return messages.start(self._calls, "sendrecv", call)
 
     def group(self) -> AbstractContextManager[None]:

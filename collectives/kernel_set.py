@@ -117,7 +117,7 @@ def kernels(
             elif name == SIGNALS:
                 _bind_signals(end.size)
             elif end.size > 1:
-                _bind_messages(numpy_dtypes, end)
+                _bind_messages(numpy_dtypes, end, name in ("recv", "sendrecv"))
     return list(found)
 
 
@@ -237,12 +237,22 @@ def _counts(operation: Operation, element: Element, size: int) -> Iterator[int]:
     return iter(sorted(counts - {0}))
 
 
-def _bind_messages(given: list[np.dtype[Any]], end: Endpoint) -> None:
-    """Bind messages of all alignments that arrays of the dtypes may have."""
+def _bind_messages(given: list[np.dtype[Any]], end: Endpoint, counted: bool) -> None:
+    """Bind messages of all alignments that arrays of the dtypes may have.
+
+    Args:
+        given: the dtypes.
+        end: an end of the communicator.
+        counted: whether messages may be shorter than the room for them.
+    """
+    peer = (end.rank + 1) % end.size
     for dtype in given:
         width = dtypes.moved(dtype, 1)[0].itemsize
         while width <= VECTOR:
-            transfer.bind(end, [Message((end.rank + 1) % end.size, 0, width)], [])
+            transfer.bind(end, [Message(peer, 0, width)], [])
+            if counted:
+                taken = Message(peer, 0, width, VECTOR, width)
+                transfer.bind(end, [], [taken])
             width *= 2
 
 

@@ -9,12 +9,21 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from numba_symm import arrays
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.checks import check_apart, check_peer
+from numba_symm.collectives.checks import are_apart, check_apart, check_peer
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.transfers import Copy, Pending, Prepared, Stream, Transfers
+from numba_symm.collectives.transfers import (
+    Copy,
+    Fill,
+    Pending,
+    Prepared,
+    Stream,
+    Transfers,
+)
 from numba_symm.errors import ArgumentError
 
 
@@ -27,17 +36,26 @@ def sending(calls: Calls, x: Any, dst: int | None, stream: Any) -> Prepared:
     return Prepared(transfers, calls.stream_for(stream, x), (x,), None)
 
 
-def receiving(calls: Calls, out: Any, src: int | None, stream: Any) -> Prepared:
+def receiving(
+    calls: Calls, out: Any, src: int | None, count: Any, stream: Any
+) -> Prepared:
     """Prepare to receive an array; see :meth:`Communicator.recv`."""
     calls.island.check_open()
     source = _check_other(calls, src, "recv: src")
     taken = arrays.view(out, "recv: out")
-    transfers = calls.remembered(_received, taken, source)
-    return Prepared(transfers, calls.stream_for(stream, out), (out,), out)
+    number = _count(count, "recv")
+    transfers = calls.remembered(_received, taken, source, number)
+    return Prepared(transfers, calls.stream_for(stream, out), (out, count), out)
 
 
 def exchanging(
-    calls: Calls, x: Any, dst: int | None, out: Any, src: int | None, stream: Any
+    calls: Calls,
+    x: Any,
+    dst: int | None,
+    out: Any,
+    src: int | None,
+    count: Any,
+    stream: Any,
 ) -> Prepared:
     """Prepare to send and receive; see :meth:`Communicator.sendrecv`."""
     calls.island.check_open()
@@ -45,8 +63,9 @@ def exchanging(
     src = check_peer(src, calls.size, "sendrecv: src")
     given = arrays.view(x, "sendrecv")
     taken = arrays.view(out, "sendrecv: out")
-    transfers = calls.remembered(_exchanged, given, dst, taken, src)
-    return Prepared(transfers, calls.stream_for(stream, x), (x, out), out)
+    number = _count(count, "sendrecv")
+    transfers = calls.remembered(_exchanged, given, dst, taken, src, number)
+    return Prepared(transfers, calls.stream_for(stream, x), (x, out, count), out)
 
 
 def start(calls: Calls, what: str, call: Prepared) -> Any:
@@ -104,7 +123,8 @@ def start_group(
 def transfers_of(calls: Calls, found: Pending) -> Transfers:
     """Return the messages of a group."""
     messages = tuple(found.sends), tuple(found.receives)
-    return calls.remembered(_grouped, *messages, tuple(found.copies))
+    own = tuple(found.copies), tuple(found.fills)
+    return calls.remembered(_grouped, *messages, *own)
 
 
 def _check_other(calls: Calls, asked: Any, what: str) -> int | None:
@@ -117,21 +137,69 @@ def _check_other(calls: Calls, asked: Any, what: str) -> int | None:
     return peer
 
 
+def _count(count: Any, what: str) -> ArrayView | None:
+    return None if count is None else arrays.view(count, f"{what}: count")
+
+
 def _sent(calls: Calls, x: ArrayView, dst: int | None) -> Transfers:
-    return Transfers(_with(dst, calls.usable(x, "send")), [])
+    x = calls.usable(x, "send")
+    return Transfers(_sends(dst, x), [])
 
 
-def _received(calls: Calls, out: ArrayView, src: int | None) -> Transfers:
-    return Transfers([], _with(src, calls.usable(out, "recv: out", written=True)))
+def _received(
+    calls: Calls, out: ArrayView, src: int | None, count: ArrayView | None
+) -> Transfers:
+    out = calls.usable(out, "recv: out", written=True)
+    _check_count(calls, count, [out], "recv")
+    fills = _fills(count, 0) if src is None else ()
+    return Transfers([], _receives(src, out, count), fills=fills)
 
 
-def _with(peer: int | None, array: ArrayView) -> list[Message]:
-    """Return the message of an array to or from a rank: none if it is nobody."""
-    return [] if peer is None else [Message(peer, array.address, array.nbytes)]
+def _check_count(
+    calls: Calls, count: ArrayView | None, others: Sequence[ArrayView], what: str
+) -> None:
+    """Refuse an array that the number of elements of a message cannot be stored in."""
+    if count is None:
+        return
+    calls.usable(count, f"{what}: count", written=True)
+    if count.dtype != np.int64 or count.size != 1:
+        raise ArgumentError(
+            f"{what}: expected count of 1 int64, got {count.size} {count.dtype.name}; "
+            "pass cuda.device_array(1, np.int64), say"
+        )
+    if not all(are_apart(other, count) for other in others):
+        raise ArgumentError(
+            f"{what}: expected count apart from the other arrays, got arrays that "
+            "overlap"
+        )
+
+
+def _sends(peer: int | None, x: ArrayView) -> list[Message]:
+    """Return the message of an array to a rank: none if it is nobody."""
+    return [] if peer is None else [Message(peer, x.address, x.nbytes)]
+
+
+def _receives(
+    peer: int | None, out: ArrayView, count: ArrayView | None
+) -> list[Message]:
+    """Return the message from a rank: none if it is nobody."""
+    if peer is None:
+        return []
+    counted = () if count is None else (count.address, out.dtype.itemsize)
+    return [Message(peer, out.address, out.nbytes, *counted)]
+
+
+def _fills(count: ArrayView | None, number: int) -> list[Fill]:
+    return [] if count is None else [(count.address, number)]
 
 
 def _exchanged(
-    calls: Calls, x: ArrayView, dst: int | None, out: ArrayView, src: int | None
+    calls: Calls,
+    x: ArrayView,
+    dst: int | None,
+    out: ArrayView,
+    src: int | None,
+    count: ArrayView | None,
 ) -> Transfers:
     if (dst == calls.rank) != (src == calls.rank):
         raise ArgumentError(
@@ -142,14 +210,28 @@ def _exchanged(
     x = calls.usable(x, "sendrecv")
     out = calls.usable(out, "sendrecv: out", written=True)
     check_apart(x, out, "sendrecv")
+    _check_count(calls, count, [x, out], "sendrecv")
     if dst == calls.rank:
-        if x.nbytes != out.nbytes:
-            raise ArgumentError(
-                f"sendrecv: expected x and out of equal size, got {x.nbytes} and "
-                f"{out.nbytes} bytes"
-            )
-        return Transfers([], [], [(out.address, x.address, x.nbytes)])
-    return Transfers(_with(dst, x), _with(src, out))
+        return _kept(x, out, count)
+    fills = _fills(count, 0) if src is None else ()
+    return Transfers(_sends(dst, x), _receives(src, out, count), fills=fills)
+
+
+def _kept(x: ArrayView, out: ArrayView, count: ArrayView | None) -> Transfers:
+    """Return the message of a rank to itself."""
+    elements, rest = divmod(x.nbytes, out.dtype.itemsize)
+    if count is None and x.nbytes != out.nbytes:
+        raise ArgumentError(
+            f"sendrecv: expected x and out of equal size, got {x.nbytes} and "
+            f"{out.nbytes} bytes; with count=, x may be smaller"
+        )
+    if x.nbytes > out.nbytes or rest:
+        raise ArgumentError(
+            f"sendrecv: expected x of at most {out.nbytes} bytes, and whole elements "
+            f"of out, got {x.nbytes} bytes"
+        )
+    copies = [(out.address, x.address, x.nbytes)]
+    return Transfers([], [], copies, fills=_fills(count, elements))
 
 
 def _grouped(
@@ -157,5 +239,6 @@ def _grouped(
     sends: Sequence[Message],
     receives: Sequence[Message],
     copies: Sequence[Copy],
+    fills: Sequence[Fill],
 ) -> Transfers:
-    return Transfers(sends, receives, copies)
+    return Transfers(sends, receives, copies, fills=fills)

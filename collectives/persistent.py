@@ -159,11 +159,12 @@ class Persistent:
         out: Any,
         *,
         src: int | None,
+        count: Any = None,
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`recv`. Neither it nor calling the plan is collective."""
         return plans.of_messages(
-            self._calls, "recv", messages.receiving, out, src, stream
+            self._calls, "recv", messages.receiving, out, src, count, stream
         )
 
     def sendrecv_init(
@@ -173,12 +174,13 @@ class Persistent:
         dst: int | None,
         out: Any,
         src: int | None,
+        count: Any = None,
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`sendrecv`. Neither it nor calling the plan is collective."""
         return plans.of_messages(
             *(self._calls, "sendrecv", messages.exchanging),
-            *(x, dst, out, src, stream),
+            *(x, dst, out, src, count, stream),
         )
 
     def group_init(self) -> AbstractContextManager[Plan]:

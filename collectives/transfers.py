@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from numba_symm import streams
-from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Enqueue, Series
+from numba_symm.collectives.protocols.workspace import most_messages
 from numba_symm.errors import ArgumentError
 
 Stream = tuple[int, Any]
@@ -15,6 +15,10 @@ Stream = tuple[int, Any]
 
 Copy = tuple[int, int, int]
 """A message of a rank to itself: target, source, bytes."""
+
+
+Fill = tuple[int, int]
+"""An integer of 8 bytes that a call stores: its address, its value."""
 
 
 def owned(stream: Any) -> Stream:
@@ -34,6 +38,7 @@ class Transfers:
         sends: to other ranks.
         receives: from other ranks.
         copies: within this rank.
+        fills: the counts that are known beforehand.
         words: the arguments on which the ranks of a collective must agree.
         itemsize: bytes of an element, if the ranks compare counts.
     """
@@ -45,10 +50,12 @@ class Transfers:
         copies: Sequence[Copy] = (),
         words: str = "",
         itemsize: int = 1,
+        fills: Sequence[Fill] = (),
     ):
         self.sends = tuple(sends)
         self.receives = tuple(receives)
         self.copies = tuple(each for each in copies if each[2] and each[0] != each[1])
+        self.fills = tuple(fills)
         self.words = words
         self.itemsize = itemsize
         self._enqueue: Enqueue | None = None
@@ -59,12 +66,14 @@ class Transfers:
         Args:
             bind: packs messages between ranks.
         """
-        if self._enqueue is None and (self.sends or self.receives or self.copies):
+        work = self.sends or self.receives or self.copies or self.fills
+        if self._enqueue is None and work:
             self._enqueue = self._pack(bind)
         return self._enqueue
 
     def _pack(self, bind: BindMessages) -> Enqueue:
         calls: list[Enqueue] = [partial(streams.copy, *each) for each in self.copies]
+        calls += [partial(streams.fill, *each) for each in self.fills]
         if self.sends or self.receives:
             calls.append(bind(self.sends, self.receives))
         return calls[0] if len(calls) == 1 else Series(*calls)
@@ -97,10 +106,11 @@ class Pending:
         self.sends: list[Message] = []
         self.receives: list[Message] = []
         self.copies: list[Copy] = []
+        self.fills: list[Fill] = []
         self.stream: Stream | None = None
         self.launches: list[tuple[str, Enqueue, Stream]] = []
         self.kept: list[Any] = []
-        self._most = transfer.most_messages(size)
+        self._size = size
         self._sent, self._received = [0] * size, [0] * size  # by peer
 
     @property
@@ -123,8 +133,11 @@ class Pending:
                 "group: expected one stream for its sends and receives, which start "
                 "together, got several; pass the same stream= to all of them"
             )
-        sent = self._counted(self._sent, more.sends)
-        return stream, sent, self._counted(self._received, more.receives)
+        # One message that may be shorter makes all of them take more arguments.
+        counted = any(each.count_at for each in (*self.receives, *more.receives))
+        most = most_messages(self._size, counted)
+        sent = _counted(self._sent, more.sends, most)
+        return stream, sent, _counted(self._received, more.receives, most)
 
     def add(self, more: Transfers, stream: Stream) -> None:
         """Add a call's messages; raise what :meth:`check` raises."""
@@ -132,16 +145,18 @@ class Pending:
         self.sends += more.sends
         self.receives += more.receives
         self.copies += more.copies
+        self.fills += more.fills
 
-    def _counted(self, before: list[int], messages: Sequence[Message]) -> list[int]:
-        """Return each peer's number of messages with these, or refuse too many."""
-        numbers = before.copy()
-        for message in messages:
-            numbers[message.peer] += 1
-            if numbers[message.peer] > self._most:
-                raise ArgumentError(
-                    f"group: expected at most {self._most} messages to or from one "
-                    f"rank, got more for rank {message.peer}; use several groups, the "
-                    "same on both ranks"
-                )
-        return numbers
+
+def _counted(before: list[int], messages: Sequence[Message], most: int) -> list[int]:
+    """Return each peer's number of messages with these, or refuse too many."""
+    numbers = before.copy()
+    for message in messages:
+        numbers[message.peer] += 1
+    for peer, number in enumerate(numbers):
+        if number > most:
+            raise ArgumentError(
+                f"group: expected at most {most} messages to or from one rank, got "
+                f"more for rank {peer}; use several groups, the same on both ranks"
+            )
+    return numbers

@@ -257,6 +257,16 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
         driver.call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
 
 
+def fill(target: int, number: int, stream: int) -> None:
+    """Enqueue a store of an integer of 8 bytes at an address of this process."""
+    if SIMULATED:
+        ctypes.c_int64.from_address(target).value = number
+        return
+    for half in range(2):  # as a value that a graph keeps, not as a copy
+        word = number >> 32 * half & 0xFFFFFFFF
+        driver.call("cuMemsetD32Async", target + 4 * half, word, 1, stream)
+
+
 def current_context() -> Any:
     """Return the CUDA context that is current in this thread."""
     return None if SIMULATED else driver.call("cuCtxGetCurrent")

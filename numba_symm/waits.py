@@ -102,6 +102,11 @@ TRANSFER_MISMATCH = _other(
     "rank {rank} receives another number of bytes than rank {peer} sends it: "
     "the counts or dtypes of the two calls differ, or the order of their messages",
 )
+TRANSFER_TOO_LONG = _other(
+    32,
+    "rank {peer} sends rank {rank} more bytes than it has room for, or not a multiple "
+    "of its elements: the counts or dtypes of the two calls differ, or their order",
+)
 CALL_MISMATCH = _other(
     30,
     "rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, op or "

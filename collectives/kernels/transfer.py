@@ -14,6 +14,14 @@ receiver:
                 raises the slot's flag: e, and how many bytes the message has
     receiver    waits for the flag, copies the slot into its array, gives credit for e
 
+A receiver may permit shorter messages. It does not know then which channels the message
+uses. But every message has a chunk in channel 0. So the block of that channel learns
+the bytes from the first flag, and passes them on to the receiver's other blocks of the
+pair, through a word of the workspace for each block and message. Each block clears its
+word before the launch ends. Blocks wait for a block before them only, never for a later
+one. Such a launch knows the units of the message's length, not the length, so it
+accesses the end of an array element by element.
+
 Nothing else synchronizes the ranks: a sender may be DEPTH chunks of each channel ahead.
 All pairs of a launch progress side by side, because each end of a channel has a block
 of its own.
@@ -48,6 +56,7 @@ from numba_symm.collectives.protocols.workspace import (
     follow_previous_grid,
     keep,
     layout,
+    most_messages,
     resume,
     sync_block,
     sync_block_or,
@@ -62,6 +71,7 @@ from numba_symm.device.intrinsics import (
     row_index,
     st_relaxed_sys_u32,
     st_relaxed_sys_u64,
+    st_u64,
     st_v2_u64,
     thread_index_x,
     word_of,
@@ -69,22 +79,19 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.lanes import make_lanes
 from numba_symm.device.polling import fail, make_wait, wait_for_epoch, wait_record
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import TRANSFER, TRANSFER_MISMATCH
+from numba_symm.waits import TRANSFER, TRANSFER_MISMATCH, TRANSFER_TOO_LONG
 
 ABSENT = -1
 """Replaces the bytes of a message that does not exist."""
 
-_ARGUMENTS = 3584  # bytes of a kernel's arguments that may be messages, of 4096
-
-
-def most_messages(size: int) -> int:
-    """Return how many messages a pair may have in a launch, each way."""
-    return 1 << (_ARGUMENTS // (32 * max(1, size - 1))).bit_length() - 1
-
-
 LOADS = 4  # vectors that a thread loads before it stores them
 
 _LOW_HALF = 0xFFFFFFFF
+
+# A flag has the lowest bits of the chunk's number, which is at most DEPTH ahead of the
+# receiver's. The other 48 bits have the bytes of any message.
+_NUMBER_BITS = 16
+_NUMBER = (1 << _NUMBER_BITS) - 1
 
 
 class Message(NamedTuple):
@@ -93,24 +100,39 @@ class Message(NamedTuple):
     Attributes:
         peer: the other rank.
         address: where it is loaded, or stored.
-        nbytes: how much, equal at both ends.
+        nbytes: how much, equal at both ends; with ``count_at``, the most that may
+            arrive.
+        count_at: on the receiver, the address of an int64 that gets the number of
+            elements that arrived; 0: ``nbytes`` arrive.
+        itemsize: the bytes of an element, if there is a count.
     """
 
     peer: int
     address: int
     nbytes: int
+    count_at: int = 0
+    itemsize: int = 1
 
 
 @device_function
-def _has_epoch(flag: int, epoch: int) -> bool:
-    return ld_acquire_sys_u64(flag) & _LOW_HALF == epoch  # explore: await
+def _has_number(flag: int, epoch: int) -> bool:
+    # explore: await
+    return (ld_acquire_sys_u64(flag) ^ epoch) & _NUMBER == 0
 
 
-_await_chunk = make_wait(_has_epoch)
+_await_chunk = make_wait(_has_number)
+
+
+@device_function
+def _has_length(address: int, _: int) -> bool:
+    return ld_relaxed_sys_u64(address) != 0  # publishes nothing else
+
+
+_await_length = make_wait(_has_length)
 
 
 def make_transfer(
-    size: int, width: int, ragged: bool, messages: int, channels: int
+    size: int, width: int, ragged: bool, messages: int, channels: int, counted: bool
 ) -> Any:
     """Return the kernel for ``size`` ranks.
 
@@ -120,6 +142,7 @@ def make_transfer(
         ragged: see ``lanes.make_lanes``.
         messages: how many of a pair there may be in each direction.
         channels: how many channels a pair has.
+        counted: whether a message that is received may be shorter than expected.
     """
     element = dtypes.element(f"int{8 * width}", "transfer")
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
@@ -133,6 +156,8 @@ def make_transfer(
     credits_at = flags + 8 * DEPTH * stride * others  # after the flags of all slots
     batch = min(rows, LOADS)
     whole_row = channels * THREADS
+    lengths, most = layout(size).lengths.slots, most_messages(size, True)
+    received = 5 if counted else 2  # words of a message
 
     @device_function
     def raise_flag(address: int, word: int) -> None:
@@ -149,6 +174,49 @@ def make_transfer(
         if thread_index_x() == 0:
             fence_acq_rel_sys()  # explore: credit-fence
             st_relaxed_sys_u32(address, epoch)
+
+    @device_function
+    def learn_bytes(
+        guard: Any,
+        channel: int,
+        flag: int,
+        epoch: int,
+        length: int,
+        record: int,
+        failed: bool,
+    ) -> int:
+        # Every thread waits for itself, because all of them need the word. Returns
+        # ABSENT in all threads of the block if one of them has failed.
+        nbytes = 0
+        if channel == 0:
+            if not failed:
+                failed = not _await_chunk(guard, flag, epoch, record)
+            nbytes = word_of(ld_relaxed_sys_u64(flag)) >> _NUMBER_BITS
+        else:
+            if not failed:
+                failed = not _await_length(guard, length, 0, record)
+            nbytes = word_of(ld_relaxed_sys_u64(length)) - 1
+        # All threads have read the word before it is cleared for the next launch.
+        if sync_block_or(failed):  # explore: agree-length
+            return ABSENT
+        if channel > 0 and thread_index_x() == 0:
+            st_relaxed_sys_u64(length, 0)  # explore: clear
+        return nbytes
+
+    @device_function
+    def fits_not(nbytes: int, room: int, shift: int, elements: int) -> bool:
+        # If it is not a multiple of an element, it has lower bits, or the number of
+        # elements is negative or beyond any room (see _divisor).
+        whole = nbytes >> shift << shift == nbytes and 0 <= elements <= nbytes
+        return nbytes > room or not whole  # explore: room
+
+    @device_function
+    def pass_on(own_lengths: int, used: int, nbytes: int) -> None:
+        # To the blocks of the pair's other channels, each of which has a word.
+        channel = 1 + thread_index_x()
+        while channel < used:
+            st_relaxed_sys_u64(own_lengths + 8 * most * channel, nbytes + 1)
+            channel += THREADS
 
     def transfer(
         guard: Any,
@@ -191,14 +259,49 @@ def make_transfer(
         credit = sender + credits_at + 4 * lane
         epoch, failed = resume(own, epochs, block)
         stopped = False  # the whole block
+        own_lengths = own + lengths + 8 * most * stride * k
         for message in range(messages):
             address = 0
             nbytes = ABSENT
+            count_at = 0
+            shift = 0
+            inverse = 1
             for j in range(others):
                 if j == k:
-                    index = 2 * (j * messages + message)
-                    address = sends[index] if sending else receives[index]
-                    nbytes = sends[index + 1] if sending else receives[index + 1]
+                    index = j * messages + message
+                    if sending:
+                        address = sends[2 * index]
+                        nbytes = sends[2 * index + 1]
+                    else:
+                        address = receives[received * index]
+                        nbytes = receives[received * index + 1]
+                        if counted:
+                            count_at = receives[received * index + 2]
+                            shift = receives[received * index + 3]
+                            inverse = receives[received * index + 4]
+            # explore: unknown
+            if counted and count_at != 0 and not stopped:
+                room = nbytes
+                due = (epoch + 1) & _LOW_HALF
+                record = wait_record(TRANSFER, rank, peer, channel, due)
+                flag_now = flag + 8 * (due % DEPTH)
+                length = own_lengths + 8 * (most * channel + message)
+                nbytes = learn_bytes(
+                    guard, channel, flag_now, due, length, record, failed
+                )
+                elements = word_of((nbytes >> shift) * inverse)
+                if nbytes == ABSENT:
+                    stopped = True
+                elif fits_not(nbytes, room, shift, elements):
+                    failed = True
+                    stopped = True
+                    if thread == 0:
+                        fail(guard, wait_record(TRANSFER_TOO_LONG, rank, peer, 0, 0))
+                elif channel == 0:
+                    used = grid // (2 * others)
+                    pass_on(own_lengths + 8 * message, used, nbytes)  # explore: pass-on
+                    if thread == 0:
+                        st_u64(count_at, elements)
             vectors = (nbytes + VECTOR - 1) // VECTOR
             count = nbytes // width
             # A small message is divided into thin chunks, for all channels.
@@ -206,13 +309,13 @@ def make_transfer(
             first = channel * chunk_rows * THREADS
             # An empty one is a chunk, too: the receiver may expect another size.
             end = 1 if nbytes == 0 else vectors
-            size_word = word_of((nbytes & _LOW_HALF) << 32)
+            size_word = word_of(nbytes << _NUMBER_BITS)
             while first < end and not stopped:
                 epoch = (epoch + 1) & _LOW_HALF
                 record = wait_record(TRANSFER, rank, peer, channel, epoch)
                 flag_now = flag + 8 * (epoch % DEPTH)
                 slot_now = slot + slot_bytes * (epoch % DEPTH) + VECTOR * thread
-                word = word_of(size_word | epoch)
+                word = word_of(size_word | epoch & _NUMBER)
                 if thread == 0 and not failed:
                     if sending:
                         due = (epoch - DEPTH) & _LOW_HALF  # explore: due
@@ -257,11 +360,15 @@ def make_transfer(
 
 
 @functools.cache
-def kernel(size: int, width: int, ragged: bool, messages: int, channels: int) -> Kernel:
+def kernel(
+    size: int, width: int, ragged: bool, messages: int, channels: int, counted: bool
+) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    listed = types.UniTuple(types.int64, 2 * messages * (size - 1))
-    constants = (size, width, ragged, messages, channels)
-    return binding.make_kernel(make_transfer, constants, listed, listed)
+    number = messages * (size - 1)
+    sent = types.UniTuple(types.int64, 2 * number)
+    received = types.UniTuple(types.int64, (5 if counted else 2) * number)
+    constants = (size, width, ragged, messages, channels, counted)
+    return binding.make_kernel(make_transfer, constants, sent, received)
 
 
 def bind(
@@ -271,9 +378,11 @@ def bind(
 
     The messages of a pair are matched in the order given, ``most_messages`` at most.
     """
-    bits = 0
+    counted = any(message.count_at for message in receives)
+    bits = VECTOR // 2 if counted else 0  # the end may be off a vector
     for message in (*sends, *receives):
-        bits |= message.address | message.nbytes
+        length = message.itemsize if message.count_at else message.nbytes
+        bits |= message.address | length
     width, ragged = min(8, bits & -bits) or 8, bits % VECTOR != 0
     out, into = _by_ring(end, sends), _by_ring(end, receives)
     most = max(len(each) for each in (*out, *into))
@@ -283,9 +392,9 @@ def bind(
     channels = max(1, min(channels_of(end.size), end.max_blocks // pairs))
     chunks = max(1, *(divide_up(each.nbytes, ROW) for each in (*sends, *receives)))
     return binding.launch(
-        kernel(end.size, width, ragged, messages, channels),
+        kernel(end.size, width, ragged, messages, channels, counted),
         *(end, pairs * min(channels, chunks)),
-        *(_listed(out, messages), _listed(into, messages)),
+        *(_listed(out, messages, False), _listed(into, messages, counted)),
     )
 
 
@@ -297,10 +406,25 @@ def _by_ring(end: Endpoint, messages: Sequence[Message]) -> list[list[Message]]:
     return found
 
 
-def _listed(by_ring: list[list[Message]], most: int) -> tuple[int, ...]:
+def _listed(by_ring: list[list[Message]], most: int, counted: bool) -> tuple[int, ...]:
     words: list[int] = []
     for messages in by_ring:
         for message in messages:
             words += (message.address, message.nbytes)
-        words += [0, ABSENT] * (most - len(messages))
+            if counted:
+                words += (message.count_at, *_divisor(message.itemsize))
+        absent = [0, ABSENT, 0, 0, 1] if counted else [0, ABSENT]
+        words += absent * (most - len(messages))
     return tuple(words)
+
+
+def _divisor(number: int) -> tuple[int, int]:
+    """Return a shift, and a factor modulo 2**64 (signed), that divide by a number.
+
+    A GPU has no instruction that divides. The odd part of the number has an inverse
+    modulo 2**64. A multiple of it times the inverse is the quotient; another number
+    times the inverse is greater than 2**64 divided by the odd part.
+    """
+    shift = (number & -number).bit_length() - 1
+    inverse = pow(number >> shift, -1, 1 << 64)
+    return shift, inverse - (inverse >> 63 << 64)

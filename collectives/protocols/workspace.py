@@ -99,6 +99,7 @@ class Layout:
     two_shot_sentinel: Region
     two_shot_marked: Region
     chunked: Region
+    lengths: Region
     transfer: Region
     nbytes: int
 
@@ -183,6 +184,20 @@ def channels_of(size: int) -> int:
     return max(1, min(_CHANNELS, MAX_BLOCKS // (2 * max(1, size - 1))))
 
 
+_ARGUMENTS = 3584  # bytes of a kernel's arguments that may be messages, of 4096
+
+
+def most_messages(size: int, counted: bool = False) -> int:
+    """Return how many messages a pair may have in a launch, each way.
+
+    Args:
+        size: the number of ranks.
+        counted: whether a message that is received may be shorter than expected.
+    """
+    words = 7 if counted else 4
+    return 1 << (_ARGUMENTS // (8 * words * max(1, size - 1))).bit_length() - 1
+
+
 def transfer_rows(size: int) -> int:
     """Return how many vectors of a thread a slot of ``transfer.py`` holds."""
     region = layout(size).transfer
@@ -204,6 +219,7 @@ def layout(size: int) -> Layout:
         **{f"one_shot_{name}": taken(each, 1) for name, each in ONE_SHOT.items()},
         **{f"two_shot_{name}": taken(each, 2) for name, each in TWO_SHOT.items()},
         "chunked": taken(CHUNKED, 2),
+        "lengths": 8 * (size - 1) * channels_of(size) * most_messages(size, True),
     }
     regions: dict[str, Any] = {}
     end = _LINE * _MARKS

@@ -105,7 +105,8 @@ def make_wait(has_arrived: Callable[[int, int], bool]) -> Callable[..., bool]:
     """Return a device function that polls until something has arrived.
 
     ``(guard, address, expected, record)`` polls ``has_arrived(address, expected)``,
-    which has to acquire; it returns False if it gave up.
+    which acquires if what it waits for publishes other data; it returns False if it
+    gave up.
     """
 
     @device_function

@@ -5,6 +5,7 @@ A scenario runs its calls on a machine, and raises a Finding if it finds a fault
 
 import pytest
 
+from explore.failures import Finding
 from explore.scheduler import Machine, explore
 from explore.source import SMALL, device_code
 from explore.world import ALGORITHMS, MAILED, World, an_integer, on_own_arrays
@@ -201,6 +202,22 @@ def messages(code, epoch=0):
             number = machine.random.choice([1, 2, 2, 3])
             world.messages(*(a_length(world) for _ in range(number)))
         world.run()
+
+    scenario.blocks = blocks_of_messages
+    return scenario
+
+
+def messages_too_long(code):
+    """A message that is longer than the room for it."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=channels(machine, code))
+        room = a_length(world)
+        world.too_long(room + machine.random.choice([1, 2, 4 * room]), room)
+        world.run()
+        boards = range(world.board, world.board + 8 * world.size, 8)
+        if not all(machine.memory.final(board, 8) for board in boards):
+            raise Finding("result", "a rank has no record of the message")
 
     scenario.blocks = blocks_of_messages
     return scenario

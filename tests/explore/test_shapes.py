@@ -16,6 +16,7 @@ from explore.scenarios import (
     channels,
     holds,
     messages,
+    messages_too_long,
     some_blocks,
 )
 from explore.scheduler import TIMEOUT, Launch
@@ -150,6 +151,31 @@ def test_messages_through_four_channels(ranks, calls, epoch):
     code = device_code(shape=shape)
     assert code.workspace.channels_of(ranks) == 4
     holds(calls(code, epoch), ranks, 30 // ranks, shape=shape)
+
+
+LENGTHS_BROKEN = {
+    "not cleared": removed("transfer", "clear"),
+    "cleared before all threads have read it": removed("transfer", "agree-length"),
+    "known to one channel only": removed("transfer", "pass-on"),
+    "that of the room": within("transfer", "unknown", "count_at != 0", "False"),
+}
+
+
+@pytest.mark.parametrize("what", LENGTHS_BROKEN)
+@pytest.mark.parametrize("ranks", FOUR_CHANNELS)
+def test_lengths_of_messages_broken_are_found(ranks, what):
+    shape = FOUR_CHANNELS[ranks]
+    breaks(messages(device_code(LENGTHS_BROKEN[what], shape=shape)), ranks, shape=shape)
+
+
+@pytest.mark.parametrize("ranks", FOUR_CHANNELS)
+def test_a_message_too_long_changes_nothing_and_fails_on_all_ranks(ranks):
+    shape = FOUR_CHANNELS[ranks]
+    calls = messages_too_long(device_code(IMPATIENT, shape=shape))
+    holds(calls, ranks, 60 // ranks, shape=shape)
+    edit = within("transfer", "room", "nbytes > room", "False")
+    calls = messages_too_long(device_code(IMPATIENT, edit, shape=shape))
+    breaks(calls, ranks, shape=shape)
 
 
 BROKEN = {

@@ -127,7 +127,7 @@ class World:
                 self.memory.plant(workspace + credits_at + 4 * lane, 4, epoch)
                 for chunk in range(epoch - depth + 1, epoch + 1):
                     slot = depth * lane + chunk % depth
-                    word = 8 << 32 | chunk  # of a message of 8 bytes
+                    word = 8 << 16 | chunk & 0xFFFF  # of a message of 8 bytes
                     self.memory.plant(workspace + region.flags + 8 * slot, 8, word)
 
     def inputs(self, count, draw=None):
@@ -254,10 +254,9 @@ class World:
         for count in counts:
             src, dst = self.random.sample(range(self.size), 2)
             arrays, words = self.inputs(count)
-            target = self.map("output", 8 * count)[dst]
             mine[src].append((False, Message(dst, arrays[src], 8 * count)))
-            mine[dst].append((True, Message(src, target, 8 * count)))
-            self.expect(target, words[src])
+            mine[dst].append((True, self.taking(src, dst, count)))
+            self.expect(mine[dst][-1][1].address, words[src])
         for end, messages in zip(self.ends, mine, strict=True):
             for places in divided(len(messages)):
                 of_launch = [messages[place] for place in places]
@@ -268,6 +267,35 @@ class World:
                 if any(lists):
                     launch = self.code.transfer.bind(end, *lists)
                     self.streams[end.rank].append(launch)
+
+    def taking(self, src, dst, count):
+        """Return a message that is received; sometimes it has room for more."""
+        Message = self.code.transfer.Message
+        if self.random.random() < 0.5:
+            target = self.map("output", 8 * count)[dst]
+            return Message(src, target, 8 * count)
+        room = count + self.random.choice([0, 1, 4, 4 * count])
+        target, count_at = (self.map("output", 8 * n)[dst] for n in (room, 1))
+        for i in range(count, room):
+            self.memory.plant(target + 8 * i, 8, i)
+            self.expect(target + 8 * i, [i])
+        self.expect(count_at, [count])
+        return Message(src, target, 8 * room, count_at, 8)
+
+    def too_long(self, count, room):
+        """Add a message that is longer than the room for it, which nothing changes."""
+        src, dst = self.random.sample(range(self.size), 2)
+        arrays, _ = self.inputs(count)
+        target, count_at = (self.map("output", 8 * n)[dst] for n in (count, 1))
+        for i, address in enumerate([count_at, *range(target, target + 8 * count, 8)]):
+            self.memory.plant(address, 8, i)
+            self.expect(address, [i])
+        Message = self.code.transfer.Message
+        sent = Message(dst, arrays[src], 8 * count)
+        taken = Message(src, target, 8 * room, count_at, 8)
+        for rank, lists in ((src, ([sent], [])), (dst, ([], [taken]))):
+            launch = self.code.transfer.bind(self.ends[rank], *lists)
+            self.streams[rank].append(launch)
 
     def scan(self, count):
         """Add an inclusive scan in chunks."""
@@ -383,6 +411,11 @@ class World:
                 _, empty = self.initial(at)
                 if empty not in (0, value):
                     raise Finding("result", f"a vector is left at {workspace + at:#x}")
+        lengths = self.layout.lengths
+        for workspace in self.workspaces:
+            for at in range(lengths.slots, lengths.end, 8):
+                if self.memory.final(workspace + at, 8) != 0:
+                    raise Finding("result", f"a length is left at {workspace + at:#x}")
         for pad in self.pads:
             for slot in range(self.size * self.blocks):
                 if self.memory.final(pad + 4 * slot, 4) != 0:

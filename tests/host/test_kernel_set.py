@@ -87,7 +87,7 @@ def test_messages_of_any_size_and_alignment_bind_kernels_that_are_listed(size):
     chance = random.Random(size)
     for dtype, _ in MOVED:
         end = dataclasses.replace(endpoint(size), rank=chance.randrange(size))
-        names = [chance.choice(MESSAGES)]
+        names = [chance.choice(["recv", *MESSAGES])]
         known = kernel_set.kernels(names, [dtype], ["sum"], end, "test")
         kind = dtypes.checked(dtype, "test")
         with listed() as bound:
@@ -98,6 +98,9 @@ def test_messages_of_any_size_and_alignment_bind_kernels_that_are_listed(size):
                 message = Message(peer, x.address, x.nbytes)
                 Transfers([message], []).packed(Binder(end).messages)
                 Transfers([], [message]).packed(Binder(end).messages)
+                if names[0] in ("recv", "sendrecv"):
+                    counted = message._replace(count_at=8, itemsize=kind.itemsize)
+                    Transfers([], [counted]).packed(Binder(end).messages)
         assert not bound.keys() - set(known)
 
 
