@@ -291,6 +291,7 @@ def make_transfer(
                 )
                 elements = word_of((nbytes >> shift) * inverse)
                 if nbytes == ABSENT:
+                    failed = True  # explore: unlearned
                     stopped = True
                 elif fits_not(nbytes, room, shift, elements):
                     failed = True

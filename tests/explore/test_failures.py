@@ -88,6 +88,10 @@ BROKEN = {
         ("messages",),
         replaced("transfer", "agree", AGREED),
     ),
+    "messages after a length that did not arrive": (
+        ("messages",),
+        removed("transfer", "unlearned"),
+    ),
     "a barrier that returns only what its thread found": (
         ("barrier",),
         replaced("signals", "agree", "syncthreads()\nreturn met"),
