@@ -1,4 +1,4 @@
-"""Ranks as spawned processes, without MPI: one may die while the others continue.
+"""Ranks as processes without MPI: one may die while the others continue.
 
 mpirun ends a job when one of its ranks fails, so the errors of the other ranks can only
 be tested here. The parent passes the messages of their communicator, and kills the
@@ -6,6 +6,7 @@ processes that have not ended at the deadline.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import multiprocessing
@@ -19,13 +20,23 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 # No module of numba_symm: numba must not be imported before _play sets the environment.
+
+PRELOADED = [
+    "numba_symm.collectives.communicator",
+    "numba_symm.sharing",
+    "numba_symm.simulator",
+    "tests.sharing.work",
+]
+"""What the server has imported that simulated ranks are forked from."""
 
 LAST_WORDS = 3  # seconds before the deadline, for telling where a stuck rank is
 GOODBYE = 15  # seconds that a process may take to end once its rank has left
@@ -162,16 +173,17 @@ class Ranks:
             self._folder.cleanup()
 
     def _begin(self) -> None:
-        common = {"NUMBA_ENABLE_CUDASIM": "1"} if simulated(self._n) else {}
-        context = multiprocessing.get_context("spawn")
+        common, process_of = dict(os.environ), _spawned
+        if simulated(self._n):
+            common, process_of = common | SIMULATED, _forked
         self._folder = tempfile.TemporaryDirectory()
         self._logs = [Path(self._folder.name, f"{r}.txt") for r in range(self._n)]
         self._hubs = []
         for rank, log in enumerate(self._logs):
             log.touch()
-            here, there = context.Pipe()
+            here, there = multiprocessing.Pipe()
             job = (there, rank, self._n, common | self._environ[rank], log)
-            process = context.Process(target=_play, args=job, name=f"rank {rank}")
+            process = process_of(target=_play, args=job, name=f"rank {rank}")
             process.start()
             there.close()
             self._hubs.append(here)
@@ -257,6 +269,33 @@ def simulated(n: int) -> bool:
         pytest.skip(str(error))
 
 
+SIMULATED = {"NUMBA_ENABLE_CUDASIM": "1"}
+
+_spawned = multiprocessing.get_context("spawn").Process
+
+
+def _forked(**options: Any) -> "_Forked":
+    """Return a process that has imported the library: importing takes a second.
+
+    It is forked from a server, which has used nothing of what it has imported.
+    """
+    forkserver.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SIMULATED.items():
+            patch.setenv(name, value)  # of the server, if it starts now
+        forkserver.ensure_running()
+    return _Forked(**options)
+
+
+class _Forked(ForkServerProcess):
+    """A process that ends as a spawned one does."""
+
+    def _bootstrap(self, *args: Any, **options: Any) -> None:
+        code = super()._bootstrap(*args, **options)
+        # The server would end it without the interpreter's end: no atexit functions.
+        ctypes.pythonapi.Py_Exit(code)
+
+
 def _serve(
     hubs: list[Connection], results: list[Outcome], end: float, once: bool
 ) -> list[int]:
@@ -304,11 +343,12 @@ def _serve(
 
 
 def _play(hub, rank, n, environ, log):
-    """Run jobs as one rank, in a spawned process."""
+    """Run jobs as one rank, in a process of its own."""
     with log.open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
     faulthandler.enable()
+    os.environ.clear()  # a forked process has the environment of its server
     os.environ.update(environ)
     while True:
         try:
