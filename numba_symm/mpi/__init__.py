@@ -17,9 +17,10 @@ from mpi4py import MPI as _MPI
 
 from numba_symm.mpi.comm import Comm
 from numba_symm.mpi.errors import MPIError
+from numba_symm.mpi.messages import Message
 from numba_symm.mpi.requests import Prequest, Request
 
-__all__ = ["Comm", "MPIError", "Prequest", "Request"]
+__all__ = ["Comm", "MPIError", "Message", "Prequest", "Request"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,21 +1,23 @@
 """mpi4py's communicators, whose buffer calls take device arrays."""
 
-import atexit
 import sys
 from typing import Any
 
 from mpi4py import MPI
 
 from numba_symm.collectives.communicator import Communicator
-from numba_symm.mpi import collectives, reductions
+from numba_symm.memory.allocator import SymmetricMemoryAllocator
+from numba_symm.mpi import collectives, reductions, staging
 from numba_symm.mpi.errors import refusal, translated
 from numba_symm.mpi.forms import forms
+from numba_symm.mpi.messages import Post
+from numba_symm.mpi.p2p import Messages
 
 _open: list["Device"] = []
 """Those with a communicator that the end of the program closes, in order."""
 
 
-class Device:
+class Device(Messages):
     """The calls on device arrays; what is not here is mpi4py's own.
 
     Attributes:
@@ -28,13 +30,20 @@ class Device:
     _plain: type[Any] = MPI.Intracomm
     _owned = False
 
-    def _begin(self, options: dict[str, Any], synchronize: bool, owned: bool) -> None:
+    def _begin(
+        self,
+        options: dict[str, Any],
+        synchronize: bool,
+        owned: bool,
+        allocator: SymmetricMemoryAllocator | None = None,
+    ) -> None:
         self._options = options
         self.synchronizes = synchronize
         self._owned = owned
         self._made: Communicator | None = None
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
+        self.post = Post(self.host, allocator, options.get("stream"))
 
     @property
     def communicator(self) -> Communicator:
@@ -51,7 +60,8 @@ class Device:
             return comm
         kind = _KINDS[type(comm)]
         made: Any = kind.__new__(kind, comm)
-        made._begin(dict(self._options), self.synchronizes, owned=True)
+        options, allocator = dict(self._options), self.post.allocator
+        made._begin(options, self.synchronizes, owned=True, allocator=allocator)
         return made
 
     # Communicators.
@@ -100,6 +110,7 @@ class Device:
         The communicator that was passed to ``Comm`` is not freed.
         """
         self._close()
+        self.post.free()
         if self._owned:
             self._plain.Free(self)
 
@@ -147,7 +158,7 @@ class Device:
     Exscan, Iexscan, Exscan_init = forms("Exscan", reductions.exscan)
 
 
-class Comm(Device, MPI.Intracomm):
+class Comm(Device, MPI.Intracomm):  # type: ignore[misc]
     """An intracommunicator of mpi4py, whose buffer calls take device arrays too.
 
     It is ``comm`` itself: its handle, ranks and attributes. Calls whose arrays are on
@@ -186,13 +197,12 @@ class Comm(Device, MPI.Intracomm):
     @translated
     def __init__(self, comm: MPI.Intracomm, synchronize: bool = True, **options: Any):
         self._begin(options, synchronize, owned=False)
-        _ = self.communicator
+        self.post.allocator = self.communicator.allocator
 
 
 _KINDS: dict[type, Any] = {MPI.Intracomm: Comm}
 
 
-@atexit.register
 def _close_all() -> None:
     """Close what is open, in reverse order, as MPI does at the end of a program.
 
@@ -200,5 +210,10 @@ def _close_all() -> None:
     """
     if getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
         return
-    for comm in reversed(list(_open)):
+    staging.give_back_all()
+    for comm in reversed(list(_open)):  # which waits for all of its ranks
         comm._close()
+    staging.end_all()
+
+
+staging.at_end(_close_all)

@@ -1,0 +1,410 @@
+"""Messages of device arrays: envelopes by MPI, which matches them, and data by copies.
+
+A send copies its data to memory of its process (``staging.py``), waits for that copy,
+and sends an envelope with its place by MPI, with the tag of the message. So source,
+tag, order and wildcards are MPI's. The receive copies the data from there, waits for
+its copy, and sends a receipt, after which the sender reuses the memory. Envelopes and
+receipts have communicators of their own, so host messages do not meet them.
+"""
+
+import itertools
+import struct
+import time
+from typing import Any, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+from numba_symm import arrays, streams
+from numba_symm.arrays import Memory
+from numba_symm.environment import SIMULATED
+from numba_symm.memory.allocator import SymmetricMemoryAllocator
+from numba_symm.mpi import buffers, packing, staging
+from numba_symm.mpi.buffers import message
+from numba_symm.mpi.errors import refusal, unsupported
+from numba_symm.mpi.requests import Request, describe
+from numba_symm.mpi.staging import Room, opened, staging_of
+
+_HEADER = struct.Struct("<qqq")
+_MOST = 4096  # bytes of an envelope, at most
+_PAUSE = 20e-6  # seconds between two looks for a message
+
+
+class Envelope(NamedTuple):
+    """What a sender tells of its message.
+
+    Attributes:
+        source: the sender.
+        tag: the message's tag.
+        number: the message's number among the sender's.
+        nbytes: its size.
+        offset: its first byte in the sender's block.
+        handle: names that block.
+    """
+
+    source: int
+    tag: int
+    number: int
+    nbytes: int
+    offset: int
+    handle: bytes
+
+
+_posts: "set[Post]" = set()  # of communicators that were not freed
+
+
+class Post:
+    """The messages of one communicator on this rank.
+
+    Args:
+        host: the communicator of mpi4py, which is duplicated twice. Collective.
+        allocator: allocates the memory through which messages pass.
+        stream: the stream of arrays that name none.
+    """
+
+    def __init__(
+        self, host: Any, allocator: SymmetricMemoryAllocator | None, stream: Any
+    ):
+        self._envelopes, self._receipts = host.Dup(), host.Dup()
+        self.allocator = allocator
+        self._stream = stream
+        self._numbers = itertools.count()
+        self._unread: dict[int, Room | None] = {}
+        self._sent: list[tuple[MPI.Request, Any]] = []
+        self._probed: list[Envelope] = []
+        self._receipts_sent = [0] * host.size
+        self._receipts_taken = 0
+        _posts.add(self)
+
+    def free(self) -> None:
+        """Free the duplicates. Collective.
+
+        First take all receipts: one that arrived later would be taken for a message of
+        a new communicator, to which MPI gives the same number.
+        """
+        coming = sum(self._receipts.alltoall(self._receipts_sent))
+        while self._receipts_taken < coming or self._sent:
+            self.reap()
+        _posts.discard(self)
+        if not _posts:
+            staging.give_back_all()
+        self._receipts.Barrier()  # after which the peers may end
+        self._envelopes.Free()
+        self._receipts.Free()
+
+    def stream_of(self, array: Any) -> int:
+        """Return the stream for copies of an array."""
+        named = None if array is None else arrays.stream_of(array)
+        found = streams.handle_or_default(self._stream) if named is None else named
+        if not SIMULATED and streams.is_capturing(found):
+            raise unsupported(
+                "messages cannot be captured, because the hosts match them; use "
+                "comm.communicator.send and recv"
+            )
+        return found
+
+    # Sending.
+
+    def send(self, spec: Any, dest: int, tag: int) -> int:
+        """Send a message; return its number. Its array may be used afterwards."""
+        self.reap()
+        found = message(spec)
+        room, number = None, next(self._numbers)
+        if found.nbytes:
+            room = self._stage(found)
+        place = (0, b"") if room is None else (room.offset, room.handle)
+        text = _HEADER.pack(number, found.nbytes, place[0]) + place[1]
+        request = self._envelopes.Isend([text, MPI.BYTE], dest, tag)
+        self._sent.append((request, text))
+        self._unread[number] = room
+        return number
+
+    def _stage(self, found: buffers.Message) -> Room:
+        assert self.allocator is not None
+        room = staging_of(self.allocator).take(found.nbytes)
+        stream = self.stream_of(found.array)
+        if found.layout.runs is None:
+            streams.copy(room.address, found.address, found.nbytes, stream)
+        else:
+            memory = Memory(room.address, found.nbytes, room.memory)
+            packed = memory.array(found.nbytes, np.dtype(np.uint8))
+            packing.pack(found, packed)(stream)
+        _wait(stream)
+        return room
+
+    def reap(self) -> None:
+        """Reuse the memory of messages that were received."""
+        self._sent = [each for each in self._sent if not each[0].Test()]
+        number = np.empty(1, np.int64)
+        while self._receipts.Iprobe():
+            self._receipts.Recv(number)
+            self._receipts_taken += 1
+            room = self._unread.pop(int(number[0]))
+            if room is not None:
+                assert self.allocator is not None
+                staging_of(self.allocator).give_back(room)
+
+    def is_received(self, number: int) -> bool:
+        """Return whether the receiver has a message."""
+        self.reap()
+        return number not in self._unread
+
+    # Receiving.
+
+    def receive(self, source: int, tag: int) -> "Posted":
+        """Post a receive."""
+        for index, found in enumerate(self._probed):
+            if source in (found.source, MPI.ANY_SOURCE) and tag in (
+                found.tag,
+                MPI.ANY_TAG,
+            ):
+                return Posted(envelope=self._probed.pop(index))
+        room = np.empty(_MOST, np.uint8)
+        return Posted(self._envelopes.Irecv(room, source, tag), room)
+
+    def probe(self, source: int, tag: int) -> Envelope | None:
+        """Return the envelope that a receive would match now, which stays there."""
+        posted = self.receive_if_there(source, tag)
+        if posted is None:
+            return None
+        # Earlier than what MPI still has, later than what was probed before it.
+        self._probed.append(posted)
+        return posted
+
+    def receive_if_there(self, source: int, tag: int) -> Envelope | None:
+        """Return the envelope of a message, which no other receive gets."""
+        self.reap()
+        status = MPI.Status()
+        waiting = any(
+            source in (each.source, MPI.ANY_SOURCE) and tag in (each.tag, MPI.ANY_TAG)
+            for each in self._probed
+        )
+        if not waiting and not self._envelopes.Iprobe(source, tag, status):
+            return None
+        if not waiting:
+            source, tag = status.source, status.tag
+        posted = self.receive(source, tag)
+        posted.wait()
+        return posted.envelope
+
+    def deliver(self, envelope: Envelope, into: buffers.Message) -> None:
+        """Copy a message to its array, and send the receipt."""
+        try:
+            if envelope.nbytes > into.nbytes:
+                raise refusal(
+                    MPI.ERR_TRUNCATE,
+                    f"Recv: expected at most {into.nbytes} bytes from rank "
+                    f"{envelope.source} with tag {envelope.tag}, got {envelope.nbytes};"
+                    " pass a larger array",
+                )
+            if envelope.nbytes:
+                self._copy(envelope, into)
+        finally:
+            number = np.array([envelope.number], np.int64)
+            self._receipts_sent[envelope.source] += 1
+            self._sent.append((self._receipts.Isend(number, envelope.source), number))
+
+    def _copy(self, envelope: Envelope, into: buffers.Message) -> None:
+        block = opened(envelope.handle)
+        source = arrays.view(block, "Recv").address + envelope.offset
+        stream = self.stream_of(into.array)
+        if into.layout.runs is None:
+            streams.copy(into.address, source, envelope.nbytes, stream)
+        else:
+            number, rest = divmod(envelope.nbytes, into.layout.nbytes)
+            if rest:
+                raise unsupported(
+                    f"Recv: expected whole items of {into.layout.nbytes} bytes, got "
+                    f"{envelope.nbytes} bytes; send whole items"
+                )
+            memory = Memory(source, envelope.nbytes, block)
+            packed = memory.array(envelope.nbytes, np.dtype(np.uint8))
+            packing.unpack(into._replace(number=number), packed)(stream)
+        _wait(stream)
+
+
+def _wait(stream: int) -> None:
+    if not SIMULATED:
+        streams.synchronize(stream)
+
+
+class Posted:
+    """A receive of an envelope.
+
+    Args:
+        request: mpi4py's request, if it has not arrived.
+        room: where it arrives.
+        envelope: the envelope, if it has.
+    """
+
+    def __init__(
+        self,
+        request: MPI.Request | None = None,
+        room: Any = None,
+        envelope: Envelope | None = None,
+    ):
+        self._request, self._room = request, room
+        self._envelope = envelope
+        self.cancelled = False
+
+    @property
+    def envelope(self) -> Envelope:
+        """The envelope, which has arrived."""
+        assert self._envelope is not None
+        return self._envelope
+
+    def wait(self) -> None:
+        """Wait until it has arrived or was cancelled."""
+        if self._request is not None:
+            status = MPI.Status()
+            self._request.Wait(status)
+            self._read(status)
+
+    def test(self) -> bool:
+        """Return whether it has arrived or was cancelled."""
+        status = MPI.Status()
+        if self._request is not None and self._request.Test(status):
+            self._read(status)
+        return self._request is None
+
+    def cancel(self) -> None:
+        """Cancel the receive, unless a message has matched it."""
+        if self._request is not None:
+            self._request.Cancel()
+
+    def _read(self, status: MPI.Status) -> None:
+        self._request = None
+        if status.Is_cancelled():
+            self.cancelled = True
+            return
+        data = self._room[: status.Get_count(MPI.BYTE)].tobytes()
+        number, nbytes, offset = _HEADER.unpack_from(data)
+        handle = data[_HEADER.size :]
+        source, tag = status.source, status.tag
+        self._envelope = Envelope(source, tag, number, nbytes, offset, handle)
+
+
+class Receiving(Request):
+    """A receive."""
+
+    def __init__(self, post: Post, posted: Posted, spec: Any):
+        super().__init__()
+        self._post, self._posted = post, posted
+        self._into = message(spec)
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        self._posted.wait()
+        self._done(status)
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        if not self._posted.test():
+            return False
+        self._done(status)
+        return True
+
+    def _done(self, status: MPI.Status | None) -> None:
+        self._active = False
+        if self._posted.cancelled:
+            describe(status, cancelled=True)
+            return
+        found = self._posted.envelope
+        describe(status, found.source, found.tag, min(found.nbytes, self._into.nbytes))
+        self._post.deliver(found, self._into)
+
+    def Cancel(self) -> None:
+        """Cancel the receive, unless a message has matched it."""
+        self._posted.cancel()
+
+
+class Sending(Request):
+    """A send that is done when its receiver has it."""
+
+    def __init__(self, post: Post, number: int):
+        super().__init__()
+        self._post, self._number = post, number
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        while not self._post.is_received(self._number):
+            time.sleep(_PAUSE)
+        describe(status)
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        if not self._post.is_received(self._number):
+            return False
+        describe(status)
+        return True
+
+
+class Done(Request):
+    """A call that was done when it was started.
+
+    Args:
+        source: the source of its status.
+    """
+
+    def __init__(self, source: int = MPI.ANY_SOURCE):
+        super().__init__()
+        self._source = source
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        describe(status, self._source)
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        self._finish(status)
+        return True
+
+
+class Message(MPI.Message):
+    """A message that a matched probe has found, of a device array."""
+
+    _post: Post | None = None
+    _envelope: Envelope | None = None
+
+    def __bool__(self) -> bool:
+        return self._envelope is not None or super().__bool__()
+
+    __hash__ = MPI.Message.__hash__
+
+    @classmethod
+    def of(cls, post: Post, envelope: Envelope) -> "Message":
+        """Return the message of an envelope."""
+        made = cls()
+        made._post, made._envelope = post, envelope
+        return made
+
+    def Recv(self, buf: Any, status: MPI.Status | None = None) -> None:
+        """Receive the message."""
+        if self._envelope is None:
+            super().Recv(buf, status)
+        else:
+            self.Irecv(buf).Wait(status)
+
+    def Irecv(self, buf: Any) -> Any:
+        """Start to receive the message."""
+        if self._envelope is None:
+            return super().Irecv(buf)
+        assert self._post is not None
+        envelope, self._envelope = self._envelope, None
+        return Receiving(self._post, Posted(envelope=envelope), buf)
+
+    @classmethod
+    def Probe(
+        cls,
+        comm: Any,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Wait for a message; return it, so that no other receive gets it."""
+        return comm.Mprobe(source, tag, status)
+
+    @classmethod
+    def Iprobe(
+        cls,
+        comm: Any,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Return a message, so that no other receive gets it, or None."""
+        return comm.Improbe(source, tag, status)

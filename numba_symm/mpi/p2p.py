@@ -1,0 +1,257 @@
+"""mpi4py's sends, receives and probes."""
+
+import functools
+import time
+from typing import Any
+
+from mpi4py import MPI
+
+from numba_symm.mpi.buffers import on_device
+from numba_symm.mpi.errors import translated
+from numba_symm.mpi.messages import Done, Message, Post, Receiving, Sending
+from numba_symm.mpi.requests import Prequest, Request, describe
+
+_PAUSE = 20e-6  # seconds between two looks for a message
+NOBODY = MPI.PROC_NULL
+
+
+class Messages:
+    """The point-to-point methods of a communicator.
+
+    A send copies its array and returns, whatever its size: ``Send``, ``Bsend``,
+    ``Rsend`` and the nonblocking ones never wait for the receiver; ``Ssend`` does.
+    A message of a device array is received by a device array, and one of a host
+    array by a host array.
+    """
+
+    host: Any
+    post: Post
+
+    @translated
+    def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a message. The array may be used when this returns."""
+        if on_device(buf) and dest != NOBODY:
+            self.post.send(buf, dest, tag)
+        else:
+            self.host.Send(None if dest == NOBODY else buf, dest, tag)
+
+    Bsend = Rsend = Send
+
+    @translated
+    def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a message, and wait until it was received."""
+        self.Issend(buf, dest, tag).Wait()
+
+    @translated
+    def Isend(self, buf: Any, dest: int, tag: int = 0) -> Any:
+        """Send a message; return a request, which is done."""
+        if dest == NOBODY:
+            return Done()
+        if not on_device(buf):
+            return self.host.Isend(buf, dest, tag)
+        self.post.send(buf, dest, tag)
+        return Done()
+
+    Ibsend = Irsend = Isend
+
+    @translated
+    def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
+        """Send a message; return a request, which is done when it was received."""
+        if dest == NOBODY:
+            return Done()
+        if not on_device(buf):
+            return self.host.Issend(buf, dest, tag)
+        return Sending(self.post, self.post.send(buf, dest, tag))
+
+    @translated
+    def Recv(
+        self,
+        buf: Any,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> None:
+        """Receive a message, which may be shorter than the room for it."""
+        if on_device(buf) and source != NOBODY:
+            self.Irecv(buf, source, tag).Wait(status)
+        else:
+            self.host.Recv(None if source == NOBODY else buf, source, tag, status)
+
+    @translated
+    def Irecv(
+        self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
+    ) -> Any:
+        """Receive a message; return a request, which is done when it has arrived.
+
+        The data is copied in ``Wait`` or ``Test``.
+        """
+        if source == NOBODY:
+            return Done(NOBODY)
+        if not on_device(buf):
+            return self.host.Irecv(buf, source, tag)
+        return Receiving(self.post, self.post.receive(source, tag), buf)
+
+    @translated
+    def Sendrecv(
+        self,
+        sendbuf: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> None:
+        """Send a message and receive one."""
+        self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag).Wait(status)
+
+    @translated
+    def Isendrecv(
+        self,
+        sendbuf: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+    ) -> Any:
+        """Send a message and receive one; return a request."""
+        receives = self.Irecv(recvbuf, source, recvtag)
+        sends = self.Isend(sendbuf, dest, sendtag)
+        return Together(receives, sends)
+
+    @translated
+    def Sendrecv_replace(
+        self,
+        buf: Any,
+        dest: int,
+        sendtag: int = 0,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> None:
+        """Send an array's message, and receive another one into the array."""
+        if on_device(buf):
+            self.Isendrecv_replace(buf, dest, sendtag, source, recvtag).Wait(status)
+        else:
+            self.host.Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
+
+    @translated
+    def Isendrecv_replace(
+        self,
+        buf: Any,
+        dest: int,
+        sendtag: int = 0,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+    ) -> Any:
+        """Send an array's message, and receive another one into it; a request."""
+        if not on_device(buf):
+            return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
+        self.Send(buf, dest, sendtag)  # which has copied it
+        return self.Irecv(buf, source, recvtag)
+
+    # Persistent ones.
+
+    @translated
+    def Send_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
+        """Prepare a send."""
+        if not on_device(buf):
+            return self.host.Send_init(buf, dest, tag)
+        return Prequest(functools.partial(self.Isend, buf, dest, tag))
+
+    Rsend_init = Send_init
+
+    @translated
+    def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
+        """Prepare a send."""
+        if not on_device(buf):
+            return self.host.Bsend_init(buf, dest, tag)
+        return Prequest(functools.partial(self.Isend, buf, dest, tag))
+
+    @translated
+    def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
+        """Prepare a send that is done when it was received."""
+        if not on_device(buf):
+            return self.host.Ssend_init(buf, dest, tag)
+        return Prequest(functools.partial(self.Issend, buf, dest, tag))
+
+    @translated
+    def Recv_init(
+        self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG
+    ) -> Any:
+        """Prepare a receive."""
+        if not on_device(buf):
+            return self.host.Recv_init(buf, source, tag)
+        return Prequest(functools.partial(self.Irecv, buf, source, tag))
+
+    # Probes.
+
+    @translated
+    def Iprobe(
+        self,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> bool:
+        """Return whether a message has arrived, of a device array or of a host one."""
+        found = None if source == NOBODY else self.post.probe(source, tag)
+        if found is None:
+            return bool(self.host.Iprobe(source, tag, status))
+        describe(status, found.source, found.tag, found.nbytes)
+        return True
+
+    @translated
+    def Probe(
+        self,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> bool:
+        """Wait for a message."""
+        while not self.Iprobe(source, tag, status):
+            time.sleep(_PAUSE)
+        return True
+
+    @translated
+    def Improbe(
+        self,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Return a message, so that no other receive gets it, or None."""
+        found = None if source == NOBODY else self.post.receive_if_there(source, tag)
+        if found is None:
+            return self.host.Improbe(source, tag, status)
+        describe(status, found.source, found.tag, found.nbytes)
+        return Message.of(self.post, found)
+
+    @translated
+    def Mprobe(
+        self,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Wait for a message; return it, so that no other receive gets it."""
+        while True:
+            found = self.Improbe(source, tag, status)
+            if found is not None:
+                return found
+            time.sleep(_PAUSE)
+
+
+class Together(Request):
+    """A receive and a send, whose status is that of the receive."""
+
+    def __init__(self, receives: Any, sends: Any):
+        super().__init__()
+        self._receives, self._sends = receives, sends
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        self._receives.Wait(status)
+        self._sends.Wait()
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        return bool(self._receives.Test(status) and self._sends.Test())

@@ -1,0 +1,135 @@
+"""Memory of this process through which its messages pass.
+
+A sender copies a message here, and the receiver copies it from here. So a send never
+waits for its receiver, whatever its size, and the receiver needs nothing of the sender.
+Each block is shared once (:func:`numba_symm.share`), and opened once by each peer.
+"""
+
+import atexit
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numba_symm.arrays import Memory
+from numba_symm.memory.allocator import SymmetricMemoryAllocator
+from numba_symm.sharing import SharedHandle, open_shared, share
+
+LEAST = 1 << 12
+"""Bytes of the smallest room; others are twice as large, and so on."""
+
+BLOCK = 1 << 21
+"""Bytes of the smallest block."""
+
+_OPENS = 1 << 20  # more than there are peers: the memory stays until the process ends
+_BYTE = np.dtype(np.uint8)
+
+
+class Room(NamedTuple):
+    """Room for one message.
+
+    Attributes:
+        memory: the block.
+        handle: names the block in other processes.
+        offset: the room's first byte in it.
+        nbytes: the room's size.
+    """
+
+    memory: Memory
+    handle: bytes
+    offset: int
+    nbytes: int
+
+    @property
+    def address(self) -> int:
+        """The room's address here."""
+        return self.memory.address + self.offset
+
+
+class Staging:
+    """The rooms of this process, by size. They are reused, and never freed.
+
+    Args:
+        allocator: allocates the blocks.
+    """
+
+    def __init__(self, allocator: SymmetricMemoryAllocator):
+        self._allocator = allocator
+        self._free: dict[int, list[Room]] = {}
+        self._shared: list[SharedHandle] = []
+
+    def take(self, nbytes: int) -> Room:
+        """Return room for at least ``nbytes``."""
+        size = max(LEAST, 1 << (nbytes - 1).bit_length())
+        free = self._free.setdefault(size, [])
+        if not free:
+            free += self._made(size)
+        return free.pop()
+
+    def give_back(self, room: Room) -> None:
+        """Reuse a room, whose message was received."""
+        self._free[room.nbytes].append(room)
+
+    def end(self) -> None:
+        """End the sharing of all blocks, for the end of the program."""
+        while self._shared:
+            self._shared.pop().cancel()
+
+    def _made(self, size: int) -> list[Room]:
+        nbytes = max(size, BLOCK)
+        block = self._allocator.allocate(nbytes)
+        memory = Memory(block.address, nbytes, block)
+        shared = share(memory.array(nbytes, _BYTE), opens=_OPENS)
+        self._shared.append(shared)
+        for step in _at_end:
+            _run_first(step)
+        handle = shared.to_bytes()
+        starts = itertools.count(0, size)
+        return [
+            Room(memory, handle, offset, size)
+            for offset, _ in zip(starts, range(nbytes // size), strict=False)
+        ]
+
+
+_at_end: list[Callable[[], None]] = []
+
+
+def at_end(step: Callable[[], None]) -> None:
+    """Run a step at the end of the program, before sharing tells what is shared."""
+    _at_end.append(step)
+    _run_first(step)
+
+
+def _run_first(step: Callable[[], None]) -> None:
+    """Run a step before those that were registered earlier."""
+    atexit.unregister(step)
+    atexit.register(step)
+
+
+_of: dict[SymmetricMemoryAllocator, Staging] = {}
+
+
+def staging_of(allocator: SymmetricMemoryAllocator) -> Staging:
+    """Return the rooms of this process."""
+    if allocator not in _of:
+        _of[allocator] = Staging(allocator)
+    return _of[allocator]
+
+
+def give_back_all() -> None:
+    """Unmap the blocks of other processes, for the end of the program."""
+    opened.cache_clear()
+
+
+def end_all() -> None:
+    """End the sharing of this process' blocks, after all peers have unmapped them."""
+    for staging in _of.values():
+        staging.end()
+
+
+@functools.lru_cache(maxsize=1024)
+def opened(handle: bytes) -> Any:
+    """Return the block of another process, mapped here once."""
+    return open_shared(SharedHandle.from_bytes(handle))

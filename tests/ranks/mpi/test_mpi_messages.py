@@ -1,0 +1,205 @@
+"""Sends, receives and probes in mpi4py's spelling."""
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from numba_symm import mpi as MPI
+from numba_symm.mpi.staging import BLOCK
+from tests.ranks.helpers import needs_peers
+
+
+def array(*values, dtype="i4"):
+    return cuda.to_device(np.array(values, dtype))
+
+
+def room(number, dtype="i4"):
+    return cuda.to_device(np.full(number, -1, dtype))
+
+
+def around(comm):
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+def test_messages_match_by_source_and_tag(comm):
+    """A receive takes the first message of its tag, whatever was sent before it."""
+    right, left = around(comm)
+    for tag in (1, 2, 2, 3):
+        x = array(10 * comm.rank + tag)
+        comm.Send(x, right, tag)
+        x[0] = 99  # a sent array may be used
+    found = []
+    for tag in (3, 2, MPI.ANY_TAG, MPI.ANY_TAG):
+        out, status = room(1), MPI.Status()
+        comm.Recv(out, left, tag, status)
+        found.append((status.Get_tag(), out.copy_to_host()[0] - 10 * left))
+        assert status.Get_source() == left
+    assert found == [(3, 3), (2, 2), (1, 1), (2, 2)]
+    comm.Barrier()
+
+
+def test_a_message_may_be_shorter_than_its_room(comm):
+    right, left = around(comm)
+    out, status = room(5), MPI.Status()
+    comm.Sendrecv(array(1, 2), right, 7, [out, MPI.INT], left, status=status)
+    assert out.copy_to_host().tolist() == [1, 2, -1, -1, -1]
+    assert status.Get_count(MPI.INT) == 2
+    assert (status.source, status.tag) == (left, 7)
+    comm.Send(array(1, 2, 3), right)
+    with pytest.raises(MPI.Exception, match="at most 8 bytes") as found:
+        comm.Recv(room(2), left)
+    assert found.value.Get_error_class() == MPI.ERR_TRUNCATE
+    comm.Send(array(), right)
+    out = room(1)
+    comm.Recv(out, left, status=status)
+    assert status.Get_count(MPI.INT) == 0
+    comm.Barrier()
+
+
+def test_all_send_before_any_receives(comm):
+    """Large messages, too: a send never waits for its receiver."""
+    right, left = around(comm)
+    number = 2 * BLOCK // 4 + 3
+    x, out = cuda.to_device(np.full(number, comm.rank, "i4")), room(number)
+    for _ in range(3):  # the rooms are reused
+        requests = [comm.Isend(x, right, tag) for tag in (1, 2)]
+        comm.Send(x, right, 3)
+        y = array(1.0, dtype="f4")
+        comm.Allreduce(MPI.IN_PLACE, y)  # a request does not block a later call
+        requests += [comm.Irecv(out, left, tag) for tag in (3, 2, 1)]
+        assert MPI.Request.Waitall(requests)
+        assert set(out.copy_to_host()) == {left}
+
+
+def test_wildcards_and_requests(comm):
+    if comm.rank == 0:
+        outs = [room(2) for _ in range(2 * (comm.size - 1))]
+        requests = [comm.Irecv(out) for out in outs]
+        done, sources = 0, set()
+        while done < len(requests):
+            status = MPI.Status()
+            index = MPI.Request.Waitany(requests, status)
+            assert outs[index].copy_to_host()[0] == status.source
+            assert status.tag == outs[index].copy_to_host()[1]
+            sources.add(status.source)
+            done += 1
+        assert sources == set(range(1, comm.size))
+        assert MPI.Request.Testall(requests)
+    else:
+        for tag in (4, 5):
+            comm.Isend(array(comm.rank, tag), 0, tag).Wait()
+    comm.Barrier()
+
+
+def test_probes(comm):
+    right, left = around(comm)
+    status = MPI.Status()
+    comm.Send(array(1, 2, 3), right, 8)
+    comm.Send(array(4), right, 9)
+    comm.Probe(left, 9, status)
+    assert status.Get_count(MPI.INT) == 1
+    assert comm.Probe(left, MPI.ANY_TAG, status)
+    assert status.Get_tag() in (8, 9)
+    out = room(3)
+    comm.Recv(out, left, 8)
+    assert out.copy_to_host().tolist() == [1, 2, 3]
+    found = comm.Mprobe(left, MPI.ANY_TAG, status)
+    assert (bool(found), status.tag) == (True, 9)
+    assert not comm.Iprobe(left, 9)
+    assert comm.Improbe(left, 9) is None
+    found.Recv(out, status)
+    assert not found
+    assert (out.copy_to_host()[0], status.Get_count(MPI.INT)) == (4, 1)
+    # A host message is found, too.
+    comm.Send(np.ones(2, "i4"), right, 6)
+    comm.Probe(left, 6, status)
+    host = np.zeros(2, "i4")
+    comm.Mprobe(left, 6).Recv(host)
+    assert host[0] == 1
+    comm.Barrier()
+
+
+def test_nobody(comm):
+    out, status = room(1), MPI.Status()
+    comm.Send(out, MPI.PROC_NULL)
+    comm.Recv(out, MPI.PROC_NULL, status=status)
+    assert (status.source, status.Get_count(MPI.INT)) == (MPI.PROC_NULL, 0)
+    requests = [comm.Isend(out, MPI.PROC_NULL), comm.Irecv(out, MPI.PROC_NULL)]
+    MPI.Request.Waitall(requests)
+    comm.Sendrecv(out, MPI.PROC_NULL, 0, out, MPI.PROC_NULL, status=status)
+    assert status.source == MPI.PROC_NULL
+    assert out.copy_to_host()[0] == -1
+
+
+def test_synchronous_and_persistent_messages(comm):
+    right, left = around(comm)
+    out = room(1)
+    request = comm.Issend(array(comm.rank), right)
+    comm.Barrier()
+    assert not request.Test()  # nobody has received it
+    comm.Barrier()
+    comm.Recv(out, left)
+    request.Wait()
+    assert out.copy_to_host()[0] == left
+    x = array(0)
+    send, recv = comm.Send_init(x, right, 3), comm.Recv_init(out, left, 3)
+    for step in range(3):
+        x[0] = 10 * step + comm.rank
+        MPI.Prequest.Startall([send, recv])
+        MPI.Request.Waitall([send, recv])
+        assert out.copy_to_host()[0] == 10 * step + left
+    recv.Start()
+    with pytest.raises(MPI.Exception, match="not active"):
+        recv.Start()
+    send.Start()
+    recv.Wait()
+    comm.Barrier()
+
+
+def test_cancelled_receive(comm):
+    request, status = comm.Irecv(room(1), comm.rank, 77), MPI.Status()
+    request.Cancel()
+    request.Wait(status)
+    assert status.Is_cancelled()
+    comm.Barrier()
+
+
+def test_elements_with_gaps(comm):
+    right, left = around(comm)
+    column = MPI.INT.Create_vector(3, 1, 4).Commit()
+    x = cuda.to_device(np.arange(12, dtype="i4").reshape(3, 4) + 100 * comm.rank)
+    out, status = room(12), MPI.Status()
+    comm.Sendrecv([x, 1, column], right, 0, [out, 1, column], left, status=status)
+    wanted = np.full(12, -1)
+    wanted[::4] = np.arange(0, 12, 4) + 100 * left
+    assert out.copy_to_host().tolist() == wanted.tolist()
+    assert status.Get_count(column) == 1
+    comm.Sendrecv_replace([x, 1, column], right, 0, left)
+    assert x.copy_to_host()[:, 0].tolist() == wanted[::4].tolist()
+    # As other elements on the other side.
+    comm.Sendrecv([x, 1, column], right, 0, [out, 3, MPI.INT], left)
+    before = (left - 1) % comm.size
+    assert out.copy_to_host()[:3].tolist() == [100 * before + n for n in (0, 4, 8)]
+    comm.Send([x, 2, MPI.INT], right)
+    with pytest.raises(MPI.Exception, match="whole items"):
+        comm.Recv([out, 1, column], left)
+    column.Free()
+    comm.Barrier()
+
+
+@needs_peers
+def test_communicators_do_not_mix(comm):
+    """A message of a communicator that was freed does not reach the next one."""
+    for step in range(4):
+        other = comm.Dup()
+        right, left = around(other)
+        other.Send(array(step), right, 1)
+        comm.Send(array(-step - 1), right, 1)
+        out = room(1)
+        other.Recv(out, left, 1)
+        assert out.copy_to_host()[0] == step
+        other.Free()
+    for step in range(4):
+        comm.Recv(out, left, 1)
+        assert out.copy_to_host()[0] == -step - 1
+    comm.Barrier()
