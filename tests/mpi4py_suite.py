@@ -20,7 +20,7 @@ from numba import cuda
 
 from numba_symm import mpi
 
-TYPES = os.environ.get("NUMBA_SYMM_TEST_TYPES", "bid?D")
+TYPES = os.environ.get("NUMBA_SYMM_TEST_TYPES", "iD")
 """NumPy's letters of the types of the tests' arrays; each costs as much again."""
 
 

@@ -24,6 +24,12 @@ RANKS = 3
 PASSED = {
     "test_cco_buf": 72,
     "test_cco_vec": 62,
+    "test_cco_nb_buf": 70,
+    "test_cco_nb_vec": 62,
+    "test_cco_pr_buf": 70,
+    "test_cco_pr_vec": 62,
+    "test_cco_ngh_buf": 16,
+    "test_cco_pr_ngh_buf": 12,
     "test_p2p_buf": 48,
     "test_p2p_buf_matched": 11,
 }

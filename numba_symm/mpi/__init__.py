@@ -19,8 +19,18 @@ from numba_symm.mpi.comm import Comm
 from numba_symm.mpi.errors import MPIError
 from numba_symm.mpi.messages import Message
 from numba_symm.mpi.requests import Prequest, Request
+from numba_symm.mpi.topologies import Cartcomm, Distgraphcomm, Graphcomm
 
-__all__ = ["Comm", "MPIError", "Message", "Prequest", "Request"]
+__all__ = [
+    "Cartcomm",
+    "Comm",
+    "Distgraphcomm",
+    "Graphcomm",
+    "MPIError",
+    "Message",
+    "Prequest",
+    "Request",
+]
 
 
 def __getattr__(name: str) -> Any:

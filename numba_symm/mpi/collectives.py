@@ -106,7 +106,7 @@ def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | Non
         return job
     parts = buffers.vector(recvbuf, comm.size).parts
     job = Job(comm.communicator, "Gatherv", parts[0].array)
-    packed, counts = _room(job, parts)
+    packed, counts = _room(job, parts), _counts(parts)
     own = parts[root] if in_place(sendbuf) else message(sendbuf)
     x = _as_bytes(job, job.read(own))
     options = {"counts": counts, "root": root, "out": packed}
@@ -151,7 +151,7 @@ def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | No
         return job
     parts = buffers.vector(sendbuf, comm.size).parts
     job = Job(comm.communicator, "Scatterv", parts[0].array)
-    packed, counts = _room(job, parts)
+    packed, counts = _room(job, parts), _counts(parts)
     _collect(job, parts, packed)
     if in_place(recvbuf):
         out = job.temporary(counts[root], np.dtype(np.uint8))
@@ -177,7 +177,7 @@ def allgatherv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
         return None
     parts = buffers.vector(recvbuf, comm.size).parts
     job = Job(comm.communicator, "Allgatherv", parts[0].array)
-    packed, counts = _room(job, parts)
+    packed, counts = _room(job, parts), _counts(parts)
     own = parts[comm.rank] if in_place(sendbuf) else message(sendbuf)
     x = _as_bytes(job, job.read(own))
     job.call(comm.communicator.all_gather_v, x, counts=counts, out=packed)
@@ -230,33 +230,61 @@ def alltoallw(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
 def _exchanged(
     comm: Ranks, what: str, outgoing: list[Message], incoming: list[Message]
 ) -> Job:
-    """Return the job that sends a message to and receives one from every rank."""
-    job = Job(comm.communicator, what, incoming[0].array)
-    packed, send_counts = _room(job, outgoing)
-    _collect(job, outgoing, packed)
-    received, recv_counts = _room(job, incoming)
-    counts = {"send_counts": send_counts, "recv_counts": recv_counts}
-    job.call(comm.communicator.all_to_all_v, packed, **counts, out=received)
-    _spread(job, incoming, received)
+    sends, receives = [[each] for each in outgoing], [[each] for each in incoming]
+    return exchanged(comm, what, sends, receives)
+
+
+def exchanged(
+    comm: Ranks,
+    what: str,
+    outgoing: list[list[Message]],
+    incoming: list[list[Message]],
+) -> Job:
+    """Return the job that sends messages to and receives some from every rank.
+
+    Args:
+        comm: the communicator.
+        what: the call.
+        outgoing: for each rank the messages to it.
+        incoming: for each rank the messages from it, in the order in which it sends.
+    """
+    sends, receives = (list(itertools.chain(*each)) for each in (outgoing, incoming))
+    every = sends + receives
+    job = Job(comm.communicator, what, every[0].array if every else None)
+    packed, received = _room(job, sends), _room(job, receives)
+    _collect(job, sends, packed)
+    counts = [
+        [sum(part.nbytes for part in parts) for parts in each]
+        for each in (outgoing, incoming)
+    ]
+    options = {"send_counts": counts[0], "recv_counts": counts[1], "out": received}
+    job.call(comm.communicator.all_to_all_v, packed, **options)
+    _spread(job, receives, received)
     return job
 
 
-def _room(job: Job, parts: list[Message]) -> tuple[Any, list[int]]:
-    """Return room for the bytes of all parts, and their numbers of bytes.
+def _counts(parts: list[Message]) -> list[int]:
+    return [part.nbytes for part in parts]
+
+
+def _room(job: Job, parts: list[Message]) -> Any:
+    """Return room for the bytes of all parts.
 
     If the parts lie one after another, it is their own memory.
     """
-    counts = [part.nbytes for part in parts]
-    starts = list(itertools.accumulate(counts, initial=parts[0].address))
+    counts = _counts(parts)
+    starts = list(
+        itertools.accumulate(counts, initial=parts[0].address if parts else 0)
+    )
     ordered = all(
         part.layout.runs is None and (part.address == start or not part.nbytes)
         for part, start in zip(parts, starts[:-1], strict=True)
     )
-    if ordered:
+    if parts and ordered:
         memory = Memory(parts[0].address, sum(counts), parts[0].array)
         job.keep(parts[0].array)
-        return memory.array(sum(counts), np.dtype(np.uint8)), counts
-    return job.temporary(sum(counts), np.dtype(np.uint8)), counts
+        return memory.array(sum(counts), np.dtype(np.uint8))
+    return job.temporary(sum(counts), np.dtype(np.uint8))
 
 
 def _collect(job: Job, parts: list[Message], packed: Any) -> None:

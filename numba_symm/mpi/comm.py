@@ -1,6 +1,7 @@
 """mpi4py's communicators, whose buffer calls take device arrays."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -103,6 +104,44 @@ class Device(Messages):
         """Return a new communicator of the ranks that share something."""
         return self._wrapped(self.host.Split_type(split_type, key, info))
 
+    def Create_cart(
+        self,
+        dims: Sequence[int],
+        periods: Sequence[bool] | None = None,
+        reorder: bool = False,
+    ) -> Any:
+        """Return a new communicator whose ranks are a grid."""
+        return self._wrapped(self.host.Create_cart(dims, periods, reorder))
+
+    def Create_graph(
+        self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
+    ) -> Any:
+        """Return a new communicator whose ranks are the nodes of a graph."""
+        return self._wrapped(self.host.Create_graph(index, edges, reorder))
+
+    def Create_dist_graph_adjacent(
+        self,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Return a new communicator of a graph, of which each rank names its edges."""
+        create = self.host.Create_dist_graph_adjacent
+        return self._wrapped(create(sources, destinations, *args, **options))
+
+    def Create_dist_graph(
+        self,
+        sources: Sequence[int],
+        degrees: Sequence[int],
+        destinations: Sequence[int],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Return a new communicator of a graph, of which each rank names some edges."""
+        create = self.host.Create_dist_graph
+        return self._wrapped(create(sources, degrees, destinations, *args, **options))
+
     @translated
     def Free(self) -> None:
         """Close the communicator. Collective.
@@ -201,6 +240,12 @@ class Comm(Device, MPI.Intracomm):  # type: ignore[misc]
 
 
 _KINDS: dict[type, Any] = {MPI.Intracomm: Comm}
+"""The class here for each class of mpi4py; ``topologies.py`` adds its own."""
+
+
+def add_kind(kind: type[Device]) -> None:
+    """Return communicators of mpi4py's class as objects of ``kind``."""
+    _KINDS[kind._plain] = kind
 
 
 def _close_all() -> None:
