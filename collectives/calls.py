@@ -18,6 +18,7 @@ from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.checks import check_rank
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
+from numba_symm.collectives.requests import Requests
 from numba_symm.collectives.transfers import Pending, Stream, Transfers, owned
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
@@ -52,10 +53,12 @@ class Calls:
         debug: whether the ranks compare their calls.
         pending: the calls of a group that is open, or None.
         memory: the memory of the workspace; None once the communicator is closed.
+        requests: the messages beside all other calls; None if it has none.
         when_dropped: releases all this if the communicator is dropped but not closed.
     """
 
     when_dropped: "weakref.finalize[..., Calls]"
+    requests: Requests | None = None
 
     def __init__(
         self,
@@ -354,7 +357,7 @@ class Calls:
         what = "barrier"
         self.begin(what)
         try:
-            chosen = self.checked(what, _same, self.default_stream, stream)
+            chosen = self.checked(what, lambda _: what, self.default_stream, stream)
             if self._barrier is None:
                 self._barrier = self.made(what, self.binder.barrier)
             self.run(what, self._barrier, chosen)
@@ -493,8 +496,3 @@ class Calls:
         self._barrier = None
         self.order.close()
         self.memory = None
-
-
-def _same(stream: Stream) -> str:
-    """Return what the ranks must agree on in a barrier: only that they call it."""
-    return "barrier"

@@ -24,6 +24,7 @@ from numba_symm.collectives.operations import (
 )
 from numba_symm.collectives.persistent import Persistent
 from numba_symm.collectives.plans import Plan, plan
+from numba_symm.collectives.requests import Request
 from numba_symm.environment import SIMULATED
 from numba_symm.island import Island
 from numba_symm.launch import ranks
@@ -85,6 +86,9 @@ class Communicator(Persistent):
             the collectives made of them, take at least one for four other ranks. None:
             ``NUMBA_SYMM_MULTIPROCESSORS``, else two less than a quarter. So the kernels
             of four communicators leave some to the program's own.
+        requests: whether :meth:`isend` and :meth:`irecv` may be called, equal on all
+            ranks. They have memory of their own, and up to two of these multiprocessors
+            for each other rank, which all other calls then leave to them.
 
     Attributes:
         rank: this rank, from 0.
@@ -109,11 +113,12 @@ class Communicator(Persistent):
         stream: Any = None,
         debug: bool = False,
         multiprocessors: int | None = None,
+        requests: bool = False,
     ):
         environment.warn_of_unknown()
         ranks.warn_if_alone(comm)
         island = Island(comm, device, timeout)
-        self._become(lifetime.begin(island, stream, debug, multiprocessors))
+        self._become(lifetime.begin(island, stream, debug, multiprocessors, requests))
 
     def _become(self, calls: Calls) -> None:
         self._calls = calls
@@ -124,7 +129,7 @@ class Communicator(Persistent):
         self.refused_backends = calls.island.refused
         self.peer_access = calls.island.peer_access
         self.timeout = calls.island.timeout
-        self.multiprocessors = calls.end.multiprocessors
+        self.multiprocessors = lifetime.multiprocessors_of(calls)
 
     @staticmethod
     def _of(calls: Calls | None) -> "Communicator | None":
@@ -1023,6 +1028,47 @@ class Communicator(Persistent):
         """
         call = messages.exchanging(self._calls, x, dst, out, src, count, stream)
         return messages.start(self._calls, "sendrecv", call)
+
+    @by_one_thread
+    def isend(self, x: Any, *, dst: int | None, stream: Any = None) -> Request:
+        """Start to send ``x`` to rank ``dst``, which calls :meth:`irecv`.
+
+        No later call waits for it: it runs beside them, on a stream of its own. The
+        communicator was made with ``requests=True``. Requests between two ranks match
+        in the order in which they are started, and never match :meth:`recv`.
+
+        Args:
+            x: as for :meth:`send`. Do not write it before the request is done.
+            dst: as for :meth:`send`.
+            stream: as for :meth:`all_reduce`; the request follows its work so far.
+
+        Raises:
+            ArgumentError: an array or a rank is wrong, the communicator has no
+                requests, a group is open, or the stream is being captured.
+            CollectiveError, ClosedError: as for any call.
+        """
+        call = messages.sending(self._calls, x, dst, stream, "isend")
+        return messages.request(self._calls, "isend", call)
+
+    @by_one_thread
+    def irecv(
+        self, out: Any, *, src: int | None, count: Any = None, stream: Any = None
+    ) -> Request:
+        """Start to receive into ``out`` from rank ``src``, which calls :meth:`isend`.
+
+        As :meth:`isend`, it runs beside all other calls.
+
+        Args:
+            out: as for :meth:`recv`. Do not use it before the request is done.
+            src: as for :meth:`recv`.
+            count: as for :meth:`recv`. Do not use it before the request is done.
+            stream: as for :meth:`isend`.
+
+        Raises:
+            As :meth:`isend`.
+        """
+        call = messages.receiving(self._calls, out, src, count, stream, "irecv")
+        return messages.request(self._calls, "irecv", call)
 
     def group(self) -> AbstractContextManager[None]:
         """Start the calls within a ``with`` block together, at its end.

@@ -39,12 +39,15 @@ MESSAGES = (
 )
 """Calls that are messages, at most one in each direction of a pair."""
 
+REQUESTS = "isend", "irecv"
+"""Messages that run beside all other calls."""
+
 SIGNALS = "signals"
 """The methods of ``SymmetricMemory`` that launch kernels."""
 
 _OPERATIONS = {**OPERATIONS, REDUCE_SHARD.name: REDUCE_SHARD}
 
-NAMES = (*_OPERATIONS, *MESSAGES, "barrier", SIGNALS)
+NAMES = (*_OPERATIONS, *MESSAGES, *REQUESTS, "barrier", SIGNALS)
 """What kernels can be listed for."""
 
 _FAR = 1 << 40  # an output's address, apart from the input's
@@ -117,7 +120,7 @@ def kernels(
             elif name == SIGNALS:
                 _bind_signals(end.size)
             elif end.size > 1:
-                _bind_messages(numpy_dtypes, end, name in ("recv", "sendrecv"))
+                _bind_messages(numpy_dtypes, end, name)
     return list(found)
 
 
@@ -237,23 +240,27 @@ def _counts(operation: Operation, element: Element, size: int) -> Iterator[int]:
     return iter(sorted(counts - {0}))
 
 
-def _bind_messages(given: list[np.dtype[Any]], end: Endpoint, counted: bool) -> None:
-    """Bind messages of all alignments that arrays of the dtypes may have.
-
-    Args:
-        given: the dtypes.
-        end: an end of the communicator.
-        counted: whether messages may be shorter than the room for them.
-    """
+def _bind_messages(given: list[np.dtype[Any]], end: Endpoint, name: str) -> None:
+    """Bind messages of all alignments that arrays of the dtypes may have."""
     peer = (end.rank + 1) % end.size
     for dtype in given:
         width = dtypes.moved(dtype, 1)[0].itemsize
         while width <= VECTOR:
-            transfer.bind(end, [Message(peer, 0, width)], [])
-            if counted:
-                taken = Message(peer, 0, width, VECTOR, width)
-                transfer.bind(end, [], [taken])
+            for message in (
+                Message(peer, 0, width),
+                Message(peer, 0, width, VECTOR, width),
+            ):
+                if message.count_at and name not in _COUNTED:
+                    continue
+                if name in REQUESTS:
+                    transfer.bind_request(end, message, receiving=True)
+                else:
+                    transfer.bind(end, [], [message])
             width *= 2
+
+
+_COUNTED = "recv", "sendrecv", "irecv"
+"""Calls whose messages may be shorter than the room for them."""
 
 
 def _bind_signals(size: int) -> None:

@@ -15,8 +15,11 @@ from numba_symm.collectives.protocols.binding import Endpoint
 from numba_symm.collectives.protocols.workspace import (
     HELD,
     MAX_BLOCKS,
+    channels,
     layout,
 )
+from numba_symm.collectives.requests import Requests
+from numba_symm.collectives.requests import multiprocessors as requests_multiprocessors
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import (
     ArgumentError,
@@ -41,7 +44,11 @@ def backend() -> str:
 
 
 def begin(
-    island: Island, stream: Any, debug: bool, multiprocessors: int | None
+    island: Island,
+    stream: Any,
+    debug: bool,
+    multiprocessors: int | None,
+    requests: bool,
 ) -> Calls:
     """Return the calls of a new communicator over an island. Collective."""
     heap = None
@@ -51,13 +58,15 @@ def begin(
         exchange = island.exchange
         with exchange.agreed("Communicator"):
             debug = arguments.flag(debug, "Communicator", "debug")
+            requests = arguments.flag(requests, "Communicator", "requests")
             streams.handle_or_default(stream)
             asked = environment.chosen_multiprocessors(multiprocessors)
             limit = _multiprocessors(asked)
-        given = f"multiprocessors={asked}, debug={debug}"
+        given = f"multiprocessors={asked}, debug={debug}, requests={requests}"
         exchange.agree_equal(given, "Communicator")
         limit = min(exchange.all_gather(limit, "limits of multiprocessors"))
         size, rank = island.world.size, island.world.rank
+        whole, limit = limit, _left_by_requests(limit, size) if requests else limit
         memory, workspace = heap.allocate(layout(size).nbytes, "workspace")
         with exchange.agreed("preparing the workspace"):
             _fill_sentinels(island, workspace.addresses[rank])
@@ -72,7 +81,11 @@ def begin(
             order=order,
         )
         calls = Calls(island, heap, order, end, stream, debug, memory)
-        held = island, heap, order, streams.current_context()
+        if requests:
+            nbytes = channels(size, True).end
+            memory, workspace = heap.allocate(nbytes, "workspace of requests")
+            calls.requests = Requests(end, workspace.addresses, memory, whole)
+        held = island, heap, order, calls.requests, streams.current_context()
         calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
         calls.when_dropped.atexit = False  # the end of the process frees it
         _in_use[island] = island.backend.name
@@ -142,8 +155,8 @@ def _child_of(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
         with waiting.watching(left):  # a rank may leave before the child has a board
             timeout = calls.island.timeout
             island = Island(comm, calls.gpu.ordinal, timeout, own=True)
-            multiprocessors = calls.end.multiprocessors
-            return begin(island, calls.stream, calls.debug, multiprocessors)
+            given = calls.stream, calls.debug, multiprocessors_of(calls)
+            return begin(island, *given, calls.requests is not None)
     except CollectiveError as error:
         board.look()
         raise ExchangeError(str(error)) from error  # the parent has not failed
@@ -160,6 +173,8 @@ def close(calls: Calls) -> None:
         try:
             if not SIMULATED:
                 streams.synchronize_device()
+            elif calls.requests is not None:
+                calls.requests.close()
             failure = island.failure_after_meeting()
             if failure is not None:
                 raise failure
@@ -200,6 +215,8 @@ def leave(calls: Calls, error: BaseException | None) -> None:
 def _forget(calls: Calls) -> None:
     _open.discard(calls)
     calls.disown()
+    if calls.requests is not None:
+        calls.requests.close()
     calls.forget()
     _in_use.pop(calls.island, None)
 
@@ -218,6 +235,26 @@ def limit_of(multiprocessors: int) -> int:
     simultaneously, and leave multiprocessors to the kernels that they wait for.
     """
     return max(1, multiprocessors // 4 - 2)
+
+
+def multiprocessors_of(calls: Calls) -> int:
+    """Return the most multiprocessors that all kernels of a communicator occupy."""
+    requests = calls.requests
+    return calls.end.multiprocessors if requests is None else requests.multiprocessors
+
+
+def _left_by_requests(limit: int, size: int) -> int:
+    """Return how many multiprocessors the other calls may occupy."""
+    if SIMULATED:  # whose blocks run one after another
+        return limit
+    taken = requests_multiprocessors(size)
+    if limit <= taken:
+        raise ArgumentError(
+            f"requests=True: expected more than {taken} multiprocessors, of which "
+            f"requests between {size} ranks occupy {taken}, got {limit}; pass "
+            f"multiprocessors={taken + 1} or more"
+        )
+    return limit - taken
 
 
 def _multiprocessors(asked: int | None) -> int:
@@ -241,7 +278,12 @@ def _multiprocessors(asked: int | None) -> int:
 
 
 def _drop(
-    name: str, island: Island, heap: Heap, order: StreamOrder, context: Any
+    name: str,
+    island: Island,
+    heap: Heap,
+    order: StreamOrder,
+    requests: Requests | None,
+    context: Any,
 ) -> None:
     """Release a communicator that was dropped; report that to the other ranks.
 
@@ -253,17 +295,25 @@ def _drop(
         steps.callback(warnings.warn, f"{name} was not closed", ResourceWarning)
         steps.callback(_in_use.pop, island, None)
         steps.callback(setattr, island, "closed", True)
-        steps.callback(deferred.defer, _undo, island, heap, order, context)
+        steps.callback(deferred.defer, _undo, island, heap, order, requests, context)
         steps.callback(island.abandon, "dropped the communicator without closing it")
 
 
-def _undo(island: Island, heap: Heap, order: StreamOrder, context: Any) -> None:
+def _undo(
+    island: Island,
+    heap: Heap,
+    order: StreamOrder,
+    requests: Requests | None,
+    context: Any,
+) -> None:
     """Unmap the memory of a dropped communicator."""
     with ExitStack() as steps:  # in reverse
         steps.enter_context(streams.on_context(context))
         steps.callback(island.close_locally)
         steps.callback(heap.close_locally)
         steps.callback(order.close)
+        if requests is not None:
+            steps.callback(requests.close)
 
 
 @atexit.register

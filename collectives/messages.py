@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm import arrays
+from numba_symm import arrays, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import are_apart, check_apart, check_peer
 from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.requests import Request, end_of
 from numba_symm.collectives.transfers import (
     Copy,
     Fill,
@@ -24,27 +26,35 @@ from numba_symm.collectives.transfers import (
     Stream,
     Transfers,
 )
+from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 
 
-def sending(calls: Calls, x: Any, dst: int | None, stream: Any) -> Prepared:
+def sending(
+    calls: Calls, x: Any, dst: int | None, stream: Any, what: str = "send"
+) -> Prepared:
     """Prepare to send an array; see :meth:`Communicator.send`."""
     calls.island.check_open()
-    to = _check_other(calls, dst, "send: dst")
-    given = arrays.view(x, "send")
-    transfers = calls.remembered(_sent, given, to)
+    to = _check_other(calls, dst, f"{what}: dst")
+    given = arrays.view(x, what)
+    transfers = calls.remembered(_sent, what, given, to)
     return Prepared(transfers, calls.stream_for(stream, x), (x,), None)
 
 
 def receiving(
-    calls: Calls, out: Any, src: int | None, count: Any, stream: Any
+    calls: Calls,
+    out: Any,
+    src: int | None,
+    count: Any,
+    stream: Any,
+    what: str = "recv",
 ) -> Prepared:
     """Prepare to receive an array; see :meth:`Communicator.recv`."""
     calls.island.check_open()
-    source = _check_other(calls, src, "recv: src")
-    taken = arrays.view(out, "recv: out")
-    number = _count(count, "recv")
-    transfers = calls.remembered(_received, taken, source, number)
+    source = _check_other(calls, src, f"{what}: src")
+    taken = arrays.view(out, f"{what}: out")
+    number = _count(count, what)
+    transfers = calls.remembered(_received, what, taken, source, number)
     return Prepared(transfers, calls.stream_for(stream, out), (out, count), out)
 
 
@@ -72,6 +82,44 @@ def start(calls: Calls, what: str, call: Prepared) -> Any:
     """Enqueue a prepared call, or add it to an open group; return its result."""
     calls.transfer(what, call.transfers, call.stream, *call.keep)
     return call.result
+
+
+def request(calls: Calls, what: str, call: Prepared) -> Request:
+    """Start a prepared ``isend`` or ``irecv``, beside all other calls."""
+    requests, (handle, _) = calls.requests, call.stream
+    if requests is None:
+        raise ArgumentError(
+            f"{what}: expected a communicator with requests, got one without; pass "
+            "requests=True to Communicator"
+        )
+    calls.refuse_in_group(what)
+    if not SIMULATED and streams.is_capturing(handle):
+        raise ArgumentError(
+            f"{what}: expected a stream that is not being captured into a graph, got "
+            "one that is; use send and recv, in a group, there"
+        )
+    transfers = call.transfers
+    messages = [*transfers.sends, *transfers.receives]
+    if not messages:  # to or from nobody
+        start(calls, what, call)
+        done = end_of(handle)
+    else:
+        receiving = bool(transfers.receives)
+        launch = calls.made(what, calls.remembered, _bound, messages[0], receiving)
+        direction = messages[0].peer, receiving
+        failed = partial(calls.give_up, what=what)
+        try:
+            done = requests.start(direction, launch, handle, call.keep, failed)
+        except BaseException as error:
+            failed(error)
+            raise
+    return Request(calls.island, what, done, call.result, call.stream)
+
+
+def _bound(calls: Calls, message: Message, receiving: bool) -> Enqueue:
+    """Return the packed launch of a request."""
+    assert calls.requests is not None
+    return calls.requests.bind(message, receiving)
 
 
 @contextmanager
@@ -141,16 +189,20 @@ def _count(count: Any, what: str) -> ArrayView | None:
     return None if count is None else arrays.view(count, f"{what}: count")
 
 
-def _sent(calls: Calls, x: ArrayView, dst: int | None) -> Transfers:
-    x = calls.usable(x, "send")
+def _sent(calls: Calls, what: str, x: ArrayView, dst: int | None) -> Transfers:
+    x = calls.usable(x, what)
     return Transfers(_sends(dst, x), [])
 
 
 def _received(
-    calls: Calls, out: ArrayView, src: int | None, count: ArrayView | None
+    calls: Calls,
+    what: str,
+    out: ArrayView,
+    src: int | None,
+    count: ArrayView | None,
 ) -> Transfers:
-    out = calls.usable(out, "recv: out", written=True)
-    _check_count(calls, count, [out], "recv")
+    out = calls.usable(out, f"{what}: out", written=True)
+    _check_count(calls, count, [out], what)
     fills = _fills(count, 0) if src is None else ()
     return Transfers([], _receives(src, out, count), fills=fills)
 

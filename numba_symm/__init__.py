@@ -22,6 +22,7 @@ from numba_symm import device, sharing
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.lifetime import backend
 from numba_symm.collectives.plans import Plan
+from numba_symm.collectives.requests import Request
 from numba_symm.device import Context
 from numba_symm.environment import allow_overlapping_devices
 from numba_symm.errors import (
@@ -70,6 +71,7 @@ __all__ = [
     "PeerAccessError",
     "Plan",
     "RankLeft",
+    "Request",
     "StoreExchange",
     "Stream",
     "SymmError",

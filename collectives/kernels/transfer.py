@@ -51,16 +51,13 @@ from numba_symm.collectives.protocols.workspace import (
     ROW,
     THREADS,
     VECTOR,
-    channels_of,
+    channels,
     divide_up,
     follow_previous_grid,
     keep,
-    layout,
-    most_messages,
     resume,
     sync_block,
     sync_block_or,
-    transfer_rows,
 )
 from numba_symm.device.intrinsics import (
     device_function,
@@ -132,7 +129,13 @@ _await_length = make_wait(_has_length)
 
 
 def make_transfer(
-    size: int, width: int, ragged: bool, messages: int, channels: int, counted: bool
+    size: int,
+    width: int,
+    ragged: bool,
+    messages: int,
+    used: int,
+    counted: bool,
+    alone: bool,
 ) -> Any:
     """Return the kernel for ``size`` ranks.
 
@@ -141,22 +144,23 @@ def make_transfer(
         width: bytes that all addresses and lengths are multiples of: 1, 2, 4 or 8.
         ragged: see ``lanes.make_lanes``.
         messages: how many of a pair there may be in each direction.
-        channels: how many channels a pair has.
+        used: how many channels of a pair the messages use.
         counted: whether a message that is received may be shorter than expected.
+        alone: whether the launch is a request: one message, in the requests' workspace,
+            whose blocks are those of one direction.
     """
     element = dtypes.element(f"int{8 * width}", "transfer")
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
-    at = layout(size).transfer
+    at = channels(size, alone)
     others = size - 1
     mirror = make_mirror(size)
-    rows = transfer_rows(size)
+    rows = at.rows
     slot_bytes = rows * ROW
-    epochs, slots, flags = at.epochs, at.slots, at.flags
-    stride = channels_of(size)  # in memory, however few are used
-    credits_at = flags + 8 * DEPTH * stride * others  # after the flags of all slots
+    epochs, slots, flags, credits_at = at.epochs, at.slots, at.flags, at.credits
+    stride = at.number  # in memory, however few are used
     batch = min(rows, LOADS)
-    whole_row = channels * THREADS
-    lengths, most = layout(size).lengths.slots, most_messages(size, True)
+    whole_row = used * THREADS
+    lengths, most = at.lengths, at.messages
     received = 5 if counted else 2  # words of a message
 
     @device_function
@@ -211,10 +215,10 @@ def make_transfer(
         return nbytes > room or not whole  # explore: room
 
     @device_function
-    def pass_on(own_lengths: int, used: int, nbytes: int) -> None:
+    def pass_on(own_lengths: int, launched: int, nbytes: int) -> None:
         # To the blocks of the pair's other channels, each of which has a word.
         channel = 1 + thread_index_x()
-        while channel < used:
+        while channel < launched:
             st_relaxed_sys_u64(own_lengths + 8 * most * channel, nbytes + 1)
             channel += THREADS
 
@@ -224,6 +228,7 @@ def make_transfer(
         ring: Any,
         own: int,
         grid: int,
+        direction: int,
         sends: Any,
         receives: Any,
     ) -> None:
@@ -241,6 +246,10 @@ def make_transfer(
         # may wait for each other there, around three ranks, that a GPU delivers.)
         channel = block // (2 * others)
         place = block % (2 * others)
+        launched = grid // (2 * others)
+        if alone:
+            channel, place, launched = block, direction, grid
+            block = 2 * others * channel + place
         sending = rank <= place < rank + others
         peer = place if place < rank else place - others + 1
         if sending:
@@ -299,8 +308,8 @@ def make_transfer(
                     if thread == 0:
                         fail(guard, wait_record(TRANSFER_TOO_LONG, rank, peer, 0, 0))
                 elif channel == 0:
-                    used = grid // (2 * others)
-                    pass_on(own_lengths + 8 * message, used, nbytes)  # explore: pass-on
+                    here = own_lengths + 8 * message
+                    pass_on(here, launched, nbytes)  # explore: pass-on
                     if thread == 0:
                         st_u64(count_at, elements)
             vectors = (nbytes + VECTOR - 1) // VECTOR
@@ -362,14 +371,21 @@ def make_transfer(
 
 @functools.cache
 def kernel(
-    size: int, width: int, ragged: bool, messages: int, channels: int, counted: bool
+    size: int,
+    width: int,
+    ragged: bool,
+    messages: int,
+    used: int,
+    counted: bool,
+    alone: bool = False,
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     number = messages * (size - 1)
     sent = types.UniTuple(types.int64, 2 * number)
     received = types.UniTuple(types.int64, (5 if counted else 2) * number)
-    constants = (size, width, ragged, messages, channels, counted)
-    return binding.make_kernel(make_transfer, constants, sent, received)
+    constants = (size, width, ragged, messages, used, counted, alone)
+    arguments = types.int64, sent, received
+    return binding.make_kernel(make_transfer, constants, *arguments)
 
 
 def bind(
@@ -379,6 +395,45 @@ def bind(
 
     The messages of a pair are matched in the order given, ``most_messages`` at most.
     """
+    # Small GPUs have fewer; all ranks have agreed on the smallest.
+    pairs = 2 * (end.size - 1)
+    used = max(1, min(channels(end.size, False).number, end.max_blocks // pairs))
+    grid = pairs * min(used, _most_chunks(*sends, *receives))
+    return _bind(end, used, False, grid, 0, sends, receives)
+
+
+def bind_request(end: Endpoint, message: Message, receiving: bool) -> Launch:
+    """Return the packed launch of a request, which runs beside all other calls.
+
+    Args:
+        end: this rank's end of the requests' workspace.
+        message: it is matched in the order of the launches of its direction.
+        receiving: whether it is received.
+    """
+    used = channels(end.size, True).number
+    grid = min(used, _most_chunks(message))
+    # The blocks of a channel: to the other ranks, then from them, as in the kernel.
+    rank, peer = end.rank, message.peer
+    place = peer if peer < rank else peer + end.size - 2
+    if not receiving:
+        place = rank + (peer if peer < rank else peer - 1)
+    sends, receives = ([], [message]) if receiving else ([message], [])
+    return _bind(end, used, True, grid, place, sends, receives)
+
+
+def _most_chunks(*messages: Message) -> int:
+    return max(1, *(divide_up(each.nbytes, ROW) for each in messages))
+
+
+def _bind(
+    end: Endpoint,
+    used: int,
+    alone: bool,
+    grid: int,
+    direction: int,
+    sends: Sequence[Message],
+    receives: Sequence[Message],
+) -> Launch:
     counted = any(message.count_at for message in receives)
     bits = VECTOR // 2 if counted else 0  # the end may be off a vector
     for message in (*sends, *receives):
@@ -388,13 +443,9 @@ def bind(
     out, into = _by_ring(end, sends), _by_ring(end, receives)
     most = max(len(each) for each in (*out, *into))
     messages = 1 << (most - 1).bit_length()
-    # Small GPUs have fewer; all ranks have agreed on the smallest.
-    pairs = 2 * (end.size - 1)
-    channels = max(1, min(channels_of(end.size), end.max_blocks // pairs))
-    chunks = max(1, *(divide_up(each.nbytes, ROW) for each in (*sends, *receives)))
     return binding.launch(
-        kernel(end.size, width, ragged, messages, channels, counted),
-        *(end, pairs * min(channels, chunks)),
+        kernel(end.size, width, ragged, messages, used, counted, alone),
+        *(end, grid, direction),
         *(_listed(out, messages, False), _listed(into, messages, counted)),
     )
 

@@ -177,6 +177,7 @@ DEPTH = 2
 
 _CHANNELS = _blocks(64)
 _MOST_ROWS = 2 if SIMULATED else 16
+_REQUEST_ROWS = 4
 
 
 def channels_of(size: int) -> int:
@@ -203,6 +204,60 @@ def transfer_rows(size: int) -> int:
     region = layout(size).transfer
     slots = DEPTH * max(1, size - 1) * channels_of(size)
     return (region.end - region.slots) // (slots * ROW)
+
+
+class Channels(NamedTuple):
+    """The state of messages in a workspace: byte offsets, and what there is of each.
+
+    Attributes:
+        number: channels of each direction of a pair.
+        rows: vectors of a thread in a slot.
+        messages: messages of a direction in a launch, at most.
+        epochs: a uint32 for each of this rank's blocks: its last chunk.
+        flags: a word for each slot, which the sender raises.
+        credits: a uint32 for each channel, which the receiver raises.
+        slots: what peers store here.
+        lengths: a word for each channel and message, which the rank tells itself.
+        end: where all that ends.
+    """
+
+    number: int
+    rows: int
+    messages: int
+    epochs: int
+    flags: int
+    credits: int
+    slots: int
+    lengths: int
+    end: int
+
+
+@functools.cache
+def channels(size: int, requests: bool) -> Channels:
+    """Return the state of messages.
+
+    Args:
+        size: the number of ranks.
+        requests: whether of those that are requests. These have a workspace of their
+            own, because they run beside all other calls.
+    """
+    others = size - 1
+    if not requests:
+        number, at = channels_of(size), layout(size).transfer
+        credits_at = at.flags + 8 * DEPTH * number * others
+        lengths = layout(size).lengths.slots
+        return Channels(
+            *(number, transfer_rows(size), most_messages(size, True)),
+            *(at.epochs, at.flags, credits_at, at.slots, lengths, at.end),
+        )
+    lanes, rows = HELD * others, min(_REQUEST_ROWS, _MOST_ROWS)
+    epochs = _LINE * _MARKS
+    flags = epochs + _lines(4 * 2 * lanes)
+    credits_at = flags + _lines(8 * DEPTH * lanes)
+    lengths = credits_at + _lines(4 * lanes)
+    slots = lengths + _lines(8 * lanes)
+    end = slots + DEPTH * lanes * rows * ROW
+    return Channels(HELD, rows, 1, epochs, flags, credits_at, slots, lengths, end)
 
 
 @functools.cache

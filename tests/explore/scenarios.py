@@ -207,6 +207,20 @@ def messages(code, epoch=0):
     return scenario
 
 
+def requests(code):
+    """Requests between random ranks, beside other messages."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=channels(machine, code))
+        for _ in range(2):
+            world.requests(*(a_length(world) for _ in range(3)))
+            world.messages(a_length(world))
+        world.run()
+
+    scenario.blocks = blocks_of_messages
+    return scenario
+
+
 def messages_too_long(code):
     """A message that is longer than the room for it."""
 

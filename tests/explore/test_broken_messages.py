@@ -9,6 +9,7 @@ from explore.scenarios import (
     exchanges_between_barriers,
     messages,
     plain_stores_between_barriers,
+    requests,
     words_by_signals,
     words_by_signals_of_the_host,
     worlds,
@@ -60,6 +61,12 @@ def test_messages_broken_are_found(what, races, ranks):
     if what == "no fence before a credit" and not races:
         pytest.skip("loads are never late here, so that no result is wrong")
     breaks(messages(device_code(TRANSFER_BROKEN[what])), ranks, races=races)
+
+
+@worlds
+@pytest.mark.parametrize("what", TRANSFER_BROKEN)
+def test_requests_broken_are_found(what, ranks):
+    breaks(requests(device_code(TRANSFER_BROKEN[what])), ranks)
 
 
 @worlds

@@ -21,6 +21,7 @@ from explore.scenarios import (
     holds,
     mailed_calls,
     messages,
+    requests,
     words_by_signals,
 )
 from explore.source import device_code
@@ -41,6 +42,7 @@ CALLS = {
     "broadcast": lambda code: calls_of(code, "broadcast"),
     "own_arrays": calls_on_own_arrays,
     "messages": messages,
+    "requests": requests,
     "barrier": exchanges_between_barriers,
     "signals": words_by_signals,
 }
@@ -114,7 +116,9 @@ def test_calls_that_fail(name, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", sorted(CALLS.keys() - {"messages"}))  # not to all
+@pytest.mark.parametrize(
+    "name", sorted(CALLS.keys() - {"messages", "requests"})
+)  # not to all
 def test_every_rank_ends_when_one_is_absent(name, ranks):
     calls = CALLS[name](device_code(IMPATIENT))
     holds(calls, ranks, 12 // ranks, haste=HASTE, absent=ranks - 1)

@@ -20,6 +20,7 @@ from explore.scenarios import (
     mailed_calls,
     messages,
     plain_stores_between_barriers,
+    requests,
     words_by_signals,
     words_by_signals_of_the_host,
     worlds,
@@ -101,6 +102,11 @@ def test_calls_on_the_ranks_own_arrays_as_the_epochs_wrap_around():
 @worlds
 def test_messages_between_any_ranks(ranks):
     holds(messages(device_code()), ranks, 300)
+
+
+@worlds
+def test_requests_between_any_ranks(ranks):
+    holds(requests(device_code()), ranks, 100)
 
 
 @worlds

@@ -7,6 +7,7 @@ import numpy as np
 
 from explore.failures import NoStoreAfterFailure
 from explore.memory import REGION, Finding
+from explore.messages import Messages
 from explore.scheduler import TIMEOUT, Launch
 from numba_symm import dtypes
 from numba_symm.collectives.operations import ALL_REDUCE, OPERATIONS
@@ -38,7 +39,7 @@ def add(enqueue, stream):
         enqueue(stream)
 
 
-class World:
+class World(Messages):
     """Ranks with workspaces, boards and pads; their launches; the expected results."""
 
     def __init__(self, machine, code, blocks=None):
@@ -46,6 +47,7 @@ class World:
         self.code, self.blocks = code, code.shape.blocks
         self.size = machine.ranks
         self.layout = code.workspace.layout(self.size)
+        self.requested = []  # by rank, the requests' workspace
         self.streams = [[] for _ in range(self.size)]
         self.expected = {}  # by address, a word for each call; None: a NaN
         self.owners = {}  # ranks, by the number of a region of memory
@@ -240,63 +242,6 @@ class World:
         for array, mine in zip(arrays, words, strict=True):
             self.expect(array, mine)
 
-    def messages(self, *counts):
-        """Add messages of these lengths between random ranks, in one launch a rank."""
-        self.groups(counts, lambda number: [range(number)])
-
-    def groups(self, counts, divided):
-        """Add messages between random ranks, which each rank divides into launches.
-
-        ``divided(number)`` returns, for each launch, the indices of its messages.
-        """
-        Message = self.code.transfer.Message
-        mine = [[] for _ in self.ends]  # by rank: (whether it receives, message)
-        for count in counts:
-            src, dst = self.random.sample(range(self.size), 2)
-            arrays, words = self.inputs(count)
-            mine[src].append((False, Message(dst, arrays[src], 8 * count)))
-            mine[dst].append((True, self.taking(src, dst, count)))
-            self.expect(mine[dst][-1][1].address, words[src])
-        for end, messages in zip(self.ends, mine, strict=True):
-            for places in divided(len(messages)):
-                of_launch = [messages[place] for place in places]
-                lists = [
-                    [each for received, each in of_launch if received == receiving]
-                    for receiving in (False, True)
-                ]
-                if any(lists):
-                    launch = self.code.transfer.bind(end, *lists)
-                    self.streams[end.rank].append(launch)
-
-    def taking(self, src, dst, count):
-        """Return a message that is received; sometimes it has room for more."""
-        Message = self.code.transfer.Message
-        if self.random.random() < 0.5:
-            target = self.map("output", 8 * count)[dst]
-            return Message(src, target, 8 * count)
-        room = count + self.random.choice([0, 1, 4, 4 * count])
-        target, count_at = (self.map("output", 8 * n)[dst] for n in (room, 1))
-        for i in range(count, room):
-            self.memory.plant(target + 8 * i, 8, i)
-            self.expect(target + 8 * i, [i])
-        self.expect(count_at, [count])
-        return Message(src, target, 8 * room, count_at, 8)
-
-    def too_long(self, count, room):
-        """Add a message that is longer than the room for it, which nothing changes."""
-        src, dst = self.random.sample(range(self.size), 2)
-        arrays, _ = self.inputs(count)
-        target, count_at = (self.map("output", 8 * n)[dst] for n in (count, 1))
-        for i, address in enumerate([count_at, *range(target, target + 8 * count, 8)]):
-            self.memory.plant(address, 8, i)
-            self.expect(address, [i])
-        Message = self.code.transfer.Message
-        sent = Message(dst, arrays[src], 8 * count)
-        taken = Message(src, target, 8 * room, count_at, 8)
-        for rank, lists in ((src, ([sent], [])), (dst, ([], [taken]))):
-            launch = self.code.transfer.bind(self.ends[rank], *lists)
-            self.streams[rank].append(launch)
-
     def scan(self, count):
         """Add an inclusive scan in chunks."""
         self.exchange("chunked", "scan", count)
@@ -386,6 +331,9 @@ class World:
             *(where(k) + word for k in range(self.size - 1) for word in (0, 8)),
         ]
         kept = self.kept | {base + at for base in self.workspaces for at in places}
+        state = self.code.workspace.channels(self.size, True)
+        own = range(0, state.flags, 4)  # that the rank has failed, and epochs
+        kept |= {base + at for base in self.requested for at in own}
         self.machine.rule = NoStoreAfterFailure(board, kept)
         if self.machine.absent is not None:
             self.streams[self.machine.absent] = []

@@ -7,14 +7,21 @@ import random
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.binder import Binder
-from numba_symm.collectives.kernel_set import MESSAGES, NAMES, SIGNALS, endpoint
-from numba_symm.collectives.kernels import barrier
+from numba_symm.collectives.kernel_set import (
+    MESSAGES,
+    NAMES,
+    REQUESTS,
+    SIGNALS,
+    endpoint,
+)
+from numba_symm.collectives.kernels import barrier, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
 from numba_symm.collectives.transfers import Transfers
@@ -102,6 +109,24 @@ def test_messages_of_any_size_and_alignment_bind_kernels_that_are_listed(size):
                     counted = message._replace(count_at=8, itemsize=kind.itemsize)
                     Transfers([], [counted]).packed(Binder(end).messages)
         assert not bound.keys() - set(known)
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_requests_of_any_size_and_alignment_bind_kernels_that_are_listed(name):
+    chance = random.Random(name)
+    end = endpoint(3)
+    kind = np.dtype(np.float32)
+    known = kernel_set.kernels([name], [kind], ["sum"], end, "test")
+    with listed() as bound:
+        for _ in range(CALLS):
+            x = an_array(chance, int(2 ** chance.uniform(0, 29)), kind, 1 << 44)
+            message = Message(chance.choice([1, 2]), x.address, x.nbytes)
+            counted = message._replace(count_at=8, itemsize=kind.itemsize)
+            transfer.bind_request(end, message, receiving=False)
+            if name == "irecv":
+                transfer.bind_request(end, counted, receiving=True)
+    assert len(bound) > 1
+    assert not bound.keys() - set(known)
 
 
 def test_all_names_together_are_all_kernels_of_the_package():

@@ -98,6 +98,7 @@ SIGNALS = {
     "wait_signal": pads.wait_signal_kernel,
     "fence": lambda n: pads.fence_kernel(),
     "transfer": lambda n: transfer.kernel(n, 8, False, 1, 1, False),
+    "transfer_alone": lambda n: transfer.kernel(n, 8, False, 1, 8, False, True),
     "transfer_counted": lambda n: transfer.kernel(n, 8, True, 1, 1, True),
 }
 
@@ -153,7 +154,8 @@ DIRECT = [
 ]
 DIRECT += SHARDS
 MEETING = [("meet", 2), ("meet", 8)]
-MESSAGES = [(name, n) for name in ("transfer", "transfer_counted") for n in (2, 8)]
+TRANSFERS = "transfer", "transfer_counted", "transfer_alone"
+MESSAGES = [(name, n) for name in TRANSFERS for n in (2, 8)]
 FLAGGED = [*BLOCK_FLAGS, *PADS, *MESSAGES]
 COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *MEETING, *MESSAGES]
 EVERY = [*COLLECTIVE, *PADS, *cases("copied")]

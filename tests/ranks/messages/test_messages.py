@@ -9,12 +9,12 @@ import pytest
 from mpi4py import MPI
 
 import numba_symm as ns
-from numba_symm.collectives.kernels.transfer import most_messages
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
     THREADS,
     VECTOR,
     channels_of,
+    most_messages,
     transfer_rows,
 )
 from numba_symm.environment import SIMULATED

@@ -1,0 +1,297 @@
+"""Requests: messages that run beside all other calls, and are waited for later.
+
+Each direction of each pair of ranks has a stream of its own, so a request waits only
+for requests of its own direction, which are matched in their order anyway. They have a
+workspace of their own, too, so no other call follows them.
+"""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, Protocol
+
+from numba_symm import streams
+from numba_symm.arrays import Memory
+from numba_symm.collectives.kernels import transfer
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
+from numba_symm.collectives.transfers import Stream, owned
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+from numba_symm.events import Event
+from numba_symm.island import Island
+from numba_symm.streams import SideStream
+
+_PAUSE = 20e-6  # seconds between two looks at requests of which none is done
+
+
+def multiprocessors(size: int) -> int:
+    """Return how many multiprocessors the requests of a rank occupy at most."""
+    return 2 * (size - 1)
+
+
+class Done(Protocol):
+    """The end of a request's work."""
+
+    def query(self) -> bool:
+        """Return whether the work is done."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Make later work of a stream follow the work."""
+
+    def synchronize(self) -> None:
+        """Wait until the work is done."""
+
+
+class Request:
+    """A message that was started, by ``isend`` or ``irecv`` of a communicator.
+
+    Its arrays may be used again when :meth:`test` has returned True, after
+    :meth:`synchronize`, or by work of a stream after :meth:`wait`. The communicator
+    keeps the arrays until then, even if the request is dropped.
+    """
+
+    def __init__(self, island: Island, what: str, done: Done, out: Any, stream: Stream):
+        self._island = island
+        self._what = what
+        self._done = done
+        self._out = out
+        self._stream = stream
+
+    def __repr__(self) -> str:
+        state = "done" if self._done.query() else "pending"
+        return f"<Request: {self._what}, {state}>"
+
+    def wait(self, stream: Any = None) -> Any:
+        """Make later work of a stream follow the message. The host does not wait.
+
+        Args:
+            stream: the stream; None: the one that the message was started on.
+
+        Returns:
+            The array that was received into, or None.
+
+        Raises:
+            CollectiveError, ClosedError: as for any call.
+        """
+        self._island.check()
+        handle, _ = self._stream if stream is None else owned(stream)
+        self._done.wait(handle)
+        return self._out
+
+    def test(self) -> bool:
+        """Return whether the message is done. Never waits.
+
+        Raises:
+            CollectiveError, ClosedError: as for any call.
+        """
+        done = self._done.query()
+        self._island.check()
+        return done
+
+    def synchronize(self) -> Any:
+        """Wait on the host until the message is done, then check for failures.
+
+        Returns:
+            The array that was received into, or None.
+
+        Raises:
+            CollectiveError, ClosedError: as for any call.
+        """
+        if not self._island.closed:
+            self._done.synchronize()
+        self._island.check()
+        return self._out
+
+    @staticmethod
+    def wait_all(requests: Sequence["Request"], stream: Any = None) -> None:
+        """Call :meth:`wait` of all requests."""
+        for request in _checked(requests, "wait_all"):
+            request.wait(stream)
+
+    @staticmethod
+    def wait_any(requests: Sequence["Request"]) -> int:
+        """Wait on the host until one of the requests is done, and return its index.
+
+        Raises:
+            ArgumentError: there are no requests.
+            CollectiveError, ClosedError: as for any call.
+        """
+        pending = _checked(requests, "wait_any")
+        if not pending:
+            raise ArgumentError("wait_any: expected at least one request, got none")
+        while True:
+            for index, request in enumerate(pending):
+                if request.test():
+                    return index
+            time.sleep(_PAUSE)
+
+
+def _checked(requests: Any, what: str) -> list[Request]:
+    try:
+        found = list(requests)
+    except Exception:  # an object's own method may raise anything
+        found = [None]
+    for each in found:
+        if not isinstance(each, Request):
+            raise ArgumentError(
+                f"{what}: expected a sequence of requests, got {requests!r:.100}; pass "
+                "what isend and irecv returned"
+            )
+    return found
+
+
+class Requests:
+    """The requests of one communicator on this rank.
+
+    Args:
+        end: this rank's end of the communicator.
+        workspaces: by rank, at which address this rank sees that rank's workspace of
+            requests.
+        memory: the memory of that workspace.
+        multiprocessors: the most that all kernels of the communicator occupy.
+
+    Attributes:
+        multiprocessors: the same.
+    """
+
+    def __init__(
+        self,
+        end: Endpoint,
+        workspaces: Sequence[int],
+        memory: Memory,
+        multiprocessors: int,
+    ):
+        # The blocks of a request are in one thread block.
+        self._end = replace(end, workspaces=tuple(workspaces), multiprocessors=1)
+        self._memory: Memory | None = memory
+        self._lanes: dict[tuple[int, bool], _Lane] = {}
+        self.multiprocessors = multiprocessors
+
+    def bind(self, message: Message, receiving: bool) -> Enqueue:
+        """Return the packed launch of a message."""
+        return transfer.bind_request(self._end, message, receiving)
+
+    def start(
+        self,
+        direction: tuple[int, bool],
+        launch: Enqueue,
+        stream: int,
+        keep: Any,
+        failed: Callable[[BaseException], None],
+    ) -> Done:
+        """Start a message after the work of a stream so far.
+
+        Args:
+            direction: the other rank, and whether the message is received.
+            launch: enqueues the message.
+            stream: the handle of the stream.
+            keep: objects that must live until the message is done.
+            failed: is called if the launch fails.
+        """
+        if direction not in self._lanes:
+            self._lanes[direction] = _Lane()
+        return self._lanes[direction].start(launch, stream, keep, failed)
+
+    def close(self) -> None:
+        """Release the streams, after all kernels have ended or will end soon."""
+        while self._lanes:
+            self._lanes.popitem()[1].close()
+        self._memory = None
+
+
+class _Lane:
+    """The requests of one direction, one after another.
+
+    In the simulator, in which launches block, a thread has the part of the stream.
+    """
+
+    def __init__(self) -> None:
+        self._pending: deque[tuple[Done, Any]] = deque()
+        self._side = SideStream(1)
+        self._worker = _Worker() if SIMULATED else None
+
+    def start(
+        self,
+        launch: Enqueue,
+        stream: int,
+        keep: Any,
+        failed: Callable[[BaseException], None],
+    ) -> Done:
+        while self._pending and self._pending[0][0].query():
+            self._pending.popleft()
+        if self._worker is not None:
+            done: Done = self._worker.launch(launch, failed)
+        else:
+            self._side.follow(stream, 0)
+            with self._side.joined(stream):
+                launch(self._side.stream)
+                done = end_of(self._side.stream)
+        self._pending.append((done, keep))
+        return done
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        self._side.close()
+        self._pending.clear()
+
+
+def end_of(stream: int) -> Done:
+    """Return the end of a stream's work so far."""
+    event = Event()
+    event.record(stream)
+    return event
+
+
+class _Worker(threading.Thread):
+    """Runs the simulator's launches of one direction."""
+
+    def __init__(self) -> None:
+        super().__init__(name="numba_symm requests", daemon=True)
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.start()
+
+    def run(self) -> None:
+        while (call := self._todo.get()) is not None:
+            call()
+
+    def launch(self, launch: Enqueue, failed: Callable[[BaseException], None]) -> Done:
+        """Run a launch after those before it."""
+        done = _Simulated()
+
+        def call() -> None:
+            try:
+                launch(streams.LEGACY_DEFAULT)
+            except BaseException as error:
+                failed(error)
+            finally:
+                done.end.set_result(None)
+
+        self._todo.put(call)
+        return done
+
+    def close(self) -> None:
+        """Wait for the launches, and end the thread."""
+        self._todo.put(None)
+        self.join()
+
+
+class _Simulated:
+    """The end of a launch in the simulator."""
+
+    def __init__(self) -> None:
+        self.end: Future[None] = Future()
+
+    def query(self) -> bool:
+        return self.end.done()
+
+    def wait(self, stream: Any = None) -> None:
+        self.end.result()
+
+    def synchronize(self) -> None:
+        self.end.result()

@@ -1,0 +1,88 @@
+"""What a world of the explorer does with messages."""
+
+from dataclasses import replace
+
+
+class Messages:
+    """The messages of a ``World``."""
+
+    def messages(self, *counts):
+        """Add messages of these lengths between random ranks, in one launch a rank."""
+        self.groups(counts, lambda number: [range(number)])
+
+    def groups(self, counts, divided):
+        """Add messages between random ranks, which each rank divides into launches.
+
+        ``divided(number)`` returns, for each launch, the indices of its messages.
+        """
+        Message = self.code.transfer.Message
+        mine = [[] for _ in self.ends]  # by rank: (whether it receives, message)
+        for count in counts:
+            src, dst = self.random.sample(range(self.size), 2)
+            arrays, words = self.inputs(count)
+            mine[src].append((False, Message(dst, arrays[src], 8 * count)))
+            mine[dst].append((True, self.taking(src, dst, count)))
+            self.expect(mine[dst][-1][1].address, words[src])
+        for end, messages in zip(self.ends, mine, strict=True):
+            for places in divided(len(messages)):
+                of_launch = [messages[place] for place in places]
+                lists = [
+                    [each for received, each in of_launch if received == receiving]
+                    for receiving in (False, True)
+                ]
+                if any(lists):
+                    launch = self.code.transfer.bind(end, *lists)
+                    self.streams[end.rank].append(launch)
+
+    def requests(self, *counts):
+        """Add requests of these lengths, in an order in which none waits for another.
+
+        In fact each direction of a pair has a stream of its own.
+        """
+        Message = self.code.transfer.Message
+        nbytes = self.code.workspace.channels(self.size, True).end
+        if not self.requested:
+            self.requested = self.map("requests", nbytes, lambda offset: (0, 0))
+        ends = [
+            replace(each, workspaces=tuple(self.requested), multiprocessors=1)
+            for each in self.ends
+        ]
+        for count in counts:
+            src, dst = self.random.sample(range(self.size), 2)
+            arrays, words = self.inputs(count)
+            sent = Message(dst, arrays[src], 8 * count)
+            taken = self.taking(src, dst, count)
+            self.expect(taken.address, words[src])
+            for rank, message in ((src, sent), (dst, taken)):
+                receiving = message is taken
+                launch = self.code.transfer.bind_request(ends[rank], message, receiving)
+                self.streams[rank].append(launch)
+
+    def taking(self, src, dst, count):
+        """Return a message that is received; sometimes it has room for more."""
+        Message = self.code.transfer.Message
+        if self.random.random() < 0.5:
+            target = self.map("output", 8 * count)[dst]
+            return Message(src, target, 8 * count)
+        room = count + self.random.choice([0, 1, 4, 4 * count])
+        target, count_at = (self.map("output", 8 * n)[dst] for n in (room, 1))
+        for i in range(count, room):
+            self.memory.plant(target + 8 * i, 8, i)
+            self.expect(target + 8 * i, [i])
+        self.expect(count_at, [count])
+        return Message(src, target, 8 * room, count_at, 8)
+
+    def too_long(self, count, room):
+        """Add a message that is longer than the room for it, which nothing changes."""
+        src, dst = self.random.sample(range(self.size), 2)
+        arrays, _ = self.inputs(count)
+        target, count_at = (self.map("output", 8 * n)[dst] for n in (count, 1))
+        for i, address in enumerate([count_at, *range(target, target + 8 * count, 8)]):
+            self.memory.plant(address, 8, i)
+            self.expect(address, [i])
+        Message = self.code.transfer.Message
+        sent = Message(dst, arrays[src], 8 * count)
+        taken = Message(src, target, 8 * room, count_at, 8)
+        for rank, lists in ((src, ([sent], [])), (dst, ([], [taken]))):
+            launch = self.code.transfer.bind(self.ends[rank], *lists)
+            self.streams[rank].append(launch)

@@ -1,0 +1,197 @@
+"""Messages that run beside all other calls."""
+
+import contextlib
+import time
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm.environment import SIMULATED
+from tests.ranks.helpers import needs_peers, ordinary, put, refused
+from tests.ranks.messages.contents import right_and_left
+
+LARGE = 1 << 14 if SIMULATED else 1 << 24
+"""Elements of a message that does not fit into the slots."""
+
+
+@pytest.fixture
+def comm(world):
+    with ns.Communicator(world, timeout=60, requests=True) as made:
+        yield made
+
+
+def filled(count, value):
+    x = ordinary(count, np.float32)
+    put(x, np.full(count, value, np.float32))
+    return x
+
+
+def holds(array, value):
+    return (array.copy_to_host() == value).all()
+
+
+@needs_peers
+def test_requests_block_no_later_call(comm, world):
+    """Large messages are under way while collectives and other messages complete."""
+    right, left = right_and_left(comm)
+    x, out = filled(LARGE, comm.rank), filled(LARGE, -1)
+    small, taken = filled(5, comm.rank), filled(5, -1)
+    sent = comm.isend(x, dst=right)
+    total = comm.all_reduce(small)
+    comm.sendrecv(small, dst=right, out=taken, src=left)
+    comm.synchronize()
+    assert holds(total, sum(range(comm.size)))
+    assert holds(taken, left)
+    world.barrier()  # nobody receives the large message before
+    assert not sent.test()
+    assert "pending" in repr(sent)
+    received = comm.irecv(out, src=left)
+    assert received.synchronize() is out
+    assert sent.synchronize() is None
+    assert sent.test()
+    assert received.test()
+    assert "irecv, done" in repr(received)
+    assert holds(out, left)
+    world.barrier()
+
+
+@needs_peers
+def test_each_direction_has_an_order_of_its_own(comm, world):
+    """All send first, to all; the last direction to be received is not the first."""
+    others = [r for r in range(comm.size) if r != comm.rank]
+    sizes = [3, LARGE, 0, 700]
+    sends = [
+        comm.isend(filled(n, 10 * comm.rank + i), dst=peer)  # kept until it is sent
+        for peer in others
+        for i, n in enumerate(sizes)
+    ]
+    outs = {peer: [filled(n, -1) for n in sizes] for peer in reversed(others)}
+    receives = [comm.irecv(o, src=peer) for peer in outs for o in outs[peer]]
+    pending = [*sends, *receives]
+    while pending:
+        pending.pop(ns.Request.wait_any(pending))
+    for peer, arrays in outs.items():
+        assert all(holds(out, 10 * peer + i) for i, out in enumerate(arrays))
+    world.barrier()
+
+
+@needs_peers
+def test_work_of_a_stream_follows_requests(comm, world):
+    right, left = right_and_left(comm)
+    x, out = filled(LARGE, comm.rank), filled(LARGE, -1)
+    requests = [comm.irecv(out, src=left), comm.isend(x, dst=right)]
+    ns.Request.wait_all(requests)
+    total = comm.all_reduce(out)
+    comm.synchronize()
+    assert holds(total, sum(range(comm.size)))
+    world.barrier()
+
+
+@needs_peers
+def test_lengths_of_received_requests(comm, world):
+    right, left = right_and_left(comm)
+    for length in (0, 1, 700, LARGE - 1):
+        x, out = filled(length, comm.rank), filled(LARGE, -1)
+        count = ordinary(1, np.int64)
+        received = comm.irecv(out, src=left, count=count)
+        comm.isend(x, dst=right)
+        received.synchronize()
+        assert count.copy_to_host()[0] == length
+        found = out.copy_to_host()
+        assert (found[:length] == left).all()
+        assert (found[length:] == -1).all()
+        world.barrier()
+
+
+def test_requests_with_nobody_are_done(comm, world):
+    out, count = filled(3, 1), ordinary(1, np.int64)
+    requests = [
+        comm.isend(out, dst=None),
+        comm.irecv(out, src=None, count=count),
+    ]
+    for request in requests:
+        request.synchronize()
+        assert request.test()
+    assert holds(out, 1)
+    assert count.copy_to_host()[0] == 0
+    world.barrier()
+
+
+@needs_peers
+def test_split_and_close_with_requests(world):
+    """A child has requests, too. Closing completes what was started."""
+    with ns.Communicator(world, timeout=60, requests=True) as parent:
+        out = filled(700, -1)
+        with parent.dup() as comm:
+            right, left = right_and_left(comm)
+            assert comm.multiprocessors == parent.multiprocessors
+            comm.irecv(out, src=left)
+            comm.isend(filled(700, comm.rank), dst=right)
+        assert holds(out, left)
+
+
+@needs_peers
+def test_wrong_requests_are_refused(comm, world):
+    right, left = right_and_left(comm)
+    x = filled(3, 0)
+    for call, text in [
+        (lambda: comm.isend(x, dst=comm.rank), "isend: dst: expected another rank"),
+        (lambda: comm.irecv(x, src=comm.size), "irecv: src: expected a rank"),
+        (lambda: comm.isend(np.zeros(3), dst=right), "isend: expected a device array"),
+        (lambda: ns.Request.wait_any([]), "wait_any: expected at least one request"),
+        (lambda: ns.Request.wait_all(3), "wait_all: expected a sequence of requests"),
+        (lambda: ns.Request.wait_any([None]), "pass what isend and irecv returned"),
+    ]:
+        refused(world, ns.ArgumentError, call, text)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(comm.group())
+        grouped = lambda: comm.isend(x, dst=right)  # noqa: E731
+        refused(world, ns.ArgumentError, grouped, "isend: a group is open")
+    with ns.Communicator(world, timeout=60) as plain:
+        wrong = lambda: plain.irecv(x, src=left)  # noqa: E731
+        refused(world, ns.ArgumentError, wrong, "pass requests=True to Communicator")
+    differ = lambda: ns.Communicator(world, requests=comm.rank == 0)  # noqa: E731
+    refused(world, ns.ArgumentError, differ, "requests=")
+
+
+@needs_peers
+@pytest.mark.parametrize("how", ["late", "too long"])
+def test_a_failed_request_fails_on_every_rank(world, how):
+    comm = ns.Communicator(world, timeout=1 if how == "late" else 60, requests=True)
+    x, out = filled(5, 0), filled(3, -1)
+    if comm.rank == 1:
+        request = comm.irecv(out, src=0)
+    elif comm.rank == 0 and how == "too long":
+        request = comm.isend(x, dst=1)
+    kind = ns.CollectiveTimeout if how == "late" else ns.CallMismatch
+    if comm.rank == 1:
+        with pytest.raises(kind):
+            request.synchronize()
+    world.barrier()
+    text = "rank 1 waited for rank 0" if how == "late" else "another number of bytes"
+    refused(world, kind, comm.check, text)
+    refused(world, kind, lambda: comm.isend(x, dst=1 - min(1, comm.rank)), text)
+    assert holds(out, -1)
+    comm.close()
+
+
+@needs_peers
+def test_a_dropped_communicator_ends_its_requests(world):
+    """The other ranks' requests, too."""
+    comm = ns.Communicator(world, timeout=60, requests=True)
+    out = filled(LARGE, -1)
+    request = comm.irecv(out, src=(comm.rank + 1) % comm.size)
+    world.barrier()
+    if comm.rank == 0:
+        with pytest.raises(ZeroDivisionError), comm:
+            _ = 1 / 0
+    started = time.monotonic()
+    kinds = ns.RankLeft, ns.ClosedError
+    with pytest.raises(kinds):
+        request.synchronize()
+    assert time.monotonic() - started < 30
+    world.barrier()
+    if comm.rank:
+        with contextlib.suppress(ns.RankLeft):
+            comm.close()
