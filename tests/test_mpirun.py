@@ -1,4 +1,4 @@
-"""Runs tests/ranks and tests/gpu under mpirun, each file or folder, on 2 to 4 ranks.
+"""Runs tests/ranks and tests/gpu under mpirun, in a few jobs, on 2 to 4 ranks.
 
 Without a GPU the ranks run in Numba's CUDA simulator, and tests/gpu is skipped. This
 process never does: the simulator disables the compiling that other tests need.
@@ -6,7 +6,7 @@ process never does: the simulator disables the compiling that other tests need.
 On one rank test_one_rank.py does.
 
 NUMBA_SYMM_TEST_RANKS     the numbers of ranks, such as "4" or "1,2,8"
-NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take; default 240, on GPUs 1200
+NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take; default 400, on GPUs 1200
 """
 
 import contextlib
@@ -24,9 +24,32 @@ from tests.kernels import every_call, every_kernel
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
-FILES = sorted(TESTS.glob("ranks/test_*.py")) + sorted(TESTS.glob("gpu/test_*.py"))
-FILES += sorted({file.parent for file in TESTS.glob("ranks/*/test_*.py")})
-"""One job each; a folder is one job, because starting a job takes seconds."""
+TOGETHER = [
+    ("operations", "messages"),
+    ("all_reduce", "test_direct.py"),
+    ("communicators", "misuse", "test_set_up_calls.py"),
+    ("memory", "mpi", "test_launch.py"),
+    ("test_bench.py", "test_prepare.py"),
+]
+"""Files and folders of tests/ranks, by jobs of about the same length.
+
+Starting a job takes a second of processor time for each rank. What is not here is a job
+of its own.
+"""
+
+
+def jobs():
+    """Return what is run together: tuples of files and folders."""
+    ranks = TESTS / "ranks"
+    together = [tuple(ranks / name for name in names) for names in TOGETHER]
+    files = {*ranks.glob("test_*.py"), *(f.parent for f in ranks.glob("*/test_*.py"))}
+    others = sorted(files.difference(*together)) + sorted(TESTS.glob("gpu/test_*.py"))
+    return [*together, *((file,) for file in others)]
+
+
+def name_of(job):
+    return "+".join(file.stem for file in job)
+
 
 ASKED = os.environ.get("NUMBA_SYMM_TEST_RANKS")
 RANKS = [int(number) for number in (ASKED or "1,2,3,4").split(",")]
@@ -40,38 +63,41 @@ PYTEST = ["-vs", "--no-header", "--no-summary"]
 PYTEST += ["-pno:cacheprovider", "-pno:faulthandler"]  # rank.py has its own
 
 BOUND = {}
-"""By file, the names of the kernels and algorithms that its tests have bound."""
-
-by_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+"""By job, the names of the kernels and algorithms that its tests have bound."""
 
 
 @pytest.mark.parametrize("ranks", [number for number in RANKS if number > 1])
-@by_file
-def test_on_ranks(file, ranks, tmp_path):
-    check(file, ranks, tmp_path)
+@pytest.mark.parametrize("job", jobs(), ids=name_of)
+def test_on_ranks(job, ranks, tmp_path):
+    check(job, ranks, tmp_path)
 
 
 def test_every_kernel_and_algorithm_is_bound_by_a_test_on_ranks():
     """Runs after the tests above. Skips if not all of them ran in this process."""
-    ran = BOUND.keys() >= {file for file in FILES if file.parent.name == "ranks"}
+    ran = BOUND.keys() >= {job for job in jobs() if not on_gpus(job)}
     if not ran or max(RANKS) < 3:  # two ranks relay nothing
-        pytest.skip("not all files ran, on three ranks or more")
+        pytest.skip("not all jobs ran, on three ranks or more")
     missing = (every_kernel() | every_call()) - set().union(*BOUND.values())
     assert not missing, f"no test in tests/ranks binds {missing}: add one"
 
 
-def check(file, ranks, tmp_path):
-    """Run a file's tests on that many ranks, or skip them."""
+def on_gpus(job):
+    return job[0].parent.name == "gpu"
+
+
+def check(job, ranks, tmp_path):
+    """Run a job's tests on that many ranks, or skip them."""
     environ = environment(ranks)
-    if file.parent.name == "gpu" and environ.get("NUMBA_ENABLE_CUDASIM") == "1":
+    if on_gpus(job) and environ.get("NUMBA_ENABLE_CUDASIM") == "1":
         pytest.skip("no NVIDIA GPU")
     deadline = deadline_of(environ)
     dump = deadline - min(15, deadline / 4)  # time enough to write it
     program = [str(ROOT / "tests/rank.py"), str(tmp_path), str(dump), *PYTEST]
-    command = cli.mpirun_command(ranks, [*program, str(file)], cli.find_mpirun())
+    program += map(str, job)
+    command = cli.mpirun_command(ranks, program, cli.find_mpirun())
     code = run(command, environ, tmp_path / "mpirun.txt", deadline)
     for names in tmp_path.glob("*.bound"):
-        BOUND.setdefault(file, set()).update(read(names).splitlines())
+        BOUND.setdefault(job, set()).update(read(names).splitlines())
     if code is None:
         late = f"{ranks} ranks had not ended after {deadline:g} s and were killed"
         pytest.fail(describe(late, ranks, tmp_path), pytrace=False)
@@ -84,7 +110,7 @@ def deadline_of(environ):
     """Return the seconds a job may take: on GPUs more, where kernels are compiled."""
     if DEADLINE:
         return float(DEADLINE)
-    return 240.0 if environ.get("NUMBA_ENABLE_CUDASIM") == "1" else 1200.0
+    return 400.0 if environ.get("NUMBA_ENABLE_CUDASIM") == "1" else 1200.0
 
 
 def environment(ranks):

@@ -1,4 +1,4 @@
-"""Runs the files and folders in tests/ranks and tests/gpu on one rank.
+"""Runs tests/ranks, and each file of tests/gpu, on one rank.
 
 In a file of its own, for a worker that has no other ranks to run.
 """
@@ -7,8 +7,11 @@ import pytest
 
 from tests import test_mpirun
 
+JOBS = [(test_mpirun.TESTS / "ranks",)]
+JOBS += filter(test_mpirun.on_gpus, test_mpirun.jobs())
+
 
 @pytest.mark.skipif(1 not in test_mpirun.RANKS, reason="NUMBA_SYMM_TEST_RANKS")
-@test_mpirun.by_file
-def test_on_one_rank(file, tmp_path):
-    test_mpirun.check(file, 1, tmp_path)
+@pytest.mark.parametrize("job", JOBS, ids=test_mpirun.name_of)
+def test_on_one_rank(job, tmp_path):
+    test_mpirun.check(job, 1, tmp_path)
