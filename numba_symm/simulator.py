@@ -29,7 +29,7 @@ from numba.cuda.simulator.kernelapi import FakeCUDAShared, GridGroup
 from numba_symm.errors import ArgumentError
 
 _GRACE = 1.0  # seconds within which the threads of a failed launch should end
-_SWITCH_INTERVAL = 1e-4  # seconds after which a polling thread lets others run
+_SWITCH_INTERVAL = 1e-3  # seconds that a thread runs if others want to
 
 
 def run(

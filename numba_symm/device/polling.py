@@ -85,7 +85,7 @@ def must_give_up(guard: Any, started: int, record: int) -> bool:
 @device_function
 def pause(polls: int) -> int:
     """Pause between two polls, and return how many there were."""
-    poll_pause()
+    poll_pause(polls)
     return polls + 1
 
 

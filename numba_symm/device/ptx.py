@@ -359,7 +359,7 @@ def later_blocks() -> int:
 
 
 @device_function
-def poll_pause() -> None:
+def poll_pause(polls: int) -> None:
     """Let other threads run between two polls; a GPU does so by itself."""
 
 

@@ -24,6 +24,7 @@ from numba_symm.errors import ArgumentError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _POLL_PAUSE = 100e-6  # seconds, in which the peers can get the core
+_LONGEST_PAUSE = 1e-3  # of a long wait, so that all threads of a rank poll little
 
 
 def device_function(function: F) -> F:
@@ -281,14 +282,17 @@ def later_blocks() -> int:
     return int(math.prod(blocks) - 1 - place)
 
 
-def poll_pause() -> None:
+def poll_pause(polls: int) -> None:
     """Let the peers' threads run, because they share few cores.
+
+    Args:
+        polls: how often the thread has polled; the pauses of a long wait are longer.
 
     Raises:
         RuntimeError: another thread of the block has failed. So the launch has failed,
             and the polled memory may be unmapped.
     """
-    time.sleep(_POLL_PAUSE)
+    time.sleep(min(_POLL_PAUSE * (1 + polls / 4), _LONGEST_PAUSE))
     thread = _thread()
     team = getattr(thread, "_manager", None)
     if getattr(thread, "abort", False) or getattr(team, "failure", None) is not None:

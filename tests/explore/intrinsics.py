@@ -131,7 +131,7 @@ def check_slot(*args) -> None:
 check_peer = check_buffer = check_slot
 
 
-def poll_pause() -> Generator[int, None, None]:
+def poll_pause(polls: int = 0) -> Generator[int, None, None]:
     yield POLL
 
 

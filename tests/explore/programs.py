@@ -80,7 +80,7 @@ def come_late(timeout: int) -> None:
     """Wait about as long as the peers do before they give up."""
     started = globaltimer()
     while globaltimer() - started < timeout:
-        poll_pause()
+        poll_pause(0)
 
 
 @device_function

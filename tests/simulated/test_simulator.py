@@ -214,7 +214,7 @@ def polling(started):
     def kernel(fail):
         started.append(cuda.threadIdx.x)
         while not (fail and cuda.threadIdx.x == 1 and len(started) == THREADS):
-            sim.poll_pause()
+            sim.poll_pause(0)
         raise ValueError("that went wrong")
 
     return kernel
