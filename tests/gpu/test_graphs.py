@@ -332,6 +332,7 @@ def test_a_communicator_may_be_dropped_during_a_capture(comm, world, stream, mod
             gc.collect()
         comm.all_reduce(x, out=y, stream=builder.stream)
     y.copy_to_device(np.zeros(100, np.float32))
+    cuda.synchronize()  # a copy from pageable memory returns before it has arrived
     graphs[0].launch(stream)
     comm.synchronize(stream)
     assert (y.copy_to_host() == of_ranks(comm)).all()

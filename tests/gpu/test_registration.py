@@ -130,7 +130,10 @@ def test_cupy_s_asynchronous_pool_is_refused(comm, world):
     with cupy.cuda.using_allocator(pool.malloc):
         array = cupy.zeros(COUNT, "f4")
     refused(
-        world, ns.BackendError, lambda: comm.rendezvous(array), "come from cudaMalloc"
+        world,
+        ns.BackendError,
+        lambda: comm.rendezvous(array),
+        "expected memory of cudaMalloc",
     )
     check_works(comm)
 

@@ -395,7 +395,7 @@ def test_debug_mode_tells_what_differs(careful, everywhere, last, name, differen
     x = ordinary(count, dtype)
     said = everywhere(
         ns.ArgumentError,
-        lambda: getattr(careful, name)(x, op, algorithm=algorithm),
+        lambda: getattr(careful, name)(x, op=op, algorithm=algorithm),
         "all_reduce: rank",
         "every rank must pass the same",
     )
