@@ -49,6 +49,13 @@ def test_elements_are_reduced_in_registers(name, op):
         assert not re.search(r"\bFFMA\b", text)
 
 
+def test_a_truth_value_as_a_float_is_one_of_two_constants():
+    """Converted to float32, it was stored as the integer 1."""
+    assert re.search(
+        r"\bFSEL R\d+, RZ, 1, ", in_registers(all_reduce("float32", "lor"))
+    )
+
+
 def test_bytes_of_any_alignment_are_posted_in_vectors():
     in_registers(one_shot.kernel(2, ELEMENTS["uint8"], "sum", True, "ll", 1, ALL))
 
