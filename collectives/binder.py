@@ -1,33 +1,50 @@
 """The binder: from a checked call to the launches that do it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from numba_symm.collectives.kernels import barrier, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue
+from numba_symm.collectives.protocols.binding import (
+    Call,
+    Endpoint,
+    Enqueue,
+    Place,
+)
+
+Placing = Callable[[int, int], Place | None]
+"""``Endpoint.place``."""
 
 
 class Binder:
     """Binds the calls of a communicator to kernels.
 
-    Args:
-        end: this rank's end of the communicator.
+    Attributes:
+        end: this rank's end of its island, for kernels.
     """
 
     def __init__(self, end: Endpoint):
-        self._end = end
+        self.end = end
+
+    def placing(self, places: Callable[[int], Placing]) -> "Binder":
+        """Return a binder of the same ranks, with other places of symmetric memory.
+
+        Args:
+            places: returns ``Endpoint.place`` for a number of ranks.
+        """
+        return Binder(replace(self.end, place=places(self.end.size)))
 
     def operation(self, operation: Operation, algorithm: str, call: Call) -> Enqueue:
         """Bind a call of an operation by the algorithm of that name."""
-        return operation.bind(algorithm, self._end, call)
+        return operation.bind(algorithm, self.end, call)
 
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]
     ) -> Enqueue:
         """Bind messages to and from other ranks, which start together."""
-        return transfer.bind(self._end, sends, receives)
+        return transfer.bind(self.end, sends, receives)
 
     def barrier(self) -> Enqueue:
         """Bind a barrier of all ranks."""
-        return barrier.bind(self._end)
+        return barrier.bind(self.end)

@@ -74,7 +74,7 @@ class Calls:
         self.heap = heap
         self.order = order
         self.end = end
-        self.binder = Binder(end)
+        self.binder: Binder = Binder(end)
         self.stream = stream
         self.debug = debug
         self.memory: arrays.Memory | None = memory

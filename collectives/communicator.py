@@ -11,6 +11,7 @@ import numpy as np
 from numba_symm import arrays, environment, streams
 from numba_symm.collectives import kernel_set, lifetime, messages, vector_forms
 from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.islands import construction
 from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -26,7 +27,6 @@ from numba_symm.collectives.persistent import Persistent
 from numba_symm.collectives.plans import Plan, plan
 from numba_symm.collectives.requests import Request
 from numba_symm.environment import SIMULATED
-from numba_symm.island import Island
 from numba_symm.launch import ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
@@ -52,7 +52,7 @@ def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
 
 
 class Communicator(Persistent):
-    """Collectives between the GPUs of the ranks of one host.
+    """Collectives between the GPUs of ranks, of one host or several.
 
     Construction and all methods are collective, except messages (``send``, ``recv``,
     ``sendrecv``, ``group``), ``prepare``, ``check``, ``synchronize`` and the
@@ -98,6 +98,8 @@ class Communicator(Persistent):
         refused_backends: the reasons against better backends, by name.
         peer_access: which rank's GPU can access which other's; None where it is
             unknown.
+        islands: the ranks of each island. There is one, unless the ranks are on several
+            hosts, or their GPUs do not all reach each other.
         timeout: the seconds that a kernel waits for a peer.
         multiprocessors: the most that its kernels occupy, of all ranks' GPUs the least.
 
@@ -117,8 +119,8 @@ class Communicator(Persistent):
     ):
         environment.warn_of_unknown()
         ranks.warn_if_alone(comm)
-        island = Island(comm, device, timeout)
-        self._become(lifetime.begin(island, stream, debug, multiprocessors, requests))
+        given = stream, debug, multiprocessors, requests
+        self._become(construction.begin(comm, device, timeout, *given))
 
     def _become(self, calls: Calls) -> None:
         self._calls = calls
@@ -128,6 +130,7 @@ class Communicator(Persistent):
         self.backend: str = calls.island.backend.name
         self.refused_backends = calls.island.refused
         self.peer_access = calls.island.peer_access
+        self.islands = calls.island.parts
         self.timeout = calls.island.timeout
         self.multiprocessors = lifetime.multiprocessors_of(calls)
 
@@ -232,7 +235,7 @@ class Communicator(Persistent):
             colors = island.exchange.all_gather(number, "split: colors")
             members = [rank for rank in range(self.size) if colors[rank] == number]
             part = functools.partial(ranks.split, island.comm, number, order)
-            return self._of(lifetime.child(self._calls, "split", part, members))
+            return self._of(construction.child(self._calls, "split", part, members))
 
     @by_one_thread
     def dup(self) -> "Communicator":
@@ -248,7 +251,7 @@ class Communicator(Persistent):
         """
         with self._calls.set_up("dup"):
             same = functools.partial(ranks.duplicate, self._calls.island.comm)
-            made = lifetime.child(self._calls, "dup", same, range(self.size))
+            made = construction.child(self._calls, "dup", same, range(self.size))
             return cast(Communicator, self._of(made))
 
     def barrier(self, stream: Any = None) -> None:
@@ -346,8 +349,8 @@ class Communicator(Persistent):
             CollectiveError, ClosedError: as :meth:`check`.
         """
         self.check()
-        end, gpu = self._calls.end, self._calls.gpu
-        found = kernel_set.kernels(calls, dtypes, ops, end, "prepare")
+        end, gpu, binder = self._calls.end, self._calls.gpu, self._calls.binder
+        found = kernel_set.kernels(calls, dtypes, ops, end, "prepare", binder)
         if not SIMULATED:
             kernel_set.check_capability(found, gpu.compute_capability, "prepare")
             kernel_set.load(found, self.rank, self.size, "prepare")

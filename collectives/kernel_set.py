@@ -5,7 +5,6 @@ alignments. So they follow from the table of operations, the limits of ``select.
 the algorithms. Nothing is compiled or loaded, and no GPU is needed.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,8 @@ import numpy as np
 
 from numba_symm import dtypes, pads
 from numba_symm.collectives import select
-from numba_symm.collectives.kernels import barrier, transfer
+from numba_symm.collectives.binder import Binder
+from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import (
     OPERATIONS,
@@ -93,6 +93,7 @@ def kernels(
     ops: Sequence[Any],
     end: Endpoint,
     what: str,
+    binder: Binder | None = None,
 ) -> list[Kernel]:
     """Return the kernels that calls need, each once.
 
@@ -102,6 +103,7 @@ def kernels(
         ops: the operators of those that reduce.
         end: an end of the communicator; where its symmetric memory lies is not asked.
         what: who asks, for errors.
+        binder: binds the calls of a communicator of several islands.
 
     Raises:
         ArgumentError: a name, dtype or operator is unknown, or an operator is one that
@@ -110,17 +112,18 @@ def kernels(
     _check_names(names, what)
     numpy_dtypes = [dtypes.checked(each, what) for each in _several(given, what)]
     operators = [dtypes.reduction(op, what) for op in _several(ops, what)]
-    end = dataclasses.replace(end, place=_anywhere(end.size))
+    binder = (binder or Binder(end)).placing(_anywhere)
     with listed() as found:
         for name in names:
             if name in _OPERATIONS:
-                _bind_operation(_OPERATIONS[name], numpy_dtypes, operators, end)
+                given_here = numpy_dtypes, operators, end.size, binder
+                _bind_operation(_OPERATIONS[name], *given_here)
             elif name == "barrier":
-                barrier.bind(end)
+                binder.barrier()
             elif name == SIGNALS:
-                _bind_signals(end.size)
-            elif end.size > 1:
-                _bind_messages(numpy_dtypes, end, name)
+                _bind_signals(binder.end.size)
+            elif binder.end.size > 1:
+                _bind_messages(numpy_dtypes, binder.end, name)
     return list(found)
 
 
@@ -147,20 +150,24 @@ def _several(values: Any, what: str) -> list[Any]:
 
 
 def _bind_operation(
-    operation: Operation, given: list[np.dtype[Any]], ops: list[Op], end: Endpoint
+    operation: Operation,
+    given: list[np.dtype[Any]],
+    ops: list[Op],
+    size: int,
+    binder: Binder,
 ) -> None:
     """Bind calls of all sizes."""
     if not operation.reduces:
         for dtype in given:
             element, _ = dtypes.moved(dtype, 1)
-            _bind_sizes(operation, element, "sum", end)
+            _bind_sizes(operation, element, "sum", size, binder)
         return
     pairs = [
         (dtypes.element(dtype, operation.name), op) for dtype in given for op in ops
     ]
     for element, op in pairs:
         if _suits(operation, element, op):
-            _bind_sizes(operation, element, op, end)
+            _bind_sizes(operation, element, op, size, binder)
     for op in ops:
         if not any(_suits(operation, element, op) for element, _ in pairs):
             operation.check(op)
@@ -199,17 +206,19 @@ def _suits(operation: Operation, element: Element, op: Op) -> bool:
     return op not in operation.without and (op in known or not named)
 
 
-def _bind_sizes(operation: Operation, element: Element, op: Op, end: Endpoint) -> None:
+def _bind_sizes(
+    operation: Operation, element: Element, op: Op, size: int, binder: Binder
+) -> None:
     root = 0 if operation.rooted else None
-    for count in _counts(operation, element, end.size):
+    for count in _counts(operation, element, size):
         nbytes = count * element.itemsize
-        name = operation.chosen(None, nbytes, end.size, element)
+        name = operation.chosen(None, nbytes, size, element)
         for off, target_off in _alignments(element):
             source, target = VECTOR + off, _FAR + target_off
             if operation.in_place:
                 source = target
             call = Call(source, target, count, element, op, root or 0)
-            operation.bind(name, end, call)
+            binder.operation(operation, name, call)
 
 
 def _alignments(element: Element) -> Iterator[tuple[int, int]]:

@@ -4,11 +4,11 @@ import atexit
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
-from numba_symm import arguments, deferred, environment, forks, streams
+from numba_symm import arguments, arrays, deferred, environment, forks, streams
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.kernels import copied_all_reduce
 from numba_symm.collectives.protocols.binding import Endpoint
@@ -51,53 +51,109 @@ def begin(
     requests: bool,
 ) -> Calls:
     """Return the calls of a new communicator over an island. Collective."""
-    heap = None
-    try:
+    with undone(island) as undo:
         heap = Heap(island)
-        order = StreamOrder(copied_all_reduce.EVENTS)
-        exchange = island.exchange
-        with exchange.agreed("Communicator"):
-            debug = arguments.flag(debug, "Communicator", "debug")
-            requests = arguments.flag(requests, "Communicator", "requests")
-            streams.handle_or_default(stream)
-            asked = environment.chosen_multiprocessors(multiprocessors)
-            limit = _multiprocessors(asked)
-        given = f"multiprocessors={asked}, debug={debug}, requests={requests}"
-        exchange.agree_equal(given, "Communicator")
-        limit = min(exchange.all_gather(limit, "limits of multiprocessors"))
-        size, rank = island.world.size, island.world.rank
-        whole, limit = limit, _left_by_requests(limit, size) if requests else limit
-        memory, workspace = heap.allocate(layout(size).nbytes, "workspace")
-        with exchange.agreed("preparing the workspace"):
-            _fill_sentinels(island, workspace.addresses[rank])
-        end = Endpoint(
-            rank=rank,
-            size=size,
-            guard=island.guard,
-            workspaces=tuple(workspace.addresses),
-            max_blocks=min(MAX_BLOCKS, HELD * limit),
-            multiprocessors=limit,
-            place=heap.place,
-            order=order,
-        )
-        calls = Calls(island, heap, order, end, stream, debug, memory)
-        if requests:
-            nbytes = channels(size, True).end
+        undo.callback(heap.close_locally)
+        given = debug, multiprocessors, requests
+        settings = agreed_settings(island, stream, *given)
+        whole = limit = settings.limit
+        if settings.requests:
+            limit = _left_by_requests(limit, island.world.size)
+        order, end, memory = joined(heap, limit)
+        calls = Calls(island, heap, order, end, stream, settings.debug, memory)
+        if settings.requests:
+            nbytes = channels(island.world.size, True).end
             memory, workspace = heap.allocate(nbytes, "workspace of requests")
             calls.requests = Requests(end, workspace.addresses, memory, whole)
-        held = island, heap, order, calls.requests, streams.current_context()
-        calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
-        calls.when_dropped.atexit = False  # the end of the process frees it
-        _in_use[island] = island.backend.name
-        _open.add(calls)
-        forks.watch(calls)
-        return calls
-    except BaseException as error:
-        with ExitStack() as steps:  # in reverse
-            steps.callback(island.give_up, error)
-            if heap is not None:
-                steps.callback(heap.close_locally)
-        raise
+        return opened(calls)
+
+
+@contextmanager
+def undone(island: Island) -> Iterator[ExitStack]:
+    """Undo the construction of a communicator if the block raises an exception."""
+    with ExitStack() as undo:
+        try:
+            yield undo
+        except BaseException as error:
+            with ExitStack() as steps:  # in reverse
+                steps.callback(island.give_up, error)
+                steps.push(undo.pop_all())
+            raise
+        undo.pop_all()
+
+
+class Settings(NamedTuple):
+    """The settings of a communicator, which are equal on all ranks.
+
+    Attributes:
+        debug: whether the ranks compare their calls.
+        requests: whether messages may run beside all other calls.
+        limit: the most multiprocessors of a GPU, of all ranks' limits the least.
+    """
+
+    debug: bool
+    requests: bool
+    limit: int
+
+
+def agreed_settings(
+    island: Island, stream: Any, debug: Any, multiprocessors: int | None, requests: Any
+) -> Settings:
+    """Check the settings of a communicator. Collective."""
+    exchange = island.exchange
+    with exchange.agreed("Communicator"):
+        debug = arguments.flag(debug, "Communicator", "debug")
+        requests = arguments.flag(requests, "Communicator", "requests")
+        streams.handle_or_default(stream)
+        asked = environment.chosen_multiprocessors(multiprocessors)
+        limit = _multiprocessors(asked)
+    given = f"multiprocessors={asked}, debug={debug}, requests={requests}"
+    exchange.agree_equal(given, "Communicator")
+    limit = min(exchange.all_gather(limit, "limits of multiprocessors"))
+    return Settings(debug, requests, limit)
+
+
+def joined(
+    heap: Heap, limit: int, more: int = 0
+) -> tuple[StreamOrder, Endpoint, arrays.Memory]:
+    """Return an island's order of streams, this rank's end, and its workspace.
+
+    Collective within the island.
+
+    Args:
+        heap: the symmetric memory of the island.
+        limit: the most multiprocessors that kernels occupy.
+        more: bytes of other memory, after the workspace.
+    """
+    island = heap.island
+    size, rank = island.world.size, island.world.rank
+    order = StreamOrder(copied_all_reduce.EVENTS)
+    memory, workspace = heap.allocate(layout(size).nbytes + more, "workspace")
+    with island.exchange.agreed("preparing the workspace"):
+        _fill_sentinels(island, workspace.addresses[rank])
+    end = Endpoint(
+        rank=rank,
+        size=size,
+        guard=island.guard,
+        workspaces=tuple(workspace.addresses),
+        max_blocks=min(MAX_BLOCKS, HELD * limit),
+        multiprocessors=limit,
+        place=heap.place,
+        order=order,
+    )
+    return order, end, memory
+
+
+def opened(calls: Calls) -> Calls:
+    """Return a communicator's calls, which are closed or dropped in the end."""
+    island = calls.island
+    held = island, calls.heap, calls.order, calls.requests, streams.current_context()
+    calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
+    calls.when_dropped.atexit = False  # the end of the process frees it
+    _in_use[island] = island.backend.name
+    _open.add(calls)
+    forks.watch(calls)
+    return calls
 
 
 def child(
@@ -105,6 +161,7 @@ def child(
     what: str,
     make: Callable[[], ranks.Comm | None],
     members: Sequence[int],
+    join: "Join",
 ) -> Calls | None:
     """Return the calls of a new communicator with the settings of this one.
 
@@ -116,6 +173,7 @@ def child(
         make: returns the ranks of the new communicator, or None. It may block in MPI,
             because it runs only if all ranks have reached it.
         members: these ranks, by their numbers in this communicator.
+        join: makes the new communicator of its ranks.
     """
     exchange = calls.island.exchange
 
@@ -130,7 +188,7 @@ def child(
         # A child fails on all its ranks; this agreement makes the other ranks raise.
         with exchange.agreed(what):
             if part is not None:
-                made_here = _child_of(calls, part, members)
+                made_here = _child_of(calls, part, members, join)
     except BaseException as error:
         together = exchange.is_everybodys(error)
         if together:
@@ -144,19 +202,29 @@ def child(
     return made_here
 
 
-def _child_of(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
-    board = calls.island.board
+Join = Callable[[Calls, ranks.Comm, Sequence[int]], Calls]
+"""Returns a new communicator of some ranks of one: their messages, their numbers."""
+
+
+def join(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
+    """Return a new communicator of some ranks of an island. Collective."""
+    island = Island(comm, calls.gpu.ordinal, calls.island.timeout, own=True)
+    given = calls.stream, calls.debug, multiprocessors_of(calls)
+    return begin(island, *given, calls.requests is not None)
+
+
+def _child_of(
+    calls: Calls, comm: ranks.Comm, members: Sequence[int], join: Join
+) -> Calls:
+    board, exchange = calls.island.board, calls.island.exchange
 
     def left() -> bool:
         board.look()
-        return any(map(board.is_ahead, members))
+        return any(map(exchange.is_ahead, members))
 
     try:
         with waiting.watching(left):  # a rank may leave before the child has a board
-            timeout = calls.island.timeout
-            island = Island(comm, calls.gpu.ordinal, timeout, own=True)
-            given = calls.stream, calls.debug, multiprocessors_of(calls)
-            return begin(island, *given, calls.requests is not None)
+            return join(calls, comm, members)
     except CollectiveError as error:
         board.look()
         raise ExchangeError(str(error)) from error  # the parent has not failed

@@ -88,19 +88,29 @@ def check_peer_access(exchange: StoreExchange, gpu: GPU) -> Matrix:
     """Return which rank's GPU can access which other's memory. Collective.
 
     Returns:
-        ``matrix[r][s]``: whether rank r's GPU can access rank s's. None if rank r's
-        process does not see the other GPU, so that the driver does not tell.
+        The matrix of :func:`peer_access`.
 
     Raises:
         PeerAccessError: on all ranks; the text names the pairs without access.
+    """
+    matrix, uuids = peer_access(exchange, gpu)
+    refuse_missing_access(matrix, uuids)
+    return matrix
+
+
+def peer_access(exchange: StoreExchange, gpu: GPU) -> tuple[Matrix, list[str]]:
+    """Return which rank's GPU can access which other's memory. Collective.
+
+    Returns:
+        ``matrix[r][s]``: whether rank r's GPU can access rank s's. None if rank r's
+        process does not see the other GPU, so that the driver does not tell. And the
+        UUIDs of the ranks' GPUs.
     """
     uuids = exchange.all_gather(gpu.uuid, "GPUs of all ranks")
     with exchange.agreed("checking peer access"):
         ordinals = {seen.uuid: seen.ordinal for seen in visible_gpus()}
         row = [_access(gpu.ordinal, ordinals.get(peer)) for peer in uuids]
-    matrix = exchange.all_gather(row, "peer access")
-    refuse_missing_access(matrix, uuids)
-    return matrix
+    return exchange.all_gather(row, "peer access"), uuids
 
 
 def assign(

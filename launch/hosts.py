@@ -1,12 +1,11 @@
 """The hosts that the ranks run on, and each rank's place there."""
 
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from numba_symm.errors import ArgumentError, DeviceError
-from numba_symm.launch.ranks import are_integers, sentence
+from numba_symm.errors import ArgumentError
+from numba_symm.launch.ranks import are_integers
 from numba_symm.launch.store import StoreExchange
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -61,27 +60,16 @@ def discover(exchange: StoreExchange) -> World:
     )
 
 
-def refuse_several_hosts(hosts: Sequence[str]) -> None:
-    """Raise :class:`DeviceError` unless every rank's ``World.host`` is the same."""
-    if len(set(hosts)) > 1:
-        raise DeviceError(
-            "numba_symm works between the GPUs of one host, and "
-            f"{sentence(dict(enumerate(hosts)), 'is on', 'are on')}; start all ranks "
-            "on one host, or make one communicator per host (in MPI: "
-            "comm.Split_type(MPI.COMM_TYPE_SHARED))"
-        )
-
-
 MOST_RANKS = 64
-"""The most ranks of a communicator: kernels use one bit of a word for each rank."""
+"""The most ranks of an island: kernels use one bit of a word for each rank."""
 
 
 def refuse_too_many(size: int) -> None:
     """Raise :class:`ArgumentError` for more than ``MOST_RANKS`` ranks."""
     if size > MOST_RANKS:
         raise ArgumentError(
-            f"Communicator: expected at most {MOST_RANKS} ranks, got {size}; make "
-            "several communicators (in MPI: comm.Split)"
+            f"Communicator: expected at most {MOST_RANKS} ranks, got {size} on one "
+            "host; make several communicators (in MPI: comm.Split)"
         )
 
 

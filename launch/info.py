@@ -67,6 +67,8 @@ def wrong_settings(gpus: int) -> list[str]:
         functools.partial(requested_backend, simulated=simulated),
         environment.timeout,
         environment.multiprocessors,
+        environment.island_size,
+        environment.requested_engine,
         environment.allow_overlapping_devices,
     ):
         try:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
-from numba_symm import driver, forks, waits
+from numba_symm import driver, errors, forks, waits
 from numba_symm.backends.host import memory_file
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import (
@@ -294,6 +294,15 @@ class Board:
         record = waits.ABANDONED << 56 | self._rank << 48
         self._report(record, f"{operation}\n{cause}")
 
+    def fail(self, error: CollectiveError) -> None:
+        """Make the communicator fail on every rank by an error that is known.
+
+        Does nothing if the communicator has failed before, or the board was closed.
+        """
+        named = " ".join(map(str, error.ranks))
+        words = f"{error.operation}\n{error}\n\n{type(error).__name__}\n{named}"
+        self._report(waits.AFAR << 56 | self._rank << 48, words)
+
     def _report(self, record: int, words: str = "") -> None:
         if self._records is None:  # closed
             return
@@ -351,7 +360,11 @@ def describe(record: int, words: str = "") -> Failure:
     number, rank, peer = record >> 56, record >> 48 & 0xFF, record >> 40 & 0xFF
     place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
     two = (rank, peer)
-    operation, cause, limit = [*words.split("\n"), "", ""][:3]
+    operation, cause, limit, kind, named = [*words.split("\n"), *4 * [""]][:5]
+    if number == waits.AFAR:
+        error = errors.named(kind)
+        found = error if issubclass(error, CollectiveError) else CollectiveError
+        return Failure(found, cause, "", tuple(map(int, named.split())), operation)
     if number == waits.ABANDONED:
         return Failure(RankLeft, f"rank {rank} {cause}", "", (rank,), operation)
     if number == waits.ENDED:

@@ -6,6 +6,8 @@
 ``NUMBA_SYMM_TIMEOUT``                     seconds a kernel waits for a peer
 ``NUMBA_SYMM_SETUP_TIMEOUT``               seconds a set-up call waits for a peer
 ``NUMBA_SYMM_MULTIPROCESSORS``             the most that a communicator occupies
+``NUMBA_SYMM_ISLAND_SIZE``                 the most ranks of a pretended island
+``NUMBA_SYMM_ENGINE``                      ``mpi``, between islands
 ``NUMBA_ENABLE_CUDASIM``                   ``1``: Numba's CUDA simulator
 ========================================== =================================
 
@@ -33,6 +35,8 @@ VARIABLES = (
     "NUMBA_SYMM_TIMEOUT",
     "NUMBA_SYMM_SETUP_TIMEOUT",
     "NUMBA_SYMM_MULTIPROCESSORS",
+    "NUMBA_SYMM_ISLAND_SIZE",
+    "NUMBA_SYMM_ENGINE",
 )
 """The library's own variables."""
 
@@ -181,3 +185,41 @@ def checked_multiprocessors(number: Any, asked: str) -> int:
     if not integer or number < 1:
         raise ArgumentError(f"{asked}: expected an integer of at least 1")
     return int(number)
+
+
+def island_size(ranks: int | None = None) -> int | None:
+    """Return the most ranks of a pretended island; None: islands are found.
+
+    Args:
+        ranks: the number of ranks, which it must not exceed; None: unknown.
+
+    Raises:
+        ArgumentError: the variable is not such a number.
+    """
+    value = os.environ.get("NUMBA_SYMM_ISLAND_SIZE")
+    if value is None:
+        return None
+    number = int(value) if value.strip().isdecimal() else 0
+    if number < 1 or (ranks is not None and number > ranks):
+        most = "" if ranks is None else f" to {ranks}, the number of ranks"
+        least = "at least 1" if ranks is None else "1"
+        raise ArgumentError(
+            f"NUMBA_SYMM_ISLAND_SIZE={value!r}: expected an integer of {least}{most}; "
+            "correct it or unset it"
+        )
+    return number
+
+
+ENGINES = ("mpi",)
+"""The engines between islands, best first."""
+
+
+def requested_engine() -> str | None:
+    """Return the engine in ``NUMBA_SYMM_ENGINE``, or None."""
+    name = os.environ.get("NUMBA_SYMM_ENGINE")
+    if name is None or name in ENGINES:
+        return name
+    raise ArgumentError(
+        f"NUMBA_SYMM_ENGINE={name!r}: expected {' or '.join(ENGINES)}; correct it or "
+        "unset it"
+    )

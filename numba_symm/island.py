@@ -13,13 +13,19 @@ from numba_symm.errors import (
     ClosedError,
     CollectiveError,
     CollectiveTimeout,
+    PeerAccessError,
 )
 from numba_symm.launch import devices, hosts, ranks, waiting
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.islands import Parts
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 
 _MARGIN = 1.0  # seconds
+
+
+class Apart(PeerAccessError):
+    """The ranks are not one island. Raised on all of them."""
 
 
 class Island:
@@ -39,6 +45,7 @@ class Island:
         timeout: the seconds, checked.
         comm: the communicator of the ranks' messages; for mpi4py, a duplicate.
         world: this rank's place.
+        parts: the ranks of each island; here of one.
         exchange: exchanges small values between the ranks.
         channel: sends file descriptors between the ranks.
         gpu: this rank's GPU.
@@ -48,6 +55,8 @@ class Island:
         board: the status board, where kernels report failures.
         guard: what kernels need to give up a wait.
         known_failure: the last failure that a call of this rank has raised or caused.
+        note: which ranks of a larger communicator these are, for errors; "" if it is
+            the whole communicator.
         closed: whether it was closed.
         why_closed: the text of the error that later calls raise.
     """
@@ -62,6 +71,9 @@ class Island:
         self.closed = False
         self.why_closed = "the communicator was closed; make a new one"
         self.known_failure: Failure | None = None
+        self.note = ""
+        self._own = own
+        self._most: int | None = None
         self._undo = ExitStack()
         comm, patience = ranks.checked(comm), _patience()
         if not own:
@@ -77,20 +89,17 @@ class Island:
 
     def _make(self, device: int | None, timeout: float | None) -> None:
         exchange = self.exchange
-        self.world = hosts.discover(exchange)
-        with exchange.agreed("Communicator"):
-            environment.chosen_setup_timeout()
-            self.timeout = environment.chosen_timeout(timeout)
-        exchange.agree_equal(f"timeout={self.timeout:g}", "Communicator")
-        if self.world.local_size < self.world.size:
-            found = exchange.all_gather(self.world.host, "hosts")
-            hosts.refuse_several_hosts(found)
+        self._agree(timeout)
+        self._refuse_several()
         hosts.refuse_too_many(self.world.size)
         self.channel = self._undo.enter_context(IpcChannel(exchange))
         self.board = Board(exchange, self.channel, self._undo)
         exchange.meet_at(self.board)
         self.gpu = devices.bind(exchange, device)
-        self.peer_access = devices.check_peer_access(exchange, self.gpu)
+        try:
+            self.peer_access = devices.check_peer_access(exchange, self.gpu)
+        except PeerAccessError as error:
+            raise Apart(str(error)) from error
         with exchange.agreed("letting the GPU reach the status board"):
             self.board.register()
         self.backend, self.refused = choose_backend(self, self.gpu.ordinal)
@@ -101,6 +110,30 @@ class Island:
             math.ceil(self.timeout * 1e9),
         )
         forks.watch(self)
+
+    def _agree(self, timeout: float | None) -> None:
+        """Find this rank's place, and check the settings that must be equal."""
+        exchange = self.exchange
+        self.world = hosts.discover(exchange)
+        with exchange.agreed("Communicator"):
+            environment.chosen_setup_timeout()
+            self.timeout = environment.chosen_timeout(timeout)
+            if not self._own:
+                self._most = environment.island_size(self.world.size)
+        pretended = f", NUMBA_SYMM_ISLAND_SIZE={self._most}" if self._most else ""
+        exchange.agree_equal(f"timeout={self.timeout:g}{pretended}", "Communicator")
+        self.parts: Parts = (tuple(range(self.world.size)),)
+
+    def _refuse_several(self) -> None:
+        """Raise :class:`Apart` if the ranks are on several hosts, or pretend to be."""
+        if self.world.local_size < self.world.size:
+            found = dict(enumerate(self.exchange.all_gather(self.world.host, "hosts")))
+            raise Apart(
+                f"expected the ranks of an island on one host, and "
+                f"{ranks.sentence(found, 'is on', 'are on')}"
+            )
+        if self._most is not None and self._most < self.world.size:
+            raise Apart(f"NUMBA_SYMM_ISLAND_SIZE={self._most} divides the ranks")
 
     def disown(self) -> None:
         """Give everything up, in a forked child: it is the parent's."""
@@ -150,7 +183,7 @@ class Island:
         self.exchange.call = what
         try:
             self.check_open()
-            failure = self.board.gate(self.exchange.wait(what))
+            failure = self._gate(self.exchange.wait(what))
             if failure is not None:
                 raise failure.exception()
             yield
@@ -177,8 +210,12 @@ class Island:
         if seconds and not 0 < self.exchange.timeout < seconds:
             limit = f"timeout: {self.timeout:g} s"
             wait = Wait(what, self.world.rank, seconds, limit)
-        failure = self.board.gate(wait)
+        failure = self._gate(wait)
         return None if failure is None else self._error(failure)
+
+    def _gate(self, wait: Wait) -> Failure | None:
+        """Wait for every rank; see :meth:`Board.gate`. Collective."""
+        return self.board.gate(wait)
 
     def _error(self, failure: Failure) -> CollectiveError:
         """Return the exception to raise, and remember its failure."""

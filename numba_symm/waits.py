@@ -114,6 +114,7 @@ CALL_MISMATCH = _other(
 )
 
 # Stored by a host, with a text on the board.
+AFAR = _other(124)
 LATE = _other(125, hint=OTHER_CALL)
 ENDED = _other(126)
 ABANDONED = _other(127)

@@ -1,6 +1,7 @@
 """The results of operators by NumPy, for every dtype."""
 
 import itertools
+import os
 from functools import reduce
 
 import ml_dtypes
@@ -63,8 +64,18 @@ def random(name, count, seed):
     return lot.integers(0, 256, count * kind.itemsize, np.uint8).view(kind.dtype)
 
 
+def in_order(function, inputs):
+    """Reduce all ranks' inputs: within each island in rank order, then the islands.
+
+    Islands are those that NUMBA_SYMM_ISLAND_SIZE pretends.
+    """
+    size = int(os.environ.get("NUMBA_SYMM_ISLAND_SIZE", len(inputs)))
+    islands = [inputs[at : at + size] for at in range(0, len(inputs), size)]
+    return reduce(function, [reduce(function, island) for island in islands])
+
+
 def wanted(inputs, op):
-    """Return the reduction of all ranks' inputs, in rank order and rounded once."""
+    """Return the reduction of all ranks' inputs, rounded once; see ``in_order``."""
     dtype = inputs[0].dtype
     kind = dtypes.element(dtype, "test")
     # NumPy's integers wrap around as they are; an average must not.
@@ -75,7 +86,7 @@ def wanted(inputs, op):
         function = _product if kind.complex and op == "prod" else NUMPYS[op]
         if op in ("min", "max"):
             function = _first_of(op)
-        total = reduce(function, inputs)
+        total = in_order(function, inputs)
         if op == "avg":
             total = _divided(total, len(inputs), kind)
         if op in dtypes.LOGICAL:

@@ -436,7 +436,8 @@ CREATION = {
     "no such device": "ArgumentError: .*\n *rank 1: device=99",
     "backend": "ArgumentError: .*\n *rank 1: NUMBA_SYMM_BACKEND='floppy'",
     "no set-up timeout": "ArgumentError: .*\n *rank 1: NUMBA_SYMM_SETUP_TIMEOUT='soon'",
-    "hosts": r"DeviceError: numba_symm works .*ranks 0, 2 are on .*, rank 1 is on .*;",
+    "hosts": r"PeerAccessError: .*ranks 0, 2 are on .*, rank 1 is on .*; between "
+    "several islands, expected a communicator of mpi4py's",
     "no memory": r"BackendError: .*\n *rank 1: no \d+ bytes left",
 }
 

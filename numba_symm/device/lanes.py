@@ -90,6 +90,59 @@ higher ones. ``pack`` returns a word whose higher bits are 0.
 """
 
 
+def make_conversion(
+    source: Element, target: Element, op: Op, size: int
+) -> Callable[[int], Any]:
+    """Return a device function from an element's bits to those of another type.
+
+    It finishes a reduction, as ``pack`` does. One of the types is the accumulation type
+    of the other, or the element in which that is carried.
+
+    Args:
+        source: the type of the argument, of at most 8 bytes.
+        target: the type of the result, of at most 8 bytes.
+        op: the operator that is finished; "sum" only converts.
+        size: the number of ranks, by which an average divides.
+    """
+    number = _number_of(source)
+    arithmetic = make_arithmetic(target, op, size)
+    if not target.narrow:
+        _, pack, _ = _single(target, arithmetic)
+
+        @device_function
+        def convert(bits: int) -> Any:
+            return pack(number(bits))
+
+        return convert
+
+    _, pack_two, _ = _two_narrow(target, arithmetic)
+
+    @device_function
+    def convert_narrow(bits: int) -> Any:
+        value = number(bits)
+        return pack_two((value, value)) & 0xFF
+
+    return convert_narrow
+
+
+def _number_of(element: Element) -> Callable[[int], Any]:
+    """Return the device function from an element's bits to its number."""
+    if not element.narrow:
+        return CODECS[element.name][0]
+    widen = NARROW[element.name].widen
+
+    @device_function
+    def number(bits: int) -> Any:
+        return widen(bits)[0]
+
+    return number
+
+
+def make_access(element: Element) -> tuple[Any, Any]:
+    """Return the instructions that load and store an element of at most 8 bytes."""
+    return _ACCESS[element.itemsize]
+
+
 def _words(op: str) -> _Parts:
     """Return the functions of a bitwise operator, which works on whole words."""
     reduce = device_function(REDUCTIONS[op])

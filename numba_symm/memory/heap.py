@@ -3,7 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -62,12 +62,17 @@ class Place(NamedTuple):
 class Heap:
     """The symmetric memory of one communicator.
 
+    Args:
+        island: the ranks that map each other's memory.
+        whole: all ranks of the communicator, if it has several islands.
+
     All public methods but ``close_locally``, ``everywhere`` and ``seen`` are
     collective: every rank calls them with equal sizes, in the same order.
     """
 
-    def __init__(self, island: Island):
+    def __init__(self, island: Island, whole: Island | None = None):
         self.island = island
+        self._whole = whole or island
         self.allocator = allocator_of(island.backend.name, island.gpu.ordinal)
         self._entries: dict[int, _Entry] = {}
         self._count = 0
@@ -77,14 +82,21 @@ class Heap:
 
     def array(self, shape: Any, dtype: Any, what: str) -> Any:
         """Return a new symmetric array of zeros. Collective."""
-        exchange = self.island.exchange
-        with self.island.set_up(what):
+        exchange = self._whole.exchange
+        with self._whole.set_up(what):
             with exchange.agreed(what):
                 dtype = dtypes.checked(dtype, what)
                 shape = arrays.checked_shape(shape, dtype, what)
             exchange.agree_equal(f"shape {shape} of {dtype.name}", what)
-            memory, _ = self.allocate(math.prod(shape) * dtype.itemsize, what)
+            with self._of_islands(what):
+                memory, _ = self.allocate(math.prod(shape) * dtype.itemsize, what)
             return memory.array(shape, dtype)
+
+    def _of_islands(self, what: str) -> AbstractContextManager[None]:
+        """Return a block of work within islands, which fails on all or on none."""
+        if self._whole is self.island:
+            return nullcontext()
+        return self._whole.exchange.agreed(what)
 
     def allocate(self, nbytes: int, what: str) -> tuple[Memory, Peers]:
         """Return zeroed memory and its mappings on all ranks.
@@ -157,6 +169,10 @@ class Heap:
                 all ranks.
             array: the object that keeps memory of another library; kept until close.
         """
+        with self._of_islands("rendezvous"):
+            return self._rendezvous(address, array)
+
+    def _rendezvous(self, address: int, array: Any) -> SymmetricMemory:
         exchange, what = self.island.exchange, "rendezvous"
         with exchange.agreed(what):
             address = arguments.address(address, what)

@@ -134,6 +134,7 @@ class SymmetricMemory:
         if not isinstance(rank, int | np.integer) or not 0 <= rank < self.world_size:
             raise ArgumentError(
                 f"{what}: rank {rank!r}; there are ranks 0 to {self.world_size - 1}"
+                f"{self._island.note}"
             )
         shape = arrays.checked_shape(shape, dtype, what)
         first = arguments.integer(

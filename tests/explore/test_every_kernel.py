@@ -3,15 +3,17 @@
 from functools import partial
 
 from explore.scenarios import (
+    a_count,
     plain_stores_between_barriers,
     search,
+    some_blocks,
     words_by_signals_of_the_host,
 )
 from explore.source import device_code
 from explore.test_copies import calls_by_copies
 from explore.test_failures import CALLS
 from explore.test_operations import PAIRS, calls_of_pairs
-from explore.world import World
+from explore.world import INT64, World, add
 from tests.host import test_machine_code
 from tests.kernels import every_kernel, named
 
@@ -21,7 +23,25 @@ def calls_of(name, code):
     return calls_of_pairs(code, (name, "direct"))
 
 
+def conversions(code):
+    """Each rank copies an array by the kernel that finishes a reduction."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=some_blocks(machine, code))
+        count = a_count(world)
+        inputs, words = world.inputs(count)
+        outputs = world.map("output", 8 * count)
+        for rank, end in enumerate(world.ends):
+            given = (INT64, INT64), inputs[rank], outputs[rank], count
+            add(code.convert.bind(end, *given), world.streams[rank])
+            world.expect(outputs[rank], words[rank])
+        world.run()
+
+    return scenario
+
+
 SCENARIOS = [
+    conversions,
     *CALLS.values(),
     calls_by_copies,
     plain_stores_between_barriers,

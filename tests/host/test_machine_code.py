@@ -20,6 +20,7 @@ from numba_symm.collectives.kernels import (
     chunked_broadcast,
     chunked_exchange,
     chunked_reduce,
+    convert,
     copied_all_reduce,
     direct_broadcast,
     direct_reduce,
@@ -78,6 +79,7 @@ ALGORITHMS = {
     "all_reduce_direct": lambda *a: direct_shards.kernel(*a, False, True),
     "scatter_direct": lambda *a: direct_shards.kernel(*a, False, False),
     "copied": lambda *a: copied_all_reduce.kernel(*a, False),
+    "finish": lambda n, e, op: convert.kernel(e, e, op, n),
 }
 SPILLS = {("chunked", 8), ("reduce_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8)}
@@ -158,7 +160,7 @@ TRANSFERS = "transfer", "transfer_counted", "transfer_alone"
 MESSAGES = [(name, n) for name in TRANSFERS for n in (2, 8)]
 FLAGGED = [*BLOCK_FLAGS, *PADS, *MESSAGES]
 COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *MEETING, *MESSAGES]
-EVERY = [*COLLECTIVE, *PADS, *cases("copied")]
+EVERY = [*COLLECTIVE, *PADS, *cases("copied"), *cases("finish")]
 
 
 def element(dtype):

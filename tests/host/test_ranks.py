@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from numba_symm import environment
-from numba_symm.errors import ArgumentError, DeviceError
+from numba_symm.errors import ArgumentError
 from numba_symm.launch import hosts, ranks, waiting
 from numba_symm.launch.hosts import World
+from numba_symm.launch.islands import among, divide
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from tests.threads import run_ranks
@@ -57,10 +58,19 @@ def test_without_a_boot_id_hosts_are_told_apart_by_name(monkeypatch, tmp_path):
     assert found(Alone()).host.startswith(f"{socket.gethostname()} (")
 
 
-def test_several_hosts_are_refused_by_name():
-    hosts.refuse_several_hosts(["a"] * 4)
-    with pytest.raises(DeviceError, match=r"ranks 0, 2 are on a, rank 1 is on b;"):
-        hosts.refuse_several_hosts(["a", "b", "a"])
+def test_ranks_join_the_first_island_of_their_host_that_they_fit_into():
+    reach = [[True] * 5 for _ in range(5)]
+    assert divide(["a"] * 5, reach) == ((0, 1, 2, 3, 4),)
+    assert divide(["a"] * 5, reach, 2) == ((0, 1), (2, 3), (4,))
+    assert divide(["a", "b", "a", "b", "a"], reach) == ((0, 2, 4), (1, 3))
+    reach[0][1] = False  # one way suffices
+    reach[4][2] = None  # the driver does not tell
+    assert divide(["a"] * 5, reach) == ((0, 2, 3, 4), (1,))
+
+
+def test_parts_of_islands_are_numbered_anew():
+    assert among(((0, 1), (2, 3)), [3, 1, 0]) == ((0,), (1, 2))
+    assert among(((0, 1), (2, 3)), [2, 3]) == ((0, 1),)
 
 
 @pytest.mark.parametrize(

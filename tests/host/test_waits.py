@@ -120,5 +120,5 @@ def test_kernels_wait_for_what_is_in_the_table(module):
 
 def test_every_number_is_some_kernels_or_the_hosts():
     used = {number for module in MODULES for number in numbers(module)}
-    host = {waits.LATE, waits.ENDED, waits.ABANDONED}
+    host = {waits.AFAR, waits.LATE, waits.ENDED, waits.ABANDONED}
     assert used | host | OF_OPERATIONS == set(waits.TABLE)

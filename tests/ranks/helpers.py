@@ -1,11 +1,14 @@
 """Helpers of the rank tests: copies, exact results, refusals on every rank."""
 
 import hashlib
+import operator
 
 import ml_dtypes
 import numpy as np
 import pytest
 from numba import cuda
+
+from tests.operators import in_order
 
 needs_peers = pytest.mark.skipif(
     "config.pluginmanager.get_plugin('agreement').comm.size == 1",
@@ -114,6 +117,23 @@ def repeats(array):
     return np.array_equal(bits(array[PERIOD:]), bits(array[:-PERIOD]))
 
 
+def least(a, b):
+    """Return what numpy.minimum does; of equal ones the later."""
+    return np.where((a < b) | (a != a), a, b)
+
+
+def greatest(a, b):
+    return np.where((a > b) | (a != a), a, b)
+
+
+COMBINED = {
+    "sum": operator.add,
+    "prod": operator.mul,
+    "min": least,
+    "max": greatest,
+}
+
+
 def reduced(inputs, op):
     """Return the exact result of an all-reduce: in rank order, rounded once."""
     count = len(inputs[0])
@@ -121,18 +141,9 @@ def reduced(inputs, op):
         return np.resize(reduced([array[:PERIOD] for array in inputs], op), count)
     dtype = inputs[0].dtype
     kept = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
-    total = inputs[0].astype(kept)
+    inputs = [array.astype(kept) for array in inputs]
     with np.errstate(all="ignore"):
-        for array in inputs[1:]:
-            other = array.astype(kept)
-            if op == "sum":
-                total = total + other
-            elif op == "prod":
-                total = total * other
-            else:  # as numpy.minimum and numpy.maximum; of equal ones the later
-                first = total < other if op == "min" else total > other
-                total = np.where(first | (total != total), total, other)
-        return total.astype(dtype)
+        return in_order(COMBINED[op], inputs).astype(dtype)
 
 
 def same(actual, wanted):

@@ -1,0 +1,63 @@
+"""The binder of several islands: from a checked call to its steps."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from numba_symm.collectives.binder import Binder, Placing
+from numba_symm.collectives.islands import moves, reductions
+from numba_symm.collectives.islands.site import Site
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.operations import (
+    EXSCAN,
+    REVERSE_SCAN,
+    SCAN,
+    Operation,
+)
+from numba_symm.collectives.protocols.binding import Call, Enqueue, Series
+
+STEPS: dict[str, Callable[[Site, Call], list[Enqueue]]] = {
+    "all_reduce": reductions.all_reduce,
+    "reduce": reductions.reduce,
+    "reduce_scatter_v": reductions.reduce,  # one for each rank's shard
+    "reduce_scatter": reductions.reduce_scatter,
+    **{
+        each.name: partial(reductions.scanned, each)
+        for each in (SCAN, EXSCAN, REVERSE_SCAN)
+    },
+    "all_gather": moves.all_gather,
+    "all_to_all": moves.all_to_all,
+    "broadcast": moves.broadcast,
+}
+"""By operation, the function that returns the steps of a call."""
+
+
+class IslandsBinder(Binder):
+    """Binds the calls of a communicator of several islands.
+
+    Args:
+        site: this rank's site.
+    """
+
+    def __init__(self, site: Site):
+        super().__init__(site.end)
+        self._site = site
+
+    def placing(self, places: Callable[[int], Placing]) -> "IslandsBinder":
+        """Return a binder for listing kernels; see :meth:`Binder.placing`."""
+        end = dataclasses.replace(self.end, place=places(self.end.size))
+        return IslandsBinder(dataclasses.replace(self._site, end=end, listing=True))
+
+    def operation(self, operation: Operation, algorithm: str, call: Call) -> Enqueue:
+        """Bind a call. The steps within islands choose their algorithms themselves."""
+        return Series(*STEPS[operation.name](self._site, call))
+
+    def messages(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> Enqueue:
+        """Bind messages: those within the island start before the others."""
+        return Series(*moves.messages(self._site, sends, receives))
+
+    def barrier(self) -> Enqueue:
+        """Bind a barrier of all ranks."""
+        return Series(*moves.barrier(self._site))

@@ -1,0 +1,96 @@
+"""The construction of communicators, of one island or of several."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numba_symm.collectives import lifetime
+from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.islands.binder import IslandsBinder
+from numba_symm.collectives.islands.site import ALIGNED, STAGING, Site, padded
+from numba_symm.collectives.protocols.workspace import layout
+from numba_symm.errors import ArgumentError, PeerAccessError
+from numba_symm.island import Apart, Island
+from numba_symm.islands import Islands
+from numba_symm.launch import ranks
+from numba_symm.launch.islands import among, described
+from numba_symm.memory.heap import Heap
+
+
+def begin(
+    comm: ranks.Comm,
+    device: int | None,
+    timeout: float | None,
+    stream: Any,
+    debug: bool,
+    multiprocessors: int | None,
+    requests: bool,
+) -> Calls:
+    """Return the calls of a new communicator. Collective.
+
+    The ranks try to be one island first; if they are not, they are divided.
+    """
+    settings = stream, debug, multiprocessors, requests
+    try:
+        island = Island(comm, device, timeout)
+    except Apart as error:
+        if not ranks.is_mpi(comm):
+            raise PeerAccessError(
+                f"{error}; between several islands, expected a communicator of "
+                f"mpi4py's, got {comm!r}"
+            ) from error
+    else:
+        return lifetime.begin(island, *settings)
+    return _begin(Islands(comm, device, timeout), *settings)
+
+
+def child(
+    calls: Calls,
+    what: str,
+    make: Callable[[], ranks.Comm | None],
+    members: Sequence[int],
+) -> Calls | None:
+    """Return the calls of a new communicator; see :func:`lifetime.child`."""
+    return lifetime.child(calls, what, make, members, _join)
+
+
+def _join(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
+    """Return a new communicator of some ranks, which are one island or several."""
+    parts = among(calls.island.parts, members)
+    if len(parts) == 1:
+        return lifetime.join(calls, comm, members)
+    timeout, ordinal = calls.island.timeout, calls.gpu.ordinal
+    islands = Islands(comm, ordinal, timeout, own=True, parts=parts)
+    return _begin(islands, calls.stream, calls.debug, calls.end.multiprocessors, False)
+
+
+def _begin(
+    islands: Islands,
+    stream: Any,
+    debug: bool,
+    multiprocessors: int | None,
+    requests: bool,
+) -> Calls:
+    """Return the calls of a new communicator of several islands. Collective."""
+    inner = islands.inner
+    with lifetime.undone(islands) as undo:
+        heap = Heap(inner, islands)
+        undo.callback(heap.close_locally)
+        given = debug, multiprocessors, requests
+        settings = lifetime.agreed_settings(islands, stream, *given)
+        if settings.requests:
+            raise ArgumentError(
+                "Communicator: requests=True works within one island, got the islands "
+                f"{described(islands.parts, islands.hosts)}; pass requests=False, and "
+                "use send, recv and group"
+            )
+        start = padded(layout(inner.world.size).nbytes)
+        with islands.exchange.agreed("Communicator"):
+            more = start - layout(inner.world.size).nbytes + ALIGNED + STAGING
+            order, end, memory = lifetime.joined(heap, settings.limit, more)
+        staging = padded(memory.address + start)
+        world = islands.world
+        whole = dataclasses.replace(end, rank=world.rank, size=world.size)
+        calls = Calls(islands, heap, order, whole, stream, settings.debug, memory)
+        calls.binder = IslandsBinder(Site(islands, end, staging))
+        return lifetime.opened(calls)

@@ -1,0 +1,466 @@
+"""Reductions over several islands: within each in rank order, then islands in order.
+
+A message is divided into shards, and each island has an owner of each shard:
+
+    within    the island reduces each shard to its owner
+    rails     the owners of a shard exchange what they have, or parts of it, and combine
+              it in the order of the islands
+    within    each owner distributes the result
+
+So all ranks get the same bits, whatever the message's size. Chunks of a message pass
+through the staging memory one after another.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from numba_symm.collectives.islands.site import (
+    Carried,
+    Site,
+    Stage,
+    fitting,
+    padded,
+)
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    EXSCAN,
+    REDUCE,
+    REDUCE_SCATTER,
+    REVERSE_SCAN,
+    SCAN,
+    Operation,
+)
+from numba_symm.collectives.protocols.binding import Call, Enqueue
+from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
+from numba_symm.dtypes import UserOperator
+from numba_symm.engines.protocol import Parcel
+from numba_symm.environment import SIMULATED
+
+SMALL = 256 if SIMULATED else 32 << 10
+"""Bytes of the largest carried message that every rank exchanges as a whole."""
+
+ONE_STEP = 128 if SIMULATED else 64 << 10
+"""Bytes of the largest carried shard that owners exchange in one step."""
+
+
+class _Shard(NamedTuple):
+    """A shard of a chunk.
+
+    Attributes:
+        number: its number, by which every island has an owner.
+        first: its first element within the chunk.
+        length: its number of elements.
+    """
+
+    number: int
+    first: int
+    length: int
+
+
+def _chunks(
+    site: Site, count: int, most: int, shards: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the first element, the number of elements and the shards of each chunk.
+
+    A last chunk has the few elements that do not divide into shards.
+    """
+    even = count // shards * shards
+    for first, number in site.chunks(even, most):
+        yield first, number, shards
+    if even < count:
+        yield even, count - even, 1
+
+
+def all_reduce(site: Site, call: Call) -> list[Enqueue]:
+    """Return the steps of an all-reduce."""
+    carried = Carried(call)
+    if call.count * carried.width <= SMALL:
+        return _small_all_reduce(site, carried)
+    return _in_shards(site, carried, None)
+
+
+def reduce(site: Site, call: Call) -> list[Enqueue]:
+    """Return the steps of a reduce. The root is a rank."""
+    return _in_shards(site, Carried(call), call.root)
+
+
+def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
+    """Return the fewest steps: each rank gets what every island has."""
+    call, m = carried.call, len(site.parts)
+    stage = Stage(site)
+    stride = padded(call.count * carried.width)
+    wide = stage.take(stride)
+    slots = stage.take(m * stride)
+    steps, source = site.widened(carried, call.source, wide, call.count)
+    own = slots + site.index * stride
+    given = source, own, call.count, carried.element, carried.op
+    steps.append(site.within(ALL_REDUCE, *given))
+    nbytes = call.count * carried.width
+    mine = len(site.mine)
+    sends = [
+        Parcel(rank, own, nbytes)
+        for j in site.others
+        for number, rank in enumerate(site.parts[j])
+        if number % mine == site.local
+    ]
+    receives = [
+        Parcel(site.on_rail(j, site.local), slots + j * stride, nbytes)
+        for j in site.others
+    ]
+    steps += site.between("all_reduce", sends, receives)
+    steps += site.combined(slots, stride, site.index, m, carried.element, carried.op)
+    return steps + site.finished(carried, own, call.target, call.count)
+
+
+def _in_shards(site: Site, carried: Carried, root: int | None) -> list[Enqueue]:
+    """Return the steps of an all-reduce; with a root, of a reduce."""
+    call, m, shards = carried.call, len(site.parts), site.largest
+    # A chunk itself, the slots of the shards that a rank owns, and a result.
+    owned = divide_up(shards, site.smallest)
+    most = fitting(site, 2 + (m + 2) * owned / shards, carried.width)
+    if call.count * carried.width <= SMALL:
+        shards = 1
+    steps: list[Enqueue] = []
+    for chunk in _chunks(site, call.count, most, shards):
+        steps += _Chunk(site, carried, root, *chunk).steps()
+    return steps
+
+
+class _Chunk:
+    """One chunk of an all-reduce or a reduce.
+
+    Args:
+        site: this rank's site.
+        carried: the call.
+        root: the rank that gets the result; None: all.
+        first: the chunk's first element.
+        count: its number of elements.
+        shards: the number of equal shards that it divides into.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        carried: Carried,
+        root: int | None,
+        first: int,
+        count: int,
+        shards: int,
+    ):
+        self.site, self.carried, self.root, self.count = site, carried, root, count
+        call = carried.call
+        self.source = call.source + first * call.element.itemsize
+        self.target = call.target + first * call.element.itemsize
+        self.stage = Stage(site)
+        each = count // shards
+        self.shards = [_Shard(k, k * each, each) for k in range(shards)]
+        self.results: dict[_Shard, int] = {}  # addresses of those for the root
+        # The root owns the first shard of its island.
+        self.shift = (-1, 0) if root is None else site.place_of(root)
+        self.what = "all_reduce" if root is None else "reduce"
+
+    def number(self, island: int, shard: _Shard) -> int:
+        """Return the number of a shard's owner within an island."""
+        shift = self.shift[1] if island == self.shift[0] else 0
+        return (shard.number + shift) % len(self.site.parts[island])
+
+    def owner(self, island: int, shard: _Shard) -> int:
+        """Return a shard's owner in an island."""
+        return self.site.parts[island][self.number(island, shard)]
+
+    def steps(self) -> list[Enqueue]:
+        """Return the chunk's steps."""
+        site, carried = self.site, self.carried
+        wide = self.stage.take(self.count * carried.width)
+        steps, source = site.widened(carried, self.source, wide, self.count)
+        mine = [
+            shard
+            for shard in self.shards
+            if self.number(site.index, shard) == site.local
+        ]
+        count = self.shards[0].length
+        m, width = len(site.parts), carried.width
+        # A part is what one island's owner combines: the shard, or an m-th of it.
+        apart = self.root is None and m > 2 and count * width > ONE_STEP
+        lanes = carried.element.lanes
+        part = divide_up(divide_up(count, m), lanes) * lanes if apart else count
+        stride = divide_up(part * width, VECTOR) * VECTOR
+        rails = [
+            _Rail(self, shard, self.stage.take(m * stride), stride, part)
+            for shard in mine
+        ]
+        steps += self._reduced(source, rails)
+        steps += site.between(self.what, *_joined(rail.first() for rail in rails))
+        for rail in rails:
+            steps += rail.combined()
+        if apart:
+            steps += site.between(self.what, *_joined(rail.second() for rail in rails))
+        return steps + self._distributed()
+
+    def _reduced(self, source: int, rails: "list[_Rail]") -> list[Enqueue]:
+        """Return the reduction of each shard, within the island, to its owner."""
+        site, carried = self.site, self.carried
+        given = carried.element, carried.op
+        at = {rail.shard: rail.partial for rail in rails}
+        if self._in_order:
+            (partial,) = at.values()
+            count = self.shards[0].length
+            return [site.within(REDUCE_SCATTER, source, partial, count, *given)]
+        return [
+            site.within(
+                REDUCE,
+                source + shard.first * carried.width,
+                at.get(shard, 0),
+                shard.length,
+                *given,
+                self.number(site.index, shard),
+            )
+            for shard in self.shards
+        ]
+
+    @property
+    def _in_order(self) -> bool:
+        """Whether each rank of the island owns the shard of its own number."""
+        numbers = [self.number(self.site.index, shard) for shard in self.shards]
+        return numbers == list(range(len(self.site.mine)))
+
+    def at(self, shard: _Shard) -> int:
+        """Return the address of a shard's result, in the output."""
+        return self.target + shard.first * self.carried.call.element.itemsize
+
+    def _distributed(self) -> list[Enqueue]:
+        """Return the steps from the owners' results to all ranks, or to the root."""
+        site, element = self.site, self.carried.call.element
+        if len(site.mine) == 1:
+            return []
+        if self.root is None:
+            if self._in_order:
+                source, count = self.at(self.shards[site.local]), self.shards[0].length
+                return [site.within(ALL_GATHER, source, self.target, count, element)]
+            return [
+                site.within(
+                    *(BROADCAST, self.at(shard), self.at(shard), shard.length, element),
+                    root=self.number(site.index, shard),
+                )
+                for shard in self.shards
+            ]
+        if site.index != self.shift[0]:
+            return []
+        root = self.shift[1]
+        away = [
+            (shard, number)
+            for shard in self.shards
+            if (number := self.number(site.index, shard)) != root
+        ]
+        nbytes = self.shards[0].length * element.itemsize
+        receives = [Message(number, self.at(shard), nbytes) for shard, number in away]
+        sends = [
+            Message(root, self.results[shard], nbytes)
+            for shard, number in away
+            if number == site.local
+        ]
+        return site.messages(sends, receives if site.local == root else [])
+
+
+class _Rail:
+    """A shard on the rail of its owners.
+
+    Args:
+        chunk: the chunk.
+        shard: the shard, which this rank owns.
+        slots: address of a slot for each island's part.
+        stride: bytes from one slot to the next.
+        part: elements of a part.
+    """
+
+    def __init__(
+        self, chunk: _Chunk, shard: _Shard, slots: int, stride: int, part: int
+    ):
+        self.chunk, self.shard = chunk, shard
+        self.slots, self.stride, self.part = slots, stride, part
+        self.site, self.carried = chunk.site, chunk.carried
+        self.apart = part < shard.length
+        m = len(self.site.parts)
+        self.partial = slots + self.site.index * stride
+        if self.apart:
+            self.partial = chunk.stage.take(m * stride)
+        self.peers = {j: chunk.owner(j, shard) for j in self.site.others}
+
+    def _bounds(self, island: int) -> tuple[int, int]:
+        """Return the first element and the number of elements of an island's part."""
+        if not self.apart:
+            return 0, self.shard.length
+        first = min(island * self.part, self.shard.length)
+        return first, min(self.part, self.shard.length - first)
+
+    def first(self) -> tuple[list[Parcel], list[Parcel]]:
+        """Return the exchange of what each island has."""
+        site, chunk, width = self.site, self.chunk, self.carried.width
+        root = chunk.shift[0]
+        sends, receives = [], []
+        for j, peer in self.peers.items():
+            if chunk.root is None or j == root:
+                start, count = self._bounds(j)
+                at = self.partial + start * width
+                sends.append(Parcel(peer, at, count * width))
+            if chunk.root is None or site.index == root:
+                _, count = self._bounds(site.index)
+                at = self.slots + j * self.stride
+                receives.append(Parcel(peer, at, count * width))
+        return sends, receives
+
+    def combined(self) -> list[Enqueue]:
+        """Return the reduction of this island's part in the order of the islands."""
+        site, chunk, carried = self.site, self.chunk, self.carried
+        element = carried.call.element
+        if chunk.root is not None and site.index != chunk.shift[0]:
+            return []
+        start, count = self._bounds(site.index)
+        own = self.slots + site.index * self.stride
+        given = carried.element, carried.op
+        steps: list[Enqueue] = []
+        if self.apart:
+            nbytes = count * carried.width
+            steps += site.copy(own, self.partial + start * carried.width, nbytes)
+        if count:
+            many = len(site.parts)
+            steps += site.combined(self.slots, self.stride, site.index, many, *given)
+        target = chunk.at(self.shard) + start * element.itemsize
+        if chunk.root is not None and site.rank != chunk.root:
+            target = chunk.stage.take(count * element.itemsize)
+            chunk.results[self.shard] = target
+        return steps + site.finished(carried, own, target, count)
+
+    def second(self) -> tuple[list[Parcel], list[Parcel]]:
+        """Return the exchange of the results of all parts."""
+        element = self.carried.call.element
+        at = self.chunk.at(self.shard)
+
+        def parcel(island: int, peer: int) -> Parcel:
+            start, count = self._bounds(island)
+            return Parcel(peer, at + start * element.itemsize, count * element.itemsize)
+
+        sends = [parcel(self.site.index, peer) for peer in self.peers.values()]
+        return sends, [parcel(j, peer) for j, peer in self.peers.items()]
+
+
+def _joined(
+    pairs: "Iterator[tuple[list[Parcel], list[Parcel]]]",
+) -> tuple[list[Parcel], list[Parcel]]:
+    sends: list[Parcel] = []
+    receives: list[Parcel] = []
+    for sent, received in pairs:
+        sends += sent
+        receives += received
+    return sends, receives
+
+
+def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
+    """Return the steps of a reduce-scatter.
+
+    Each island reduces the shard of every rank to the rank on that one's rail.
+    """
+    carried, m = Carried(call), len(site.parts)
+    width, itemsize = carried.width, call.element.itemsize
+    # The shards for a rail's ranks, those from all islands, and a widened one.
+    most = divide_up(site.largest, site.smallest)
+    fits = fitting(site, m * most + m + 1, width)
+    steps: list[Enqueue] = []
+    for first, count in site.chunks(call.count, fits):
+        stage = Stage(site)
+        stride = padded(count * width)
+        wide, slots = stage.take(stride), stage.take(m * stride)
+        own = slots + site.index * stride
+        sends: list[Parcel] = []
+        for rank in range(site.size):
+            island, number = site.place_of(rank)
+            owner = number % len(site.mine)
+            at = call.source + (rank * call.count + first) * itemsize
+            widened, source = site.widened(carried, at, wide, count)
+            partial = 0
+            if rank == site.rank:
+                partial = own
+            elif owner == site.local and island != site.index:
+                partial = stage.take(stride)
+                sends.append(Parcel(rank, partial, count * width))
+            given = source, partial, count, carried.element, carried.op, owner
+            steps += [*widened, site.within(REDUCE, *given)]
+        receives = [
+            Parcel(site.on_rail(j, site.local), slots + j * stride, count * width)
+            for j in site.others
+        ]
+        steps += site.between("reduce_scatter", sends, receives)
+        steps += site.combined(
+            slots, stride, site.index, m, carried.element, carried.op
+        )
+        target = call.target + first * itemsize
+        steps += site.finished(carried, own, target, count)
+    return steps
+
+
+def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
+    """Return the steps of a scan: of those ranks of each island that this one uses."""
+    carried, what = Carried(call), operation.name
+    width, itemsize = carried.width, call.element.itemsize
+    fits = fitting(site, len(site.parts) + 4, width)
+    used = _used(operation, site, site.rank)
+    alone = site.index not in used
+    order = sorted(used)
+    up = REVERSE_SCAN if operation is REVERSE_SCAN else SCAN
+    steps: list[Enqueue] = []
+    for first, count in site.chunks(call.count, fits):
+        stage = Stage(site)
+        stride = padded(count * width)
+        wide, inclusive = stage.take(stride), stage.take(stride)
+        slots = stage.take((len(site.parts) + 1) * stride)
+        at = {j: slots + k * stride for k, j in enumerate(order)}
+        own = at.get(site.index, slots + len(order) * stride)
+        at_source = call.source + first * itemsize
+        target = call.target + first * itemsize
+        widened, source = site.widened(carried, at_source, wide, count)
+        given = count, carried.element, carried.op
+        steps += [*widened, site.within(up, source, inclusive, *given)]
+        if operation is EXSCAN:
+            steps.append(site.within(EXSCAN, source, own, *given))
+        else:
+            steps += site.copy(own, inclusive, count * width)
+        sends = [
+            Parcel(rank, inclusive, count * width)
+            for j in site.others
+            for rank in site.parts[j]
+            if _used(operation, site, rank).get(site.index) == site.rank
+        ]
+        receives = [
+            Parcel(used[j], at[j], count * width) for j in order if j != site.index
+        ]
+        identity = stage.take(count * itemsize)
+        if operation is EXSCAN and 0 in site.mine:
+            # With the identity of the call's own type, which may have no infinity.
+            given_here = at_source, identity, count, call.element, carried.op
+            steps.append(site.within(EXSCAN, *given_here))
+        steps += site.between(what, sends, receives)
+        if order:
+            place = 0 if alone else order.index(site.index)
+            many = carried.element, carried.op
+            steps += site.combined(slots, stride, place, len(order), *many)
+            steps += site.finished(carried, slots + place * stride, target, count)
+        elif not isinstance(call.op, UserOperator):
+            steps += site.copy(target, identity, count * itemsize)
+    return steps
+
+
+def _used(operation: Operation, site: Site, rank: int) -> dict[int, int]:
+    """Return the islands of the ranks that a rank's result reduces.
+
+    By island, the rank whose inclusive scan within it reduces exactly these ranks.
+    """
+    all_used = operation.exchange.output.used(rank, site.size, 0)
+    last = min if operation is REVERSE_SCAN else max
+    found = {
+        j: [each for each in part if each in all_used]
+        for j, part in enumerate(site.parts)
+    }
+    return {j: last(part) for j, part in found.items() if part}

@@ -1,0 +1,306 @@
+"""This rank's site: its place among the islands, and the steps of calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from numba_symm import dtypes, streams
+from numba_symm.collectives.kernels import convert, copied_all_reduce, transfer
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.operations import Operation
+from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue
+from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, divide_up
+from numba_symm.dtypes import Element, Op, UserOperator
+from numba_symm.engines.protocol import Parcel
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+from numba_symm.islands import Islands
+
+STAGING = 1 << 16 if SIMULATED else 64 << 20
+"""Bytes of the memory through which reductions pass, on each rank."""
+
+ALIGNED = 256  # bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """One rank's place in a communicator of several islands.
+
+    Attributes:
+        islands: the ranks.
+        end: this rank's end of its island, for kernels.
+        staging: the address of ``STAGING`` bytes, which every call may use.
+        listing: whether calls are bound for the sake of their kernels only. Then a
+            chunk is left out if an equal one needs the same kernels.
+    """
+
+    islands: Islands
+    end: Endpoint
+    staging: int
+    listing: bool = False
+
+    @property
+    def parts(self) -> Sequence[Sequence[int]]:
+        """The ranks of each island."""
+        return self.islands.parts
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.islands.world.rank
+
+    @property
+    def size(self) -> int:
+        """The number of all ranks."""
+        return self.islands.world.size
+
+    @property
+    def index(self) -> int:
+        """The number of this rank's island."""
+        return self.islands.index
+
+    @property
+    def local(self) -> int:
+        """This rank's number in its island."""
+        return self.islands.local
+
+    @property
+    def mine(self) -> Sequence[int]:
+        """The ranks of this rank's island."""
+        return self.parts[self.index]
+
+    @property
+    def largest(self) -> int:
+        """The number of ranks of the largest island."""
+        return max(map(len, self.parts))
+
+    @property
+    def smallest(self) -> int:
+        """The number of ranks of the smallest island."""
+        return min(map(len, self.parts))
+
+    @property
+    def others(self) -> list[int]:
+        """The numbers of the other islands."""
+        return [j for j in range(len(self.parts)) if j != self.index]
+
+    def place_of(self, rank: int) -> tuple[int, int]:
+        """Return the number of a rank's island, and the rank's number there."""
+        return next(
+            (j, part.index(rank)) for j, part in enumerate(self.parts) if rank in part
+        )
+
+    def on_rail(self, island: int, number: int) -> int:
+        """Return the rank of an island that is on the rail of this number."""
+        part = self.parts[island]
+        return part[number % len(part)]
+
+    def chunks(self, count: int, most: int) -> list[tuple[int, int]]:
+        """Return the first element and the number of elements of each chunk.
+
+        Args:
+            count: the number of elements of the message.
+            most: those of a chunk, at most; a multiple of the elements of a vector, so
+                that all chunks are aligned as the first one is.
+        """
+        found = [
+            (first, min(most, count - first)) for first in range(0, count, most or 1)
+        ]
+        return found[-2:] if self.listing else found
+
+    # Steps.
+
+    def within(
+        self,
+        operation: Operation,
+        source: int,
+        target: int,
+        count: int,
+        element: Element,
+        op: Op = "sum",
+        root: int = 0,
+    ) -> Enqueue:
+        """Return an operation within the island; see :class:`Call`.
+
+        ``root`` is a number within the island.
+        """
+        call = Call(source, target, count, element, op, root)
+        name = operation.chosen(None, call.nbytes, self.end.size, element)
+        return operation.bind(name, self.end, call)
+
+    def between(
+        self, what: str, sends: Sequence[Parcel], receives: Sequence[Parcel]
+    ) -> list[Enqueue]:
+        """Return the exchange of parcels with other islands, if there are any."""
+        if not sends and not receives:
+            return []
+        return [_Exchange(self.islands, what, sends, receives)]
+
+    def messages(
+        self, sends: Sequence[Message], receives: Sequence[Message]
+    ) -> list[Enqueue]:
+        """Return messages within the island, by numbers within it, if there are any."""
+        return [transfer.bind(self.end, sends, receives)] if sends or receives else []
+
+    def copy(self, target: int, source: int, nbytes: int) -> list[Enqueue]:
+        """Return a copy within this rank's memory, if it is needed."""
+        if target == source or nbytes == 0:
+            return []
+        return [partial(streams.copy, target, source, nbytes)]
+
+    def combined(
+        self, first: int, stride: int, own: int, number: int, element: Element, op: Op
+    ) -> list[Enqueue]:
+        """Return the reduction of several shards in order, into one of them.
+
+        Args:
+            first: address of the first shard.
+            stride: bytes from one shard to the next, a multiple of ``VECTOR``.
+            own: the number of the shard that gets the result.
+            number: how many there are.
+            element: their type.
+            op: the operator, which is not finished.
+        """
+        if number == 1:
+            return []
+        vectors = stride // VECTOR
+        grid = min(divide_up(vectors, THREADS), self.end.max_blocks)
+        held = divide_up(grid, self.end.multiprocessors)
+        kernel = copied_all_reduce.kernel(number, element, op, False)
+        given = grid, own, first + own * stride, first, vectors, vectors
+        return [kernel.bind(grid, *given, held=held)]
+
+    def finished(
+        self,
+        carried: "Carried",
+        source: int,
+        target: int,
+        count: int,
+    ) -> list[Enqueue]:
+        """Return the step from carried results to elements of the call's type."""
+        if count == 0:
+            return []
+        kinds = carried.element, carried.call.element
+        if kinds[0] == kinds[1] and carried.call.op != "avg":
+            return self.copy(target, source, count * kinds[0].itemsize)
+        op = carried.call.op if carried.call.op == "avg" else "sum"
+        given = source, target, count, op, self.size
+        return [convert.bind(self.end, kinds, *given)]
+
+    def widened(
+        self, carried: "Carried", source: int, target: int, count: int
+    ) -> tuple[list[Enqueue], int]:
+        """Return the step from elements to carried ones, and their address.
+
+        ``target`` is where they are stored if their types differ.
+        """
+        kinds = carried.call.element, carried.element
+        if kinds[0] == kinds[1]:
+            return [], source
+        return [convert.bind(self.end, kinds, source, target, count)], target
+
+
+class Carried:
+    """How a reduction's elements are carried between the steps of a call.
+
+    Attributes:
+        call: the call.
+        element: the type of partial results: that in which the call's elements
+            accumulate, unless a narrower one gives the same bits.
+        op: the operator of the steps; an average is a sum until it is finished.
+    """
+
+    def __init__(self, call: Call):
+        self.call = call
+        element, op = call.element, call.op
+        wide = element.floating or op == "avg" or isinstance(op, UserOperator)
+        self.element = element
+        if wide and element.accumulate != element.dtype:
+            self.element = dtypes.element(element.accumulate, "islands")
+        self.op: Op = "sum" if op == "avg" else op
+
+    @property
+    def width(self) -> int:
+        """Bytes of a carried element."""
+        return self.element.itemsize
+
+
+class Stage:
+    """Addresses in the staging memory, one range after another.
+
+    Args:
+        site: this rank's site.
+    """
+
+    def __init__(self, site: Site):
+        self._next, self._end = site.staging, site.staging + STAGING
+
+    def take(self, nbytes: int) -> int:
+        """Return the address of a range that is aligned for every kernel."""
+        found = self._next
+        self._next += divide_up(nbytes, ALIGNED) * ALIGNED
+        assert self._next <= self._end, "islands: the staging memory is too small"
+        return found
+
+
+def padded(nbytes: int) -> int:
+    """Return the bytes of a range in the staging memory."""
+    return divide_up(nbytes, ALIGNED) * ALIGNED
+
+
+def fitting(site: Site, pieces: float, width: int) -> int:
+    """Return how many elements a chunk has at most, for a number of copies of it.
+
+    Args:
+        site: this rank's site.
+        pieces: how many copies of a chunk the staging memory holds.
+        width: bytes of an element.
+    """
+    lost = ALIGNED * (2 * int(pieces) + 2 * len(site.parts) * site.largest + 8)
+    most = int((STAGING - lost) / (pieces * width))
+    unit = VECTOR * site.largest
+    assert most >= unit, "islands: the staging memory is too small"
+    return most // unit * unit
+
+
+class _Exchange:
+    """An exchange of parcels by the engine."""
+
+    def __init__(
+        self,
+        islands: Islands,
+        what: str,
+        sends: Sequence[Parcel],
+        receives: Sequence[Parcel],
+    ):
+        self._islands, self._what = islands, what
+        self._sends, self._receives = tuple(sends), tuple(receives)
+
+    def __call__(self, stream: int) -> None:
+        """Enqueue it."""
+        self._islands.operation = self._what
+        self._islands.engine.exchange(self._sends, self._receives, stream)
+
+
+def parcels(messages: Sequence[Message]) -> list[Parcel]:
+    """Return messages as an engine takes them; refuse those of unknown length."""
+    for message in messages:
+        if message.count_at:
+            raise ArgumentError(
+                f"a message from rank {message.peer}: expected no count=, because that "
+                "rank is of another island, whose messages have the size of out; send "
+                "the count first, or pass out of the message's size"
+            )
+    return [Parcel(each.peer, each.address, each.nbytes) for each in messages]
+
+
+def of_island(site: Site, messages: Sequence[Any]) -> tuple[list[Message], list[Any]]:
+    """Return the messages within the island, by numbers in it, and the others."""
+    numbers = {rank: number for number, rank in enumerate(site.mine)}
+    inner = [
+        message._replace(peer=numbers[message.peer])
+        for message in messages
+        if message.peer in numbers
+    ]
+    return inner, [message for message in messages if message.peer not in numbers]

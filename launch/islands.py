@@ -1,0 +1,60 @@
+"""The division of ranks into islands: ranks of one host whose GPUs reach each other."""
+
+from collections.abc import Sequence
+
+from numba_symm.launch.devices import Matrix
+from numba_symm.launch.ranks import name_ranks
+
+Parts = tuple[tuple[int, ...], ...]
+"""The ranks of each island, in rank order; islands are in order of their first rank."""
+
+
+def divide(hosts: Sequence[str], access: Matrix, most: int | None = None) -> Parts:
+    """Return the islands: each rank joins the first one that it fits into.
+
+    Args:
+        hosts: by rank, the host.
+        access: ``access[r][s]``: whether rank r's GPU can access rank s's, for ranks of
+            one host; None if the driver does not tell.
+        most: the most ranks of an island; None: no limit.
+    """
+    parts: list[list[int]] = []
+    for rank, host in enumerate(hosts):
+
+        def fits(part: list[int], rank: int = rank, host: str = host) -> bool:
+            return (
+                hosts[part[0]] == host
+                and (most is None or len(part) < most)
+                and all(_reach_each_other(access, rank, other) for other in part)
+            )
+
+        for part in parts:
+            if fits(part):
+                part.append(rank)
+                break
+        else:
+            parts.append([rank])
+    return tuple(map(tuple, parts))
+
+
+def _reach_each_other(access: Matrix, rank: int, other: int) -> bool:
+    return access[rank][other] is not False and access[other][rank] is not False
+
+
+def among(parts: Parts, members: Sequence[int]) -> Parts:
+    """Return the islands of some of the ranks, by their new numbers.
+
+    Args:
+        parts: the islands of all ranks.
+        members: the ranks, in the order of their new numbers.
+    """
+    where = {rank: index for index, part in enumerate(parts) for rank in part}
+    groups: dict[int, list[int]] = {}
+    for number, rank in enumerate(members):
+        groups.setdefault(where[rank], []).append(number)
+    return tuple(map(tuple, groups.values()))
+
+
+def described(parts: Parts, hosts: Sequence[str]) -> str:
+    """Return "ranks 0, 1 on a, rank 2 on b", one entry an island."""
+    return ", ".join(f"{name_ranks(part)} on {hosts[part[0]]}" for part in parts)

@@ -1,0 +1,313 @@
+"""The engine of MPI: works wherever mpi4py does, but waits on the host.
+
+Each exchange waits for the stream, then moves the bytes while this rank's host waits.
+So a CUDA graph cannot capture it. If MPI reads and writes GPU memory itself, it gets
+the addresses; otherwise the bytes pass through pinned host memory, in chunks.
+"""
+
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+from numba_symm import driver, streams, waits
+from numba_symm.engines.protocol import Parcel
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError, CallMismatch
+from numba_symm.launch import ranks
+from numba_symm.launch.waiting import Wait
+
+_TAGS = 1 << 14  # parcels of a pair are numbered by tags, which repeat
+_DIRECT = 1 << 30  # bytes of a message at most
+_STAGED = 1 << 19
+
+
+class Room(Protocol):
+    """Where a parcel's bytes are while MPI moves them.
+
+    Attributes:
+        most: the most bytes of a message, equal on all ranks.
+    """
+
+    most: int
+
+    def sent(self, slot: int, address: int, nbytes: int) -> Any:
+        """Return a buffer with the bytes at an address of the GPU."""
+
+    def free(self, slot: int, address: int, nbytes: int) -> Any:
+        """Return a buffer that receives bytes for an address of the GPU."""
+
+    def received(self, slot: int, address: int, nbytes: int) -> None:
+        """Store what the buffer has received."""
+
+    def close(self) -> None:
+        """Free the buffers."""
+
+
+class Direct:
+    """For an MPI that reads and writes the arrays themselves."""
+
+    most = _DIRECT
+
+    def sent(self, slot: int, address: int, nbytes: int) -> Any:
+        """Return the memory at the address."""
+        return _mpi().buffer.fromaddress(address, nbytes)
+
+    free = sent
+
+    def received(self, slot: int, address: int, nbytes: int) -> None:
+        """Do nothing: the bytes are where they belong."""
+
+    def close(self) -> None:
+        """Do nothing: the arrays are the caller's."""
+
+
+class Staged:
+    """Pinned host memory, with a slot of ``most`` bytes for each parcel.
+
+    Args:
+        copy_out: ``(host, address, nbytes)`` copies from the GPU, and waits for that.
+        copy_in: ``(address, host, nbytes)`` copies to the GPU, and waits for that.
+        allocate: returns the address of pinned memory of that many bytes.
+        release: frees it.
+    """
+
+    most = _STAGED
+
+    def __init__(
+        self,
+        copy_out: Callable[[int, int, int], None],
+        copy_in: Callable[[int, int, int], None],
+        allocate: Callable[[int], int],
+        release: Callable[[int], None],
+    ):
+        self._copy_out, self._copy_in = copy_out, copy_in
+        self._allocate, self._release = allocate, release
+        self._slots: list[int] = []
+
+    def _slot(self, number: int) -> int:
+        while len(self._slots) <= number:
+            self._slots.append(self._allocate(self.most))
+        return self._slots[number]
+
+    def sent(self, slot: int, address: int, nbytes: int) -> Any:
+        """Return a slot with the bytes."""
+        host = self._slot(slot)
+        if nbytes:
+            self._copy_out(host, address, nbytes)
+        return _mpi().buffer.fromaddress(host, nbytes)
+
+    def free(self, slot: int, address: int, nbytes: int) -> Any:
+        """Return a slot."""
+        return _mpi().buffer.fromaddress(self._slot(slot), nbytes)
+
+    def received(self, slot: int, address: int, nbytes: int) -> None:
+        """Copy the slot to the address."""
+        if nbytes:
+            self._copy_in(address, self._slot(slot), nbytes)
+
+    def close(self) -> None:
+        """Free the slots."""
+        while self._slots:
+            self._release(self._slots.pop())
+
+
+class _Pinned(Staged):
+    """Slots of the driver, and a stream that waits for no other one's work."""
+
+    def __init__(self) -> None:
+        self._stream = driver.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
+        super().__init__(
+            lambda host, address, nbytes: self._copy("DtoH", host, address, nbytes),
+            lambda address, host, nbytes: self._copy("HtoD", address, host, nbytes),
+            lambda nbytes: int(driver.call("cuMemHostAlloc", nbytes, 0)),
+            lambda host: driver.call("cuMemFreeHost", host),
+        )
+
+    def _copy(self, way: str, target: int, source: int, nbytes: int) -> None:
+        driver.call(f"cuMemcpy{way}Async", target, source, nbytes, self._stream)
+        driver.call("cuStreamSynchronize", self._stream)
+
+    def close(self) -> None:
+        super().close()
+        if self._stream is not None:
+            driver.call("cuStreamDestroy", self._stream)
+            self._stream = None
+
+
+class MpiEngine:
+    """Moves bytes by MPI's messages.
+
+    Args:
+        comm: mpi4py's communicator of the ranks, which the engine releases.
+        wait: starts a wait with the communicator's deadline.
+        look: raises if the communicator has failed.
+        room: where the bytes are meanwhile; None: as MPI needs it.
+    """
+
+    name = "mpi"
+    capturable = False
+
+    def __init__(
+        self,
+        comm: Any,
+        wait: Callable[[], Wait],
+        look: Callable[[], None],
+        room: Room | None = None,
+    ):
+        self._comm, self._wait, self._look = comm, wait, look
+        # Both ranks of a pair count their parcels, however these are grouped.
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+        self._room = room or (Direct() if reads_gpu_memory() else _Pinned())
+        self.version = _mpi().Get_library_version().split(",")[0]
+
+    def exchange(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: int
+    ) -> None:
+        """Send and receive; return when all is done. See :class:`Engine`."""
+        if not SIMULATED:
+            if streams.is_capturing(stream):
+                raise ArgumentError(
+                    "a capture of a call between islands: expected an engine that CUDA "
+                    "graphs can capture, got 'mpi', which moves bytes on the host; use "
+                    "NUMBA_SYMM_ENGINE=nccl"
+                )
+            streams.synchronize(stream)
+        self._look()
+        wait = self._wait()
+        moves: list[_Move] = []
+        for kind, parcels, counted in (
+            (_Receive, receives, self._received),
+            (_Send, sends, self._sent),
+        ):
+            for parcel in parcels:
+                tag = counted[parcel.peer] % _TAGS
+                counted[parcel.peer] += 1
+                moves.append(kind(self, len(moves), parcel, tag))
+        try:
+            while moves := [each for each in moves if not each.advance()]:
+                self._look()
+                absent = sorted({each.parcel.peer for each in moves})
+                if wait.pause(absent):
+                    raise wait.error(absent[:1])
+        except BaseException:
+            for each in moves:
+                each.give_up()
+            raise
+
+    def close(self) -> None:
+        """Free the buffers and the communicator. Collective."""
+        self.abort()
+        ranks.release(self._comm)
+
+    def abort(self) -> None:
+        """Free the buffers. Local."""
+        if not _given_up:  # MPI may still write into them
+            self._room.close()
+
+
+_given_up: list[Any] = []  # requests that MPI may still serve
+
+
+class _Move:
+    """One parcel on its way, as messages one after another."""
+
+    def __init__(self, engine: MpiEngine, slot: int, parcel: Parcel, tag: int):
+        self.parcel = parcel
+        self._comm, self._room = engine._comm, engine._room
+        self._slot, self._tag = slot, tag
+        self._begun = 0  # bytes of the messages that have begun
+        self._last = 0  # bytes of the latest
+        self._request: Any = None
+
+    def advance(self) -> bool:
+        """Finish the message in flight, if it is, and begin the next one.
+
+        Returns:
+            Whether all bytes have been moved.
+        """
+        while True:
+            if self._request is not None:
+                if not self._finished():
+                    return False
+                self._request = None
+                if self._begun == self.parcel.nbytes:
+                    return True
+            self._last = min(self._room.most, self.parcel.nbytes - self._begun)
+            at = self._slot, self.parcel.address + self._begun, self._last
+            self._request = self._begin(at)
+            self._begun += self._last
+
+    @property
+    def _place(self) -> tuple[int, int, int]:
+        """The slot, the address and the number of bytes of the latest message."""
+        start = self.parcel.address + self._begun - self._last
+        return self._slot, start, self._last
+
+    def _begin(self, at: tuple[int, int, int]) -> Any:
+        raise NotImplementedError
+
+    def _finished(self) -> bool:
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """Keep the request: MPI may still read or write its buffer."""
+        if self._request is not None:
+            with suppress(Exception):
+                self._request.Cancel()
+            _given_up.append((self._request, self._room))
+
+
+class _Send(_Move):
+    def _begin(self, at: tuple[int, int, int]) -> Any:
+        buffer = self._room.sent(*at)
+        return self._comm.Isend([buffer, _mpi().BYTE], self.parcel.peer, self._tag)
+
+    def _finished(self) -> bool:
+        return bool(self._request.Test())
+
+
+class _Receive(_Move):
+    def _begin(self, at: tuple[int, int, int]) -> Any:
+        buffer = self._room.free(*at)
+        return self._comm.Irecv([buffer, _mpi().BYTE], self.parcel.peer, self._tag)
+
+    def _finished(self) -> bool:
+        mpi = _mpi()
+        status = mpi.Status()
+        try:
+            if not self._request.Test(status):
+                return False
+        except mpi.Exception as error:
+            if error.Get_error_class() != mpi.ERR_TRUNCATE:
+                raise
+            self._refuse()
+        if status.Get_count(mpi.BYTE) != self._last:
+            self._refuse()
+        self._room.received(*self._place)
+        return True
+
+    def _refuse(self) -> None:
+        rank, peer = self._comm.rank, self.parcel.peer
+        words = waits.TABLE[waits.TRANSFER_MISMATCH].words
+        raise CallMismatch(words.format(rank=rank, peer=peer), ranks=(rank, peer))
+
+
+def reads_gpu_memory() -> bool:
+    """Return whether MPI says that it reads and writes the memory of GPUs itself."""
+    if SIMULATED:
+        return True  # whose memory is the host's
+    mpi = _mpi()
+    kinds = mpi.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds") or ""
+    if "cuda" in kinds:
+        return True
+    # Open MPI's own function, found through the libraries that mpi4py has loaded.
+    query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
+    return query is not None and query() == 1
+
+
+def _mpi() -> Any:
+    return sys.modules["mpi4py.MPI"]

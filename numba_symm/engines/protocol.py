@@ -1,0 +1,55 @@
+"""What an engine does: it moves bytes between ranks, in the order of a stream."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+
+class Parcel(NamedTuple):
+    """What one rank sends to, or receives from, another.
+
+    Attributes:
+        peer: the other rank.
+        address: where it is read, or written, in the memory of this rank's GPU.
+        nbytes: how much, equal at both ends.
+    """
+
+    peer: int
+    address: int
+    nbytes: int
+
+
+class Engine(Protocol):
+    """Moves bytes between the ranks of a communicator.
+
+    Attributes:
+        name: its name in ``NUMBA_SYMM_ENGINE``.
+        version: the library and its version.
+        capturable: whether CUDA graphs can capture :meth:`exchange`.
+    """
+
+    name: str
+    version: str
+    capturable: bool
+
+    def exchange(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: int
+    ) -> None:
+        """Send and receive, after all earlier work of a stream and before later work.
+
+        The k-th parcel to a rank matches the k-th that the rank receives from this one
+        in its corresponding exchange. All of them progress side by side.
+
+        Args:
+            sends: to other ranks.
+            receives: from other ranks.
+            stream: the handle of the stream.
+
+        Raises:
+            CollectiveError: the communicator has failed, or a rank is late.
+        """
+
+    def close(self) -> None:
+        """Release the engine. Collective, unless :meth:`abort` was called before."""
+
+    def abort(self) -> None:
+        """End all exchanges, and release the engine. Local, from any thread."""

@@ -1,0 +1,195 @@
+"""Ranks of several islands: what one communicator of all of them needs.
+
+Within an island, memory and kernels work as they do in a communicator of one. An engine
+moves bytes between islands, and MPI carries what hosts agree on.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from numba_symm import engines, forks
+from numba_symm.board import Failure
+from numba_symm.errors import CollectiveError, CollectiveTimeout
+from numba_symm.island import Island
+from numba_symm.launch import devices, ranks, waiting
+from numba_symm.launch.islands import Parts, divide
+from numba_symm.launch.store import StoreExchange
+from numba_symm.launch.waiting import Wait
+
+
+class Islands(Island):
+    """The ranks of several islands, with the interface of one.
+
+    Collective: every rank passes the same ``timeout`` and ``parts``.
+
+    Args:
+        comm: mpi4py's communicator.
+        device: as for :class:`Island`.
+        timeout: as for :class:`Island`.
+        own: as for :class:`Island`.
+        parts: the islands; None: they are found.
+
+    Attributes:
+        parts: the ranks of each island.
+        hosts: by rank, the host's name.
+        index: the number of this rank's island.
+        local: this rank's number there.
+        inner: this rank's island.
+        engine: moves bytes between the islands.
+        operation: the call that uses the engine, for errors.
+    """
+
+    def __init__(
+        self,
+        comm: ranks.Comm,
+        device: int | None,
+        timeout: float | None,
+        own: bool = False,
+        parts: Parts | None = None,
+    ):
+        self._known = parts
+        self.operation = "Communicator"
+        super().__init__(comm, device, timeout, own)
+
+    def _make(self, device: int | None, timeout: float | None) -> None:
+        exchange = self.exchange
+        self._agree(timeout)
+        rank = self.world.rank
+        self.hosts = tuple(exchange.all_gather(self.world.host, "hosts"))
+        self._bind(device)
+        parts = self._known or divide(self.hosts, self.peer_access, self._most)
+        self.parts = exchange.all_gather(parts, "islands")[0]
+        self.index, mine = next(
+            (index, part) for index, part in enumerate(self.parts) if rank in part
+        )
+        self.local = mine.index(rank)
+        comm = self._part(self.index)
+        with exchange.agreed("Communicator"):
+            self.inner = Island(comm, self.gpu.ordinal, self.timeout, own=True)
+        self.inner.note = (
+            f", which number {ranks.name_ranks(mine)} of the communicator: symmetric "
+            "memory is of an island, and the other ranks are of other islands"
+        )
+        self._undo.callback(self.inner.close_locally)
+        self.channel, self.board = self.inner.channel, self.inner.board
+        self.backend, self.refused = self.inner.backend, self.inner.refused
+        self.guard = self.inner.guard
+        exchange.meet_at(_Across(self))
+        self.engine = engines.choose(self)
+        self._undo.callback(self.engine.abort)
+        forks.watch(self)
+
+    def _bind(self, device: int | None) -> None:
+        """Bind this rank to a GPU of its host, and find which GPUs reach each other."""
+        exchange, names = self.exchange, self.hosts
+        comm = self._part(names.index(self.world.host))
+        with exchange.agreed("Communicator"):
+            local = StoreExchange(comm, "host", exchange.timeout)
+            local.call = exchange.call
+            self.gpu = devices.bind(local, device)
+            reach, _ = devices.peer_access(local, self.gpu)
+        ranks.release(comm)
+        here = [rank for rank, name in enumerate(names) if name == self.world.host]
+        row: list[bool | None] = [False] * len(names)
+        for other, access in zip(here, reach[self.world.local_rank], strict=True):
+            row[other] = access
+        self.peer_access = exchange.all_gather(row, "peer access")
+
+    def _part(self, color: int) -> ranks.Comm:
+        """Return a communicator of the ranks that pass the same color. Collective."""
+        self.exchange.barrier("dividing the ranks")
+        rank = self.world.rank
+        made = waiting.undisturbed(lambda: ranks.split(self.comm, color, rank))
+        assert made is not None
+        return made
+
+    def wait(self, what: str) -> Wait:
+        """Start a wait for other islands within a call, and return it."""
+        limit = f"timeout: {self.timeout:g} s"
+        return _NamedWait(self.hosts, what, self.world.rank, self.timeout, limit)
+
+    def _gate(self, wait: Wait) -> Failure | None:
+        failure = self.board.failure()
+        if failure is None:
+            try:
+                gather(self, b"", wait)
+            except CollectiveError as error:
+                self.fail(error)
+            failure = self.board.failure()
+        return failure
+
+    def fail(self, error: CollectiveError) -> None:
+        """Make the communicator fail by an error that has named the ranks."""
+        self.board.fail(error)
+
+    def close(self) -> None:
+        """Close the engine and the island, and free what belongs to all ranks."""
+        self.closed = True
+        self._undo.pop_all()
+        self.engine.close()
+        self.inner.close()
+        ranks.release(self.comm)
+
+    def close_locally(self) -> None:
+        """Close what belongs to this rank; the rest needs all ranks."""
+        self.closed = self.inner.closed = True
+        self._undo.close()
+
+
+class _NamedWait(Wait):
+    """A wait whose texts name the hosts of the ranks that are absent."""
+
+    def __init__(self, names: Sequence[str], *args: Any):
+        super().__init__(*args)
+        self._names = names
+
+    def said(self, absent: Sequence[int]) -> str:
+        """Return "waited for rank 2 on b in all_reduce"."""
+        if not absent:
+            return super().said(absent)
+        where = ", ".join(dict.fromkeys(self._names[rank] for rank in absent))
+        return f"waited for {ranks.name_ranks(absent)} on {where} in {self.what}"
+
+
+class _Across:
+    """Exchanges bytes between all ranks by MPI, until the communicator fails."""
+
+    def __init__(self, islands: Islands):
+        self._islands = islands
+
+    def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
+        """Return every rank's bytes, or raise CollectiveError. Collective."""
+        try:
+            return gather(self._islands, data, wait)
+        except CollectiveTimeout as error:
+            self._islands.fail(error)
+            raise
+
+    def look(self) -> None:
+        """Raise CollectiveError if the communicator has failed."""
+        self._islands.board.look()
+
+    def is_ahead(self, rank: int) -> bool:
+        """Return False: the steps of other islands' ranks are unknown."""
+        return False
+
+    def late(self, wait: Wait, absent: Sequence[int]) -> CollectiveError:
+        """Make the communicator fail because ranks are late. Return the error."""
+        error = wait.error(absent)
+        self._islands.fail(error)
+        return error
+
+    def abandon(self, cause: BaseException, operation: str) -> None:
+        """Report to all ranks that this one leaves a call by an exception."""
+        self._islands.abandon(cause, operation)
+
+
+def gather(islands: Islands, data: bytes, wait: Wait) -> list[bytes]:
+    """Return every rank's bytes, in rank order; raise after a failure. Collective."""
+
+    def look() -> bool:
+        islands.board.look()
+        return False
+
+    with waiting.watching(look):
+        return waiting.all_gather(islands.comm, data, wait)

@@ -1,0 +1,311 @@
+"""Several islands, which NUMBA_SYMM_ISLAND_SIZE pretends: every operation, bit by bit.
+
+The expected reductions are within each island in rank order, then over the islands.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm import dtypes
+from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.launch.islands import divide
+from tests import operators
+from tests.expected import expected
+from tests.ranks.helpers import (
+    array_of,
+    check_works,
+    get,
+    needs_peers,
+    ordinary,
+    put,
+    refused,
+)
+
+SIZE = "NUMBA_SYMM_ISLAND_SIZE"
+
+pytestmark = needs_peers
+
+
+def made(world, size):
+    """Return a communicator of pretended islands of that size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SIZE, str(size))
+        return ns.Communicator(world, timeout=60)
+
+
+def in_pairs(world):
+    return made(world, 2 if world.size > 2 else 1)
+
+
+def of_one(world):
+    """Three islands or more: owners exchange parts of shards."""
+    return made(world, 1)
+
+
+def interleaved(world):
+    """Islands whose ranks are not consecutive, in another order of the ranks."""
+    with in_pairs(world) as comm:
+        return comm.split(0, key=comm.rank % 2)
+
+
+def even_and_odd(world):
+    """Parts that have a rank of each island."""
+    with in_pairs(world) as comm:
+        return comm.split(comm.rank % 2)
+
+
+@pytest.fixture(scope="module", params=[in_pairs, of_one, interleaved, even_and_odd])
+def islands(world, request):
+    with request.param(world) as comm:
+        yield comm
+
+
+def reduced(parts, inputs, op):
+    """Return the reduction of some ranks' inputs, by rank: over islands in order."""
+    kind = dtypes.element(next(iter(inputs.values())).dtype, "test")
+    kept = kind.accumulate if kind.floating or op == "avg" else kind.dtype
+    function = operators.NUMPYS[op]
+    if op in ("min", "max"):
+        function = operators._first_of(op)
+    with np.errstate(all="ignore"):
+        totals = [
+            functools.reduce(function, [inputs[r].astype(kept) for r in taken])
+            for part in parts
+            if (taken := [r for r in part if r in inputs])
+        ]
+        total = functools.reduce(function, totals)
+        if op == "avg":
+            total = operators._divided(total, len(inputs), kind)
+        return total.astype(kept).astype(kind.dtype)
+
+
+def wanted(comm, name, inputs, op, root):
+    """Return this rank's output; None if it has none."""
+    operation = OPERATIONS[name]
+
+    def reduction(used):
+        return np.array(used[0])
+
+    if not operation.reduces:
+        given = operation, inputs, comm.rank, root
+        return expected(*given, reduction, None, np.concatenate)
+    if operation.at_root and comm.rank != root:
+        return None
+    exchange, count = operation.exchange, len(inputs[0])
+    start = 0
+    if exchange.sends_shards:
+        count //= comm.size
+        start = comm.rank * count
+    used = exchange.output.used(comm.rank, comm.size, root)
+    if not used:
+        return np.full(count, dtypes.identity(op, inputs[0].dtype), inputs[0].dtype)
+    return reduced(
+        comm.islands, {r: inputs[r][start : start + count] for r in used}, op
+    )
+
+
+KINDS = {
+    "float32": "sum",
+    "float16": "sum",
+    "bfloat16": "avg",
+    "float8_e4m3fn": "min",
+    "int8": "avg",
+    "int64": "prod",
+    "complex64": "sum",
+}
+COUNTS = (1, 37, 3507)  # by one exchange; in shards; in several chunks and a rest
+
+
+def call(comm, name, x, op, root, out):
+    operation, given = OPERATIONS[name], {}
+    if operation.reduces:
+        given["op"] = op
+    if operation.rooted:
+        given["root"] = root
+    if not operation.in_place:
+        given["out"] = out
+    return getattr(comm, name)(x, **given)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_operations(islands, name):
+    comm, operation = islands, OPERATIONS[name]
+    kinds = KINDS if operation.reduces else ["int16"]
+    for number, kind in enumerate(kinds):
+        op = KINDS.get(kind)
+        if op in operation.without:
+            op = "sum"
+        count = COUNTS[number % 3] if operation.reduces else COUNTS[1]
+        root = number % comm.size
+        inputs = [
+            operators.random(kind, count * operation.shards(comm.size), [number, rank])
+            for rank in range(comm.size)
+        ]
+        mine = inputs[comm.rank]
+        expectation = wanted(comm, name, inputs, op, root)
+        for in_place in (False, True):
+            x = array_of(comm, mine, symmetric=in_place)
+            out = None
+            if in_place and expectation is not None and expectation.size == x.size:
+                out = x
+            found = call(comm, name, x, op, root, out)
+            comm.synchronize()
+            if expectation is None:
+                assert found is None
+            else:
+                assert operators.same(get(found).ravel(), expectation).all(), kind
+
+
+@pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast"])
+def test_large_moves(islands, name):
+    comm, operation = islands, OPERATIONS[name]
+    count = 5001
+    inputs = [
+        operators.random("int64", count * operation.shards(comm.size), [7, rank])
+        for rank in range(comm.size)
+    ]
+    x = array_of(comm, inputs[comm.rank], symmetric=True)
+    out = x if name == "all_to_all" else None
+    found = call(comm, name, x, None, comm.size - 1, out)
+    comm.synchronize()
+    expectation = wanted(comm, name, inputs, None, comm.size - 1)
+    assert operators.same(get(found).ravel(), expectation).all()
+
+
+def test_a_function_is_applied_within_islands_and_then_between_them(islands):
+    comm, count = islands, 19
+    inputs = [np.arange(count, dtype=np.int8) * (r + 1) for r in range(comm.size)]
+    out = comm.all_reduce(array_of(comm, inputs[comm.rank], False), op=difference)
+    comm.synchronize()
+    totals = [
+        functools.reduce(difference, [inputs[r].astype(np.int32) for r in part])
+        for part in comm.islands
+    ]
+    assert get(out).tolist() == [*functools.reduce(difference, totals).astype(np.int8)]
+
+
+def difference(a, b):
+    return a - b
+
+
+def test_messages_between_any_two_ranks(islands):
+    comm, count = islands, 301
+    sent = np.arange(count) * (comm.rank + 1)
+    x = array_of(comm, sent, False)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    outs = [ordinary(count, np.int64) for _ in range(comm.size)]
+    comm.sendrecv(x, dst=right, out=outs[left], src=left)
+    with comm.group():
+        for peer in range(comm.size):
+            if peer not in (comm.rank, left):
+                comm.recv(outs[peer], src=peer)
+            if peer not in (comm.rank, right):
+                comm.send(x, dst=peer)
+    comm.synchronize()
+    for peer, out in enumerate(outs):
+        if peer != comm.rank:
+            assert (get(out) == np.arange(count) * (peer + 1)).all()
+
+
+def test_forms_with_different_counts(islands):
+    comm = islands
+    counts = [3 * rank + (rank % 2) for rank in range(comm.size)]
+    mine = np.full(counts[comm.rank], comm.rank, np.int16)
+    x = array_of(comm, mine, False)
+    everything = np.repeat(np.arange(comm.size), counts)
+    assert get(comm.all_gather_v(x, counts=counts)).tolist() == [*everything]
+    root = comm.size - 1
+    gathered = comm.gather_v(x, counts=counts, root=root)
+    back = comm.scatter_v(gathered, counts=counts, root=root, out=x)
+    comm.synchronize()
+    assert get(back).tolist() == [*mine]
+    total = array_of(comm, everything.astype(np.float32), False)
+    shard = comm.reduce_scatter_v(total, counts=counts, op="avg")
+    comm.synchronize()
+    assert get(shard).tolist() == [*mine]
+
+
+def test_plans_groups_and_barriers(islands):
+    comm = islands
+    x, out = comm.zeros(40, np.float32), comm.zeros(40, np.float32)
+    plan = comm.all_reduce_init(x, out=out)
+    for step in range(3):
+        put(x, np.full(40, step + comm.rank, np.float32))
+        with comm.group():
+            plan()
+            comm.broadcast(out)
+        comm.barrier()
+        comm.synchronize()
+        assert get(out)[0] == sum(step + rank for rank in range(comm.size))
+
+
+def test_what_works_within_an_island_only_is_refused(world):
+    size = "2" if world.size > 2 else "1"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(SIZE, size)
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda: ns.Communicator(world, requests=True),
+            "requests=True works within one island",
+        )
+    with in_pairs(world) as comm:
+        x, count = comm.zeros(4, np.int32), comm.zeros(1, np.int64)
+        if comm.rank == 0:
+            with pytest.raises(ns.ArgumentError, match="of another island"):
+                comm.recv(x, src=comm.size - 1, count=count)
+        check_works(comm)
+
+
+def test_prepare(world):
+    with in_pairs(world) as comm:
+        comm.prepare("all_to_all", "send", "barrier", "signals")
+
+
+def test_symmetric_memory_is_of_the_island(islands):
+    comm = islands
+    index = next(i for i, part in enumerate(comm.islands) if comm.rank in part)
+    mine = comm.islands[index]
+    mem = comm.rendezvous(comm.zeros(4, np.int32))
+    assert (mem.rank, mem.world_size) == (mine.index(comm.rank), len(mine))
+    if len(comm.islands) > 1:
+        with pytest.raises(ns.ArgumentError, match="symmetric memory is of an island"):
+            mem.get_buffer(len(mine), 4, np.int32)
+
+
+def test_islands_are_shown_and_split(world):
+    with in_pairs(world) as comm:
+        size = 2 if world.size > 2 else 1
+        hosts = ["here"] * world.size
+        access = [[True] * world.size] * world.size
+        assert comm.islands == divide(hosts, access, size)
+        index = next(i for i, part in enumerate(comm.islands) if comm.rank in part)
+        with comm.split(index) as part:
+            assert part.islands == (tuple(range(part.size)),)
+            check_works(part)
+        with comm.dup() as same:
+            assert same.islands == comm.islands
+            check_works(same)
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "two", "65"])
+def test_wrong_sizes_are_refused(world, monkeypatch, wrong):
+    monkeypatch.setenv(SIZE, wrong)
+    text = f"{SIZE}={wrong!r}: expected an integer of 1 to {world.size}"
+    refused(world, ns.ArgumentError, lambda: ns.Communicator(world), text)
+
+
+def test_ranks_that_disagree_are_refused(world, monkeypatch):
+    last = world.rank == world.size - 1
+    with monkeypatch.context() as patch:
+        patch.setenv(SIZE, "1" if last else str(world.size))
+        refused(world, ns.ArgumentError, lambda: ns.Communicator(world), f"{SIZE}=1")
+    with monkeypatch.context() as patch:
+        patch.setenv(SIZE, "1")
+        if last:
+            patch.setenv("NUMBA_SYMM_ENGINE", "mpi")
+        text = "NUMBA_SYMM_ENGINE=mpi"
+        refused(world, ns.ArgumentError, lambda: ns.Communicator(world), text)
