@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from numba_symm import code_cache
+from numba_symm import code_cache, environment
 from numba_symm.collectives import kernel_set, lifetime
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
@@ -60,10 +60,16 @@ class Wanted(NamedTuple):
     multiprocessors: Sequence[int]
 
     def jobs(self) -> list[Job]:
-        """Return the kernels, each with every compute capability."""
+        """Return the kernels, each with every compute capability.
+
+        Raises:
+            ArgumentError: ``NUMBA_SYMM_MULTIPROCESSORS`` is wrong.
+        """
+        asked = environment.multiprocessors()  # as a communicator will read it
+        limits = {asked or lifetime.limit_of(each) for each in self.multiprocessors}
         found: dict[Kernel, None] = {}
         for size in self.ranks:
-            for limit in {lifetime.limit_of(each) for each in self.multiprocessors}:
+            for limit in limits:
                 end = kernel_set.endpoint(size, limit)
                 given = self.calls, list(self.dtypes), list(self.ops), end, "compile"
                 found |= dict.fromkeys(kernel_set.kernels(*given))

@@ -133,6 +133,22 @@ def test_kernels_of_all_ranks_capabilities_and_gpus_are_compiled():
         assert jobs(*more) > one
 
 
+def test_the_variable_of_communicators_counts_for_their_kernels(monkeypatch):
+    def jobs(number):
+        asked = parsed(
+            "send", "--ranks", "4", "--cc", "9.0", "--multiprocessors", number
+        )
+        return {kernel.key(cc) for kernel, cc in compiling.wanted(asked).jobs()}
+
+    by_default, of_60 = jobs("132"), jobs("60")  # at most 31 and 13
+    assert by_default != of_60
+    monkeypatch.setenv("NUMBA_SYMM_MULTIPROCESSORS", "31")
+    assert jobs("60") == by_default
+    monkeypatch.setenv("NUMBA_SYMM_MULTIPROCESSORS", "few")
+    with pytest.raises(SymmError, match="NUMBA_SYMM_MULTIPROCESSORS='few'"):
+        jobs("60")
+
+
 def test_a_cache_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     done = start("compile", "barrier", *HERE, XDG_CACHE_HOME=str(tmp_path / "file"))
