@@ -72,7 +72,7 @@ def test_a_replay_that_one_rank_does_not_make(world, away):
         graph.launch(stream)
         graph.launch(stream)
         stream.sync()
-    all_fail(world, comm, [f"waited for rank {away} in all_reduce (one_shot_ll)"])
+    all_fail(world, comm, [f"waited for rank {away} in all_reduce (one_shot)"])
 
 
 def test_a_signal_that_never_comes(world, away):
