@@ -14,12 +14,13 @@ from typing import Any, TypeVar
 from numba_symm import arrays, dtypes, streams
 from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
+from numba_symm.collectives import staging
 from numba_symm.collectives.binder import Binder
-from numba_symm.collectives.checks import check_rank
+from numba_symm.collectives.checks import check_rank, check_writable
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
 from numba_symm.collectives.requests import Requests
-from numba_symm.collectives.transfers import Pending, Stream, Transfers, owned
+from numba_symm.collectives.transfers import Pending, Prepared, Stream, owned
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
 from numba_symm.island import Island
@@ -35,9 +36,6 @@ _REFUSALS = (ArgumentError, ClosedError, CollectiveError)
 MAX_PLANS = 1024
 """The number of latest different calls that a communicator remembers, at least."""
 
-Bound = tuple[Enqueue | None, Any, Stream]
-"""A call's launch, None for a call without elements; its output; its stream."""
-
 
 class Calls:
     """The calls of one communicator on this rank.
@@ -51,6 +49,7 @@ class Calls:
         stream: the stream of calls whose array names none; None: the legacy default
             stream.
         debug: whether the ranks compare their calls.
+        staging: contiguous memory in place of arrays with gaps.
         pending: the calls of a group that is open, or None.
         memory: the memory of the workspace; None once the communicator is closed.
         requests: the messages beside all other calls; None if it has none.
@@ -79,6 +78,7 @@ class Calls:
         self.debug = debug
         self.memory: arrays.Memory | None = memory
         self.pending: Pending | None = None
+        self.staging = staging.Staging()
         self._own = owned(stream)
         self._within: dict[None, int] = {}  # the identifier of the thread in a call
         self._threads = local()  # has ``ready`` in threads where the GPU is current
@@ -160,10 +160,9 @@ class Calls:
         return self.island.set_up(what)
 
     def compares(self) -> bool:
-        """Return whether the ranks compare this call.
+        """Return whether the ranks compare this call; they do not after a failure.
 
-        They do not after a failure: then a rank raises its own argument errors, or the
-        failure if it has none.
+        Then a rank raises its own argument errors, or the failure if it has none.
         """
         return self.debug and not self.island.failed
 
@@ -255,7 +254,7 @@ class Calls:
             else:  # what made() does, without the cost of passing on all arguments
                 self.island.check_open()
                 try:
-                    launch, out, chosen = self._bound(
+                    launch, out, chosen = self.bound(
                         operation, x, op, out, stream, algorithm, root
                     )
                 except BaseException as error:
@@ -276,7 +275,7 @@ class Calls:
         stream: Any,
         algorithm: str | None,
         root: int | None,
-    ) -> Bound:
+    ) -> staging.Bound:
         """Check and pack a call that is enqueued later."""
         what = operation.name
         given = operation, x, op, out, stream, algorithm, root
@@ -284,9 +283,9 @@ class Calls:
         def words(_: object) -> str:
             return operation.described(x, op, algorithm, root)
 
-        return self.checked(what, words, self._bound, *given)
+        return self.checked(what, words, self.bound, *given)
 
-    def _bound(
+    def bound(
         self,
         operation: Operation,
         x: Any,
@@ -295,7 +294,8 @@ class Calls:
         stream: Any,
         algorithm: str | None,
         root: int | None,
-    ) -> Bound:
+    ) -> staging.Bound:
+        """Check and pack a call; see :meth:`call`."""
         what = operation.name
         source = arrays.fields(x, what)
         chosen = self.stream_for(stream, x)
@@ -303,12 +303,17 @@ class Calls:
             root = check_rank(root, self.size, f"{what}: root")
         if operation.at_root and root != self.rank:
             out = None  # ignored, as in MPI
-        elif out is None:
+        gaps = source[3] is None
+        if out is None and not gaps and not (operation.at_root and root != self.rank):
             like = arrays.dense(ArrayView(*source), what)
             out = self.new(like, operation.shape(like, self.size), chosen[0], what)
         target = None
         if out is not None:
             target = source if out is x else arrays.fields(out, f"{what}: out")
+            gaps = gaps or target[3] is None
+        if gaps:
+            given = operation, x, op, out, chosen, algorithm, root
+            return staging.bound(self, *given)
         launch = self.packed(operation, source, target, op, algorithm, root)
         return launch, out, chosen
 
@@ -366,21 +371,18 @@ class Calls:
 
     # Messages, and collectives that consist of messages.
 
-    def transfer(
-        self, what: str, transfers: Transfers, stream: Stream, *keep: Any
-    ) -> None:
+    def transfer(self, what: str, call: Prepared) -> None:
         """Enqueue messages, or add them to an open group; raise after a failure."""
         self.island.check()
         if self.pending is not None:
-            self.pending.kept += keep
-            self.pending.add(transfers, stream)
+            self.pending.add(call)
             return
         try:
-            launch = transfers.packed(self.binder.messages)
+            launch = call.packed(self.binder.messages)
         except BaseException as error:
             self.give_up_unless_refused(error, what)
             raise
-        self.run(what, launch, stream)
+        self.run(what, launch, call.stream)
 
     def remembered(self, work_out: Callable[..., T], *given: Any) -> T:
         """Return ``work_out(calls, *given)``, from memory if it was called before.
@@ -401,10 +403,8 @@ class Calls:
     def usable(self, view: ArrayView, what: str, written: bool = False) -> ArrayView:
         """Return a dense array of this rank's GPU, or refuse it."""
         arrays.check_device(arrays.dense(view, what), self.gpu.ordinal, what)
-        if written and view.readonly:
-            raise ArgumentError(
-                f"{what}: expected a writable array, got a read-only one"
-            )
+        if written:
+            check_writable(view, what)
         return view
 
     def new(

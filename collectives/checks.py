@@ -37,6 +37,12 @@ def check_peer(peer: Any, size: int, what: str) -> int | None:
     return check_rank(peer, size, what, ", or None or MPI.PROC_NULL for nobody")
 
 
+def check_writable(view: ArrayView, what: str) -> None:
+    """Refuse a read-only array."""
+    if view.readonly:
+        raise ArgumentError(f"{what}: expected a writable array, got a read-only one")
+
+
 def check_order(view: ArrayView, what: str) -> None:
     """Refuse an array whose elements are not in C order."""
     if view.order != "C":

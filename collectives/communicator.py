@@ -277,10 +277,11 @@ class Communicator(Persistent):
         and the same ``algorithm``. All ranks get identical bits. Asynchronous.
 
         Args:
-            x: a contiguous device array of any shape, symmetric or not, of bool,
-                integers of 8 to 64 bits, floats of 8 (e4m3fn and e5m2, from compute
-                capability 8.9 on) to 64 bits, bfloat16, complex64 or complex128. Floats
-                of fewer than 32 bits accumulate in float32 and are rounded once.
+            x: a device array of any shape, with gaps or without, symmetric or not, of
+                bool, integers of 8 to 64 bits, floats of 8 (e4m3fn and e5m2, from
+                compute capability 8.9 on) to 64 bits, bfloat16, complex64 or
+                complex128. Floats of fewer than 32 bits accumulate in float32 and are
+                rounded once.
                 Integers wrap around, and "sum" of bool is "lor", as in NumPy.
             op: one of
 
@@ -478,7 +479,7 @@ class Communicator(Persistent):
         ``op``. Asynchronous.
 
         Args:
-            x: a contiguous device array of any shape, of a dtype of :meth:`all_reduce`.
+            x: a device array of any shape, of a dtype of :meth:`all_reduce`.
             op: as for :meth:`all_reduce`, except ``"avg"``.
             out: the output, of equal size, dtype and order; ``x`` itself for a call in
                 place. None: a new array of ordinary device memory.
@@ -552,7 +553,7 @@ class Communicator(Persistent):
         and the same ``root``. Asynchronous.
 
         Args:
-            x: a contiguous device array of any shape, of a dtype of :meth:`all_reduce`.
+            x: a device array of any shape, of a dtype of :meth:`all_reduce`.
             op: as for :meth:`all_reduce`.
             root: the rank that gets the result.
             out: on the root as for :meth:`all_reduce`. Ignored on other ranks, as in
@@ -587,7 +588,7 @@ class Communicator(Persistent):
         ``root``. Asynchronous.
 
         Args:
-            x: a contiguous device array of any shape and dtype. It is read on the root,
+            x: a device array of any shape and dtype. It is read on the root,
                 and written on the other ranks.
             root: the rank whose contents are sent.
             stream: as for :meth:`all_reduce`.
@@ -953,7 +954,7 @@ class Communicator(Persistent):
         :meth:`sendrecv`, or a :meth:`group`.
 
         Args:
-            x: a contiguous device array of any shape and dtype.
+            x: a device array of any shape and dtype.
             dst: the rank to send to, not this rank. None or MPI.PROC_NULL: nobody.
             stream: as for :meth:`all_reduce`.
 
@@ -979,7 +980,7 @@ class Communicator(Persistent):
         Rank ``src`` calls :meth:`send`.
 
         Args:
-            out: a contiguous device array with the number of bytes of the message;
+            out: a device array with the number of bytes of the message;
                 with ``count``, with room for it, and of its element type. Otherwise
                 later calls of all ranks raise CallMismatch, and out keeps its contents.
             src: the rank to receive from, not this rank. None or MPI.PROC_NULL: nobody;
@@ -1050,7 +1051,8 @@ class Communicator(Persistent):
                 requests, a group is open, or the stream is being captured.
             CollectiveError, ClosedError: as for any call.
         """
-        call = messages.sending(self._calls, x, dst, stream, "isend")
+        with self._calls.staging.apart():
+            call = messages.sending(self._calls, x, dst, stream, "isend")
         return messages.request(self._calls, "isend", call)
 
     @by_one_thread
@@ -1070,7 +1072,8 @@ class Communicator(Persistent):
         Raises:
             As :meth:`isend`.
         """
-        call = messages.receiving(self._calls, out, src, count, stream, "irecv")
+        with self._calls.staging.apart():
+            call = messages.receiving(self._calls, out, src, count, stream, "irecv")
         return messages.request(self._calls, "irecv", call)
 
     def group(self) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from numba_symm import arrays, streams
 from numba_symm.arrays import ArrayView
+from numba_symm.collectives import staging
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import are_apart, check_apart, check_peer
 from numba_symm.collectives.kernels.transfer import Message
@@ -36,9 +37,12 @@ def sending(
     """Prepare to send an array; see :meth:`Communicator.send`."""
     calls.island.check_open()
     to = _check_other(calls, dst, f"{what}: dst")
-    given = arrays.view(x, what)
-    transfers = calls.remembered(_sent, what, given, to)
-    return Prepared(transfers, calls.stream_for(stream, x), (x,), None)
+
+    def prepare(x: Any, _: Any, stream: Any) -> Prepared:
+        transfers = calls.remembered(_sent, what, arrays.view(x, what), to)
+        return Prepared(transfers, calls.stream_for(stream, x), (x,), None)
+
+    return staging.prepared(calls, what, prepare, x, None, stream)
 
 
 def receiving(
@@ -52,10 +56,14 @@ def receiving(
     """Prepare to receive an array; see :meth:`Communicator.recv`."""
     calls.island.check_open()
     source = _check_other(calls, src, f"{what}: src")
-    taken = arrays.view(out, f"{what}: out")
     number = _count(count, what)
-    transfers = calls.remembered(_received, what, taken, source, number)
-    return Prepared(transfers, calls.stream_for(stream, out), (out, count), out)
+
+    def prepare(_: Any, out: Any, stream: Any) -> Prepared:
+        taken = arrays.view(out, f"{what}: out")
+        transfers = calls.remembered(_received, what, taken, source, number)
+        return Prepared(transfers, calls.stream_for(stream, out), (out, count), out)
+
+    return staging.prepared(calls, what, prepare, None, out, stream)
 
 
 def exchanging(
@@ -71,16 +79,20 @@ def exchanging(
     calls.island.check_open()
     dst = check_peer(dst, calls.size, "sendrecv: dst")
     src = check_peer(src, calls.size, "sendrecv: src")
-    given = arrays.view(x, "sendrecv")
-    taken = arrays.view(out, "sendrecv: out")
     number = _count(count, "sendrecv")
-    transfers = calls.remembered(_exchanged, given, dst, taken, src, number)
-    return Prepared(transfers, calls.stream_for(stream, x), (x, out, count), out)
+
+    def prepare(x: Any, out: Any, stream: Any) -> Prepared:
+        given = arrays.view(x, "sendrecv")
+        taken = arrays.view(out, "sendrecv: out")
+        transfers = calls.remembered(_exchanged, given, dst, taken, src, number)
+        return Prepared(transfers, calls.stream_for(stream, x), (x, out, count), out)
+
+    return staging.prepared(calls, "sendrecv", prepare, x, out, stream)
 
 
 def start(calls: Calls, what: str, call: Prepared) -> Any:
     """Enqueue a prepared call, or add it to an open group; return its result."""
-    calls.transfer(what, call.transfers, call.stream, *call.keep)
+    calls.transfer(what, call)
     return call.result
 
 
@@ -105,7 +117,8 @@ def request(calls: Calls, what: str, call: Prepared) -> Request:
         done = end_of(handle)
     else:
         receiving = bool(transfers.receives)
-        launch = calls.made(what, calls.remembered, _bound, messages[0], receiving)
+        bound = calls.made(what, calls.remembered, _bound, messages[0], receiving)
+        launch = call.around(bound) or bound
         direction = messages[0].peer, receiving
         failed = partial(calls.give_up, what=what)
         try:
@@ -130,6 +143,7 @@ def collecting(
     with calls.alone(what):
         calls.island.check()
         calls.refuse_in_group(what)
+        calls.staging.begin()
         pending = calls.pending = Pending(calls.size)
         try:
             yield
@@ -158,7 +172,9 @@ def start_group(
     try:
         if found.stream is not None:
             transfers = transfers_of(calls, found)
-            calls.transfer("group", transfers, stream or found.stream, *keep)
+            steps = tuple(found.before), tuple(found.after)
+            on = stream or found.stream
+            calls.transfer("group", Prepared(transfers, on, keep, None, *steps))
         for what, launch, own in found.launches:
             calls.run(what, launch, stream or own, *keep)
     except BaseException as error:

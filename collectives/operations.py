@@ -180,7 +180,7 @@ class Operation(NamedTuple):
     ) -> str:
         """Return a text of the arguments on which the ranks must agree."""
         x = arrays.view(x, self.name)
-        words = [f"{x.size} {x.dtype.name} in {x.order} order"]
+        words = [f"{x.size} {x.dtype.name} in {x.order or 'C'} order"]
         if self.reduces:
             words.append(f"op {dtypes.reduction(op, self.name)!r}")
         if self.rooted:

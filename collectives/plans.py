@@ -105,7 +105,7 @@ def of_messages(
     calls: Calls, what: str, prepare: Callable[..., Prepared], *args: Any
 ) -> Plan:
     """Prepare a ``send``, ``recv`` or ``sendrecv``, and return its plan."""
-    with calls.alone(what):
+    with calls.alone(what), calls.staging.apart():
         return _packed(calls, what, prepare(calls, *args), compared=False)
 
 
@@ -113,14 +113,17 @@ def of_collective(
     calls: Calls, what: str, prepare: Callable[..., Prepared], *args: Any
 ) -> Plan:
     """Prepare a collective that consists of messages, and return its plan."""
-    with calls.alone(what):
+    with calls.alone(what), calls.staging.apart():
         call = vector_forms.prepared(calls, what, prepare, *args)
         return _packed(calls, what, call, compared=True)
 
 
 def _packed(calls: Calls, what: str, call: Prepared, compared: bool) -> Plan:
-    calls.made(what, call.transfers.packed, calls.binder.messages)
-    start = partial(calls.transfer, what, call.transfers)
+    calls.made(what, call.packed, calls.binder.messages)
+
+    def start(stream: Stream, *keep: Any) -> None:
+        calls.transfer(what, call._replace(stream=stream, keep=keep))
+
     words = call.transfers.words or "messages"
     return Plan(
         *(calls, what, words, start, call.stream, call.keep, call.result, compared)
@@ -152,5 +155,5 @@ def of_group(calls: Calls) -> Iterator[Plan]:
         made._arrays = tuple(found.kept)
         made._start = partial(messages.start_group, calls, found)
 
-    with messages.collecting(calls, "group_init", fill):
+    with calls.staging.apart(), messages.collecting(calls, "group_init", fill):
         yield made

@@ -87,12 +87,26 @@ class Prepared(NamedTuple):
         stream: the stream to enqueue them on.
         keep: arrays that must live until then.
         result: the value that the call returns.
+        before: what is enqueued before the messages.
+        after: what is enqueued after them.
     """
 
     transfers: Transfers
     stream: Stream
     keep: tuple[Any, ...]
     result: Any
+    before: tuple[Enqueue, ...] = ()
+    after: tuple[Enqueue, ...] = ()
+
+    def packed(self, bind: BindMessages) -> Enqueue | None:
+        """Return the launches, or None if there are none; see ``Transfers.packed``."""
+        return self.around(self.transfers.packed(bind))
+
+    def around(self, launch: Enqueue | None) -> Enqueue | None:
+        """Return a launch of the messages with what is before and after it."""
+        if launch is None or not (self.before or self.after):
+            return launch
+        return Series(*self.before, launch, *self.after)
 
 
 class Pending:
@@ -107,6 +121,8 @@ class Pending:
         self.receives: list[Message] = []
         self.copies: list[Copy] = []
         self.fills: list[Fill] = []
+        self.before: list[Enqueue] = []
+        self.after: list[Enqueue] = []
         self.stream: Stream | None = None
         self.launches: list[tuple[str, Enqueue, Stream]] = []
         self.kept: list[Any] = []
@@ -139,9 +155,13 @@ class Pending:
         sent = _counted(self._sent, more.sends, most)
         return stream, sent, _counted(self._received, more.receives, most)
 
-    def add(self, more: Transfers, stream: Stream) -> None:
+    def add(self, call: Prepared) -> None:
         """Add a call's messages; raise what :meth:`check` raises."""
-        self.stream, self._sent, self._received = self.check(more, stream)
+        more = call.transfers
+        self.stream, self._sent, self._received = self.check(more, call.stream)
+        self.kept += call.keep
+        self.before += call.before
+        self.after += call.after
         self.sends += more.sends
         self.receives += more.receives
         self.copies += more.copies

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
+from numba_symm.collectives import staging
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import (
     check_apart,
@@ -66,7 +67,7 @@ def collected(
     """Make the collective that ``prepare(calls, what, *args)`` returns."""
     with calls.alone(what):
         call = prepared(calls, what, prepare, *args)
-        calls.transfer(what, call.transfers, call.stream, *call.keep)
+        calls.transfer(what, call)
     return call.result
 
 
@@ -84,13 +85,34 @@ def prepared(
             calls.pending.check(call.transfers, call.stream)
         return call.transfers.words
 
-    given = calls, what, *args
     if not calls.compares():
-        return calls.made(what, prepare, *given)
+        return calls.made(what, _staged, calls, what, prepare, *args)
     with calls.set_up(what):
-        call = calls.compared(what, admitted, prepare, *given)
+        call = calls.compared(what, admitted, _staged, calls, what, prepare, *args)
         agree_on_counts(calls.island.exchange, what, call.transfers)
     return call
+
+
+def _staged(
+    calls: Calls, what: str, prepare: Callable[..., Prepared], x: Any, *args: Any
+) -> Prepared:
+    """Return ``prepare(calls, what, x, …, out, stream)`` for arrays with gaps, too."""
+    *given, out, stream = args
+    # On other ranks than the root, these ignore one of the arrays.
+    ignores = prepare in (gather, scatter) and given[-1] != calls.rank
+
+    def work(x: Any, out: Any, stream: Any) -> Prepared:
+        return prepare(calls, what, x, *given, out, stream)
+
+    if ignores and prepare is gather:
+        return staging.prepared(
+            calls, what, lambda x, _, stream: work(x, out, stream), x, None, stream
+        )
+    if ignores:
+        return staging.prepared(
+            calls, what, lambda _, out, stream: work(x, out, stream), None, out, stream
+        )
+    return staging.prepared(calls, what, work, x, out, stream)
 
 
 def gather(
@@ -199,6 +221,13 @@ def _shards(
 ) -> Reductions:
     """Return the reductions of all shards."""
     what = REDUCE_SHARD.name
+    if staging.has_gaps(x, what) or staging.has_gaps(out, what):
+        chosen = calls.stream_for(stream, x)
+        given = staging.Replaced(calls, what, x, out, chosen[0])
+        words, launch, _, made = _shards(
+            calls, given.x, counts, op, given.out, chosen[0]
+        )
+        return words, given.around(launch), chosen, given.result(made)
     source = _flat(calls, arrays.view(x, what), what)
     places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
     check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")

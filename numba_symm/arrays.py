@@ -347,6 +347,12 @@ def dense(array: ArrayView, what: str) -> ArrayView:
             f"{array.shape}; pass a contiguous copy (cupy.ascontiguousarray, or "
             ".contiguous() in torch; with Numba, copy in a kernel or through the host)"
         )
+    check_aligned(array, what)
+    return array
+
+
+def check_aligned(array: ArrayView, what: str) -> None:
+    """Refuse misaligned elements."""
     # The unit that kernels move: 4 bytes for 12-byte elements, 8 for 16-byte ones.
     unit = min(8, array.dtype.itemsize & -array.dtype.itemsize) or 1
     if array.address % unit:
@@ -354,7 +360,6 @@ def dense(array: ArrayView, what: str) -> ArrayView:
             f"{what}: expected an array aligned to its {array.dtype.itemsize}-byte "
             f"elements, got address {array.address:#x}; pass an aligned copy"
         )
-    return array
 
 
 class Memory:

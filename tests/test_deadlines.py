@@ -248,7 +248,7 @@ def comes_when_the_others_have_left(world):
 
     args = (BROADCAST, x, "sum", x, None, "direct", 0)
     # Enqueued in time, but started late.
-    launch, _, (stream, _) = comm._calls._bound(*args)
+    launch, _, (stream, _) = comm._calls.bound(*args)
 
     def call():
         launch(stream)
@@ -281,7 +281,7 @@ def replays_behind_a_failure(world, algorithm):
     comm = ns.Communicator(world, timeout=0.5)
     x, y = input_of(comm), input_of(comm, 7)
     args = (ALL_REDUCE, x, "sum", y, None, algorithm, None)
-    launch, _, (stream, _) = comm._calls._bound(*args)
+    launch, _, (stream, _) = comm._calls.bound(*args)
     world.barrier()
     for rank in (0, AWAY):
         if world.rank == rank:

@@ -86,3 +86,37 @@ class Messages:
         for rank, lists in ((src, ([sent], [])), (dst, ([], [taken]))):
             launch = self.code.transfer.bind(self.ends[rank], *lists)
             self.streams[rank].append(launch)
+
+    def with_gaps(self, count):
+        """Add a message between arrays with gaps, packed and unpacked by kernels."""
+        Message, pack = self.code.transfer.Message, self.code.pack
+        src, dst = self.random.sample(range(self.size), 2)
+        rows = 1 + (count > 3)
+        shape, strides = (rows, count), (8 * 2 * count + 8, 16)
+        spread, words = self.inputs(rows * (2 * count + 1))
+        target = self.map("output", 8 * rows * (2 * count + 1))[dst]
+        packed = [self.map("packed", 8 * rows * count)[rank] for rank in (src, dst)]
+        for row in range(rows):
+            for i in range(2 * count):
+                place = target + strides[0] * row + 8 * i
+                self.memory.plant(place, 8, i)
+                word = words[src][(2 * count + 1) * row + i] if i % 2 == 0 else i
+                self.expect(place, [word])
+        nbytes = 8 * rows * count
+        steps = {
+            src: [
+                pack.bind(packed[0], spread[src], shape, strides, 8, True),
+                self.code.transfer.bind(
+                    self.ends[src], [Message(dst, packed[0], nbytes)], []
+                ),
+            ],
+            dst: [
+                pack.bind(packed[1], target, shape, strides, 8, True),
+                self.code.transfer.bind(
+                    self.ends[dst], [], [Message(src, packed[1], nbytes)]
+                ),
+                pack.bind(packed[1], target, shape, strides, 8, False),
+            ],
+        }
+        for rank, launches in steps.items():
+            self.streams[rank] += launches

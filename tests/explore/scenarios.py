@@ -221,6 +221,19 @@ def requests(code):
     return scenario
 
 
+def messages_with_gaps(code):
+    """Messages between arrays with gaps, of random ranks."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=channels(machine, code))
+        for _ in range(3):
+            world.with_gaps(machine.random.choice([1, 2, 3, 5, 9]))
+        world.run()
+
+    scenario.blocks = blocks_of_messages
+    return scenario
+
+
 def messages_too_long(code):
     """A message that is longer than the room for it."""
 

@@ -18,6 +18,7 @@ from explore.scenarios import (
     holds,
     mailed_calls,
     messages,
+    messages_with_gaps,
     plain_stores_between_barriers,
     words_by_signals,
 )
@@ -61,6 +62,7 @@ PROTOCOLS = {
     "puts": (puts_and_gets, COPIES),
     # Each kernel itself acquires the flags, credits and signals that it relies on.
     "messages": (messages, SEES),
+    "messages_with_gaps": (messages_with_gaps, SEES),
     "signals": (words_by_signals, SEES),
     # The program stores and loads in other kernels before and after.
     "barrier_in_a_kernel": (exchanges_between_barriers, INHERITS),

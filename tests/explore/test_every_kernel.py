@@ -4,6 +4,7 @@ from functools import partial
 
 from explore.scenarios import (
     a_count,
+    messages_with_gaps,
     plain_stores_between_barriers,
     search,
     some_blocks,
@@ -44,6 +45,7 @@ SCENARIOS = [
     conversions,
     *CALLS.values(),
     calls_by_copies,
+    messages_with_gaps,
     plain_stores_between_barriers,
     lambda code: plain_stores_between_barriers(code, World.pad_barrier),
     words_by_signals_of_the_host,

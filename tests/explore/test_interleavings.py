@@ -19,6 +19,7 @@ from explore.scenarios import (
     holds,
     mailed_calls,
     messages,
+    messages_with_gaps,
     plain_stores_between_barriers,
     requests,
     words_by_signals,
@@ -107,6 +108,11 @@ def test_messages_between_any_ranks(ranks):
 @worlds
 def test_requests_between_any_ranks(ranks):
     holds(requests(device_code()), ranks, 100)
+
+
+@worlds
+def test_messages_between_arrays_with_gaps(ranks):
+    holds(messages_with_gaps(device_code()), ranks, 60)
 
 
 @worlds

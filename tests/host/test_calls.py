@@ -121,19 +121,6 @@ def test_arrays_that_differ_from_checked_ones_are_refused(calls, bound, x, out, 
     assert len(bound) == 1
 
 
-def test_an_array_with_gaps_is_refused(calls):
-    gaps = array(X)
-    gaps = DeviceNDArray((4, 4), (32, 4), np.dtype("f4"), gpu_data=gaps.gpu_data)
-    for _ in range(2):
-        for x, out in (
-            (gaps, array(Y, (4, 4))),
-            (array(Y, (4, 4)), gaps),
-            (gaps, None),
-        ):
-            with pytest.raises(ArgumentError, match="expected a contiguous array"):
-                call(calls, x, out)
-
-
 @pytest.mark.parametrize("op", ["median", 3, None, ["sum"]], ids=str)
 def test_an_unknown_operator_is_refused(calls, op):
     call(calls, array(X), array(Y))

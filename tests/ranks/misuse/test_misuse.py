@@ -207,7 +207,6 @@ WRONG_ARRAYS = {
     "a list": (lambda x: [1.0, 2.0], "a device array, got list"),
     "None": (lambda x: None, "a device array, got NoneType"),
     "an object": (lambda x: Listed(), "a device array, got Listed"),
-    "strided": (lambda x: x[::2], "expected a contiguous array"),
     "dates": (lambda x: ordinary(4, "M8[s]"), "operators, got datetime64"),
     "records": (
         lambda x: ordinary(4, [("a", "f4")]),

@@ -1,0 +1,280 @@
+"""Arrays with gaps: a call works on contiguous memory in their place.
+
+A kernel packs such an array before the call, and another one unpacks an output after
+it. An output is packed, too, because a call may not write all of it: a message that is
+shorter, ranges that leave elements out, or a call that fails.
+
+The memory is the communicator's. Its calls follow one another, also those of different
+streams, so one call after another may use the same memory. It is kept until the
+communicator is closed, because graphs may contain its address.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from numba_symm import arrays, streams
+from numba_symm.arrays import ArrayView, Memory
+from numba_symm.collectives.checks import check_writable
+from numba_symm.collectives.kernels import pack
+from numba_symm.collectives.operations import Operation
+from numba_symm.collectives.protocols.binding import Enqueue, Series
+from numba_symm.collectives.transfers import Prepared, Stream
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+from numba_symm.launch.devices import GPU
+
+_LINE = 256  # bytes: an array in the memory begins on a multiple
+
+
+class Staging:
+    """The contiguous memory of one communicator."""
+
+    def __init__(self) -> None:
+        self._rooms: list[Any] = []  # the latest one is the largest
+        self._used = 0  # bytes of the latest one that the open group uses
+        self._apart = False
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Give the calls within the block memory of their own, which they keep."""
+        self._apart = True
+        try:
+            yield
+        finally:
+            self._apart = False
+
+    def begin(self) -> None:
+        """Let the memory be used from its start: a call begins, or a group."""
+        self._used = 0
+
+    def take(
+        self, nbytes: int, stream: int, what: str, message: bool
+    ) -> tuple[int, Any]:
+        """Return the address of memory, and the object that owns it.
+
+        Args:
+            nbytes: its size.
+            stream: the handle of the call's stream.
+            what: the call.
+            message: whether the call may start together with others.
+        """
+        if self._apart and message:
+            room = _new(nbytes, stream, what)
+            return arrays.view(room, what).address, room
+        whole = self._rooms[-1].size if self._rooms else 0
+        if self._used + nbytes > whole:
+            self._rooms.append(_new(max(nbytes, 2 * whole), stream, what))
+            self._used = 0
+        room = self._rooms[-1]
+        address = arrays.view(room, what).address + self._used
+        self._used += -(-nbytes // _LINE) * _LINE
+        return address, room
+
+
+def _new(nbytes: int, stream: int, what: str) -> Any:
+    if not SIMULATED and streams.is_capturing(stream):
+        raise ArgumentError(
+            f"{what}: expected an array without gaps, or one whose size has been used "
+            "before, while a stream is being captured into a graph; make such a call "
+            "before the capture"
+        )
+    return arrays.empty((nbytes,), np.dtype(np.uint8), what)
+
+
+Bound = tuple[Enqueue | None, Any, Stream]
+"""A call's launch, None for a call without elements; its output; its stream."""
+
+
+class Caller(Protocol):
+    """The calls of a communicator, as arrays with gaps need them: ``Calls``."""
+
+    staging: Staging
+    pending: Any
+
+    @property
+    def gpu(self) -> GPU: ...  # noqa: D102
+
+    def remembered(self, work_out: Any, *given: Any) -> Any: ...  # noqa: D102
+
+    def stream_for(self, stream: Any, array: Any) -> Stream: ...  # noqa: D102
+
+    def bound(  # noqa: D102
+        self,
+        operation: Operation,
+        x: Any,
+        op: Any,
+        out: Any,
+        stream: Any,
+        algorithm: str | None,
+        root: int | None,
+    ) -> Bound: ...
+
+
+class Staged(NamedTuple):
+    """The contiguous memory that replaces an array with gaps in a call.
+
+    Attributes:
+        array: an array of that memory.
+        pack: copies the array there.
+        unpack: copies it back.
+    """
+
+    array: Any
+    pack: Enqueue
+    unpack: Enqueue
+
+
+def has_gaps(array: Any, what: str) -> bool:
+    """Return whether an argument is an array with gaps."""
+    if array is None:
+        return False
+    try:
+        return arrays.fields(array, what)[3] is None
+    except ArgumentError:  # the call itself says so, unless it ignores the argument
+        return False
+
+
+def stage(
+    calls: Caller, array: Any, what: str, stream: int, written: bool, message: bool
+) -> Staged:
+    """Return what replaces an array with gaps.
+
+    Args:
+        calls: the communicator's calls.
+        array: the array.
+        what: the call, and the argument.
+        stream: the handle of the call's stream.
+        written: whether the call writes it.
+        message: whether the call consists of messages.
+    """
+    view, strides = arrays.view(array, what), arrays.strides_of(array)
+    arrays.check_device(view, calls.gpu.ordinal, what)
+    arrays.check_aligned(view, what)
+    if written:
+        check_writable(view, what)
+        if 0 in strides:
+            raise ArgumentError(
+                f"{what}: expected an array whose elements are apart, got one that is "
+                f"broadcast, of shape {view.shape} and strides {strides}"
+            )
+    address, owner = calls.staging.take(view.nbytes, stream, what, message)
+    copies = [
+        calls.remembered(_copy, view, strides, address, packing)
+        for packing in (True, False)
+    ]
+    memory = Memory(address, view.nbytes, owner)
+    return Staged(memory.array(view.shape, view.dtype), *copies)
+
+
+def _copy(
+    calls: Caller,
+    view: ArrayView,
+    strides: tuple[int, ...],
+    address: int,
+    packing: bool,
+) -> Enqueue:
+    size = view.dtype.itemsize
+    return pack.bind(address, view.address, view.shape, strides, size, packing)
+
+
+class Replaced:
+    """The input and the output of a call, with contiguous memory for those with gaps.
+
+    Attributes:
+        x: the input.
+        out: the output, which may be ``x``.
+        before: what is enqueued before the call.
+        after: what is enqueued after it.
+    """
+
+    def __init__(
+        self,
+        calls: Caller,
+        what: str,
+        x: Any,
+        out: Any,
+        stream: int,
+        message: bool = False,
+    ):
+        self._out = out
+        self.x, self.out = x, out
+        self.before: list[Enqueue] = []
+        self.after: list[Enqueue] = []
+        if calls.pending is None:
+            calls.staging.begin()
+        same = out is x
+        if has_gaps(x, what):
+            found = stage(calls, x, what, stream, same, message)
+            self.x = found.array
+            self.before.append(found.pack)
+            if same:
+                self.out = found.array
+                self.after.append(found.unpack)
+        if not same and has_gaps(out, what):
+            found = stage(calls, out, f"{what}: out", stream, True, message)
+            self.out = found.array
+            self.before.append(found.pack)
+            self.after.append(found.unpack)
+
+    def around(self, launch: Enqueue | None) -> Enqueue | None:
+        """Return the launch with the copies around it."""
+        if launch is None:
+            return None
+        return Series(*self.before, launch, *self.after)
+
+    def result(self, made: Any) -> Any:
+        """Return what the call returns, of what it would with contiguous memory."""
+        return self._out if made is self.out and self._out is not None else made
+
+
+def bound(
+    calls: Caller,
+    operation: Operation,
+    x: Any,
+    op: Any,
+    out: Any,
+    chosen: Stream,
+    algorithm: str | None,
+    root: int | None,
+) -> Bound:
+    """Do what ``Calls.bound`` does, for arrays of which one has gaps."""
+    given = Replaced(calls, operation.name, x, out, chosen[0])
+    launch, made, _ = calls.bound(
+        operation, given.x, op, given.out, chosen[0], algorithm, root
+    )
+    return given.around(launch), given.result(made), chosen
+
+
+def prepared(
+    calls: Caller,
+    what: str,
+    prepare: Callable[[Any, Any, Any], Prepared],
+    x: Any,
+    out: Any,
+    stream: Any,
+) -> Prepared:
+    """Return ``prepare(x, out, stream)``; arrays with gaps are replaced.
+
+    Args:
+        calls: the communicator's calls.
+        what: the call.
+        prepare: takes contiguous arrays.
+        x: the input, None if there is none.
+        out: the output, None if there is none or it is to be made.
+        stream: the stream; None: that of the first array.
+    """
+    if not has_gaps(x, what) and not has_gaps(out, what):
+        return prepare(x, out, stream)
+    chosen = calls.stream_for(stream, out if x is None else x)
+    given = Replaced(calls, what, x, out, chosen[0], message=True)
+    call = prepare(given.x, given.out, chosen[0])
+    return call._replace(
+        stream=chosen,
+        keep=(*call.keep, x, out),
+        result=given.result(call.result),
+        before=(*given.before, *call.before),
+        after=(*call.after, *given.after),
+    )
