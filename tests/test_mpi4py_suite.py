@@ -28,16 +28,22 @@ PASSED = {
     "test_cco_nb_vec": 62,
     "test_cco_pr_buf": 70,
     "test_cco_pr_vec": 62,
-    "test_cco_ngh_buf": 16,
+    "test_cco_ngh_buf": 12,
     "test_cco_pr_ngh_buf": 12,
     "test_p2p_buf": 48,
     "test_p2p_buf_matched": 11,
+    "test_rma": 36,
+    "test_rma_nb": 14,
 }
 """The number of tests of each module that pass; docs/porting-from-mpi4py.md has it."""
 
+KINDS = ("Self", "SelfDup", "World", "WorldDup")
 LACKING = {
     f"test_p2p_buf.TestP2PBuf{kind}.testConstructor": "requests have no handles"
-    for kind in ("Self", "SelfDup", "World", "WorldDup")
+    for kind in KINDS
+} | {
+    f"test_cco_ngh_buf.TestCCONghBuf{kind}.testNeighborAlltoallwBottom": "MPI.BOTTOM"
+    for kind in KINDS
 }
 """The tests that do not, and why."""
 

@@ -136,7 +136,7 @@ def message(spec: Any, blocks: int = 0) -> Message:
         blocks: into how many equal parts the items are divided, of which ``count`` is
             one; 0 or 1: they are not.
     """
-    array, count, displ, datatype = _parts(spec, vector=False)
+    array, count, displ, datatype = parts(spec)
     whole = _whole(array, datatype)
     extent, length = whole.layout.extent, whole.view.nbytes
     first = 0
@@ -176,7 +176,7 @@ def _inferred(length: int, extent: int, blocks: int) -> int:
 
 def vector(spec: Any, blocks: int) -> Vector:
     """Return the items of ``blocks`` ranks that a specification names."""
-    array, counts, displs, datatype = _parts(spec, vector=True)
+    array, counts, displs, datatype = parts(spec, vector=True)
     whole = _whole(array, datatype)
     if counts is None:
         number = _inferred(whole.view.nbytes, whole.layout.extent, 1)
@@ -222,7 +222,7 @@ def typed(spec: Any, blocks: int) -> list[Message]:
     return made
 
 
-def _parts(spec: Any, vector: bool) -> tuple[Any, Any, Any, Any]:
+def parts(spec: Any, vector: bool = False) -> tuple[Any, Any, Any, Any]:
     """Return the array, count, displacement and type of a specification."""
     if not isinstance(spec, _SEQUENCE):
         return spec, None, None, None

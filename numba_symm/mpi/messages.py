@@ -9,7 +9,6 @@ receipts have communicators of their own, so host messages do not meet them.
 
 import itertools
 import struct
-import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +26,6 @@ from numba_symm.mpi.staging import Room, opened, staging_of
 
 _HEADER = struct.Struct("<qqq")
 _MOST = 4096  # bytes of an envelope, at most
-_PAUSE = 20e-6  # seconds between two looks for a message
 
 
 class Envelope(NamedTuple):
@@ -105,8 +103,15 @@ class Post:
 
     # Sending.
 
-    def send(self, spec: Any, dest: int, tag: int) -> int:
-        """Send a message; return its number. Its array may be used afterwards."""
+    def send(
+        self, spec: Any, dest: int, tag: int, matched: bool = False
+    ) -> MPI.Request:
+        """Send a message, whose array may be used afterwards.
+
+        Returns:
+            The request of the envelope. If ``matched``, it is done when a receive has
+            matched it.
+        """
         self.reap()
         found = message(spec)
         room, number = None, next(self._numbers)
@@ -114,10 +119,11 @@ class Post:
             room = self._stage(found)
         place = (0, b"") if room is None else (room.offset, room.handle)
         text = _HEADER.pack(number, found.nbytes, place[0]) + place[1]
-        request = self._envelopes.Isend([text, MPI.BYTE], dest, tag)
+        send = self._envelopes.Issend if matched else self._envelopes.Isend
+        request: MPI.Request = send([text, MPI.BYTE], dest, tag)
         self._sent.append((request, text))
         self._unread[number] = room
-        return number
+        return request
 
     def _stage(self, found: buffers.Message) -> Room:
         assert self.allocator is not None
@@ -143,11 +149,6 @@ class Post:
             if room is not None:
                 assert self.allocator is not None
                 staging_of(self.allocator).give_back(room)
-
-    def is_received(self, number: int) -> bool:
-        """Return whether the receiver has a message."""
-        self.reap()
-        return number not in self._unread
 
     # Receiving.
 
@@ -317,19 +318,18 @@ class Receiving(Request):
 
 
 class Sending(Request):
-    """A send that is done when its receiver has it."""
+    """A send that is done when a receive has matched it."""
 
-    def __init__(self, post: Post, number: int):
+    def __init__(self, matched: MPI.Request):
         super().__init__()
-        self._post, self._number = post, number
+        self._matched = matched
 
     def _finish(self, status: MPI.Status | None) -> None:
-        while not self._post.is_received(self._number):
-            time.sleep(_PAUSE)
+        self._matched.Wait()
         describe(status)
 
     def _poll(self, status: MPI.Status | None) -> bool:
-        if not self._post.is_received(self._number):
+        if not self._matched.Test():
             return False
         describe(status)
         return True

@@ -39,7 +39,7 @@ class Messages:
 
     @translated
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a message, and wait until it was received."""
+        """Send a message, and wait until a receive has matched it."""
         self.Issend(buf, dest, tag).Wait()
 
     @translated
@@ -56,12 +56,12 @@ class Messages:
 
     @translated
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message; return a request, which is done when it was received."""
+        """Send a message; return a request, which is done when it was matched."""
         if dest == NOBODY:
             return Done()
         if not on_device(buf):
             return self.host.Issend(buf, dest, tag)
-        return Sending(self.post, self.post.send(buf, dest, tag))
+        return Sending(self.post.send(buf, dest, tag, matched=True))
 
     @translated
     def Recv(
@@ -171,7 +171,7 @@ class Messages:
 
     @translated
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Prepare a send that is done when it was received."""
+        """Prepare a send that is done when a receive has matched it."""
         if not on_device(buf):
             return self.host.Ssend_init(buf, dest, tag)
         return Prequest(functools.partial(self.Issend, buf, dest, tag))
@@ -255,3 +255,19 @@ class Together(Request):
 
     def _poll(self, status: MPI.Status | None) -> bool:
         return bool(self._receives.Test(status) and self._sends.Test())
+
+
+_attached: list[Any] = []
+
+
+def Attach_buffer(buf: Any) -> None:
+    """Attach memory for ``Bsend``; sends of device arrays do not need it."""
+    if on_device(buf):
+        _attached.append(buf)
+    else:
+        MPI.Attach_buffer(buf)
+
+
+def Detach_buffer() -> Any:
+    """Return the memory that was attached."""
+    return _attached.pop() if _attached else MPI.Detach_buffer()

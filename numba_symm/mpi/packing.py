@@ -118,3 +118,37 @@ def _folding(replaces: Callable[..., bool]) -> Any:
                 a.f1 = b.f1
 
     return cuda.jit(folding)
+
+
+def fold(function: Callable[[Any, Any], Any], into: Any, of: Any) -> Step:
+    """Return ``into[i] = function(into[i], of[i])``, of arrays of equal size."""
+    return functools.partial(_launch, _reducing(function), into.size, (into, of))
+
+
+@functools.lru_cache(maxsize=64)
+def _reducing(function: Callable[[Any, Any], Any]) -> Any:
+    reduced = cuda.jit(device=True)(function)
+
+    def reducing(into: Any, of: Any) -> None:
+        for index in range(cuda.grid(1), into.size, cuda.gridsize(1)):
+            into[index] = reduced(into[index], of[index])
+
+    return cuda.jit(reducing)
+
+
+def _swap(target: Any, compare: Any, origin: Any) -> None:
+    """Copy ``origin`` to ``target`` if that is equal to ``compare``."""
+    equal = True
+    for index in range(target.size):
+        equal = equal and target[index] == compare[index]
+    if equal:
+        for index in range(target.size):
+            target[index] = origin[index]
+
+
+_SWAP = cuda.jit(_swap)
+
+
+def compare_and_swap(target: Any, compare: Any, origin: Any) -> Step:
+    """Return the step that does so, for arrays of bytes, by one thread."""
+    return functools.partial(_launch, _SWAP, 1, (target, compare, origin))

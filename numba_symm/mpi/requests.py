@@ -31,6 +31,11 @@ class Request:
 
     __hash__ = object.__hash__
 
+    @property
+    def is_active(self) -> bool:
+        """Whether a call was started and has not been waited for."""
+        return self._active
+
     def _finish(self, status: MPI.Status | None) -> None:
         """Wait for the call, and describe it."""
         raise NotImplementedError
@@ -103,6 +108,8 @@ class Request:
     @classmethod
     def Waitany(cls, requests: Sequence[Any], status: MPI.Status | None = None) -> int:
         """Wait for one request; return its index, MPI.UNDEFINED if none is active."""
+        if not _has_own(requests):
+            return MPI.Request.Waitany(requests, status)
         while True:
             index, found = cls.Testany(requests, status)
             if found:
@@ -114,7 +121,9 @@ class Request:
         cls, requests: Sequence[Any], status: MPI.Status | None = None
     ) -> tuple[int, bool]:
         """Return the index of a request that is done, and whether there is one."""
-        active = [index for index, request in enumerate(requests) if request]
+        if not _has_own(requests):
+            return MPI.Request.Testany(requests, status)
+        active = _active(requests)
         if not active:
             describe(status)
             return MPI.UNDEFINED, True
@@ -130,6 +139,8 @@ class Request:
         statuses: list[MPI.Status] | None = None,
     ) -> list[int] | None:
         """Wait for some requests; return their indices, None if none is active."""
+        if not _has_own(requests):
+            return MPI.Request.Waitsome(requests, statuses)
         while True:
             found = cls.Testsome(requests, statuses)
             if found is None or found:
@@ -143,7 +154,9 @@ class Request:
         statuses: list[MPI.Status] | None = None,
     ) -> list[int] | None:
         """Return the indices of requests that are done, None if none is active."""
-        active = [index for index, request in enumerate(requests) if request]
+        if not _has_own(requests):
+            return MPI.Request.Testsome(requests, statuses)
+        active = _active(requests)
         if not active:
             return None
         done: list[int] = []
@@ -161,6 +174,20 @@ class Request:
             request.wait(_status(statuses, index))
             for index, request in enumerate(requests)
         ]
+
+
+def _has_own(requests: Sequence[Any]) -> bool:
+    """Return whether some requests are this library's; else mpi4py waits for them."""
+    return any(isinstance(request, Request) for request in requests)
+
+
+def _active(requests: Sequence[Any]) -> list[int]:
+    """Return the indices of requests that are to be waited for."""
+    return [
+        index
+        for index, request in enumerate(requests)
+        if (request.is_active if isinstance(request, Request) else request)
+    ]
 
 
 def _status(statuses: list[MPI.Status] | None, index: int) -> MPI.Status | None:
@@ -226,10 +253,15 @@ class Prequest(Request):
     def __bool__(self) -> bool:
         return self._begin is not None
 
+    @property
+    def is_active(self) -> bool:
+        """Whether the call was started and has not been waited for."""
+        return self._running is not None and self._running.is_active
+
     @translated
     def Start(self) -> None:
         """Start the call."""
-        if self._begin is None or self._running:
+        if self._begin is None or self.is_active:
             raise refusal(
                 MPI.ERR_REQUEST,
                 "Start: expected a persistent request that is not active; wait for it "

@@ -1,0 +1,506 @@
+"""One-sided calls of mpi4py on device memory that every rank has mapped.
+
+Puts and gets are copies between this rank's memory and the target's, enqueued on the
+stream of the origin's array. Before each call that synchronizes the window, the host
+waits for these streams. Then it calls the same method of a window of mpi4py, which has
+the epochs, locks and errors. Accumulates hold a lock of their own on the target, so
+they are atomic among each other, for all types and operators.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from operator import index
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numba import cuda
+
+from numba_symm import arrays, dtypes, streams
+from numba_symm.arrays import ArrayView, Memory
+from numba_symm.environment import SIMULATED
+from numba_symm.mpi import buffers, operators, packing
+from numba_symm.mpi.buffers import Message, message
+from numba_symm.mpi.comm import Device
+from numba_symm.mpi.errors import refusal, translated
+from numba_symm.mpi.messages import Done
+from numba_symm.sharing import SharedHandle, open_shared, share
+from numba_symm.sharing.kinds import locate
+
+_BYTE = np.dtype(np.uint8)
+
+
+class Win(MPI.Win):
+    """A window over device memory; the methods are those of ``mpi4py.MPI.Win``.
+
+    Made by :meth:`Create` of device arrays, or by :meth:`Allocate` with a communicator
+    of ``numba_symm.mpi``. Windows over host memory are mpi4py's own. Origins may be on
+    the device or on the host.
+
+    Attributes:
+        array: this rank's memory: a device array, or None.
+    """
+
+    array: Any = None
+    _comm: Device
+    _mutex: MPI.Win
+    _units: list[int]
+    _memory: list[Any]
+    _used: set[int]
+
+    @classmethod
+    @translated
+    def Create(
+        cls,
+        memory: Any,
+        disp_unit: int = 1,
+        info: MPI.Info = MPI.INFO_NULL,
+        comm: Any = MPI.COMM_SELF,
+    ) -> Any:
+        """Return a window over an array. Collective.
+
+        Ranks of ``numba_symm.mpi.Comm`` pass device arrays, host arrays or None. The
+        window is over device memory if any array is on the device.
+        """
+        if not isinstance(comm, Device):
+            return MPI.Win.Create(memory, disp_unit, info, comm)
+        nowhere = memory is None or buffers.is_bottom(memory)
+        where = "nowhere" if nowhere else _where(memory)
+        everywhere = set(comm.host.allgather(where))
+        if "device" not in everywhere:
+            return MPI.Win.Create(memory, disp_unit, info, comm.host)
+        if "host" in everywhere:
+            raise refusal(
+                MPI.ERR_BUFFER,
+                "Win.Create: expected arrays on the device on all ranks, or on the host"
+                " on all, got both; copy one to where the others are",
+            )
+        return cls._made(comm, None if nowhere else memory, disp_unit, info)
+
+    @classmethod
+    @translated
+    def Allocate(
+        cls,
+        size: int,
+        disp_unit: int = 1,
+        info: MPI.Info = MPI.INFO_NULL,
+        comm: Any = MPI.COMM_SELF,
+    ) -> Any:
+        """Return a window over ``size`` new bytes, zeros. Collective.
+
+        With a communicator of ``numba_symm.mpi`` they are on the device;
+        ``win.array`` is the array of them.
+        """
+        if not isinstance(comm, Device):
+            return MPI.Win.Allocate(size, disp_unit, info, comm)
+        memory = None
+        if size:
+            assert comm.post.allocator is not None
+            block = comm.post.allocator.allocate(size, comm.size)
+            memory = Memory(block.address, size, block).array(size, _BYTE)
+        return cls._made(comm, memory, disp_unit, info)
+
+    @classmethod
+    def _made(cls, comm: Device, memory: Any, unit: int, info: MPI.Info) -> "Win":
+        handle, error = b"", None
+        try:
+            if memory is not None:
+                handle = _shared(memory, comm.size)
+        except Exception as caught:
+            error = caught
+        everyone = comm.host.allgather((handle, unit, error is None))
+        if error is not None:
+            raise error
+        if not all(fine for *_, fine in everyone):
+            raise refusal(
+                MPI.ERR_WIN, "Win.Create: the memory of another rank cannot be shared"
+            )
+        # Memory of MPI's own, so that its locks need nothing of their target.
+        made = cls(MPI.Win.Allocate(1, 1, info, comm.host))
+        made._mutex = MPI.Win.Allocate(1, 1, MPI.INFO_NULL, comm.host)
+        made.array, made._comm = memory, comm
+        made._units = [unit for _, unit, _ in everyone]
+        made._memory = [
+            open_shared(SharedHandle.from_bytes(handle)) if handle else None
+            for handle, *_ in everyone
+        ]
+        made._used = set()
+        return made
+
+    def tomemory(self) -> Any:
+        """Return this rank's memory: a device array."""
+        return self.array
+
+    @property
+    def attrs(self) -> tuple[int, int, int]:  # type: ignore[override]
+        """The address, the bytes and the displacement unit of this rank's memory."""
+        unit = self._units[self._comm.rank]
+        if self.array is None:
+            return 0, 0, unit
+        view = arrays.view(self.array, "Win")
+        return view.address, view.nbytes, unit
+
+    @translated
+    def Free(self) -> None:
+        """Free the window. Collective."""
+        self._settle()
+        self._mutex.Free()
+        super().Free()
+        for rank, memory in enumerate(self._memory):
+            if memory is not None:
+                self._memory[rank] = None
+                memory.close()
+        self._comm.host.Barrier()  # the owner may free its memory afterwards
+        self.array = None
+
+    # Calls on the memory of a rank.
+
+    def _target(self, rank: int, target: Any, origin: Message, what: str) -> Message:
+        """Return the items of a target specification, of as many bytes as origin."""
+        given = (target,) if not isinstance(target, (list, tuple)) else tuple(target)
+        if len(given) > 3:
+            raise refusal(MPI.ERR_ARG, "target: expecting 3 items at most")
+        disp = index(given[0] or 0) if given else 0
+        number = index(given[1]) if len(given) > 1 else origin.number
+        layout = origin.layout
+        if len(given) > 2:
+            layout = message([None, given[2]]).layout
+        memory = self._memory[rank]
+        view = ArrayView(0, (0,), _BYTE, "C", False)
+        if memory is not None:
+            view = arrays.view(memory, what)
+        first = disp * self._units[rank]
+        found = Message(memory, view, first, number, layout)
+        try:
+            buffers.check_room(found)
+        except ValueError as error:
+            raise refusal(
+                MPI.ERR_RMA_RANGE,
+                f"{what}: expected items within the {view.nbytes} bytes of rank {rank},"
+                f" got displacement {disp} and {number} items; pass fewer",
+            ) from error
+        if found.nbytes != origin.nbytes:
+            raise refusal(
+                MPI.ERR_COUNT,
+                f"{what}: expected as many bytes at the target as the origin's "
+                f"{origin.nbytes}, got {found.nbytes}",
+            )
+        return found
+
+    @contextmanager
+    def _atomic(self, rank: int) -> Iterator[None]:
+        """Hold the lock of a target's accumulates; wait for the work before it ends."""
+        self._mutex.Lock(rank)
+        try:
+            yield
+            self._settle()
+        finally:
+            self._mutex.Unlock(rank)
+
+    def _settle(self) -> None:
+        """Wait for this rank's copies."""
+        used, self._used = self._used, set()
+        for stream in used:
+            if not SIMULATED:
+                streams.synchronize(stream)
+
+    def _run(self, steps: list[packing.Step], array: Any) -> None:
+        stream = self._comm.post.stream_of(array)
+        self._used.add(stream)
+        for step in steps:
+            step(stream)
+
+    @translated
+    def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        """Copy the origin's items to a rank's memory."""
+        if target_rank == MPI.PROC_NULL:
+            return
+        with _Origin(self, origin) as found:
+            into = self._target(target_rank, target, found, "Put")
+            self._run(_copied(found, into), found.array)
+
+    @translated
+    def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
+        """Copy items of a rank's memory to the origin."""
+        if target_rank == MPI.PROC_NULL:
+            return
+        with _Origin(self, origin, written=True) as found:
+            of = self._target(target_rank, target, found, "Get")
+            self._run(_copied(of, found), found.array)
+
+    @translated
+    def Accumulate(
+        self,
+        origin: Any,
+        target_rank: int,
+        target: Any = None,
+        op: Any = MPI.SUM,
+    ) -> None:
+        """Reduce the origin's items into those of a rank's memory, atomically."""
+        if target_rank == MPI.PROC_NULL:
+            return
+        with _Origin(self, origin) as found, self._atomic(target_rank):
+            into = self._target(target_rank, target, found, "Accumulate")
+            self._run(_reduced(found, into, op, "Accumulate"), found.array)
+
+    @translated
+    def Get_accumulate(
+        self,
+        origin: Any,
+        result: Any,
+        target_rank: int,
+        target: Any = None,
+        op: Any = MPI.SUM,
+    ) -> None:
+        """Get a rank's items, and reduce the origin's into them, atomically."""
+        if target_rank == MPI.PROC_NULL:
+            return
+        what = "Get_accumulate"
+        if op == MPI.NO_OP:
+            origin = result  # which is ignored
+        with (
+            _Origin(self, result, written=True) as got,
+            _Origin(self, origin) as found,
+            self._atomic(target_rank),
+        ):
+            into = self._target(target_rank, target, got, what)
+            steps = _copied(into, got)
+            if op != MPI.NO_OP:
+                self._target(target_rank, target, found, what)
+                steps += _reduced(found, into, op, what)
+            self._run(steps, got.array)
+
+    @translated
+    def Fetch_and_op(
+        self,
+        origin: Any,
+        result: Any,
+        target_rank: int,
+        target_disp: int = 0,
+        op: Any = MPI.SUM,
+    ) -> None:
+        """Do as :meth:`Get_accumulate`, for one item."""
+        if target_rank == MPI.PROC_NULL:
+            return
+        _check_single(origin=origin, result=result)
+        self.Get_accumulate(origin, result, target_rank, (target_disp, 1), op)
+
+    @translated
+    def Compare_and_swap(
+        self,
+        origin: Any,
+        compare: Any,
+        result: Any,
+        target_rank: int,
+        target_disp: int = 0,
+    ) -> None:
+        """Get an item; replace it by the origin if it is equal to ``compare``."""
+        if target_rank == MPI.PROC_NULL:
+            return
+        _check_single(origin=origin, compare=compare, result=result)
+        with (
+            _Origin(self, result, written=True) as got,
+            _Origin(self, origin) as new,
+            _Origin(self, compare) as old,
+            self._atomic(target_rank),
+        ):
+            into = self._target(target_rank, target_disp, new, "Compare_and_swap")
+            steps = _copied(into, got)
+            parts = [_bytes(each) for each in (into, old, new)]
+            self._run([*steps, packing.compare_and_swap(*parts)], got.array)
+
+    # With requests, which are done when the origin may be used.
+
+    def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Any:
+        """Do as :meth:`Put`; return a request."""
+        return self._requested(self.Put, origin, target_rank, target)
+
+    def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Any:
+        """Do as :meth:`Get`; return a request."""
+        return self._requested(self.Get, origin, target_rank, target)
+
+    def Raccumulate(
+        self, origin: Any, target_rank: int, target: Any = None, op: Any = MPI.SUM
+    ) -> Any:
+        """Do as :meth:`Accumulate`; return a request."""
+        return self._requested(self.Accumulate, origin, target_rank, target, op)
+
+    def Rget_accumulate(
+        self,
+        origin: Any,
+        result: Any,
+        target_rank: int,
+        target: Any = None,
+        op: Any = MPI.SUM,
+    ) -> Any:
+        """Do as :meth:`Get_accumulate`; return a request."""
+        given = origin, result, target_rank, target, op
+        return self._requested(self.Get_accumulate, *given)
+
+    def _requested(self, call: Callable[..., None], *args: Any) -> Done:
+        call(*args)
+        self._settle()
+        return Done()
+
+    # Synchronization.
+
+    def Fence(self, assertion: int = 0) -> None:
+        """End an epoch of all ranks, and begin the next one."""
+        self._settle()
+        super().Fence(assertion)
+
+    def Complete(self) -> None:
+        """End the epoch that ``Start`` began."""
+        self._settle()
+        super().Complete()
+
+    def Unlock(self, rank: int) -> None:
+        """End the epoch that ``Lock`` began."""
+        self._settle()
+        super().Unlock(rank)
+
+    def Unlock_all(self) -> None:
+        """End the epoch that ``Lock_all`` began."""
+        self._settle()
+        super().Unlock_all()
+
+    def Flush(self, rank: int) -> None:
+        """Complete the calls on a rank's memory."""
+        self._settle()
+        super().Flush(rank)
+
+    def Flush_all(self) -> None:
+        """Complete the calls on the memory of all ranks."""
+        self._settle()
+        super().Flush_all()
+
+    def Flush_local(self, rank: int) -> None:
+        """Complete the calls on a rank's memory, here."""
+        self._settle()
+        super().Flush_local(rank)
+
+    def Flush_local_all(self) -> None:
+        """Complete the calls on the memory of all ranks, here."""
+        self._settle()
+        super().Flush_local_all()
+
+
+class _Origin:
+    """The items of an origin, on the device; a host array is copied there and back."""
+
+    def __init__(self, win: Win, spec: Any, written: bool = False):
+        self._win, self._host = win, None
+        self._written = written
+        array = buffers.array_in(spec)
+        if array is not None and not arrays.on_device(array):
+            self._host = _numpy(array)
+            self._there = cuda.to_device(np.ascontiguousarray(self._host))
+            several = isinstance(spec, (list, tuple))
+            spec = [self._there, *spec[1:]] if several else self._there
+        self._spec = spec
+
+    def __enter__(self) -> Message:
+        return message(self._spec)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None and self._host is not None:
+            self._win._settle()  # the copy there lives as long
+            if self._written:
+                self._host[...] = self._there.copy_to_host()
+
+
+def _numpy(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return array
+    return np.frombuffer(array, np.uint8)
+
+
+def _where(memory: Any) -> str:
+    return "device" if arrays.on_device(memory) else "host"
+
+
+def _shared(memory: Any, opens: int) -> bytes:
+    """Return the handle of an array that every rank opens once."""
+    view = arrays.dense(arrays.view(memory, "Win.Create"), "Win.Create")
+    if locate(view.address, view.nbytes) is None:
+        raise refusal(
+            MPI.ERR_BUFFER,
+            "Win.Create: the array is in this process' private memory; under the "
+            "simulator, use MPI.Win.Allocate or comm.communicator.empty",
+        )
+    return share(memory, opens=opens).to_bytes()
+
+
+def _bytes(found: Message) -> Any:
+    memory = Memory(found.address, found.nbytes, found.array)
+    return memory.array(found.nbytes, _BYTE)
+
+
+def _copied(of: Message, into: Message) -> list[packing.Step]:
+    """Return the copy of one message's elements to those of another one."""
+    if not of.nbytes:
+        return []
+    if of.layout.runs is None and into.layout.runs is None:
+        place = into.address, of.address, of.nbytes
+        return [lambda stream: streams.copy(*place, stream)]
+    if of.layout.runs is None:
+        return [packing.unpack(into, _bytes(of))]
+    if into.layout.runs is None:
+        return [packing.pack(of, _bytes(into))]
+    between = cuda.device_array(of.nbytes, _BYTE)
+    return [packing.pack(of, between), packing.unpack(into, between)]
+
+
+def _reduced(of: Message, into: Message, op: Any, what: str) -> list[packing.Step]:
+    """Return the reduction of one message's elements into those of another one."""
+    if op == MPI.NO_OP or not of.nbytes:
+        return []
+    if op == MPI.REPLACE:
+        return _copied(of, into)
+    base = of.layout.base
+    if base != into.layout.base or not (of.layout.uniform and into.layout.uniform):
+        raise refusal(
+            MPI.ERR_TYPE,
+            f"{what}: expected elements of one type at origin and target, got {base} "
+            f"and {into.layout.base}",
+        )
+    name = operators.operator(op, what)
+    element = dtypes.element(base, what)
+    dtypes.check(name, element, what)
+    function = dtypes.REDUCTIONS.get(name, name)
+    made = [
+        Memory(each.address, each.nbytes, each.array).array(each.size, base)
+        if each.layout.runs is None
+        else cuda.device_array(each.size, base)
+        for each in (of, into)
+    ]
+    steps = [packing.pack(of, made[0])] if of.layout.runs is not None else []
+    if into.layout.runs is None:
+        return [*steps, packing.fold(function, made[1], made[0])]
+    steps += [packing.pack(into, made[1]), packing.fold(function, made[1], made[0])]
+    return [*steps, packing.unpack(into, made[1])]
+
+
+def _check_single(**specs: Any) -> None:
+    """Refuse specifications of more than one item, or of different types."""
+    found = {}
+    for name, spec in specs.items():
+        array, count, _, datatype = buffers.parts(spec)
+        size = _itemsize(array, datatype)
+        held = array.nbytes if hasattr(array, "nbytes") else len(array)
+        number = held // size if count is None else index(count)
+        if number != 1:
+            raise refusal(
+                MPI.ERR_COUNT, f"{name}: expecting a single element, got {number}"
+            )
+        found[name] = size
+    if len(set(found.values())) != 1:
+        raise refusal(MPI.ERR_TYPE, f"mismatch in {' and '.join(found)} MPI datatypes")
+
+
+def _itemsize(array: Any, datatype: Any) -> int:
+    if datatype is None:
+        return int(getattr(array, "dtype", _BYTE).itemsize)
+    if isinstance(datatype, str):
+        datatype = MPI.Datatype.fromcode(datatype)
+    return int(datatype.Get_size())

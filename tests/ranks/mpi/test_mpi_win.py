@@ -1,0 +1,197 @@
+"""One-sided calls in mpi4py's spelling, on device memory."""
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from numba_symm import mpi as MPI
+
+
+@pytest.fixture
+def win(comm):
+    """A window of 12 int32 of every rank, with displacements in elements."""
+    made = MPI.Win.Allocate(48, 4, comm=comm)
+    yield made
+    made.Free()
+
+
+def array(*values):
+    return cuda.to_device(np.array(values, np.int32))
+
+
+def contents(win):
+    return win.array.copy_to_host().view(np.int32).tolist()
+
+
+def test_puts_and_gets_between_fences(comm, win):
+    right = (comm.rank + 1) % comm.size
+    left = (comm.rank - 1) % comm.size
+    win.Fence()
+    win.Put(array(comm.rank, 7), right, 3)
+    win.Fence()
+    assert contents(win)[:6] == [0, 0, 0, left, 7, 0]
+    out = array(-1, -1, -1)
+    win.Get([out, 2], right, [3, 2, MPI.INT])
+    win.Fence()
+    assert out.copy_to_host().tolist() == [comm.rank, 7, -1]
+    win.Put(array(1), MPI.PROC_NULL)
+    win.Get(out, MPI.PROC_NULL)
+    win.Fence()
+    # Host arrays, too.
+    host = np.full(2, -1, np.int32)
+    win.Get(host, right, 3)
+    win.Fence()
+    assert host.tolist() == [comm.rank, 7]
+    win.Put(np.array([5], np.int32), right)
+    win.Fence()
+    assert contents(win)[0] == 5
+    assert win.attrs[1:] == (48, 4)
+    assert win.tomemory() is win.array
+
+
+def test_accumulates_of_all_ranks_are_atomic(comm, win):
+    win.Fence()
+    for _ in range(5):
+        win.Accumulate(array(1, comm.rank), 0)
+        win.Accumulate(array(2), 0, 4, MPI.MAX)
+    win.Fence()
+    if comm.rank == 0:
+        assert contents(win)[:2] == [5 * comm.size, 5 * sum(range(comm.size))]
+        assert contents(win)[4] == 2
+    win.Fence()
+    found = []
+    for _ in range(4):
+        before = array(-1)
+        win.Lock(0, MPI.LOCK_SHARED)
+        win.Fetch_and_op(array(1), before, 0, 8)
+        win.Unlock(0)
+        found.append(int(before.copy_to_host()[0]))
+    everyone = [number for each in comm.allgather(found) for number in each]
+    assert sorted(everyone) == list(range(4 * comm.size))
+    before = array(-1)
+    win.Lock_all()
+    win.Compare_and_swap(array(comm.rank + 1), array(0), before, 0, 9)
+    win.Unlock_all()
+    winners = [r for r, first in enumerate(comm.allgather(before[0] == 0)) if first]
+    assert len(winners) == 1
+    if comm.rank == 0:
+        assert contents(win)[9] == winners[0] + 1
+
+
+def test_get_accumulate(comm, win):
+    own, out = comm.rank, array(-1, -1)
+    win.Lock(own)
+    win.Put(array(3, 4), own)
+    win.Flush(own)
+    win.Get_accumulate(array(10, 20), out, own, op=MPI.PROD)
+    win.Flush(own)
+    assert out.copy_to_host().tolist() == [3, 4]
+    assert contents(win)[:2] == [30, 80]
+    win.Get_accumulate(None, out, own, op=MPI.NO_OP)
+    win.Flush(own)
+    assert out.copy_to_host().tolist() == [30, 80]
+    win.Get_accumulate(array(1, 2), out, own, op=MPI.REPLACE)
+    win.Unlock(own)
+    assert out.copy_to_host().tolist() == [30, 80]
+    assert contents(win)[:2] == [1, 2]
+
+
+def test_elements_with_gaps(comm, win):
+    own, pairs = comm.rank, MPI.INT.Create_vector(2, 1, 3).Commit()
+    win.Lock(own)
+    win.Put([array(1, 2, 3, 4), 1, pairs], own, [0, 2, MPI.INT])
+    win.Flush(own)
+    assert contents(win)[:3] == [1, 4, 0]
+    win.Put(array(5, 6), own, [4, 1, pairs])
+    win.Flush(own)
+    assert contents(win)[4:8] == [5, 0, 0, 6]
+    win.Accumulate([array(1, 0, 0, 2), 1, pairs], own, [4, 1, pairs])
+    win.Flush(own)
+    assert contents(win)[4:8] == [6, 0, 0, 8]
+    out = array(0, 0, 0, 0)
+    win.Get([out, 1, pairs], own, [4, 1, pairs])
+    win.Unlock(own)
+    assert out.copy_to_host().tolist() == [6, 0, 0, 8]
+    pairs.Free()
+    comm.Barrier()
+
+
+def test_post_start_complete_wait(comm, win):
+    everyone = win.Get_group()
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    win.Post(everyone.Incl([left]))
+    win.Start(everyone.Incl([right]))
+    win.Put(array(comm.rank + 1), right)
+    win.Complete()
+    win.Wait()
+    assert contents(win)[0] == left + 1
+    everyone.Free()
+
+
+def test_requests_of_a_window(comm, win):
+    own, out = comm.rank, array(0, 0)
+    win.Lock(own)
+    requests = [win.Rput(array(1, 2), own), win.Raccumulate(array(1, 1), own)]
+    MPI.Request.Waitall(requests)
+    win.Rget(out, own).Wait()
+    assert out.copy_to_host().tolist() == [2, 3]
+    win.Rget_accumulate(array(1, 1), out, own).Wait()
+    win.Unlock(own)
+    assert contents(win)[:2] == [3, 4]
+    comm.Barrier()
+
+
+def test_windows_over_given_arrays(comm, world):
+    mine = comm.communicator.zeros(4, np.float32)
+    win = MPI.Win.Create(mine, 4, comm=comm)
+    win.Fence()
+    win.Put(cuda.to_device(np.full(1, 2.0, np.float32)), 0, comm.rank % 4)
+    win.Fence()
+    if comm.rank == 0:
+        assert mine.copy_to_host()[0] == 2
+    win.Free()
+    # Only rank 0 has memory.
+    memory = comm.communicator.zeros(1, np.int32)
+    win = MPI.Win.Create(memory if comm.rank == 0 else None, 4, comm=comm)
+    win.Fence()
+    win.Accumulate(array(1), 0)
+    win.Fence()
+    if comm.rank == 0:
+        assert memory.copy_to_host()[0] == comm.size
+    win.Free()
+    for kind in (comm, world):  # host memory is mpi4py's
+        host = np.zeros(2)
+        win = MPI.Win.Create(host, 8, comm=kind)
+        win.Fence()
+        win.Put(np.ones(1), comm.rank, 1)
+        win.Fence()
+        assert host.tolist() == [0, 1]
+        win.Free()
+
+
+def test_refused_calls_on_a_window(comm, win):
+    own, x = comm.rank, array(1, 2)
+    win.Lock(own)
+    calls = [
+        (lambda: win.Put(x, own, 11), MPI.ERR_RMA_RANGE, "within the 48 bytes"),
+        (lambda: win.Get(x, own, -1), MPI.ERR_RMA_RANGE, "within the 48 bytes"),
+        (lambda: win.Put(x, own, [0, 1]), MPI.ERR_COUNT, "as many bytes"),
+        (lambda: win.Put(x, own, [0, 1, MPI.INT, 1]), MPI.ERR_ARG, "3 items"),
+        (lambda: win.Accumulate(x, own, op=MPI.MINLOC), MPI.ERR_OP, "pairs"),
+        (
+            lambda: win.Accumulate(x, own, [0, 4, MPI.SHORT]),
+            MPI.ERR_TYPE,
+            "one type",
+        ),
+        (lambda: win.Fetch_and_op(x, x, own), MPI.ERR_COUNT, "single element"),
+    ]
+    for call, code, words in calls:
+        with pytest.raises(MPI.Exception, match=words) as found:
+            call()
+        assert found.value.Get_error_class() == code
+    win.Unlock(own)
+    memory = array(1) if comm.rank else np.zeros(1)
+    if comm.size > 1:
+        with pytest.raises(MPI.Exception, match="on all, got both"):
+            MPI.Win.Create(memory, 1, comm=comm)
+    comm.Barrier()
