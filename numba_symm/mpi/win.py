@@ -16,14 +16,15 @@ import numpy as np
 from mpi4py import MPI
 from numba import cuda
 
-from numba_symm import arrays, dtypes, streams
+from numba_symm import arrays, streams
 from numba_symm.arrays import ArrayView, Memory
 from numba_symm.environment import SIMULATED
-from numba_symm.mpi import buffers, operators, packing
+from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Message, message
 from numba_symm.mpi.comm import Device
 from numba_symm.mpi.errors import refusal, translated
 from numba_symm.mpi.messages import Done
+from numba_symm.mpi.one_sided import bytes_of, check_single, copied, reduced
 from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.kinds import locate
 
@@ -217,7 +218,7 @@ class Win(MPI.Win):
             return
         with _Origin(self, origin) as found:
             into = self._target(target_rank, target, found, "Put")
-            self._run(_copied(found, into), found.array)
+            self._run(copied(found, into), found.array)
 
     @translated
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
@@ -226,7 +227,7 @@ class Win(MPI.Win):
             return
         with _Origin(self, origin, written=True) as found:
             of = self._target(target_rank, target, found, "Get")
-            self._run(_copied(of, found), found.array)
+            self._run(copied(of, found), found.array)
 
     @translated
     def Accumulate(
@@ -241,7 +242,7 @@ class Win(MPI.Win):
             return
         with _Origin(self, origin) as found, self._atomic(target_rank):
             into = self._target(target_rank, target, found, "Accumulate")
-            self._run(_reduced(found, into, op, "Accumulate"), found.array)
+            self._run(reduced(found, into, op, "Accumulate"), found.array)
 
     @translated
     def Get_accumulate(
@@ -264,10 +265,10 @@ class Win(MPI.Win):
             self._atomic(target_rank),
         ):
             into = self._target(target_rank, target, got, what)
-            steps = _copied(into, got)
+            steps = copied(into, got)
             if op != MPI.NO_OP:
                 self._target(target_rank, target, found, what)
-                steps += _reduced(found, into, op, what)
+                steps += reduced(found, into, op, what)
             self._run(steps, got.array)
 
     @translated
@@ -282,7 +283,7 @@ class Win(MPI.Win):
         """Do as :meth:`Get_accumulate`, for one item."""
         if target_rank == MPI.PROC_NULL:
             return
-        _check_single(origin=origin, result=result)
+        check_single(origin=origin, result=result)
         self.Get_accumulate(origin, result, target_rank, (target_disp, 1), op)
 
     @translated
@@ -297,7 +298,7 @@ class Win(MPI.Win):
         """Get an item; replace it by the origin if it is equal to ``compare``."""
         if target_rank == MPI.PROC_NULL:
             return
-        _check_single(origin=origin, compare=compare, result=result)
+        check_single(origin=origin, compare=compare, result=result)
         with (
             _Origin(self, result, written=True) as got,
             _Origin(self, origin) as new,
@@ -305,8 +306,8 @@ class Win(MPI.Win):
             self._atomic(target_rank),
         ):
             into = self._target(target_rank, target_disp, new, "Compare_and_swap")
-            steps = _copied(into, got)
-            parts = [_bytes(each) for each in (into, old, new)]
+            steps = copied(into, got)
+            parts = [bytes_of(each) for each in (into, old, new)]
             self._run([*steps, packing.compare_and_swap(*parts)], got.array)
 
     # With requests, which are done when the origin may be used.
@@ -429,78 +430,3 @@ def _shared(memory: Any, opens: int) -> bytes:
             "simulator, use MPI.Win.Allocate or comm.communicator.empty",
         )
     return share(memory, opens=opens).to_bytes()
-
-
-def _bytes(found: Message) -> Any:
-    memory = Memory(found.address, found.nbytes, found.array)
-    return memory.array(found.nbytes, _BYTE)
-
-
-def _copied(of: Message, into: Message) -> list[packing.Step]:
-    """Return the copy of one message's elements to those of another one."""
-    if not of.nbytes:
-        return []
-    if of.layout.runs is None and into.layout.runs is None:
-        place = into.address, of.address, of.nbytes
-        return [lambda stream: streams.copy(*place, stream)]
-    if of.layout.runs is None:
-        return [packing.unpack(into, _bytes(of))]
-    if into.layout.runs is None:
-        return [packing.pack(of, _bytes(into))]
-    between = cuda.device_array(of.nbytes, _BYTE)
-    return [packing.pack(of, between), packing.unpack(into, between)]
-
-
-def _reduced(of: Message, into: Message, op: Any, what: str) -> list[packing.Step]:
-    """Return the reduction of one message's elements into those of another one."""
-    if op == MPI.NO_OP or not of.nbytes:
-        return []
-    if op == MPI.REPLACE:
-        return _copied(of, into)
-    base = of.layout.base
-    if base != into.layout.base or not (of.layout.uniform and into.layout.uniform):
-        raise refusal(
-            MPI.ERR_TYPE,
-            f"{what}: expected elements of one type at origin and target, got {base} "
-            f"and {into.layout.base}",
-        )
-    name = operators.operator(op, what)
-    element = dtypes.element(base, what)
-    dtypes.check(name, element, what)
-    function = dtypes.REDUCTIONS.get(name, name)
-    made = [
-        Memory(each.address, each.nbytes, each.array).array(each.size, base)
-        if each.layout.runs is None
-        else cuda.device_array(each.size, base)
-        for each in (of, into)
-    ]
-    steps = [packing.pack(of, made[0])] if of.layout.runs is not None else []
-    if into.layout.runs is None:
-        return [*steps, packing.fold(function, made[1], made[0])]
-    steps += [packing.pack(into, made[1]), packing.fold(function, made[1], made[0])]
-    return [*steps, packing.unpack(into, made[1])]
-
-
-def _check_single(**specs: Any) -> None:
-    """Refuse specifications of more than one item, or of different types."""
-    found = {}
-    for name, spec in specs.items():
-        array, count, _, datatype = buffers.parts(spec)
-        size = _itemsize(array, datatype)
-        held = array.nbytes if hasattr(array, "nbytes") else len(array)
-        number = held // size if count is None else index(count)
-        if number != 1:
-            raise refusal(
-                MPI.ERR_COUNT, f"{name}: expecting a single element, got {number}"
-            )
-        found[name] = size
-    if len(set(found.values())) != 1:
-        raise refusal(MPI.ERR_TYPE, f"mismatch in {' and '.join(found)} MPI datatypes")
-
-
-def _itemsize(array: Any, datatype: Any) -> int:
-    if datatype is None:
-        return int(getattr(array, "dtype", _BYTE).itemsize)
-    if isinstance(datatype, str):
-        datatype = MPI.Datatype.fromcode(datatype)
-    return int(datatype.Get_size())
