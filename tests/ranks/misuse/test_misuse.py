@@ -240,7 +240,6 @@ WRONG_OUTPUTS = {
         lambda x, y: y.view(np.int32),
         "out of 8 float32 for x of 8, got 8 int32",
     ),
-    "strided": (lambda x, y: ordinary(16, np.float32)[::2], "out: expected a cont"),
     "host": (
         lambda x, y: np.zeros(8, np.float32),
         "out: expected a device array, got ndarray",
