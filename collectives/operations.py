@@ -36,7 +36,7 @@ from numba_symm.collectives.protocols.binding import (
 )
 from numba_symm.collectives.protocols.exchanges import Exchange, Output
 from numba_symm.collectives.protocols.partition import chunks_of
-from numba_symm.collectives.protocols.workspace import TWO_SHOT
+from numba_symm.collectives.protocols.workspace import COPYING, TWO_SHOT
 from numba_symm.dtypes import Element, Op
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
@@ -50,18 +50,14 @@ class Algorithm(NamedTuple):
         bind: packs a call.
         fewest: the least number of ranks.
         most: the greatest number of ranks.
-        divided: whether each rank's shard must have the same number of whole vectors.
     """
 
     bind: Bind
     fewest: int = 1
     most: float = math.inf
-    divided: bool = False
 
-    def suits(self, size: int, call: Call) -> bool:
-        """Return whether ``size`` ranks can make the call by this algorithm."""
-        if self.divided and (call.vectors % size or call.count % call.element.lanes):
-            return False
+    def suits(self, size: int) -> bool:
+        """Return whether ``size`` ranks can make a call by this algorithm."""
         return self.fewest <= size <= self.most
 
 
@@ -216,7 +212,7 @@ class Operation(NamedTuple):
     def bind(self, algorithm: str, end: Endpoint, call: Call) -> Enqueue:
         """Pack a call by the algorithm of that name, or by ``chunked``."""
         found = self.algorithms[algorithm]
-        if not found.suits(end.size, call):
+        if not found.suits(end.size):
             found = self.algorithms["chunked"]
         with compiling((call.op, call.element), self.name):
             return found.bind(end, call)
@@ -350,13 +346,7 @@ ALL_REDUCE = _operation(
         **_two_shot(),
         "chunked": Algorithm(chunked_all_reduce.bind),
         "copy_engine": Algorithm(
-            partial(
-                copied_all_reduce.bind,
-                chunked_all_reduce.bind,
-                partial(barrier.bind, between=True),
-            ),
-            fewest=2,
-            divided=True,
+            partial(copied_all_reduce.bind, barrier.bind), fewest=2, most=COPYING
         ),
         "direct": Algorithm(
             partial(direct_shards.bind_all_reduce, chunked_all_reduce.bind), fewest=2

@@ -99,7 +99,7 @@ ON_GPUS = {
         floats=(
             Step("one_shot_sentinel", (512 * _K, 128 * _K, 64 * _K)),
             Step("two_shot_sentinel", (6 * _M, 4 * _M, 8 * _M)),
-            Step("direct", (76 * _M, 64 * _M, 256 * _M)),
+            Step("direct", (96 * _M, 128 * _M, ALL)),
             Step("copy_engine", (ALL, ALL, ALL)),
         ),
         others=(
@@ -107,7 +107,7 @@ ON_GPUS = {
             Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
             Step("one_shot_marked", (2 * _M, 128 * _K, 64 * _K)),
             Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
-            Step("direct", (76 * _M, 64 * _M, 256 * _M)),
+            Step("direct", (96 * _M, 128 * _M, ALL)),
             Step("copy_engine", (ALL, ALL, ALL)),
         ),
     ),

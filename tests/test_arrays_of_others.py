@@ -1,7 +1,8 @@
 """After a failure, work that other ranks have enqueued changes no array of a rank.
 
-For every algorithm that accesses the ranks' own arrays: a rank is absent, leaves, is
-late, or its copies are late.
+Nor does it change memory that the rank has taken since it closed its communicator. For
+every algorithm by copies, or that accesses the ranks' own arrays: a rank is absent,
+leaves, is late, or its copies are late.
 """
 
 import re
@@ -12,6 +13,7 @@ from spawned import attempt, run_ranks
 
 import numba_symm as ns
 from numba_symm import streams
+from numba_symm.collectives.protocols.workspace import layout
 
 AWAY, COUNT, REUSED = 1, 96, 77
 COPIED = [(name, "copy_engine") for name in ("all_reduce", "all_gather", "all_to_all")]
@@ -47,11 +49,38 @@ def enqueue(comm, plan):
     return attempt(lambda: (launch(0), comm.synchronize()))[0]
 
 
-def give_up(comm, plan, arrays):
-    """Enqueue a call that another rank fails; then use the arrays otherwise."""
+class Taken:
+    """Memory as large as a workspace, taken after that was released."""
+
+    def __init__(self, comm):
+        self.allocator, self.memory = comm.allocator, comm._calls.island.backend
+        self.nbytes = layout(comm.size).nbytes
+        self.wanted = REUSED.to_bytes() * self.nbytes
+
+    def take(self):
+        self.address = self.allocator.alloc(self.nbytes)
+        self.memory.write(self.address, self.wanted)
+
+    def give_back(self):
+        kept = self.memory.read(self.address, self.nbytes) == self.wanted
+        self.allocator.free(self.address)
+        return kept
+
+
+def give_up(world, comm, plan, arrays):
+    """Enqueue a call that another rank fails; then use all memory otherwise.
+
+    Returns:
+        The call's error, after the other rank has enqueued its call, too.
+    """
+    taken = Taken(comm)
     error = enqueue(comm, plan)
     attempt(comm.close)
     fill(arrays, REUSED)
+    taken.take()
+    world.barrier()
+    world.barrier()
+    assert taken.give_back()
     return error
 
 
@@ -76,11 +105,12 @@ def leaves(world, comm, plan, arrays):
 
 
 def comes_late(world, comm, plan, arrays):
-    error = "" if world.rank == AWAY else give_up(comm, plan, arrays)
+    if world.rank != AWAY:
+        return give_up(world, comm, plan, arrays), False
     world.barrier()
-    if world.rank == AWAY:
-        return enqueue(comm, plan), None
-    return error, False
+    error = enqueue(comm, plan)
+    world.barrier()
+    return error, None
 
 
 def copies_late(world, comm, plan, arrays):
@@ -94,14 +124,13 @@ def copies_late(world, comm, plan, arrays):
         copy(*args)
 
     if world.rank != AWAY:
-        error = give_up(comm, plan, arrays)
-        world.barrier()
-        return error, False
+        return give_up(world, comm, plan, arrays), False
     streams.copy = late
     try:
         error = enqueue(comm, plan)
     finally:
         streams.copy = copy
+    world.barrier()
     return error, None
 
 

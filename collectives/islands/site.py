@@ -6,11 +6,11 @@ from functools import partial
 from typing import Any
 
 from numba_symm import dtypes, streams
-from numba_symm.collectives.kernels import convert, copied_all_reduce, transfer
+from numba_symm.collectives.kernels import convert, reduce_shards, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue
-from numba_symm.collectives.protocols.workspace import THREADS, VECTOR, divide_up
+from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.dtypes import Element, Op, UserOperator
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
@@ -164,12 +164,8 @@ class Site:
         """
         if number == 1:
             return []
-        vectors = stride // VECTOR
-        grid = min(divide_up(vectors, THREADS), self.end.max_blocks)
-        held = divide_up(grid, self.end.multiprocessors)
-        kernel = copied_all_reduce.kernel(number, element, op, False)
-        given = grid, own, first + own * stride, first, vectors, vectors
-        return [kernel.bind(grid, *given, held=held)]
+        given = first, stride // VECTOR, own, number, element, op
+        return [reduce_shards.bind(self.end, *given)]
 
     def finished(
         self,

@@ -11,7 +11,6 @@ from typing import Any
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import Endpoint
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_refused
 from numba_symm.collectives.protocols.workspace import (
     follow_previous_grid,
     keep,
@@ -22,22 +21,18 @@ from numba_symm.kernels import Kernel, Launch
 from numba_symm.waits import BARRIER
 
 
-def make_barrier(size: int, between: bool) -> Any:
+def make_barrier(size: int, operation: int) -> Any:
     """Return the kernel for ``size`` ranks.
 
     Args:
         size: number of ranks.
-        between: whether it runs between a handshake and the third launch of a call
-            (``handshake.py``); then it does nothing if a rank refused.
+        operation: the number in ``waits.py`` for a wait that is given up.
     """
     epochs, flags = layout(size).barrier.epochs, layout(size).barrier.flags
-    raise_flags, await_flags = make_flags(size, BARRIER)
-    refused = make_refused(size)
+    raise_flags, await_flags = make_flags(size, operation)
 
     def barrier(guard: Any, early: bool, ring: Any, own: int, grid: int) -> None:
         follow_previous_grid(early)
-        if between and refused(own):  # explore: refused
-            return
         epoch, failed = resume(own, epochs, 0)
         epoch = (epoch + 1) & 0xFFFFFFFF
         failed = raise_flags(ring, flags, guard.rank, epoch, failed)
@@ -48,11 +43,12 @@ def make_barrier(size: int, between: bool) -> Any:
 
 
 @functools.cache
-def kernel(size: int, between: bool = False) -> Kernel:
+def kernel(size: int, operation: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    return binding.make_kernel(make_barrier, (size, between))
+    return binding.make_kernel(make_barrier, (size, operation))
 
 
-def bind(end: Endpoint, between: bool = False) -> Launch:
-    """Return the launch of a barrier; see ``make_barrier``."""
-    return binding.launch(kernel(end.size, between), end, 1)
+def bind(end: Endpoint, operation: int | None = None) -> Launch:
+    """Return the launch of a barrier, of its own or within another operation."""
+    of_it = kernel(end.size, BARRIER if operation is None else operation)
+    return binding.launch(of_it, end, 1)

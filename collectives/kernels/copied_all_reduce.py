@@ -1,191 +1,340 @@
 """All-reduce by the GPUs' copy engines: for the largest messages.
 
-``copies.py`` explains why a rank copies into its own array only, and describes the
-handshake. The output also stages inputs: its shard r first receives rank r's input for
-this rank's shard.
+A rank's copies go to the other ranks' workspaces, so the arrays may be any: in place,
+not symmetric, at any address. Each shard is divided into chunks:
 
-    scatter   each rank copies its shard from all inputs into its output
-    reduce    it reduces what it copied, in rank order, into its shard of the output
-    gather    it copies the other shards from the other ranks' outputs
+    scatter   each rank copies its input's chunk of a shard to the shard's owner
+    reduce    the owner reduces what has arrived, in rank order, into its output
+    gather    it copies the result to all other ranks
+    store     each rank stores the results that have arrived in its output
 
-Inputs and outputs must be symmetric, and distinct. Each shard is divided into two
-chunks: one is reduced on the side stream while the other is copied.
+A *move* is a scatter or a gather, with the kernel that reads what has arrived. Moves
+use two sets of slots in turn, so the copies of one are under way while the kernel of
+the one before runs:
 
-Memory order. The handshake ends before the first copy, so all inputs are complete. A
-barrier follows each chunk's reduction: then all ranks' results of that chunk are
-complete, and no rank needs what it staged of it. The third launch follows the last
-gather.
+    scatter 0, scatter 1, gather 0, scatter 2, gather 1, …
 
-Where an array is not symmetric, or begins elsewhere in its allocation on another rank,
-or the call is in place, ``chunked_all_reduce.py`` reduces in the third launch. Where
-the message does not divide into whole vectors for each rank, it reduces without a
-handshake.
+Copies are on the side stream, one after another, from the next rank on: simultaneous
+ones share the links badly. A copy's beginning costs 3 µs, so chunks are large. But the
+last chunk is half as large as the others, because no copy hides how long it is stored.
+
+Memory order. A barrier (``barrier.py``) precedes each kernel, and another one follows
+it. A rank enters the first one after its copies of the move. So the kernel follows the
+copies of all ranks. The copies of the next but one move begin after the second barrier.
+So they follow the kernels of all ranks that read these slots, and the reduction of what
+they gather. A call ends with a barrier, so all slots are free when the next one begins.
+
+In place, a rank stores shard r after rank r has gathered it, so after rank r received
+this rank's own chunk of that shard.
+
+After a failure, the kernels store nothing, but nothing stops copies that have been
+enqueued. They overwrite slots only. A rank that is still in such a call may then store
+wrong words in its own output; its next check raises.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import handshake
-from numba_symm.collectives.protocols.binding import (
-    ADDRESS,
-    BindFallback,
-    Call,
-    Endpoint,
-    Enqueue,
-    along_ring,
-)
-from numba_symm.collectives.protocols.copies import Copies, Copy, enqueue
-from numba_symm.collectives.protocols.handshake import refusal
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, Enqueue
+from numba_symm.collectives.protocols.copies import Copy, enqueue
 from numba_symm.collectives.protocols.order import make_total
+from numba_symm.collectives.protocols.partition import (
+    LINE,
+    is_ragged,
+    moved_as,
+    shard,
+)
 from numba_symm.collectives.protocols.workspace import (
-    HELD,
     THREADS,
     VECTOR,
     divide_up,
+    follow_previous_grid,
+    layout,
+    load_failure,
 )
-from numba_symm.device.intrinsics import row_index
+from numba_symm.device.intrinsics import ld_v2_u64, row_index
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.kernels import Kernel
 from numba_symm.waits import ALL_REDUCE_COPIES
 
-CHUNKS = 2  # of a shard; with more, barriers would take longer than they save
-EVENTS = 2 * CHUNKS
-"""Events of the side stream: for each chunk, after its scatter and its reduction."""
+LOADS = 8  # vectors that a thread loads before it stores any
+
+SETS = 2
+"""Sets of slots, and of events of the side stream."""
+
+FEWEST = 3
+"""Least number of chunks, half of one included. Two suffice for the order of moves."""
+
+EVENTS = SETS + 1
+"""Events of the side stream: one more for what follows immediately."""
 
 
-def make_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
+def make_reduce_copied(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel that reduces a chunk of this rank's shard."""
-    vector_lanes = make_lanes(element, op, ragged, size)
-    load, store = vector_lanes.load, vector_lanes.store
-    total = make_total(size, vector_lanes)
-    lanes = element.lanes
+    lanes = make_lanes(element, op, ragged, size)
+    load, store = lanes.load, lanes.store
+    total = make_total(size, lanes)
+    others = size - 1
+    batch = max(1, LOADS // size)
+    held = batch * size
 
-    def reduce(
-        grid: int, rank: int, mine: int, staged: int, share: int, vectors: int
+    def reduce_copied(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        source: int,
+        target: int,
+        count: int,
+        first: int,
+        vectors: int,
+        slots: int,
+        stride: int,
     ) -> None:
         block = row_index()
         if block >= grid:
             return
-        low = cuda.local.array(size, types.int64)
-        high = cuda.local.array(size, types.int64)
-        vector = block * THREADS + cuda.threadIdx.x
-        while vector < vectors:
-            for r in range(size):
-                at = mine if r == rank else staged + VECTOR * share * r
-                low[r], high[r] = load(at, vector, vectors * lanes)
-            result = total(low, high, 0)
-            at = staged + VECTOR * share * rank
-            store(at, vector, vectors * lanes, result[0], result[1])
-            vector += grid * THREADS
+        follow_previous_grid(early)
+        if load_failure(own, block) != 0:
+            return
+        low = cuda.local.array(held, types.int64)
+        high = cuda.local.array(held, types.int64)
+        step = grid * THREADS
+        start = block * THREADS + cuda.threadIdx.x
+        while start < vectors:
+            for i in range(held):
+                vector = start + i // size * step
+                if vector < vectors:
+                    k = (i % size + others - guard.rank) % size
+                    if k < others:
+                        at = own + slots + k * stride + VECTOR * vector
+                        low[i], high[i] = ld_v2_u64(at)
+                    else:
+                        low[i], high[i] = load(source, first + vector, count)
+            for i in range(batch):
+                vector = start + i * step
+                if vector < vectors:
+                    words = total(low, high, i * size)
+                    store(target, first + vector, count, words[0], words[1])
+            start += batch * step
 
-    return reduce
+    return reduce_copied
+
+
+def make_store_copied(size: int, element: Element, ragged: bool) -> Any:
+    """Return the kernel that stores a chunk of the other shards' results."""
+    store = make_lanes(element, "sum", ragged, size).store
+    others = size - 1
+
+    def store_copied(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        target: int,
+        count: int,
+        first: int,
+        share: int,
+        most: int,
+        vectors: int,
+        slots: int,
+        stride: int,
+    ) -> None:
+        block = row_index()
+        if block >= grid:
+            return
+        follow_previous_grid(early)
+        if load_failure(own, block) != 0:
+            return
+        low = cuda.local.array(LOADS, types.int64)
+        high = cuda.local.array(LOADS, types.int64)
+        step = grid * THREADS
+        for k in range(others):
+            into = (guard.rank + 1 + k) % size * share + first
+            here = min(most, vectors - into)
+            start = block * THREADS + cuda.threadIdx.x
+            while start < here:
+                for i in range(LOADS):
+                    vector = start + i * step
+                    if vector < here:
+                        at = own + slots + k * stride + VECTOR * vector
+                        low[i], high[i] = ld_v2_u64(at)
+                for i in range(LOADS):
+                    vector = start + i * step
+                    if vector < here:
+                        store(target, into + vector, count, low[i], high[i])
+                start += LOADS * step
+
+    return store_copied
 
 
 @functools.cache
-def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
+def reduce_kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the reducing kernel, compiled when first bound."""
-    signature = (*2 * (types.int64,), ADDRESS, ADDRESS, *2 * (types.int64,))
-    return Kernel(make_reduce, (size, element, op, ragged), signature, THREADS, HELD)
+    arguments = (ADDRESS, ADDRESS, *5 * (types.int64,))
+    constants = (size, element, op, ragged)
+    return binding.make_kernel(make_reduce_copied, constants, *arguments)
 
 
-class _Chunk(NamedTuple):
-    """The copies and the reduction of one chunk of every shard."""
+@functools.cache
+def store_kernel(size: int, element: Element, ragged: bool) -> Kernel:
+    """Return the storing kernel, compiled when first bound."""
+    arguments = (ADDRESS, *7 * (types.int64,))
+    return binding.make_kernel(make_store_copied, (size, element, ragged), *arguments)
 
-    scatter: list[Copy]
-    reduce: Launch
-    gather: list[Copy]
+
+class _Move(NamedTuple):
+    """The copies to the other ranks, and the kernel that reads what they sent."""
+
+    copies: list[Copy]
+    kernel: Enqueue
 
 
-class Pipeline:
-    """The work between the handshake and the third launch."""
+class Moves:
+    """Enqueues all moves of a call.
 
-    def __init__(self, end: Endpoint, between: Enqueue, chunks: list[_Chunk]):
-        self._barrier = between
-        self._chunks = chunks
+    Args:
+        end: this rank's end.
+        barrier: enqueues a barrier.
+        moves: at least two.
+    """
+
+    def __init__(self, end: Endpoint, barrier: Enqueue, moves: list[_Move]):
         self._order = end.order
+        self._barrier = barrier
+        self._moves = moves
 
     def __call__(self, stream: int) -> None:
-        """Enqueue all steps, the last one on ``stream``."""
-        side = self._order.side
+        """Enqueue them; what follows on ``stream`` follows all of them."""
+        side, moves = self._order.side, self._moves
         with side.joined(stream):
-            for index, chunk in enumerate(self._chunks):
-                enqueue(chunk.scatter, stream)
-                side.follow(stream, index)
-                chunk.reduce(side.stream)
-                # Then all ranks have reduced this chunk, and need no longer what they
-                # staged.
-                self._barrier(side.stream)  # explore: barrier
-                side.mark(len(self._chunks) + index)
-            for index, chunk in enumerate(self._chunks):
-                side.lead(stream, len(self._chunks) + index)
-                enqueue(chunk.gather, stream)
+            side.follow(stream, SETS)  # explore: begin
+            for i in range(SETS):
+                enqueue(moves[i].copies, side.stream)
+                side.mark(i)
+            for i, move in enumerate(moves):
+                side.lead(stream, i % SETS)  # explore: copied
+                self._barrier(stream)  # explore: arrived
+                move.kernel(stream)
+                self._barrier(stream)  # explore: free
+                if i + SETS < len(moves):
+                    side.follow(stream, SETS)  # explore: follow
+                    enqueue(moves[i + SETS].copies, side.stream)
+                    side.mark(i % SETS)
 
 
 def bind(
-    bind_fallback: BindFallback,
-    between: Callable[[Endpoint], Enqueue],
-    end: Endpoint,
-    call: Call,
+    bind_barrier: Callable[[Endpoint, int], Enqueue], end: Endpoint, call: Call
 ) -> Enqueue:
-    """Return what enqueues it, for two ranks or more, each with whole vectors.
+    """Return what enqueues it, for 2 to ``workspace.COPYING`` ranks.
 
     Args:
-        bind_fallback: binds the all-reduce through the workspace.
-        between: binds a barrier that a refusal skips.
+        bind_barrier: binds a barrier; takes the number in ``waits.py`` of what the
+            ranks wait for.
         end: this rank's end.
         call: the call.
     """
-    words = f"all_reduce of {call.count} {call.element.name} by {call.op!r}"
-    inputs = end.place(call.source, call.nbytes)
-    outputs = end.place(call.target, call.nbytes)
-    apart = call.source != call.target
-    offer = known = refusal(end.size), refusal(end.size)
-    move: Enqueue = Copies(end.order, [])
-    if inputs and outputs and apart and call.target % VECTOR == 0:
-        ring = functools.partial(along_ring, end.rank)
-        offer = ring(inputs.seen), ring(outputs.seen)
-        known = ring(inputs.addresses), ring(outputs.addresses)
-        share = call.vectors // end.size
-        step = divide_up(share, CHUNKS)
-        chunks = [
-            _chunk(end, call, inputs.addresses, outputs.addresses, first, step)
-            for first in range(0, share, step)
-        ]
-        move = Pipeline(end, between(end), chunks)
-    fallback = bind_fallback(end, call, ALL_REDUCE_COPIES)
-    return handshake.bind(end, ALL_REDUCE_COPIES, words, offer, move, fallback, known)
+    region = layout(end.size).copied
+    slots = SETS * (end.size - 1)
+    room = (region.end - region.slots) // (slots * VECTOR) // LINE * LINE
+    share = shard(call.vectors, end.size)
+    number = max(FEWEST, divide_up(2 * share + room, 2 * room))
+    step = shard(2 * share, 2 * number - 1)
+    chunks = [
+        _Chunk(end, call, room, share, first, min(step, share - first))
+        for first in (min(k * step, share) for k in range(number))
+    ]
+    # Each chunk is gathered at least two moves after it is scattered.
+    order = [chunks[0].scattered]
+    for before, chunk in itertools.pairwise(chunks):
+        order += [chunk.scattered, before.gathered]
+    order.append(chunks[-1].gathered)
+    moves = [move(i % SETS) for i, move in enumerate(order)]
+    operation = ALL_REDUCE_COPIES
+    return Moves(end, bind_barrier(end, operation), moves)
 
 
-def _chunk(
-    end: Endpoint,
-    call: Call,
-    inputs: tuple[int, ...],
-    outputs: tuple[int, ...],
-    first: int,
-    most: int,
-) -> _Chunk:
-    """Return the steps for ``most`` vectors of every shard at most, from ``first``."""
-    rank, size = end.rank, end.size
-    others = [(rank + 1 + k) % size for k in range(size - 1)]
-    share = call.vectors // size
-    vectors = min(most, share - first)
-    nbytes = VECTOR * vectors
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk of every shard.
 
-    def at(array: int, shard: int) -> int:
-        return array + VECTOR * (shard * share + first)
+    Attributes:
+        end: this rank's end.
+        call: the call.
+        room: how many vectors a slot holds.
+        share: vectors of a shard.
+        first: the chunk's first vector in a shard.
+        vectors: the chunk's vectors.
+    """
 
-    target = outputs[rank]
-    scatter = [Copy(at(target, r), at(inputs[r], rank), nbytes) for r in others]
-    gather = [Copy(at(target, r), at(outputs[r], r), nbytes) for r in others]
-    grid = min(divide_up(vectors, THREADS), end.max_blocks)
-    source = inputs[rank]
-    args = (grid, rank, at(source, rank), at(target, 0), share, vectors)
-    ragged = source % VECTOR != 0
-    held = divide_up(grid, end.multiprocessors)
-    reduce = kernel(size, call.element, call.op, ragged).bind(grid, *args, held=held)
-    return _Chunk(scatter, reduce, gather)
+    end: Endpoint
+    call: Call
+    room: int
+    share: int
+    first: int
+    vectors: int
+
+    def scattered(self, which: int) -> _Move:
+        """Return the scatter into a set of slots, and the reduction."""
+        end, call = self.end, self.call
+        kernel = binding.launch(
+            reduce_kernel(end.size, call.element, call.op, self._ragged),
+            *(end, self._grid, call.source, call.target, call.count),
+            *(end.rank * self.share + self.first, self._held(end.rank)),
+            *(self._slots(which), VECTOR * self.room),
+        )
+        return _Move(self._copies(call.source, which, lambda peer: peer), kernel)
+
+    def gathered(self, which: int) -> _Move:
+        """Return the gather into a set of slots, and what stores the results."""
+        end, call = self.end, self.call
+        kernel = binding.launch(
+            store_kernel(end.size, moved_as(call, self._ragged), self._ragged),
+            *(end, self._grid, call.target, call.count, self.first, self.share),
+            *(self.vectors, call.vectors, self._slots(which), VECTOR * self.room),
+        )
+        return _Move(self._copies(call.target, which, lambda peer: end.rank), kernel)
+
+    @property
+    def _ragged(self) -> bool:
+        return is_ragged(self.call, self.share, self.end.size)
+
+    @property
+    def _grid(self) -> int:
+        return max(1, min(divide_up(self.vectors, THREADS), self.end.max_blocks))
+
+    def _held(self, rank: int) -> int:
+        """Return how many vectors a rank's shard has of the chunk."""
+        left = self.call.vectors - rank * self.share - self.first
+        return max(0, min(self.vectors, left))
+
+    def _slots(self, which: int) -> int:
+        """Return where in a workspace a set of slots begins."""
+        size = self.end.size
+        return layout(size).copied.slots + which * (size - 1) * VECTOR * self.room
+
+    def _copies(
+        self, array: int, which: int, shard_for: Callable[[int], int]
+    ) -> list[Copy]:
+        """Return the copies from an array; ``shard_for(peer)`` is what a peer gets."""
+        end, copies = self.end, []
+        for k in range(end.size - 1):
+            peer = (end.rank + 1 + k) % end.size
+            of = shard_for(peer)
+            at = VECTOR * (of * self.share + self.first)
+            nbytes = min(VECTOR * self._held(of), self.call.nbytes - at)
+            # This rank is neighbour number size - 2 - k of its k-th neighbour.
+            slot = self._slots(which) + (end.size - 2 - k) * VECTOR * self.room
+            if nbytes > 0:
+                copies.append(Copy(end.workspaces[peer] + slot, array + at, nbytes))
+        return copies

@@ -1,6 +1,6 @@
 """The symmetric memory that a communicator's kernels work in.
 
-One allocation a rank, at most 64 MiB, with separate state for each protocol, so that
+One allocation a rank, at most 192 MiB, with separate state for each protocol, so that
 calls of any size and algorithm may follow one another, eager or replayed. A slot's
 address follows from (protocol, block, parity, source, step, thread) and never from a
 message's size or alignment.
@@ -101,6 +101,7 @@ class Layout:
     chunked: Region
     lengths: Region
     transfer: Region
+    copied: Region
     nbytes: int
 
     @property
@@ -169,8 +170,14 @@ LOADS = 4
 """Vectors that a thread of a chunked kernel loads before it stores them."""
 
 
+COPIED = 4 << 10 if SIMULATED else 128 << 20
+"""Bytes of the slots for copies. The larger, the less time their beginnings take."""
+
+COPYING = 4
+"""Most ranks of a call that uses them. With more, its copies would be short."""
+
 LIMIT = 64 << 20
-"""Most bytes of a workspace."""
+"""Most bytes of a workspace, besides the slots for copies."""
 
 DEPTH = 2
 """Slots of a channel of ``transfer.py``."""
@@ -287,7 +294,9 @@ def layout(size: int) -> Layout:
     fitting = max(1, left // max(1, row))
     rows = min(_MOST_ROWS, 1 << fitting.bit_length() - 1)
     regions["transfer"] = _region(end, size, rows * row)
-    return Layout(size=size, nbytes=regions["transfer"].end, **regions)
+    copied = COPIED if 1 < size <= COPYING else 0
+    regions["copied"] = _region(regions["transfer"].end, size, copied)
+    return Layout(size=size, nbytes=regions["copied"].end, **regions)
 
 
 def _region(start: int, size: int, nbytes: int) -> Region:
@@ -335,8 +344,14 @@ def resume(own: int, epochs: int, block: int) -> Any:
     """
     # A word, which the caller compares: here, the comparison would make the kernel's
     # first loads wait for it.
-    failed = ld_relaxed_sys_u32(own + _LINE * (block % _MARKS))  # explore: failed
+    failed = load_failure(own, block)  # explore: failed
     return word_of(ld_u32(own + epochs + 4 * block)), failed
+
+
+@device_function
+def load_failure(own: int, block: int) -> int:
+    """Return a word that is not 0 if the rank has failed; see ``resume``."""
+    return ld_relaxed_sys_u32(own + _LINE * (block % _MARKS))
 
 
 @device_function

@@ -292,8 +292,21 @@ class Memory:
         thread.unfenced.clear()
         thread.fenced = list(thread.known)
 
-    def next_kernel(self, threads: list[Observer], after_copy: bool) -> None:
-        """Start the next kernel of a rank, whose threads these are."""
+    def widen(self, threads: int) -> None:
+        """Add threads, before the first access."""
+        self.buffers += [[] for _ in range(threads - len(self.buffers))]
+        self._over = [0] * threads
+
+    def next_kernel(
+        self, threads: list[Observer], of_rank: set[int], after_copy: bool
+    ) -> None:
+        """Start the next kernel of a stream.
+
+        Args:
+            threads: the stream's threads.
+            of_rank: the numbers of all threads of its rank.
+            after_copy: whether the work before it is a copy.
+        """
         if after_copy and not self.copies_end:
             for thread in threads:
                 before = self._at_start[thread.number]
@@ -303,13 +316,23 @@ class Memory:
             self._end(threads)
             meet(threads)
             if not (self.starts_see and self.starts_inherit):
-                self._forget(threads)
+                self._forget(threads, of_rank)
         if not self.copies_end:
             self._at_start |= {each.number: list(each.known) for each in threads}
 
-    def _forget(self, threads: list[Observer]) -> None:
+    def follow(
+        self, threads: list[Observer], of_rank: set[int], known: list[int]
+    ) -> None:
+        """Let a stream's next kernel start after what happened before a mark."""
+        for thread in threads:
+            thread.learn(known)
+        if not (self.starts_see and self.starts_inherit):
+            self._forget(threads, of_rank)
+        if not self.copies_end:
+            self._at_start |= {each.number: list(each.known) for each in threads}
+
+    def _forget(self, threads: list[Observer], mine: set[int]) -> None:
         """Remove from the clocks what did not happen before the start of a kernel."""
-        mine = {thread.number for thread in threads}
 
         def kept(known: list[int], number: int) -> list[int]:
             return [

@@ -15,14 +15,16 @@ ever will, which is a deadlock.
 
 import gc
 import math
-from collections.abc import Callable, Generator
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, product
 from operator import attrgetter
 from random import Random
 from typing import Any
 
-from explore.memory import Finding, Memory, Observer, meet
+from explore.memory import Finding, Memory, Observer, latest, meet
 
 STEP, SYNC, POLL = range(3)  # the reasons for which a thread stops
 
@@ -55,14 +57,69 @@ class Launch:
         stream.append(self)
 
 
+@dataclass(eq=False)
+class Mark:
+    """An event that is recorded on a stream, after all that precedes it there.
+
+    Attributes:
+        known: what had happened before it; None: it is not complete.
+    """
+
+    known: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Follow:
+    """What follows on a stream follows a mark of another stream."""
+
+    mark: Mark
+
+
+Work = Launch | Mark | Follow
+"""What is enqueued on a stream."""
+
+
+class Stream(list[Work]):
+    """A stream of a rank besides its first one, for copies and kernels of one block.
+
+    Its methods are those of ``numba_symm.streams.SideStream``.
+    """
+
+    def __init__(self, rank: int):
+        super().__init__()
+        self.rank = rank
+        self.stream = self
+        self._marks: dict[int, Mark] = {}
+
+    def follow(self, stream: list[Work], event: int) -> None:
+        """Make what follows here follow all work of another stream."""
+        self._marks[event] = Mark()
+        stream.append(self._marks[event])
+        self.append(Follow(self._marks[event]))
+
+    def mark(self, event: int) -> None:
+        """Record an event here."""
+        self._marks[event] = Mark()
+        self.append(self._marks[event])
+
+    def lead(self, stream: list[Work], event: int) -> None:
+        """Make what follows on another stream follow an event of this one."""
+        stream.append(Follow(self._marks[event]))
+
+    @contextmanager
+    def joined(self, stream: list[Work]) -> Iterator[None]:
+        """Do nothing: no step of the ``with`` block fails."""
+        yield
+
+
 class Thread:
     """One simulated thread, of one launch."""
 
     def __init__(
-        self, launch: Launch, rank: int, block: int, index: int, observer: Observer
+        self, launch: Launch, lane: int, block: int, index: int, observer: Observer
     ):
         self.priority = 0.0
-        self.rank = rank
+        self.lane = lane
         self.block = block
         self.index = index
         self.grid = launch.grid
@@ -86,7 +143,10 @@ machine: "Machine | None" = None
 
 
 class Machine:
-    """Ranks with a stream each, their memory, and the schedule that a seed chooses."""
+    """Ranks with their streams, their memory, and the schedule that a seed chooses.
+
+    A *lane* is the number of a stream: first those of the ranks' first streams.
+    """
 
     def __init__(self, ranks: int, blocks: int, threads: int, seed: int):
         self.random = Random(seed)
@@ -111,26 +171,48 @@ class Machine:
                 int(self.random.random() * _TYPICAL_STEPS)
                 for _ in range(_PRIORITY_CHANGES)
             )
+        self._ranks = list(range(ranks))  # by lane
         self._running: list[list[Thread]] = [[] for _ in range(ranks)]
         self._stale = True  # whether the following must be computed again
         self._awake: list[Thread] = []  # the threads that can run
         self._best: Thread | None = None  # the one of highest priority
         self._wakes = math.inf  # memory.changes at which another one wakes
         self._shift = [0] * ranks
+        self._more: list[Stream] = []
 
-    def run(self, streams: list[list[Launch]]) -> None:
-        """Run each rank's launches in order, in a schedule that the seed determines."""
+    def stream_of(self, rank: int) -> Stream:
+        """Return a new stream of a rank. No kernel may have run before."""
+        stream, lane = Stream(rank), len(self._ranks)
+        self._ranks.append(rank)
+        self._running.append([])
+        self._shift.append(0)
+        self._more.append(stream)
+        number = len(self._observers)
+        for index in range(self.threads):
+            name = f"rank {rank} stream {lane} thread {index}"
+            self._observers[lane, 0, index] = Observer(number + index, name, 0)
+        self.memory.widen(len(self._observers))
+        for observer in self._observers.values():
+            observer.known = [0] * len(self._observers)
+        return stream
+
+    def run(self, streams: list[list[Work]]) -> None:
+        """Run each stream's work in order, in a schedule that the seed determines."""
         global current, machine
         machine = self
-        self._streams = [iter(stream) for stream in streams]
-        for rank in range(self.ranks):
-            self._launch_next(rank)
+        self._streams = [deque(stream) for stream in (*streams, *self._more)]
+        for lane in range(len(self._streams)):
+            self.memory.next_kernel(*self._threads_of(lane), False)
+        for lane in range(len(self._streams)):
+            self._advance(lane)
         memory = self.memory
         for step in range(_MOST_STEPS):
             if self._stale or memory.changes >= self._wakes:
                 self._look()
             if not self._awake and not memory.waiting:
                 if not any(self._running):
+                    if any(self._streams):
+                        raise Finding("deadlock", "streams follow one another")
                     break
                 self._nothing_can_run()
                 continue
@@ -182,35 +264,66 @@ class Machine:
                     best = store
         return best
 
-    def _launch_next(self, rank: int) -> None:
-        """Start the rank's next kernel.
+    def _launch_next(self, lane: int) -> None:
+        """Start a stream's next kernel, after the last one has ended."""
+        running = self._running[lane]
+        after_copy = bool(running) and running[0].copies
+        self.memory.next_kernel(*self._threads_of(lane), after_copy)
+        running.clear()
+        self._advance(lane)
+
+    def _threads_of(self, lane: int) -> tuple[list[Observer], set[int]]:
+        """Return a stream's threads, and the numbers of all threads of its rank."""
+        rank = self._ranks[lane]
+        own, whole = [], set()
+        for (other, _, _), observer in self._observers.items():
+            if other == lane:
+                own.append(observer)
+            if self._ranks[other] == rank:
+                whole.add(observer.number)
+        return own, whole
+
+    def _advance(self, lane: int) -> None:
+        """Start a stream's next kernel, unless that follows another stream's work."""
+        stream, marked = self._streams[lane], False
+        observers, of_rank = self._threads_of(lane)
+        while stream and not self._running[lane]:
+            work = stream[0]
+            if isinstance(work, Mark):
+                work.known, marked = latest(*(o.known for o in observers)), True
+            elif isinstance(work, Follow):
+                if work.mark.known is None:
+                    break
+                self.memory.follow(observers, of_rank, work.mark.known)
+            else:
+                self._start(work, lane)
+            stream.popleft()
+        for other, rank in enumerate(self._ranks) if marked else ():
+            if rank == self._ranks[lane] and other != lane:
+                self._advance(other)
+
+    def _start(self, launch: Launch, lane: int) -> None:
+        """Start a kernel on a stream.
 
         If the memory drops ``starts_see`` or ``copies_end``, each thread gets the clock
         of another thread of its block, so that the accesses of the earlier thread of
         its index did not happen before it in program order.
         """
-        running = self._running[rank]
-        observers = [o for (r, _, _), o in self._observers.items() if r == rank]
-        self.memory.next_kernel(observers, bool(running) and running[0].copies)
-        running.clear()
-        launch = next(self._streams[rank], None)
-        if launch is None:
-            return
         if not (self.memory.starts_see and self.memory.copies_end):
-            self._shift[rank] += 1
+            self._shift[lane] += 1
         for block in range(launch.grid):
             for index in range(self.threads):
-                number = (index + self._shift[rank]) % self.threads
-                observer = self._observers[rank, block, number]
+                number = (index + self._shift[lane]) % self.threads
+                observer = self._observers[lane, block, number]
                 observer.outdated = self.random.random() < 0.5
-                thread = Thread(launch, rank, block, index, observer)
+                thread = Thread(launch, lane, block, index, observer)
                 thread.priority = self.random.random()
                 if self.haste and self.random.random() < 0.2:
                     # It starts late: other threads of its launch may have failed.
                     thread.asleep_until = self.memory.changes + self.random.randrange(
                         50
                     )
-                running.append(thread)
+                self._running[lane].append(thread)
 
     def _step(self, thread: Thread) -> None:
         observer = thread.observer
@@ -220,8 +333,8 @@ class Machine:
             stopped_for = next(thread.code)
         except StopIteration:
             thread.done = self._stale = True
-            if all(other.done for other in self._running[thread.rank]):
-                self._launch_next(thread.rank)
+            if all(other.done for other in self._running[thread.lane]):
+                self._launch_next(thread.lane)
             return
         if stopped_for == STEP:
             return
@@ -240,7 +353,7 @@ class Machine:
             thread.at_sync = True
             block = [
                 other
-                for other in self._running[thread.rank]
+                for other in self._running[thread.lane]
                 if other.block == thread.block
             ]
             if all(other.at_sync for other in block):

@@ -263,6 +263,7 @@ def _shrink(workspace: ModuleType, shape: Shape) -> None:
     small = workspace.Protocol(blocks, rows)
     workspace.CHUNKED = small
     workspace._MOST_ROWS = rows
+    workspace.COPIED = 128
     row = workspace.ROW
     rows = {
         "sentinel": row,

@@ -92,7 +92,7 @@ FENCE = "fence_acq_rel_sys()\n"
 AT_START = replaced(
     "workspace",
     "failed",
-    FENCE + "failed = ld_relaxed_sys_u32(own + _LINE * (block % _MARKS))",
+    FENCE + "failed = load_failure(own, block)",
 )
 AT_END = replaced("workspace", "keep", FENCE + "keep_failure(own, failed)")
 WITH_MAILBOXES = [name for name, (_, needs) in PROTOCOLS.items() if needs is EMPTIES]

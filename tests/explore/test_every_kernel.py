@@ -10,11 +10,12 @@ from explore.scenarios import (
     some_blocks,
     words_by_signals_of_the_host,
 )
+from explore.scheduler import Launch
 from explore.source import device_code
 from explore.test_copies import calls_by_copies
 from explore.test_failures import CALLS
 from explore.test_operations import PAIRS, calls_of_pairs
-from explore.world import INT64, World, add
+from explore.world import INT64, World, add, an_integer
 from tests.host import test_machine_code
 from tests.kernels import every_kernel, named
 
@@ -41,8 +42,30 @@ def conversions(code):
     return scenario
 
 
+def reductions_of_shards(code):
+    """Each rank reduces shards of its own memory."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=some_blocks(machine, code))
+        number, vectors = machine.random.choice([2, 3]), machine.random.choice([1, 5])
+        shards = world.map("shards", 16 * vectors * number)
+        own = machine.random.randrange(number)
+        for rank, end in enumerate(world.ends):
+            words = [an_integer(machine.random) for _ in range(2 * vectors * number)]
+            for i, word in enumerate(words):
+                world.memory.plant(shards[rank] + 8 * i, 8, word)
+            given = shards[rank], vectors, own, number, INT64, "sum"
+            add(code.reduce_shards.bind(end, *given), world.streams[rank])
+            total = [sum(words[i :: 2 * vectors]) for i in range(2 * vectors)]
+            world.expect(shards[rank] + 16 * vectors * own, total)
+        world.run()
+
+    return scenario
+
+
 SCENARIOS = [
     conversions,
+    reductions_of_shards,
     *CALLS.values(),
     calls_by_copies,
     messages_with_gaps,
@@ -65,7 +88,10 @@ def test_every_kernel_is_explored(monkeypatch):
 
     def noting(world):
         launched.update(
-            named(each.kernel) for stream in world.streams for each in stream
+            named(each.kernel)
+            for stream in world.streams
+            for each in stream
+            if isinstance(each, Launch)
         )
         run(world)
 

@@ -77,8 +77,8 @@ BROKEN = {
         within(
             "workspace",
             "failed",
-            "ld_relaxed_sys_u32(own + _LINE * (block % _MARKS))",
-            "ld_relaxed_sys_u32(own + _LINE * (block % _MARKS)) * 0",
+            "load_failure(own, block)",
+            "load_failure(own, block) * 0",
         ),
     ),
     "a block that does not agree on its flags": (

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from explore.copying import Copies, Order
 from explore.failures import NoStoreAfterFailure
 from explore.memory import REGION, Finding
 from explore.messages import Messages
@@ -75,7 +76,7 @@ class World(Messages):
                 max_blocks=blocks or 2 * self.blocks,
                 multiprocessors=blocks or 2 * self.blocks,
                 place=lambda address, nbytes: None,
-                order=None,
+                order=Order(machine, guard.rank, Copies(code, self.size)),
             )
             for guard in guards
         ]

@@ -35,16 +35,18 @@ def test_a_quarter_of_a_gibibyte(comm, algorithm):
     check(comm, x, 0, count)
 
 
-@pytest.mark.parametrize("count", [64 << 20, (16 << 20) + 4, 8, 4])
-def test_copies_between_symmetric_arrays(comm, count):
-    """Whole shards of vectors, or not: then another algorithm takes over."""
-    x, y = comm.empty(count), comm.empty(count)
+@pytest.mark.parametrize("count", [64 << 20, (16 << 20) + 5, 8, 4])
+def test_copies_of_any_arrays(comm, count):
+    x, y = comm.empty(count), cuda.device_array(count, np.float32)
     write_pattern(x, comm.rank)
     for _ in range(3):
         comm.all_reduce(x, out=y, algorithm="copy_engine")
     comm.synchronize()
     check(comm, y, 0, count)
     assert (x[:4].copy_to_host() == pattern(np.arange(4), comm.rank)).all()
+    comm.all_reduce(x, out=x, algorithm="copy_engine")
+    comm.synchronize()
+    check(comm, x, 0, count)
 
 
 @pytest.mark.parametrize("count", [2 << 20, (2 << 20) - 1, (3 << 20) + 12_345])

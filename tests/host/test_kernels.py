@@ -31,6 +31,7 @@ from numba_symm.collectives.protocols import handshake
 from numba_symm.device import Context, Guard, signals
 from numba_symm.kernels import GUARD, Kernel
 from numba_symm.launch import locks
+from numba_symm.waits import BARRIER
 
 BFLOAT16 = dtypes.element(ml_dtypes.bfloat16, "test")
 FLOAT32 = dtypes.element(np.float32, "test")
@@ -42,13 +43,13 @@ KERNELS = {
     "one_shot_marked": one_shot.kernel(4, FLOAT32, "min", True, "marked", 2, ALL),
     "two_shot_marked": two_shot.kernel(4, BFLOAT16, "sum", False, "marked", 1),
     "chunked": chunked_all_reduce.kernel(4, FLOAT32, "sum", False),
-    "copy_engine": copied_all_reduce.kernel(4, FLOAT32, "sum", False),
+    "copy_engine": copied_all_reduce.reduce_kernel(4, FLOAT32, "sum", False),
     "meet": handshake.meet_kernel(3),
     "broadcast_direct": direct_broadcast.kernel(4, FLOAT32, True),
     "reduce_direct": direct_reduce.kernel(4, BFLOAT16, "sum", True),
     "all_reduce_direct": direct_shards.kernel(4, BFLOAT16, "sum", True, True),
     "reduce_scatter_direct": direct_shards.kernel(4, FLOAT32, "max", False, False),
-    "barrier": barrier.kernel(4, True),
+    "barrier": barrier.kernel(4, BARRIER),
     "pad_barrier": pads.barrier_kernel(4),
     "put_signal": pads.put_signal_kernel(4),
     "wait_signal": pads.wait_signal_kernel(4),
@@ -66,7 +67,7 @@ def changed(**fields):
     return Kernel(**(own | fields))
 
 
-FOR_ONE_RANK = {"signature": barrier.kernel(1).signature}
+FOR_ONE_RANK = {"signature": barrier.kernel(1, BARRIER).signature}
 
 CHANGES = {
     "factory": {"factory": other_factory},

@@ -27,12 +27,14 @@ from numba_symm.collectives.kernels import (
     direct_shards,
     one_shot,
     pack,
+    reduce_shards,
     transfer,
     two_shot,
 )
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import handshake, workspace
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
+from numba_symm.waits import BARRIER
 from tests.kernels import bound_kernels, named
 from tests.machine_code import Code
 
@@ -79,8 +81,10 @@ ALGORITHMS = {
     "broadcast_direct": lambda n, e, op: direct_broadcast.kernel(n, e, False),
     "all_reduce_direct": lambda *a: direct_shards.kernel(*a, False, True),
     "scatter_direct": lambda *a: direct_shards.kernel(*a, False, False),
-    "copied": lambda *a: copied_all_reduce.kernel(*a, False),
     "finish": lambda n, e, op: convert.kernel(e, e, op, n),
+    "reduce_shards": reduce_shards.kernel,
+    "reduce_copied": lambda *a: copied_all_reduce.reduce_kernel(*a, False),
+    "store_copied": lambda n, e, op: copied_all_reduce.store_kernel(n, e, False),
 }
 SPILLS = {("chunked", 8), ("reduce_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8)}
@@ -94,7 +98,7 @@ HALVES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 FLOATS = [(2, "float16", "sum"), (4, "float32", "sum"), (8, "bfloat16", "sum")]
 OTHERS = [(2, "int64", "prod"), (8, "bfloat16", "sum")]
 SIGNALS = {
-    "barrier": barrier.kernel,
+    "barrier": lambda n: barrier.kernel(n, BARRIER),
     "meet": handshake.meet_kernel,
     "pad_barrier": pads.barrier_kernel,
     "put_signal": pads.put_signal_kernel,
@@ -158,13 +162,16 @@ DIRECT = [
     if case[0] > 2 or name == "reduce_direct"
 ]
 DIRECT += SHARDS
+COPIED = [
+    (name, *case) for name in ("reduce_copied", "store_copied") for case in FLOATS
+]
 MEETING = [("meet", 2), ("meet", 8)]
 TRANSFERS = "transfer", "transfer_counted", "transfer_alone"
 MESSAGES = [(name, n) for name in TRANSFERS for n in (2, 8)]
 FLAGGED = [*BLOCK_FLAGS, *PADS, *MESSAGES]
-COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *MEETING, *MESSAGES]
+COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *MEETING, *MESSAGES]
 GAPS = [("pack", 2), ("unpack", 3)]
-EVERY = [*COLLECTIVE, *PADS, *cases("copied"), *cases("finish"), *GAPS]
+EVERY = [*COLLECTIVE, *PADS, *cases("finish", "reduce_shards"), *GAPS]
 
 
 def element(dtype):
@@ -247,11 +254,10 @@ def test_memory_is_global_and_nothing_is_atomic(case, cc):
     assert not code.find(r"(LD|ST|ATOM|ATOMG|ATOMS|RED|REDG)(\..*)?")
 
 
-@on([case for case in EVERY if case[0] not in ("copied", "pack", "unpack")])
+@on([case for case in EVERY if case not in GAPS])
 def test_nothing_is_called(case, cc):
     # A division by what is not constant is a call of some hundred instructions. The
-    # reduction between copies has one, for its range, and the copies of arrays with
-    # gaps have one for each axis: they wait for nobody.
+    # copies of arrays with gaps have one for each axis: they wait for nobody.
     assert not compiled(case, cc).find(r"CALL\.ABS.*")
 
 

@@ -66,7 +66,7 @@ def tiles(algorithm, dtype, comm):
     elif algorithm == DIRECT:
         blocks = min(blocks, BLOCKS)
         block, steps = THREADS, max(1, LOADS // size)
-    else:  # "chunked", which also does what "copy_engine" cannot
+    else:  # of "chunked"; "copy_engine" has more chunks there in the simulator
         blocks = min(blocks, CHUNKED.blocks)
         block, steps = CHUNKED.steps(size) * THREADS, 1
     edges = [block, blocks * block, blocks * block * steps, 2 * blocks * block * steps]

@@ -1,0 +1,80 @@
+"""The reduction of several shards in this rank's memory into one of them.
+
+For calls over several islands, whose ranks receive the shards from the other islands.
+They are reduced in their order. Each thread reads and writes vectors of its own; no
+other rank takes part.
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm.collectives.protocols.binding import ADDRESS, Endpoint
+from numba_symm.collectives.protocols.order import make_total
+from numba_symm.collectives.protocols.workspace import (
+    HELD,
+    THREADS,
+    VECTOR,
+    divide_up,
+)
+from numba_symm.device.intrinsics import ld_v2_u64, row_index, st_v2_u64
+from numba_symm.device.lanes import make_lanes
+from numba_symm.dtypes import Element, Op
+from numba_symm.kernels import Kernel, Launch
+
+
+def make_reduce_shards(number: int, element: Element, op: Op) -> Any:
+    """Return the kernel for a number of shards."""
+    total = make_total(number, make_lanes(element, op, False, number))
+
+    def reduce_shards(grid: int, shards: int, result: int, vectors: int) -> None:
+        block = row_index()
+        if block >= grid:
+            return
+        low = cuda.local.array(number, types.int64)
+        high = cuda.local.array(number, types.int64)
+        vector = block * THREADS + cuda.threadIdx.x
+        while vector < vectors:
+            for i in range(number):
+                at = shards + VECTOR * (i * vectors + vector)
+                low[i], high[i] = ld_v2_u64(at)
+            st_v2_u64(result + VECTOR * vector, total(low, high, 0))
+            vector += grid * THREADS
+
+    return reduce_shards
+
+
+@functools.cache
+def kernel(number: int, element: Element, op: Op) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    signature = types.int64, ADDRESS, ADDRESS, types.int64
+    return Kernel(make_reduce_shards, (number, element, op), signature, THREADS, HELD)
+
+
+def bind(
+    end: Endpoint,
+    shards: int,
+    vectors: int,
+    own: int,
+    number: int,
+    element: Element,
+    op: Op,
+) -> Launch:
+    """Return the packed launch.
+
+    Args:
+        end: this rank's end of its island.
+        shards: address of the first shard, on a 16-byte boundary; the others follow.
+        vectors: whole vectors of each shard.
+        own: the number of the shard that gets the result.
+        number: how many shards there are.
+        element: their type.
+        op: the operator.
+    """
+    grid = min(divide_up(vectors, THREADS), end.max_blocks)
+    held = divide_up(grid, end.multiprocessors)
+    result = shards + own * VECTOR * vectors
+    of_call = kernel(number, element, op)
+    return of_call.bind(grid, grid, shards, result, vectors, held=held)
