@@ -16,10 +16,10 @@ from numba_symm.environment import SIMULATED
 SIDE = 4096
 """Rows and columns of torch's matrices: a product takes about 0.2 ms on an H200."""
 
-ROWS, INNER = (8, 4) if SIMULATED else (1024, 256)
+ROWS, INNER = (4, 4) if SIMULATED else (1024, 256)
 """Rows of the left matrix, and its columns, for our kernel."""
 
-BLOCK = 4 if SIMULATED else 16
+BLOCK = 2 if SIMULATED else 16
 """Threads of our kernel's blocks, in each direction."""
 
 

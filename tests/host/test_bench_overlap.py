@@ -61,7 +61,7 @@ class Product:
 def overlapped(monkeypatch, *contenders, product=None, ranks=None, more=""):
     """Return the records of one message, out of place, and the streams."""
     monkeypatch.setattr(data, "arrived", lambda: None)  # no GPU here
-    line = f"all_reduce -b 16M -e 16M -n 20 -G 3 --overlap {more}"
+    line = f"all_reduce -b 256K -e 256K -n 20 -G 3 --overlap {more}"
     ranks, streams = ranks or Alone(), Streams()
     timer = Timer(ranks, streams.collective, lambda handle: None)
     overlap = Overlap(
