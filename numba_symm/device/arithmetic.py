@@ -41,8 +41,15 @@ def _reducing(function: Any, kind: Any) -> Callable[[Any, Any], Any]:
     with literals.
     """
     if SIMULATED:
-        # An array's astype accepts values out of range, such as a user's Python ints.
-        return _quiet(lambda a, b: np.asarray(function(a, b)).astype(kind)[()])
+
+        def converted(a: Any, b: Any) -> Any:
+            result = function(a, b)
+            if type(result) is kind:
+                return result
+            # An array's astype accepts values out of range, as a user's Python ints.
+            return np.asarray(result).astype(kind)[()]
+
+        return converted
     inlined = device_function(function)
 
     @device_function
@@ -115,17 +122,7 @@ def _divided_integer(kind: Any, size: int) -> Callable[[Any], Any]:
 
 
 def _finisher(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return _quiet(function) if SIMULATED else device_function(function)
-
-
-def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disable NumPy's warnings: overflow wraps or is infinite, as on a GPU."""
-
-    def quiet(*args: Any) -> Any:
-        with np.errstate(all="ignore"):
-            return function(*args)
-
-    return quiet
+    return function if SIMULATED else device_function(function)
 
 
 _MADE = {

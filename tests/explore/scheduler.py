@@ -24,6 +24,8 @@ from operator import attrgetter
 from random import Random
 from typing import Any
 
+import numpy as np
+
 from explore.memory import Finding, Memory, Observer, latest, meet
 
 STEP, SYNC, POLL = range(3)  # the reasons for which a thread stops
@@ -400,7 +402,8 @@ def explore(
     """
     gc.freeze()  # schedules leave cycles; the collector looks through these only
     try:
-        return _explore(scenario, make, schedules)
+        with np.errstate(all="ignore"):  # as in the simulator's threads
+            return _explore(scenario, make, schedules)
     finally:
         gc.unfreeze()
 

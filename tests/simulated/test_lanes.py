@@ -15,6 +15,13 @@ every_dtype = pytest.mark.parametrize("name", ELEMENTS)
 every_pair = pytest.mark.parametrize(("name", "op"), PAIRS)
 
 
+@pytest.fixture(autouse=True)
+def quiet():
+    """Disable NumPy's warnings, as in the threads of a kernel."""
+    with np.errstate(all="ignore"):
+        yield
+
+
 def rows(name, size):
     """Return ``size`` arrays of whole vectors: all special pairs, and random ones."""
     values = special(name)
