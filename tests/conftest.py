@@ -93,6 +93,16 @@ def backend():
 
 @pytest.fixture
 def comm(world, backend, request):
+    yield from communicators(world, request)
+
+
+@pytest.fixture(scope="module")
+def comm_of_a_file(world, request):
+    yield from communicators(world, request)
+
+
+def communicators(world, request):
+    """Yield a communicator, and close it."""
     communicator = ns.Communicator(world, timeout=60)
     yield communicator
     # Closing is collective: if a rank has failed, it waits until the timeout.

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
 TOGETHER = [
     ("operations", "messages"),
-    ("all_reduce", "test_direct.py"),
+    ("all_reduce",),
     ("communicators", "misuse", "test_set_up_calls.py"),
     ("memory", "mpi", "test_launch.py"),
     ("test_bench.py", "test_prepare.py"),
