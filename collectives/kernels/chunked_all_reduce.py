@@ -26,6 +26,7 @@ rank without an output, in a reduction to one rank, stores nothing.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from numba import cuda
@@ -34,6 +35,7 @@ from numba.cuda import types
 from numba_symm import waits
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
+from numba_symm.collectives.protocols.chunks import make_chunks
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_needs_fallback
 from numba_symm.collectives.protocols.order import (
@@ -63,30 +65,24 @@ from numba_symm.device.intrinsics import (
     st_u32,
     st_v2_u64,
 )
-from numba_symm.device.lanes import make_lanes
+from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 SCATTERED, REDUCED = 0, 1  # what a set of slots holds, and a set of flags signals
 
 
-def make_chunked_all_reduce(
-    size: int, element: Element, op: Op, ragged: bool, fallback_for: int
-) -> Any:
-    """Return the kernel for ``size`` ranks, an element type and a reduction."""
-    lanes = make_lanes(element, op, ragged, size)
-    load, store, total = lanes.load, lanes.store, make_total(size, lanes)
+def make_places(size: int) -> tuple[Callable[..., int], Callable[..., int]]:
+    """Return device functions for the offsets of slots and flags in a workspace.
+
+    ``(block, epoch, which)`` returns where a set of a block's slots begins, and
+    ``(block, which)`` a set of its flags; ``which`` is ``SCATTERED`` or ``REDUCED``.
+    """
     at = layout(size).chunked
-    epochs, flags, slots = at.epochs, at.flags, at.slots
-    rows = CHUNKED.steps(size)
-    rank_stride = rows * ROW
-    set_stride = (size - 1) * rank_stride
+    flags, slots = at.flags, at.slots
+    set_stride = (size - 1) * CHUNKED.steps(size) * ROW
     half_stride = 2 * set_stride
     flag_set = 4 * size * MAX_BLOCKS
-    others = size - 1
-    mirror = make_mirror(size)
-    batch = min(rows, max(1, LOADS // size))
-    held = batch * size
 
     @device_function
     def place(block: int, epoch: int, which: int) -> int:
@@ -97,8 +93,80 @@ def make_chunked_all_reduce(
     def flag_place(block: int, which: int) -> int:
         return flags + which * flag_set + 4 * size * block  # explore: flags
 
-    raise_flags, await_flags = make_flags(size, waits.CHUNKED)
+    return place, flag_place
+
+
+def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
+    """Return a device function that reduces this rank's shard of a chunk.
+
+    It reads what the others scattered from the address ``here`` on, stores the result
+    in its array, and in the slots of all others from the offset ``slot`` on. ``chunk``
+    begins with the rank's number, but is ``chunks.py``'s otherwise; ``of_vector`` are
+    three local arrays of ``size`` words.
+    """
+    load, store, total = lanes.load, lanes.store, make_total(size, lanes)
+    rows = CHUNKED.steps(size)
+    rank_stride = rows * ROW
+    others = size - 1
+    mirror = make_mirror(size)
+    batch = min(rows, max(1, LOADS // size))
     in_rank_order = make_in_rank_order(size)
+
+    @device_function
+    def reduce(
+        ring: Any,
+        here: int,
+        slot: int,
+        source: int,
+        target: int,
+        chunk: Any,
+        low: Any,
+        high: Any,
+        of_vector: Any,
+    ) -> None:
+        rank, vector, height, share, count, _ = chunk
+        own_low, own_high, spare = of_vector
+        mine = rank * share
+        for row in range(0, height, batch):
+            for i in range(batch * size):
+                step, j = row + i // size, i % size
+                at = vector + step * THREADS
+                if step < height and at < share:
+                    if j == 0:
+                        low[i], high[i] = load(source, mine + at, count)
+                    else:
+                        from_k = here + (j - 1) * rank_stride
+                        low[i], high[i] = ld_v2_u64(from_k + step * ROW)
+            for step in range(batch):
+                at = vector + (row + step) * THREADS
+                if row + step < height and at < share:
+                    for j in range(size):
+                        own_low[j] = low[step * size + j]
+                        own_high[j] = high[step * size + j]
+                    in_rank_order(rank, own_low, own_high, spare)
+                    result = total(own_low, own_high, 0)
+                    for k in range(others):
+                        there = slot + mirror(k) * rank_stride
+                        st_v2_u64(ring[k] + there + (row + step) * ROW, result)
+                    if target != 0:
+                        at += mine
+                        store(target, at, count, result[0], result[1])
+
+    return reduce
+
+
+def make_chunked_all_reduce(
+    size: int, element: Element, op: Op, ragged: bool, fallback_for: int
+) -> Any:
+    """Return the kernel for ``size`` ranks, an element type and a reduction."""
+    lanes = make_lanes(element, op, ragged, size)
+    epochs = layout(size).chunked.epochs
+    place, flag_place = make_places(size)
+    _, scatter, collect = make_chunks(size, lanes, size, False)
+    reduce = make_reduce(size, lanes)
+    held = size * min(CHUNKED.steps(size), max(1, LOADS // size))
+
+    raise_flags, await_flags = make_flags(size, waits.CHUNKED)
     needs_fallback = make_needs_fallback(size, fallback_for)
 
     def chunked_all_reduce(
@@ -144,18 +212,8 @@ def make_chunked_all_reduce(
                 epoch = (before + stage - 1) & 0xFFFFFFFF
                 slot = own + place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (stage - 2) * stride
-                for row in range(0, height, batch):
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        if step < height and vector + step * THREADS < share:
-                            at = slot + k * rank_stride + step * ROW
-                            low[i], high[i] = ld_v2_u64(at)
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        at = vector + step * THREADS
-                        if step < height and at < share and target != 0:
-                            at += (guard.rank + 1 + k) % size * share
-                            store(target, at, count, low[i], high[i])
+                chunk = guard.rank + 1, vector, height, share, count, share
+                collect(slot, target, chunk, low, high)
             if stage == 1:  # explore: wait
                 # Then all ranks have left the previous call.
                 epoch = (before + stage) & 0xFFFFFFFF
@@ -167,19 +225,8 @@ def make_chunked_all_reduce(
             if stage < chunks and not failed:  # explore: scatter
                 slot = place(block, epoch, SCATTERED) + VECTOR * thread
                 vector = first + stage * stride
-                for row in range(0, height, batch):
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        at = vector + step * THREADS
-                        if step < height and at < share:
-                            at += (guard.rank + 1 + k) % size * share
-                            low[i], high[i] = load(source, at, count)
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        if step < height and vector + step * THREADS < share:
-                            there = slot + mirror(k) * rank_stride
-                            words = low[i], high[i]
-                            st_v2_u64(ring[k] + there + step * ROW, words)
+                chunk = guard.rank + 1, vector, height, share, count, share
+                scatter(ring, slot, source, chunk, low, high)
             if stage < chunks:
                 flag = flag_place(block, SCATTERED)
                 failed = raise_flags(ring, flag, guard.rank, epoch, failed)
@@ -194,31 +241,9 @@ def make_chunked_all_reduce(
                 here = own + place(block, epoch, SCATTERED) + VECTOR * thread
                 slot = place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                mine = guard.rank * share
-                for row in range(0, height, batch):
-                    for i in range(batch * size):
-                        step, j = row + i // size, i % size
-                        at = vector + step * THREADS
-                        if step < height and at < share:
-                            if j == 0:
-                                low[i], high[i] = load(source, mine + at, count)
-                            else:
-                                from_k = here + (j - 1) * rank_stride
-                                low[i], high[i] = ld_v2_u64(from_k + step * ROW)
-                    for step in range(batch):
-                        at = vector + (row + step) * THREADS
-                        if row + step < height and at < share:
-                            for j in range(size):
-                                own_low[j] = low[step * size + j]
-                                own_high[j] = high[step * size + j]
-                            in_rank_order(guard.rank, own_low, own_high, spare)
-                            result = total(own_low, own_high, 0)
-                            for k in range(others):
-                                there = slot + mirror(k) * rank_stride
-                                st_v2_u64(ring[k] + there + (row + step) * ROW, result)
-                            if target != 0:
-                                at += mine
-                                store(target, at, count, result[0], result[1])
+                chunk = guard.rank, vector, height, share, count, share
+                of_vector = own_low, own_high, spare
+                reduce(ring, here, slot, source, target, chunk, low, high, of_vector)
                 epoch = (results_before + stage) & 0xFFFFFFFF
                 flag = flag_place(block, REDUCED)
                 raise_flags(ring, flag, guard.rank, epoch, failed)

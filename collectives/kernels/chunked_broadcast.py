@@ -20,6 +20,7 @@ from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, Enqueue
+from numba_symm.collectives.protocols.chunks import make_chunks
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_needs_fallback
 from numba_symm.collectives.protocols.order import make_mirror
@@ -42,7 +43,6 @@ from numba_symm.collectives.protocols.workspace import (
     resume,
 )
 from numba_symm.device.intrinsics import (
-    device_function,
     ld_v2_u64,
     row_index,
     st_v2_u64,
@@ -55,7 +55,9 @@ from numba_symm.waits import BROADCAST_COPIES, BROADCAST_DIRECT, CHUNKED_BROADCA
 
 def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
-    _, _, _, load, store = make_lanes(element, "sum", ragged, size)
+    lanes = make_lanes(element, "sum", ragged, size)
+    store = lanes.store
+    inside, scatter, collect = make_chunks(size, lanes, size - 1, True)
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
@@ -63,23 +65,13 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     rank_stride = rows * ROW
     others = size - 1
     mirror = make_mirror(size)
-    batch = min(rows, max(1, LOADS // size))
-    held = max(batch * others, LOADS)
+    held = max(min(rows, max(1, LOADS // size)) * others, LOADS)
     relayed = min(rows, LOADS)
     lag = 2 if size > 2 else 1
     raise_flags, await_flags = make_flags(size, CHUNKED_BROADCAST)
     needs_fallback = make_needs_fallback(
         size, BROADCAST_DIRECT if size > 2 else BROADCAST_COPIES
     )
-
-    @device_function
-    def inside(
-        owner: int, vector: int, step: int, height: int, share: int, vectors: int
-    ) -> bool:
-        # The root owns nothing, and the last owners' shards may be short.
-        at = vector + step * THREADS
-        mine = owner < others and step < height and at < share
-        return mine and owner * share + at < vectors
 
     def chunked_broadcast(
         guard: Any,
@@ -120,18 +112,9 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
             if stage < chunks and is_root and not failed:
                 slot = place(block, before, stage) + VECTOR * thread
                 vector = first + stage * stride
-                for row in range(0, height, batch):
-                    for i in range(batch * others):
-                        # The root's k-th neighbour owns shard k.
-                        step, k = row + i // others, i % others
-                        if inside(k, vector, step, height, share, vectors):
-                            there = k * share + vector + step * THREADS
-                            low[i], high[i] = load(array, there, count)
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        if inside(k, vector, step, height, share, vectors):
-                            to = ring[k] + slot + mirror(k) * rank_stride
-                            st_v2_u64(to + step * ROW, (low[i], high[i]))
+                # The root's k-th neighbour owns shard k.
+                chunk = 0, vector, height, share, count, vectors
+                scatter(ring, slot, array, chunk, low, high)
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
                 failed = await_flags(guard, own + flag, block, last, failed)
@@ -144,34 +127,25 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                 vector = first + (stage - 1) * stride
                 for row in range(0, height, relayed):
                     for i in range(relayed):
-                        if inside(mine, vector, row + i, height, share, vectors):
+                        at = vector + (row + i) * THREADS
+                        if row + i < height and inside(mine, at, share, vectors):
                             low[i], high[i] = ld_v2_u64(here + (row + i) * ROW)
                     for i in range(relayed):
-                        if inside(mine, vector, row + i, height, share, vectors):
+                        at = vector + (row + i) * THREADS
+                        if row + i < height and inside(mine, at, share, vectors):
                             words = low[i], high[i]
                             for k in range(others):
                                 to = slot + mirror(k) * rank_stride
                                 if k != to_root:  # explore: to-root
                                     st_v2_u64(ring[k] + to + (row + i) * ROW, words)
-                            there = mine * share + vector + (row + i) * THREADS
+                            there = mine * share + at
                             store(array, there, count, words[0], words[1])
             if stage >= lag and not is_root:
                 slot = own + place(block, before, stage - 2) + VECTOR * thread
                 vector = first + (stage - 2) * stride
-                for row in range(0, height, batch):
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        owner = (mine + 1 + k) % size
-                        if inside(owner, vector, step, height, share, vectors):
-                            here = slot + k * rank_stride + step * ROW
-                            low[i], high[i] = ld_v2_u64(here)
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        owner = (mine + 1 + k) % size
-                        if inside(owner, vector, step, height, share, vectors):
-                            # explore: store
-                            there = owner * share + vector + step * THREADS
-                            store(array, there, count, low[i], high[i])
+                # explore: collect
+                chunk = mine + 1, vector, height, share, count, vectors
+                collect(slot, array, chunk, low, high)
             if stage < chunks + lag - 1:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:

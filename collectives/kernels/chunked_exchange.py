@@ -18,6 +18,7 @@ after all ranks' flags of stage t-2, which they raised after they had read chunk
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from numba import cuda
@@ -25,6 +26,7 @@ from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
+from numba_symm.collectives.protocols.chunks import make_load_all
 from numba_symm.collectives.protocols.exchanges import (
     Exchange,
     Output,
@@ -47,10 +49,78 @@ from numba_symm.collectives.protocols.workspace import (
     layout,
     resume,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, row_index, st_v2_u64
-from numba_symm.device.lanes import make_lanes
+from numba_symm.device.intrinsics import (
+    device_function,
+    ld_v2_u64,
+    row_index,
+    st_v2_u64,
+)
+from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
+
+
+def received_of(size: int, kind: Exchange) -> int:
+    """Return how many vectors a thread receives in one step, its own included."""
+    return max(1, size - 1 if kind.output is Output.SHARDS else size)
+
+
+def make_use(
+    size: int, element: Element, op: Op, lanes: Lanes, kind: Exchange
+) -> Callable[..., None]:
+    """Return a device function that reduces or stores what arrived of a chunk.
+
+    ``(slot, here, target, shard_bytes, taken, chunk, low, high, mine)`` reads the slots
+    from the address ``slot`` on, and this rank's input at ``here``. ``chunk`` is as in
+    ``chunks.make_load_all``, and ``mine`` are two local arrays.
+    """
+    store = lanes.store
+    total = make_total_for(size, lanes, kind.output)
+    none_stored, none_low, none_high = of_none(element, op, kind.output)
+    load_all = make_load_all(size, lanes)
+    stores_shards = kind.output is Output.SHARDS
+    rows, others = CHUNKED.steps(size), size - 1
+    rank_stride = rows * ROW
+    received = received_of(size, kind)
+    batch = min(rows, max(1, LOADS // received))
+
+    @device_function
+    def use(
+        slot: int,
+        here: int,
+        target: int,
+        shard_bytes: int,
+        taken: int,
+        chunk: Any,
+        low: Any,
+        high: Any,
+        mine: Any,
+    ) -> None:
+        rank, vector, height, vectors, count, _ = chunk
+        for row in range(0, height, batch):
+            if stores_shards:
+                for i in range(batch * others):
+                    step, k = row + i // others, i % others
+                    at = vector + step * THREADS
+                    if step < height and at < vectors:
+                        low[i], high[i] = ld_v2_u64(slot + k * rank_stride + step * ROW)
+            else:
+                load_all(slot, here, chunk, row, low, high, mine[0], mine[1])
+            for i in range(batch):
+                at = vector + (row + i) * THREADS
+                if row + i < height and at < vectors:
+                    j = i * received
+                    if stores_shards:
+                        for k in range(others):
+                            to = target + (rank + 1 + k) % size * shard_bytes
+                            store(to, at, count, low[j + k], high[j + k])
+                    elif taken > 0:
+                        words = total(taken, low, high, j)
+                        store(target, at, count, words[0], words[1])
+                    elif none_stored:
+                        store(target, at, count, none_low, none_high)
+
+    return use
 
 
 def make_chunked_exchange(
@@ -60,26 +130,22 @@ def make_chunked_exchange(
     needs_fallback = make_needs_fallback(size, fallback_for)
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
-    total = make_total_for(size, lanes, kind.output)
-    none_stored, none_low, none_high = of_none(element, op, kind.output)
     raise_flags, await_flags = make_flags(size, kind.operation)
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
-    rows = CHUNKED.steps(size)
+    rows, others = CHUNKED.steps(size), size - 1
     rank_stride = rows * ROW
-    others = size - 1
     mirror = make_mirror(size)
     sends_shards, stores_shards = kind.sends_shards, kind.output is Output.SHARDS
     at_root = kind.output is Output.AT_ROOT
-    # The vectors of a thread in one step, as it sends and as it receives: of the other
-    # ranks' shards, or one for all; and its own vector, which is the last.
+    use = make_use(size, element, op, lanes, kind)
+    # The vectors of a thread in one step: of the other ranks' shards, or one for all;
+    # and its own vector, which is the last.
     sent = max(1, others * sends_shards + (stores_shards or not sends_shards))
-    mine = sent - 1
-    received = max(1, others if stores_shards else size)
     batch_out = min(rows, max(1, LOADS // sent))
-    batch_in = min(rows, max(1, LOADS // received))
-    held = max(batch_out * sent, batch_in * received)
+    batch_in = min(rows, max(1, LOADS // received_of(size, kind)))
+    held = max(batch_out * sent, batch_in * received_of(size, kind))
 
     def chunked_exchange(
         guard: Any,
@@ -108,6 +174,7 @@ def make_chunked_exchange(
         high = cuda.local.array(held, types.int64)
         own_low = cuda.local.array(batch_in, types.int64)
         own_high = cuda.local.array(batch_in, types.int64)
+        mine = own_low, own_high
         rank = guard.rank
         stride = grid * height * THREADS
         before, failed = resume(own, epochs, block)
@@ -137,7 +204,7 @@ def make_chunked_exchange(
                                 to = ring[k] + slot + mirror(k) * rank_stride
                                 st_v2_u64(to + step * ROW, (low[j], high[j]))
                             if stores_shards:
-                                j = i * sent + mine
+                                j = i * sent + sent - 1
                                 store(there, at, count, low[j], high[j])
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
@@ -147,37 +214,8 @@ def make_chunked_exchange(
             if stage >= 1 and not (at_root and taken == 0):
                 slot = own + place(block, before, stage - 1) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                for row in range(0, height, batch_in):
-                    if not stores_shards:
-                        for i in range(batch_in):
-                            at = vector + (row + i) * THREADS
-                            if row + i < height and at < vectors:
-                                own_low[i], own_high[i] = load(here, at, count)
-                    for i in range(batch_in * received):
-                        step, j = row + i // received, i % received
-                        at = vector + step * THREADS
-                        if step < height and at < vectors:
-                            # Along the ring, or by rank where the order matters.
-                            k = j if stores_shards else (j + others - rank) % size
-                            if k < others:
-                                words = ld_v2_u64(slot + k * rank_stride + step * ROW)
-                                low[i], high[i] = words
-                            else:
-                                low[i] = own_low[i // received]
-                                high[i] = own_high[i // received]
-                    for i in range(batch_in):
-                        at = vector + (row + i) * THREADS
-                        if row + i < height and at < vectors:
-                            j = i * received
-                            if stores_shards:
-                                for k in range(others):
-                                    to = target + (rank + 1 + k) % size * shard_bytes
-                                    store(to, at, count, low[j + k], high[j + k])
-                            elif taken > 0:
-                                words = total(taken, low, high, j)
-                                store(target, at, count, words[0], words[1])
-                            elif none_stored:
-                                store(target, at, count, none_low, none_high)
+                chunk = rank, vector, height, vectors, count, 0
+                use(slot, here, target, shard_bytes, taken, chunk, low, high, mine)
             if stage < chunks:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:

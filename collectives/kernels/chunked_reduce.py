@@ -33,6 +33,7 @@ from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
+from numba_symm.collectives.protocols.chunks import make_chunks, make_load_all
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.handshake import make_needs_fallback
 from numba_symm.collectives.protocols.order import make_mirror, make_total
@@ -49,7 +50,7 @@ from numba_symm.collectives.protocols.workspace import (
     layout,
     resume,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, row_index, st_v2_u64
+from numba_symm.device.intrinsics import row_index, st_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -59,7 +60,8 @@ from numba_symm.waits import CHUNKED_REDUCE, REDUCE_DIRECT
 def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
-    load, store = lanes.load, lanes.store
+    load_all = make_load_all(size, lanes)
+    _, scatter, collect = make_chunks(size, lanes, size - 1, False)
     total = make_total(size, lanes)
     raise_flags, await_flags = make_flags(size, CHUNKED_REDUCE)
     needs_fallback = make_needs_fallback(size, REDUCE_DIRECT)
@@ -114,20 +116,8 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
             if stage < chunks and not failed:
                 slot = place(block, before, stage) + VECTOR * thread
                 vector = first + stage * stride
-                for row in range(0, height, batch):
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        owner, at = (number + 1 + k) % size, vector + step * THREADS
-                        if step < height and at < share and owner < others:
-                            words = load(source, owner * share + at, count)
-                            low[i], high[i] = words
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        owner, at = (number + 1 + k) % size, vector + step * THREADS
-                        inside = step < height and at < share and owner < others
-                        if inside:
-                            to = ring[k] + slot + mirror(k) * rank_stride
-                            st_v2_u64(to + step * ROW, (low[i], high[i]))
+                chunk = number + 1, vector, height, share, count, share
+                scatter(ring, slot, source, chunk, low, high)
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
                 failed = await_flags(guard, own + flag, block, last, failed)
@@ -137,21 +127,9 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                 here = own + place(block, before, stage - 1) + VECTOR * thread
                 slot = place(block, before, stage - 1) + VECTOR * thread
                 vector = first + (stage - 1) * stride
+                chunk = rank, vector, height, share, count, mine
                 for row in range(0, height, batch):
-                    for i in range(batch):
-                        at = vector + (row + i) * THREADS
-                        if row + i < height and at < share:
-                            own_low[i], own_high[i] = load(source, mine + at, count)
-                    for i in range(batch * size):
-                        step, r = row + i // size, i % size
-                        if step < height and vector + step * THREADS < share:
-                            k = (r + others - rank) % size
-                            if k < others:
-                                words = ld_v2_u64(here + k * rank_stride + step * ROW)
-                                low[i], high[i] = words
-                            else:
-                                low[i] = own_low[i // size]
-                                high[i] = own_high[i // size]
+                    load_all(here, source, chunk, row, low, high, own_low, own_high)
                     for i in range(batch):
                         step = row + i
                         if step < height and vector + step * THREADS < share:
@@ -163,19 +141,10 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
             if stage >= 2 and target != 0:
                 slot = own + place(block, before, stage - 2) + VECTOR * thread
                 vector = first + (stage - 2) * stride
-                for row in range(0, height, batch):
-                    for i in range(batch * others):
-                        step, k = row + i // others, i % others
-                        if step < height and vector + step * THREADS < share:
-                            words = ld_v2_u64(slot + k * rank_stride + step * ROW)
-                            low[i], high[i] = words
-                    for i in range(batch * others):
-                        # The root's k-th neighbour has number k.
-                        step, k = row + i // others, i % others
-                        at = vector + step * THREADS
-                        if step < height and at < share:
-                            # explore: store
-                            store(target, k * share + at, count, low[i], high[i])
+                # The root's k-th neighbour owns shard k.
+                # explore: collect
+                chunk = 0, vector, height, share, count, share
+                collect(slot, target, chunk, low, high)
             if stage <= chunks:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:

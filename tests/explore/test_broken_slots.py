@@ -27,9 +27,7 @@ REDUCE_BROKEN = {
     **stages_broken("chunked_reduce"),
     "slots counted as their receiver does": replaced("order", "mirror", "return k"),
     "the root forgotten": within("chunked_reduce", "to-root", "k == root", "k == 0"),
-    "shards counted from this rank": within(
-        "chunked_reduce", "store", "k * share", "number * share"
-    ),
+    "shards counted from this rank": within("chunked_reduce", "collect", "0", "number"),
 }
 BROADCAST_BROKEN = stages_broken("chunked_broadcast")
 BROADCAST_OF_THREE_BROKEN = {
@@ -37,7 +35,7 @@ BROADCAST_OF_THREE_BROKEN = {
         "chunked_broadcast", "to-root", "k != to_root", "k != 0"
     ),
     "shards counted from the root": within(
-        "chunked_broadcast", "store", "owner * share", "k * share"
+        "chunked_broadcast", "collect", "mine + 1", "0"
     ),
 }
 EXCHANGE_BROKEN = {
