@@ -18,6 +18,7 @@ Source: the one-shot all-reduces of NCCL (LL), MSCCL++ and TensorRT-LLM (Lamport
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from numba import cuda
@@ -34,6 +35,7 @@ from numba_symm.collectives.protocols.exchanges import (
 )
 from numba_symm.collectives.protocols.mailboxes import (
     TRANSPORTS,
+    Mailboxes,
     mailed_grid,
     make_mailboxes,
 )
@@ -53,7 +55,7 @@ from numba_symm.device.intrinsics import (
     fence_acq_rel_sys,
     row_index,
 )
-from numba_symm.device.lanes import make_lanes
+from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.device.polling import fail, wait_record
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -64,6 +66,138 @@ from numba_symm.waits import (
 DIGEST, _DIGEST = 0x2E0D7C5AB16F9483, 0x5CE1A08F
 """The upper 96 bits of a vector whose lowest 32 bits are a digest. Data has them with a
 probability of 2**-96."""
+
+
+def make_digests_match(size: int) -> Callable[..., bool]:
+    """Return a device function that checks the digests of the others' calls.
+
+    ``(guard, digest, got_of, low, high)`` returns whether this digest arrived from each
+    rank from which no data is due, and no digest from the others.
+    """
+
+    @device_function
+    def digests_match(
+        guard: Any, digest: int, got_of: int, low: Any, high: Any
+    ) -> bool:
+        other = 0
+        for k in range(size - 1):
+            due = got_of >> k & 1 == 0
+            is_one = high[k + 1] == DIGEST and (low[k + 1] ^ digest) >> 32 == 0
+            if due != is_one or (due and low[k + 1] != digest):
+                other = k + 1
+        if other != 0:
+            peer = (guard.rank + other) % size
+            fail(guard, wait_record(CALL_MISMATCH, guard.rank, peer, 0, 0))
+        return other == 0
+
+    return digests_match
+
+
+def mailboxes_of(size: int, transport: str, operation: int) -> tuple[int, Mailboxes]:
+    """Return where the epochs of a transport are, and its device functions."""
+    region: Region = getattr(layout(size), f"one_shot_{transport}")
+    protocol = ONE_SHOT[transport]
+    return region.epochs, make_mailboxes(
+        size, transport, region, protocol, 1, operation
+    )
+
+
+def make_load_own(
+    lanes: Lanes, steps: int, kind: Exchange, sent: Callable[[int, int], Any]
+) -> Callable[..., None]:
+    """Return a device function that loads this rank's vectors of all steps.
+
+    ``(call, low, high)``; ``call`` is ``(array, start, stride, vectors, count)``.
+    """
+    load = lanes.load
+    # All ranks reduce the same vectors, so each uses its own as the others receive it.
+    same_bits = kind.output is Output.REDUCED and not kind.sends_shards
+
+    @device_function
+    def load_own(call: Any, low: Any, high: Any) -> None:
+        array, start, stride, vectors, count = call
+        for step in range(steps):
+            vector = start + step * stride
+            if vector < vectors:
+                words = load(array, vector, count)
+                if same_bits:  # explore: sent
+                    words = sent(words[0], words[1])
+                low[step], high[step] = words
+
+    return load_own
+
+
+def make_post(
+    size: int, lanes: Lanes, kind: Exchange, post_one: Callable[..., None]
+) -> Callable[..., None]:
+    """Return a device function that posts a vector to each other rank.
+
+    ``(rank, ring, boxes, epoch, shard, words, to, low, high)``: of its shard, or
+    ``words`` for all. ``shard`` is ``(source, shard_bytes, vector, count)``. ``to`` is
+    ``(posted, sent_to, digest)``: to which ranks the thread posts, to which of them
+    data, and what to the others. ``low`` and ``high`` are local arrays.
+    """
+    load = lanes.load
+    others = size - 1
+    sends_shards, rooted = kind.sends_shards, kind.output.rooted
+
+    @device_function
+    def post(
+        rank: int,
+        ring: Any,
+        boxes: int,
+        epoch: int,
+        shard: Any,
+        words: Any,
+        to: Any,
+        low: Any,
+        high: Any,
+    ) -> None:
+        source, shard_bytes, vector, count = shard
+        posted, sent_to, digest = to
+        for k in range(others):
+            if sends_shards:
+                r = (rank + 1 + k) % size
+                low[k], high[k] = load(source + r * shard_bytes, vector, count)
+            else:
+                low[k], high[k] = words
+        for k in range(others):
+            if posted >> k & 1 != 0:
+                data = low[k], high[k]
+                if rooted and sent_to >> k & 1 == 0:
+                    data = digest, DIGEST
+                post_one(ring, k, boxes, data[0], data[1], epoch)
+
+    return post
+
+
+def make_use(
+    size: int, element: Element, op: Op, lanes: Lanes, output: Output
+) -> Callable[..., None]:
+    """Return a device function that reduces or stores the vectors of all ranks.
+
+    ``(rank, shard, taken, low, high, spare)``: the own vector, and then the ring's.
+    ``shard`` is ``(target, shard_bytes, vector, count)``.
+    """
+    store = lanes.store
+    reduced = make_reduced(size, lanes, output)
+    none_stored, none_low, none_high = of_none(element, op, output)
+    stores_shards = output is Output.SHARDS
+
+    @device_function
+    def use(rank: int, shard: Any, taken: int, low: Any, high: Any, spare: Any) -> None:
+        target, shard_bytes, vector, count = shard
+        if stores_shards:
+            for j in range(size):
+                there = target + (rank + j) % size * shard_bytes
+                store(there, vector, count, low[j], high[j])
+        elif taken > 0:
+            result = reduced(rank, taken, low, high, spare)
+            store(target, vector, count, result[0], result[1])
+        elif none_stored:
+            store(target, vector, count, none_low, none_high)
+
+    return use
 
 
 def make_one_shot(
@@ -77,46 +211,16 @@ def make_one_shot(
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction.
 
-    Args:
-        size: number of ranks.
-        element: the element type.
-        op: the operator; of an operation without one, any.
-        ragged: see ``lanes.make_lanes``.
-        transport: a name of ``mailboxes.TRANSPORTS``.
-        steps: vectors that a thread has in transit at a time.
-        kind: what is exchanged.
+    A thread has ``steps`` vectors in transit at a time.
     """
-    region: Region = getattr(layout(size), f"one_shot_{transport}")
     lanes = make_lanes(element, op, ragged, size)
-    load, store = lanes.load, lanes.store
-    mail = make_mailboxes(
-        size, transport, region, ONE_SHOT[transport], 1, kind.operation
-    )
+    epochs, mail = mailboxes_of(size, transport, kind.operation)
     next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
-    epochs = region.epochs
-    others = size - 1
-    sends_shards, stores_shards = kind.sends_shards, kind.output is Output.SHARDS
-    rooted = kind.output.rooted
-    # All ranks reduce the same vectors, so each uses its own as the others receive it.
-    same_bits = kind.output is Output.REDUCED and not sends_shards
-    reduced = make_reduced(size, lanes, kind.output)
-    none_stored, none_low, none_high = of_none(element, op, kind.output)
-
-    @device_function
-    def digests_match(
-        guard: Any, digest: int, got_of: int, low: Any, high: Any
-    ) -> bool:
-        # Whether the same digest arrived where one was due, and no digest elsewhere.
-        other = 0
-        for k in range(others):
-            due = got_of >> k & 1 == 0
-            is_one = high[k + 1] == DIGEST and (low[k + 1] ^ digest) >> 32 == 0
-            if due != is_one or (due and low[k + 1] != digest):
-                other = k + 1
-        if other != 0:
-            peer = (guard.rank + other) % size
-            fail(guard, wait_record(CALL_MISMATCH, guard.rank, peer, 0, 0))
-        return other == 0
+    sends_shards, rooted = kind.sends_shards, kind.output.rooted
+    load_own = make_load_own(lanes, steps, kind, sent)
+    post = make_post(size, lanes, kind, post_one)
+    use = make_use(size, element, op, lanes, kind.output)
+    digests_match = make_digests_match(size)
 
     def one_shot(
         guard: Any,
@@ -155,31 +259,19 @@ def make_one_shot(
         while start - thread < vectors:
             epoch = next_epoch(epoch)
             # All steps' loads, before a post makes the next load wait for it.
-            for step in range(steps):
-                vector = start + step * stride
-                if vector < vectors:
-                    words = load(mine, vector, count)
-                    if same_bits:  # explore: sent
-                        words = sent(words[0], words[1])
-                    own_low[step], own_high[step] = words
+            call = mine, start, stride, vectors, count
+            load_own(call, own_low, own_high)
             if not failed:
                 for step in range(steps):
                     vector = start + step * stride
                     if vector < vectors:
-                        for k in range(others):
-                            r = (guard.rank + 1 + k) % size
-                            if sends_shards:
-                                words = load(source + r * shard_bytes, vector, count)
-                            else:
-                                words = own_low[step], own_high[step]
-                            low[k], high[k] = words
                         boxes = box(block, epoch, 0, 0, step, thread)
-                        for k in range(others):
-                            if posted >> k & 1 != 0:
-                                words = low[k], high[k]
-                                if rooted and sent_to >> k & 1 == 0:
-                                    words = digest, DIGEST
-                                post_one(ring, k, boxes, words[0], words[1], epoch)
+                        words = own_low[step], own_high[step]
+                        shard = source, shard_bytes, vector, count
+                        to = posted, sent_to, digest
+                        post(
+                            guard.rank, ring, boxes, epoch, shard, words, to, low, high
+                        )
             # All threads have read the epoch before it changes. Here, because the
             # packets take longer to arrive.
             sync_block()  # explore: resumed
@@ -194,15 +286,8 @@ def make_one_shot(
                         break
                     low[0] = own_low[step]
                     high[0] = own_high[step]
-                    if stores_shards:
-                        for j in range(size):
-                            there = target + (guard.rank + j) % size * shard_bytes
-                            store(there, vector, count, low[j], high[j])
-                    elif taken > 0:
-                        result = reduced(guard.rank, taken, low, high, spare)
-                        store(target, vector, count, result[0], result[1])
-                    elif none_stored:
-                        store(target, vector, count, none_low, none_high)
+                    shard = target, shard_bytes, vector, count
+                    use(guard.rank, shard, taken, low, high, spare)
             if not failed:
                 wipe(own, block, epoch, thread)
             start += steps * stride

@@ -60,8 +60,7 @@ def make_two_shot(
     )
     next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
     in_rank_order = make_in_rank_order(size)
-    epochs = region.epochs
-    others = size - 1
+    epochs, others = region.epochs, size - 1
     batch = min(steps, max(1, LOADS // size))
     held = max(size, batch * others)
 

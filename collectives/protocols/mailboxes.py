@@ -281,57 +281,14 @@ class Mailboxes(NamedTuple):
     between_epochs: Callable[[bool], bool]
 
 
-@functools.cache
-def make_mailboxes(
-    size: int,
-    transport: str,
-    region: Region,
-    protocol: Protocol,
-    sets: int,
-    operation: int,
-) -> Mailboxes:
-    """Return the device functions for a protocol.
-
-    Args:
-        size: number of ranks.
-        transport: a name of ``TRANSPORTS``.
-        region: where the protocol's state lies.
-        protocol: how many slots a thread has.
-        sets: how many vectors a rank sends to each rank in a step, one after another.
-        operation: the number in ``waits.py`` for a wait that is given up.
-    """
-    _, sent, post_to, peek, clear, wipe_box = TRANSPORTS[transport]
+def make_poll(
+    size: int, peek: Any, rank_stride: int, operation: int
+) -> Callable[..., bool]:
+    """Return what ``Mailboxes.receive`` does, but for making the mailboxes ready."""
     others = size - 1
-    mirror = make_mirror(size)
-    count = protocol.steps(size)
-    row = protocol.row
-    line = protocol.most(size) * row
-    rank_stride = count * line  # explore: rank-stride
-    set_stride = others * rank_stride
-    half_stride = sets * set_stride
-    slots = region.slots
-    last_epoch = LAST_EPOCH
 
     @device_function
-    def next_epoch(epoch: int) -> int:
-        return 1 if epoch >= last_epoch else epoch + 1
-
-    @device_function
-    def box(block: int, epoch: int, which: int, k: int, step: int, thread: int) -> int:
-        # The blocks' rows of a step are adjacent, as in the message, so that their
-        # stores are spread over all of the memory's channels.
-        half = slots + (epoch & 1) * half_stride + which * set_stride  # explore: half
-        # explore: step
-        return half + k * rank_stride + step * line + block * row + thread * VECTOR
-
-    @device_function
-    def post_one(
-        ring: Any, k: int, first: int, low: int, high: int, epoch: int
-    ) -> None:
-        post_to(ring[k] + first + mirror(k) * rank_stride, low, high, epoch)
-
-    @device_function
-    def receive(
+    def poll(
         guard: Any,
         first: int,
         epoch: int,
@@ -363,6 +320,72 @@ def make_mailboxes(
                             late = (guard.rank + 1 + k) % size
                     record = wait_record(operation, guard.rank, late, block, epoch)
                     given_up = must_give_up(guard, started, record)
+        return arrived
+
+    return poll
+
+
+@functools.cache
+def make_mailboxes(
+    size: int,
+    transport: str,
+    region: Region,
+    protocol: Protocol,
+    sets: int,
+    operation: int,
+) -> Mailboxes:
+    """Return the device functions for a protocol.
+
+    Args:
+        size: number of ranks.
+        transport: a name of ``TRANSPORTS``.
+        region: where the protocol's state lies.
+        protocol: how many slots a thread has.
+        sets: how many vectors a rank sends to each rank in a step, one after another.
+        operation: the number in ``waits.py`` for a wait that is given up.
+    """
+    _, sent, post_to, peek, clear, wipe_box = TRANSPORTS[transport]
+    others = size - 1
+    mirror = make_mirror(size)
+    count = protocol.steps(size)
+    row = protocol.row
+    line = protocol.most(size) * row
+    rank_stride = count * line  # explore: rank-stride
+    set_stride = others * rank_stride
+    half_stride = sets * set_stride
+    slots = region.slots
+    last_epoch = LAST_EPOCH
+    poll = make_poll(size, peek, rank_stride, operation)
+
+    @device_function
+    def next_epoch(epoch: int) -> int:
+        return 1 if epoch >= last_epoch else epoch + 1
+
+    @device_function
+    def box(block: int, epoch: int, which: int, k: int, step: int, thread: int) -> int:
+        # The blocks' rows of a step are adjacent, as in the message, so that their
+        # stores are spread over all of the memory's channels.
+        half = slots + (epoch & 1) * half_stride + which * set_stride  # explore: half
+        # explore: step
+        return half + k * rank_stride + step * line + block * row + thread * VECTOR
+
+    @device_function
+    def post_one(
+        ring: Any, k: int, first: int, low: int, high: int, epoch: int
+    ) -> None:
+        post_to(ring[k] + first + mirror(k) * rank_stride, low, high, epoch)
+
+    @device_function
+    def receive(
+        guard: Any,
+        first: int,
+        epoch: int,
+        block: int,
+        low: Any,
+        high: Any,
+        wanted: int,
+    ) -> bool:
+        arrived = poll(guard, first, epoch, block, low, high, wanted)
         if arrived:  # explore: arrived
             for k in range(others):
                 if wanted >> k & 1 != 0:
