@@ -64,7 +64,8 @@ class Job:
 
     def flat(self, array: Any) -> Any:
         """Return an array of one axis over the same memory."""
-        return array if len(array.shape) == 1 else self.part(array, 0, array.size)
+        view = arrays.view(array, self.what)
+        return array if len(view.shape) == 1 else self.part(array, 0, view.size)
 
     def part(self, array: Any, first: int, count: int) -> Any:
         """Return ``count`` elements of a contiguous array, from element ``first``."""

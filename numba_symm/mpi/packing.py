@@ -5,6 +5,7 @@ They wait for no rank, so they are plain ``cuda.jit`` kernels.
 
 import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -90,8 +91,16 @@ def _launch(kernel: Any, size: int, args: tuple[Any, ...], stream: int) -> None:
         return
     blocks = min(-(-size // THREADS), MOST_BLOCKS)
     threads = min(size, THREADS) if SIMULATED else THREADS
-    on = 0 if SIMULATED else cuda.external_stream(stream)
-    kernel[blocks, threads, on](*args)
+    _configured(kernel, blocks, threads, stream)(*args)
+
+
+@functools.lru_cache(maxsize=256)
+def _configured(kernel: Any, blocks: int, threads: int, stream: int) -> Any:
+    """Return a kernel with its grid, without Numba's advice to launch more blocks."""
+    on = 0 if SIMULATED or not stream else cuda.external_stream(stream)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return kernel[blocks, threads, on]
 
 
 def fold_pairs(replaces: Callable[..., bool], into: Any, of: Any) -> Step:

@@ -179,15 +179,17 @@ def _folded(
     function = operators.of_pairs(op)
     if function is None:
         return False
-    if not operators.are_pairs(x.dtype):
+    view = arrays.view(x, job.what)
+    if not operators.are_pairs(view.dtype):
         operators.operator(op, job.what)  # refuses it
-    count = x.size
-    everyone = job.temporary(comm.size * count, x.dtype)
+    count = view.size
+    everyone = job.temporary(comm.size * count, view.dtype)
     job.call(comm.communicator.all_gather, job.flat(x), out=everyone)
     if out is None or not len(ranks) or not count:
         return True
     out = job.flat(out)
-    parts = [job.part(everyone, rank * count + first, out.size) for rank in ranks]
+    number = arrays.view(out, job.what).size
+    parts = [job.part(everyone, rank * count + first, number) for rank in ranks]
     job.copy(out, parts[0])
     for part in parts[1:]:
         job.then(packing.fold_pairs(function, out, part))

@@ -1,0 +1,42 @@
+"""A pipeline: each rank applies its step to blocks that pass through all ranks.
+
+Messages have the number of their block as tag; the last rank takes them as they come.
+"""
+
+import numpy as np
+from numba import cuda
+
+from numba_symm import mpi as MPI
+
+BLOCKS, COUNT = 6, 16
+
+comm = MPI.Comm(MPI.COMM_WORLD)
+
+
+@cuda.jit
+def apply(block, rank):
+    """Do this rank's work on a block."""
+    i = cuda.grid(1)
+    if i < block.size:
+        block[i] = 0.5 * block[i] + rank + 1
+
+
+status = MPI.Status()
+block = cuda.device_array(COUNT)
+results = {}
+for number in range(BLOCKS):
+    if comm.rank == 0:
+        block = cuda.to_device(np.arange(COUNT, dtype=np.float64) + number)
+        tag = number
+    else:
+        comm.Recv(block, comm.rank - 1, MPI.ANY_TAG, status)
+        tag = status.Get_tag()
+        assert status.Get_count(MPI.DOUBLE) == COUNT
+    apply[1, COUNT](block, comm.rank)
+    cuda.synchronize()  # which mpi4py needs
+    if comm.rank < comm.size - 1:
+        comm.Send(block, comm.rank + 1, tag)
+    else:
+        results[tag] = float(block.copy_to_host().sum())
+if comm.rank == comm.size - 1:
+    print(*(results[number].hex() for number in sorted(results)))
