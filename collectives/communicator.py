@@ -9,7 +9,13 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 import numpy as np
 
 from numba_symm import arrays, environment, streams
-from numba_symm.collectives import kernel_set, lifetime, messages, vector_forms
+from numba_symm.collectives import (
+    kernel_set,
+    lifetime,
+    messages,
+    neighbors,
+    vector_forms,
+)
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.operations import (
@@ -926,7 +932,8 @@ class Communicator(Persistent):
                 None: one rank's after another's.
             recv_displs: the index in ``out`` at which the elements from each rank
                 begin; None: one rank's after another's.
-            out: the output, which does not overlap x; None: a new array of one axis.
+            out: the output, which does not overlap x, or x itself: then the call sends
+                a copy of x. None: a new array of one axis.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -938,6 +945,72 @@ class Communicator(Persistent):
         given = x, (send_counts, send_displs), (recv_counts, recv_displs), out, stream
         all_to_all = vector_forms.all_to_all
         return vector_forms.collected(self._calls, "all_to_all_v", all_to_all, *given)
+
+    def neighbor_all_gather(
+        self,
+        x: Any,
+        *,
+        sources: Sequence[int | None],
+        destinations: Sequence[int | None] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Send ``x`` to each destination, and receive an array from each source.
+
+        Collective among neighbours: if rank r names rank s as a destination so many
+        times, rank s names r as a source as many times. Asynchronous.
+
+        Args:
+            x: a device array in C order; those of neighbours have equal size and dtype.
+            sources: ranks to receive from. A rank may be in the list several times: its
+                messages match in order. It may be this rank. None or MPI.PROC_NULL:
+                nobody; that part of out keeps its contents.
+            destinations: ranks to send to; None: the sources.
+            out: the output, an array of shape ``(len(sources), *x.shape)``, which does
+                not overlap x. None: a new array of ordinary device memory.
+            stream: as for :meth:`all_reduce`.
+
+        Returns:
+            ``out``, or the new array: ``out[i]`` is the x of ``sources[i]``.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        given = x, sources, destinations, out, stream
+        name = "neighbor_all_gather"
+        return vector_forms.collected(self._calls, name, neighbors.all_gather, *given)
+
+    def neighbor_all_to_all(
+        self,
+        x: Any,
+        *,
+        sources: Sequence[int | None],
+        destinations: Sequence[int | None] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Any:
+        """Send each destination its part of ``x``, and receive a part from each source.
+
+        Collective among neighbours, as :meth:`neighbor_all_gather`. Asynchronous.
+
+        Args:
+            x: a device array in C order. The length of its first axis is a multiple of
+                the number of destinations; the i-th part goes to ``destinations[i]``.
+            sources: as for :meth:`neighbor_all_gather`.
+            destinations: as for :meth:`neighbor_all_gather`.
+            out: the output, which has a part of equal size for each source, and does
+                not overlap x. None: a new array of ordinary device memory.
+            stream: as for :meth:`all_reduce`.
+
+        Returns:
+            ``out``, or the new array: its i-th part is from ``sources[i]``.
+
+        Raises:
+            As :meth:`all_reduce`.
+        """
+        given = x, sources, destinations, out, stream
+        name = "neighbor_all_to_all"
+        return vector_forms.collected(self._calls, name, neighbors.all_to_all, *given)
 
     @by_one_thread
     def send(

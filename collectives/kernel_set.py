@@ -36,6 +36,7 @@ from numba_symm.kernels import Kernel, listed
 MESSAGES = (
     *("send", "recv", "sendrecv", "gather", "scatter"),
     *("all_gather_v", "gather_v", "scatter_v", "all_to_all_v"),
+    *("neighbor_all_gather", "neighbor_all_to_all"),
 )
 """Calls that are messages, at most one in each direction of a pair."""
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from numba_symm.collectives import messages, plans, vector_forms
+from numba_symm.collectives import messages, neighbors, plans, vector_forms
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.plans import Plan
 
@@ -142,6 +142,36 @@ class Persistent:
         return plans.of_collective(
             *(self._calls, "all_to_all_v", vector_forms.all_to_all, x),
             *((send_counts, send_displs), (recv_counts, recv_displs), out, stream),
+        )
+
+    def neighbor_all_gather_init(
+        self,
+        x: Any,
+        *,
+        sources: Sequence[int | None],
+        destinations: Sequence[int | None] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare a :meth:`neighbor_all_gather`, as ``all_reduce_init`` does."""
+        return plans.of_collective(
+            *(self._calls, "neighbor_all_gather", neighbors.all_gather),
+            *(x, sources, destinations, out, stream),
+        )
+
+    def neighbor_all_to_all_init(
+        self,
+        x: Any,
+        *,
+        sources: Sequence[int | None],
+        destinations: Sequence[int | None] | None = None,
+        out: Any = None,
+        stream: Any = None,
+    ) -> Plan:
+        """Prepare a :meth:`neighbor_all_to_all`, as ``all_reduce_init`` does."""
+        return plans.of_collective(
+            *(self._calls, "neighbor_all_to_all", neighbors.all_to_all),
+            *(x, sources, destinations, out, stream),
         )
 
     def send_init(

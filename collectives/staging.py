@@ -11,6 +11,7 @@ communicator is closed, because graphs may contain its address.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -180,6 +181,15 @@ def _copy(
     return pack.bind(address, view.address, view.shape, strides, size, packing)
 
 
+def copied(calls: Caller, x: Any, what: str, stream: int) -> tuple[Any, Enqueue]:
+    """Return an array for a copy of one without gaps, and what makes the copy."""
+    view = arrays.dense(arrays.view(x, what), what)
+    arrays.check_device(view, calls.gpu.ordinal, what)
+    address, owner = calls.staging.take(view.nbytes, stream, what, message=True)
+    copy = Memory(address, view.nbytes, owner).array(view.shape, view.dtype)
+    return copy, partial(streams.copy, address, view.address, view.nbytes)
+
+
 class Replaced:
     """The input and the output of a call, with contiguous memory for those with gaps.
 
@@ -203,8 +213,6 @@ class Replaced:
         self.x, self.out = x, out
         self.before: list[Enqueue] = []
         self.after: list[Enqueue] = []
-        if calls.pending is None:
-            calls.staging.begin()
         same = out is x
         if has_gaps(x, what):
             found = stage(calls, x, what, stream, same, message)
@@ -241,6 +249,8 @@ def bound(
     root: int | None,
 ) -> Bound:
     """Do what ``Calls.bound`` does, for arrays of which one has gaps."""
+    if calls.pending is None:
+        calls.staging.begin()
     given = Replaced(calls, operation.name, x, out, chosen[0])
     launch, made, _ = calls.bound(
         operation, given.x, op, given.out, chosen[0], algorithm, root
@@ -266,6 +276,8 @@ def prepared(
         out: the output, None if there is none or it is to be made.
         stream: the stream; None: that of the first array.
     """
+    if calls.pending is None:
+        calls.staging.begin()
     if not has_gaps(x, what) and not has_gaps(out, what):
         return prepare(x, out, stream)
     chosen = calls.stream_for(stream, out if x is None else x)

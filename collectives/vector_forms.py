@@ -99,20 +99,17 @@ def _staged(
     """Return ``prepare(calls, what, x, …, out, stream)`` for arrays with gaps, too."""
     *given, out, stream = args
     # On other ranks than the root, these ignore one of the arrays.
-    ignores = prepare in (gather, scatter) and given[-1] != calls.rank
+    ignores = False
+    if prepare in (gather, scatter):
+        ignores = check_rank(given[-1], calls.size, f"{what}: root") != calls.rank
+    no_x, no_out = ignores and prepare is scatter, ignores and prepare is gather
 
-    def work(x: Any, out: Any, stream: Any) -> Prepared:
-        return prepare(calls, what, x, *given, out, stream)
+    def work(source: Any, target: Any, stream: Any) -> Prepared:
+        source, target = x if no_x else source, out if no_out else target
+        return prepare(calls, what, source, *given, target, stream)
 
-    if ignores and prepare is gather:
-        return staging.prepared(
-            calls, what, lambda x, _, stream: work(x, out, stream), x, None, stream
-        )
-    if ignores:
-        return staging.prepared(
-            calls, what, lambda _, out, stream: work(x, out, stream), None, out, stream
-        )
-    return staging.prepared(calls, what, work, x, out, stream)
+    read, written = None if no_x else x, None if no_out else out
+    return staging.prepared(calls, what, work, read, written, stream)
 
 
 def gather(
@@ -129,7 +126,7 @@ def gather(
     root = check_rank(root, calls.size, f"{what}: root")
     if calls.rank == root:
         table = None if what == "gather" else _table(calls, what, counts, displs)
-        return _formed(calls, _GATHER, what, x, out, stream, root, table)
+        return formed(calls, _GATHER, what, x, out, stream, root, table)
     source = arrays.view(x, what)
     transfers = calls.remembered(_contributed, what, source, root)
     return Prepared(transfers, calls.stream_for(stream, x), (x,), None)
@@ -149,7 +146,7 @@ def scatter(
     root = check_rank(root, calls.size, f"{what}: root")
     if calls.rank == root:
         table = None if what == "scatter" else _table(calls, what, counts, displs)
-        return _formed(calls, _SCATTER, what, x, out, stream, root, table)
+        return formed(calls, _SCATTER, what, x, out, stream, root, table)
     if out is None:
         raise ArgumentError(
             f"{what}: expected out on every rank but the root, got None; only the root "
@@ -171,7 +168,7 @@ def all_gather(
 ) -> Prepared:
     """Prepare an ``all_gather_v``."""
     table = _table(calls, what, counts, displs)
-    return _formed(calls, _ALL_GATHER, what, x, out, stream, table)
+    return formed(calls, _ALL_GATHER, what, x, out, stream, table)
 
 
 def all_to_all(
@@ -183,10 +180,15 @@ def all_to_all(
     out: Any,
     stream: Any,
 ) -> Prepared:
-    """Prepare an ``all_to_all_v``."""
+    """Prepare an ``all_to_all_v``; in place, a copy of x is sent."""
+    if out is x:
+        chosen = calls.stream_for(stream, x)
+        copy, step = staging.copied(calls, x, what, chosen[0])
+        call = all_to_all(calls, what, copy, sent, received, out, chosen[0])
+        return call._replace(stream=chosen, before=(step,))
     given = table_of(*sent, calls.size, f"{what}: send_counts")
     taken = table_of(*received, calls.size, f"{what}: recv_counts")
-    return _formed(calls, _ALL_TO_ALL, what, x, out, stream, given, taken)
+    return formed(calls, _ALL_TO_ALL, what, x, out, stream, given, taken)
 
 
 def reduce_scatter(
@@ -223,19 +225,21 @@ def _shards(
     what = REDUCE_SHARD.name
     if staging.has_gaps(x, what) or staging.has_gaps(out, what):
         chosen = calls.stream_for(stream, x)
+        if calls.pending is None:
+            calls.staging.begin()
         given = staging.Replaced(calls, what, x, out, chosen[0])
         words, launch, _, made = _shards(
             calls, given.x, counts, op, given.out, chosen[0]
         )
         return words, given.around(launch), chosen, given.result(made)
-    source = _flat(calls, arrays.view(x, what), what)
+    source = flat(calls, arrays.view(x, what), what)
     places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
     check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
     first, count = places[calls.rank]
     chosen = calls.stream_for(stream, x)
     if out is None:
         out = calls.new(source, (count,), chosen[0], what)
-    target = _flat(calls, arrays.view(out, f"{what}: out"), f"{what}: out", True)
+    target = flat(calls, arrays.view(out, f"{what}: out"), f"{what}: out", True)
     check_length(target, count, f"{what}: out", "counts[rank]")
     check_type(target, source, what)
     itemsize = source.dtype.itemsize
@@ -254,7 +258,7 @@ def _shards(
     return words, Series(*todo) if todo else None, chosen, out
 
 
-def _flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:
+def flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:
     """Return an array that counts and displacements can address, or refuse it."""
     found = calls.usable(view, what, written)
     check_order(found, what)
@@ -267,7 +271,7 @@ def _table(
     return table_of(counts, displs, calls.size, f"{what}: counts")
 
 
-def _formed(
+def formed(
     calls: Calls, form: Form, what: str, x: Any, out: Any, stream: Any, *given: Any
 ) -> Prepared:
     """Prepare a call that reads x and writes ``out``, or a new array for None."""
@@ -284,7 +288,7 @@ def _formed(
 def _gathered_shape(
     calls: Calls, what: str, x: ArrayView, root: int, table: Table | None
 ) -> tuple[int, ...]:
-    x = _flat(calls, x, what)
+    x = flat(calls, x, what)
     if table is None:
         return calls.size, *x.shape
     places = places_of(table)
@@ -303,9 +307,9 @@ def _gathered(
 ) -> Transfers:
     _gathered_shape(calls, what, x, root, table)
     places = places_of(table or ((x.size,) * calls.size, None))
-    out = _output(calls, out, x, what)
+    out = output(calls, out, x, what)
     if table is None:
-        _check_even(out, calls.size * x.size, x, what)
+        check_even(out, calls.size * x.size, x, what)
     else:
         _check_room(out, places, f"{what}: out")
     shards = [Shard(out, *place) for place in places]
@@ -316,7 +320,7 @@ def _gathered(
 
 def _contributed(calls: Calls, what: str, x: ArrayView, root: int) -> Transfers:
     """Return the message of a gather on a rank other than the root."""
-    x = _flat(calls, x, what)
+    x = flat(calls, x, what)
     words = _contribution(what, x, root)
     sends = [Message(root, x.address, x.nbytes)]
     return Transfers(sends, [], (), words, x.dtype.itemsize)
@@ -330,7 +334,7 @@ def _contribution(what: str, x: ArrayView, root: int) -> str:
 def _scattered_shape(
     calls: Calls, what: str, x: ArrayView, root: int, table: Table | None
 ) -> tuple[int, ...]:
-    x = _flat(calls, x, what)
+    x = flat(calls, x, what)
     if table is None:
         check_shards(x, calls.size, "scatter")
         return x.shape[0] // calls.size, *x.shape[1:]
@@ -349,9 +353,9 @@ def _scattered(
 ) -> Transfers:
     _scattered_shape(calls, what, x, root, table)
     places = places_of(table or ((x.size // calls.size,) * calls.size, None))
-    out = _output(calls, out, x, what)
+    out = output(calls, out, x, what)
     if table is None:
-        _check_even(out, x.size // calls.size, x, what)
+        check_even(out, x.size // calls.size, x, what)
     else:
         check_length(out, places[root][1], f"{what}: out", f"counts[{root}]")
     shards = [Shard(x, *place) for place in places]
@@ -363,7 +367,7 @@ def _scattered(
 
 def _taken(calls: Calls, what: str, out: ArrayView, root: int) -> Transfers:
     """Return the message of a scatter on a rank other than the root."""
-    out = _flat(calls, out, f"{what}: out", written=True)
+    out = flat(calls, out, f"{what}: out", written=True)
     receives = [Message(root, out.address, out.nbytes)]
     words = f"{out.dtype.name}, root {root}"
     return Transfers([], receives, (), words, out.dtype.itemsize)
@@ -372,7 +376,7 @@ def _taken(calls: Calls, what: str, out: ArrayView, root: int) -> Transfers:
 def _all_gathered_shape(
     calls: Calls, what: str, x: ArrayView, table: Table
 ) -> tuple[int, ...]:
-    x = _flat(calls, x, what)
+    x = flat(calls, x, what)
     places = places_of(table)
     refuse_overlap(places, f"{what}: displs")
     check_length(x, places[calls.rank][1], f"{what}: x", "counts[rank]")
@@ -384,7 +388,7 @@ def _all_gathered(
 ) -> Transfers:
     _all_gathered_shape(calls, what, x, table)
     places = places_of(table)
-    out = _output(calls, out, x, what)
+    out = output(calls, out, x, what)
     _check_room(out, places, f"{what}: out")
     shards = [Shard(out, *place) for place in places]
     sends = [
@@ -400,7 +404,7 @@ def _all_gathered(
 def _exchanged_shape(
     calls: Calls, what: str, x: ArrayView, given: Table, taken: Table
 ) -> tuple[int, ...]:
-    x = _flat(calls, x, what)
+    x = flat(calls, x, what)
     outgoing, incoming = places_of(given), places_of(taken)
     refuse_overlap(incoming, f"{what}: recv_displs")
     (_, sent), (_, received) = outgoing[calls.rank], incoming[calls.rank]
@@ -422,7 +426,7 @@ def _exchanged(
     taken: Table,
 ) -> Transfers:
     _exchanged_shape(calls, what, x, given, taken)
-    out = _output(calls, out, x, what)
+    out = output(calls, out, x, what)
     _check_room(out, places_of(taken), f"{what}: out")
     check_apart(x, out, what)
     outgoing = [Shard(x, *place) for place in places_of(given)]
@@ -443,9 +447,9 @@ _ALL_GATHER = Form(_all_gathered_shape, _all_gathered)
 _ALL_TO_ALL = Form(_exchanged_shape, _exchanged)
 
 
-def _output(calls: Calls, out: ArrayView, x: ArrayView, what: str) -> ArrayView:
+def output(calls: Calls, out: ArrayView, x: ArrayView, what: str) -> ArrayView:
     """Return ``out``, or refuse one that does not fit x."""
-    out = _flat(calls, out, f"{what}: out", written=True)
+    out = flat(calls, out, f"{what}: out", written=True)
     check_type(out, x, what)
     return out
 
@@ -476,7 +480,7 @@ def _own_copy(
     return [(shard.address, alone.address, shard.nbytes)]
 
 
-def _check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
+def check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
     """Refuse an output that has not ``count`` elements."""
     if out.size != count:
         raise ArgumentError(

@@ -278,6 +278,46 @@ def test_memory_freed_and_allocated_anew(comm, world, packed):
         del x
 
 
+def test_all_to_all_v_in_place(comm, world):
+    """Alone, as a plan, in a group beside another one, and of an array with gaps."""
+    size, rank, dtype = comm.size, comm.rank, np.dtype(np.int32)
+    table = [[3 + (5 * r + 3 * s) % 7 for s in range(size)] for r in range(size)]
+    sent, taken = table[rank], [row[rank] for row in table]
+    room = max(sum(sent), sum(taken))
+
+    def start(x):
+        parts = [content(n, dtype, rank, s) for s, n in enumerate(sent)]
+        put(x, np.resize(np.concatenate(parts), room).astype(dtype))
+
+    x, y, spread = (ordinary(n * room, dtype) for n in (1, 1, 2))
+    counts = {"send_counts": sent, "recv_counts": taken}
+    plan = comm.all_to_all_v_init(x, **counts, out=x)
+    wanted = [content(n, dtype, r, rank) for r, n in enumerate(taken)]
+    wanted = np.concatenate(wanted)
+    for call in (lambda: comm.all_to_all_v(x, **counts, out=x), plan):
+        start(x)
+        assert call() is x
+        comm.synchronize()
+        assert same(x.copy_to_host()[: wanted.size], wanted)
+    start(x)
+    start(y)
+    with comm.group():
+        comm.all_to_all_v(x, **counts, out=x)
+        comm.all_to_all_v(y, **counts, out=y)
+    comm.synchronize()
+    for each in (x, y):
+        assert same(each.copy_to_host()[: wanted.size], wanted)
+    start(x)
+    put(spread, np.repeat(x.copy_to_host(), 2))
+    gaps = spread[::2]
+    assert comm.all_to_all_v(gaps, **counts, out=gaps) is gaps
+    comm.synchronize()
+    found = spread.copy_to_host()
+    assert np.array_equal(found[::2][: wanted.size], wanted)
+    assert np.array_equal(found[1::2], x.copy_to_host())
+    world.barrier()
+
+
 def test_all_gather_v_and_all_to_all_v(comm, world):
     lot = random.Random(17)
     largest = 300 if SIMULATED else 100_000

@@ -49,8 +49,7 @@ JUNK = [
 ]
 
 NEEDS_PEERS = (
-    "send",
-    "recv",
+    *("send", "recv", "send_init", "recv_init", "isend", "irecv"),
     "recv_fd",
     "put_signal",
     "wait_signal",
@@ -70,6 +69,7 @@ def valid(comm, world):
     given |= dict.fromkeys(["counts", "recv_counts", "send_counts"], (8,))
     given |= dict.fromkeys(["displs", "recv_displs", "send_displs"], (0,))
     given |= dict.fromkeys(["size", "local_size"], 1)
+    given |= {"sources": (0,), "destinations": None, "requests": False}
     given |= {"shape": 8, "dtype": "f4", "op": "sum", "x": x, "array": x, "out": y}
     given |= {"exchange": ns.StoreExchange(world, "junk"), "fd": 2}
     given |= {"ptr": comm.rendezvous(x).buffer_ptrs[0], "nbytes": 8, "comm": world}
