@@ -217,3 +217,8 @@ def is_mpi(comm: object) -> bool:
     # Do not import mpi4py.MPI, which calls MPI_Init: its communicators imply it.
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and isinstance(comm, mpi.Comm)
+
+
+def mpi() -> Any:
+    """Return mpi4py's module, for a communicator that is mpi4py's."""
+    return sys.modules["mpi4py.MPI"]

@@ -68,13 +68,21 @@ class StoreExchange:
         prefix: the store's name, the same on all ranks.
         timeout: seconds that a step waits for other ranks; 0: indefinitely. None:
             ``NUMBA_SYMM_SETUP_TIMEOUT``, else indefinitely.
+        names: by rank, its number in texts, where a larger communicator has these
+            ranks; None: the same.
 
     Attributes:
         timeout: the seconds.
         call: the user's call to which the steps belong; "" if each step is a call.
     """
 
-    def __init__(self, comm: Comm, prefix: str, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        comm: Comm,
+        prefix: str,
+        timeout: float | None = None,
+        names: Sequence[int] | None = None,
+    ) -> None:
         self._comm = checked(comm)
         self._step = 0
         self._astray: str | None = None
@@ -84,6 +92,7 @@ class StoreExchange:
         self.prefix = prefix
         self.rank = comm.rank
         self.size = comm.size
+        self.names = names or range(comm.size)
         forks.watch(self)
 
     def disown(self) -> None:
@@ -99,7 +108,8 @@ class StoreExchange:
 
     def wait(self, what: str) -> Wait:
         """Start a wait, and return it."""
-        return Wait(self.call or what, self.rank, self.timeout)
+        rank = self.names[self.rank]
+        return Wait(self.call or what, rank, self.timeout, names=self.names)
 
     def look(self, wait: Wait, absent: Sequence[int]) -> None:
         """Raise if the wait for ``absent`` has lasted too long, or a rank has failed.
@@ -147,7 +157,7 @@ class StoreExchange:
             if not isinstance(error, SymmError):  # of this rank only, within the step
                 self.leave(error)
             raise
-        places = dict(enumerate(map(_place, messages)))
+        places = dict(zip(self.names, map(_place, messages), strict=True))
         if len(set(places.values())) > 1:
             self._astray = (
                 f"{sentence(places, 'is at', 'are at')}: "
@@ -177,7 +187,8 @@ class StoreExchange:
         Raises:
             ArgumentError: on all ranks, with each rank's fact, if they differ.
         """
-        facts = dict(enumerate(self.all_gather(str(fact), what)))
+        found = self.all_gather(str(fact), what)
+        facts = dict(zip(self.names, found, strict=True))
         if len(set(facts.values())) > 1:
             raise ArgumentError(
                 f"{what}: {sentence(facts, 'has', 'have')}; "
@@ -204,7 +215,7 @@ class StoreExchange:
             if isinstance(error, CollectiveError) and self._meeting is not None:
                 raise  # the status board reports it to all
             reports = self.all_gather(_report(error), step)
-            raise _common_error(what, reports) from error
+            raise _common_error(what, reports, self.names) from error
         except BaseException as error:
             with suppress(CollectiveError):  # the first error is raised
                 self.all_gather(_report(error), step)
@@ -212,7 +223,7 @@ class StoreExchange:
             raise
         reports = self.all_gather(None, step)
         if any(reports):
-            raise _common_error(what, reports)
+            raise _common_error(what, reports, self.names)
 
     def is_everybodys(self, error: BaseException | None) -> bool:
         """Return whether every rank raises ``error`` at this step, or none an error.
@@ -242,8 +253,11 @@ def _report(error: BaseException) -> tuple[str, str] | None:
     return kind, f"{kind}: {error}" if str(error) else kind
 
 
-def _common_error(what: str, reports: list[tuple[str, str] | None]) -> SymmError:
-    failures = {rank: report for rank, report in enumerate(reports) if report}
+def _common_error(
+    what: str, reports: list[tuple[str, str] | None], names: Sequence[int]
+) -> SymmError:
+    found = zip(names, reports, strict=True)
+    failures = {rank: report for rank, report in found if report}
     lines = [f"{what} failed on {len(failures)} of {len(reports)} ranks:"]
     texts = {rank: text for rank, (_, text) in failures.items()}
     for text, ranks in grouped(texts).items():

@@ -44,10 +44,19 @@ class Wait:
         rank: the rank that waits.
         seconds: how long it waits at most; 0: indefinitely.
         limit: the setting that gives these seconds, as a text.
+        names: by rank, its number in texts; None: the same.
     """
 
-    def __init__(self, what: str, rank: int, seconds: float = 0, limit: str = ""):
+    def __init__(
+        self,
+        what: str,
+        rank: int,
+        seconds: float = 0,
+        limit: str = "",
+        names: Sequence[int] | None = None,
+    ):
         self.what = what
+        self._names = names
         self.limit = limit or f"set-up timeout: {seconds:g} s"
         self._rank = rank
         self._began = time.monotonic()
@@ -96,6 +105,8 @@ class Wait:
 
     def said(self, absent: Sequence[int]) -> str:
         """Return "waited for rank 2 in zeros"."""
+        if absent and self._names is not None:
+            absent = [self._names[rank] for rank in absent]
         whom = name_ranks(absent) if absent else "other ranks"
         return f"waited for {whom} in {self.what}"
 

@@ -74,6 +74,8 @@ class Board:
         exchange: the ranks.
         channel: sends file descriptors between them.
         undo: closes the board, in any case.
+        names: by rank, its number in texts, where a larger communicator has these
+            ranks; None: the same.
 
     Attributes:
         address: the address of rank 0's record for this process' kernels, after
@@ -84,12 +86,19 @@ class Board:
     _steps: Any
     _words: Any
 
-    def __init__(self, exchange: StoreExchange, channel: IpcChannel, undo: ExitStack):
+    def __init__(
+        self,
+        exchange: StoreExchange,
+        channel: IpcChannel,
+        undo: ExitStack,
+        names: Sequence[int] | None = None,
+    ):
         # Before others rely on it: when it is closed, they see that this rank has left.
         undo.callback(self.close)
         self._undo = ExitStack()
         self._rank = exchange.rank
         self._size = exchange.size
+        self._names = names
         self._step = 0
         self._turn = 0
         self._alive = -1
@@ -146,7 +155,7 @@ class Board:
         if not record:
             return None
         words = self._words[record >> 48 & 0xFF].value
-        return describe(record, words.decode(errors="ignore"))
+        return describe(record, words.decode(errors="ignore"), self._names)
 
     def look(self) -> None:
         """Raise CollectiveError if the communicator has failed."""
@@ -350,14 +359,19 @@ def _register(address: int, undo: ExitStack) -> int:
     return int(driver.call("cuMemHostGetDevicePointer", address, 0))
 
 
-def describe(record: int, words: str = "") -> Failure:
+def describe(
+    record: int, words: str = "", names: Sequence[int] | None = None
+) -> Failure:
     """Return the failure in a record, whose bits ``polling.wait_record`` describes.
 
     Args:
         record: the record of any rank.
         words: the text of the rank that stored it, see :meth:`Board.abandon`.
+        names: by rank, its number in texts; None: the same.
     """
     number, rank, peer = record >> 56, record >> 48 & 0xFF, record >> 40 & 0xFF
+    if names is not None:
+        rank, peer = names[rank], names[peer]
     place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
     two = (rank, peer)
     operation, cause, limit, kind, named = [*words.split("\n"), *4 * [""]][:5]

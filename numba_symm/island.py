@@ -1,7 +1,7 @@
 """Ranks with their GPUs: the part of a communicator that memory and kernels need."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from numba_symm import environment, forks
@@ -40,6 +40,8 @@ class Island:
         timeout: seconds that a kernel waits for a peer; 0: indefinitely; None:
             ``NUMBA_SYMM_TIMEOUT``, else 300.
         own: whether ``comm`` belongs to this island alone, and is not duplicated.
+        names: by rank, its number in texts, where a larger communicator has these
+            ranks; None: the same.
 
     Attributes:
         timeout: the seconds, checked.
@@ -67,19 +69,20 @@ class Island:
         device: int | None,
         timeout: float | None,
         own: bool = False,
+        names: Sequence[int] | None = None,
     ):
         self.closed = False
         self.why_closed = "the communicator was closed; make a new one"
         self.known_failure: Failure | None = None
         self.note = ""
-        self._own = own
+        self._own, self._names = own, names
         self._most: int | None = None
         self._undo = ExitStack()
         comm, patience = ranks.checked(comm), _patience()
         if not own:
             comm = waiting.duplicate(comm, Wait("Communicator", comm.rank, patience))
         self.comm = comm
-        self.exchange = StoreExchange(self.comm, "communicator", patience)
+        self.exchange = StoreExchange(self.comm, "communicator", patience, names)
         self.exchange.call = "Communicator"
         try:
             self._make(device, timeout)
@@ -93,7 +96,7 @@ class Island:
         self._refuse_several()
         hosts.refuse_too_many(self.world.size)
         self.channel = self._undo.enter_context(IpcChannel(exchange))
-        self.board = Board(exchange, self.channel, self._undo)
+        self.board = Board(exchange, self.channel, self._undo, self._names)
         exchange.meet_at(self.board)
         self.gpu = devices.bind(exchange, device)
         try:

@@ -4,6 +4,8 @@ Within an island, memory and kernels work as they do in a communicator of one. A
 moves bytes between islands, and MPI carries what hosts agree on.
 """
 
+import atexit
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from numba_symm.launch import devices, ranks, waiting
 from numba_symm.launch.islands import Parts, divide
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
+from numba_symm.watchdog import Watchdog
 
 
 class Islands(Island):
@@ -48,6 +51,7 @@ class Islands(Island):
         parts: Parts | None = None,
     ):
         self._known = parts
+        self.watchdog: Watchdog | None = None
         self.operation = "Communicator"
         super().__init__(comm, device, timeout, own)
 
@@ -65,7 +69,8 @@ class Islands(Island):
         self.local = mine.index(rank)
         comm = self._part(self.index)
         with exchange.agreed("Communicator"):
-            self.inner = Island(comm, self.gpu.ordinal, self.timeout, own=True)
+            given = self.gpu.ordinal, self.timeout
+            self.inner = Island(comm, *given, own=True, names=mine)
         self.inner.note = (
             f", which number {ranks.name_ranks(mine)} of the communicator: symmetric "
             "memory is of an island, and the other ranks are of other islands"
@@ -76,7 +81,13 @@ class Islands(Island):
         self.guard = self.inner.guard
         exchange.meet_at(_Across(self))
         self.engine = engines.choose(self)
-        self._undo.callback(self.engine.abort)
+        exchange.barrier("the watchdog's messages")
+        control = waiting.undisturbed(lambda: ranks.duplicate(self.comm))
+        self.watchdog = Watchdog(
+            control, self.board, engines.partners(self)[0], self.world.host
+        )
+        self._undo.callback(self.watchdog.stop)
+        _watched.add(self.watchdog)
         forks.watch(self)
 
     def _bind(self, device: int | None) -> None:
@@ -121,11 +132,37 @@ class Islands(Island):
     def fail(self, error: CollectiveError) -> None:
         """Make the communicator fail by an error that has named the ranks."""
         self.board.fail(error)
+        self._look()
+
+    def failed_by(self, error: CollectiveError) -> CollectiveError:
+        """Make the communicator fail by an error of the engine; return what to raise.
+
+        That is the first failure of the island, which may be another one.
+        """
+        self.fail(error)
+        failure = self.board.failure()
+        return error if failure is None else self._error(failure)
+
+    def abandon(self, cause: BaseException | str, operation: str = "") -> None:
+        """Make the communicator fail on every rank of all islands."""
+        super().abandon(cause, operation)
+        self._look()
+
+    def _look(self) -> None:
+        if self.watchdog is not None and not self.closed:
+            self.watchdog.look()
+
+    def look(self) -> None:
+        """Raise CollectiveError if the communicator has failed, on any island."""
+        self._look()
+        self.board.look()
 
     def close(self) -> None:
         """Close the engine and the island, and free what belongs to all ranks."""
         self.closed = True
         self._undo.pop_all()
+        assert self.watchdog is not None
+        self.watchdog.close()
         self.engine.close()
         self.inner.close()
         ranks.release(self.comm)
@@ -141,13 +178,13 @@ class _NamedWait(Wait):
 
     def __init__(self, names: Sequence[str], *args: Any):
         super().__init__(*args)
-        self._names = names
+        self._hosts = names
 
     def said(self, absent: Sequence[int]) -> str:
         """Return "waited for rank 2 on b in all_reduce"."""
         if not absent:
             return super().said(absent)
-        where = ", ".join(dict.fromkeys(self._names[rank] for rank in absent))
+        where = ", ".join(dict.fromkeys(self._hosts[rank] for rank in absent))
         return f"waited for {ranks.name_ranks(absent)} on {where} in {self.what}"
 
 
@@ -184,11 +221,22 @@ class _Across:
         self._islands.abandon(cause, operation)
 
 
+_watched: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_watchdogs() -> None:
+    """End the threads, before MPI is finalized."""
+    for each in list(_watched):
+        each.look()
+        each.stop()
+
+
 def gather(islands: Islands, data: bytes, wait: Wait) -> list[bytes]:
     """Return every rank's bytes, in rank order; raise after a failure. Collective."""
 
     def look() -> bool:
-        islands.board.look()
+        islands.look()
         return False
 
     with waiting.watching(look):

@@ -14,7 +14,7 @@ from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.dtypes import Element, Op, UserOperator
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError
+from numba_symm.errors import ArgumentError, CollectiveError
 from numba_symm.islands import Islands
 
 STAGING = 1 << 16 if SIMULATED else 64 << 20
@@ -276,7 +276,10 @@ class _Exchange:
     def __call__(self, stream: int) -> None:
         """Enqueue it."""
         self._islands.operation = self._what
-        self._islands.engine.exchange(self._sends, self._receives, stream)
+        try:
+            self._islands.engine.exchange(self._sends, self._receives, stream)
+        except CollectiveError as error:
+            raise self._islands.failed_by(error) from None
 
 
 def parcels(messages: Sequence[Message]) -> list[Parcel]:

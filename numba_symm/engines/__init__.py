@@ -1,7 +1,6 @@
 """Engines: libraries that move bytes between the GPUs of different islands."""
 
-from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Protocol
 
 from numba_symm import environment, streams
 from numba_symm.backends.protocol import Backend
@@ -26,8 +25,7 @@ class Joined(Protocol):
     index: int
     local: int
 
-    @property
-    def board(self) -> Any: ...  # noqa: D102
+    def look(self) -> None: ...  # noqa: D102
 
     @property
     def operation(self) -> str: ...  # noqa: D102
@@ -48,14 +46,9 @@ def choose(islands: Joined) -> Engine:
     exchange.agree_equal(f"NUMBA_SYMM_ENGINE={asked}", "Communicator")
     exchange.barrier("an engine's messages")
     comm = waiting.undisturbed(lambda: ranks.duplicate(islands.comm))
-    with ExitStack() as undo:
-        with exchange.agreed("starting engine 'mpi'"):
-            engine = MpiEngine(
-                comm, lambda: islands.wait(islands.operation), islands.board.look
-            )
-            undo.callback(engine.abort)
-        prove(islands, engine)
-        undo.pop_all()
+    with exchange.agreed("starting engine 'mpi'"):
+        engine = MpiEngine(comm, lambda: islands.wait(islands.operation), islands.look)
+    prove(islands, engine)
     return engine
 
 

@@ -6,7 +6,6 @@ the addresses; otherwise the bytes pass through pinned host memory, in chunks.
 """
 
 import ctypes
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -53,7 +52,7 @@ class Direct:
 
     def sent(self, slot: int, address: int, nbytes: int) -> Any:
         """Return the memory at the address."""
-        return _mpi().buffer.fromaddress(address, nbytes)
+        return ranks.mpi().buffer.fromaddress(address, nbytes)
 
     free = sent
 
@@ -97,11 +96,11 @@ class Staged:
         host = self._slot(slot)
         if nbytes:
             self._copy_out(host, address, nbytes)
-        return _mpi().buffer.fromaddress(host, nbytes)
+        return ranks.mpi().buffer.fromaddress(host, nbytes)
 
     def free(self, slot: int, address: int, nbytes: int) -> Any:
         """Return a slot."""
-        return _mpi().buffer.fromaddress(self._slot(slot), nbytes)
+        return ranks.mpi().buffer.fromaddress(self._slot(slot), nbytes)
 
     def received(self, slot: int, address: int, nbytes: int) -> None:
         """Copy the slot to the address."""
@@ -162,7 +161,7 @@ class MpiEngine:
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
         self._room = room or (Direct() if reads_gpu_memory() else _Pinned())
-        self.version = _mpi().Get_library_version().split(",")[0]
+        self.version = ranks.mpi().Get_library_version().split(",")[0]
 
     def exchange(
         self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: int
@@ -171,17 +170,17 @@ class MpiEngine:
         if not SIMULATED:
             if streams.is_capturing(stream):
                 raise ArgumentError(
-                    "a capture of a call between islands: expected an engine that CUDA "
-                    "graphs can capture, got 'mpi', which moves bytes on the host; use "
-                    "NUMBA_SYMM_ENGINE=nccl"
+                    "a call between islands: expected a stream that is not being "
+                    "captured, got a capture; MPI moves the bytes on the host, so a "
+                    "graph cannot contain them; make the call outside of the capture"
                 )
             streams.synchronize(stream)
         self._look()
         wait = self._wait()
         moves: list[_Move] = []
         for kind, parcels, counted in (
+            (_Send, sends, self._sent),  # first: a receive may raise
             (_Receive, receives, self._received),
-            (_Send, sends, self._sent),
         ):
             for parcel in parcels:
                 tag = counted[parcel.peer] % _TAGS
@@ -200,13 +199,8 @@ class MpiEngine:
 
     def close(self) -> None:
         """Free the buffers and the communicator. Collective."""
-        self.abort()
+        self._room.close()
         ranks.release(self._comm)
-
-    def abort(self) -> None:
-        """Free the buffers. Local."""
-        if not _given_up:  # MPI may still write into them
-            self._room.close()
 
 
 _given_up: list[Any] = []  # requests that MPI may still serve
@@ -264,7 +258,7 @@ class _Move:
 class _Send(_Move):
     def _begin(self, at: tuple[int, int, int]) -> Any:
         buffer = self._room.sent(*at)
-        return self._comm.Isend([buffer, _mpi().BYTE], self.parcel.peer, self._tag)
+        return self._comm.Isend([buffer, ranks.mpi().BYTE], self.parcel.peer, self._tag)
 
     def _finished(self) -> bool:
         return bool(self._request.Test())
@@ -273,10 +267,10 @@ class _Send(_Move):
 class _Receive(_Move):
     def _begin(self, at: tuple[int, int, int]) -> Any:
         buffer = self._room.free(*at)
-        return self._comm.Irecv([buffer, _mpi().BYTE], self.parcel.peer, self._tag)
+        return self._comm.Irecv([buffer, ranks.mpi().BYTE], self.parcel.peer, self._tag)
 
     def _finished(self) -> bool:
-        mpi = _mpi()
+        mpi = ranks.mpi()
         status = mpi.Status()
         try:
             if not self._request.Test(status):
@@ -300,14 +294,10 @@ def reads_gpu_memory() -> bool:
     """Return whether MPI says that it reads and writes the memory of GPUs itself."""
     if SIMULATED:
         return True  # whose memory is the host's
-    mpi = _mpi()
+    mpi = ranks.mpi()
     kinds = mpi.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds") or ""
     if "cuda" in kinds:
         return True
     # Open MPI's own function, found through the libraries that mpi4py has loaded.
     query = getattr(ctypes.CDLL(mpi.__file__), "MPIX_Query_cuda_support", None)
     return query is not None and query() == 1
-
-
-def _mpi() -> Any:
-    return sys.modules["mpi4py.MPI"]

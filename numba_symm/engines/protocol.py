@@ -49,7 +49,4 @@ class Engine(Protocol):
         """
 
     def close(self) -> None:
-        """Release the engine. Collective, unless :meth:`abort` was called before."""
-
-    def abort(self) -> None:
-        """End all exchanges, and release the engine. Local, from any thread."""
+        """Release the engine. Collective."""

@@ -1,0 +1,100 @@
+"""The watchdog: a thread that carries failures between the islands of a communicator.
+
+Within an island, ranks see a failure on the status board. The watchdog of each rank
+tells the ranks on its rail of a new failure by MPI, and stores what it hears on its own
+board.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from numba_symm import forks
+from numba_symm.board import Board
+from numba_symm.errors import CollectiveError, CollectiveTimeout, named
+from numba_symm.launch import ranks
+
+_PAUSE = 0.02  # seconds
+_TAG = 28290
+
+
+class Watchdog:
+    """Watches one communicator of several islands.
+
+    Where MPI does not permit several threads, there is no thread: the rank looks while
+    it waits for other islands.
+
+    Args:
+        comm: mpi4py's communicator of all ranks, which the watchdog releases.
+        board: the board of this rank's island.
+        peers: the ranks that this one tells.
+        host: the name of this rank's host, for texts.
+    """
+
+    def __init__(
+        self,
+        comm: Any,
+        board: Board,
+        peers: Sequence[int],
+        host: str,
+    ):
+        self._comm, self._board, self._peers, self._host = comm, board, peers, host
+        self._lock = threading.RLock()  # a finalizer may report, too
+        self._stopping = threading.Event()
+        self._sent: list[Any] = []
+        self._told = False
+        mpi = ranks.mpi()
+        self._thread: threading.Thread | None = None
+        if mpi.Query_thread() == mpi.THREAD_MULTIPLE:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._thread.start()
+        forks.watch(self)
+
+    def disown(self) -> None:
+        """Watch nothing, in a forked child, which has no such thread."""
+        self._lock = threading.RLock()  # the thread may have held it
+        self._stopping.set()
+        self._thread = None
+
+    def _run(self) -> None:
+        while not self._stopping.wait(_PAUSE):
+            self.look()
+
+    def look(self) -> None:
+        """Exchange what is known of failures. Never waits for another rank."""
+        with self._lock:
+            if self._stopping.is_set():
+                return
+            self._hear()
+            failure = self._board.failure()
+            if failure is None or self._told:
+                return
+            self._told = True
+            text = failure.text
+            if failure.limit:
+                text += f" ({failure.limit})"
+            elif issubclass(failure.error, CollectiveTimeout):
+                text += f" on {self._host}"
+            said = failure.error.__name__, text, failure.ranks, failure.operation
+            self._sent += [self._comm.isend(said, peer, _TAG) for peer in self._peers]
+
+    def _hear(self) -> None:
+        mpi = ranks.mpi()
+        while (message := self._comm.improbe(mpi.ANY_SOURCE, _TAG)) is not None:
+            kind, text, who, operation = message.recv()
+            error = named(kind)
+            if not issubclass(error, CollectiveError):
+                error = CollectiveError
+            self._board.fail(error(text, ranks=who, operation=operation))
+
+    def stop(self) -> None:
+        """End the thread. Local; the communicator is released by :meth:`close`."""
+        with self._lock:
+            self._stopping.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def close(self) -> None:
+        """End the thread, and release the communicator. Collective."""
+        self.stop()
+        ranks.release(self._comm)

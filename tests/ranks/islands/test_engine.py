@@ -1,0 +1,108 @@
+"""The engine of MPI by itself: memory that MPI cannot read, captures, wrong lengths."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+import numba_symm as ns
+from numba_symm import streams
+from numba_symm.engines import mpi
+from numba_symm.engines.mpi import MpiEngine, Staged
+from numba_symm.engines.protocol import Parcel
+from numba_symm.launch.waiting import Wait
+from tests.ranks.helpers import needs_peers
+
+pytestmark = needs_peers
+
+
+class Pinned:
+    """Pinned memory that is not: it counts what is copied and allocated."""
+
+    def __init__(self):
+        self.copied, self.slots = 0, {}
+
+    def copy(self, target, source, nbytes):
+        assert 0 < nbytes <= Staged.most
+        ctypes.memmove(target, source, nbytes)
+        self.copied += nbytes
+
+    def allocate(self, nbytes):
+        slot = ctypes.create_string_buffer(nbytes)
+        self.slots[ctypes.addressof(slot)] = slot
+        return ctypes.addressof(slot)
+
+    def room(self):
+        def copy_in(address, host, nbytes):
+            self.copy(address, host, nbytes)
+
+        return Staged(self.copy, copy_in, self.allocate, self.slots.pop)
+
+
+@pytest.fixture
+def pinned():
+    return Pinned()
+
+
+@pytest.fixture
+def engine(world, pinned):
+    def wait():
+        return Wait("exchange", world.rank, 20)
+
+    made = MpiEngine(world.Dup(), wait, lambda: None, pinned.room())
+    yield made
+    world.barrier()
+    made.close()
+    assert not pinned.slots
+
+
+def neighbours(world):
+    return (world.rank + 1) % world.size, (world.rank - 1) % world.size
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, Staged.most, 3 * Staged.most + 5])
+def test_bytes_pass_through_slots_of_host_memory(world, engine, pinned, nbytes):
+    right, left = neighbours(world)
+    sent = np.random.default_rng(world.rank).integers(0, 256, nbytes, np.uint8)
+    wanted = np.random.default_rng(left).integers(0, 256, nbytes, np.uint8)
+    found, tail = np.zeros(nbytes, np.uint8), np.zeros(3, np.uint8)
+    three = np.full(3, world.rank, np.uint8)
+    engine.exchange(
+        [Parcel(right, sent.ctypes.data, nbytes), Parcel(right, three.ctypes.data, 3)],
+        [Parcel(left, found.ctypes.data, nbytes), Parcel(left, tail.ctypes.data, 3)],
+        streams.LEGACY_DEFAULT,
+    )
+    assert (found == wanted).all()
+    assert (tail == left).all()
+    assert pinned.copied == 2 * (nbytes + 3)
+
+
+@pytest.mark.parametrize("received", [3, 5])
+def test_another_number_of_bytes_is_an_error(world, engine, received):
+    right, left = neighbours(world)
+    sent, found = np.zeros(4, np.uint8), np.zeros(received, np.uint8)
+    with pytest.raises(ns.CallMismatch, match="receives another number of bytes"):
+        engine.exchange(
+            [Parcel(right, sent.ctypes.data, 4)],
+            [Parcel(left, found.ctypes.data, received)],
+            streams.LEGACY_DEFAULT,
+        )
+    mpi._given_up.clear()
+
+
+def test_a_rank_that_sends_nothing_is_late(world, engine):
+    _, left = neighbours(world)
+    engine._wait = lambda: Wait("exchange", world.rank, 0.1, "timeout: 0.1 s")
+    found = np.zeros(4, np.uint8)
+    text = rf"rank {world.rank} waited for rank {left} in exchange \(timeout: 0.1 s\)"
+    receives = [Parcel(left, found.ctypes.data, 4)]
+    with pytest.raises(ns.CollectiveTimeout, match=text):
+        engine.exchange([], receives, streams.LEGACY_DEFAULT)
+    mpi._given_up.clear()
+
+
+def test_a_capture_is_refused(engine, monkeypatch):
+    monkeypatch.setattr(mpi, "SIMULATED", False)
+    monkeypatch.setattr(streams, "is_capturing", lambda stream: True)
+    with pytest.raises(ns.ArgumentError, match="expected a stream that is not"):
+        engine.exchange([], [], 7)

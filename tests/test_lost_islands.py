@@ -1,0 +1,90 @@
+"""Ranks of several islands that stop or die: the ranks of all islands raise.
+
+They are started by mpirun, which lets the others continue.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from numba_symm.launch import cli
+from tests.test_mpirun import environment, run
+
+RANKS, LOST = 4, 3
+TIMEOUT = 2.0
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed", "raises"])
+def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
+    program = [__file__, how, str(tmp_path)]
+    command = cli.mpirun_command(RANKS, program, cli.find_mpirun())
+    command.insert(1, "--continuous")  # after a rank has died
+    environ = environment(RANKS) | {"NUMBA_SYMM_ISLAND_SIZE": "2"}
+    code = run(command, environ, tmp_path / "mpirun.txt", 100)
+    assert code is not None, (tmp_path / "mpirun.txt").read_text()
+    found = {
+        rank: json.loads((tmp_path / f"{rank}.json").read_text())
+        for rank in range(RANKS)
+        if rank != LOST
+    }
+    for rank, (kind, text, ranks, seconds) in found.items():
+        if how == "raises":
+            assert kind == "RankLeft", text
+            assert "rank 3 left by ValueError: enough" in text
+            assert ranks == [LOST]
+            assert seconds < TIMEOUT  # nobody waits for the deadline
+        else:
+            assert kind == "CollectiveTimeout", text
+            assert ranks[1] in (2, LOST), text  # rank 2 waits for it in its island
+            assert seconds < 3 * TIMEOUT
+            # By a wait on a rail, or from the other island: with the host.
+            assert rank == 2 or " on " in text, text
+
+
+def play(how, folder):
+    from mpi4py import MPI
+
+    import numba_symm as ns
+
+    world = MPI.COMM_WORLD
+    pids = world.allgather(os.getpid())
+    comm = ns.Communicator(world, timeout=TIMEOUT)
+    x = comm.zeros(300, "float32")
+    comm.all_reduce(x)
+    comm.synchronize()
+    world.barrier()
+    begin = time.monotonic()
+    if world.rank == LOST:
+        if how == "raises":
+            with comm:
+                raise ValueError("enough")
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    said = None
+    while said is None:
+        try:
+            comm.all_reduce(x)
+            comm.synchronize()
+        except ns.CollectiveError as error:
+            kind = type(error).__name__
+            said = kind, str(error), error.ranks, time.monotonic() - begin
+    comm.close()
+    (Path(folder) / f"{world.rank}.json").write_text(json.dumps(said))
+    others = [Path(folder) / f"{r}.json" for r in range(RANKS) if r != LOST]
+    while not all(path.exists() for path in others):
+        time.sleep(0.05)
+    if how == "stopped" and world.rank == 0:
+        os.kill(pids[LOST], signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    try:
+        play(*sys.argv[1:])
+    except ValueError:
+        pass
+    finally:
+        os._exit(0)  # MPI's own end would wait for the lost rank
