@@ -2,7 +2,8 @@
 
 Measured on H200s (bench/README.md). The limits for 2 ranks are of calls on 31
 multiprocessors, the default. Those for more ranks were measured on all of them; where
-they choose ``direct`` for all_reduce and reduce_scatter, they are estimates.
+they choose ``direct`` for all_reduce and reduce_scatter, or ``copy_engine`` for
+all_reduce, they are estimates.
 """
 
 import math
