@@ -27,19 +27,17 @@ from numba_symm.collectives.protocols.copies import Copies, Copy
 from numba_symm.collectives.protocols.exchanges import Exchange, Output
 from numba_symm.collectives.protocols.handshake import refusal
 
-_INPUT, _OUTPUT = 1, 2  # which of a rank's arrays the others copy from
-
 
 class _Read(NamedTuple):
     """What the ranks copy from.
 
     Attributes:
-        array: ``_INPUT`` or ``_OUTPUT``.
+        output: whether it is the output, else the input.
         seen: by rank, at which address that rank sees what it copies from this one.
         sources: by rank, the assumed address of what this rank copies from that one.
     """
 
-    array: int
+    output: bool
     seen: tuple[int, ...]
     sources: tuple[int, ...]
 
@@ -63,17 +61,17 @@ def bind(
     rank = end.rank
     words = f"{kind} of {call.count} {call.element.name} from {call.root}"
     read = _read(kind, end, call)
-    offer = known = refusal(end.size), refusal(end.size)
+    offer = known = refusal(end.size)
     copies = Copies(end.order, [])
     if read is not None:
-        array = (read.array,) * (end.size - 1)
-        offer = along_ring(rank, read.seen), array
-        known = along_ring(rank, read.sources), array
+        offer = along_ring(rank, read.seen)
+        known = along_ring(rank, read.sources)
         copies = _copies(kind, end, call, read)
     fallback = bind_fallback(end, call, operation)
-    move = handshake.bind(end, operation, words, offer, copies, fallback, known)
+    both = offer, offer
+    move = handshake.bind(end, operation, words, both, copies, fallback, known)
     own = Copy(call.target + rank * call.nbytes, call.source, call.nbytes)
-    if read is not None and read.array == _OUTPUT and own.source != own.target:
+    if read is not None and read.output and own.source != own.target:
         return Series(Copies(end.order, [own]), move)
     return move
 
@@ -86,7 +84,7 @@ def _read(kind: Exchange, end: Endpoint, call: Call) -> _Read | None:
     if gathers and not in_place:
         place = end.place(call.source, shard_bytes)
         if place is not None:
-            return _Read(_INPUT, place.seen, place.addresses)
+            return _Read(False, place.seen, place.addresses)
     if gathers:
         place = end.place(call.target, size * shard_bytes)
         if place is None:
@@ -95,12 +93,12 @@ def _read(kind: Exchange, end: Endpoint, call: Call) -> _Read | None:
         sources = tuple(
             address + r * shard_bytes for r, address in enumerate(place.addresses)
         )
-        return _Read(_OUTPUT, seen, sources)
+        return _Read(True, seen, sources)
     if kind.sends_shards and call.source == call.target:
         return None  # the input would be overwritten
     shards = size if kind.sends_shards else 1
     place = end.place(call.source, shards * shard_bytes)
-    return None if place is None else _Read(_INPUT, place.seen, place.addresses)
+    return None if place is None else _Read(False, place.seen, place.addresses)
 
 
 def _copies(kind: Exchange, end: Endpoint, call: Call, read: _Read) -> Copies:
@@ -116,5 +114,5 @@ def _copies(kind: Exchange, end: Endpoint, call: Call, read: _Read) -> Copies:
 
     others = [of((rank + 1 + k) % size) for k in range(size - 1)]
     own = Copy(target + rank * shard_bytes, call.source + mine, shard_bytes)
-    beside = [own] if read.array == _INPUT and own.source != own.target else []
+    beside = [own] if not read.output and own.source != own.target else []
     return Copies(end.order, others, beside)

@@ -128,8 +128,7 @@ def make_meet(size: int) -> Any:
         digest: int,
         first: Any,
         second: Any,
-        known_first: Any,
-        known_second: Any,
+        known: Any,
     ) -> None:
         follow_previous_grid(early)
         thread = thread_index_x()
@@ -165,11 +164,9 @@ def make_meet(size: int) -> Any:
             k += THREADS
         for k in range(others):
             # The same thread stored them.
-            if thread == k % THREADS and known_first[k] != 0:
+            if thread == k % THREADS and known[k] != 0:
                 theirs, output = ld_v2_u64(own + where(k))
-                # explore: elsewhere
-                elsewhere = theirs != known_first[k] or output != known_second[k]
-                if elsewhere:
+                if theirs != known[k]:  # explore: elsewhere
                     st_v2_u64(own + where(k), (REFUSED, output))
         if thread < others:
             fence_acq_rel_sys()  # explore: fence-after
@@ -255,7 +252,7 @@ def meet_kernel(size: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     seen = types.UniTuple(ADDRESS, size - 1)
     return binding.make_kernel(
-        make_meet, (size,), types.int64, types.int64, *4 * (seen,)
+        make_meet, (size,), types.int64, types.int64, *3 * (seen,)
     )
 
 
@@ -266,7 +263,7 @@ def bind(
     offer: Offer,
     move: Enqueue,
     fallback: Enqueue,
-    known: Offer | None = None,
+    known: tuple[int, ...] | None = None,
 ) -> Enqueue:
     """Return the three launches, of which the second and third are given.
 
@@ -278,12 +275,12 @@ def bind(
             that is written.
         move: works on the arrays, unless a rank refused.
         fallback: does the call if one did; it calls ``needs_fallback`` first.
-        known: what ``move`` assumes that each of the ring's ranks offers to this one;
-            any other offer is refused. None: it reads what they offer.
+        known: where ``move`` assumes that each of the ring's ranks has what this one
+            reads; any other offer is refused. None: it reads where they offer it.
     """
     if known is None:
-        known = refusal(end.size), refusal(end.size)  # all zeros: nothing is known
-    args = (operation, digest_of(call), *offer, *known)
+        known = refusal(end.size)  # zeros: nothing is known
+    args = (operation, digest_of(call), *offer, known)
     return Series(binding.launch(meet_kernel(end.size), end, 1, *args), move, fallback)
 
 

@@ -169,7 +169,7 @@ def test_calls_by_copies(ranks):
 LEFT = "needs_fallback(guard, ring, own, block)"
 BROKEN = {
     "an input elsewhere not noticed": within(
-        "handshake", "elsewhere", "theirs != known_first[k]", "False"
+        "handshake", "elsewhere", "theirs != known[k]", "False"
     ),
     "a kernel that reads slots before the copies end": removed(
         "copied_all_reduce", "arrived"
