@@ -71,11 +71,12 @@ class Islands(Island):
         with exchange.agreed("Communicator"):
             given = self.gpu.ordinal, self.timeout
             self.inner = Island(comm, *given, own=True, names=mine)
+            # Here, because another island may fail in this step.
+            self._undo.callback(self.inner.close_locally)
         self.inner.note = (
             f", which number {ranks.name_ranks(mine)} of the communicator: symmetric "
             "memory is of an island, and the other ranks are of other islands"
         )
-        self._undo.callback(self.inner.close_locally)
         self.channel, self.board = self.inner.channel, self.inner.board
         self.backend, self.refused = self.inner.backend, self.inner.refused
         self.guard = self.inner.guard

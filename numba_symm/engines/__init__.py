@@ -48,7 +48,12 @@ def choose(islands: Joined) -> Engine:
     comm = waiting.undisturbed(lambda: ranks.duplicate(islands.comm))
     with exchange.agreed("starting engine 'mpi'"):
         engine = MpiEngine(comm, lambda: islands.wait(islands.operation), islands.look)
-    prove(islands, engine)
+    try:
+        prove(islands, engine)
+    except BaseException as error:
+        if exchange.is_everybodys(error):
+            engine.close()
+        raise
     return engine
 
 

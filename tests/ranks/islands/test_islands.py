@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import dtypes
+from numba_symm import backends, dtypes
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.launch.islands import divide
 from tests import operators
@@ -23,6 +23,7 @@ from tests.ranks.helpers import (
     put,
     refused,
 )
+from tests.spawned import open_files
 
 SIZE = "NUMBA_SYMM_ISLAND_SIZE"
 
@@ -257,6 +258,22 @@ def test_what_works_within_an_island_only_is_refused(world):
         if comm.rank == 0:
             with pytest.raises(ns.ArgumentError, match="of another island"):
                 comm.recv(x, src=comm.size - 1, count=count)
+        check_works(comm)
+
+
+def test_a_construction_that_fails_on_one_island_leaves_nothing(world, monkeypatch):
+    def fail(*args):
+        raise ns.BackendError("broken")
+
+    with in_pairs(world):
+        pass  # what MPI opens once in a process is there
+    before = open_files()
+    with monkeypatch.context() as patch:
+        if world.rank == world.size - 1:
+            patch.setattr(backends, "create", fail)
+        refused(world, ns.SymmError, lambda: in_pairs(world), "broken")
+    assert not open_files() - before
+    with in_pairs(world) as comm:
         check_works(comm)
 
 
