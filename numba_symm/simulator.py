@@ -10,6 +10,7 @@ kernel at a time, whose ``cuda`` object it stores in the module of its function.
 all kernels share one such object, which returns the values of the calling thread.
 """
 
+import functools
 import math
 import os
 import sys
@@ -24,7 +25,7 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.np import numpy_support
 from numba.cuda.simulator import kernel as simulator
-from numba.cuda.simulator.kernelapi import FakeCUDAShared, GridGroup
+from numba.cuda.simulator.kernelapi import FakeCUDALocal, FakeCUDAShared, GridGroup
 
 from numba_symm.errors import ArgumentError
 
@@ -65,6 +66,22 @@ def run(
         idle.append(team)
 
 
+_as_dtype = functools.cache(numpy_support.as_dtype)
+
+
+class _Local(FakeCUDALocal):  # type: ignore[misc]
+    """The local arrays of a thread.
+
+    Numba looks up the element type each time, which takes longer than all the rest.
+    """
+
+    def array(self, shape: Any, dtype: Any, alignment: Any = None) -> Any:
+        """Return a new array."""
+        if isinstance(dtype, types.Type):
+            dtype = _as_dtype(dtype)
+        return super().array(shape, dtype, alignment)
+
+
 class _Cuda(simulator.FakeCUDAModule):  # type: ignore[misc]  # Numba is untyped
     """The ``cuda`` of every kernel: it returns the values of the calling thread.
 
@@ -73,6 +90,7 @@ class _Cuda(simulator.FakeCUDAModule):  # type: ignore[misc]  # Numba is untyped
 
     def __init__(self) -> None:
         super().__init__((1, 1, 1), (1, 1, 1), 0)
+        self._local = _Local()
         del self.gridDim, self.blockDim  # __getattr__ returns them
 
     @property

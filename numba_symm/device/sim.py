@@ -36,15 +36,19 @@ array_function = device_function
 
 
 def _load(ctype: Any) -> Callable[[int], int]:
+    at = ctype.from_address
+
     def load(address: int) -> int:
-        return ctype.from_address(address).value  # type: ignore[no-any-return]
+        return at(address).value  # type: ignore[no-any-return]
 
     return load
 
 
 def _store(ctype: Any) -> Callable[[int, int], None]:
+    at = ctype.from_address
+
     def store(address: int, value: int) -> None:
-        ctype.from_address(address).value = int(value)
+        at(address).value = int(value)
 
     return store
 
@@ -59,26 +63,23 @@ ld_relaxed_sys_u64, ld_acquire_sys_u64 = map(_load, 2 * [ctypes.c_int64])
 st_relaxed_sys_u64, st_release_sys_u64 = map(_store, 2 * [ctypes.c_uint64])
 
 
+_pair_at = (ctypes.c_int64 * 2).from_address
+
+
 def ld_v2_u64(address: int) -> tuple[int, int]:
-    """Load two 8-byte words."""
-    return ld_u64(address), ld_u64(address + 8)
+    """Load two 8-byte words, each atomically."""
+    pair = _pair_at(address)
+    return pair[0], pair[1]
 
 
 def st_v2_u64(address: int, words: tuple[int, int]) -> None:
-    """Store two 8-byte words."""
-    st_u64(address, words[0])
-    st_u64(address + 8, words[1])
+    """Store two 8-byte words, each atomically, the first one first."""
+    pair = _pair_at(address)
+    pair[0] = int(words[0])
+    pair[1] = int(words[1])
 
 
-def ld_relaxed_sys_v2_u64(address: int) -> tuple[int, int]:
-    """Load 16 bytes, each half of 8 bytes atomically."""
-    return ld_u64(address), ld_u64(address + 8)
-
-
-def st_relaxed_sys_v2_u64(address: int, words: tuple[int, int]) -> None:
-    """Store 16 bytes, each half of 8 bytes atomically."""
-    st_u64(address, words[0])
-    st_u64(address + 8, words[1])
+ld_relaxed_sys_v2_u64, st_relaxed_sys_v2_u64 = ld_v2_u64, st_v2_u64
 
 
 def fence_acq_rel_sys() -> None:
