@@ -300,6 +300,9 @@ class Communicator(Persistent):
                 - ``"band"``, ``"bor"``, ``"bxor"``: bit by bit, for bool and integers.
                 - ``"land"``, ``"lor"``, ``"lxor"``: 0 or 1 in x's type; NaN is true.
                   Not for complex numbers.
+                - ``"minloc"``, ``"maxloc"``: of pairs of a value and an index, in a
+                  structured dtype of 8 or 16 bytes or in two columns, the one with the
+                  least or greatest value; of equal values, that of the lowest index.
                 - the MPI.Op of one of these names.
                 - a function of two scalars of the type in which x accumulates, plain or
                   decorated by ``cuda.jit(device=True)``. Its result is cast to that

@@ -10,7 +10,7 @@ from numba.core.errors import NumbaError
 
 from numba_symm import arrays, dtypes, waits
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives import select
+from numba_symm.collectives import pairs, select
 from numba_symm.collectives.checks import are_apart, check_order, check_shards
 from numba_symm.collectives.kernels import (
     barrier,
@@ -153,8 +153,12 @@ class Operation(NamedTuple):
         shards = self.shards(end.size)
         if self.reduces:
             self.check(op)
-            element = _reducible(source.dtype, op, gpu, self.name)
-            count = source.size // shards
+            if isinstance(op, str) and op in dtypes.LOCATED:
+                element, op, count = pairs.reduced(source, op, self.name)
+            else:
+                element = _reducible(source.dtype, op, gpu, self.name)
+                count = source.size
+            count //= shards
         else:
             element, count = dtypes.moved(source.dtype, source.size // shards)
         if target is not None:

@@ -201,6 +201,9 @@ REDUCTIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 """The function of two elements for each operator's name."""
 
+LOCATED = ("minloc", "maxloc")
+"""Operators on pairs of a value and an index; see ``collectives/pairs.py``."""
+
 BITWISE = ("band", "bor", "bxor")
 LOGICAL = ("land", "lor", "lxor")
 
@@ -273,17 +276,17 @@ Op = str | UserOperator
 
 def reduction(op: Any, what: str) -> Op:
     """Return the operator for a string, an ``MPI.Op`` or a function."""
-    if isinstance(op, str) and op in REDUCTIONS:
+    if isinstance(op, str) and (op in REDUCTIONS or op in LOCATED):
         return op
     mpi = sys.modules.get("mpi4py.MPI")  # without this import, op is not an MPI.Op
     if mpi is not None and isinstance(op, mpi.Op):
-        for name in REDUCTIONS:
+        for name in (*REDUCTIONS, *LOCATED):
             if op == getattr(mpi, name.upper(), None):  # there is no MPI.AVG
                 return name
     function = getattr(op, "py_func", op)  # of a function decorated by Numba
     if isinstance(function, FunctionType):
         return UserOperator(function)
-    known = ", ".join(repr(name) for name in REDUCTIONS)
+    known = ", ".join(repr(name) for name in (*REDUCTIONS, *LOCATED))
     if hasattr(op, "shape"):
         raise ArgumentError(
             f"{what}: expected an operator, got the array op={type(op).__name__}; "

@@ -257,20 +257,22 @@ class Op:
 def mpi(monkeypatch):
     """A stand-in for mpi4py.MPI, whose import would initialize MPI."""
     names = ["SUM", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR"]
-    names += ["LAND", "LOR", "LXOR", "MAXLOC"]
+    names += ["LAND", "LOR", "LXOR", "MINLOC", "MAXLOC", "REPLACE"]
     module = SimpleNamespace(Op=Op, **{name: Op(name) for name in names})
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
     return module
 
 
-@pytest.mark.parametrize("name", [each for each in dtypes.REDUCTIONS if each != "avg"])
+@pytest.mark.parametrize(
+    "name", [each for each in (*dtypes.REDUCTIONS, *dtypes.LOCATED) if each != "avg"]
+)
 def test_an_mpi_op_has_its_reductions_name(mpi, name):
     assert dtypes.reduction(Op(name.upper()), "here") == name
 
 
 def test_an_mpi_op_without_a_reduction_is_refused(mpi):
     with pytest.raises(ArgumentError, match=r"^here: .*, got op=<.*Op object"):
-        dtypes.reduction(mpi.MAXLOC, "here")
+        dtypes.reduction(mpi.REPLACE, "here")
 
 
 @pytest.mark.parametrize("op", ["SUM", "mean", "", None, 0, np.add, ["sum"]])
@@ -279,8 +281,8 @@ def test_an_unknown_operator_is_refused_with_a_list(op):
         dtypes.reduction(op, "here")
     assert str(raised.value) == (
         f"here: expected an operator, got op={op!r}; pass one of 'sum', 'prod', 'min', "
-        "'max', 'avg', 'band', 'bor', 'bxor', 'land', 'lor', 'lxor', the MPI.Op of "
-        "that name, or a function of two scalars"
+        "'max', 'avg', 'band', 'bor', 'bxor', 'land', 'lor', 'lxor', 'minloc', "
+        "'maxloc', the MPI.Op of that name, or a function of two scalars"
     )
 
 
