@@ -36,7 +36,7 @@ Source: the point-to-point kernels of NCCL.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from numba import cuda
@@ -45,12 +45,23 @@ from numba.cuda import types
 from numba_symm import dtypes
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import Endpoint
+from numba_symm.collectives.protocols.credit import (
+    ABSENT,
+    LOW_HALF,
+    NUMBER,
+    NUMBER_BITS,
+    await_turn,
+    end_of,
+    hand_over,
+    make_learn,
+)
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
     ROW,
     THREADS,
     VECTOR,
+    Channels,
     channels,
     divide_up,
     follow_previous_grid,
@@ -61,34 +72,15 @@ from numba_symm.collectives.protocols.workspace import (
 )
 from numba_symm.device.intrinsics import (
     device_function,
-    fence_acq_rel_sys,
-    ld_acquire_sys_u64,
-    ld_relaxed_sys_u64,
     ld_v2_u64,
     row_index,
-    st_relaxed_sys_u32,
-    st_relaxed_sys_u64,
-    st_u64,
     st_v2_u64,
-    thread_index_x,
     word_of,
 )
 from numba_symm.device.lanes import make_lanes
-from numba_symm.device.polling import fail, make_wait, wait_for_epoch, wait_record
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import TRANSFER, TRANSFER_MISMATCH, TRANSFER_TOO_LONG
-
-ABSENT = -1
-"""Replaces the bytes of a message that does not exist."""
 
 LOADS = 4  # vectors that a thread loads before it stores them
-
-_LOW_HALF = 0xFFFFFFFF
-
-# A flag has the lowest bits of the chunk's number, which is at most DEPTH ahead of the
-# receiver's. The other 48 bits have the bytes of any message.
-_NUMBER_BITS = 16
-_NUMBER = (1 << _NUMBER_BITS) - 1
 
 
 class Message(NamedTuple):
@@ -111,21 +103,101 @@ class Message(NamedTuple):
     itemsize: int = 1
 
 
-@device_function
-def _has_number(flag: int, epoch: int) -> bool:
-    # explore: await
-    return (ld_acquire_sys_u64(flag) ^ epoch) & _NUMBER == 0
+def make_move(room: int, load: Any, store: Any) -> Callable[..., None]:
+    """Return a device function that copies a chunk into its slot, or from it.
+
+    ``(sending, address, slot, chunk, low, high)``; ``chunk`` is ``(first, steps,
+    vectors, count)``: the index of the thread's first vector, how many it has at most,
+    and the vectors and units of the message. A slot has ``room`` of a thread's.
+    """
+    batch = min(room, LOADS)
+
+    @device_function
+    def move(
+        sending: bool, address: int, slot: int, chunk: Any, low: Any, high: Any
+    ) -> None:
+        first, steps, vectors, count = chunk
+        for base in range(0, steps, batch):
+            for i in range(batch):
+                vector = first + (base + i) * THREADS
+                if base + i < steps and vector < vectors:
+                    if sending:
+                        words = load(address, vector, count)
+                    else:
+                        words = ld_v2_u64(slot + (base + i) * ROW)
+                    low[i], high[i] = words
+            for i in range(batch):
+                vector = first + (base + i) * THREADS
+                if base + i < steps and vector < vectors:
+                    if sending:
+                        st_v2_u64(slot + (base + i) * ROW, (low[i], high[i]))
+                    else:
+                        store(address, vector, count, low[i], high[i])
+
+    return move
 
 
-_await_chunk = make_wait(_has_number)
+def make_find(size: int, messages: int, counted: bool) -> Callable[..., Any]:
+    """Return a device function that finds a message among a launch's arguments.
+
+    ``(k, sending, message, sends, receives)``, with the k-th rank of the ring, returns
+    its address and its bytes, ABSENT if there is none; and of a count, its address and
+    what ``_divisor`` returned.
+    """
+    received = 5 if counted else 2  # words of a message
+
+    @device_function
+    def find(k: int, sending: bool, message: int, sends: Any, receives: Any) -> Any:
+        address = 0
+        nbytes = ABSENT
+        count_at = 0
+        shift = 0
+        inverse = 1
+        for j in range(size - 1):
+            if j == k:
+                index = j * messages + message
+                if sending:
+                    address = sends[2 * index]
+                    nbytes = sends[2 * index + 1]
+                else:
+                    address = receives[received * index]
+                    nbytes = receives[received * index + 1]
+                    if counted:
+                        count_at = receives[received * index + 2]
+                        shift = receives[received * index + 3]
+                        inverse = receives[received * index + 4]
+        return address, nbytes, count_at, shift, inverse
+
+    return find
 
 
-@device_function
-def _has_length(address: int, _: int) -> bool:
-    return ld_relaxed_sys_u64(address) != 0  # publishes nothing else
+def make_places(size: int, at: Channels) -> Callable[..., Any]:
+    """Return a device function for the addresses of a channel.
 
+    ``(ring, own, k, channel, sending)``, with the k-th rank of the ring, returns where
+    the flags and the slots of its receiver are, and the credit of its sender.
+    """
+    others = size - 1
+    mirror = make_mirror(size)
+    slot_bytes = at.rows * ROW
+    flags, slots, credits_at = at.flags, at.slots, at.credits
+    stride = at.number  # in memory, however few are used
 
-_await_length = make_wait(_has_length)
+    @device_function
+    def places(ring: Any, own: int, k: int, channel: int, sending: bool) -> Any:
+        there = own
+        for j in range(others):
+            if j == k:
+                there = ring[j]
+        lane_here = k * stride + channel
+        lane_there = mirror(k) * stride + channel
+        lane, receiver = (lane_there, there) if sending else (lane_here, own)
+        flag = receiver + flags + 8 * DEPTH * lane
+        slot = receiver + slots + DEPTH * slot_bytes * lane
+        lane, sender = (lane_here, own) if sending else (lane_there, there)
+        return flag, slot, sender + credits_at + 4 * lane
+
+    return places
 
 
 def make_transfer(
@@ -140,7 +212,7 @@ def make_transfer(
     """Return the kernel for ``size`` ranks.
 
     Args:
-        size: number of ranks.
+        size: their number.
         width: bytes that all addresses and lengths are multiples of: 1, 2, 4 or 8.
         ragged: see ``lanes.make_lanes``.
         messages: how many of a pair there may be in each direction.
@@ -152,75 +224,12 @@ def make_transfer(
     element = dtypes.element(f"int{8 * width}", "transfer")
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
     at = channels(size, alone)
-    others = size - 1
-    mirror = make_mirror(size)
-    rows = at.rows
-    slot_bytes = rows * ROW
-    epochs, slots, flags, credits_at = at.epochs, at.slots, at.flags, at.credits
-    stride = at.number  # in memory, however few are used
-    batch = min(rows, LOADS)
-    whole_row = used * THREADS
-    lengths, most = at.lengths, at.messages
-    received = 5 if counted else 2  # words of a message
-
-    @device_function
-    def raise_flag(address: int, word: int) -> None:
-        # What the whole block has stored of the chunk precedes its flag.
-        sync_block()  # explore: flag-meet
-        if thread_index_x() == 0:
-            fence_acq_rel_sys()  # explore: flag-fence
-            st_relaxed_sys_u64(address, word)
-
-    @device_function
-    def give_credit(address: int, epoch: int) -> None:
-        # What the whole block has read of the chunk precedes its credit.
-        sync_block()  # explore: credit-meet
-        if thread_index_x() == 0:
-            fence_acq_rel_sys()  # explore: credit-fence
-            st_relaxed_sys_u32(address, epoch)
-
-    @device_function
-    def learn_bytes(
-        guard: Any,
-        channel: int,
-        flag: int,
-        epoch: int,
-        length: int,
-        record: int,
-        failed: bool,
-    ) -> int:
-        # Every thread waits for itself, because all of them need the word. Returns
-        # ABSENT in all threads of the block if one of them has failed.
-        nbytes = 0
-        if channel == 0:
-            if not failed:
-                failed = not _await_chunk(guard, flag, epoch, record)
-            nbytes = word_of(ld_relaxed_sys_u64(flag)) >> _NUMBER_BITS
-        else:
-            if not failed:
-                failed = not _await_length(guard, length, 0, record)
-            nbytes = word_of(ld_relaxed_sys_u64(length)) - 1
-        # All threads have read the word before it is cleared for the next launch.
-        if sync_block_or(failed):  # explore: agree-length
-            return ABSENT
-        if channel > 0 and thread_index_x() == 0:
-            st_relaxed_sys_u64(length, 0)  # explore: clear
-        return nbytes
-
-    @device_function
-    def fits_not(nbytes: int, room: int, shift: int, elements: int) -> bool:
-        # If it is not a multiple of an element, it has lower bits, or the number of
-        # elements is negative or beyond any room (see _divisor).
-        whole = nbytes >> shift << shift == nbytes and 0 <= elements <= nbytes
-        return nbytes > room or not whole  # explore: room
-
-    @device_function
-    def pass_on(own_lengths: int, launched: int, nbytes: int) -> None:
-        # To the blocks of the pair's other channels, each of which has a word.
-        channel = 1 + thread_index_x()
-        while channel < launched:
-            st_relaxed_sys_u64(own_lengths + 8 * most * channel, nbytes + 1)
-            channel += THREADS
+    others, rows = size - 1, at.rows
+    slot_bytes, whole_row, batch = rows * ROW, used * THREADS, min(rows, LOADS)
+    epochs, lengths = at.epochs, at.lengths
+    pair_lengths = 8 * at.messages * at.number  # in memory, however few are used
+    find, places = make_find(size, messages, counted), make_places(size, at)
+    learn, move = make_learn(at.messages), make_move(rows, load, store)
 
     def transfer(
         guard: Any,
@@ -240,128 +249,51 @@ def make_transfer(
         low = cuda.local.array(batch, types.int64)
         high = cuda.local.array(batch, types.int64)
         rank = guard.rank
-        # The blocks of a channel are in the order of (source, target) on all ranks, so
-        # that they could even run one after another, as the simulator's do, where all
-        # ranks' messages are in one launch each. (Where they are not, large messages
-        # may wait for each other there, around three ranks, that a GPU delivers.)
-        channel = block // (2 * others)
-        place = block % (2 * others)
         launched = grid // (2 * others)
         if alone:
-            channel, place, launched = block, direction, grid
-            block = 2 * others * channel + place
-        sending = rank <= place < rank + others
-        peer = place if place < rank else place - others + 1
-        if sending:
-            peer = place - rank if place - rank < rank else place - rank + 1
+            block, launched = 2 * others * block + direction, grid
+        channel, sending, peer = end_of(block, rank, others)
         k = (peer + size - rank - 1) % size
-        there = own
-        for j in range(others):
-            if j == k:
-                there = ring[j]
-        lane_here = k * stride + channel
-        lane_there = mirror(k) * stride + channel
-        lane, receiver = (lane_there, there) if sending else (lane_here, own)
-        flag = receiver + flags + 8 * DEPTH * lane
-        slot = receiver + slots + DEPTH * slot_bytes * lane
-        lane, sender = (lane_here, own) if sending else (lane_there, there)
-        credit = sender + credits_at + 4 * lane
+        flag, slot, credit = places(ring, own, k, channel, sending)
         epoch, failed = resume(own, epochs, block)
         stopped = False  # the whole block
-        own_lengths = own + lengths + 8 * most * stride * k
+        own_lengths = own + lengths + pair_lengths * k
         for message in range(messages):
-            address = 0
-            nbytes = ABSENT
-            count_at = 0
-            shift = 0
-            inverse = 1
-            for j in range(others):
-                if j == k:
-                    index = j * messages + message
-                    if sending:
-                        address = sends[2 * index]
-                        nbytes = sends[2 * index + 1]
-                    else:
-                        address = receives[received * index]
-                        nbytes = receives[received * index + 1]
-                        if counted:
-                            count_at = receives[received * index + 2]
-                            shift = receives[received * index + 3]
-                            inverse = receives[received * index + 4]
+            found = find(k, sending, message, sends, receives)
+            address, nbytes, count_at, shift, inverse = found
             # explore: unknown
             if counted and count_at != 0 and not stopped:
-                room = nbytes
-                due = (epoch + 1) & _LOW_HALF
-                record = wait_record(TRANSFER, rank, peer, channel, due)
-                flag_now = flag + 8 * (due % DEPTH)
-                length = own_lengths + 8 * (most * channel + message)
-                nbytes = learn_bytes(
-                    guard, channel, flag_now, due, length, record, failed
-                )
-                elements = word_of((nbytes >> shift) * inverse)
+                length = own_lengths + 8 * message
+                end = peer, channel, launched
+                expected = nbytes, count_at, shift, inverse
+                nbytes = learn(guard, end, epoch, flag, length, expected, failed)
                 if nbytes == ABSENT:
                     failed = True  # explore: unlearned
                     stopped = True
-                elif fits_not(nbytes, room, shift, elements):
-                    failed = True
-                    stopped = True
-                    if thread == 0:
-                        fail(guard, wait_record(TRANSFER_TOO_LONG, rank, peer, 0, 0))
-                elif channel == 0:
-                    here = own_lengths + 8 * message
-                    pass_on(here, launched, nbytes)  # explore: pass-on
-                    if thread == 0:
-                        st_u64(count_at, elements)
             vectors = (nbytes + VECTOR - 1) // VECTOR
             count = nbytes // width
             # A small message is divided into thin chunks, for all channels.
             chunk_rows = max(1, min(rows, (vectors + whole_row - 1) // whole_row))
             first = channel * chunk_rows * THREADS
             # An empty one is a chunk, too: the receiver may expect another size.
-            end = 1 if nbytes == 0 else vectors
-            size_word = word_of(nbytes << _NUMBER_BITS)
-            while first < end and not stopped:
-                epoch = (epoch + 1) & _LOW_HALF
-                record = wait_record(TRANSFER, rank, peer, channel, epoch)
+            last = 1 if nbytes == 0 else vectors
+            size_word = word_of(nbytes << NUMBER_BITS)
+            while first < last and not stopped:
+                epoch = (epoch + 1) & LOW_HALF
                 flag_now = flag + 8 * (epoch % DEPTH)
                 slot_now = slot + slot_bytes * (epoch % DEPTH) + VECTOR * thread
-                word = word_of(size_word | epoch & _NUMBER)
+                word = word_of(size_word | epoch & NUMBER)
                 if thread == 0 and not failed:
-                    if sending:
-                        due = (epoch - DEPTH) & _LOW_HALF  # explore: due
-                        # explore: wait
-                        failed = not wait_for_epoch(guard, credit, due, record)
-                    else:
-                        failed = not _await_chunk(guard, flag_now, epoch, record)
-                        if not failed and ld_relaxed_sys_u64(flag_now) != word:
-                            failed = True
-                            record = wait_record(TRANSFER_MISMATCH, rank, peer, 0, 0)
-                            fail(guard, record)
+                    failed = await_turn(
+                        guard, peer, channel, sending, credit, flag_now, epoch, word
+                    )
                 # What one thread has waited for, the whole block may use.
                 stopped = sync_block_or(failed)  # explore: agree
                 if stopped:  # explore: give-up
                     break
-                for row in range(0, chunk_rows, batch):
-                    for i in range(batch):
-                        vector = first + (row + i) * THREADS + thread
-                        if row + i < chunk_rows and vector < vectors:
-                            if sending:
-                                words = load(address, vector, count)
-                            else:
-                                words = ld_v2_u64(slot_now + (row + i) * ROW)
-                            low[i], high[i] = words
-                    for i in range(batch):
-                        vector = first + (row + i) * THREADS + thread
-                        if row + i < chunk_rows and vector < vectors:
-                            if sending:
-                                words = low[i], high[i]
-                                st_v2_u64(slot_now + (row + i) * ROW, words)
-                            else:
-                                store(address, vector, count, low[i], high[i])
-                if sending:
-                    raise_flag(flag_now, word)
-                else:
-                    give_credit(credit, epoch)
+                chunk = first + thread, chunk_rows, vectors, count
+                move(sending, address, slot_now, chunk, low, high)
+                hand_over(sending, flag_now, word, credit, epoch)
                 first += whole_row * chunk_rows
         sync_block()  # a block without messages has not synchronized yet
         keep(own, epochs, block, epoch, failed)

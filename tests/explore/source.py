@@ -58,6 +58,7 @@ _MODULES = (
     "numba_symm.collectives.protocols.mailboxes",
     "numba_symm.collectives.protocols.flags",
     "numba_symm.collectives.protocols.slots",
+    "numba_symm.collectives.protocols.credit",
     "numba_symm.collectives.protocols.chunks",
     "numba_symm.collectives.protocols.handshake",
     "numba_symm.collectives.protocols.copies",

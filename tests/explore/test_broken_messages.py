@@ -18,15 +18,15 @@ from explore.source import device_code
 from explore.world import World
 
 TRANSFER_BROKEN = {
-    "no credit": removed("transfer", "wait"),
-    "too much credit": within("transfer", "due", "epoch - DEPTH", "epoch - DEPTH - 1"),
+    "no credit": removed("credit", "wait"),
+    "too much credit": within("credit", "due", "epoch - DEPTH", "epoch - DEPTH - 1"),
     "the block does not wait": removed("transfer", "agree"),
-    "a flag before all have written": removed("transfer", "flag-meet"),
-    "a credit before all have read": removed("transfer", "credit-meet"),
-    "no fence before a flag": removed("transfer", "flag-fence"),
-    "no fence before a credit": removed("transfer", "credit-fence"),
+    "a flag before all have written": removed("credit", "flag-meet"),
+    "a credit before all have read": removed("credit", "credit-meet"),
+    "no fence before a flag": removed("credit", "flag-fence"),
+    "no fence before a credit": removed("credit", "credit-fence"),
     "a flag awaited relaxed": within(
-        "transfer", "await", "ld_acquire_sys_u64(flag)", "ld_relaxed_sys_u64(flag)"
+        "credit", "await", "ld_acquire_sys_u64(flag)", "ld_relaxed_sys_u64(flag)"
     ),
 }
 SIGNALS_BROKEN = {

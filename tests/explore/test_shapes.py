@@ -154,12 +154,12 @@ def test_messages_through_four_channels(ranks, calls, epoch):
 
 
 LENGTHS_BROKEN = {
-    "not cleared": removed("transfer", "clear"),
-    "cleared before all threads have read it": removed("transfer", "agree-length"),
-    "known to one channel only": removed("transfer", "pass-on"),
+    "not cleared": removed("credit", "clear"),
+    "cleared before all threads have read it": removed("credit", "agree-length"),
+    "known to one channel only": removed("credit", "pass-on"),
     "that of the room": within("transfer", "unknown", "count_at != 0", "False"),
 }
-UNCHECKED = within("transfer", "room", "nbytes > room", "False")
+UNCHECKED = within("credit", "room", "nbytes > room", "False")
 
 
 @pytest.mark.parametrize("what", LENGTHS_BROKEN)
@@ -184,8 +184,8 @@ BROKEN = {
     "everything": removed("flags", "meet"),
     "own_arrays": removed("handshake", "fence-before"),
     "own_arrays_at_the_wrap": removed("handshake", "fence-after"),
-    "messages": removed("transfer", "credit-meet"),
-    "groups": removed("transfer", "flag-meet"),
+    "messages": removed("credit", "credit-meet"),
+    "groups": removed("credit", "flag-meet"),
 }
 
 

@@ -1,0 +1,222 @@
+"""Flags, credit and lengths of the chunks that messages consist of.
+
+``kernels/transfer.py`` says what they mean, and which accesses they order.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba_symm.collectives.protocols.workspace import (
+    DEPTH,
+    THREADS,
+    sync_block,
+    sync_block_or,
+)
+from numba_symm.device.intrinsics import (
+    device_function,
+    fence_acq_rel_sys,
+    ld_acquire_sys_u64,
+    ld_relaxed_sys_u64,
+    st_relaxed_sys_u32,
+    st_relaxed_sys_u64,
+    st_u64,
+    thread_index_x,
+    word_of,
+)
+from numba_symm.device.polling import fail, make_wait, wait_for_epoch, wait_record
+from numba_symm.waits import TRANSFER, TRANSFER_MISMATCH, TRANSFER_TOO_LONG
+
+ABSENT = -1
+"""Replaces the bytes of a message that does not exist, or that failed."""
+
+LOW_HALF = 0xFFFFFFFF
+
+# A flag has the lowest bits of the chunk's number, which is at most DEPTH ahead of the
+# receiver's. The other 48 bits have the bytes of any message.
+NUMBER_BITS = 16
+NUMBER = (1 << NUMBER_BITS) - 1
+
+
+@device_function
+def end_of(block: int, rank: int, others: int) -> Any:
+    """Return a block's channel, whether it sends, and its peer.
+
+    The blocks of a channel are in the order of (source, target) on all ranks, so that
+    they could even run one after another, as the simulator's do, where all ranks'
+    messages are in one launch each. (Where they are not, large messages may wait for
+    each other there, around three ranks, that a GPU delivers.)
+    """
+    place = block % (2 * others)
+    sending = rank <= place < rank + others
+    peer = place if place < rank else place - others + 1
+    if sending:
+        peer = place - rank if place - rank < rank else place - rank + 1
+    return block // (2 * others), sending, peer
+
+
+@device_function
+def _raise_flag(address: int, word: int) -> None:
+    # What the whole block has stored of the chunk precedes its flag.
+    sync_block()  # explore: flag-meet
+    if thread_index_x() == 0:
+        fence_acq_rel_sys()  # explore: flag-fence
+        st_relaxed_sys_u64(address, word)
+
+
+@device_function
+def _give_credit(address: int, epoch: int) -> None:
+    # What the whole block has read of the chunk precedes its credit.
+    sync_block()  # explore: credit-meet
+    if thread_index_x() == 0:
+        fence_acq_rel_sys()  # explore: credit-fence
+        st_relaxed_sys_u32(address, epoch)
+
+
+@device_function
+def hand_over(sending: bool, flag: int, word: int, credit: int, epoch: int) -> None:
+    """Raise the flag of a chunk that was sent, or give credit for one that was read."""
+    if sending:
+        _raise_flag(flag, word)
+    else:
+        _give_credit(credit, epoch)
+
+
+@device_function
+def _has_number(flag: int, epoch: int) -> bool:
+    # explore: await
+    return (ld_acquire_sys_u64(flag) ^ epoch) & NUMBER == 0
+
+
+_await_chunk = make_wait(_has_number)
+
+
+@device_function
+def _has_length(address: int, _: int) -> bool:
+    return ld_relaxed_sys_u64(address) != 0  # publishes nothing else
+
+
+_await_length = make_wait(_has_length)
+
+
+@device_function
+def await_turn(
+    guard: Any,
+    peer: int,
+    channel: int,
+    sending: bool,
+    credit: int,
+    flag: int,
+    epoch: int,
+    word: int,
+) -> bool:
+    """Wait until a chunk may be sent or received; return whether the thread gave up.
+
+    It waits for the credit of the chunk that was in the slot before, or for the flag of
+    this chunk, which must be ``word``.
+    """
+    failed = False
+    record = wait_record(TRANSFER, guard.rank, peer, channel, epoch)
+    if sending:
+        due = (epoch - DEPTH) & LOW_HALF  # explore: due
+        # explore: wait
+        failed = not wait_for_epoch(guard, credit, due, record)
+    else:
+        failed = not _await_chunk(guard, flag, epoch, record)
+        if not failed and ld_relaxed_sys_u64(flag) != word:
+            failed = True
+            record = wait_record(TRANSFER_MISMATCH, guard.rank, peer, 0, 0)
+            fail(guard, record)
+    return failed
+
+
+@device_function
+def _learn_bytes(
+    guard: Any,
+    channel: int,
+    flag: int,
+    epoch: int,
+    length: int,
+    record: int,
+    failed: bool,
+) -> int:
+    # Every thread waits for itself, because all of them need the word. Returns
+    # ABSENT in all threads of the block if one of them has failed.
+    nbytes = 0
+    if channel == 0:
+        if not failed:
+            failed = not _await_chunk(guard, flag, epoch, record)
+        nbytes = word_of(ld_relaxed_sys_u64(flag)) >> NUMBER_BITS
+    else:
+        if not failed:
+            failed = not _await_length(guard, length, 0, record)
+        nbytes = word_of(ld_relaxed_sys_u64(length)) - 1
+    # All threads have read the word before it is cleared for the next launch.
+    if sync_block_or(failed):  # explore: agree-length
+        return ABSENT
+    if channel > 0 and thread_index_x() == 0:
+        st_relaxed_sys_u64(length, 0)  # explore: clear
+    return nbytes
+
+
+@device_function
+def _fits_not(nbytes: int, room: int, shift: int, elements: int) -> bool:
+    # If it is not a multiple of an element, it has lower bits, or the number of
+    # elements is negative or beyond any room (see transfer._divisor).
+    whole = nbytes >> shift << shift == nbytes and 0 <= elements <= nbytes
+    return nbytes > room or not whole  # explore: room
+
+
+def make_learn(most: int) -> Callable[..., int]:
+    """Return a device function by which a block learns the bytes of a message.
+
+    ``(guard, end, epoch, flags, lengths, expected, failed)`` returns them; ABSENT if
+    the block has failed. ``end`` is ``(peer, channel, launched)``, with the number of
+    channels of the launch; ``flags`` is where the flags of the channel begin, and
+    ``epoch`` the number of its last chunk; ``expected`` is ``(room, count_at, shift,
+    inverse)``.
+
+    Args:
+        most: how many words for lengths a channel has; ``lengths`` is the address of
+            the message's word in channel 0.
+    """
+
+    @device_function
+    def pass_on(lengths: int, launched: int, nbytes: int) -> None:
+        # To the blocks of the pair's other channels, each of which has a word.
+        channel = 1 + thread_index_x()
+        while channel < launched:
+            st_relaxed_sys_u64(lengths + 8 * most * channel, nbytes + 1)
+            channel += THREADS
+
+    @device_function
+    def learn(
+        guard: Any,
+        end: Any,
+        epoch: int,
+        flags: int,
+        lengths: int,
+        expected: Any,
+        failed: bool,
+    ) -> int:
+        peer, channel, launched = end
+        room, count_at, shift, inverse = expected
+        epoch = (epoch + 1) & LOW_HALF
+        flag = flags + 8 * (epoch % DEPTH)
+        record = wait_record(TRANSFER, guard.rank, peer, channel, epoch)
+        length = lengths + 8 * most * channel
+        nbytes = _learn_bytes(guard, channel, flag, epoch, length, record, failed)
+        elements = word_of((nbytes >> shift) * inverse)
+        if nbytes == ABSENT:
+            return ABSENT
+        if _fits_not(nbytes, room, shift, elements):
+            if thread_index_x() == 0:
+                record = wait_record(TRANSFER_TOO_LONG, guard.rank, peer, 0, 0)
+                fail(guard, record)
+            return ABSENT
+        if channel == 0:
+            pass_on(lengths, launched, nbytes)  # explore: pass-on
+            if thread_index_x() == 0:
+                st_u64(count_at, elements)
+        return nbytes
+
+    return learn
