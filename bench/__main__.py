@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
     from mpi4py import MPI
 
     ranks = MPI.COMM_WORLD
-    asked = _same_on_all(ranks, argv, name)
+    asked = options.same_on_all(ranks, lambda: options.parse(argv, name))
     os.environ.update(facts.NVLS_OFF)  # before any library that reads them loads
     if not asked.cold:
         return _measured(asked, ranks, shlex.join(argv))
@@ -104,20 +104,6 @@ def _first_call(
     allocate = Ours(comm, plain=asked.plain).allocate
     mine = cold.first_call(operation, asked, comm, allocate, made)
     return float(max(ranks.allgather(mine)))
-
-
-def _same_on_all(ranks: Any, argv: Sequence[str], name: str) -> argparse.Namespace:
-    """Parse the arguments on rank 0 and broadcast them, or exit on all ranks."""
-    parsed: Any = None
-    if ranks.rank == 0:
-        try:
-            parsed = options.parse(argv, name)
-        except SystemExit as ended:
-            parsed = ended.code
-    parsed = ranks.bcast(parsed)
-    if not isinstance(parsed, argparse.Namespace):
-        raise SystemExit(parsed)
-    return parsed
 
 
 def _say(ranks: Any, *lines: str, file: Any = None) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from numba_symm.bench.contenders import CONTENDERS
 from numba_symm.bench.operations import (
@@ -49,6 +50,25 @@ def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
     else:
         _complete_plot(plot, options)
     return options
+
+
+def same_on_all(ranks: Any, parse: Callable[[], argparse.Namespace]) -> Any:
+    """Parse the arguments on rank 0 and broadcast them, or exit on all ranks.
+
+    Args:
+        ranks: the mpi4py communicator.
+        parse: returns the options, or raises SystemExit.
+    """
+    parsed: Any = None
+    if ranks.rank == 0:
+        try:
+            parsed = parse()
+        except SystemExit as ended:
+            parsed = ended.code
+    parsed = ranks.bcast(parsed)
+    if not isinstance(parsed, argparse.Namespace):
+        raise SystemExit(parsed)
+    return parsed
 
 
 def _add(
@@ -265,7 +285,7 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     if options.json:
         _check_folder(parser, options.json)
     if options.plot:
-        _check_image(parser, options.plot)
+        check_image(parser, options.plot)
     shuffled = options.shuffle is not None
     options.types = options.types or _types(options)
     every = operation.reductions
@@ -307,7 +327,7 @@ def _complete_plot(
         options.run = load(options.json)
     except NoRun as error:
         parser.error(str(error))
-    _check_image(parser, options.image)
+    check_image(parser, options.image)
 
 
 def _check_folder(parser: argparse.ArgumentParser, file: Path) -> None:
@@ -317,7 +337,8 @@ def _check_folder(parser: argparse.ArgumentParser, file: Path) -> None:
         )
 
 
-def _check_image(parser: argparse.ArgumentParser, image: Path) -> None:
+def check_image(parser: argparse.ArgumentParser, image: Path) -> None:
+    """Refuse an image that cannot be drawn or written."""
     _check_folder(parser, image)
     if importlib.util.find_spec("matplotlib") is None:
         parser.error(f"{image} needs matplotlib; pip install matplotlib")

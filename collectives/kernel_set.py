@@ -29,6 +29,7 @@ from numba_symm.collectives.protocols.workspace import (
     VECTOR,
     divide_up,
 )
+from numba_symm.collectives.select import Choices
 from numba_symm.dtypes import Element, Op
 from numba_symm.errors import ArgumentError
 from numba_symm.kernels import Kernel, listed
@@ -64,12 +65,17 @@ class _Anywhere(NamedTuple):
         return self.addresses
 
 
-def endpoint(size: int, multiprocessors: int = MAX_BLOCKS // HELD) -> Endpoint:
+def endpoint(
+    size: int,
+    multiprocessors: int = MAX_BLOCKS // HELD,
+    choices: Choices = select.CHOICES,
+) -> Endpoint:
     """Return an end of a communicator to bind calls with, which are not made.
 
     Args:
         size: the number of ranks.
         multiprocessors: as ``Endpoint.multiprocessors``.
+        choices: as ``Endpoint.choices``.
     """
     return Endpoint(
         rank=0,
@@ -80,6 +86,7 @@ def endpoint(size: int, multiprocessors: int = MAX_BLOCKS // HELD) -> Endpoint:
         multiprocessors=multiprocessors,
         place=_anywhere(size),
         order=None,
+        choices=choices,
     )
 
 
@@ -211,9 +218,10 @@ def _bind_sizes(
     operation: Operation, element: Element, op: Op, size: int, binder: Binder
 ) -> None:
     root = 0 if operation.rooted else None
-    for count in _counts(operation, element, size):
+    choices = binder.end.choices
+    for count in _counts(operation, element, size, choices):
         nbytes = count * element.itemsize
-        name = operation.chosen(None, nbytes, size, element)
+        name = operation.chosen(None, nbytes, size, element, choices)
         for off, target_off in _alignments(element):
             source, target = VECTOR + off, _FAR + target_off
             if operation.in_place:
@@ -228,14 +236,16 @@ def _alignments(element: Element) -> Iterator[tuple[int, int]]:
     yield from dict.fromkeys([(0, 0), (off, 0), (off, off)])
 
 
-def _counts(operation: Operation, element: Element, size: int) -> Iterator[int]:
+def _counts(
+    operation: Operation, element: Element, size: int, choices: Choices
+) -> Iterator[int]:
     """Yield numbers of elements between which no other kernels are needed.
 
     In the range of an algorithm, what a kernel depends on changes at most once in a
     factor of 2: so its ends and two sizes in each factor show all. At each, the message
     has whole vectors or not, and equal shards or not.
     """
-    ends = select.limits(operation.limits_of, size, element)
+    ends = select.limits(operation.limits_of, size, element, choices)
     last = 4 * max(ends, default=VECTOR)
     sizes = {VECTOR << k for k in range(last.bit_length())}
     sizes |= {3 * half // 2 for half in sizes}

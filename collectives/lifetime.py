@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 from numba_symm import arguments, arrays, deferred, environment, forks, streams
+from numba_symm.collectives import tuned
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.kernels import copied_all_reduce
 from numba_symm.collectives.protocols.binding import Endpoint
@@ -140,6 +141,7 @@ def joined(
         multiprocessors=limit,
         place=heap.place,
         order=order,
+        choices=tuned.agreed(island.exchange, island.gpu.name, size),
     )
     return order, end, memory
 

@@ -37,6 +37,7 @@ from numba_symm.collectives.protocols.binding import (
 from numba_symm.collectives.protocols.exchanges import Exchange, Output
 from numba_symm.collectives.protocols.partition import chunks_of
 from numba_symm.collectives.protocols.workspace import COPYING, TWO_SHOT
+from numba_symm.collectives.select import Choices
 from numba_symm.dtypes import Element, Op
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
@@ -113,11 +114,16 @@ class Operation(NamedTuple):
             )
 
     def chosen(
-        self, algorithm: str | None, nbytes: int, size: int, element: Element
+        self,
+        algorithm: str | None,
+        nbytes: int,
+        size: int,
+        element: Element,
+        choices: Choices,
     ) -> str:
         """Return ``algorithm``, or refuse it for this type; for None, choose one."""
         if algorithm is None:
-            return select.fastest(self.limits_of, nbytes, size, element)
+            return select.fastest(self.limits_of, nbytes, size, element, choices)
         if algorithm.endswith("sentinel") and not element.floating:
             raise ArgumentError(
                 f"{self.name}: expected floats for algorithm={algorithm!r}, which "
@@ -167,7 +173,8 @@ class Operation(NamedTuple):
                 raise ArgumentError(
                     f"{self.name}: expected a writable out, got a read-only one"
                 )
-        name = self.chosen(algorithm, source.nbytes // shards, end.size, element)
+        nbytes = source.nbytes // shards
+        name = self.chosen(algorithm, nbytes, end.size, element, end.choices)
         if count == 0:
             return name, None
         for view in filter(None, (source, target)):

@@ -7,6 +7,7 @@ all_reduce, they are estimates.
 """
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from numba_symm.dtypes import Element
@@ -42,6 +43,9 @@ class Choice(NamedTuple):
     floats: tuple[Step, ...]
     others: tuple[Step, ...]
 
+
+Choices = Mapping[str, Choice]
+"""By operation."""
 
 # A sentinel changes the bits of some NaNs, so floats that are only moved take the
 # algorithms of other types.
@@ -154,7 +158,7 @@ def fastest(
     nbytes: int,
     size: int,
     element: Element,
-    choices: dict[str, Choice] = CHOICES,
+    choices: Choices = CHOICES,
 ) -> str:
     """Return the name of the fastest algorithm.
 
@@ -173,7 +177,7 @@ def fastest(
 
 
 def limits(
-    name: str, size: int, element: Element, choices: dict[str, Choice] = CHOICES
+    name: str, size: int, element: Element, choices: Choices = CHOICES
 ) -> list[int]:
     """Return the largest message of each algorithm but the last, in bytes.
 
@@ -187,7 +191,7 @@ def limits(
     return found
 
 
-def _steps(name: str, element: Element, choices: dict[str, Choice]) -> tuple[Step, ...]:
+def _steps(name: str, element: Element, choices: Choices) -> tuple[Step, ...]:
     choice = choices[name]
     return choice.floats if element.floating else choice.others
 

@@ -3,6 +3,7 @@
 - ``run`` starts a Python program on several ranks of this host.
 - ``bench`` measures collectives.
 - ``compile`` compiles kernels into the disk cache.
+- ``tune`` measures which algorithms are the fastest here.
 - ``info`` shows versions, GPUs and the backend.
 """
 
@@ -70,6 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(words)
         if options.command == "info":
             return _info()
+        if options.command == "tune":
+            return _tune(options)
         return _run(options, flags)
     except SymmError as error:
         _tell(f"[red]numba-symm:[/] {escape(str(error))}")
@@ -113,6 +116,29 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "compile", help="compile kernels into the disk cache, with or without a GPU"
     )
+    tune = commands.add_parser(
+        "tune",
+        help="measure which algorithms are the fastest on this host, and use these",
+        description="Measure on this host from which size on which algorithm is the "
+        "fastest. It takes a few minutes, with nothing else on the GPUs. Communicators "
+        "of as many ranks use these limits from then on, until the GPUs or the "
+        "library's version change.",
+        allow_abbrev=False,
+    )
+    tune.add_argument(
+        "-n",
+        dest="ranks",
+        type=_positive,
+        metavar="RANKS",
+        help="default: the number of GPUs",
+    )
+    tune.add_argument(
+        "--simulate", action="store_true", help="use the simulator instead of GPUs"
+    )
+    tune.add_argument(
+        "--largest", metavar="SIZE", help="the largest message (default 256M)"
+    )
+    tune.add_argument("--plot", metavar="FILE", help="draw the times, such as to r.png")
     commands.add_parser(
         "bench",
         help="measure collectives on the ranks of the mpirun that started it; "
@@ -136,6 +162,20 @@ def _compile(argv: Sequence[str]) -> int:
         _tell("numba-symm compile: interrupted; the compiled kernels are in the cache")
         return 130
     return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    """Start the measurement on the ranks, as ``run`` does."""
+    options.ranks = options.ranks or len(visible_gpus())
+    if options.ranks < 2:
+        raise SymmError(
+            f"tune: expected 2 ranks or more, got {options.ranks}; one rank sends "
+            "nothing; pass -n, and --simulate without GPUs"
+        )
+    options.module, options.program = True, "numba_symm.bench.tune"
+    given = {"--largest": options.largest, "--plot": options.plot}
+    options.arguments = [f"{name}={value}" for name, value in given.items() if value]
+    return _run(options, [])
 
 
 def _info() -> int:

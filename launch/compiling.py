@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from numba_symm import code_cache, environment
-from numba_symm.collectives import kernel_set, lifetime
+from numba_symm.collectives import kernel_set, lifetime, select, tuned
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.kernels import Kernel
@@ -50,6 +50,7 @@ class Wanted(NamedTuple):
         ranks: sizes of communicators.
         capabilities: compute capabilities.
         multiprocessors: how many the GPUs have.
+        gpu: the name of this host's GPUs, if it is for them.
     """
 
     calls: Sequence[str]
@@ -58,6 +59,7 @@ class Wanted(NamedTuple):
     ranks: Sequence[int]
     capabilities: Sequence[Capability]
     multiprocessors: Sequence[int]
+    gpu: str
 
     def jobs(self) -> list[Job]:
         """Return the kernels, each with every compute capability.
@@ -69,8 +71,9 @@ class Wanted(NamedTuple):
         limits = {asked or lifetime.limit_of(each) for each in self.multiprocessors}
         found: dict[Kernel, None] = {}
         for size in self.ranks:
+            choices = tuned.read(self.gpu, size).choices or select.CHOICES
             for limit in limits:
-                end = kernel_set.endpoint(size, limit)
+                end = kernel_set.endpoint(size, limit, choices)
                 given = self.calls, list(self.dtypes), list(self.ops), end, "compile"
                 found |= dict.fromkeys(kernel_set.kernels(*given))
         for capability in self.capabilities:
@@ -143,6 +146,7 @@ def wanted(options: argparse.Namespace) -> Wanted:
         ranks=options.ranks or [len(gpus)],
         capabilities=options.cc or _capabilities(gpus),
         multiprocessors=options.multiprocessors or _multiprocessors(gpus),
+        gpu=gpus[0].name if gpus and not options.cc else "",
     )
 
 
@@ -240,7 +244,12 @@ def _compile(batch: Sequence[Job]) -> None:
 
 
 def report(console: Console) -> None:
-    """Print the cache's place and size, and how much of the default set is in it."""
+    """Print the cache's place and size, how much of the default set it has, and limits.
+
+    The limits are those of ``numba-symm tune``.
+    """
+    limits = f"[bold]Limits[/]   {escape(tuned.described())}"
+    console.print(limits, soft_wrap=True)
     try:
         folder = code_cache.folder()
     except RuntimeError as error:  # no home

@@ -126,8 +126,9 @@ class Site:
         ``root`` is a number within the island.
         """
         call = Call(source, target, count, element, op, root)
-        name = operation.chosen(None, call.nbytes, self.end.size, element)
-        return operation.bind(name, self.end, call)
+        end = self.end
+        name = operation.chosen(None, call.nbytes, end.size, element, end.choices)
+        return operation.bind(name, end, call)
 
     def between(
         self, what: str, sends: Sequence[Parcel], receives: Sequence[Parcel]

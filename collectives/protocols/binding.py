@@ -51,6 +51,8 @@ class Endpoint:
             multiprocessors that they occupy; agreed on by all ranks.
         place: ``(address, nbytes)`` returns the place of symmetric memory, or None.
         order: the communicator's ``StreamOrder``, for algorithms with a side stream.
+        choices: the limits of algorithms, by operation, as ``select.fastest`` takes
+            them; agreed on by all ranks.
     """
 
     rank: int
@@ -61,6 +63,7 @@ class Endpoint:
     multiprocessors: int
     place: Callable[[int, int], Place | None]
     order: Any
+    choices: Any
 
 
 @dataclass(frozen=True)

@@ -77,6 +77,7 @@ class World(Messages):
                 multiprocessors=blocks or 2 * self.blocks,
                 place=lambda address, nbytes: None,
                 order=Order(machine, guard.rank, Copies(code, self.size)),
+                choices=None,
             )
             for guard in guards
         ]

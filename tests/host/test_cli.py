@@ -232,6 +232,24 @@ def test_wrong_usage_exits_with_code_2(words, capsys):
     assert ("expected `--` after" if "-x" in words else "usage: numba-symm") in shown
 
 
+def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
+    started = []
+    monkeypatch.setattr(cli, "visible_gpus", lambda: [gpu(0), gpu(1)])
+    monkeypatch.setattr(
+        cli.os, "execve", lambda file, words, env: started.append(words)
+    )
+    cli.main(["tune", "--plot", "r.png"])
+    (words,) = started
+    assert words[words.index("-n") + 1] == "2"
+    assert words[-3:] == ["-m", "numba_symm.bench.tune", "--plot=r.png"]
+
+
+def test_one_rank_has_nothing_to_tune(monkeypatch, capfd):
+    monkeypatch.setattr(cli, "visible_gpus", lambda: [gpu(0)])
+    assert cli.main(["tune"]) == 1
+    assert "tune: expected 2 ranks or more, got 1" in capfd.readouterr().err
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])

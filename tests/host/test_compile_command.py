@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from numba_symm import code_cache, pads
+from numba_symm.collectives import tuned
 from numba_symm.collectives.kernel_set import NAMES
 from numba_symm.errors import SymmError
 from numba_symm.kernels import Kernel
@@ -217,9 +218,14 @@ def stored(cache):
     return [file for file in cache.glob("entries/*/*") if file.is_file()]
 
 
-def test_info_shows_the_cache_and_how_much_is_in_it(cache, printed, monkeypatch):
+def test_info_shows_the_cache_and_how_much_is_in_it(
+    cache, printed, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     compiling.report(printed)
-    (empty,) = printed.export_text().splitlines()
+    limits, empty = printed.export_text().splitlines()
+    assert limits.startswith("Limits   built in; `numba-symm tune` measures those")
+    tuned.write("NVIDIA H200", 2, {})
     assert re.fullmatch(rf"Cache +{re.escape(str(cache))}, 0\.0 MiB", empty)
     monkeypatch.setattr(compiling, "visible_gpus", lambda: [gpu(0), gpu(1)])
     monkeypatch.setattr(compiling, "_multiprocessors", lambda gpus: [132])
@@ -228,5 +234,6 @@ def test_info_shows_the_cache_and_how_much_is_in_it(cache, printed, monkeypatch)
         code_cache.store(kernel.key(capability), bytes(1 << 20))
     compiling.report(printed)
     text = printed.export_text()
+    assert "limits.json: 2 ranks, NVIDIA H200, version " in text
     assert ", 3.0 MiB; 3 of the " in text
     assert f"of the {len(jobs)} kernels of `numba-symm compile`" in text

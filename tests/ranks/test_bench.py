@@ -4,12 +4,17 @@ import dataclasses
 import json
 import os
 
+import numpy as np
 import pytest
 
+import numba_symm as ns
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import host
+from numba_symm.bench import host, tune
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.options import torch_multiplies
+from numba_symm.collectives import tuned
+from numba_symm.collectives.operations import ALL_REDUCE, Operation
+from numba_symm.collectives.select import ALL, Choice, Step
 from tests.ranks.helpers import bits, get, put
 
 SMALL = ["-n", "2", "-w", "1", "-G", "2", "--against", "mpi"]
@@ -281,3 +286,59 @@ def test_the_host_s_time_is_shown_for_each_kind_of_array(world, shown, monkeypat
         assert times[0] > 0
         assert times[3] > 0
     assert plan.split()[-5] == call.split()[-4] == "1.00"
+
+
+def used(world):
+    """Return the algorithm that a new communicator takes for a small all-reduce."""
+    names, bind = [], Operation.bind
+
+    def noting(operation, algorithm, *args):
+        names.append(algorithm)
+        return bind(operation, algorithm, *args)
+
+    with ns.Communicator(world, timeout=60) as comm, pytest.MonkeyPatch.context() as p:
+        x = comm.zeros(4, np.float32)
+        p.setattr(Operation, "bind", noting)
+        comm.all_reduce(x)
+        comm.synchronize()
+    return names[0]
+
+
+def test_measured_limits_are_used_if_they_are_rank_0s_and_of_this_host(
+    world, folder, shown, monkeypatch
+):
+    if world.size == 1:
+        with pytest.raises(ns.ArgumentError, match="tune: expected 2 ranks or more"):
+            tune.main([])
+        return
+    monkeypatch.setenv("XDG_DATA_HOME", str(folder / str(world.rank)))
+    assert tune.main(["--largest", "512"]) == 0
+    text = shown()[0].out
+    assert "all_reduce, floats: " in text
+    assert f"written to {folder}" in text
+    gpu, before = "Numba CUDA simulator", used(world)
+    written = tuned.read(gpu, world.size).choices
+    assert (written is not None) == (world.rank == 0)
+    for name in ("chunked", "one_shot_ll"):
+        steps = (Step(name, (ALL, ALL, ALL)),)
+        # Ranks that took their own would wait for each other for ever.
+        own = (Step("direct", (ALL, ALL, ALL)),) if world.rank else steps
+        tuned.write(gpu, world.size, {"all_reduce": Choice(own, own)})
+        assert used(world) == name
+    if world.rank == 0:
+        tuned.write("another GPU", world.size, {"all_reduce": Choice(steps, steps)})
+        with pytest.warns(RuntimeWarning, match="of gpu another GPU, not of Numba"):
+            assert used(world) == "one_shot_sentinel"
+    else:
+        assert used(world) == "one_shot_sentinel"
+    assert before in ALL_REDUCE.algorithms
+
+
+def test_wrong_arguments_of_tune_are_told_once(world, shown):
+    for words in (["--largest", "1"], ["--largest", "much"], ["--fast"]):
+        if world.size > 1:
+            with pytest.raises(SystemExit):
+                tune.main(words)
+            texts = [each.err for each in shown()]
+            assert "numba-symm tune: error: " in texts[0]
+            assert not any(texts[1:])

@@ -1,0 +1,361 @@
+"""``numba-symm tune``: measure from which size on which algorithm is the fastest.
+
+    numba-symm run -n 8 -m numba_symm.bench.tune
+
+The limits are written where every communicator of as many ranks finds them
+(``collectives/tuned.py``).
+"""
+
+import argparse
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba_symm as ns
+from numba_symm.bench import options
+from numba_symm.bench.contenders import Ways
+from numba_symm.bench.contenders.ours import Ours
+from numba_symm.bench.measure import Timer
+from numba_symm.bench.operations import OPERATIONS, TYPES, Operation
+from numba_symm.bench.plot import COLORS, human
+from numba_symm.bench.progress import bar
+from numba_symm.bench.report import best, microseconds
+from numba_symm.bench.streams import new_stream
+from numba_symm.bench.sweep import Row, Sweep, rows
+from numba_symm.collectives import kernel_set, operations, select, tuned
+from numba_symm.collectives.protocols.binding import Call
+from numba_symm.collectives.select import ALL, CHOICES, Choice, Step
+from numba_symm.dtypes import Element, element, moved
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError
+from numba_symm.kernels import Kernel, listed
+
+LARGEST = "4K" if SIMULATED else "256M"
+SMALLEST = "512" if SIMULATED else "1K"
+
+LASTING = math.log(1.02)
+"""An algorithm is taken for a range of sizes only if that saves this much, as the
+logarithm of the ratio of times, added over the sizes."""
+
+Times = Mapping[str, Sequence[float]]
+"""Microseconds of a call by algorithm, for each size."""
+
+
+class Case(NamedTuple):
+    """What is measured together: an operation on a kind of elements.
+
+    Attributes:
+        operation: of the table.
+        kinds: the fields of ``Choice`` that the times are of.
+        type: the elements' type, by its name in nccl-tests.
+        algorithms: those that can do it on this number of ranks.
+    """
+
+    operation: operations.Operation
+    kinds: tuple[str, ...]
+    type: str
+    algorithms: tuple[str, ...]
+
+    @property
+    def element(self) -> Element:
+        """The element type."""
+        return element(TYPES[self.type], self.operation.name)
+
+    def nbytes(self, row: Row, ranks: int) -> int:
+        """Return the bytes that limits count: a message's, or a shard's."""
+        shards = self.operation.shards(ranks)
+        return row.counts[0] * row.dtype.itemsize // shards
+
+
+def cases(ranks: int) -> list[Case]:
+    """Return everything that has limits of its own."""
+    found = []
+    for name in CHOICES:
+        operation = operations.OPERATIONS[name]
+        usable = [
+            algorithm
+            for algorithm, made in operation.algorithms.items()
+            if made.fewest <= ranks <= made.most
+        ]
+        others = tuple(each for each in usable if not each.endswith("sentinel"))
+        if operation.reduces:
+            found.append(Case(operation, ("floats",), "float", tuple(usable)))
+            found.append(Case(operation, ("others",), "int32", others))
+        else:
+            found.append(Case(operation, Choice._fields, "int32", others))
+    return found
+
+
+def fastest(sizes: Sequence[int], times: Times) -> tuple[Step, ...]:
+    """Return the algorithms to take, from small messages to large ones.
+
+    Args:
+        sizes: in bytes, rising.
+        times: of every algorithm, for each size.
+    """
+    # By the algorithm of the latest size: the least cost, and the algorithms so far.
+    paths: dict[str, tuple[float, tuple[str, ...]]] = {"": (0.0, ())}
+    for index in range(len(sizes)):
+        cheapest = min(paths.values())
+        paths = {
+            name: _longer(paths.get(name, cheapest), cheapest, name, row[index])
+            for name, row in times.items()
+        }
+    _, chosen = min(paths.values())
+    steps = []
+    for index, (one, following) in enumerate(itertools.pairwise(chosen)):
+        if one != following:
+            at = _crossing(
+                sizes[index : index + 2], times[one], times[following], index
+            )
+            steps.append(Step(one, (at, at, at)))
+    return (*steps, Step(chosen[-1], (ALL, ALL, ALL)))
+
+
+def _longer(
+    same: tuple[float, tuple[str, ...]],
+    cheapest: tuple[float, tuple[str, ...]],
+    name: str,
+    microseconds: float,
+) -> tuple[float, tuple[str, ...]]:
+    """Return the cheaper way to take an algorithm for one size more."""
+    changed = cheapest[0] + LASTING, cheapest[1]
+    cost, path = min(same, changed)
+    return cost + math.log(microseconds), (*path, name)
+
+
+def _crossing(
+    between: Sequence[int], one: Sequence[float], following: Sequence[float], index: int
+) -> int:
+    """Return the size from which on the following algorithm is faster."""
+    low, high = (
+        math.log(following[at] / one[at]) for at in (index, index + 1)
+    )  # falls from above 0 to below
+    part = min(1.0, max(0.0, low / (low - high))) if low > high else 0.5
+    a, b = map(math.log, between)
+    return int(math.exp(a + part * (b - a)))
+
+
+class _Each(Ours):
+    """Our algorithms, without the plain call."""
+
+    def ways(self, operation: Operation, x: Any, out: Any, op: str) -> Ways:
+        """Return the plans of the algorithms."""
+        found = super().ways(operation, x, out, op)
+        return {name: found[name] for name in self._others}
+
+
+class Run:
+    """One run. Its methods are collective.
+
+    Args:
+        comm: the communicator.
+        ranks: the mpi4py communicator.
+        largest: the largest size, as the benchmark takes it.
+    """
+
+    def __init__(self, comm: ns.Communicator, ranks: Any, largest: str):
+        self._comm = comm
+        self._ranks = ranks
+        self._stream = new_stream()
+        self._timer = Timer(ranks, self._stream, comm.barrier)
+        self._largest = largest
+        self.cases = cases(comm.size)
+        self.measured: list[tuple[Case, list[int], dict[str, list[float]]]] = []
+
+    def measure(self) -> None:
+        """Compile and load the kernels, then measure every case."""
+        asked = [self._asked(case) for case in self.cases]
+        found = self._kernels(asked)
+        with bar(shown=self._ranks.rank == 0) as progress:
+            sizes = sum(len(list(options.sizes(each))) for each in asked)
+            task = progress.add_task("compiling", total=len(found) + sizes)
+
+            def done(what: str) -> None:
+                progress.update(task, advance=1, description=what, refresh=True)
+
+            first = self._comm.rank * len(found) // self._comm.size
+            for kernel in (*found[first:], *found[:first]):
+                kernel.load()
+                done("compiling")
+            for case, words in zip(self.cases, asked, strict=True):
+                self._measure(case, words, done)
+
+    def _asked(self, case: Case) -> argparse.Namespace:
+        words = [case.operation.name, "-b", SMALLEST, "-e", self._largest]
+        words += ["-f", "2", "-d", case.type, "-c", "0", "-n", "5", "-w", "1"]
+        return options.parse([*words, "-G", "5", "--seed", "1"])
+
+    def _kernels(self, asked: Sequence[argparse.Namespace]) -> list[Kernel]:
+        """Return the kernels that will be needed; none in the simulator."""
+        if SIMULATED:
+            return []
+        size = self._comm.size
+        end = kernel_set.endpoint(size, self._comm.multiprocessors)
+        with listed() as found:
+            for case, words in zip(self.cases, asked, strict=True):
+                for row in rows(OPERATIONS[case.operation.name], words, size):
+                    kind, count = case.element, case.nbytes(row, size)
+                    count //= kind.itemsize
+                    if not case.operation.reduces:
+                        kind, count = moved(TYPES[case.type], count)
+                    source = target = 1 << 20
+                    if not case.operation.in_place:
+                        target = 1 << 40
+                    call = Call(source, target, count, kind, "sum", 0)
+                    for algorithm in case.algorithms:
+                        case.operation.bind(algorithm, end, call)
+        return list(found)
+
+    def _measure(
+        self, case: Case, asked: argparse.Namespace, done: Callable[[str], None]
+    ) -> None:
+        operation = replace(OPERATIONS[case.operation.name], apart=True)
+        ours = _Each(self._comm, case.algorithms)
+        sweep = Sweep(operation, asked, self._timer, self._ranks, [ours])
+        sizes: list[int] = []
+        times: dict[str, list[float]] = {name: [] for name in case.algorithms}
+        for row in sweep.rows:
+            records = sweep.measure(row)
+            sizes.append(case.nbytes(row, self._comm.size))
+            for name, row_times in times.items():
+                record = best(records, name)
+                assert record is not None, f"{case.operation.name} by {name}"
+                row_times.append(microseconds(record))
+            done(f"{case.operation.name} {human(row.nbytes)} {case.type}")
+        self.measured.append((case, sizes, times))
+
+    def choices(self) -> dict[str, Choice]:
+        """Return the limits, by operation."""
+        found: dict[str, dict[str, tuple[Step, ...]]] = {}
+        for case, sizes, times in self.measured:
+            steps = fastest(sizes, times)
+            kinds = found.setdefault(case.operation.name, {})
+            kinds.update(dict.fromkeys(case.kinds, steps))
+        return {name: Choice(**kinds) for name, kinds in found.items()}
+
+    def report(self, choices: Mapping[str, Choice]) -> list[str]:
+        """Return the text: what is taken for which sizes, and what that gains."""
+        lines = []
+        for case, sizes, times in self.measured:
+            steps = getattr(choices[case.operation.name], case.kinds[0])
+            ends = [each.most[0] for each in steps]
+            words = [
+                each.algorithm + (f" up to {most:,.0f} bytes" if most < ALL else "")
+                for each, most in zip(steps, ends, strict=True)
+            ]
+            gain = self._gain(case, sizes, times, choices)
+            kinds = " and ".join(case.kinds)
+            lines.append(f"{case.operation.name}, {kinds}: {', '.join(words)}")
+            lines.append(
+                f"    built-in limits' time / this: {gain:.3f} (geometric mean)"
+            )
+        return lines
+
+    def _gain(
+        self,
+        case: Case,
+        sizes: Sequence[int],
+        times: Times,
+        choices: Mapping[str, Choice],
+    ) -> float:
+        total = 0.0
+        for index, nbytes in enumerate(sizes):
+            given = case.operation.name, nbytes, self._comm.size, case.element
+            before, now = (select.fastest(*given, each) for each in (CHOICES, choices))
+            total += math.log(times[before][index] / times[now][index])
+        return math.exp(total / len(sizes))
+
+    def draw(self, choices: Mapping[str, Choice], image: Path) -> None:
+        """Draw every algorithm's time, as a multiple of the least, and the limits."""
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        columns = 4
+        lines = -(-len(self.measured) // columns)
+        figure = Figure(figsize=(4.2 * columns, 3.2 * lines), layout="constrained")
+        FigureCanvasAgg(figure)
+        panels = figure.subplots(lines, columns, squeeze=False).flat
+        for panel, (case, sizes, times) in zip(panels, self.measured, strict=False):
+            least = [min(row) for row in zip(*times.values(), strict=True)]
+            for color, (name, row) in zip(
+                itertools.cycle(COLORS), times.items(), strict=False
+            ):
+                ratios = [a / b for a, b in zip(row, least, strict=True)]
+                panel.loglog(sizes, ratios, label=name, color=color, marker=".")
+            for step in getattr(choices[case.operation.name], case.kinds[0])[:-1]:
+                panel.axvline(step.most[0], color="black", linewidth=0.6)
+            panel.set_title(f"{case.operation.name}, {case.type}")
+            panel.set_ylim(0.95, 10)
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter(lambda size, _: human(size))
+            panel.legend(fontsize=7)
+        figure.supxlabel("bytes of the message or shard")
+        figure.supylabel("time / the least")
+        figure.savefig(image, dpi=130)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the options."""
+    made = argparse.ArgumentParser(
+        prog="numba-symm tune",
+        description="Measure on this host from which size on which algorithm is the "
+        "fastest. Communicators of as many ranks use these limits from then on, until "
+        "the GPUs or the library's version change.",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--largest",
+        metavar="SIZE",
+        type=_size,
+        default=LARGEST,
+        help="the largest message, such as 64M (default %(default)s)",
+    )
+    made.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the times, such as to r.png"
+    )
+    return made
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the options, or show help or usage and raise SystemExit."""
+    made = parser()
+    asked = made.parse_args(argv)
+    if asked.plot:
+        options.check_image(made, asked.plot)
+    return asked
+
+
+def _size(text: str) -> str:
+    if options.nbytes(text) < options.nbytes(SMALLEST):
+        raise argparse.ArgumentTypeError(f"expected {SMALLEST} or more, got {text!r}")
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on all ranks, write the limits, and return the exit code."""
+    from mpi4py import MPI
+
+    ranks = MPI.COMM_WORLD
+    if ranks.size < 2:
+        raise ArgumentError("tune: expected 2 ranks or more, got 1; pass -n 2 or more")
+    asked = options.same_on_all(ranks, lambda: parse(argv))
+    with ns.Communicator(ranks) as comm:
+        run = Run(comm, ranks, asked.largest)
+        run.measure()
+        choices = run.choices()
+        if comm.rank == 0:
+            tuned.write(comm.device.name, comm.size, choices)
+            print(*run.report(choices), f"written to {tuned.file()}", sep="\n")
+            if asked.plot:
+                run.draw(choices, asked.plot)
+        ranks.Barrier()  # until then, another communicator would read the old limits
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The limits that ``numba-symm tune`` has measured, in place of those of ``select.py``.
+
+They are in one file of the user, of one GPU model and version of the library, by
+number of ranks. Where these differ, the built-in limits are used, with a warning. Rank
+0's file decides for all ranks: if two ranks chose different algorithms, both would
+wait.
+"""
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import platformdirs
+
+from numba_symm import environment
+from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.collectives.select import ALL, CHOICES, Choice, Choices, Step
+from numba_symm.environment import SIMULATED
+from numba_symm.launch.store import StoreExchange
+
+AGAIN = "run `numba-symm tune` again"
+
+
+class Found(NamedTuple):
+    """What the file has for a number of ranks.
+
+    Attributes:
+        choices: by operation; None: nothing that can be used.
+        why: why not; "" if there is no file.
+    """
+
+    choices: Choices | None
+    why: str = ""
+
+
+def file() -> Path:
+    """Return the file's place. The simulator has a file of its own."""
+    name = "limits-simulated.json" if SIMULATED else "limits.json"
+    return platformdirs.user_data_path("numba-symm", appauthor=False) / name
+
+
+def _version() -> str:
+    try:
+        return version("numba-symm")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def agreed(exchange: StoreExchange, gpu: str, size: int) -> Choices:
+    """Return the limits of a communicator, which rank 0 has read. Collective.
+
+    Args:
+        exchange: of the communicator's ranks.
+        gpu: the name of this rank's GPU.
+        size: the number of ranks.
+    """
+    mine = read(gpu, size) if exchange.rank == 0 else Found(None)
+    everyone = exchange.all_gather((gpu, mine), "limits of algorithms")
+    found = everyone[0][1]
+    if found.choices is not None and len({name for name, _ in everyone}) > 1:
+        found = Found(None, "the ranks have several kinds of GPUs")
+    if found.why and exchange.rank == 0:
+        environment.warn_once(f"{file()} is ignored: {found.why}")
+    return found.choices or CHOICES
+
+
+def read(gpu: str, size: int) -> Found:
+    """Return what the file has for ``size`` ranks with GPUs of that name."""
+    try:
+        content = json.loads(file().read_text())
+    except FileNotFoundError:
+        return Found(None)
+    except (OSError, ValueError) as error:
+        return Found(None, f"it cannot be read ({error}); {AGAIN}")
+    try:
+        for what, wanted in (("gpu", gpu), ("version", _version())):
+            if content[what] != wanted:
+                why = f"it is of {what} {content[what]}, not of {wanted}; {AGAIN}"
+                return Found(None, why)
+        table = content["ranks"].get(str(size))
+        if table is None:
+            known = ", ".join(content["ranks"])
+            why = f"it is for {known} ranks, not for {size}; {AGAIN} with -n {size}"
+            return Found(None, why)
+        return Found(
+            dict(CHOICES) | {name: _choice(name, table[name]) for name in table}
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        return Found(None, f"it is damaged ({error!r}); {AGAIN}")
+
+
+def _choice(name: str, kinds: Mapping[str, Any]) -> Choice:
+    """Return the limits of one operation.
+
+    Raises:
+        ValueError: they name an algorithm that the operation does not have, or are not
+            in order.
+        KeyError: there is no such operation, or kind of element types.
+    """
+    floats, others = (_steps(name, kinds[kind], kind) for kind in Choice._fields)
+    return Choice(floats, others)
+
+
+def _steps(name: str, listed: Any, kind: str) -> tuple[Step, ...]:
+    known = [
+        each
+        for each in OPERATIONS[name].algorithms
+        if kind == "floats" or not each.endswith("sentinel")
+    ]
+    steps, before = [], -1.0
+    for algorithm, limit in listed:
+        most = ALL if limit is None else float(limit)
+        if algorithm not in known or not before < most:
+            raise ValueError(f"{name}: {algorithm} up to {limit}")
+        steps.append(Step(algorithm, (most, most, most)))
+        before = most
+    if before != ALL:
+        raise ValueError(f"{name}: nothing for the largest messages")
+    return tuple(steps)
+
+
+def write(gpu: str, size: int, choices: Choices) -> None:
+    """Write the limits for ``size`` ranks; keep those for other numbers of ranks.
+
+    Args:
+        gpu: the name of the GPUs.
+        size: the number of ranks.
+        choices: limits of messages or of one rank's shard, which are those of Step
+            without ``sent``; the same in each column.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    content: dict[str, Any] = {"gpu": gpu, "version": _version(), "ranks": {}}
+    place = file()
+    try:
+        before = json.loads(place.read_text())
+        if {
+            what: before[what] for what in ("gpu", "version")
+        }.items() <= content.items():
+            content["ranks"] = dict(before["ranks"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # there is none, or it is replaced
+    content["ranks"][str(size)] = {
+        name: {
+            kind: [[step.algorithm, _finite(step.most[0])] for step in steps]
+            for kind, steps in choice._asdict().items()
+        }
+        for name, choice in choices.items()
+    }
+    place.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when it is complete: other processes may be reading the old one.
+    handle, path = tempfile.mkstemp(dir=place.parent)
+    with os.fdopen(handle, "w") as written:
+        json.dump(content, written, indent=1)
+    Path(path).replace(place)
+
+
+def _finite(most: float) -> int | None:
+    return None if math.isinf(most) else int(most)
+
+
+def described() -> str:
+    """Return a line on the file for ``numba-symm info``."""
+    place = file()
+    try:
+        content = json.loads(place.read_text())
+        ranks, gpu = ", ".join(content["ranks"]), content["gpu"]
+        return f"{place}: {ranks} ranks, {gpu}, version {content['version']}"
+    except FileNotFoundError:
+        return "built in; `numba-symm tune` measures those of this host"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{place} cannot be read ({error!r}); {AGAIN}"

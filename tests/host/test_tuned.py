@@ -1,0 +1,144 @@
+"""Measured limits: from times to a table, to its file, and back."""
+
+import json
+
+import pytest
+
+from numba_symm.bench import tune
+from numba_symm.collectives import select, tuned
+from numba_symm.collectives.select import ALL, Choice, Step
+from numba_symm.dtypes import element
+from numba_symm.launch import compiling
+
+GPU = "NVIDIA H200"
+SIZES = [1 << k for k in range(10, 21)]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    return tmp_path
+
+
+def step(algorithm, most=ALL):
+    return Step(algorithm, (most, most, most))
+
+
+MEASURED = {
+    "all_reduce": Choice(
+        floats=(step("one_shot_sentinel", 4096), step("direct")),
+        others=(step("one_shot_ll", 128), step("chunked")),
+    )
+}
+
+
+def test_limits_lie_where_the_times_are_equal():
+    times = {
+        "one_shot_ll": [1 + nbytes / 4000 for nbytes in SIZES],
+        "direct": [5 + nbytes / 100_000 for nbytes in SIZES],
+        "chunked": [9 + nbytes / 100_000 for nbytes in SIZES],
+    }
+    first, last = tune.fastest(SIZES, times)
+    assert (first.algorithm, last) == ("one_shot_ll", step("direct"))
+    assert first.most[0] == pytest.approx(16_667, rel=0.05)
+
+
+def test_an_algorithm_that_is_faster_by_noise_is_not_taken():
+    steady = [1.0 + nbytes / 1000 for nbytes in SIZES]
+    noisy = [time * (1.01, 0.99)[k % 2] for k, time in enumerate(steady)]
+    steps = tune.fastest(SIZES, {"chunked": steady, "direct": noisy})
+    assert len(steps) == 1
+
+
+def test_every_operation_with_limits_is_measured_by_what_suits():
+    for ranks in (2, 4):
+        found = tune.cases(ranks)
+        assert {case.operation.name for case in found} == set(select.CHOICES)
+        for case in found:
+            sentinels = [each for each in case.algorithms if "sentinel" in each]
+            assert bool(sentinels) <= (case.kinds == ("floats",))
+            names = case.operation.algorithms
+            unfit = {each for each in names if names[each].fewest > ranks}
+            assert not unfit & set(case.algorithms)
+
+
+def test_what_is_written_is_read():
+    assert tuned.read(GPU, 2) == (None, "")
+    tuned.write(GPU, 2, MEASURED)
+    found = tuned.read(GPU, 2).choices
+    assert found["all_reduce"] == MEASURED["all_reduce"]
+    assert found["broadcast"] == select.CHOICES["broadcast"]  # was not measured
+    kind = element("float32", "test")
+    given = "all_reduce", 4097, 2, kind
+    assert select.fastest(*given, found) == "direct"
+    assert select.limits("all_reduce", 2, kind, found) == [4096]
+
+
+def test_several_numbers_of_ranks_share_the_file():
+    other = {"all_reduce": Choice((step("chunked"),), (step("chunked"),))}
+    tuned.write(GPU, 2, MEASURED)
+    tuned.write(GPU, 4, other)
+    assert tuned.read(GPU, 2).choices["all_reduce"] == MEASURED["all_reduce"]
+    assert tuned.read(GPU, 4).choices["all_reduce"] == other["all_reduce"]
+    tuned.write("Another GPU", 2, other)  # replaces all
+    assert "Another GPU" in tuned.read(GPU, 2).why
+    assert "for 2 ranks, not for 4" in tuned.read("Another GPU", 4).why
+
+
+def test_those_of_another_gpu_version_or_number_of_ranks_are_not_used(monkeypatch):
+    tuned.write(GPU, 2, MEASURED)
+    assert tuned.read("NVIDIA A100", 2) == (
+        None,
+        "it is of gpu NVIDIA H200, not of NVIDIA A100; run `numba-symm tune` again",
+    )
+    assert "it is for 2 ranks, not for 8" in tuned.read(GPU, 8).why
+    monkeypatch.setattr(tuned, "_version", lambda: "99.0")
+    found = tuned.read(GPU, 2)
+    assert found.choices is None
+    assert "not of 99.0" in found.why
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [["fast", None]],  # no algorithm
+        [["one_shot_sentinel", None]],  # not for these types
+        [["one_shot_ll", 10]],  # nothing for larger messages
+        [["one_shot_ll", 10], ["chunked", 10], ["direct", None]],  # not rising
+        [["one_shot_ll"]],
+        "one_shot_ll",
+        None,
+    ],
+)
+def test_a_damaged_table_is_not_used(steps):
+    tuned.write(GPU, 2, MEASURED)
+    content = json.loads(tuned.file().read_text())
+    content["ranks"]["2"]["all_reduce"]["others"] = steps
+    tuned.file().write_text(json.dumps(content))
+    found = tuned.read(GPU, 2)
+    assert found.choices is None
+    assert "it is damaged" in found.why
+    tuned.write(GPU, 2, MEASURED)
+    assert tuned.read(GPU, 2).choices is not None
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"gpu": 3}'])
+def test_a_file_of_something_else_is_not_used(text):
+    tuned.file().parent.mkdir()
+    tuned.file().write_text(text)
+    found = tuned.read(GPU, 2)
+    assert found.choices is None
+    assert found.why
+    assert "cannot be read" in tuned.described()
+
+
+def test_kernels_are_compiled_for_the_limits_of_this_host():
+    def jobs(gpu):
+        given = ["all_reduce"], ["float32"], ["sum"], [2], [(9, 0)], [132], gpu
+        return {kernel.key(cc) for kernel, cc in compiling.Wanted(*given).jobs()}
+
+    before = jobs("")
+    assert jobs(GPU) == before
+    tuned.write(GPU, 2, MEASURED)
+    assert jobs(GPU) != before
+    assert jobs("") == before
