@@ -42,6 +42,7 @@ class Device(Messages):
         self.synchronizes = synchronize
         self._owned = owned
         self._made: Communicator | None = None
+        self.shortcuts: dict[Any, Any] = {}
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
         self.post = Post(self.host, allocator, options.get("stream"))
@@ -63,7 +64,12 @@ class Device(Messages):
         made: Any = kind.__new__(kind, comm)
         options, allocator = dict(self._options), self.post.allocator
         made._begin(options, self.synchronizes, owned=True, allocator=allocator)
+        made._find_islands(self.post.islands[self.rank])
         return made
+
+    def _find_islands(self, own: int) -> None:
+        """Find the islands of all ranks, from this rank's. Collective."""
+        self.post.islands = self.host.allgather(own)
 
     # Communicators.
 
@@ -157,6 +163,7 @@ class Device(Messages):
 
     def _close(self) -> None:
         made, self._made = self._made, None
+        self.shortcuts.clear()
         if made is not None:
             _open.remove(self)
             made.close()
@@ -237,6 +244,9 @@ class Comm(Device, MPI.Intracomm):  # type: ignore[misc]
     def __init__(self, comm: MPI.Intracomm, synchronize: bool = True, **options: Any):
         self._begin(options, synchronize, owned=False)
         self.post.allocator = self.communicator.allocator
+        parts = self.communicator.islands
+        own = [number for number, part in enumerate(parts) if self.rank in part]
+        self._find_islands(own[0])
 
 
 _KINDS: dict[type, Any] = {MPI.Intracomm: Comm}

@@ -6,8 +6,9 @@ from typing import Any
 
 from mpi4py import MPI
 
+from numba_symm.mpi import shortcuts
 from numba_symm.mpi.errors import translated
-from numba_symm.mpi.jobs import Job
+from numba_symm.mpi.jobs import Job, wait
 from numba_symm.mpi.requests import Prequest, Started
 
 Build = Callable[..., Job | None]
@@ -23,11 +24,23 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
     """
 
     def blocking(self: Any, *args: Any, **options: Any) -> None:
+        key = shortcuts.key_of(name, args, options)
+        known = self.shortcuts.get(key)
+        given = (*args, *options.values())
+        if known is not None:
+            stream = shortcuts.take(known, self.communicator, given)
+            if self.synchronizes:
+                wait(self.communicator, stream)
+            return
         job = build(self, *args, **options)
         if job is None:
             getattr(self.host, name)(*args, **options)
             return
         job.start()
+        if key is not None and len(self.shortcuts) < shortcuts.MOST:
+            found = shortcuts.shortcut_of(job, given)
+            if found is not None:
+                self.shortcuts[key] = found
         if self.synchronizes:
             job.wait()
 

@@ -13,6 +13,27 @@ from numba_symm.mpi import packing
 from numba_symm.mpi.buffers import Message
 from numba_symm.mpi.packing import Step
 
+Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+"""A method of the communicator, and its arguments but the stream."""
+
+
+def stream_for(communicator: Communicator, array: Any) -> int:
+    """Return the stream that an array names, else the communicator's."""
+    named = None if array is None else arrays.stream_of(array)
+    return streams.handle_or_default(communicator.stream) if named is None else named
+
+
+def wait(communicator: Communicator, stream: int) -> None:
+    """Wait for a stream, and raise if the communicator has failed.
+
+    Within a capture, return immediately.
+    """
+    if not SIMULATED:
+        if streams.is_capturing(stream):
+            return
+        streams.synchronize(stream)
+    communicator.check()
+
 
 class Job:
     """The steps of one call, which may be started many times.
@@ -26,10 +47,9 @@ class Job:
     def __init__(self, communicator: Communicator, what: str, array: Any = None):
         self.communicator = communicator
         self.what = what
-        named = None if array is None else arrays.stream_of(array)
-        if named is None:
-            named = streams.handle_or_default(communicator.stream)
-        self.stream: int = named
+        self.array = array
+        self.stream = stream_for(communicator, array)
+        self._calls: list[Call] = []
         self._steps: list[Step] = []
         self._last: list[Step] = []
         self._kept: list[Any] = []  # steps have addresses only
@@ -115,7 +135,13 @@ class Job:
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Add a call of a method of the communicator."""
         chosen = None if SIMULATED else self.stream
+        self._calls.append((method, args, options))
         self._steps.append(lambda stream: method(*args, **options, stream=chosen))
+
+    def only_call(self) -> Call | None:
+        """Return the call of the communicator if the job has no other step."""
+        alone = len(self._steps) == 1 and len(self._calls) == 1 and not self._last
+        return self._calls[0] if alone else None
 
     def start(self) -> None:
         """Enqueue all steps."""
@@ -130,11 +156,7 @@ class Job:
         Raises:
             CollectiveError: the communicator has failed.
         """
-        if not SIMULATED:
-            if streams.is_capturing(self.stream):
-                return
-            streams.synchronize(self.stream)
-        self.communicator.check()
+        wait(self.communicator, self.stream)
 
     def test(self) -> bool:
         """Return whether the arrays may be used."""

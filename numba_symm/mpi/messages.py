@@ -65,6 +65,9 @@ class Post:
     ):
         self._envelopes, self._receipts = host.Dup(), host.Dup()
         self.allocator = allocator
+        self.islands = [0] * host.size
+        """The number of each rank's island; ``Comm`` finds them."""
+        self._rank: int = host.rank
         self._stream = stream
         self._numbers = itertools.count()
         self._unread: dict[int, Room | None] = {}
@@ -113,6 +116,18 @@ class Post:
             matched it.
         """
         self.reap()
+        if not 0 <= dest < len(self.islands):
+            raise refusal(
+                MPI.ERR_RANK,
+                f"Send: expected a rank from 0 to {len(self.islands) - 1} or "
+                f"MPI.PROC_NULL, got {dest}",
+            )
+        if self.islands[dest] != self.islands[self._rank]:
+            raise unsupported(
+                f"Send: rank {dest} is on another island, and messages of device "
+                "arrays pass through memory that both ranks have mapped; use "
+                "comm.communicator.send and recv, or host arrays"
+            )
         found = message(spec)
         room, number = None, next(self._numbers)
         if found.nbytes:

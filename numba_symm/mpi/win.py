@@ -22,7 +22,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Message, message
 from numba_symm.mpi.comm import Device
-from numba_symm.mpi.errors import refusal, translated
+from numba_symm.mpi.errors import refusal, translated, unsupported
 from numba_symm.mpi.messages import Done
 from numba_symm.mpi.one_sided import bytes_of, check_single, copied, reduced
 from numba_symm.sharing import SharedHandle, open_shared, share
@@ -103,6 +103,12 @@ class Win(MPI.Win):
 
     @classmethod
     def _made(cls, comm: Device, memory: Any, unit: int, info: MPI.Info) -> "Win":
+        if len(set(comm.post.islands)) > 1:
+            raise unsupported(
+                "Win: the ranks are on several islands, and no rank can map the memory "
+                "of another one; make a window of the ranks of one island, by "
+                "comm.Split"
+            )
         handle, error = b"", None
         try:
             if memory is not None:

@@ -203,3 +203,35 @@ def test_communicators_do_not_mix(comm):
         comm.Recv(out, left, 1)
         assert out.copy_to_host()[0] == -step - 1
     comm.Barrier()
+
+
+@needs_peers
+def test_several_islands(world, monkeypatch):
+    """Collectives cross them; messages and windows of device arrays do not."""
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    made = MPI.Comm(world, timeout=20)
+    x = array(1)
+    made.Allreduce(MPI.IN_PLACE, x)
+    assert x.copy_to_host()[0] == made.size
+    right, left = around(made)
+    part = made.Dup()
+    for comm in (made, part):
+        with pytest.raises(NotImplementedError, match="another island"):
+            comm.Send(x, right)
+        comm.Send(x, comm.rank)  # to itself
+        comm.Recv(x, comm.rank)
+    with pytest.raises(NotImplementedError, match="several islands"):
+        MPI.Win.Allocate(8, comm=made)
+    host = np.zeros(1)
+    made.Sendrecv(np.ones(1), right, recvbuf=host, source=left)
+    assert host[0] == 1
+    part.Free()
+    made.Free()
+
+
+def test_ranks_that_do_not_exist(comm):
+    with pytest.raises(MPI.Exception, match="expected a rank") as found:
+        comm.Send(array(1), comm.size)
+    assert found.value.Get_error_class() == MPI.ERR_RANK
+    with pytest.raises(MPI.Exception):
+        comm.Recv(room(1), comm.size)
