@@ -93,6 +93,39 @@ def test_several_calls_in_a_graph_and_others_between_replays(comm, stream):
     assert (outputs[0].copy_to_host() == first + comm.size * 30).all()
 
 
+def test_arrays_with_gaps_and_short_messages_in_a_graph(comm, stream):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    cells = to_device(np.full(64 * 6, comm.rank, np.float32))
+    field = cells.reshape(64, 6)
+    count = to_device(np.zeros(1, np.int64))
+    large = to_device(np.zeros(1 << 20, np.float32))
+    gaps = large[::2]
+
+    def step(on):
+        ring = {"dst": right, "src": left, "out": field[:, 0]}
+        comm.sendrecv(field[:16, 1], **ring, count=count, stream=on)
+        comm.all_reduce(field[:, 2], out=field[:, 3], stream=on)
+
+    add(cells, 0, stream)  # compiled
+    step(stream)  # which takes the memory
+    with capturing(stream) as (builder, graphs):
+        add(cells, 1, builder.stream)
+        step(builder.stream)
+        with pytest.raises(ns.ArgumentError, match="whose size has been used before"):
+            comm.all_reduce(gaps, out=gaps, stream=builder.stream)
+    for replay in range(1, 6):
+        graphs[0].launch(stream)
+        comm.all_reduce(large[::3], stream=stream)  # takes more memory
+        comm.synchronize(stream)
+        found = field.copy_to_host()
+        assert (found[:16, 0] == left + replay).all()
+        assert (found[16:, 0] == comm.rank + replay).all()
+        assert (found[:, 1] == comm.rank + replay).all()
+        total = comm.size * (comm.size - 1) // 2 + comm.size * replay
+        assert (found[:, 3] == total).all()
+        assert count.copy_to_host()[0] == 16
+
+
 def test_exchanges_by_copy_engines_in_a_graph(comm, stream):
     part, copies = 4096, {"algorithm": "copy_engine"}
     x = comm.empty(part * comm.size, np.float32)
