@@ -169,11 +169,7 @@ class Heap:
                 all ranks.
             array: the object that keeps memory of another library; kept until close.
         """
-        with self._of_islands("rendezvous"):
-            return self._rendezvous(address, array)
-
-    def _rendezvous(self, address: int, array: Any) -> SymmetricMemory:
-        exchange, what = self.island.exchange, "rendezvous"
+        exchange, what = self._whole.exchange, "rendezvous"
         with exchange.agreed(what):
             address = arguments.address(address, what)
             entry = self._entry_around(address)
@@ -185,12 +181,13 @@ class Heap:
             f"offset {offset}",
             what,
         )
-        if entry is None:
-            entry = self._map(block, what)
-            if not block.own:
-                entry.owner = lambda: array
-        if entry.pad is None:
-            entry.pad = self._take_pad(what)
+        with self._of_islands(what):
+            if entry is None:
+                entry = self._map(block, what)
+                if not block.own:
+                    entry.owner = lambda: array
+            if entry.pad is None:
+                entry.pad = self._take_pad(what)
         owner = entry.owner(), array
         pad = entry.pad.addresses()
         return SymmetricMemory(

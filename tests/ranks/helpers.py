@@ -2,6 +2,7 @@
 
 import hashlib
 import operator
+import os
 
 import ml_dtypes
 import numpy as np
@@ -13,6 +14,11 @@ from tests.operators import in_order
 needs_peers = pytest.mark.skipif(
     "config.pluginmanager.get_plugin('agreement').comm.size == 1",
     reason="one rank has no peers",
+)
+
+of_one_island = pytest.mark.skipif(
+    "NUMBA_SYMM_ISLAND_SIZE" in os.environ,
+    reason="of one island: its limits, its memory, the number of its launches",
 )
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

@@ -261,6 +261,21 @@ def test_what_works_within_an_island_only_is_refused(world):
         check_works(comm)
 
 
+def test_a_rendezvous_fails_on_all_islands_or_on_none(world):
+    with in_pairs(world) as comm:
+        last = comm.rank == comm.size - 1
+        pointer = comm.allocator.alloc(100 if last else 200)
+        refused(
+            world,
+            ns.ArgumentError,
+            lambda: comm.allocator.rendezvous(pointer, comm),
+            "block new of 100 bytes",
+        )
+        assert not comm.allocator.is_rendezvous_completed(pointer)
+        comm.allocator.free(pointer)
+        check_works(comm)
+
+
 def test_a_construction_that_fails_on_one_island_leaves_nothing(world, monkeypatch):
     def fail(*args):
         raise ns.BackendError("broken")

@@ -7,7 +7,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.collectives.kernels import transfer
-from tests.ranks.helpers import needs_peers, ordinary, put, refused
+from tests.ranks.helpers import needs_peers, of_one_island, ordinary, put, refused
 from tests.ranks.messages.contents import right_and_left
 
 
@@ -20,6 +20,7 @@ def launched(monkeypatch):
     return found
 
 
+@of_one_island
 @needs_peers
 def test_a_halo_exchange_is_one_launch_that_is_repeated(comm, world, launched):
     right, left = right_and_left(comm)

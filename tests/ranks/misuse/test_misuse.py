@@ -7,7 +7,15 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.backends import host_memory
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import check_works, get, needs_peers, ordinary, put, refused
+from tests.ranks.helpers import (
+    check_works,
+    get,
+    needs_peers,
+    of_one_island,
+    ordinary,
+    put,
+    refused,
+)
 from tests.ranks.misuse import junk
 
 
@@ -118,6 +126,7 @@ def test_memory_that_is_not_there_is_told(comm, everywhere):
     check_works(comm)
 
 
+@of_one_island
 @pytest.mark.skipif(not SIMULATED, reason="a GPU's driver knows what there is")
 def test_what_the_host_has_is_all_ranks_together(comm, world, everywhere):
     """Linux would kill whoever writes to more of it."""

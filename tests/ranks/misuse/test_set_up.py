@@ -13,13 +13,14 @@ from numba_symm import deferred, environment
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import devices, hosts
 from numba_symm.memory import allocator as allocators
-from tests.ranks.helpers import check_works, get, needs_peers, refused
+from tests.ranks.helpers import check_works, get, needs_peers, of_one_island, refused
 
 BACKEND = "NUMBA_SYMM_BACKEND"
 SHARING = "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES"
 TIMEOUT = "NUMBA_SYMM_TIMEOUT"
 
 
+@of_one_island
 def test_too_many_ranks(world, everywhere, monkeypatch, fresh):
     with monkeypatch.context() as patch:
         patch.setattr(hosts, "MOST_RANKS", world.size - 1)
