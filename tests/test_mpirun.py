@@ -29,7 +29,7 @@ TOGETHER = [
     ("all_reduce",),
     ("communicators", "misuse", "test_set_up_calls.py"),
     ("memory", "mpi", "test_launch.py"),
-    ("test_bench.py", "test_prepare.py"),
+    ("test_bench.py", "test_prepare.py", "islands"),
 ]
 """Files and folders of tests/ranks, by jobs of about the same length.
 
