@@ -24,7 +24,7 @@ from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.transfers import Prepared, Stream
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError
+from numba_symm.errors import ArgumentError, GapsError
 from numba_symm.launch.devices import GPU
 
 _LINE = 256  # bytes: an array in the memory begins on a multiple
@@ -278,8 +278,11 @@ def prepared(
     """
     if calls.pending is None:
         calls.staging.begin()
-    if not has_gaps(x, what) and not has_gaps(out, what):
+    try:
         return prepare(x, out, stream)
+    except GapsError:  # to look for gaps beforehand takes longer
+        if not has_gaps(x, what) and not has_gaps(out, what):
+            raise
     chosen = calls.stream_for(stream, out if x is None else x)
     given = Replaced(calls, what, x, out, chosen[0], message=True)
     call = prepare(given.x, given.out, chosen[0])

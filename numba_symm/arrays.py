@@ -17,7 +17,7 @@ from numba import cuda
 
 from numba_symm import dtypes
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError, BackendError
+from numba_symm.errors import ArgumentError, BackendError, GapsError
 
 
 class ArrayView(NamedTuple):
@@ -342,7 +342,7 @@ def _host_array(array: Any, what: str) -> ArgumentError:
 def dense(array: ArrayView, what: str) -> ArrayView:
     """Return ``array``, or refuse one with gaps or misaligned elements."""
     if array.order is None:
-        raise ArgumentError(
+        raise GapsError(
             f"{what}: expected a contiguous array, got one with gaps of shape "
             f"{array.shape}; pass a contiguous copy (cupy.ascontiguousarray, or "
             ".contiguous() in torch; with Numba, copy in a kernel or through the host)"

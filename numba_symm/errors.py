@@ -14,6 +14,10 @@ class ArgumentError(SymmError, ValueError):
     """An argument is wrong: its type, dtype, shape, rank or combination."""
 
 
+class GapsError(ArgumentError):
+    """An array has gaps; a caller may pass contiguous memory in its place."""
+
+
 class ClosedError(SymmError):
     """The communicator or memory was closed, or was given up after a failure."""
 
