@@ -10,6 +10,7 @@ from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from numba.cuda.cudadrv.driver import MemoryPointer
 
 from numba_symm import arrays
+from numba_symm.collectives import select
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.operations import ALL_GATHER, ALL_REDUCE, Operation
@@ -44,7 +45,7 @@ def calls(monkeypatch, bound, launched):
     monkeypatch.setattr(devices, "enter_thread", lambda *args: None)
     trail = SimpleNamespace(leave=lambda: None)
     order = SimpleNamespace(enter=lambda handle: trail)
-    end = SimpleNamespace(rank=0, size=2)
+    end = SimpleNamespace(rank=0, size=2, choices=select.CHOICES)
     gpu = SimpleNamespace(ordinal=0, name="GPU", compute_capability=(9, 0))
     nothing = lambda: None  # noqa: E731
     island = SimpleNamespace(check=nothing, check_open=nothing, gpu=gpu)
