@@ -71,17 +71,17 @@ probability of 2**-96."""
 def make_digests_match(size: int) -> Callable[..., bool]:
     """Return a device function that checks the digests of the others' calls.
 
-    ``(guard, digest, got_of, low, high)`` returns whether this digest arrived from each
-    rank from which no data is due, and no digest from the others.
+    ``(guard, digest, due_from, low, high)`` returns whether this digest arrived
+    from each rank from which no data is due, and no digest from the others.
     """
 
     @device_function
     def digests_match(
-        guard: Any, digest: int, got_of: int, low: Any, high: Any
+        guard: Any, digest: int, due_from: int, low: Any, high: Any
     ) -> bool:
         other = 0
         for k in range(size - 1):
-            due = got_of >> k & 1 == 0
+            due = due_from >> k & 1 == 0
             is_one = high[k + 1] == DIGEST and (low[k + 1] ^ digest) >> 32 == 0
             if due != is_one or (due and low[k + 1] != digest):
                 other = k + 1
@@ -134,7 +134,7 @@ def make_post(
 
     ``(rank, ring, boxes, epoch, shard, words, to, low, high)``: of its shard, or
     ``words`` for all. ``shard`` is ``(source, shard_bytes, vector, count)``. ``to`` is
-    ``(posted, sent_to, digest)``: to which ranks the thread posts, to which of them
+    ``(post_to, sent_to, digest)``: to which ranks the thread posts, to which of them
     data, and what to the others. ``low`` and ``high`` are local arrays.
     """
     load = lanes.load
@@ -154,7 +154,7 @@ def make_post(
         high: Any,
     ) -> None:
         source, shard_bytes, vector, count = shard
-        posted, sent_to, digest = to
+        post_to, sent_to, digest = to
         for k in range(others):
             if sends_shards:
                 r = (rank + 1 + k) % size
@@ -162,7 +162,7 @@ def make_post(
             else:
                 low[k], high[k] = words
         for k in range(others):
-            if posted >> k & 1 != 0:
+            if post_to >> k & 1 != 0:
                 data = low[k], high[k]
                 if rooted and sent_to >> k & 1 == 0:
                     data = digest, DIGEST
@@ -235,7 +235,7 @@ def make_one_shot(
         vectors: int,
         taken: int,
         sent_to: int,
-        got_of: int,
+        due_from: int,
         digest: int,
     ) -> None:
         thread = cuda.threadIdx.x
@@ -243,8 +243,8 @@ def make_one_shot(
         if block >= grid:
             return
         follow_previous_grid(early)
-        posted = sent_to if rooted and thread != 0 else EVERYONE  # explore: posted
-        wanted = got_of if rooted and thread != 0 else EVERYONE  # explore: wanted
+        post_to = sent_to if rooted and thread != 0 else EVERYONE  # explore: post-to
+        wanted = due_from if rooted and thread != 0 else EVERYONE  # explore: wanted
         own_low = cuda.local.array(steps, types.int64)
         own_high = cuda.local.array(steps, types.int64)
         low = cuda.local.array(size, types.int64)
@@ -268,7 +268,7 @@ def make_one_shot(
                         boxes = box(block, epoch, 0, 0, step, thread)
                         words = own_low[step], own_high[step]
                         shard = source, shard_bytes, vector, count
-                        to = posted, sent_to, digest
+                        to = post_to, sent_to, digest
                         post(
                             guard.rank, ring, boxes, epoch, shard, words, to, low, high
                         )
@@ -281,7 +281,7 @@ def make_one_shot(
                     boxes = own + box(block, epoch, 0, 0, step, thread)
                     failed = not receive(guard, boxes, epoch, block, low, high, wanted)
                     if rooted and thread == 0 and not failed:
-                        failed = not digests_match(guard, digest, got_of, low, high)
+                        failed = not digests_match(guard, digest, due_from, low, high)
                     if failed:  # explore: give-up
                         break
                     low[0] = own_low[step]

@@ -57,7 +57,7 @@ def end_of(block: int, rank: int, others: int) -> Any:
 @device_function
 def _raise_flag(address: int, word: int) -> None:
     # What the whole block has stored of the chunk precedes its flag.
-    sync_block()  # explore: flag-meet
+    sync_block()  # explore: flag-synchronize
     if thread_index_x() == 0:
         fence_acq_rel_sys()  # explore: flag-fence
         st_relaxed_sys_u64(address, word)
@@ -66,7 +66,7 @@ def _raise_flag(address: int, word: int) -> None:
 @device_function
 def _give_credit(address: int, epoch: int) -> None:
     # What the whole block has read of the chunk precedes its credit.
-    sync_block()  # explore: credit-meet
+    sync_block()  # explore: credit-synchronize
     if thread_index_x() == 0:
         fence_acq_rel_sys()  # explore: credit-fence
         st_relaxed_sys_u32(address, epoch)

@@ -50,7 +50,7 @@ def make_flags(size: int, operation: int) -> Flags:
 
     @device_function
     def raise_flags(ring: Any, flags: int, rank: int, epoch: int, failed: bool) -> bool:
-        failed = sync_block_or(failed)  # explore: meet
+        failed = sync_block_or(failed)  # explore: synchronize
         thread = thread_index_x()
         if thread < size - 1:
             # One fence for all flags: the threads of a warp execute it together.

@@ -91,7 +91,7 @@ Offer = tuple[tuple[int, ...], tuple[int, ...]]
 rank's arrays. A first word of ``REFUSED`` refuses the call."""
 
 
-def make_meet(size: int) -> Any:
+def make_handshake(size: int) -> Any:
     """Return the kernel of the handshake of ``size`` ranks, at least two."""
     region = layout(size).direct
     epochs, slots = region.epochs, region.slots
@@ -118,7 +118,7 @@ def make_meet(size: int) -> Any:
             return 0, 0, 0, False
         return first, second, digest, True
 
-    def meet(
+    def handshake(
         guard: Any,
         early: bool,
         ring: Any,
@@ -172,7 +172,7 @@ def make_meet(size: int) -> Any:
             fence_acq_rel_sys()  # explore: fence-after
         keep_failure(own, failed)  # the third launch counts the epoch
 
-    return meet
+    return handshake
 
 
 @functools.cache
@@ -248,11 +248,11 @@ def make_needs_fallback(
 
 
 @functools.cache
-def meet_kernel(size: int) -> Kernel:
+def handshake_kernel(size: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     seen = types.UniTuple(ADDRESS, size - 1)
     return binding.make_kernel(
-        make_meet, (size,), types.int64, types.int64, *3 * (seen,)
+        make_handshake, (size,), types.int64, types.int64, *3 * (seen,)
     )
 
 
@@ -281,7 +281,9 @@ def bind(
     if known is None:
         known = refusal(end.size)  # zeros: nothing is known
     args = (operation, digest_of(call), *offer, known)
-    return Series(binding.launch(meet_kernel(end.size), end, 1, *args), move, fallback)
+    return Series(
+        binding.launch(handshake_kernel(end.size), end, 1, *args), move, fallback
+    )
 
 
 def offered(end: Endpoint, address: int, nbytes: int) -> tuple[int, ...]:

@@ -406,7 +406,7 @@ def make_mailboxes(
     def between_epochs(failed: bool) -> bool:
         # What any thread of the block posts next permits peers to overwrite what the
         # block has read and cleared. So the fence follows the synchronization.
-        failed = sync_block_or(failed)  # explore: meet
+        failed = sync_block_or(failed)  # explore: synchronize
         fence_acq_rel_sys()  # explore: fence
         return failed
 

@@ -277,7 +277,7 @@ def bar_red_or(barrier: int, threads: int, condition: bool) -> bool:
 
 @device_function
 def syncthreads() -> None:
-    """`bar.sync 0`: all threads of the block meet; orders their accesses."""
+    """`bar.sync 0`: synchronizes the block's threads, and orders their accesses."""
     cuda.syncthreads()
 
 

@@ -129,21 +129,21 @@ def barrier(ctx: Any, channel: int) -> bool:
     """
     thread = thread_index()
     threads = block_size()
-    met = True
+    arrived = True
     # All writes of this block come before its release of the signals below.
-    syncthreads()  # explore: meet
+    syncthreads()  # explore: synchronize
     peer = thread
-    while peer < len(ctx.pads) and met:
+    while peer < len(ctx.pads) and arrived:
         if peer != ctx.rank:
-            met = put_signal(ctx, peer, channel)
+            arrived = put_signal(ctx, peer, channel)
         peer += threads
     peer = thread
-    while peer < len(ctx.pads) and met:
+    while peer < len(ctx.pads) and arrived:
         if peer != ctx.rank:
-            met = wait_signal(ctx, peer, channel)  # explore: wait
+            arrived = wait_signal(ctx, peer, channel)  # explore: wait
         peer += threads
     # The peers' writes, acquired by one thread each, become visible to all.
-    return not syncthreads_or(not met)  # explore: agree
+    return not syncthreads_or(not arrived)  # explore: agree
 
 
 @device_function

@@ -21,65 +21,63 @@ def done_always(module):
 
 BROKEN = {
     "no fence before the addresses": removed("handshake", "fence-before"),
-    "no fence after them": removed("handshake", "fence-after"),
-    "a refusal of one's own forgotten": within(
+    "no fence after the addresses": removed("handshake", "fence-after"),
+    "its own refusal ignored": within(
         "handshake", "refuses", "first[0] == REFUSED", "False"
     ),
-    "another's refusal forgotten": removed("handshake", "found"),
-    "what was refused left undone": left_undone("chunked_reduce"),
-    "what was not refused done twice": done_always("chunked_reduce"),
-    "the digest not looked at": within(
-        "handshake", "poll", "missing | late", "missing"
-    ),
-    "nobody waits for the others' loads and stores": removed("handshake", "wait"),
-    "what is refused worked on": within(
+    "another rank's refusal ignored": removed("handshake", "found"),
+    "no fallback after a refusal": left_undone("chunked_reduce"),
+    "a fallback without a refusal": done_always("chunked_reduce"),
+    "the digest not compared": within("handshake", "poll", "missing | late", "missing"),
+    "no wait for the others' loads and stores": removed("handshake", "wait"),
+    "the work after a refusal": within(
         "direct_broadcast", "refused", "refused(own)", "False"
     ),
-    "what is refused reduced": within(
+    "the reduction after a refusal": within(
         "direct_reduce", "refused", "refused(own)", "False"
     ),
-    "what was refused not relayed": left_undone("chunked_broadcast"),
-    "the input taken for the output": replaced(
+    "no fallback to the broadcast in chunks": left_undone("chunked_broadcast"),
+    "the input's address for the output's": replaced(
         "direct_reduce", "into", "into, _ = ld_v2_u64(own + where(mirror(owner)))"
     ),
 }
 OF_SHARDS_BROKEN = {
-    "addresses that have not come": within(
+    "addresses that have not arrived": within(
         "handshake", "poll", "missing | late", "late"
     ),
     "no fence before the addresses": removed("handshake", "fence-before"),
-    "no fence after them": removed("handshake", "fence-after"),
-    "a refusal of one's own forgotten": within(
+    "no fence after the addresses": removed("handshake", "fence-after"),
+    "its own refusal ignored": within(
         "handshake", "refuses", "first[0] == REFUSED", "False"
     ),
-    "another's refusal forgotten": removed("handshake", "found"),
-    "nobody waits for the others' loads and stores": removed("handshake", "wait"),
-    "what is refused worked on": within(
+    "another rank's refusal ignored": removed("handshake", "found"),
+    "no wait for the others' loads and stores": removed("handshake", "wait"),
+    "the work after a refusal": within(
         "direct_shards", "refused", "refused(own)", "False"
     ),
     "another rank's shard loaded": within(
         "direct_shards", "shard", "there + offset", "there"
     ),
-    "what was refused left undone": left_undone("chunked_all_reduce"),
-    "what was refused not scattered": left_undone("chunked_exchange"),
-    "what was not refused done twice": done_always("chunked_all_reduce"),
-    "what was not refused scattered twice": done_always("chunked_exchange"),
+    "no fallback after a refusal": left_undone("chunked_all_reduce"),
+    "no fallback to the exchange in chunks": left_undone("chunked_exchange"),
+    "a fallback without a refusal": done_always("chunked_all_reduce"),
+    "an exchange in chunks without a refusal": done_always("chunked_exchange"),
 }
 OF_ALL_REDUCE_BROKEN = {
-    "the input taken for the output": replaced(
+    "the input's address for the output's": replaced(
         "direct_shards", "into", "there, _ = ld_v2_u64(own + where(k))"
     ),
-    "the result in another shard": within(
+    "the result stored in another shard": within(
         "direct_shards", "whose", "there + offset", "there"
     ),
-    "an output's refusal forgotten": removed("direct_shards", "both"),
+    "an output's refusal ignored": removed("direct_shards", "both"),
 }
 OF_TWO_RANKS_BROKEN = {
-    "what was refused left undone": left_undone("chunked_all_reduce"),
-    "what was not refused done twice": done_always("chunked_all_reduce"),
-    "nobody waits for the other's loads": removed("handshake", "wait"),
+    "no fallback after a refusal": left_undone("chunked_all_reduce"),
+    "a fallback without a refusal": done_always("chunked_all_reduce"),
+    "no wait for the other's loads": removed("handshake", "wait"),
     "no fence before the addresses": removed("handshake", "fence-before"),
-    "no fence after them": removed("handshake", "fence-after"),
+    "no fence after the addresses": removed("handshake", "fence-after"),
 }
 FLAGS_NOT_RENEWED = replaced(
     "handshake",

@@ -22,7 +22,7 @@ RELAXED = within(
 # What is broken: the algorithms that it must spoil, and the edits that break them.
 BROKEN = {
     "no fence before the flags": (FLAGGED, removed("flags", "fence")),
-    "no synchronization before the flags": (FLAGGED, removed("flags", "meet")),
+    "no synchronization before the flags": (FLAGGED, removed("flags", "synchronize")),
     "flags loaded relaxed": (FLAGGED, RELAXED),
     "no synchronization after the flags": (
         FLAGGED,
@@ -55,7 +55,7 @@ OF_THREE_RANKS_BROKEN = {  # each has more than one neighbour
         within("flags", "raise", "4 * rank", "0"),
         within("flags", "wait", "4 * peer", "0"),
     ),
-    "neighbours counted as their receiver does": (
+    "neighbours numbered as by their receiver": (
         MAILED,
         replaced("order", "mirror", "return k"),
     ),
@@ -67,7 +67,7 @@ OF_THREE_RANKS_BROKEN = {  # each has more than one neighbour
         MAILED,
         replaced("mailboxes", "rank-stride", "rank_stride = 0"),
     ),
-    "slots counted as their receiver does": (
+    "slots numbered as by their receiver": (
         ("chunked",),
         replaced("order", "mirror", "return k"),
     ),

@@ -23,11 +23,11 @@ BROKEN = {
         MAILED,
         within("mailboxes", "half", "(epoch & 1) * half_stride", "0"),
     ),
-    "no synchronization between epochs": (MAILED, removed("mailboxes", "meet")),
+    "no synchronization between epochs": (MAILED, removed("mailboxes", "synchronize")),
     "no fence between epochs": (CLEARED, removed("mailboxes", "fence")),
-    "a fence before the threads meet": (
+    "a fence before the synchronization": (
         CLEARED,
-        moved("mailboxes", "meet", after="fence"),
+        moved("mailboxes", "synchronize", after="fence"),
     ),
     "not cleared": (CLEARED, removed("mailboxes", "clear")),
     "cleared after the next post": (
@@ -39,48 +39,48 @@ BROKEN = {
             "first + k * rank_stride + (1 - 2 * (epoch & 1)) * half_stride",
         ),
     ),
-    "one word not looked at": (
+    "the low word not compared": (
         SENTINEL,
         within("mailboxes", "empty", "low == EMPTY", "False"),
     ),
-    "the other not looked at": (
+    "the high word not compared": (
         SENTINEL,
         within("mailboxes", "empty", "high == EMPTY", "False"),
     ),
-    "one word sent as it is": (
+    "the low word sent unchanged": (
         SENTINEL,
         within("mailboxes", "sent", "low == EMPTY", "False"),
     ),
-    "the other sent as it is": (
+    "the high word sent unchanged": (
         SENTINEL,
         within("mailboxes", "sent", "high == EMPTY", "False"),
     ),
-    "one of the marked words not looked at": (
+    "the low marked word not compared": (
         MARKED,
         within("mailboxes", "missing", "first == EMPTY", "False"),
     ),
-    "the other of the marked words not looked at": (
+    "the high marked word not compared": (
         MARKED,
         within("mailboxes", "missing", "second == EMPTY", "False"),
     ),
-    "marks not looked at": (
+    "marks not compared": (
         MARKED,
         within("mailboxes", "missing", "unmarked", "False"),
     ),
-    "one mark not set": (
+    "the low word's mark not set": (
         MARKED,
         within("mailboxes", "post-marked", "marks = 1", "marks = 0"),
     ),
-    "the other mark not set": (
+    "the high word's mark not set": (
         MARKED,
         within("mailboxes", "post-marked", "marks += 2", "marks += 0"),
     ),
-    "one marked word sent as it is": (
+    "a marked word sent unchanged": (
         MARKED,
         within("mailboxes", "post-marked", "first = 0", "first = EMPTY"),
     ),
-    "marks left as they were": (MARKED, removed("mailboxes", "unmark")),
-    "one place for the marks of all threads": (
+    "marks not cleared": (MARKED, removed("mailboxes", "unmark")),
+    "one address for the marks of all threads": (
         MARKED,
         within("mailboxes", "marks", "VECTOR - MARK", "VECTOR"),
     ),
@@ -136,11 +136,11 @@ EPOCH_BROKEN = {  # flags have a synchronization of their own
     ),
 }
 FEW_BROKEN = {
-    "thread 0 exchanges no more than the others": (
-        within("one_shot", "posted", "thread != 0", "True"),
+    "thread 0 exchanges only what the others do": (
+        within("one_shot", "post-to", "thread != 0", "True"),
         within("one_shot", "wanted", "thread != 0", "True"),
     ),
-    "the threads meet before thread 0's fence": (removed("one_shot", "fence"),),
+    "no fence of thread 0 before the synchronization": (removed("one_shot", "fence"),),
 }
 
 
@@ -168,6 +168,6 @@ def test_an_epoch_changed_too_early_is_found(algorithm, edits, ranks):
 @each_transport
 @pytest.mark.parametrize("what", FEW_BROKEN)
 def test_few_threads_exchanging_broken_are_found(what, transport, ranks):
-    if (what, transport) == ("the threads meet before thread 0's fence", "ll"):
+    if (what, transport) == ("no fence of thread 0 before the synchronization", "ll"):
         pytest.skip("nothing is cleared, and loads are never late here")
     breaks(mailed_calls(device_code(*FEW_BROKEN[what]), transport), ranks)

@@ -20,12 +20,12 @@ from explore.world import World
 TRANSFER_BROKEN = {
     "no credit": removed("credit", "wait"),
     "too much credit": within("credit", "due", "epoch - DEPTH", "epoch - DEPTH - 1"),
-    "the block does not wait": removed("transfer", "agree"),
-    "a flag before all have written": removed("credit", "flag-meet"),
-    "a credit before all have read": removed("credit", "credit-meet"),
+    "the block does not synchronize after a wait": removed("transfer", "agree"),
+    "a flag before all threads have stored": removed("credit", "flag-synchronize"),
+    "a credit before all threads have read": removed("credit", "credit-synchronize"),
     "no fence before a flag": removed("credit", "flag-fence"),
     "no fence before a credit": removed("credit", "credit-fence"),
-    "a flag awaited relaxed": within(
+    "a flag polled relaxed": within(
         "credit", "await", "ld_acquire_sys_u64(flag)", "ld_relaxed_sys_u64(flag)"
     ),
 }
@@ -38,7 +38,7 @@ SIGNALS_BROKEN = {
         "st_release_sys_u32(slot, 1)",
         "st_relaxed_sys_u32(slot, 1)",
     ),
-    "awaited relaxed": within(
+    "polled relaxed": within(
         "signals", "await-slot", "ld_acquire_sys_u32(slot)", "ld_relaxed_sys_u32(slot)"
     ),
 }
@@ -48,9 +48,9 @@ PADS_BROKEN = {
     "every thread waits": within("pads", "wait", "cuda.threadIdx.x == 0", "True"),
 }
 IN_KERNEL_BROKEN = {
-    "no syncthreads before": removed("signals", "meet"),
-    "no syncthreads after": replaced("signals", "agree", "return met"),
-    "no waiting": removed("signals", "wait"),
+    "no syncthreads before": removed("signals", "synchronize"),
+    "no syncthreads after": replaced("signals", "agree", "return arrived"),
+    "no wait": removed("signals", "wait"),
 }
 
 

@@ -25,13 +25,15 @@ def stages_broken(module):
 
 REDUCE_BROKEN = {
     **stages_broken("chunked_reduce"),
-    "slots counted as their receiver does": replaced("order", "mirror", "return k"),
-    "the root forgotten": within("chunked_reduce", "to-root", "k == root", "k == 0"),
+    "slots numbered as by their receiver": replaced("order", "mirror", "return k"),
+    "results sent to another rank than the root": within(
+        "chunked_reduce", "to-root", "k == root", "k == 0"
+    ),
     "shards counted from this rank": within("chunked_reduce", "collect", "0", "number"),
 }
 BROADCAST_BROKEN = stages_broken("chunked_broadcast")
 BROADCAST_OF_THREE_BROKEN = {
-    "relayed to the next": within(
+    "relayed to the root, but not to the next rank": within(
         "chunked_broadcast", "to-root", "k != to_root", "k != 0"
     ),
     "shards counted from the root": within(
@@ -39,7 +41,7 @@ BROADCAST_OF_THREE_BROKEN = {
     ),
 }
 EXCHANGE_BROKEN = {
-    "the chunk before awaited": within(
+    "a wait for the previous chunk": within(
         "chunked_exchange",
         "wait",
         "await_flags(guard, own + flag, block, last, failed)",

@@ -168,7 +168,7 @@ def test_calls_by_copies(ranks):
 
 LEFT = "needs_fallback(guard, ring, own, block)"
 BROKEN = {
-    "an input elsewhere not noticed": within(
+    "an input at another place not noticed": within(
         "handshake", "elsewhere", "theirs != known[k]", "False"
     ),
     "a kernel that reads slots before the copies end": removed(
@@ -178,7 +178,7 @@ BROKEN = {
     "copies that begin before the call": removed("copied_all_reduce", "begin"),
     "a barrier before the rank's own copies": removed("copied_all_reduce", "copied"),
     "copies before a barrier": removed("copied_all_reduce", "follow"),
-    "an exchange that was refused left undone": within(
+    "no fallback of an exchange after a refusal": within(
         "chunked_exchange", "fallback", LEFT, f"({LEFT} and False)"
     ),
     "a rank that does not wait for the others' copies": removed("handshake", "wait"),

@@ -67,7 +67,7 @@ BROKEN = {
     ),
     "another epoch": (
         ("one_shot_ll", "one_shot_sentinel", "few_ll"),
-        replaced("mailboxes", "meet", AGREED),
+        replaced("mailboxes", "synchronize", AGREED),
     ),
     "another call": (
         (

@@ -181,11 +181,11 @@ def test_a_message_too_long_changes_nothing_and_fails_on_all_ranks(ranks):
 BROKEN = {
     "exchanges_mailed": removed("mailboxes", "fence"),
     "exchanges_chunked": removed("flags", "fence"),
-    "everything": removed("flags", "meet"),
+    "everything": removed("flags", "synchronize"),
     "own_arrays": removed("handshake", "fence-before"),
     "own_arrays_at_the_wrap": removed("handshake", "fence-after"),
-    "messages": removed("credit", "credit-meet"),
-    "groups": removed("credit", "flag-meet"),
+    "messages": removed("credit", "credit-synchronize"),
+    "groups": removed("credit", "flag-synchronize"),
 }
 
 

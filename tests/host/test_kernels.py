@@ -44,7 +44,7 @@ KERNELS = {
     "two_shot_marked": two_shot.kernel(4, BFLOAT16, "sum", False, "marked", 1),
     "chunked": chunked_all_reduce.kernel(4, FLOAT32, "sum", False),
     "copy_engine": copied_all_reduce.reduce_kernel(4, FLOAT32, "sum", False),
-    "meet": handshake.meet_kernel(3),
+    "handshake": handshake.handshake_kernel(3),
     "broadcast_direct": direct_broadcast.kernel(4, FLOAT32, True),
     "reduce_direct": direct_reduce.kernel(4, BFLOAT16, "sum", True),
     "all_reduce_direct": direct_shards.kernel(4, BFLOAT16, "sum", True, True),

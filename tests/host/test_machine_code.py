@@ -99,7 +99,7 @@ FLOATS = [(2, "float16", "sum"), (4, "float32", "sum"), (8, "bfloat16", "sum")]
 OTHERS = [(2, "int64", "prod"), (8, "bfloat16", "sum")]
 SIGNALS = {
     "barrier": lambda n: barrier.kernel(n, BARRIER),
-    "meet": handshake.meet_kernel,
+    "handshake": handshake.handshake_kernel,
     "pad_barrier": pads.barrier_kernel,
     "put_signal": pads.put_signal_kernel,
     "wait_signal": pads.wait_signal_kernel,
@@ -165,11 +165,11 @@ DIRECT += SHARDS
 COPIED = [
     (name, *case) for name in ("reduce_copied", "store_copied") for case in FLOATS
 ]
-MEETING = [("meet", 2), ("meet", 8)]
+HANDSHAKES = [("handshake", 2), ("handshake", 8)]
 TRANSFERS = "transfer", "transfer_counted", "transfer_alone"
 MESSAGES = [(name, n) for name in TRANSFERS for n in (2, 8)]
 FLAGGED = [*BLOCK_FLAGS, *PADS, *MESSAGES]
-COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *MEETING, *MESSAGES]
+COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *HANDSHAKES, *MESSAGES]
 GAPS = [("pack", 2), ("unpack", 3)]
 EVERY = [*COLLECTIVE, *PADS, *cases("finish", "reduce_shards"), *GAPS]
 
@@ -428,7 +428,7 @@ def test_an_epoch_of_mailboxes_has_no_fence(case, cc):
     assert len(code.find(r"BAR\..*")) == 2  # there, and before the epoch changes
 
 
-@on(MEETING)
+@on(HANDSHAKES)
 def test_addresses_are_sent_after_a_fence_and_used_after_another(case, cc):
     code = compiled(case, cc)
     packets = code.find(r"STG\.E\.128\.STRONG\.SYS")
