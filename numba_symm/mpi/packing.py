@@ -14,6 +14,7 @@ from numba import cuda
 
 from numba_symm import arrays
 from numba_symm.arrays import Memory
+from numba_symm.device.intrinsics import device_function
 from numba_symm.environment import SIMULATED
 from numba_symm.mpi.buffers import Message
 
@@ -117,7 +118,7 @@ def fold_pairs(replaces: Callable[..., bool], into: Any, of: Any) -> Step:
 
 @functools.lru_cache(maxsize=64)
 def _folding(replaces: Callable[..., bool]) -> Any:
-    better = cuda.jit(device=True)(replaces)
+    better = device_function(replaces)
 
     def folding(into: Any, of: Any) -> None:
         for index in range(cuda.grid(1), into.size, cuda.gridsize(1)):
@@ -136,7 +137,7 @@ def fold(function: Callable[[Any, Any], Any], into: Any, of: Any) -> Step:
 
 @functools.lru_cache(maxsize=64)
 def _reducing(function: Callable[[Any, Any], Any]) -> Any:
-    reduced = cuda.jit(device=True)(function)
+    reduced = device_function(function)
 
     def reducing(into: Any, of: Any) -> None:
         for index in range(cuda.grid(1), into.size, cuda.gridsize(1)):

@@ -1,0 +1,56 @@
+"""The kernels of mpi4py's spelling compile for a GPU."""
+
+import numpy as np
+import pytest
+from numba import cuda, from_dtype
+from numba.cuda import types
+
+from numba_symm import dtypes
+from numba_symm.mpi import operators, packing
+
+CAPABILITY = (9, 0)
+
+
+def compiled(dispatcher, *signature):
+    text, _ = cuda.compile(
+        dispatcher.py_func,
+        types.void(*signature),
+        device=False,
+        abi="numba",
+        cc=CAPABILITY,
+    )
+    return text
+
+
+def array(dtype):
+    return types.Array(from_dtype(np.dtype(dtype)), 1, "C")
+
+
+@pytest.mark.parametrize("word", packing._WORDS.values())
+@pytest.mark.parametrize("kernel", [packing._GATHER, packing._SCATTER])
+def test_copies_of_items_with_gaps(kernel, word):
+    words, runs = array(word), array(np.int64)
+    text = compiled(kernel, words, words, runs, types.int64, types.int64)
+    assert f"st.global.b{8 * np.dtype(word).itemsize}" in text.replace(".u", ".b")
+
+
+@pytest.mark.parametrize("replaces", [operators._lower, operators._higher])
+@pytest.mark.parametrize("value", ["i2", "f8"])
+def test_reductions_of_pairs(replaces, value):
+    pairs = np.dtype([("f0", value), ("f1", "i4")], align=True)
+    assert "st." in compiled(packing._folding(replaces), array(pairs), array(pairs))
+
+
+@pytest.mark.parametrize("dtype", ["i1", "f8", "c16"])
+def test_reductions_of_accumulates(dtype):
+    element = dtypes.element(np.dtype(dtype), "test")
+    for name in dtypes.operators(element):
+        if name == "avg":
+            continue
+        kernel = packing._reducing(dtypes.REDUCTIONS[name])
+        assert "st." in compiled(kernel, array(dtype), array(dtype)), name
+
+
+def test_compare_and_swap():
+    each = array(np.uint8)
+    assert "st.global" in compiled(packing._SWAP, each, each, each)
