@@ -23,7 +23,7 @@ from rich.markup import escape
 import numba_symm
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
 from numba_symm.errors import DeviceError, SymmError
-from numba_symm.launch import info
+from numba_symm.launch import info, ranks
 from numba_symm.launch.devices import visible_gpus
 
 BENCH = "numba-symm bench"
@@ -179,10 +179,13 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _info() -> int:
-    from numba_symm.launch import compiling  # imports many packages
+    from numba_symm.launch import compiling, job  # import many packages
 
-    info.report(Console())
-    compiling.report(Console())
+    console = Console()
+    if ranks.launched_size() < 2 or ranks.launched_rank() == 0:
+        info.report(console)
+        compiling.report(console)
+    job.report(console)
     return 0
 
 

@@ -111,6 +111,19 @@ def _set_by_launcher() -> tuple[str, int] | None:
     return (f"PMIX_RANK={rank}", int(rank) + 1) if rank.isdecimal() else None
 
 
+def launched_size() -> int:
+    """Return the least number of ranks that a launcher has started; 1 without one."""
+    return (_set_by_launcher() or ("", 1))[1]
+
+
+def launched_rank() -> int:
+    """Return this process' number among them; 0 without a launcher."""
+    for name in ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "PMIX_RANK"):
+        if os.environ.get(name, "").isdecimal():
+            return int(os.environ[name])
+    return 0
+
+
 def duplicate(comm: Comm) -> Comm:
     """Return a communicator of the same ranks. Collective.
 

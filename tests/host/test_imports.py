@@ -11,6 +11,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 LAZY = {
     ("launch.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
     ("launch.cli", "launch.compiling"): "`run` needs none of its libraries",
+    ("launch.cli", "launch.job"): "`run` makes no communicator",
 }
 """Imports of our own modules within functions, each with its reason."""
 

@@ -4,13 +4,16 @@ The expected reductions are within each island in rank order, then over the isla
 """
 
 import functools
+import io
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import numba_symm as ns
 from numba_symm import backends, dtypes
 from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.launch import job
 from numba_symm.launch.islands import divide
 from tests import operators
 from tests.expected import expected
@@ -290,6 +293,16 @@ def test_a_construction_that_fails_on_one_island_leaves_nothing(world, monkeypat
     assert not open_files() - before
     with in_pairs(world) as comm:
         check_works(comm)
+
+
+def test_info_shows_the_islands_of_a_job(world, monkeypatch):
+    for size, words in (("1", "rank 1 on "), (str(world.size), "one, ranks 0, 1")):
+        monkeypatch.setenv(SIZE, size)
+        console = Console(file=io.StringIO(), width=1000)
+        job.report(console)
+        said = console.file.getvalue()
+        assert (words in said) == (world.rank == 0)
+        assert ("MPI" in said) == (world.rank == 0 and size == "1")
 
 
 def test_prepare(world):

@@ -1,0 +1,33 @@
+"""What ``numba-symm info`` shows of a job of several ranks: its islands."""
+
+from rich.console import Console
+from rich.markup import escape
+
+from numba_symm.collectives.communicator import Communicator
+from numba_symm.errors import SymmError
+from numba_symm.islands import Islands
+from numba_symm.launch import ranks
+from numba_symm.launch.islands import described
+
+
+def report(console: Console) -> None:
+    """Print the islands of the job's ranks, on rank 0. Collective.
+
+    Does nothing in a process that no launcher has started on several ranks.
+    """
+    if ranks.launched_size() < 2:
+        return
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    try:
+        with Communicator(world) as comm:
+            islands = comm._calls.island
+            text = f"one, {ranks.name_ranks(range(comm.size))}"
+            if isinstance(islands, Islands):
+                text = described(islands.parts, islands.hosts)
+                text += f"; {islands.engine.version} between them"
+    except SymmError as error:
+        text = f"none: {error}"
+    if world.rank == 0:
+        console.print(f"[bold]Islands[/]  {escape(text)}")
