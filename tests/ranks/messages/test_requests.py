@@ -18,6 +18,8 @@ LARGE = 1 << 14 if SIMULATED else 1 << 24
 @pytest.fixture
 def comm(world):
     with ns.Communicator(world, timeout=60, requests=True) as made:
+        if not SIMULATED:  # loading a kernel later would wait for pending requests
+            made.prepare("isend", "irecv", "sendrecv", "all_reduce")
         yield made
 
 
@@ -64,12 +66,10 @@ def test_each_direction_has_an_order_of_its_own(comm, world):
     """All send first, to all; the last direction to be received is not the first."""
     others = [r for r in range(comm.size) if r != comm.rank]
     sizes = [3, LARGE, 0, 700]
-    sends = [
-        comm.isend(filled(n, 10 * comm.rank + i), dst=peer)  # kept until it is sent
-        for peer in others
-        for i, n in enumerate(sizes)
-    ]
     outs = {peer: [filled(n, -1) for n in sizes] for peer in reversed(others)}
+    xs = [filled(n, 10 * comm.rank + i) for i, n in enumerate(sizes)]
+    sends = [comm.isend(x, dst=peer) for peer in others for x in xs]
+    del xs  # kept until they are sent
     receives = [comm.irecv(o, src=peer) for peer in outs for o in outs[peer]]
     pending = [*sends, *receives]
     while pending:
