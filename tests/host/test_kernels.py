@@ -190,7 +190,10 @@ def test_the_key_changes_with_a_module_in_any_folder_of_kernels(tmp_path, monkey
 @pytest.mark.parametrize("folder", kernels.NO_KERNELS)
 def test_folders_that_the_key_leaves_out_have_no_kernels(folder):
     for file in (kernels.PACKAGE / folder).glob("**/*.py"):
-        assert not re.search(r"\bKernel\(|device_function", file.read_text()), file
+        text = file.read_text()
+        assert not re.search(r"\bKernel\(", text), file
+        # Numba compiles the kernels of cuda.jit, and keeps none of them on disk.
+        assert "device_function" not in text or "= cuda.jit(" in text, file
 
 
 @pytest.mark.parametrize("name", ["put_signal", "barrier"])
