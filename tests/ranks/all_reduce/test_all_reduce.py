@@ -33,6 +33,7 @@ from tests.ranks.all_reduce.cases import (
 from tests.ranks.helpers import (
     digest,
     get,
+    of_one_island,
     ordinary,
     put,
     reduced,
@@ -368,6 +369,7 @@ def test_more_different_calls_than_a_communicator_remembers(comm, monkeypatch):
     assert len(comm._calls._plans) == 8
 
 
+@of_one_island
 def test_none_takes_the_algorithm_of_the_table(comm, monkeypatch):
     used = []
     for name, found in ALL_REDUCE.algorithms.items():

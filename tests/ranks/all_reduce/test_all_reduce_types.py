@@ -9,7 +9,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.collectives import operations
 from numba_symm.environment import SIMULATED
-from tests.operators import ELEMENTS, PAIRS, random, same, special, wanted
+from tests.operators import ELEMENTS, PAIRS, in_order, random, same, special, wanted
 from tests.ranks.helpers import digest, refused
 
 
@@ -92,10 +92,7 @@ def test_a_users_function_reduces_in_rank_order(comm, world, name):
     for algorithm in algorithms(name)[:: 3 if SIMULATED else 1]:
         kept = [array.astype(ELEMENTS[name].accumulate) for array in inputs]
         with np.errstate(all="ignore"):
-            total = kept[0]
-            for each in kept[1:]:
-                total = total - each
-            expected = total.astype(inputs[0].dtype)
+            expected = in_order(np.subtract, kept).astype(inputs[0].dtype)
         check(comm, world, inputs, difference, expected, 1, algorithm)
 
 

@@ -9,8 +9,10 @@ import pytest
 import numba_symm as ns
 from numba_symm import arrays
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import check_works, get, meet, put, refused
+from tests.ranks.helpers import check_works, get, meet, of_one_island, put, refused
 from tests.ranks.memory.peeks import pattern, read
+
+pytestmark = of_one_island
 
 # The allocator
 

@@ -12,7 +12,9 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm import device as symm
 from numba_symm import pads
-from tests.ranks.helpers import get, put
+from tests.ranks.helpers import get, of_one_island, put
+
+pytestmark = of_one_island
 
 ONE_SHOT = Path(__file__).parents[3] / "docs/programs/one_shot.py"
 

@@ -7,8 +7,10 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import pads
-from tests.ranks.helpers import get, meet, needs_peers, put, refused
+from tests.ranks.helpers import get, meet, needs_peers, of_one_island, put, refused
 from tests.ranks.memory.peeks import pad_of, pattern, read
+
+pytestmark = of_one_island
 
 
 @pytest.fixture

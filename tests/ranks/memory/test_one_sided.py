@@ -6,7 +6,17 @@ from ml_dtypes import bfloat16
 from numba import cuda
 
 import numba_symm as ns
-from tests.ranks.helpers import check_works, get, needs_peers, ordinary, put, refused
+from tests.ranks.helpers import (
+    check_works,
+    get,
+    needs_peers,
+    of_one_island,
+    ordinary,
+    put,
+    refused,
+)
+
+pytestmark = of_one_island
 
 COUNT = 40
 

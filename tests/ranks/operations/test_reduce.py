@@ -146,9 +146,8 @@ def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
     out = comm.reduce(x, op=first_less_second, root=root, algorithm=algorithm)
     comm.synchronize()
     if comm.rank == root:
-        total = inputs[0].astype(np.float64)
-        for each in inputs[1:]:
-            total = total - 2 * each.astype(np.float64)
+        wide = [each.astype(np.float64) for each in inputs]
+        total = operators.in_order(first_less_second, wide)
         np.testing.assert_allclose(get(out), total, 1e-4, 1e-2)
     meet(comm, world)
 
