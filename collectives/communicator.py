@@ -238,8 +238,9 @@ class Communicator(Persistent):
         with self._calls.set_up("split"):
             with island.exchange.agreed("split"):
                 number, order = ranks.checked_split(island.comm, color, key)
-            colors = island.exchange.all_gather(number, "split: colors")
-            members = [rank for rank in range(self.size) if colors[rank] == number]
+            given = island.exchange.all_gather((number, order), "split: colors")
+            ranked = sorted(range(self.size), key=lambda rank: given[rank][1])  # stable
+            members = [rank for rank in ranked if given[rank][0] == number]
             part = functools.partial(ranks.split, island.comm, number, order)
             return self._of(construction.child(self._calls, "split", part, members))
 

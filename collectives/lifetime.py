@@ -174,7 +174,8 @@ def child(
         what: the call.
         make: returns the ranks of the new communicator, or None. It may block in MPI,
             because it runs only if all ranks have reached it.
-        members: these ranks, by their numbers in this communicator.
+        members: these ranks' numbers in this communicator, in the order of the new
+            ones.
         join: makes the new communicator of its ranks.
     """
     exchange = calls.island.exchange

@@ -334,6 +334,11 @@ def test_islands_are_shown_and_split(world):
         with comm.dup() as same:
             assert same.islands == comm.islands
             check_works(same)
+        with comm.split(0, key=-comm.rank) as turned:
+            last = world.size - 1
+            numbers = [sorted(last - rank for rank in part) for part in comm.islands]
+            assert turned.islands == tuple(map(tuple, reversed(numbers)))
+            check_works(turned)
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "two", "65"])
