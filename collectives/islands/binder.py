@@ -15,6 +15,9 @@ from numba_symm.collectives.operations import (
     Operation,
 )
 from numba_symm.collectives.protocols.binding import Call, Enqueue, Series
+from numba_symm.dtypes import UserOperator
+from numba_symm.errors import ArgumentError
+from numba_symm.launch import ranks
 
 STEPS: dict[str, Callable[[Site, Call], list[Enqueue]]] = {
     "all_reduce": reductions.all_reduce,
@@ -49,8 +52,26 @@ class IslandsBinder(Binder):
         return IslandsBinder(dataclasses.replace(self._site, end=end, listing=True))
 
     def operation(self, operation: Operation, algorithm: str, call: Call) -> Enqueue:
-        """Bind a call. The steps within islands choose their algorithms themselves."""
+        """Bind a call. The steps within islands choose their algorithms themselves.
+
+        Raises:
+            ArgumentError: on all ranks: a function would not be applied in rank order.
+        """
+        if operation.reduces and isinstance(call.op, UserOperator):
+            self._refuse_interleaved(operation.name)
         return Series(*STEPS[operation.name](self._site, call))
+
+    def _refuse_interleaved(self, what: str) -> None:
+        """Raise ArgumentError if an island's ranks are not consecutive."""
+        parts = self._site.parts
+        if any(part[-1] - part[0] >= len(part) for part in parts):
+            found = "; ".join(map(ranks.name_ranks, parts))
+            raise ArgumentError(
+                f"{what}: a function as op is applied within islands first, so it "
+                "needs islands whose ranks are consecutive, got the islands "
+                f"{found}; split the communicator so that they are, or pass an "
+                "operator of numba_symm"
+            )
 
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]
