@@ -198,7 +198,7 @@ class Requests:
         return self._lanes[direction].start(launch, stream, keep, failed)
 
     def close(self) -> None:
-        """Release the streams, after all kernels have ended or will end soon."""
+        """Wait for the requests, which have ended or will end soon; then let go."""
         while self._lanes:
             self._lanes.popitem()[1].close()
         self._memory = None
@@ -235,10 +235,14 @@ class _Lane:
         return done
 
     def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-        self._side.close()
-        self._pending.clear()
+        try:
+            if self._worker is not None:
+                self._worker.close()
+            else:  # until then, a pool must not hand out the arrays' memory again
+                streams.synchronize(self._side.stream)
+        finally:
+            self._side.close()
+            self._pending.clear()
 
 
 def end_of(stream: int) -> Done:

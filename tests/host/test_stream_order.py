@@ -3,10 +3,12 @@
 import importlib.util
 import itertools
 import threading
+import weakref
 
 import pytest
 
 from numba_symm import driver
+from numba_symm.collectives import requests
 
 ZERO = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
 
@@ -178,3 +180,24 @@ def test_after_a_failure_the_call_s_stream_follows_the_side_stream(
         ("cuEventRecord", last, side.stream),
         ("cuStreamWaitEvent", 0xA0, last, 0),
     ]
+
+
+def test_closed_requests_are_done_before_their_arrays_are_dropped(monkeypatch):
+    """Memory that a pool hands out again is never written by a late kernel."""
+    numbers, calls = itertools.count(1), []
+    kept = {object()}
+    alive = weakref.ref(kept)
+
+    def call(name, *args):
+        calls.append((name, alive() is not None))
+        return next(numbers) if name.endswith("Create") else None
+
+    monkeypatch.setattr(requests.streams.driver, "call", call)
+    monkeypatch.setattr(requests, "end_of", lambda stream: None)
+    lane = requests._Lane()
+    lane.start(lambda stream: None, 0xA0, kept, lambda error: None)
+    del kept
+    calls.clear()
+    lane.close()
+    assert calls[0] == ("cuStreamSynchronize", True)
+    assert alive() is None
