@@ -66,7 +66,7 @@ class Staging:
             room = _new(nbytes, stream, what)
             return arrays.view(room, what).address, room
         whole = self._rooms[-1].size if self._rooms else 0
-        if self._used + nbytes > whole:
+        if not self._rooms or self._used + nbytes > whole:  # nbytes may be 0
             self._rooms.append(_new(max(nbytes, 2 * whole), stream, what))
             self._used = 0
         room = self._rooms[-1]

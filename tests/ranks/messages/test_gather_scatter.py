@@ -315,6 +315,10 @@ def test_all_to_all_v_in_place(comm, world):
     found = spread.copy_to_host()
     assert np.array_equal(found[::2][: wanted.size], wanted)
     assert np.array_equal(found[1::2], x.copy_to_host())
+    nothing, zeros = ordinary(0, dtype), [0] * size
+    with ns.Communicator(world, timeout=60) as fresh:  # without memory for the copy
+        both = {"send_counts": zeros, "recv_counts": zeros}
+        assert fresh.all_to_all_v(nothing, **both, out=nothing) is nothing
     world.barrier()
 
 
