@@ -156,7 +156,8 @@ def stage(
     arrays.check_aligned(view, what)
     if written:
         check_writable(view, what)
-        if 0 in strides:
+        # An axis of length 1 may have any stride.
+        if any(each == 0 for n, each in zip(view.shape, strides, strict=True) if n > 1):
             raise ArgumentError(
                 f"{what}: expected an array whose elements are apart, got one that is "
                 f"broadcast, of shape {view.shape} and strides {strides}"

@@ -186,6 +186,11 @@ def test_outputs_that_cannot_be_unpacked_are_refused(comm, world):
         kind = type(whole)
         out = kind(same) if not isinstance(same, kind) else same
         refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, out=out), "all_red")
+        # NumPy's and CuPy's stride of a new axis is 0.
+        half, added = ordinary(12, np.float32), whole[None, :, ::2]
+        put(half, np.ones(12, np.float32))
+        assert comm.all_reduce(half, out=added) is added
+        assert (whole.copy_to_host()[:, ::2] == comm.size).all()
     short = whole[:, ::2]
     refused(world, ns.ArgumentError, lambda: comm.all_reduce(x, out=short), "got 12")
     check_works(comm)
