@@ -170,7 +170,7 @@ LOADS = 4
 """Vectors that a thread of a chunked kernel loads before it stores them."""
 
 
-COPIED = 1 << 20 if SIMULATED else 128 << 20
+COPIED = 16 << 20 if SIMULATED else 128 << 20
 """Bytes of the slots for copies. The larger, the less time their beginnings take."""
 
 COPYING = 4
