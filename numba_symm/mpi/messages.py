@@ -169,37 +169,53 @@ class Post:
 
     def receive(self, source: int, tag: int) -> "Posted":
         """Post a receive."""
-        for index, found in enumerate(self._probed):
-            if source in (found.source, MPI.ANY_SOURCE) and tag in (
-                found.tag,
-                MPI.ANY_TAG,
-            ):
-                return Posted(envelope=self._probed.pop(index))
+        found = self._first_probed(source, tag)
+        if found is not None:
+            self._probed.remove(found)
+            return Posted(envelope=found)
         room = np.empty(_MOST, np.uint8)
         return Posted(self._envelopes.Irecv(room, source, tag), room)
 
     def probe(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope that a receive would match now, which stays there."""
-        posted = self.receive_if_there(source, tag)
-        if posted is None:
-            return None
-        # Earlier than what MPI still has, later than what was probed before it.
-        self._probed.append(posted)
-        return posted
+        self.reap()
+        found = self._first_probed(source, tag)
+        status = MPI.Status()
+        if found is not None or not self._envelopes.Iprobe(source, tag, status):
+            return found
+        # What the source sent before it comes along. So a source's envelopes here are
+        # all earlier than those that MPI has, and no receive overtakes any.
+        while found is None or found.tag != status.tag:
+            found = self._arrived(status.source, MPI.ANY_TAG)
+            self._probed.append(found)
+        return found
 
     def receive_if_there(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope of a message, which no other receive gets."""
         self.reap()
+        found = self._first_probed(source, tag)
+        if found is not None:
+            self._probed.remove(found)
+            return found
         status = MPI.Status()
-        waiting = any(
-            source in (each.source, MPI.ANY_SOURCE) and tag in (each.tag, MPI.ANY_TAG)
-            for each in self._probed
-        )
-        if not waiting and not self._envelopes.Iprobe(source, tag, status):
+        if not self._envelopes.Iprobe(source, tag, status):
             return None
-        if not waiting:
-            source, tag = status.source, status.tag
-        posted = self.receive(source, tag)
+        return self._arrived(status.source, status.tag)
+
+    def _first_probed(self, source: int, tag: int) -> Envelope | None:
+        """Return the first envelope that a probe has taken from MPI."""
+        for found in self._probed:
+            if source in (found.source, MPI.ANY_SOURCE) and tag in (
+                found.tag,
+                MPI.ANY_TAG,
+            ):
+                return found
+        return None
+
+    def _arrived(self, source: int, tag: int) -> Envelope:
+        """Receive an envelope that MPI has."""
+        room = np.empty(_MOST, np.uint8)
+        posted = Posted(self._envelopes.Irecv(room, source, tag), room)
         posted.wait()
         return posted.envelope
 

@@ -119,6 +119,25 @@ def test_probes(comm):
     comm.Barrier()
 
 
+def test_no_receive_overtakes_a_message_that_a_probe_passed(comm):
+    """Each source's messages arrive in order, whatever was probed before."""
+    right, left = around(comm)
+    status, out = MPI.Status(), room(1)
+    for source in (left, MPI.ANY_SOURCE):
+        for number, tag in enumerate((0, 1, 2, 1)):
+            comm.Send(array(number), right, tag)
+        comm.Probe(source, 2, status)
+        comm.Probe(source, 1)
+        assert (status.source, status.tag) == (left, 2)
+        assert comm.Mprobe(source, 1, status) and status.tag == 1
+        found = []
+        for _ in range(3):
+            comm.Recv(out, source, MPI.ANY_TAG, status)
+            found.append((status.tag, int(out.copy_to_host()[0])))
+        assert found == [(0, 0), (2, 2), (1, 3)]
+        comm.Barrier()
+
+
 def test_nobody(comm):
     out, status = room(1), MPI.Status()
     comm.Send(out, MPI.PROC_NULL)
