@@ -252,6 +252,9 @@ def exchanged(
     every = sends + receives
     job = Job(comm.communicator, what, every[0].array if every else None)
     packed, received = _room(job, sends), _room(job, receives)
+    there, here = (arrays.view(each, what) for each in (packed, received))
+    if (there.address, there.nbytes) == (here.address, here.nbytes):
+        packed = received  # which is how the communicator knows a call in place
     _collect(job, sends, packed)
     counts = [
         [sum(part.nbytes for part in parts) for parts in each]

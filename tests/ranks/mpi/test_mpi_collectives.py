@@ -134,7 +134,10 @@ def test_vector_forms(both, form):
     exchange, typed = of("Alltoallv"), of("Alltoallw")
     both(lambda c, x, y: exchange(c, [x, (sent, every)], [y, (sent, displs)]), x, y)
     both(lambda c, y: exchange(c, IN_PLACE, [y, (sent, displs)]), x[:1].repeat(90))
-    ints = [MPI.INT] * size
+    # In place, and the parts lie one after another.
+    both(lambda c, y: exchange(c, IN_PLACE, [y, [2] * size]), both.values(2 * size))
+    ints, twos = [MPI.INT] * size, ([2] * size, [8 * s for s in range(size)])
+    both(lambda c, y: typed(c, IN_PLACE, (y, twos, ints)), both.values(2 * size))
     places = [4 * each for each in every], [4 * each for each in displs]
     both(
         lambda c, x, y: typed(
