@@ -254,7 +254,10 @@ class Together(Request):
         self._sends.Wait()
 
     def _poll(self, status: MPI.Status | None) -> bool:
-        return bool(self._receives.Test(status) and self._sends.Test())
+        if not all([each.Get_status() for each in (self._receives, self._sends)]):
+            return False
+        self._finish(status)
+        return True
 
 
 _attached: list[Any] = []

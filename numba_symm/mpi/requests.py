@@ -20,6 +20,9 @@ class Request:
 
     def __init__(self) -> None:
         self._active = True
+        self._ended: MPI.Status | None = (
+            None  # of a call that is done, until it is told
+        )
 
     def __bool__(self) -> bool:
         return self._active
@@ -47,7 +50,9 @@ class Request:
     @translated
     def Wait(self, status: MPI.Status | None = None) -> bool:
         """Wait until the arrays of the call may be used."""
-        if self._active:
+        if self._ended is not None:
+            self._tell(status)
+        elif self._active:
             self._finish(status)
             self._active = False
         else:
@@ -57,12 +62,34 @@ class Request:
     @translated
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the arrays of the call may be used."""
+        if self._ended is not None:
+            self._tell(status)
+        elif not self._active:
+            describe(status)
+        elif self._poll(status):
+            self._active = False
+        return not self._active
+
+    @translated
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return what :meth:`Test` would return; the request stays active."""
         if not self._active:
             describe(status)
             return True
-        if self._poll(status):
-            self._active = False
-        return not self._active
+        if self._ended is None:
+            found = MPI.Status()
+            if not self._poll(found):
+                return False
+            self._ended = found
+            self._active = True  # whoever asks next gets the status
+        _copy(self._ended, status)
+        return True
+
+    def _tell(self, status: MPI.Status | None) -> None:
+        """Hand out the status of a call that is done."""
+        assert self._ended is not None
+        _copy(self._ended, status)
+        self._ended, self._active = None, False
 
     def wait(self, status: MPI.Status | None = None) -> None:
         """Do as :meth:`Wait`."""
@@ -77,7 +104,7 @@ class Request:
 
     def Free(self) -> None:
         """Give the request up; its call is completed."""
-        self._active = False
+        self._ended, self._active = None, False
 
     free = Free
 
@@ -98,12 +125,10 @@ class Request:
         requests: Sequence[Any],
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
-        """Return whether all requests are done."""
-        done = [
-            request.Test(_status(statuses, index))
-            for index, request in enumerate(requests)
-        ]
-        return all(done)
+        """Return whether all requests are done; until then, all stay active."""
+        if not all([request.Get_status() for request in requests]):
+            return False
+        return cls.Waitall(requests, statuses)
 
     @classmethod
     def Waitany(cls, requests: Sequence[Any], status: MPI.Status | None = None) -> int:
@@ -215,6 +240,11 @@ def describe(
     status.Set_cancelled(cancelled)
 
 
+def _copy(found: MPI.Status, status: MPI.Status | None) -> None:
+    nbytes, cancelled = found.Get_elements(MPI.BYTE), found.Is_cancelled()
+    describe(status, found.source, found.tag, nbytes, cancelled)
+
+
 class Started(Request):
     """A request of a call that is enqueued.
 
@@ -288,6 +318,13 @@ class Prequest(Request):
             describe(status)
             return True
         return self._running.Test(status)
+
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return what :meth:`Test` would return; the request stays active."""
+        if self._running is None:
+            describe(status)
+            return True
+        return self._running.Get_status(status)
 
     def Cancel(self) -> None:
         """Cancel a receive that no message has matched."""

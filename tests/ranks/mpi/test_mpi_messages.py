@@ -5,6 +5,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.staging import BLOCK
 from tests.ranks.helpers import needs_peers
 
@@ -88,6 +89,35 @@ def test_wildcards_and_requests(comm):
     else:
         for tag in (4, 5):
             comm.Isend(array(comm.rank, tag), 0, tag).Wait()
+    comm.Barrier()
+
+
+def test_requests_stay_active_until_all_are_done(comm):
+    """A request that ended earlier keeps its status for the call that reports it."""
+    right, left = around(comm)
+    outs, host = [room(2) for _ in range(3)], np.zeros(3, "i4")
+    requests = [comm.Irecv(out, left, tag) for tag, out in enumerate(outs[:2])]
+    requests.append(comm.Irecv(host, left, 0))
+    matched = comm.Issend(array(5), right, 3)
+    requests.append(Together(comm.Irecv(outs[2], left, 4), matched))
+    for x, tag in ((array(1), 0), (array(4, 4), 4), (np.ones(1, "i4"), 0)):
+        comm.Send(x, right, tag)
+    comm.Probe(left, 3)  # which comes after those of the device
+    statuses = []
+    while not all(requests[index].Get_status() for index in (0, 2)):
+        assert not MPI.Request.Testall(requests, statuses)
+    assert not MPI.Request.Testall(requests, statuses)
+    assert requests[0].is_active and bool(requests[2])
+    comm.Barrier()
+    comm.Recv(room(1), left, 3)
+    comm.Send(array(2, 3), right, 1)
+    while not MPI.Request.Testall(requests, statuses):
+        pass
+    found = [(each.source, each.tag, each.Get_count(MPI.INT)) for each in statuses]
+    assert found == [(left, 0, 1), (left, 1, 2), (left, 0, 1), (left, 4, 2)]
+    assert not any(requests)
+    assert MPI.Request.Testall(requests, statuses)
+    assert {each.source for each in statuses} == {MPI.ANY_SOURCE}
     comm.Barrier()
 
 
