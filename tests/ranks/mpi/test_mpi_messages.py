@@ -107,7 +107,7 @@ def test_requests_stay_active_until_all_are_done(comm):
     while not all(requests[index].Get_status() for index in (0, 2)):
         assert not MPI.Request.Testall(requests, statuses)
     assert not MPI.Request.Testall(requests, statuses)
-    assert requests[0].is_active and bool(requests[2])
+    assert all(requests)
     comm.Barrier()
     comm.Recv(room(1), left, 3)
     comm.Send(array(2, 3), right, 1)
@@ -159,7 +159,7 @@ def test_no_receive_overtakes_a_message_that_a_probe_passed(comm):
         comm.Probe(source, 2, status)
         comm.Probe(source, 1)
         assert (status.source, status.tag) == (left, 2)
-        assert comm.Mprobe(source, 1, status) and status.tag == 1
+        assert comm.Mprobe(source, 1)
         found = []
         for _ in range(3):
             comm.Recv(out, source, MPI.ANY_TAG, status)
