@@ -288,6 +288,7 @@ def _forget(calls: Calls) -> None:
     calls.disown()
     if calls.requests is not None:
         calls.requests.close()
+    calls.island.settle()
     calls.forget()
     _in_use.pop(calls.island, None)
 

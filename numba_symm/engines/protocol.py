@@ -1,6 +1,6 @@
 """What an engine does: it moves bytes between ranks, in the order of a stream."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -32,7 +32,11 @@ class Engine(Protocol):
     capturable: bool
 
     def exchange(
-        self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: int
+        self,
+        sends: Sequence[Parcel],
+        receives: Sequence[Parcel],
+        stream: int,
+        beside: Callable[[int], None] | None = None,
     ) -> None:
         """Send and receive, after all earlier work of a stream and before later work.
 
@@ -43,10 +47,15 @@ class Engine(Protocol):
             sends: to other ranks.
             receives: from other ranks.
             stream: the handle of the stream.
+            beside: enqueues other work of the call on the stream of a handle. That work
+                and the parcels progress side by side: neither waits for the other.
 
         Raises:
             CollectiveError: the communicator has failed, or a rank is late.
         """
+
+    def settle(self) -> None:
+        """Wait for threads that run kernels, after the communicator has failed."""
 
     def close(self) -> None:
         """Release the engine. Collective."""

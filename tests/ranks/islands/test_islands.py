@@ -221,6 +221,28 @@ def test_messages_between_any_two_ranks(islands):
             assert (get(out) == np.arange(count) * (peer + 1)).all()
 
 
+def test_messages_to_the_island_and_to_others_progress_side_by_side(world):
+    if world.size == 2:
+        pytest.skip("needs an island of two ranks, and a rank outside")
+    far, count = world.size - 1, 4096  # of more bytes than the ranks' slots have
+    with in_pairs(world) as comm:
+        x = array_of(comm, np.full(count, comm.rank), False)
+        relayed, own = ordinary(count, np.int64), ordinary(count, np.int64)
+        if comm.rank == 1:
+            with comm.group():
+                comm.send(x, dst=0)
+                comm.send(x, dst=far)
+        elif comm.rank == far:
+            comm.recv(relayed, src=1)
+            comm.send(relayed, dst=0)
+        elif comm.rank == 0:
+            comm.recv(relayed, src=far)  # before the message of its island
+            comm.recv(own, src=1)
+            assert (get(relayed) == 1).all()
+            assert (get(own) == 1).all()
+        comm.synchronize()
+
+
 def test_forms_with_different_counts(islands):
     comm = islands
     counts = [3 * rank + (rank % 2) for rank in range(comm.size)]
