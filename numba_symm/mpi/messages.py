@@ -9,6 +9,8 @@ receipts have communicators of their own, so host messages do not meet them.
 
 import itertools
 import struct
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from numba_symm.mpi.requests import Request, describe
 from numba_symm.mpi.staging import Room, opened, staging_of
 
 _HEADER = struct.Struct("<qqq")
+_PAUSE = 20e-6  # seconds between two looks for what the peers sent
 _MOST = 4096  # bytes of an envelope, at most
 
 
@@ -73,19 +76,31 @@ class Post:
         self._unread: dict[int, Room | None] = {}
         self._sent: list[tuple[MPI.Request, Any]] = []
         self._probed: list[Envelope] = []
-        self._receipts_sent = [0] * host.size
-        self._receipts_taken = 0
+        self._open: set[Posted] = set()
+        self._counts = np.zeros((2, host.size), np.int64)  # envelopes and receipts sent
+        self._taken = np.zeros(2, np.int64)
         _posts.add(self)
 
     def free(self) -> None:
         """Free the duplicates. Collective.
 
-        First take all receipts: one that arrived later would be taken for a message of
-        a new communicator, to which MPI gives the same number.
+        First take what the peers sent: an envelope or a receipt that arrived later
+        would be taken for one of a new communicator, to which MPI gives the same
+        number. So ends also a send that waits for its receive, of which there is none.
         """
-        coming = sum(self._receipts.alltoall(self._receipts_sent))
-        while self._receipts_taken < coming or self._sent:
+        coming = self._receipts.alltoall([tuple(each) for each in self._counts.T])
+        wanted = np.sum(coming, axis=0)
+        for posted in list(self._open):
+            posted.cancel()
+            posted.wait()
+        while self._sent or (self._taken < wanted).any():
+            while self._envelopes.Iprobe():
+                self._arrived(MPI.ANY_SOURCE, MPI.ANY_TAG)
             self.reap()
+            time.sleep(_PAUSE)
+        for room in self._unread.values():  # which nobody will read
+            self._give_back(room)
+        self._unread.clear()
         _posts.discard(self)
         if not _posts:
             staging.give_back_all()
@@ -137,6 +152,7 @@ class Post:
         send = self._envelopes.Issend if matched else self._envelopes.Isend
         request: MPI.Request = send([text, MPI.BYTE], dest, tag)
         self._sent.append((request, text))
+        self._counts[0, dest] += 1
         self._unread[number] = room
         return request
 
@@ -159,11 +175,13 @@ class Post:
         number = np.empty(1, np.int64)
         while self._receipts.Iprobe():
             self._receipts.Recv(number)
-            self._receipts_taken += 1
-            room = self._unread.pop(int(number[0]))
-            if room is not None:
-                assert self.allocator is not None
-                staging_of(self.allocator).give_back(room)
+            self._taken[1] += 1
+            self._give_back(self._unread.pop(int(number[0])))
+
+    def _give_back(self, room: Room | None) -> None:
+        if room is not None:
+            assert self.allocator is not None
+            staging_of(self.allocator).give_back(room)
 
     # Receiving.
 
@@ -173,8 +191,18 @@ class Post:
         if found is not None:
             self._probed.remove(found)
             return Posted(envelope=found)
+        return self._posted(source, tag)
+
+    def _posted(self, source: int, tag: int) -> "Posted":
+        """Post a receive of MPI, which writes its room even if a program drops it."""
         room = np.empty(_MOST, np.uint8)
-        return Posted(self._envelopes.Irecv(room, source, tag), room)
+        posted = Posted(self._envelopes.Irecv(room, source, tag), room, self._read)
+        self._open.add(posted)
+        return posted
+
+    def _read(self, posted: "Posted") -> None:
+        self._open.discard(posted)
+        self._taken[0] += not posted.cancelled
 
     def probe(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope that a receive would match now, which stays there."""
@@ -214,8 +242,7 @@ class Post:
 
     def _arrived(self, source: int, tag: int) -> Envelope:
         """Receive an envelope that MPI has."""
-        room = np.empty(_MOST, np.uint8)
-        posted = Posted(self._envelopes.Irecv(room, source, tag), room)
+        posted = self._posted(source, tag)
         posted.wait()
         return posted.envelope
 
@@ -233,7 +260,7 @@ class Post:
                 self._copy(envelope, into)
         finally:
             number = np.array([envelope.number], np.int64)
-            self._receipts_sent[envelope.source] += 1
+            self._counts[1, envelope.source] += 1
             self._sent.append((self._receipts.Isend(number, envelope.source), number))
 
     def _copy(self, envelope: Envelope, into: buffers.Message) -> None:
@@ -266,16 +293,18 @@ class Posted:
     Args:
         request: mpi4py's request, if it has not arrived.
         room: where it arrives.
-        envelope: the envelope, if it has.
+        ended: is called when it has arrived or was cancelled.
+        envelope: the envelope, if it has arrived.
     """
 
     def __init__(
         self,
         request: MPI.Request | None = None,
         room: Any = None,
+        ended: Callable[["Posted"], None] | None = None,
         envelope: Envelope | None = None,
     ):
-        self._request, self._room = request, room
+        self._request, self._room, self._ended = request, room, ended
         self._envelope = envelope
         self.cancelled = False
 
@@ -306,8 +335,11 @@ class Posted:
 
     def _read(self, status: MPI.Status) -> None:
         self._request = None
-        if status.Is_cancelled():
-            self.cancelled = True
+        self.cancelled = status.Is_cancelled()
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(self)
+        if self.cancelled:
             return
         data = self._room[: status.Get_count(MPI.BYTE)].tobytes()
         number, nbytes, offset = _HEADER.unpack_from(data)

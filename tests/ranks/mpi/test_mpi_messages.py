@@ -1,12 +1,14 @@
 """Sends, receives and probes in mpi4py's spelling."""
 
+import gc
+
 import numpy as np
 import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.mpi.p2p import Together
-from numba_symm.mpi.staging import BLOCK
+from numba_symm.mpi.staging import BLOCK, LEAST, staging_of
 from tests.ranks.helpers import needs_peers
 
 
@@ -251,6 +253,30 @@ def test_communicators_do_not_mix(comm):
     for step in range(4):
         comm.Recv(out, left, 1)
         assert out.copy_to_host()[0] == -step - 1
+    comm.Barrier()
+
+
+@needs_peers
+def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
+    """Sends that wait end, receives end, and the memory is reused."""
+    other = comm.Dup()
+    right, left = around(other)
+    staging = staging_of(other.post.allocator)
+    before = len(staging._free.get(LEAST, ()))
+    other.Send(array(1), right, 1)
+    request = other.Issend(array(2), right, 2)
+    other.Irecv(room(1), left, 3)  # is dropped
+    other.Irecv(room(1), left, 4).Free()
+    other.Irecv(room(1), left, 5).Free()
+    other.Send(array(3), right, 5)
+    gc.collect()
+    assert len(other.post._open) == 3
+    comm.Barrier()
+    assert not request.Test()
+    other.Free()
+    assert request.Test()
+    assert not other.post._open
+    assert len(staging._free[LEAST]) >= max(before, 3)
     comm.Barrier()
 
 
