@@ -273,7 +273,7 @@ def _bind_messages(given: list[np.dtype[Any]], end: Endpoint, name: str) -> None
                 if message.count_at and name not in _COUNTED:
                     continue
                 if name in REQUESTS:
-                    transfer.bind_request(end, message, receiving=True)
+                    transfer.bind_request(end, 0, message, receiving=True)
                 else:
                     transfer.bind(end, [], [message])
             width *= 2

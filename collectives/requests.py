@@ -168,13 +168,14 @@ class Requests:
     ):
         # The blocks of a request are in one thread block.
         self._end = replace(end, workspaces=tuple(workspaces), multiprocessors=1)
+        self._main = end.workspaces[end.rank]
         self._memory: Memory | None = memory
         self._lanes: dict[tuple[int, bool], _Lane] = {}
         self.multiprocessors = multiprocessors
 
     def bind(self, message: Message, receiving: bool) -> Enqueue:
         """Return the packed launch of a message."""
-        return transfer.bind_request(self._end, message, receiving)
+        return transfer.bind_request(self._end, self._main, message, receiving)
 
     def start(
         self,

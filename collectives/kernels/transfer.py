@@ -32,6 +32,9 @@ whole block's loads, and the sender's acquire precedes its next stores into the 
 Each end counts chunks in its own workspace. Only the block of that channel accesses the
 count, in one launch after the other.
 
+A request may follow another call, or be followed by one, although it has a workspace
+of its own. So its blocks find and leave the marks of a failure where all others do.
+
 Source: the point-to-point kernels of NCCL.
 """
 
@@ -238,24 +241,25 @@ def make_transfer(
         own: int,
         grid: int,
         direction: int,
+        main: int,
         sends: Any,
         receives: Any,
     ) -> None:
-        thread = cuda.threadIdx.x
-        block = row_index()
+        thread, block = cuda.threadIdx.x, row_index()
         if block >= grid:
             return
         follow_previous_grid(early)
         low = cuda.local.array(batch, types.int64)
         high = cuda.local.array(batch, types.int64)
-        rank = guard.rank
-        launched = grid // (2 * others)
+        rank, launched = guard.rank, grid // (2 * others)
         if alone:
             block, launched = 2 * others * block + direction, grid
         channel, sending, peer = end_of(block, rank, others)
         k = (peer + size - rank - 1) % size
         flag, slot, credit = places(ring, own, k, channel, sending)
-        epoch, failed = resume(own, epochs, block)
+        marks = main if alone else own
+        kept = own - marks + epochs  # an offset from the marks
+        epoch, failed = resume(marks, kept, block)  # explore: resume
         stopped = False  # the whole block
         own_lengths = own + lengths + pair_lengths * k
         for message in range(messages):
@@ -296,7 +300,7 @@ def make_transfer(
                 hand_over(sending, flag_now, word, credit, epoch)
                 first += whole_row * chunk_rows
         sync_block()  # a block without messages has not synchronized yet
-        keep(own, epochs, block, epoch, failed)
+        keep(marks, kept, block, epoch, failed)  # explore: keep
 
     return transfer
 
@@ -316,7 +320,7 @@ def kernel(
     sent = types.UniTuple(types.int64, 2 * number)
     received = types.UniTuple(types.int64, (5 if counted else 2) * number)
     constants = (size, width, ragged, messages, used, counted, alone)
-    arguments = types.int64, sent, received
+    arguments = types.int64, types.int64, sent, received
     return binding.make_kernel(make_transfer, constants, *arguments)
 
 
@@ -331,14 +335,16 @@ def bind(
     pairs = 2 * (end.size - 1)
     used = max(1, min(channels(end.size, False).number, end.max_blocks // pairs))
     grid = pairs * min(used, _most_chunks(*sends, *receives))
-    return _bind(end, used, False, grid, 0, sends, receives)
+    return _bind(end, used, False, grid, (0, 0), sends, receives)
 
 
-def bind_request(end: Endpoint, message: Message, receiving: bool) -> Launch:
+def bind_request(end: Endpoint, main: int, message: Message, receiving: bool) -> Launch:
     """Return the packed launch of a request, which runs beside all other calls.
 
     Args:
         end: this rank's end of the requests' workspace.
+        main: the address of the rank's workspace of all other calls, which shows
+            whether the rank has failed.
         message: it is matched in the order of the launches of its direction.
         receiving: whether it is received.
     """
@@ -350,7 +356,7 @@ def bind_request(end: Endpoint, message: Message, receiving: bool) -> Launch:
     if not receiving:
         place = rank + (peer if peer < rank else peer - 1)
     sends, receives = ([], [message]) if receiving else ([message], [])
-    return _bind(end, used, True, grid, place, sends, receives)
+    return _bind(end, used, True, grid, (place, main), sends, receives)
 
 
 def _most_chunks(*messages: Message) -> int:
@@ -362,7 +368,7 @@ def _bind(
     used: int,
     alone: bool,
     grid: int,
-    direction: int,
+    of_request: tuple[int, int],
     sends: Sequence[Message],
     receives: Sequence[Message],
 ) -> Launch:
@@ -377,7 +383,7 @@ def _bind(
     messages = 1 << (most - 1).bit_length()
     return binding.launch(
         kernel(end.size, width, ragged, messages, used, counted, alone),
-        *(end, grid, direction),
+        *(end, grid, *of_request),
         *(_listed(out, messages, False), _listed(into, messages, counted)),
     )
 

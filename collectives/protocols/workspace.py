@@ -258,8 +258,7 @@ def channels(size: int, requests: bool) -> Channels:
             *(at.epochs, at.flags, credits_at, at.slots, lengths, at.end),
         )
     lanes, rows = HELD * others, min(_REQUEST_ROWS, _MOST_ROWS)
-    epochs = _LINE * _MARKS
-    flags = epochs + _lines(4 * 2 * lanes)
+    epochs, flags = 0, _lines(4 * 2 * lanes)  # no marks: those are in the main one
     credits_at = flags + _lines(8 * DEPTH * lanes)
     lengths = credits_at + _lines(4 * lanes)
     slots = lengths + _lines(8 * lanes)

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from numba_symm import dtypes
+
 
 class Messages:
     """The messages of a ``World``."""
@@ -40,23 +42,64 @@ class Messages:
         In fact each direction of a pair has a stream of its own.
         """
         Message = self.code.transfer.Message
-        nbytes = self.code.workspace.channels(self.size, True).end
-        if not self.requested:
-            self.requested = self.map("requests", nbytes, lambda offset: (0, 0))
-        ends = [
-            replace(each, workspaces=tuple(self.requested), multiprocessors=1)
-            for each in self.ends
-        ]
         for count in counts:
             src, dst = self.random.sample(range(self.size), 2)
             arrays, words = self.inputs(count)
-            sent = Message(dst, arrays[src], 8 * count)
             taken = self.taking(src, dst, count)
             self.expect(taken.address, words[src])
-            for rank, message in ((src, sent), (dst, taken)):
-                receiving = message is taken
-                launch = self.code.transfer.bind_request(ends[rank], message, receiving)
-                self.streams[rank].append(launch)
+            self._request(src, dst, Message(dst, arrays[src], 8 * count), taken)
+
+    def _request(self, src, dst, sent, taken):
+        nbytes = self.code.workspace.channels(self.size, True).end
+        if not self.requested:
+            self.requested = self.map("requests", nbytes, lambda offset: (0, 0))
+        for rank, message in ((src, sent), (dst, taken)):
+            own = tuple(self.requested)
+            end = replace(self.ends[rank], workspaces=own, multiprocessors=1)
+            given = end, self.workspaces[rank], message, message is taken
+            self.streams[rank].append(self.code.transfer.bind_request(*given))
+
+    def request_then_sum(self, count):
+        """Add a request, and an all-reduce that follows it, of what it received."""
+        Message = self.code.transfer.Message
+        src, dst = self.random.sample(range(self.size), 2)
+        arrays, words = self.inputs(count)
+        target = self.planted(count)[dst]
+        self.expect(target, words[src])
+        sent = Message(dst, arrays[src], 8 * count)
+        self._request(src, dst, sent, Message(src, target, 8 * count))
+        arrays[dst], words[dst] = target, words[src]
+        self._sum(arrays, words)
+
+    def sum_then_request(self, count):
+        """Add an all-reduce, and a request that follows it, of its result."""
+        Message = self.code.transfer.Message
+        src, dst = self.random.sample(range(self.size), 2)
+        outputs, total = self._sum(*self.inputs(count))
+        target = self.planted(count)[dst]
+        self.expect(target, total)
+        sent = Message(dst, outputs[src], 8 * count)
+        self._request(src, dst, sent, Message(src, target, 8 * count))
+
+    def _sum(self, arrays, words):
+        """Add an all-reduce; return the ranks' outputs, and the words of the result."""
+        count = len(words[0])
+        outputs, element = self.planted(count), dtypes.element("int64", "test")
+        total = [sum(column) for column in zip(*words, strict=True)]
+        for end, source, target in zip(self.ends, arrays, outputs, strict=True):
+            call = self.code.binding.Call(source, target, count, element, "sum")
+            launch = self.bound("all_reduce", "chunked", end, call)
+            self.streams[end.rank].append(launch)
+            self.expect(target, total)
+        return outputs, total
+
+    def planted(self, count):
+        """Return every rank's address of words that a kernel may load."""
+        found = self.map("output", 8 * count)
+        for address in found:
+            for i in range(count):
+                self.memory.plant(address + 8 * i, 8, i)
+        return found
 
     def taking(self, src, dst, count):
         """Return a message that is received; sometimes it has room for more."""

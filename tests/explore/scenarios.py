@@ -221,6 +221,19 @@ def requests(code):
     return scenario
 
 
+def requests_and_sums(code, name):
+    """All-reduces that follow requests, or requests that follow all-reduces."""
+
+    def scenario(machine):
+        world = World(machine, code, blocks=channels(machine, code))
+        for _ in range(2):
+            getattr(world, name)(a_length(world))
+        world.run()
+
+    scenario.blocks = blocks_of_messages
+    return scenario
+
+
 def messages_with_gaps(code):
     """Messages between arrays with gaps, of random ranks."""
 

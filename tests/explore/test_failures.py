@@ -22,6 +22,7 @@ from explore.scenarios import (
     mailed_calls,
     messages,
     requests,
+    requests_and_sums,
     words_by_signals,
 )
 from explore.source import device_code
@@ -43,11 +44,14 @@ CALLS = {
     "own_arrays": calls_on_own_arrays,
     "messages": messages,
     "requests": requests,
+    "request_then_sum": lambda code: requests_and_sums(code, "request_then_sum"),
+    "sum_then_request": lambda code: requests_and_sums(code, "sum_then_request"),
     "barrier": exchanges_between_barriers,
     "signals": words_by_signals,
 }
 
 AGREED = "syncthreads_or(failed)"
+RESUMED = "(resume(marks, kept, block)[0], 0)"
 BROKEN = {
     "a total of data that did not arrive": (
         ("one_shot_ll", "one_shot_sentinel"),
@@ -80,6 +84,14 @@ BROKEN = {
             "load_failure(own, block)",
             "load_failure(own, block) * 0",
         ),
+    ),
+    "a sum after a failed request": (
+        ("request_then_sum",),
+        within("transfer", "keep", "failed", "False"),
+    ),
+    "a request after a failed sum": (
+        ("sum_then_request",),
+        within("transfer", "resume", "resume(marks, kept, block)", RESUMED),
     ),
     "a block that does not agree on its flags": (
         ("chunked", "gather", "reduce", "broadcast"),

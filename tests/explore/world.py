@@ -334,7 +334,7 @@ class World(Messages):
         ]
         kept = self.kept | {base + at for base in self.workspaces for at in places}
         state = self.code.workspace.channels(self.size, True)
-        own = range(0, state.flags, 4)  # that the rank has failed, and epochs
+        own = range(0, state.flags, 4)  # epochs
         kept |= {base + at for base in self.requested for at in own}
         self.machine.rule = NoStoreAfterFailure(board, kept)
         if self.machine.absent is not None:

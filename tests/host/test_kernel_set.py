@@ -123,9 +123,9 @@ def test_requests_of_any_size_and_alignment_bind_kernels_that_are_listed(name):
             x = an_array(chance, int(2 ** chance.uniform(0, 29)), kind, 1 << 44)
             message = Message(chance.choice([1, 2]), x.address, x.nbytes)
             counted = message._replace(count_at=8, itemsize=kind.itemsize)
-            transfer.bind_request(end, message, receiving=False)
+            transfer.bind_request(end, 0, message, receiving=False)
             if name == "irecv":
-                transfer.bind_request(end, counted, receiving=True)
+                transfer.bind_request(end, 0, counted, receiving=True)
     assert len(bound) > 1
     assert not bound.keys() - set(known)
 
