@@ -84,6 +84,7 @@ class Board:
 
     _records: Any
     _steps: Any
+    _closed: Any
     _words: Any
 
     def __init__(
@@ -102,7 +103,7 @@ class Board:
         self._step = 0
         self._turn = 0
         self._alive = -1
-        self._records = self._steps = self._words = None
+        self._records = self._steps = self._closed = self._words = None
         self._pieces = memoryview(b"")
         self.address = 0
         words_at = mmap.PAGESIZE
@@ -131,6 +132,7 @@ class Board:
                     numbers = ctypes.c_uint64 * self._size
                     self._records = numbers.from_buffer(memory)
                     self._steps = numbers.from_buffer(memory, 8 * self._size)
+                    self._closed = numbers.from_buffer(memory, 16 * self._size)
                     texts = ctypes.c_char * _WORDS * self._size
                     self._words = texts.from_buffer(memory, words_at)
                     self._pieces = memoryview(memory)[pieces_at:]
@@ -267,10 +269,23 @@ class Board:
             alive = locks.is_locked(self._alive, _LOCKS + rank)
             # It may have arrived, and closed its board, since the step was read.
             if not alive and rank in self._absent(step):
-                record = waits.ENDED << 56 | self._rank << 48 | rank << 40
-                self._report(record, wait.what)
+                self._report(self._ended(rank), wait.what)
                 return True
         return False
+
+    def report_ended(self, what: str) -> None:
+        """Make the communicator fail if a rank's process has ended without a close.
+
+        For waits that are not at this board. It does not matter where the ranks are.
+        """
+        for rank in range(self._size):
+            if rank == self._rank or locks.is_locked(self._alive, _LOCKS + rank):
+                continue
+            if not self._closed[rank]:  # which it stores before it drops the lock
+                self._report(self._ended(rank), what)
+
+    def _ended(self, rank: int) -> int:
+        return waits.ENDED << 56 | self._rank << 48 | rank << 40
 
     def _report_late(self, wait: Wait, absent: Sequence[int]) -> None:
         record = waits.LATE << 56 | self._rank << 48 | absent[0] << 40
@@ -324,6 +339,8 @@ class Board:
 
     def close(self) -> None:
         """Unmap the board, which no kernel may use any more. Local and idempotent."""
+        if self._closed is not None:
+            self._closed[self._rank] = 1
         self._undo.close()
 
     def disown(self) -> None:
@@ -338,7 +355,7 @@ class Board:
     def _let_go(self) -> None:
         """Drop the objects that prevent the mapping from being closed."""
         self._pieces.release()
-        self._records = self._steps = self._words = None
+        self._records = self._steps = self._closed = self._words = None
 
     def _let_go_of_lock(self) -> None:
         if self._alive >= 0:

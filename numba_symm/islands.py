@@ -226,6 +226,8 @@ class _Across:
         self._islands.abandon(cause, operation)
 
 
+_UNSURE = 0.01  # seconds between two checks whether the ranks of this island live
+
 _watched: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
 
 
@@ -238,9 +240,17 @@ def _stop_watchdogs() -> None:
 
 
 def gather(islands: Islands, data: bytes, wait: Wait) -> list[bytes]:
-    """Return every rank's bytes, in rank order; raise after a failure. Collective."""
+    """Return every rank's bytes, in rank order; raise after a failure. Collective.
+
+    A process of this island that has ended is a failure. Its island tells the others.
+    """
+    due = _UNSURE
 
     def look() -> bool:
+        nonlocal due
+        if wait.seconds > due:
+            due = wait.seconds + _UNSURE
+            islands.board.report_ended(wait.what)
         islands.look()
         return False
 

@@ -19,7 +19,7 @@ RANKS, LOST = 4, 3
 TIMEOUT = 2.0
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed", "raises"])
+@pytest.mark.parametrize("how", ["stopped", "killed", "ended", "raises"])
 def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
     program = [__file__, how, str(tmp_path)]
     command = cli.mpirun_command(RANKS, program, cli.find_mpirun())
@@ -38,6 +38,11 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
             assert "rank 3 left by ValueError: enough" in text
             assert ranks == [LOST]
             assert seconds < TIMEOUT  # nobody waits for the deadline
+        elif how == "ended":  # where nobody has a deadline
+            assert kind == "RankLeft", text
+            assert "rank 3 has ended without closing" in text
+            assert "rank 2 waited for it in empty" in text
+            assert ranks == [LOST]
         else:
             assert kind == "CollectiveTimeout", text
             assert ranks[1] in (2, LOST), text  # rank 2 waits for it in its island
@@ -67,6 +72,8 @@ def play(how, folder):
     said = None
     while said is None:
         try:
+            if how == "ended":
+                comm.empty(4)
             comm.all_reduce(x)
             comm.synchronize()
         except ns.CollectiveError as error:
