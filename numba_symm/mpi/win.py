@@ -109,28 +109,12 @@ class Win(MPI.Win):
                 "of another one; make a window of the ranks of one island, by "
                 "comm.Split"
             )
-        handle, error = b"", None
-        try:
-            if memory is not None:
-                handle = _shared(memory, comm.size)
-        except Exception as caught:
-            error = caught
-        everyone = comm.host.allgather((handle, unit, error is None))
-        if error is not None:
-            raise error
-        if not all(fine for *_, fine in everyone):
-            raise refusal(
-                MPI.ERR_WIN, "Win.Create: the memory of another rank cannot be shared"
-            )
+        units, mapped = _mapped(comm, memory, unit)
         # Memory of MPI's own, so that its locks need nothing of their target.
         made = cls(MPI.Win.Allocate(1, 1, info, comm.host))
         made._mutex = MPI.Win.Allocate(1, 1, MPI.INFO_NULL, comm.host)
         made.array, made._comm = memory, comm
-        made._units = [unit for _, unit, _ in everyone]
-        made._memory = [
-            open_shared(SharedHandle.from_bytes(handle)) if handle else None
-            for handle, *_ in everyone
-        ]
+        made._units, made._memory = units, mapped
         made._used = set()
         return made
 
@@ -426,7 +410,45 @@ def _where(memory: Any) -> str:
     return "device" if arrays.on_device(memory) else "host"
 
 
-def _shared(memory: Any, opens: int) -> bytes:
+def _mapped(comm: Device, memory: Any, unit: int) -> tuple[list[int], list[Any]]:
+    """Return all ranks' displacement units and memory; raise on all ranks or on none.
+
+    A rank that failed alone would not allocate what the other ranks allocate with it.
+    """
+    own, mapped, error = None, [], None
+    try:
+        if memory is not None:
+            own = _shared(memory, comm.size)
+    except Exception as caught:
+        error = caught
+    handle = b"" if own is None else own.to_bytes()
+    everyone = comm.host.allgather((handle, unit, error is None))
+    try:
+        if all(fine for *_, fine in everyone):
+            for handle, *_ in everyone:
+                of = SharedHandle.from_bytes(handle) if handle else None
+                mapped.append(None if of is None else open_shared(of))
+    except Exception as caught:
+        error = caught
+    causes = comm.host.allgather(None if error is None else str(error))
+    failed = [rank for rank, cause in enumerate(causes) if cause is not None]
+    if not failed:
+        return [unit for _, unit, _ in everyone], mapped
+    for array in mapped:
+        if array is not None:
+            array.close()
+    if own is not None:
+        own.cancel()
+    if error is not None:
+        raise error
+    raise refusal(
+        MPI.ERR_WIN,
+        f"Win.Create: rank {failed[0]} cannot share or map the memory: "
+        f"{causes[failed[0]]}",
+    )
+
+
+def _shared(memory: Any, opens: int) -> SharedHandle:
     """Return the handle of an array that every rank opens once."""
     view = arrays.dense(arrays.view(memory, "Win.Create"), "Win.Create")
     if locate(view.address, view.nbytes) is None:
@@ -435,4 +457,4 @@ def _shared(memory: Any, opens: int) -> bytes:
             "Win.Create: the array is in this process' private memory; under the "
             "simulator, use MPI.Win.Allocate or comm.communicator.empty",
         )
-    return share(memory, opens=opens).to_bytes()
+    return share(memory, opens=opens)

@@ -5,6 +5,8 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.mpi import win as module
+from numba_symm.sharing import open_shared
 
 
 @pytest.fixture
@@ -167,6 +169,34 @@ def test_windows_over_given_arrays(comm, world):
         win.Fence()
         assert host.tolist() == [0, 1]
         win.Free()
+
+
+def test_a_window_that_one_rank_cannot_map(comm, monkeypatch):
+    """All ranks raise, and the memory may have a window afterwards."""
+    last, opened = comm.size - 1, []
+
+    def fails(handle):
+        if len(opened) == last:
+            raise RuntimeError("no room left")
+        opened.append(open_shared(handle))
+        return opened[-1]
+
+    memory = comm.communicator.zeros(1, np.int32)
+    with monkeypatch.context() as patch:
+        if comm.rank == last:
+            patch.setattr(module, "open_shared", fails)
+        kind = RuntimeError if comm.rank == last else MPI.Exception
+        with pytest.raises(kind, match="no room left") as found:
+            MPI.Win.Create(memory, 4, comm=comm)
+    if comm.rank != last:
+        assert f"rank {last}" in str(found.value)
+        assert found.value.Get_error_class() == MPI.ERR_WIN
+    win = MPI.Win.Create(memory, 4, comm=comm)
+    win.Fence()
+    win.Accumulate(array(1), 0)
+    win.Fence()
+    assert comm.rank or memory.copy_to_host()[0] == comm.size
+    win.Free()
 
 
 def test_refused_calls_on_a_window(comm, win):
