@@ -2,9 +2,11 @@
 
 Puts and gets are copies between this rank's memory and the target's, enqueued on the
 stream of the origin's array. Before each call that synchronizes the window, the host
-waits for these streams. Then it calls the same method of a window of mpi4py, which has
-the epochs, locks and errors. Accumulates hold a lock of their own on the target, so
-they are atomic among each other, for all types and operators.
+waits for these streams; before those that let other ranks access this rank's memory,
+also for the streams of the communicator and of the window's array. Then it calls the
+same method of a window of mpi4py, which has the epochs, locks and errors. Accumulates
+hold a lock of their own on the target, so they are atomic among each other, for all
+types and operators.
 """
 
 from collections.abc import Callable, Iterator
@@ -188,6 +190,12 @@ class Win(MPI.Win):
         finally:
             self._mutex.Unlock(rank)
 
+    def _expose(self) -> None:
+        """Wait for this rank's copies, and for its program's work on its memory."""
+        post = self._comm.post
+        self._used |= {post.stream_of(None), post.stream_of(self.array)}
+        self._settle()
+
     def _settle(self) -> None:
         """Wait for this rank's copies."""
         used, self._used = self._used, set()
@@ -337,22 +345,32 @@ class Win(MPI.Win):
 
     def Fence(self, assertion: int = 0) -> None:
         """End an epoch of all ranks, and begin the next one."""
-        self._settle()
+        self._expose()
         super().Fence(assertion)
+
+    def Post(self, group: MPI.Group, assertion: int = 0) -> None:
+        """Let the ranks of a group access this rank's memory."""
+        self._expose()
+        super().Post(group, assertion)
+
+    def Sync(self) -> None:
+        """Order this rank's own accesses to its memory and those of the others."""
+        self._expose()
+        super().Sync()
 
     def Complete(self) -> None:
         """End the epoch that ``Start`` began."""
-        self._settle()
+        self._expose()
         super().Complete()
 
     def Unlock(self, rank: int) -> None:
         """End the epoch that ``Lock`` began."""
-        self._settle()
+        self._expose()
         super().Unlock(rank)
 
     def Unlock_all(self) -> None:
         """End the epoch that ``Lock_all`` began."""
-        self._settle()
+        self._expose()
         super().Unlock_all()
 
     def Flush(self, rank: int) -> None:

@@ -130,6 +130,33 @@ def test_post_start_complete_wait(comm, win):
     everyone.Free()
 
 
+def test_epochs_wait_for_the_streams_of_the_owner(comm, win, monkeypatch):
+    """The program's kernels on the window's memory precede the peers' accesses."""
+    waited, everyone = [], win.Get_group()
+    streams = {None: 7, id(win.array): 8}
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "SIMULATED", False)
+        patch.setattr(module.streams, "synchronize", waited.append)
+        patch.setattr(
+            comm.post, "stream_of", lambda x: streams[x if x is None else id(x)]
+        )
+        calls = [win.Fence, win.Sync, lambda: win.Post(everyone)]
+        for call in calls:
+            call()
+            assert sorted(waited) == [7, 8]
+            waited.clear()
+        win.Start(everyone)
+        win.Complete()
+        assert sorted(waited) == [7, 8]
+        win.Wait()
+        waited.clear()
+        win.Lock(comm.rank)
+        win.Unlock(comm.rank)
+        assert sorted(waited) == [7, 8]
+    everyone.Free()
+    comm.Barrier()
+
+
 def test_requests_of_a_window(comm, win):
     own, out = comm.rank, array(0, 0)
     win.Lock(own)
