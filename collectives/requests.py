@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from numba_symm import streams
 from numba_symm.arrays import Memory
+from numba_symm.collectives import kernel_set
 from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
@@ -148,6 +149,9 @@ def _checked(requests: Any, what: str) -> list[Request]:
 class Requests:
     """The requests of one communicator on this rank.
 
+    Their kernels are loaded here. Loading one later may wait for a request that waits
+    for a peer, and the peer may be loading another one.
+
     Args:
         end: this rank's end of the communicator.
         workspaces: by rank, at which address this rank sees that rank's workspace of
@@ -172,6 +176,11 @@ class Requests:
         self._memory: Memory | None = memory
         self._lanes: dict[tuple[int, bool], _Lane] = {}
         self.multiprocessors = multiprocessors
+        if not SIMULATED:
+            # Bytes may have any alignment.
+            what, given = "Communicator: requests=True", (["uint8"], ["sum"])
+            found = kernel_set.kernels(kernel_set.REQUESTS, *given, self._end, what)
+            kernel_set.load(found, end.rank, end.size, what)
 
     def bind(self, message: Message, receiving: bool) -> Enqueue:
         """Return the packed launch of a message."""

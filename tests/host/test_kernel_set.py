@@ -24,6 +24,7 @@ from numba_symm.collectives.kernel_set import (
 from numba_symm.collectives.kernels import barrier, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
+from numba_symm.collectives.requests import Requests
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.errors import ArgumentError
 from numba_symm.kernels import Kernel, listed
@@ -110,6 +111,25 @@ def test_messages_of_any_size_and_alignment_bind_kernels_that_are_listed(size):
                     counted = message._replace(count_at=8, itemsize=kind.itemsize)
                     Transfers([], [counted]).packed(Binder(end).messages)
         assert not bound.keys() - set(known)
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_communicator_with_requests_has_all_their_kernels(monkeypatch, counted):
+    """Of any type and alignment: loading one may wait for another request."""
+    loaded, chance = {}, random.Random(0)
+    monkeypatch.setattr(Kernel, "load", lambda kernel: loaded.setdefault(kernel))
+    end = endpoint(3)
+    made = Requests(end, (10, 20, 30), None, 8)
+    with listed() as bound:
+        for _ in range(CALLS):
+            kind = np.dtype(chance.choice(["V1", "V2", "V3", "f4", "f8", "c16"]))
+            x = an_array(chance, int(2 ** chance.uniform(0, 20)), kind, 1 << 44)
+            message = Message(1, x.address, x.nbytes)
+            if counted:
+                message = message._replace(count_at=8, itemsize=kind.itemsize)
+            made.bind(message, receiving=counted or chance.random() < 0.5)
+    assert len(bound) > 3
+    assert not bound.keys() - loaded.keys()
 
 
 @pytest.mark.parametrize("name", REQUESTS)
