@@ -43,6 +43,8 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
                 self.shortcuts[key] = found
         if self.synchronizes:
             job.wait()
+        else:
+            job.linger()
 
     def nonblocking(self: Any, *args: Any, **options: Any) -> Any:
         job = build(self, *args, **options)
@@ -71,6 +73,7 @@ _PREPARED = "\n\nReturns a request, which ``Start()`` starts each time."
 
 def _started(job: Job) -> Started:
     job.start()
+    job.linger()
     return Started(job.wait, job.test)
 
 

@@ -9,8 +9,10 @@ from numba_symm import arrays, streams
 from numba_symm.arrays import Memory
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
+from numba_symm.events import Event
 from numba_symm.mpi import packing
 from numba_symm.mpi.buffers import Message
+from numba_symm.mpi.errors import unsupported
 from numba_symm.mpi.packing import Step
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -28,11 +30,19 @@ def wait(communicator: Communicator, stream: int) -> None:
 
     Within a capture, return immediately.
     """
+    if _captures(stream):
+        return
     if not SIMULATED:
-        if streams.is_capturing(stream):
-            return
         streams.synchronize(stream)
     communicator.check()
+
+
+def _captures(stream: int) -> bool:
+    return not SIMULATED and streams.is_capturing(stream)
+
+
+_lingering: "list[tuple[Event, Job]]" = []
+"""Jobs whose work may not have ended, and when it has."""
 
 
 class Job:
@@ -53,6 +63,7 @@ class Job:
         self._steps: list[Step] = []
         self._last: list[Step] = []
         self._kept: list[Any] = []  # steps have addresses only
+        self._lingers = False
 
     def read(self, message: Message) -> Any:
         """Return a contiguous array of a message's elements."""
@@ -109,7 +120,18 @@ class Job:
         self._kept += kept
 
     def temporary(self, size: int, dtype: np.dtype[Any]) -> Any:
-        """Return a new array, which lives as long as the job."""
+        """Return a new array, which lives as long as the job.
+
+        Raises:
+            NotImplementedError: within a capture, whose graph would use it later.
+        """
+        if _captures(self.stream):
+            raise unsupported(
+                f"{self.what}: this call needs a temporary array, whose address a graph"
+                f" would keep after it is freed; make {self.what}_init before the "
+                "capture, start it within, and keep its request as long as the graph"
+            )
+        self._lingers = True
         made = arrays.empty((size,), dtype, self.what)
         self._kept.append(made)
         return made
@@ -150,6 +172,18 @@ class Job:
         for step in self._last:
             step(self.stream)
 
+    def linger(self) -> None:
+        """Keep the job's temporary arrays until its work so far has ended.
+
+        For a job that the program may drop before that.
+        """
+        if not self._lingers or _captures(self.stream):
+            return
+        _lingering[:] = [each for each in _lingering if not each[0].query()]
+        done = Event()
+        done.record(self.stream)
+        _lingering.append((done, self))
+
     def wait(self) -> None:
         """Wait until the arrays may be used; return at once within a capture.
 
@@ -159,7 +193,9 @@ class Job:
         wait(self.communicator, self.stream)
 
     def test(self) -> bool:
-        """Return whether the arrays may be used."""
+        """Return whether the arrays may be used; within a capture, True."""
+        if _captures(self.stream):  # a query would invalidate it
+            return True
         if not SIMULATED and not streams.is_done(self.stream):
             return False
         self.communicator.check()

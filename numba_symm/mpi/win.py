@@ -49,7 +49,7 @@ class Win(MPI.Win):
     _mutex: MPI.Win
     _units: list[int]
     _memory: list[Any]
-    _used: set[int]
+    _used: dict[int, list[packing.Step]]  # by stream; steps have temporary arrays
 
     @classmethod
     @translated
@@ -117,7 +117,7 @@ class Win(MPI.Win):
         made._mutex = MPI.Win.Allocate(1, 1, MPI.INFO_NULL, comm.host)
         made.array, made._comm = memory, comm
         made._units, made._memory = units, mapped
-        made._used = set()
+        made._used = {}
         return made
 
     def tomemory(self) -> Any:
@@ -193,19 +193,20 @@ class Win(MPI.Win):
     def _expose(self) -> None:
         """Wait for this rank's copies, and for its program's work on its memory."""
         post = self._comm.post
-        self._used |= {post.stream_of(None), post.stream_of(self.array)}
+        for array in (None, self.array):
+            self._used.setdefault(post.stream_of(array), [])
         self._settle()
 
     def _settle(self) -> None:
         """Wait for this rank's copies."""
-        used, self._used = self._used, set()
-        for stream in used:
+        used, self._used = self._used, {}
+        for stream in used:  # whose steps live until then
             if not SIMULATED:
                 streams.synchronize(stream)
 
     def _run(self, steps: list[packing.Step], array: Any) -> None:
         stream = self._comm.post.stream_of(array)
-        self._used.add(stream)
+        self._used.setdefault(stream, []).extend(steps)
         for step in steps:
             step(stream)
 

@@ -1,5 +1,8 @@
 """One-sided calls in mpi4py's spelling, on device memory."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from numba import cuda
@@ -251,4 +254,26 @@ def test_refused_calls_on_a_window(comm, win):
     if comm.size > 1:
         with pytest.raises(MPI.Exception, match="on all, got both"):
             MPI.Win.Create(memory, 1, comm=comm)
+    comm.Barrier()
+
+
+def test_temporary_arrays_live_until_the_epoch_ends(comm, win, monkeypatch):
+    made, first = [], module.copied
+
+    def watched(of, into):
+        steps = first(of, into)
+        made.append(weakref.ref(steps[0]))
+        return steps
+
+    monkeypatch.setattr(module, "copied", watched)
+    pairs = MPI.INT.Create_vector(2, 1, 3).Commit()
+    x = array(1, 2, 3, 4)
+    win.Lock(comm.rank)
+    win.Put([x, 1, pairs], comm.rank, [4, 1, pairs])
+    assert made[0]() is not None
+    win.Unlock(comm.rank)
+    gc.collect()
+    assert made[0]() is None
+    assert contents(win)[4:8] == [1, 0, 0, 4]
+    pairs.Free()
     comm.Barrier()
