@@ -4,14 +4,17 @@ Within an island, memory and kernels work as they do in a communicator of one. A
 moves bytes between islands, and MPI carries what hosts agree on.
 """
 
-import atexit
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
 from numba_symm import engines, forks
 from numba_symm.board import Failure
-from numba_symm.errors import CollectiveError, CollectiveTimeout
+from numba_symm.errors import (
+    ArgumentError,
+    CollectiveError,
+    CollectiveTimeout,
+    ExchangeError,
+)
 from numba_symm.island import Island
 from numba_symm.launch import devices, ranks, waiting
 from numba_symm.launch.islands import Parts, divide
@@ -58,6 +61,8 @@ class Islands(Island):
     def _make(self, device: int | None, timeout: float | None) -> None:
         exchange = self.exchange
         self._agree(timeout)
+        with exchange.agreed("Communicator"):
+            _refuse_one_thread()
         rank = self.world.rank
         self.hosts = tuple(exchange.all_gather(self.world.host, "hosts"))
         self._bind(device)
@@ -88,7 +93,6 @@ class Islands(Island):
             control, self.board, engines.partners(self)[0], self.world.host
         )
         self._undo.callback(self.watchdog.stop)
-        _watched.add(self.watchdog)
         forks.watch(self)
 
     def _bind(self, device: int | None) -> None:
@@ -154,7 +158,12 @@ class Islands(Island):
             self.watchdog.look()
 
     def look(self) -> None:
-        """Raise CollectiveError if the communicator has failed, on any island."""
+        """Raise if the communicator has failed, on any island, or MPI is finalized."""
+        if ranks.mpi().Is_finalized():
+            raise ExchangeError(
+                "MPI has been finalized, so the ranks of other islands cannot be "
+                "reached; close communicators before MPI.Finalize()"
+            )
         self._look()
         self.board.look()
 
@@ -176,6 +185,17 @@ class Islands(Island):
         """Close what belongs to this rank; the rest needs all ranks."""
         self.closed = self.inner.closed = True
         self._undo.close()
+
+
+def _refuse_one_thread() -> None:
+    """Raise ArgumentError if MPI does not permit calls of several threads."""
+    mpi = ranks.mpi()
+    if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
+        raise ArgumentError(
+            "between several islands, expected an MPI that permits calls of several "
+            "threads (MPI.THREAD_MULTIPLE), because one of them watches for failures; "
+            "do not set mpi4py.rc.thread_level, or set it to 'multiple'"
+        )
 
 
 class _NamedWait(Wait):
@@ -228,16 +248,6 @@ class _Across:
 
 _UNSURE = 0.01  # seconds between two checks whether the ranks of this island live
 
-_watched: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_watchdogs() -> None:
-    """End the threads, before MPI is finalized."""
-    for each in list(_watched):
-        each.look()
-        each.stop()
-
 
 def gather(islands: Islands, data: bytes, wait: Wait) -> list[bytes]:
     """Return every rank's bytes, in rank order; raise after a failure. Collective.
@@ -254,5 +264,6 @@ def gather(islands: Islands, data: bytes, wait: Wait) -> list[bytes]:
         islands.look()
         return False
 
+    islands.look()
     with waiting.watching(look):
         return waiting.all_gather(islands.comm, data, wait)

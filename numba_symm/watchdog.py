@@ -5,7 +5,10 @@ tells the ranks on its rail of a new failure by MPI, and stores what it hears on
 board.
 """
 
+import atexit
+import functools
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +24,7 @@ _TAG = 28290
 class Watchdog:
     """Watches one communicator of several islands.
 
-    Where MPI does not permit several threads, there is no thread: the rank looks while
-    it waits for other islands.
+    MPI must permit calls of several threads. The thread ends before MPI is finalized.
 
     Args:
         comm: mpi4py's communicator of all ranks, which the watchdog releases.
@@ -43,11 +45,12 @@ class Watchdog:
         self._stopping = threading.Event()
         self._sent: list[Any] = []
         self._told = False
-        mpi = ranks.mpi()
-        self._thread: threading.Thread | None = None
-        if mpi.Query_thread() == mpi.THREAD_MULTIPLE:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            self._thread.start()
+        _stop_before_finalize()
+        _running.add(self)
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._run, daemon=True
+        )
+        self._thread.start()
         forks.watch(self)
 
     def disown(self) -> None:
@@ -88,7 +91,7 @@ class Watchdog:
             self._board.fail(error(text, ranks=who, operation=operation))
 
     def stop(self) -> None:
-        """End the thread. Local; the communicator is released by :meth:`close`."""
+        """End the thread, and look no more. Local; see :meth:`close`."""
         with self._lock:
             self._stopping.set()
         if self._thread is not None and self._thread is not threading.current_thread():
@@ -98,3 +101,25 @@ class Watchdog:
         """End the thread, and release the communicator. Collective."""
         self.stop()
         ranks.release(self._comm)
+
+
+_running: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
+
+
+@functools.cache
+def _stop_before_finalize() -> None:
+    """End the threads at the begin of MPI_Finalize, or at the exit of Python."""
+    mpi = ranks.mpi()
+    key = mpi.Comm.Create_keyval(delete_fn=_stop_all)
+    mpi.COMM_SELF.Set_attr(key, None)  # which MPI_Finalize deletes first
+
+    @atexit.register
+    def delete() -> None:
+        if not mpi.Is_finalized():
+            mpi.COMM_SELF.Delete_attr(key)
+
+
+def _stop_all(*_: object) -> None:
+    for each in list(_running):
+        each.look()
+        each.stop()

@@ -51,7 +51,41 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
             assert rank == 2 or " on " in text, text
 
 
+def test_mpi_may_be_finalized_before_the_communicator_is_closed(tmp_path):
+    program = [__file__, "finalized", str(tmp_path)]
+    command = cli.mpirun_command(2, program, cli.find_mpirun())
+    environ = environment(2) | {"NUMBA_SYMM_ISLAND_SIZE": "1"}
+    code = run(command, environ, tmp_path / "mpirun.txt", 100)
+    assert code == 0, (tmp_path / "mpirun.txt").read_text()
+    for rank in range(2):
+        said = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert said == ["ExchangeError: MPI has been finalized"]  # close adds none
+
+
+def finalized(folder):
+    from mpi4py import MPI
+
+    import numba_symm as ns
+
+    rank, said = MPI.COMM_WORLD.rank, []
+    comm = ns.Communicator(MPI.COMM_WORLD, timeout=TIMEOUT)
+    x = comm.zeros(300, "float32")
+    comm.all_reduce(x)
+    MPI.Finalize()
+    time.sleep(0.2)  # several looks of the watchdog
+    for call in (lambda: comm.all_reduce(x), comm.close):
+        try:
+            call()
+        except ns.SymmError as error:
+            said.append(f"{type(error).__name__}: {error}".partition(",")[0])
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(said))
+
+
 def play(how, folder):
+    if how == "finalized":
+        finalized(folder)
+        return
+
     from mpi4py import MPI
 
     import numba_symm as ns

@@ -8,6 +8,7 @@ import io
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from rich.console import Console
 
 import numba_symm as ns
@@ -375,6 +376,14 @@ def test_wrong_sizes_are_refused(world, monkeypatch, wrong):
     monkeypatch.setenv(SIZE, wrong)
     text = f"{SIZE}={wrong!r}: expected an integer of 1 to {world.size}"
     refused(world, ns.ArgumentError, lambda: ns.Communicator(world), text)
+
+
+def test_an_mpi_of_one_thread_is_refused(world, monkeypatch):
+    if world.rank == 0:
+        level = MPI.THREAD_SERIALIZED
+        monkeypatch.setattr(MPI, "Query_thread", lambda: level)
+    text = "permits calls of several threads"
+    refused(world, ns.ArgumentError, lambda: made(world, 1), text)
 
 
 def test_ranks_that_disagree_are_refused(world, monkeypatch):
