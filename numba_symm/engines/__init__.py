@@ -4,7 +4,13 @@ from typing import Protocol
 
 from numba_symm import environment, streams
 from numba_symm.backends.protocol import Backend
-from numba_symm.engines.mpi import MpiEngine
+from numba_symm.engines.mpi import (
+    Direct,
+    MpiEngine,
+    Pinned,
+    Room,
+    reads_gpu_memory,
+)
 from numba_symm.engines.protocol import Engine, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError
@@ -47,7 +53,16 @@ def choose(islands: Joined) -> Engine:
     exchange.barrier("an engine's messages")
     comm = waiting.undisturbed(lambda: ranks.duplicate(islands.comm))
     with exchange.agreed("starting engine 'mpi'"):
-        engine = MpiEngine(comm, lambda: islands.wait(islands.operation), islands.look)
+        direct = reads_gpu_memory()
+    # Both ends of a message divide it in the same way.
+    direct = all(exchange.all_gather(direct, "whether MPI reads the memory of GPUs"))
+    with exchange.agreed("starting engine 'mpi'"):
+        room: Room = Direct() if direct else Pinned()
+
+        def wait() -> Wait:
+            return islands.wait(islands.operation)
+
+        engine = MpiEngine(comm, wait, islands.look, room)
     try:
         prove(islands, engine)
     except BaseException as error:

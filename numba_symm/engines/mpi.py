@@ -117,7 +117,7 @@ class Staged:
             self._release(self._slots.pop())
 
 
-class _Pinned(Staged):
+class Pinned(Staged):
     """Slots of the driver, and a stream that waits for no other one's work."""
 
     def __init__(self) -> None:
@@ -134,6 +134,7 @@ class _Pinned(Staged):
         driver.call("cuStreamSynchronize", self._stream)
 
     def close(self) -> None:
+        """Free the slots and the stream."""
         super().close()
         if self._stream is not None:
             driver.call("cuStreamDestroy", self._stream)
@@ -145,9 +146,10 @@ class MpiEngine:
 
     Args:
         comm: mpi4py's communicator of the ranks, which the engine releases.
-        wait: starts a wait with the communicator's deadline.
+        wait: starts a wait with the communicator's deadline, which each message that
+            has been moved postpones.
         look: raises if the communicator has failed.
-        room: where the bytes are meanwhile; None: as MPI needs it.
+        room: where the bytes are meanwhile, of one kind on all ranks.
     """
 
     name = "mpi"
@@ -158,16 +160,17 @@ class MpiEngine:
         comm: Any,
         wait: Callable[[], Wait],
         look: Callable[[], None],
-        room: Room | None = None,
+        room: Room,
     ):
         self._comm, self._wait, self._look = comm, wait, look
         # Both ranks of a pair count their parcels, however these are grouped.
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
+        self._moved = 0  # messages since the latest look
         self._side: SideStream | None = None
         self._simulated: Future[None] = Future()  # the end of the side stream's work
         self._simulated.set_result(None)
-        self._room = room or (Direct() if reads_gpu_memory() else _Pinned())
+        self._room = room
         self.version = ranks.mpi().Get_library_version().split(",")[0]
 
     def exchange(
@@ -229,6 +232,8 @@ class MpiEngine:
         try:
             while moves := [each for each in moves if not each.advance()]:
                 self._look()
+                if self._moved:
+                    self._moved, wait = 0, self._wait()
                 absent = sorted({each.parcel.peer for each in moves})
                 if wait.pause(absent):
                     raise wait.error(absent[:1])
@@ -266,7 +271,7 @@ class _Move:
 
     def __init__(self, engine: MpiEngine, slot: int, parcel: Parcel, tag: int):
         self.parcel = parcel
-        self._comm, self._room = engine._comm, engine._room
+        self._engine, self._comm, self._room = engine, engine._comm, engine._room
         self._slot, self._tag = slot, tag
         self._begun = 0  # bytes of the messages that have begun
         self._last = 0  # bytes of the latest
@@ -283,6 +288,7 @@ class _Move:
                 if not self._finished():
                     return False
                 self._request = None
+                self._engine._moved += 1
                 if self._begun == self.parcel.nbytes:
                     return True
             self._last = min(self._room.most, self.parcel.nbytes - self._begun)

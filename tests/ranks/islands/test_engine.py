@@ -1,17 +1,18 @@
 """The engine of MPI by itself: memory that MPI cannot read, captures, wrong lengths."""
 
 import ctypes
+import time
 
 import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import streams
+from numba_symm import engines, streams
 from numba_symm.engines import mpi
 from numba_symm.engines.mpi import MpiEngine, Staged
 from numba_symm.engines.protocol import Parcel
 from numba_symm.launch.waiting import Wait
-from tests.ranks.helpers import needs_peers
+from tests.ranks.helpers import check_works, needs_peers
 
 pytestmark = needs_peers
 
@@ -99,6 +100,36 @@ def test_a_rank_that_sends_nothing_is_late(world, engine):
     with pytest.raises(ns.CollectiveTimeout, match=text):
         engine.exchange([], receives, streams.LEGACY_DEFAULT)
     mpi._given_up.clear()
+
+
+def test_the_deadline_counts_from_the_latest_message(world, engine):
+    right, left = neighbours(world)
+    engine._wait = lambda: Wait("exchange", world.rank, 0.4)
+    pieces, most = 5, Staged.most
+    sent, found = np.ones(most * pieces, np.uint8), np.zeros(most * pieces, np.uint8)
+    finished = mpi._Receive._finished
+
+    def slowly(move):
+        time.sleep(0.15)  # the whole exchange takes longer than the deadline
+        return finished(move)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpi._Receive, "_finished", slowly)
+        engine.exchange(
+            [Parcel(right, sent.ctypes.data, sent.size)],
+            [Parcel(left, found.ctypes.data, found.size)],
+            streams.LEGACY_DEFAULT,
+        )
+    assert found.all()
+
+
+def test_ranks_agree_how_mpi_gets_the_bytes(world, pinned, monkeypatch):
+    monkeypatch.setattr(engines, "reads_gpu_memory", lambda: world.rank != 0)
+    monkeypatch.setattr(engines, "Pinned", pinned.room)
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    with ns.Communicator(world, timeout=20) as comm:
+        check_works(comm)
+        assert pinned.copied
 
 
 def test_a_capture_is_refused(engine, monkeypatch):
