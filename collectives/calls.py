@@ -382,7 +382,7 @@ class Calls:
         except BaseException as error:
             self.give_up_unless_refused(error, what)
             raise
-        self.run(what, launch, call.stream)
+        self.run(what, launch, call.stream, *call.keep)
 
     def remembered(self, work_out: Callable[..., T], *given: Any) -> T:
         """Return ``work_out(calls, *given)``, from memory if it was called before.
@@ -460,6 +460,7 @@ class Calls:
                 finally:
                     trail.leave()
             except BaseException as error:
+                self.island.keep(self.memory, *keep)
                 self.give_up(error, what, handle)
                 raise
 

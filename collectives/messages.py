@@ -169,6 +169,7 @@ def start_group(
         stream: the stream of all of them; None: that of each.
         keep: objects that must live until they are enqueued.
     """
+    keep = (*found.kept, *keep)
     try:
         if found.stream is not None:
             transfers = transfers_of(calls, found)

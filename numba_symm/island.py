@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 from numba_symm import environment, forks
 from numba_symm.backends.peers import choose_backend
@@ -254,6 +255,9 @@ class Island:
         self._undo.close()
         if everybodys:
             ranks.release(self.comm)
+
+    def keep(self, *objects: Any) -> None:
+        """Keep objects of a call that has failed if MPI may still use their memory."""
 
     def settle(self) -> None:
         """Wait for threads that run kernels, before memory is unmapped."""

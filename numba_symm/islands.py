@@ -167,6 +167,10 @@ class Islands(Island):
         self._look()
         self.board.look()
 
+    def keep(self, *objects: Any) -> None:
+        """Keep objects of a call that has failed if MPI may still use their memory."""
+        self.engine.keep(*objects)
+
     def settle(self) -> None:
         """Wait for threads that run kernels, before memory is unmapped."""
         self.engine.settle()

@@ -166,6 +166,7 @@ class MpiEngine:
         # Both ranks of a pair count their parcels, however these are grouped.
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
+        self._gave_up = False
         self._moved = 0  # messages since the latest look
         self._side: SideStream | None = None
         self._simulated: Future[None] = Future()  # the end of the side stream's work
@@ -238,9 +239,15 @@ class MpiEngine:
                 if wait.pause(absent):
                     raise wait.error(absent[:1])
         except BaseException:
+            self._gave_up = True
             for each in moves:
                 each.give_up()
             raise
+
+    def keep(self, *objects: Any) -> None:
+        """Keep objects whose memory MPI may still use, after an exchange failed."""
+        if self._gave_up:
+            _given_up.append(objects)
 
     def settle(self) -> None:
         """Wait for the simulator's kernel, which a failure ends."""
@@ -263,7 +270,7 @@ def _run(work: Callable[[int], None], stream: int, done: Future[None]) -> None:
         done.set_result(None)
 
 
-_given_up: list[Any] = []  # requests that MPI may still serve
+_given_up: list[Any] = []  # requests that MPI may still serve, and their memory
 
 
 class _Move:

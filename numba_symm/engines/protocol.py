@@ -1,7 +1,7 @@
 """What an engine does: it moves bytes between ranks, in the order of a stream."""
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 
 class Parcel(NamedTuple):
@@ -53,6 +53,9 @@ class Engine(Protocol):
         Raises:
             CollectiveError: the communicator has failed, or a rank is late.
         """
+
+    def keep(self, *objects: Any) -> None:
+        """Keep objects of an exchange that failed if their memory is still in use."""
 
     def settle(self) -> None:
         """Wait for threads that run kernels, after the communicator has failed."""

@@ -3,8 +3,11 @@
 The expected reductions are within each island in rank order, then over the islands.
 """
 
+import contextlib
 import functools
+import gc
 import io
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from rich.console import Console
 import numba_symm as ns
 from numba_symm import backends, dtypes
 from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.engines import mpi
 from numba_symm.launch import job
 from numba_symm.launch.islands import divide
 from tests import operators
@@ -34,11 +38,11 @@ SIZE = "NUMBA_SYMM_ISLAND_SIZE"
 pytestmark = needs_peers
 
 
-def made(world, size):
+def made(world, size, timeout=60):
     """Return a communicator of pretended islands of that size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(SIZE, str(size))
-        return ns.Communicator(world, timeout=60)
+        return ns.Communicator(world, timeout=timeout)
 
 
 def in_pairs(world):
@@ -242,6 +246,26 @@ def test_messages_to_the_island_and_to_others_progress_side_by_side(world):
             assert (get(relayed) == 1).all()
             assert (get(own) == 1).all()
         comm.synchronize()
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_arrays_that_mpi_may_still_write_are_kept(world, grouped):
+    comm, out = made(world, 1, timeout=0.2), ordinary(4, np.int64)
+    kept = weakref.ref(out)
+    if comm.rank == 0:
+        group = comm.group() if grouped else contextlib.nullcontext()
+        with pytest.raises(ns.CollectiveTimeout), group:
+            comm.recv(out, src=1)
+        del group
+    world.barrier()
+    with contextlib.suppress(ns.CollectiveError):
+        comm.close()
+    del comm, out
+    gc.collect()
+    assert (kept() is not None) == (world.rank == 0)
+    mpi._given_up.clear()
+    gc.collect()
+    assert kept() is None
 
 
 def test_forms_with_different_counts(islands):
