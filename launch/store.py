@@ -1,5 +1,6 @@
 """The store: exchanges small values between ranks that are at the same step."""
 
+import operator
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -74,6 +75,9 @@ class StoreExchange:
     Attributes:
         timeout: the seconds.
         call: the user's call to which the steps belong; "" if each step is a call.
+
+    Raises:
+        ArgumentError: ``names`` is not one integer for each rank.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class StoreExchange:
         self.prefix = prefix
         self.rank = comm.rank
         self.size = comm.size
-        self.names = names or range(comm.size)
+        self.names = range(self.size) if names is None else _checked(names, self.size)
         forks.watch(self)
 
     def disown(self) -> None:
@@ -264,3 +268,16 @@ def _common_error(
         lines.append(f"  {name_ranks(ranks)}: {text}".replace("\n", "\n    "))
     kind = named(failures[min(failures)][0])
     return kind("\n".join(lines))
+
+
+def _checked(names: Any, size: int) -> tuple[int, ...]:
+    try:
+        found = tuple(map(operator.index, names))
+    except Exception:  # an object's own method may raise anything
+        found = ()
+    if len(found) != size:
+        raise ArgumentError(
+            f"StoreExchange: names: expected {size} integers, one for each rank, got "
+            f"{names!r:.100}; pass None for the ranks of comm"
+        )
+    return found

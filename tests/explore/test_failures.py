@@ -108,7 +108,7 @@ BROKEN = {
     ),
     "a barrier that returns only what its thread found": (
         ("barrier",),
-        replaced("signals", "agree", "syncthreads()\nreturn met"),
+        replaced("signals", "agree", "syncthreads()\nreturn arrived"),
     ),
     "a signal that was not taken": (
         ("signals",),
