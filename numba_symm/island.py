@@ -224,8 +224,10 @@ class Island:
     def _error(self, failure: Failure) -> CollectiveError:
         """Return the exception to raise, and remember its failure."""
         self.known_failure = failure
-        if failure.error is CollectiveTimeout and not failure.limit:
-            failure = failure._replace(limit=f"timeout: {self.timeout:g} s")
+        limit = f"timeout: {self.timeout:g} s"  # an engine's text has it
+        said = failure.limit or limit in failure.text
+        if failure.error is CollectiveTimeout and not said:
+            failure = failure._replace(limit=limit)
         hint = f". {failure.hint}" if failure.hint else ""
         return failure.exception(
             "; results since the last check are undefined. Close this communicator "
