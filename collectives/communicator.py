@@ -62,8 +62,8 @@ class Communicator(Persistent):
 
     Construction and all methods are collective, except messages (``send``, ``recv``,
     ``sendrecv``, ``group``), ``prepare``, ``check``, ``synchronize`` and the
-    properties. Every rank makes the collective calls in the same order. Each method
-    says which arguments must agree; ``algorithm`` always must.
+    properties. Every rank makes the collective calls in the same order. Each method's
+    text lists the arguments that must agree; ``algorithm`` always must.
 
     One thread at a time may be in a call; a call of a second thread raises. The CUDA
     context of the construction must be current in every call: after
@@ -201,7 +201,7 @@ class Communicator(Persistent):
             return calls.heap.rendezvous(view.address, array)
 
     def _rendezvous(self, ptr: int) -> SymmetricMemory:
-        """Do as ``comm.allocator.rendezvous(ptr, comm)`` says."""
+        """Rendezvous by address, for ``comm.allocator.rendezvous(ptr, comm)``."""
         with self._calls.alone("rendezvous"), self._calls.set_up("rendezvous"):
             return self._calls.heap.rendezvous(ptr)
 
@@ -425,7 +425,7 @@ class Communicator(Persistent):
 
         Args:
             x: a device array in C order, of any dtype. The length of its first axis is
-                a multiple of the number of ranks. Its r-th shard goes to rank r.
+                a multiple of the number of ranks. Rank r receives its r-th shard.
             out: the output, an array of x's shape and dtype, or x itself. None: a new
                 array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
@@ -823,7 +823,7 @@ class Communicator(Persistent):
 
         Args:
             x: on the root, a device array in C order. The length of its first axis is a
-                multiple of the number of ranks. Its r-th shard goes to rank r. Ignored
+                multiple of the number of ranks. Rank r receives its r-th shard. Ignored
                 on other ranks, as in MPI.
             root: the rank that has x.
             out: the output, an array of the shard's size and x's dtype; required on all
@@ -999,7 +999,7 @@ class Communicator(Persistent):
 
         Args:
             x: a device array in C order. The length of its first axis is a multiple of
-                the number of destinations; the i-th part goes to ``destinations[i]``.
+                the number of destinations; ``destinations[i]`` receives the i-th part.
             sources: as for :meth:`neighbor_all_gather`.
             destinations: as for :meth:`neighbor_all_gather`.
             out: the output, which has a part of equal size for each source, and does

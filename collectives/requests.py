@@ -119,7 +119,7 @@ class Request:
         """Wait on the host until one of the requests is done, and return its index.
 
         Raises:
-            ArgumentError: there are no requests.
+            ArgumentError: ``requests`` is empty.
             CollectiveError, ClosedError: as for any call.
         """
         pending = _checked(requests, "wait_any")

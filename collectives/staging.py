@@ -134,7 +134,7 @@ def has_gaps(array: Any, what: str) -> bool:
         return False
     try:
         return arrays.fields(array, what)[3] is None
-    except ArgumentError:  # the call itself says so, unless it ignores the argument
+    except ArgumentError:  # the call itself raises it, unless it ignores the argument
         return False
 
 

@@ -30,8 +30,8 @@ class Found(NamedTuple):
     """What the file has for a number of ranks.
 
     Attributes:
-        choices: by operation; None: nothing that can be used.
-        why: why not; "" if there is no file.
+        choices: by operation; None if the file is missing or cannot be used.
+        why: why it cannot be used; "" otherwise.
     """
 
     choices: Choices | None
@@ -100,7 +100,7 @@ def _choice(name: str, kinds: Mapping[str, Any]) -> Choice:
     Raises:
         ValueError: they name an algorithm that the operation does not have, or are not
             in order.
-        KeyError: there is no such operation, or kind of element types.
+        KeyError: an operation, or a kind of element types, is unknown.
     """
     floats, others = (_steps(name, kinds[kind], kind) for kind in Choice._fields)
     return Choice(floats, others)

@@ -103,7 +103,7 @@ def peer_access(exchange: StoreExchange, gpu: GPU) -> tuple[Matrix, list[str]]:
 
     Returns:
         ``matrix[r][s]``: whether rank r's GPU can access rank s's. None if rank r's
-        process does not see the other GPU, so that the driver does not tell. And the
+        process does not see the other GPU, so that the driver cannot answer. And the
         UUIDs of the ranks' GPUs.
     """
     uuids = exchange.all_gather(gpu.uuid, "GPUs of all ranks")

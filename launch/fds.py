@@ -1,7 +1,7 @@
 """File descriptors between the ranks of a host, over Unix sockets. Uses no CUDA.
 
 Each pair of ranks has a connected socket. The ranks find each other by random names in
-Linux' abstract namespace. So there is no file, TMPDIR is not needed, and no name
+Linux' abstract namespace. So they need neither files nor TMPDIR, and no name
 remains after a crash. Abstract names belong to a network namespace, which ranks must
 share. The names are closed when all ranks are connected. So a process that takes the
 name of a rank that has ended receives nothing.

@@ -15,7 +15,7 @@ def divide(hosts: Sequence[str], access: Matrix, most: int | None = None) -> Par
     Args:
         hosts: by rank, the host.
         access: ``access[r][s]``: whether rank r's GPU can access rank s's, for ranks of
-            one host; None if the driver does not tell.
+            one host; None if the driver cannot answer.
         most: the most ranks of an island; None: no limit.
     """
     parts: list[list[int]] = []

@@ -63,7 +63,7 @@ class Failure:
 
     def __init__(self, job: str, ranks: int, rank: int) -> None:
         self._mpirun = int(job.partition("-")[0])
-        self._name = f"\0numba-symm-run-{job}"  # abstract: there is no file to remove
+        self._name = f"\0numba-symm-run-{job}"  # abstract, so not a file
         self._ranks = ranks
         self._rank = rank
         self._process = os.getpid()

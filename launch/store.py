@@ -65,7 +65,7 @@ class StoreExchange:
     the store uses the status board.
 
     Args:
-        comm: the ranks; no one else may use this communicator's messages.
+        comm: the ranks; other code may not use this communicator's messages.
         prefix: the store's name, the same on all ranks.
         timeout: seconds that a step waits for other ranks; 0: indefinitely. None:
             ``NUMBA_SYMM_SETUP_TIMEOUT``, else indefinitely.

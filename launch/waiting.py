@@ -141,7 +141,7 @@ def duplicate(comm: Comm, wait: Wait) -> Comm:
     continues with the same duplicate in its next call.
 
     Raises:
-        CollectiveTimeout: not all ranks have arrived in time; MPI does not tell which.
+        CollectiveTimeout: not all ranks have arrived in time; MPI cannot name them.
     """
     comm = checked(comm)
     if not is_mpi(comm):

@@ -66,7 +66,7 @@ def compiled_once(key: bytes, compile_it: Callable[[], bytes]) -> bytes:
 
 
 def load(key: bytes) -> bytes | None:
-    """Return the code stored under ``key``, or None if there is no usable entry."""
+    """Return the code stored under ``key``, or None if no entry is usable."""
     try:
         entry = _files().get(key)
     except (OSError, RuntimeError) as error:
@@ -127,7 +127,7 @@ def _alone(key: bytes) -> Iterator[None]:
 
 def _say_why(error: Exception) -> None:
     """Warn that kernels cannot be locked."""
-    if _may_write():  # otherwise ``store`` says why
+    if _may_write():  # otherwise ``store`` warns of the reason
         _warn(
             f"the kernel cache cannot be locked ({error}): ranks compile the same "
             "kernels at the same time; set XDG_CACHE_HOME to a folder on a disk of "

@@ -281,7 +281,7 @@ def reduction(op: Any, what: str) -> Op:
     mpi = sys.modules.get("mpi4py.MPI")  # without this import, op is not an MPI.Op
     if mpi is not None and isinstance(op, mpi.Op):
         for name in (*REDUCTIONS, *LOCATED):
-            if op == getattr(mpi, name.upper(), None):  # there is no MPI.AVG
+            if op == getattr(mpi, name.upper(), None):  # MPI has no AVG
                 return name
     function = getattr(op, "py_func", op)  # of a function decorated by Numba
     if isinstance(function, FunctionType):

@@ -45,7 +45,7 @@ def current_device() -> Any:
     """Return the thread's current device of cuda.core; Numba makes one current.
 
     Raises:
-        DeviceError: there is no GPU.
+        DeviceError: this process has no GPU.
     """
     from cuda.core import Device
     from numba import cuda

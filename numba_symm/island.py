@@ -209,7 +209,7 @@ class Island:
         """
         self.exchange.call = what = "close"
         wait = self.exchange.wait(what)
-        # Longer than kernels wait, because their record says more.
+        # Longer than kernels wait, because their record has more details.
         seconds = self.timeout and self.timeout + _MARGIN
         if seconds and not 0 < self.exchange.timeout < seconds:
             limit = f"timeout: {self.timeout:g} s"

@@ -256,7 +256,7 @@ _UNSURE = 0.01  # seconds between two checks whether the ranks of this island li
 def gather(islands: Islands, data: bytes, wait: Wait) -> list[bytes]:
     """Return every rank's bytes, in rank order; raise after a failure. Collective.
 
-    A process of this island that has ended is a failure. Its island tells the others.
+    A process of this island that has ended is a failure. Its island informs the others.
     """
     due = _UNSURE
 

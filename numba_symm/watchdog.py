@@ -1,8 +1,8 @@
 """The watchdog: a thread that carries failures between the islands of a communicator.
 
 Within an island, ranks see a failure on the status board. The watchdog of each rank
-tells the ranks on its rail of a new failure by MPI, and stores what it hears on its own
-board.
+sends a new failure to the ranks on its rail by MPI, and stores what it receives on its
+own board.
 """
 
 import atexit
@@ -29,7 +29,7 @@ class Watchdog:
     Args:
         comm: mpi4py's communicator of all ranks, which the watchdog releases.
         board: the board of this rank's island.
-        peers: the ranks that this one tells.
+        peers: the ranks to which this one sends failures.
         host: the name of this rank's host, for texts.
     """
 

@@ -1,8 +1,8 @@
 """All-gather between the ranks' own arrays, by loads.
 
 Each rank loads every other rank's input and stores it in its own output, vector by
-vector, without the workspace in between. The inputs must be symmetric: ``handshake.py``
-says how the ranks exchange their addresses, and what happens otherwise.
+vector, without the workspace in between. The inputs must be symmetric: see
+``handshake.py`` for the exchange of their addresses, and for what happens otherwise.
 
 Memory order: that of ``handshake.py``, which orders the streams' earlier work before
 this kernel, and this kernel before what follows on any rank's stream. In place, no rank

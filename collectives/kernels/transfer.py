@@ -19,8 +19,8 @@ uses. But every message has a chunk in channel 0. So the block of that channel l
 the bytes from the first flag, and passes them on to the receiver's other blocks of the
 pair, through a word of the workspace for each block and message. Each block clears its
 word before the launch ends. Blocks wait for a block before them only, never for a later
-one. Such a launch knows the units of the message's length, not the length, so it
-accesses the end of an array element by element.
+one. At launch, the host has the unit of the message's length, not the length, so the
+kernel accesses the end of an array element by element.
 
 Nothing else synchronizes the ranks: a sender may be DEPTH chunks of each channel ahead.
 All pairs of a launch progress side by side, because each end of a channel has a block

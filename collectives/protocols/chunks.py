@@ -1,7 +1,7 @@
 """A chunk of every shard: from a rank's array into slots, and from slots into it.
 
-``slots.py`` and ``chunked_all_reduce.py`` say which slots those are, and when a block
-may use them. A block moves rows of a chunk; a thread loads several vectors before it
+See ``slots.py`` and ``chunked_all_reduce.py`` for these slots, and for when a block may
+use them. A block moves rows of a chunk; a thread loads several vectors before it
 stores them, so that their latencies overlap.
 """
 

@@ -1,6 +1,6 @@
 """Flags, credit and lengths of the chunks that messages consist of.
 
-``kernels/transfer.py`` says what they mean, and which accesses they order.
+See ``kernels/transfer.py`` for their meaning and for the accesses that they order.
 """
 
 from collections.abc import Callable

@@ -28,7 +28,7 @@ def is_ragged(call: Call, share: int = 0, shares: int = 0) -> bool:
 
     Args:
         call: the call.
-        share: vectors of a shard; 0: there are no shards.
+        share: vectors of a shard; 0: the call has no shards.
         shares: how many shards there are.
     """
     partial = call.count % call.element.lanes != 0

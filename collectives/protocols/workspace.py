@@ -224,7 +224,7 @@ class Channels(NamedTuple):
         flags: a word for each slot, which the sender raises.
         credits: a uint32 for each channel, which the receiver raises.
         slots: what peers store here.
-        lengths: a word for each channel and message, which the rank tells itself.
+        lengths: a word for each channel and message, from block to block of the rank.
         end: where all that ends.
     """
 

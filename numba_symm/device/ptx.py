@@ -244,7 +244,7 @@ def _f32x2_of(kind: str) -> Any:
 def _of_f32x2(kind: str) -> Any:
     """Return what rounds two floats, the lower one first; from sm_89 on.
 
-    What is too large becomes the largest number: hardware knows no other way.
+    What is too large becomes the largest number: the instruction has no other mode.
     """
     asm = f"cvt.rn.satfinite.{kind}x2.f32 $0, $2, $1;"
     return _instruction(asm, _I16, _F32, _F32)

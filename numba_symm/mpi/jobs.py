@@ -185,7 +185,7 @@ class Job:
         _lingering.append((done, self))
 
     def wait(self) -> None:
-        """Wait until the arrays may be used; return at once within a capture.
+        """Wait until the arrays may be used; return immediately within a capture.
 
         Raises:
             CollectiveError: the communicator has failed.

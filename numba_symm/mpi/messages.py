@@ -32,7 +32,7 @@ _MOST = 4096  # bytes of an envelope, at most
 
 
 class Envelope(NamedTuple):
-    """What a sender tells of its message.
+    """What a sender announces of its message.
 
     Attributes:
         source: the sender.
@@ -211,8 +211,8 @@ class Post:
         status = MPI.Status()
         if found is not None or not self._envelopes.Iprobe(source, tag, status):
             return found
-        # What the source sent before it comes along. So a source's envelopes here are
-        # all earlier than those that MPI has, and no receive overtakes any.
+        # This also takes what the source sent before it. So a source's envelopes here
+        # are all earlier than those that MPI has, and no receive overtakes any.
         while found is None or found.tag != status.tag:
             found = self._arrived(status.source, MPI.ANY_TAG)
             self._probed.append(found)

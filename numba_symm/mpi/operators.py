@@ -12,7 +12,7 @@ from numba_symm.mpi.errors import refusal, unsupported
 _NAMES = {
     getattr(MPI, name.upper()).handle: name
     for name in dtypes.REDUCTIONS
-    if hasattr(MPI, name.upper())  # there is no MPI.AVG
+    if hasattr(MPI, name.upper())  # MPI has no AVG
 }
 
 

@@ -20,9 +20,8 @@ class Request:
 
     def __init__(self) -> None:
         self._active = True
-        self._ended: MPI.Status | None = (
-            None  # of a call that is done, until it is told
-        )
+        # Of a call that is done, until a caller gets it.
+        self._ended: MPI.Status | None = None
 
     def __bool__(self) -> bool:
         return self._active
@@ -81,7 +80,7 @@ class Request:
             if not self._poll(found):
                 return False
             self._ended = found
-            self._active = True  # whoever asks next gets the status
+            self._active = True  # the next caller gets the status
         _copy(self._ended, status)
         return True
 

@@ -13,7 +13,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.mpi.jobs import Job, stream_for
 
 MOST = 1024
-"""The number of calls that a communicator knows, at most."""
+"""The number of calls that a communicator remembers, at most."""
 
 
 _OF_ALL_RANKS = ("Reduce_scatter",)  # without recvcounts, it asks the other ranks

@@ -97,7 +97,7 @@ _at_end: list[Callable[[], None]] = []
 
 
 def at_end(step: Callable[[], None]) -> None:
-    """Run a step at the end of the program, before sharing tells what is shared."""
+    """Run a step at the end of the program, before sharing reports what is shared."""
     _at_end.append(step)
     _run_first(step)
 

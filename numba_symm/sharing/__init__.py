@@ -144,7 +144,7 @@ def _checked_opens(opens: int) -> int:
     if not 1 <= found < 1 << 31:
         raise ArgumentError(
             f"share: expected opens from 1 to 2**31 - 1, got {opens!r}; pass the "
-            "number of opens to come"
+            "number of consumers' opens"
         )
     return found
 

@@ -379,7 +379,7 @@ consumer = Consumer()
 
 
 def _cancel(handle: SharedHandle) -> int:
-    """Do what :meth:`SharedHandle.cancel` says, on either side."""
+    """Cancel a handle on either side; see :meth:`SharedHandle.cancel`."""
 
     def cancelled(file: CounterFile) -> int:
         return file.cancel(handle.slot, handle.serial)

@@ -262,7 +262,7 @@ class Producer:
                 continue
             for offset in released:
                 block = self.sent.get((number, offset))
-                if block is None:  # a signal came when it was retired
+                if block is None:  # a signal interrupted its retirement
                     file.return_offset(offset)
                     continue
                 self.limbo.collect([block])

@@ -8,7 +8,7 @@ the rest of the code may change:
     removed("flags", "fence")                       nothing in its place
     replaced("flags", "agree", "return failed")     other statements in its place
     within("flags", "raise", "4 * rank", "0")       a part of it is another
-    moved("flags", "synchronize", after="fence")           it comes later, or earlier
+    moved("flags", "synchronize", after="fence")           it runs later, or earlier
 
 What an edit puts in may call any intrinsic, imported there or not.
 """

@@ -36,7 +36,7 @@ class Shape(NamedTuple):
 
 
 SMALL = Shape(2, 2, 2)
-"""A few show every race; two ranks send two vectors at once, more ranks one."""
+"""A few show every race; two ranks send two vectors each, more ranks one."""
 
 _KERNELS = [
     module.name

@@ -28,7 +28,7 @@ CHAIN = [name for name in ALL_REDUCE.algorithms if name not in FLOATS]
     ids=", ".join,
 )
 def test_four_communicators_in_different_orders(world, algorithms):
-    """Each rank issues to them in its own order: all four must run at once."""
+    """Each rank issues to them in its own order: all four must run simultaneously."""
     with ExitStack() as stack:
         comms = [
             stack.enter_context(ns.Communicator(world, timeout=60)) for _ in range(4)

@@ -331,7 +331,7 @@ def test_a_capture_needs_an_output(comm, world, stream):
 
 @pytest.mark.parametrize("mode", ["relaxed", "thread_local", "global"])
 def test_memory_cannot_be_allocated_during_a_capture(comm, world, stream, mode):
-    """It is refused on all ranks, and spoils nothing but the capture."""
+    """It is refused on all ranks, and invalidates only the capture."""
     check_works(comm)
     builder = stream.create_graph_builder().begin_building(mode)
     try:
@@ -379,7 +379,7 @@ def test_a_communicator_may_be_dropped_during_a_capture(comm, world, stream, mod
 def test_a_call_that_fails_in_a_capture_spoils_nothing_but_that(
     comm, world, stream, monkeypatch
 ):
-    """No graph comes of it on that rank; the others' were to meet it, and may go."""
+    """That rank gets no graph. The others' graphs need it, so they may be dropped."""
     if comm.size == 1:
         pytest.skip("one rank has one launch")
     # Of two ranks, only copy engines work on the ranks' own arrays.

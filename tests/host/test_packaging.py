@@ -77,7 +77,7 @@ def test_the_links_are_relative(folder):
     assert (ROOT / "numba_symm" / folder).readlink() == Path("..", folder)
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is no git checkout")
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this is not a git checkout")
 @pytest.mark.parametrize("folder", LINKED)
 def test_the_links_are_committed_as_links(folder):
     command = ["git", "ls-files", "--stage", f"numba_symm/{folder}"]

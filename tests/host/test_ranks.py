@@ -64,7 +64,7 @@ def test_ranks_join_the_first_island_of_their_host_that_they_fit_into():
     assert divide(["a"] * 5, reach, 2) == ((0, 1), (2, 3), (4,))
     assert divide(["a", "b", "a", "b", "a"], reach) == ((0, 2, 4), (1, 3))
     reach[0][1] = False  # one way suffices
-    reach[4][2] = None  # the driver does not tell
+    reach[4][2] = None  # the driver cannot answer
     assert divide(["a"] * 5, reach) == ((0, 2, 3, 4), (1,))
 
 

@@ -321,7 +321,7 @@ def test_measured_limits_are_used_if_they_are_rank_0s_and_of_this_host(
     assert (written is not None) == (world.rank == 0)
     for name in ("chunked", "one_shot_ll"):
         steps = (Step(name, (ALL, ALL, ALL)),)
-        # Ranks that took their own would wait for each other for ever.
+        # Ranks that took their own would wait for each other indefinitely.
         own = (Step("direct", (ALL, ALL, ALL)),) if world.rank else steps
         tuned.write(gpu, world.size, {"all_reduce": Choice(own, own)})
         assert used(world) == name

@@ -205,7 +205,7 @@ def loses_its_producer(comm, how):
     cancelled = [first.cancel(), second.cancel()]
     if comm.rank == 1:
         x.close()
-    # Another producer's arrays are no worse for it.
+    # Another producer's arrays are unaffected.
     mine = numbers(SIZE)
     theirs = survivors.allgather(ns.share(mine))
     other = ns.open_shared(theirs[1 - survivors.rank])

@@ -1,4 +1,4 @@
-"""Many arrays: in a row, alive at once, from many threads; nothing may grow."""
+"""Many arrays: in a row, alive simultaneously, from many threads; nothing may grow."""
 
 import threading
 import warnings

@@ -195,7 +195,7 @@ def opens_altered_handles(comm, where):
                     wrong.append(f"cancelled {found}")
                 continue
             y = ns.open_shared(found)
-            # Another view of what was shared is no harm, anything else is.
+            # Another view of what was shared is allowed, anything else is refused.
             low, high = found.layout.extent
             start = found.layout.offset - found.start
             if (

@@ -1,6 +1,7 @@
 """A pipeline: each rank applies its step to blocks that pass through all ranks.
 
-Messages have the number of their block as tag; the last rank takes them as they come.
+Messages have the number of their block as tag; the last rank takes them as
+they arrive.
 """
 
 import numpy as np

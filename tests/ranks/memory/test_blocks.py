@@ -131,7 +131,7 @@ def test_arrays_go_once_all_ranks_have_dropped_them(comm, world):
         assert np.array_equal(get(x), pattern(last, 100))
         del x
     world.barrier()
-    assert number in entries(comm)  # nothing goes but at an allocation
+    assert number in entries(comm)  # only allocations remove entries
     second = comm.empty(1, np.int8)
     assert number not in entries(comm)
     assert len(entries(comm) - before) == 2

@@ -129,7 +129,7 @@ def test_memory_that_is_not_there_is_told(comm, everywhere):
 @of_one_island
 @pytest.mark.skipif(not SIMULATED, reason="a GPU's driver knows what there is")
 def test_what_the_host_has_is_all_ranks_together(comm, world, everywhere):
-    """Linux would kill whoever writes to more of it."""
+    """Linux would kill a rank that writes to more of it."""
     most = world.bcast(host_memory.available()) // comm.size
     kept = comm.empty(most * 2 // 3, np.int8)  # which was never written
     for nbytes in (most * 5 // 4, most * 2 // 3):

@@ -32,7 +32,7 @@ by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
 def content(count, dtype, *seed):
-    """Return elements of any bits, also those of a NaN that says "empty" elsewhere."""
+    """Return elements of any bits, also those of a NaN that means "empty" elsewhere."""
     random = np.random.default_rng([*seed, count])
     found = random.integers(0, 256, count * dtype.itemsize, np.uint8)
     found[random.integers(0, 2, found.size // 16 + 1).repeat(16)[: found.size] > 0] = (
