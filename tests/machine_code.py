@@ -70,6 +70,27 @@ class Code:
                     queue.append(following)
         return None
 
+    def repeated_with(self, index, without):
+        """Return the instructions of all loops through one that avoid others."""
+
+        def reached(following):
+            found, queue = set(), [index]
+            while queue:
+                new = {
+                    place
+                    for place in following[queue.pop()]
+                    if place not in found and place not in without
+                }
+                found |= new
+                queue += new
+            return found
+
+        before = [[] for _ in self._next]
+        for place, following in enumerate(self._next):
+            for each in following:
+                before[each].append(place)
+        return reached(self._next) & reached(before)
+
     def between(self, first, last):
         return self.instructions[first + 1 : last]
 

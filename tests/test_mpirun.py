@@ -6,7 +6,7 @@ process never does: the simulator disables the compiling that other tests need.
 On one rank test_one_rank.py does.
 
 NUMBA_SYMM_TEST_RANKS     the numbers of ranks, such as "4" or "1,2,8"
-NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take; default 400, on GPUs 1200
+NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take; default 240, on GPUs 1200
 """
 
 import contextlib
@@ -110,7 +110,7 @@ def deadline_of(environ):
     """Return the seconds a job may take: on GPUs more, where kernels are compiled."""
     if DEADLINE:
         return float(DEADLINE)
-    return 400.0 if environ.get("NUMBA_ENABLE_CUDASIM") == "1" else 1200.0
+    return 240.0 if environ.get("NUMBA_ENABLE_CUDASIM") == "1" else 1200.0
 
 
 def environment(ranks):

@@ -7,13 +7,15 @@ import pytest
 from numba_symm.collectives.protocols import partition, workspace
 
 
-@pytest.mark.parametrize("size", range(1, 33))
+@pytest.mark.parametrize("size", range(1, 65))
 def test_every_number_of_ranks_has_room(size):
     at = workspace.layout(size)
     regions = [region for region in vars(at).values() if hasattr(region, "slots")]
     assert all(one.end <= two.epochs for one, two in itertools.pairwise(regions))
     assert regions[-1].end == at.nbytes
-    assert at.transfer.end <= workspace.LIMIT
+    copied = workspace.COPIED if 1 < size <= workspace.COPYING else 0
+    assert at.copied.end - at.copied.slots == copied
+    assert at.nbytes - copied <= workspace.LIMIT
     if size > 1:
         assert workspace.transfer_rows(size) in (1, 2, 4, 8, 16)
 
