@@ -179,13 +179,8 @@ def child(
         join: makes the new communicator of its ranks.
     """
     exchange = calls.island.exchange
-
-    def made() -> ranks.Comm | None:
-        exchange.barrier(f"{what}: all ranks have arrived")
-        return make()
-
     with exchange.agreed(what):
-        part = waiting.undisturbed(made)
+        part = exchange.together(f"{what}: all ranks have arrived", make)
     made_here = None
     try:
         # A child fails on all its ranks; this agreement makes the other ranks raise.

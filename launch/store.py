@@ -2,7 +2,7 @@
 
 import operator
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -34,11 +34,24 @@ class _Message:
         return f"{self.what!r} ({self.prefix}, step {self.step})"
 
 
+class Failed(Protocol):
+    """Why a communicator has failed."""
+
+    def exception(self) -> CollectiveError:
+        """Return the error to raise."""
+
+
 class Meeting(Protocol):
-    """Exchanges bytes between the ranks of a host, without MPI: the status board."""
+    """Exchanges bytes between ranks that see each other's failures.
+
+    Within an island, that is the status board.
+    """
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's bytes, or raise CollectiveError. Collective."""
+
+    def gate(self, wait: Wait) -> Failed | None:
+        """Wait for every rank. Return why none continues; None: all do. Collective."""
 
     def look(self) -> None:
         """Raise CollectiveError if a rank has failed."""
@@ -179,6 +192,26 @@ class StoreExchange:
     def barrier(self, what: str) -> None:
         """Return when every rank has reached this step. Collective."""
         self.all_gather(None, what)
+
+    def together(self, what: str, call: Callable[[], T]) -> T:
+        """Return ``call()``, which may block in MPI until every rank makes it.
+
+        Collective. All ranks make it, or none does. Python's signal handlers run
+        afterwards.
+
+        Raises:
+            CollectiveError: on all ranks: a rank has failed before.
+        """
+        return waiting.undisturbed(lambda: self._made_together(what, call))
+
+    def _made_together(self, what: str, call: Callable[[], T]) -> T:
+        self.barrier(what)
+        # A failure may have ended the barrier on some ranks only.
+        if self._meeting is None:
+            waiting.gate(self._comm, self.wait(what))
+        elif (failure := self._meeting.gate(self.wait(what))) is not None:
+            raise failure.exception()
+        return call()
 
     def agree_equal(self, fact: str, what: str) -> None:
         """Check that every rank holds the same ``fact``. Collective.

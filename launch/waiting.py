@@ -17,7 +17,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
-from numba_symm.errors import CollectiveTimeout, ExchangeError, RankLeft, left
+from numba_symm.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    ExchangeError,
+    RankLeft,
+    left,
+)
 from numba_symm.launch.ranks import Comm, checked, is_mpi, name_ranks
 
 T = TypeVar("T")
@@ -169,6 +175,7 @@ def all_gather(comm: Comm, value: T, wait: Wait) -> list[T]:
     Raises:
         CollectiveTimeout: a rank has not arrived in time.
         RankLeft: a rank has left, see :func:`leave`.
+        CollectiveError: a rank has refused, see :func:`gate`.
     """
     if not is_mpi(comm):
         return comm.allgather(value)
@@ -224,13 +231,59 @@ def leave(comm: Comm, cause: BaseException, what: str) -> None:
         what: the call that it leaves.
     """
     if comm and is_mpi(comm):  # not freed
-        _unsent.extend(_sent_to_others(comm, _Left(left(cause, what), what)))
+        _refuse(comm, _error_of_others(comm, cause, what))
+
+
+def gate(
+    comm: Comm,
+    wait: Wait,
+    said: Callable[[BaseException], CollectiveError] | None = None,
+    lost: Callable[[], bool] | None = None,
+) -> None:
+    """Return on all ranks after all have arrived, or raise on all. Collective.
+
+    A rank that raises before all have arrived refuses, and the others raise its error.
+    The others wait for the answer of each rank, whatever fails meanwhile. Otherwise
+    some might continue, and others not.
+
+    Args:
+        comm: the ranks.
+        wait: the wait.
+        said: returns what the others raise for this rank's error; None: that it left.
+        lost: called while this rank waits for answers; raises if a rank gives none.
+    """
+    if not is_mpi(comm):
+        comm.barrier()
+        return
+    try:
+        all_gather(comm, None, wait)
+    except BaseException as error:
+        if not sys.modules["mpi4py.MPI"].Is_finalized():
+            reason = said(error) if said else _error_of_others(comm, error, wait.what)
+            _refuse(comm, reason)
+        raise
+    token = _watched.set((lost,) if lost else ())
+    try:
+        all_gather(comm, None, wait)
+    finally:
+        _watched.reset(token)
+
+
+def _error_of_others(comm: Any, error: BaseException, what: str) -> CollectiveError:
+    if isinstance(error, CollectiveError):
+        return error
+    text = f"rank {comm.rank} {left(error, what)}"
+    return RankLeft(text, ranks=(comm.rank,), operation=what)
+
+
+def _refuse(comm: Any, error: CollectiveError) -> None:
+    """Make the other ranks raise an error in :func:`all_gather`. Local."""
+    _unsent.extend(_sent_to_others(comm, _Refusal(error)))
 
 
 @dataclass(frozen=True)
-class _Left:
-    cause: str
-    what: str
+class _Refusal:
+    error: CollectiveError
 
 
 def _sent_to_others(comm: Any, value: object) -> list[Any]:
@@ -244,10 +297,8 @@ def _received(comm: Any, rank: int) -> dict[int, Any]:
     if message is None:
         return {}
     found = message.recv()
-    if isinstance(found, _Left):
-        raise RankLeft(
-            f"rank {rank} {found.cause}", ranks=(rank,), operation=found.what
-        )
+    if isinstance(found, _Refusal):
+        raise found.error
     return {rank: found}
 
 

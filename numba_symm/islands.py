@@ -4,7 +4,7 @@ Within an island, memory and kernels work as they do in a communicator of one. A
 moves bytes between islands, and MPI carries what hosts agree on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from numba_symm import engines, forks
@@ -14,13 +14,14 @@ from numba_symm.errors import (
     CollectiveError,
     CollectiveTimeout,
     ExchangeError,
+    RankLeft,
 )
 from numba_symm.island import Island
 from numba_symm.launch import devices, ranks, waiting
 from numba_symm.launch.islands import Parts, divide
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
-from numba_symm.watchdog import Watchdog
+from numba_symm.watchdog import Watchdog, abroad
 
 
 class Islands(Island):
@@ -85,10 +86,10 @@ class Islands(Island):
         self.channel, self.board = self.inner.channel, self.inner.board
         self.backend, self.refused = self.inner.backend, self.inner.refused
         self.guard = self.inner.guard
-        exchange.meet_at(_Across(self))
+        self._across = _Across(self)
+        exchange.meet_at(self._across)
         self.engine = engines.choose(self)
-        exchange.barrier("the watchdog's messages")
-        control = waiting.undisturbed(lambda: ranks.duplicate(self.comm))
+        control = exchange.together("the watchdog's messages", self._duplicated)
         self.watchdog = Watchdog(
             control, self.board, engines.partners(self)[0], self.world.host
         )
@@ -113,11 +114,16 @@ class Islands(Island):
 
     def _part(self, color: int) -> ranks.Comm:
         """Return a communicator of the ranks that pass the same color. Collective."""
-        self.exchange.barrier("dividing the ranks")
-        rank = self.world.rank
-        made = waiting.undisturbed(lambda: ranks.split(self.comm, color, rank))
+
+        def make() -> ranks.Comm | None:
+            return ranks.split(self.comm, color, self.world.rank)
+
+        made = self.exchange.together("dividing the ranks", make)
         assert made is not None
         return made
+
+    def _duplicated(self) -> ranks.Comm:
+        return ranks.duplicate(self.comm)
 
     def wait(self, what: str) -> Wait:
         """Start a wait for other islands within a call, and return it."""
@@ -125,19 +131,12 @@ class Islands(Island):
         return _NamedWait(self.hosts, what, self.world.rank, self.timeout, limit)
 
     def _gate(self, wait: Wait) -> Failure | None:
-        failure = self.board.failure()
-        if failure is None:
-            try:
-                gather(self, b"", wait)
-            except CollectiveError as error:
-                self.fail(error)
-            failure = self.board.failure()
-        return failure
+        return self._across.gate(wait)
 
     def fail(self, error: CollectiveError) -> None:
         """Make the communicator fail by an error that has named the ranks."""
         self.board.fail(error)
-        self._look()
+        self.watch()
 
     def failed_by(self, error: CollectiveError) -> CollectiveError:
         """Make the communicator fail by an error of the engine; return what to raise.
@@ -151,9 +150,10 @@ class Islands(Island):
     def abandon(self, cause: BaseException | str, operation: str = "") -> None:
         """Make the communicator fail on every rank of all islands."""
         super().abandon(cause, operation)
-        self._look()
+        self.watch()
 
-    def _look(self) -> None:
+    def watch(self) -> None:
+        """Exchange what is known of failures with other islands."""
         if self.watchdog is not None and not self.closed:
             self.watchdog.look()
 
@@ -164,7 +164,7 @@ class Islands(Island):
                 "MPI has been finalized, so the ranks of other islands cannot be "
                 "reached; close communicators before MPI.Finalize()"
             )
-        self._look()
+        self.watch()
         self.board.look()
 
     def keep(self, *objects: Any) -> None:
@@ -231,6 +231,39 @@ class _Across:
             self._islands.fail(error)
             raise
 
+    def gate(self, wait: Wait) -> Failure | None:
+        """Wait for every rank. Return why none continues; None: all do. Collective."""
+        islands = self._islands
+        failure = islands.board.failure()
+        if failure is not None:
+            return failure
+
+        def said(error: BaseException) -> CollectiveError:
+            if isinstance(error, CollectiveError):
+                islands.fail(error)
+            else:
+                islands.abandon(error, wait.what)
+            failure = islands.board.failure()
+            assert failure is not None
+            return abroad(failure, islands.world.host)
+
+        try:
+            islands.look()
+            with waiting.watching(_looking(islands, wait, islands.look)):
+                lost = _looking(islands, wait, self._look_for_lost)
+                waiting.gate(islands.comm, wait, said, lost)
+        except CollectiveError as error:
+            islands.fail(error)
+            return islands.board.failure()
+        return None
+
+    def _look_for_lost(self) -> None:
+        """Raise if a rank has left. Other failures end no wait for its answer."""
+        self._islands.watch()
+        failure = self._islands.board.failure()
+        if failure is not None and failure.error is RankLeft:
+            raise failure.exception()
+
     def look(self) -> None:
         """Raise CollectiveError if the communicator has failed."""
         self._islands.board.look()
@@ -258,16 +291,23 @@ def gather(islands: Islands, data: bytes, wait: Wait) -> list[bytes]:
 
     A process of this island that has ended is a failure. Its island informs the others.
     """
+    islands.look()
+    with waiting.watching(_looking(islands, wait, islands.look)):
+        return waiting.all_gather(islands.comm, data, wait)
+
+
+def _looking(
+    islands: Islands, wait: Wait, look: Callable[[], None]
+) -> Callable[[], bool]:
+    """Return what a wait calls: it reports processes that have ended, then looks."""
     due = _UNSURE
 
-    def look() -> bool:
+    def called() -> bool:
         nonlocal due
         if wait.seconds > due:
             due = wait.seconds + _UNSURE
             islands.board.report_ended(wait.what)
-        islands.look()
+        look()
         return False
 
-    islands.look()
-    with waiting.watching(look):
-        return waiting.all_gather(islands.comm, data, wait)
+    return called

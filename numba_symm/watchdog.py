@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from numba_symm import forks
-from numba_symm.board import Board
-from numba_symm.errors import CollectiveError, CollectiveTimeout, named
+from numba_symm.board import Board, Failure
+from numba_symm.errors import CollectiveError, CollectiveTimeout
 from numba_symm.launch import ranks
 
 _PAUSE = 0.02  # seconds
@@ -73,22 +73,13 @@ class Watchdog:
             if failure is None or self._told:
                 return
             self._told = True
-            text = failure.text
-            if failure.limit:
-                text += f" ({failure.limit})"
-            elif issubclass(failure.error, CollectiveTimeout):
-                text += f" on {self._host}"
-            said = failure.error.__name__, text, failure.ranks, failure.operation
-            self._sent += [self._comm.isend(said, peer, _TAG) for peer in self._peers]
+            error = abroad(failure, self._host)
+            self._sent += [self._comm.isend(error, peer, _TAG) for peer in self._peers]
 
     def _hear(self) -> None:
         mpi = ranks.mpi()
         while (message := self._comm.improbe(mpi.ANY_SOURCE, _TAG)) is not None:
-            kind, text, who, operation = message.recv()
-            error = named(kind)
-            if not issubclass(error, CollectiveError):
-                error = CollectiveError
-            self._board.fail(error(text, ranks=who, operation=operation))
+            self._board.fail(message.recv())
 
     def stop(self) -> None:
         """End the thread, and look no more. Local; see :meth:`close`."""
@@ -101,6 +92,14 @@ class Watchdog:
         """End the thread, and release the communicator. Collective."""
         self.stop()
         ranks.release(self._comm)
+
+
+def abroad(failure: Failure, host: str) -> CollectiveError:
+    """Return the error that ranks of other islands raise for a failure on a host."""
+    error = failure.exception()
+    if isinstance(error, CollectiveTimeout) and not failure.limit:
+        error.args = (f"{error} on {host}",)
+    return error
 
 
 _running: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()

@@ -14,7 +14,7 @@ from numba_symm.engines.mpi import (
 from numba_symm.engines.protocol import Engine, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError
-from numba_symm.launch import ranks, waiting
+from numba_symm.launch import ranks
 from numba_symm.launch.islands import Parts
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
@@ -50,8 +50,8 @@ def choose(islands: Joined) -> Engine:
     with exchange.agreed("reading NUMBA_SYMM_ENGINE"):
         asked = environment.requested_engine()
     exchange.agree_equal(f"NUMBA_SYMM_ENGINE={asked}", "Communicator")
-    exchange.barrier("an engine's messages")
-    comm = waiting.undisturbed(lambda: ranks.duplicate(islands.comm))
+    made = lambda: ranks.duplicate(islands.comm)  # noqa: E731
+    comm = exchange.together("an engine's messages", made)
     with exchange.agreed("starting engine 'mpi'"):
         direct = reads_gpu_memory()
     # Both ends of a message divide it in the same way.

@@ -1,0 +1,82 @@
+"""Failures between two steps of calls that all ranks of several islands make.
+
+A failure that one rank sees before it has every message must leave no other in MPI.
+"""
+
+import contextlib
+import itertools
+import time
+
+import pytest
+
+import numba_symm as ns
+from numba_symm.launch import waiting
+from tests.ranks.helpers import needs_peers
+
+pytestmark = needs_peers
+
+
+@pytest.fixture
+def comm(world, monkeypatch):
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    with contextlib.suppress(ns.CollectiveError), ns.Communicator(world) as comm:
+        yield comm
+
+
+def fail_in(comm, number):
+    """Make a rank see a failure in its all-gather of this number, after its sends.
+
+    The other ranks have all messages by then. Returns a context.
+    """
+    numbers = itertools.count()
+    all_gather, received = waiting.all_gather, waiting._received
+    island = comm._calls.island
+
+    def failing(rank_comm, value, wait):
+        if next(numbers) != number:
+            return all_gather(rank_comm, value, wait)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(waiting, "_received", fail_once)
+            return all_gather(rank_comm, value, wait)
+
+    def fail_once(*given):
+        if not island.failed:
+            time.sleep(0.02)
+            island.fail(ns.CollectiveError("broken"))
+            return {}
+        return received(*given)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(waiting, "all_gather", failing)
+    stack = contextlib.ExitStack()
+    stack.callback(patch.undo)
+    return stack
+
+
+def test_all_ranks_begin_a_call_or_none_does(world, comm):
+    began, said = False, ""
+    last = world.rank == world.size - 1
+    failing = fail_in(comm, 0) if last else contextlib.nullcontext()
+    try:
+        with failing, comm._calls.set_up("zeros"):
+            began = True
+    except ns.CollectiveError as error:
+        said = str(error)
+    assert world.allgather((began, "broken" in said)) == [(False, True)] * world.size
+
+
+def test_a_failure_at_any_step_of_a_split_leaves_no_rank_waiting(world, monkeypatch):
+    if world.size > 2:
+        pytest.skip("two ranks show it")
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    for number in itertools.count():
+        comm = ns.Communicator(world)
+        failing = fail_in(comm, number) if world.rank else contextlib.nullcontext()
+        with failing, contextlib.suppress(ns.SymmError), comm.split(0) as part:
+            part.barrier()
+        failed = comm._calls.island.board.failure()
+        with contextlib.suppress(ns.CollectiveError):
+            comm.close()
+        if not any(world.allgather(failed is not None)):
+            break
+    assert number > 10
