@@ -8,7 +8,6 @@ workspace of their own, too, so no other call follows them.
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -53,7 +52,8 @@ class Request:
 
     Its arrays may be used again when :meth:`test` has returned True, after
     :meth:`synchronize`, or by work of a stream after :meth:`wait`. The communicator
-    keeps the arrays until then, even if the request is dropped.
+    keeps the arrays at least until then, even if the request is dropped. It releases
+    them when a request is started and no other is pending, or by ``close``.
     """
 
     def __init__(self, island: Island, what: str, done: Done, out: Any, stream: Stream):
@@ -203,6 +203,11 @@ class Requests:
             keep: objects that must live until the message is done.
             failed: is called if the launch fails.
         """
+        # Freeing memory may wait for the device, so for a pending request, whose peer
+        # may wait for the one that is started here.
+        if all(lane.idle() for lane in self._lanes.values()):
+            for lane in self._lanes.values():
+                lane.release()
         if direction not in self._lanes:
             self._lanes[direction] = _Lane()
         return self._lanes[direction].start(launch, stream, keep, failed)
@@ -221,7 +226,8 @@ class _Lane:
     """
 
     def __init__(self) -> None:
-        self._pending: deque[tuple[Done, Any]] = deque()
+        self._last: Done | None = None
+        self._kept: list[Any] = []
         self._side = SideStream(1)
         self._worker = _Worker() if SIMULATED else None
 
@@ -232,8 +238,6 @@ class _Lane:
         keep: Any,
         failed: Callable[[BaseException], None],
     ) -> Done:
-        while self._pending and self._pending[0][0].query():
-            self._pending.popleft()
         if self._worker is not None:
             done: Done = self._worker.launch(launch, failed)
         else:
@@ -241,8 +245,17 @@ class _Lane:
             with self._side.joined(stream):
                 launch(self._side.stream)
                 done = end_of(self._side.stream)
-        self._pending.append((done, keep))
+        self._last = done
+        self._kept.append(keep)
         return done
+
+    def idle(self) -> bool:
+        """Return whether all requests are done."""
+        return self._last is None or self._last.query()
+
+    def release(self) -> None:
+        """Let go of the arrays of the requests, which are done."""
+        self._kept.clear()
 
     def close(self) -> None:
         try:
@@ -252,7 +265,7 @@ class _Lane:
                 streams.synchronize(self._side.stream)
         finally:
             self._side.close()
-            self._pending.clear()
+            self.release()
 
 
 def end_of(stream: int) -> Done:

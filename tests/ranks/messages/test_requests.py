@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -88,6 +89,34 @@ def test_work_of_a_stream_follows_requests(comm, world):
     total = comm.all_reduce(out)
     comm.synchronize()
     assert holds(total, sum(range(comm.size)))
+    world.barrier()
+
+
+@needs_peers
+def test_arrays_are_kept_while_any_request_is_pending(comm, world):
+    """Freeing one may wait for the device, which a pending request occupies."""
+    right, left = right_and_left(comm)
+    x, y, out = (filled(5, comm.rank) for _ in range(3))
+    kept = weakref.ref(x)
+    if comm.rank == 0:
+        late = comm.irecv(out, src=left)
+        comm.isend(x, dst=right).synchronize()
+        del x
+        sent = comm.isend(y, dst=right)
+        assert kept() is not None
+        sent.synchronize()
+        world.barrier()
+        late.synchronize()
+        comm.isend(y, dst=right).synchronize()
+        assert kept() is None
+    else:
+        for _ in range(2 * (comm.rank == 1)):
+            comm.irecv(out, src=0).synchronize()
+        world.barrier()
+        if comm.rank == comm.size - 1:
+            comm.isend(y, dst=0).synchronize()
+        if comm.rank == 1:
+            comm.irecv(out, src=0).synchronize()
     world.barrier()
 
 
