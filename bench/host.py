@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
@@ -130,13 +130,22 @@ def _torch(comm: ns.Communicator, nbytes: int) -> Row:
     return Row("call, torch's arrays", partial(_call_on_current, comm, x, y), current)
 
 
+class _CudaStream(NamedTuple):
+    """A stream as CuPy takes it: by its protocol of version 0."""
+
+    handle: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
 def _cupy(comm: ns.Communicator, nbytes: int) -> Row:
     need_gpus()
     cupy = imported("cupy", "pip install cupy-cuda13x")
     x, y = (cupy.zeros(nbytes // 4, np.float32) for _ in range(2))
 
     def current(handle: int) -> Any:
-        return cupy.cuda.ExternalStream(handle)
+        return cupy.cuda.Stream.from_external(_CudaStream(handle))
 
     return Row("call, CuPy's arrays", partial(_call_on_current, comm, x, y), current)
 

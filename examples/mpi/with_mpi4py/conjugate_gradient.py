@@ -6,7 +6,9 @@ each neighbour; the scalar products are reductions over all ranks.
 
 import numpy as np
 from mpi4py import MPI
-from numba import cuda
+from numba import config, cuda
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the problem is small on purpose
 
 COUNT, STEPS = 12, 5  # elements of each rank
 

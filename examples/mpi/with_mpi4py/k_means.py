@@ -2,7 +2,9 @@
 
 import numpy as np
 from mpi4py import MPI
-from numba import cuda
+from numba import config, cuda
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the problem is small on purpose
 
 POINTS, CENTRES, STEPS = 40, 3, 5  # points of each rank
 

@@ -6,7 +6,9 @@ they arrive.
 
 import numpy as np
 from mpi4py import MPI
-from numba import cuda
+from numba import config, cuda
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the problem is small on purpose
 
 BLOCKS, COUNT = 6, 16
 

@@ -5,7 +5,9 @@ A derived datatype describes the columns that go to each rank.
 
 import numpy as np
 from mpi4py import MPI
-from numba import cuda
+from numba import config, cuda
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the problem is small on purpose
 
 ROWS = 3  # of each rank
 

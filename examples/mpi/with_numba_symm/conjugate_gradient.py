@@ -5,9 +5,11 @@ each neighbour; the scalar products are reductions over all ranks.
 """
 
 import numpy as np
-from numba import cuda
+from numba import config, cuda
 
 from numba_symm import mpi as MPI
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the problem is small on purpose
 
 COUNT, STEPS = 12, 5  # elements of each rank
 

@@ -5,9 +5,11 @@ the others are 0.
 """
 
 import numpy as np
-from numba import cuda
+from numba import config, cuda
 
 from numba_symm import mpi as MPI
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the problem is small on purpose
 
 ROWS, COLUMNS, STEPS = 6, 8, 20  # rows of each rank
 

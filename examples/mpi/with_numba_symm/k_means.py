@@ -1,9 +1,11 @@
 """k-means of points that are distributed over the ranks."""
 
 import numpy as np
-from numba import cuda
+from numba import config, cuda
 
 from numba_symm import mpi as MPI
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the problem is small on purpose
 
 POINTS, CENTRES, STEPS = 40, 3, 5  # points of each rank
 

@@ -5,9 +5,11 @@ they arrive.
 """
 
 import numpy as np
-from numba import cuda
+from numba import config, cuda
 
 from numba_symm import mpi as MPI
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the problem is small on purpose
 
 BLOCKS, COUNT = 6, 16
 

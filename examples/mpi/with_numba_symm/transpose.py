@@ -4,9 +4,11 @@ A derived datatype describes the columns that go to each rank.
 """
 
 import numpy as np
-from numba import cuda
+from numba import config, cuda
 
 from numba_symm import mpi as MPI
+
+config.CUDA_LOW_OCCUPANCY_WARNINGS = False  # the problem is small on purpose
 
 ROWS = 3  # of each rank
 

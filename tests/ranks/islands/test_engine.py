@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from numba import cuda
 
 import numba_symm as ns
 from numba_symm import engines, streams
@@ -47,6 +48,8 @@ def pinned():
 
 @pytest.fixture
 def engine(world, pinned):
+    cuda.current_context()  # the engine synchronizes a stream
+
     def wait():
         return Wait("exchange", world.rank, 20)
 
