@@ -91,6 +91,16 @@ class Code:
                 before[each].append(place)
         return reached(self._next) & reached(before)
 
+    def waiting(self):
+        """Return what is repeated with a look at the clock, and without stores."""
+        clocks = [
+            place
+            for place, each in enumerate(self.instructions)
+            if "SR_GLOBALTIMERLO" in each.operands
+        ]
+        stores = set(self.find(r"(STG|BAR)\b.*"))
+        return set().union(*(self.repeated_with(clock, stores) for clock in clocks))
+
     def between(self, first, last):
         return self.instructions[first + 1 : last]
 

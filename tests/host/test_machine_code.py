@@ -261,17 +261,6 @@ def test_nothing_is_called(case, cc):
     assert not compiled(case, cc).find(r"CALL\.ABS.*")
 
 
-def waiting(code):
-    """Return what is repeated with a look at the clock, and without stores."""
-    clocks = [
-        place
-        for place, each in enumerate(code.instructions)
-        if "SR_GLOBALTIMERLO" in each.operands
-    ]
-    stores = set(code.find(r"(STG|BAR)\b.*"))
-    return set().union(*(code.repeated_with(clock, stores) for clock in clocks))
-
-
 @on(EVERY)
 def test_no_plain_load_is_polled(case, cc):
     # A loop that loads data stores some, or is that of epochs; one that waits does not.
@@ -279,7 +268,7 @@ def test_no_plain_load_is_polled(case, cc):
     # The one with counts loads the ragged end of an array in a loop without a deadline.
     loads = range(len(code.instructions))
     if case[0] == "transfer_counted":
-        loads = waiting(code)
+        loads = code.waiting()
         assert set(code.find(r"LDG\b.*STRONG\.SYS")).intersection(loads)
     # Vectors that are polled have a test of their own.
     for load in code.find(r"LDG\b(?!.*(STRONG\.SYS|128)).*"):
