@@ -571,8 +571,9 @@ class Communicator(Persistent):
             stream: as for :meth:`all_reduce`.
             algorithm: ``"one_shot_sentinel"`` and ``"two_shot_sentinel"`` (floats),
                 ``"one_shot_ll"``, ``"one_shot_marked"``, ``"two_shot_marked"``,
-                ``"chunked"`` or ``"direct"`` (between symmetric arrays of this
+                ``"chunked"``, ``"direct"`` (between symmetric arrays of this
                 communicator, the root's ``out`` among them; if one is not, as
+                ``"chunked"``) or ``"copy_engine"`` (of more than 2 ranks, as
                 ``"chunked"``). None: the fastest.
 
         Returns:

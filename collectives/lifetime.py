@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from numba_symm import arguments, arrays, deferred, environment, forks, streams
 from numba_symm.collectives import tuned
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.kernels import copied_all_reduce
+from numba_symm.collectives.kernels import copied_reductions
 from numba_symm.collectives.protocols.binding import Endpoint
 from numba_symm.collectives.protocols.workspace import (
     HELD,
@@ -128,7 +128,7 @@ def joined(
     """
     island = heap.island
     size, rank = island.world.size, island.world.rank
-    order = StreamOrder(copied_all_reduce.EVENTS)
+    order = StreamOrder(copied_reductions.EVENTS)
     memory, workspace = heap.allocate(layout(size).nbytes + more, "workspace")
     with island.exchange.agreed("preparing the workspace"):
         _fill_sentinels(island, workspace.addresses[rank])

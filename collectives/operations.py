@@ -18,8 +18,8 @@ from numba_symm.collectives.kernels import (
     chunked_broadcast,
     chunked_exchange,
     chunked_reduce,
-    copied_all_reduce,
     copied_exchange,
+    copied_reductions,
     direct_all_gather,
     direct_broadcast,
     direct_reduce,
@@ -357,7 +357,9 @@ ALL_REDUCE = _operation(
         **_two_shot(),
         "chunked": Algorithm(chunked_all_reduce.bind),
         "copy_engine": Algorithm(
-            partial(copied_all_reduce.bind, barrier.bind), fewest=2, most=COPYING
+            partial(copied_reductions.bind_all_reduce, barrier.bind),
+            fewest=2,
+            most=COPYING,
         ),
         "direct": Algorithm(
             partial(direct_shards.bind_all_reduce, chunked_all_reduce.bind), fewest=2
@@ -397,6 +399,10 @@ REDUCE = _operation(
     {
         **_two_shot(),
         "chunked": Algorithm(_chunked_reduce),
+        # More ranks would all copy to the root, over one link.
+        "copy_engine": Algorithm(
+            partial(copied_reductions.bind_reduce, barrier.bind), fewest=2, most=2
+        ),
         "direct": Algorithm(partial(direct_reduce.bind, _chunked_reduce), fewest=2),
     },
 )

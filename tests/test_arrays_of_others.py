@@ -17,7 +17,7 @@ from numba_symm.collectives.protocols.workspace import layout
 
 AWAY, COUNT, REUSED = 1, 96, 77
 COPIED = [(name, "copy_engine") for name in ("all_reduce", "all_gather", "all_to_all")]
-CALLS = {2: [("broadcast", "copy_engine")]}
+CALLS = {2: [(name, "copy_engine") for name in ("broadcast", "reduce")]}
 REDUCING = "all_reduce", "reduce_scatter", "reduce"
 CALLS[3] = [*COPIED, *((name, "direct") for name in ("broadcast", *REDUCING))]
 

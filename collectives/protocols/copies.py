@@ -3,7 +3,7 @@
 Copy engines use more of the links' bandwidth than kernels do, and leave the
 multiprocessors free. Nothing can stop a copy that has been enqueued, so no copy may
 write another rank's array. An all-reduce copies into the other ranks' workspaces
-(``copied_all_reduce.py``). In an exchange, each rank copies from the other ranks'
+(``copied_reductions.py``). In an exchange, each rank copies from the other ranks'
 arrays into its own. So after a failure, a late rank changes its own output only, and
 its next check raises.
 

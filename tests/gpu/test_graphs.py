@@ -152,7 +152,10 @@ def test_exchanges_by_copy_engines_in_a_graph(comm, stream):
             assert (spread.copy_to_host() == replay).all()
 
 
-def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(comm, stream):
+@pytest.mark.parametrize("reducing", ["direct", "copy_engine"])
+def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(
+    comm, stream, reducing
+):
     """Symmetric at first; those from ordinary arrays go through the workspace."""
     count, direct = 300_001, {"algorithm": "direct"}
     last = comm.size - 1
@@ -164,7 +167,7 @@ def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(comm, stream):
             on = builder.stream
             add(x, comm.rank + 1, on)
             comm.broadcast(x, root=0, stream=on, **direct)
-            comm.reduce(x, root=last, out=out, stream=on, **direct)
+            comm.reduce(x, root=last, out=out, stream=on, algorithm=reducing)
         for replay in range(1, 31):
             graphs[0].launch(stream)
             if replay in (1, 2, 30):

@@ -44,6 +44,12 @@ def test_copies_of_any_arrays(comm, count):
     comm.synchronize()
     check(comm, y, 0, count)
     assert (x[:4].copy_to_host() == pattern(np.arange(4), comm.rank)).all()
+    for root in range(comm.size):
+        y = comm.reduce(x, root=root, algorithm="copy_engine")
+        comm.synchronize()
+        assert y is None or comm.rank == root
+        if y is not None:
+            check(comm, y, 0, count)
     comm.all_reduce(x, out=x, algorithm="copy_engine")
     comm.synchronize()
     check(comm, x, 0, count)

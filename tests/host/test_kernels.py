@@ -19,7 +19,7 @@ from numba_symm import code_cache, dtypes, kernels, pads
 from numba_symm.collectives.kernels import (
     barrier,
     chunked_all_reduce,
-    copied_all_reduce,
+    copied_reductions,
     direct_broadcast,
     direct_reduce,
     direct_shards,
@@ -43,7 +43,7 @@ KERNELS = {
     "one_shot_marked": one_shot.kernel(4, FLOAT32, "min", True, "marked", 2, ALL),
     "two_shot_marked": two_shot.kernel(4, BFLOAT16, "sum", False, "marked", 1),
     "chunked": chunked_all_reduce.kernel(4, FLOAT32, "sum", False),
-    "copy_engine": copied_all_reduce.reduce_kernel(4, FLOAT32, "sum", False),
+    "copy_engine": copied_reductions.reduce_kernel(4, FLOAT32, "sum", False),
     "handshake": handshake.handshake_kernel(3),
     "broadcast_direct": direct_broadcast.kernel(4, FLOAT32, True),
     "reduce_direct": direct_reduce.kernel(4, BFLOAT16, "sum", True),

@@ -21,7 +21,7 @@ from numba_symm.collectives.kernels import (
     chunked_exchange,
     chunked_reduce,
     convert,
-    copied_all_reduce,
+    copied_reductions,
     direct_broadcast,
     direct_reduce,
     direct_shards,
@@ -83,8 +83,8 @@ ALGORITHMS = {
     "scatter_direct": lambda *a: direct_shards.kernel(*a, False, False),
     "finish": lambda n, e, op: convert.kernel(e, e, op, n),
     "reduce_shards": reduce_shards.kernel,
-    "reduce_copied": lambda *a: copied_all_reduce.reduce_kernel(*a, False),
-    "store_copied": lambda n, e, op: copied_all_reduce.store_kernel(n, e, False),
+    "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
+    "store_copied": lambda n, e, op: copied_reductions.store_kernel(n, e, False),
 }
 SPILLS = {("chunked", 8), ("reduce_signalled", 8)}
 SPILLS |= {("broadcast_signalled", 8)}

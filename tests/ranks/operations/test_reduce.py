@@ -14,6 +14,7 @@ from numba_symm.collectives.protocols.workspace import (
     ONE_SHOT,
     THREADS,
     TWO_SHOT,
+    layout,
 )
 from numba_symm.environment import SIMULATED
 from tests import operators
@@ -46,6 +47,11 @@ def usable(algorithm, dtype):
 def edges(dtype, algorithm, size, blocks):
     """Return counts around where another vector, row, shard or chunk begins."""
     lanes = 16 // dtype.itemsize
+    if algorithm == "copy_engine":  # a line, and full slots of three halving chunks
+        slot = layout(2).copied
+        room = (slot.end - slot.slots) // 2 // dtype.itemsize
+        counts = [7 * LINE * lanes] + ([] if SIMULATED else [room, 7 * room // 4])
+        return sorted({1, 2, *(each + by for each in counts for by in (-1, 0, 1))})
     if algorithm in ("chunked", "direct"):
         of_two = 1 if algorithm == "direct" else 2
         shares = size - 1 if size > 2 else min(size, of_two)

@@ -1,4 +1,4 @@
-"""All-reduce by the GPUs' copy engines: for the largest messages.
+"""All-reduce and reduce by the GPUs' copy engines: for the largest messages.
 
 A rank's copies go to the other ranks' workspaces, so the arrays may be any: in place,
 not symmetric, at any address. Each shard is divided into chunks:
@@ -8,6 +8,8 @@ not symmetric, at any address. Each shard is divided into chunks:
     gather    it copies the result to all other ranks
     store     each rank stores the results that have arrived in its output
 
+A reduce of two ranks has one shard, which the root owns, and ends with the reduction.
+
 A *move* is a scatter or a gather, with the kernel that reads what has arrived. Moves
 use two sets of slots in turn, so the copies of one are under way while the kernel of
 the one before runs:
@@ -16,7 +18,7 @@ the one before runs:
 
 Copies are on the side stream, one after another, from the next rank on: simultaneous
 ones share the links badly. A copy's beginning costs 3 µs, so chunks are large. But the
-last chunk is half as large as the others, because no copy hides how long it is stored.
+last chunks are shorter, because no copy hides how long the last kernel takes.
 
 Memory order. A barrier (``barrier.py``) precedes each kernel, and another one follows
 it. A rank enters the first one after its copies of the move. So the kernel follows the
@@ -42,7 +44,13 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, Enqueue
+from numba_symm.collectives.protocols.binding import (
+    ADDRESS,
+    Call,
+    Endpoint,
+    Enqueue,
+    Series,
+)
 from numba_symm.collectives.protocols.copies import Copy, enqueue
 from numba_symm.collectives.protocols.order import make_total
 from numba_symm.collectives.protocols.partition import (
@@ -63,15 +71,12 @@ from numba_symm.device.intrinsics import ld_v2_u64, row_index
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
-from numba_symm.waits import ALL_REDUCE_COPIES
+from numba_symm.waits import ALL_REDUCE_COPIES, REDUCE_COPIES
 
 LOADS = 8  # vectors that a thread loads before it stores any
 
 SETS = 2
 """Sets of slots, and of events of the side stream."""
-
-FEWEST = 3
-"""Least number of chunks, half of one included. Two suffice for the order of moves."""
 
 EVENTS = SETS + 1
 """Events of the side stream: one more for what follows immediately."""
@@ -233,7 +238,7 @@ class Moves:
                     side.mark(i % SETS)
 
 
-def bind(
+def bind_all_reduce(
     bind_barrier: Callable[[Endpoint, int], Enqueue], end: Endpoint, call: Call
 ) -> Enqueue:
     """Return what enqueues it, for 2 to ``workspace.COPYING`` ranks.
@@ -244,16 +249,8 @@ def bind(
         end: this rank's end.
         call: the call.
     """
-    region = layout(end.size).copied
-    slots = SETS * (end.size - 1)
-    room = (region.end - region.slots) // (slots * VECTOR) // LINE * LINE
     share = shard(call.vectors, end.size)
-    number = max(FEWEST, divide_up(2 * share + room, 2 * room))
-    step = shard(2 * share, 2 * number - 1)
-    chunks = [
-        _Chunk(end, call, room, share, first, min(step, share - first))
-        for first in (min(k * step, share) for k in range(number))
-    ]
+    chunks = _chunks(end, call, 0, share, fewest=2, halvings=1)
     # Each chunk is gathered at least two moves after it is scattered.
     order = [chunks[0].scattered]
     for before, chunk in itertools.pairwise(chunks):
@@ -264,6 +261,17 @@ def bind(
     return Moves(end, bind_barrier(end, operation), moves)
 
 
+def bind_reduce(
+    bind_barrier: Callable[[Endpoint, int], Enqueue], end: Endpoint, call: Call
+) -> Enqueue:
+    """Return what enqueues a reduce of two ranks; see ``bind_all_reduce``."""
+    chunks = _chunks(end, call, call.root, call.vectors, fewest=1, halvings=2)
+    # explore: sets
+    moves = [chunk.scattered(i % SETS) for i, chunk in enumerate(chunks)]
+    operation = REDUCE_COPIES
+    return Moves(end, bind_barrier(end, operation), moves)
+
+
 @dataclass(frozen=True)
 class _Chunk:
     """A chunk of every shard.
@@ -271,6 +279,7 @@ class _Chunk:
     Attributes:
         end: this rank's end.
         call: the call.
+        owner: the rank that owns the first shard; the next rank owns the second one.
         room: how many vectors a slot holds.
         share: vectors of a shard.
         first: the chunk's first vector in a shard.
@@ -279,6 +288,7 @@ class _Chunk:
 
     end: Endpoint
     call: Call
+    owner: int
     room: int
     share: int
     first: int
@@ -287,13 +297,16 @@ class _Chunk:
     def scattered(self, which: int) -> _Move:
         """Return the scatter into a set of slots, and the reduction."""
         end, call = self.end, self.call
-        kernel = binding.launch(
-            reduce_kernel(end.size, call.element, call.op, self._ragged),
-            *(end, self._grid, call.source, call.target, call.count),
-            *(end.rank * self.share + self.first, self._held(end.rank)),
-            *(self._slots(which), VECTOR * self.room),
-        )
-        return _Move(self._copies(call.source, which, lambda peer: peer), kernel)
+        own = self._shard_of(end.rank)
+        kernel: Enqueue = Series()
+        if self._held(own) > 0:
+            kernel = binding.launch(
+                reduce_kernel(end.size, call.element, call.op, self._ragged),
+                *(end, self._grid, call.source, call.target, call.count),
+                *(own * self.share + self.first, self._held(own)),
+                *(self._slots(which), VECTOR * self.room),
+            )
+        return _Move(self._copies(call.source, which, self._shard_of), kernel)
 
     def gathered(self, which: int) -> _Move:
         """Return the gather into a set of slots, and what stores the results."""
@@ -307,15 +320,18 @@ class _Chunk:
 
     @property
     def _ragged(self) -> bool:
-        return is_ragged(self.call, self.share, self.end.size)
+        return is_ragged(self.call)
 
     @property
     def _grid(self) -> int:
         return max(1, min(divide_up(self.vectors, THREADS), self.end.max_blocks))
 
-    def _held(self, rank: int) -> int:
-        """Return how many vectors a rank's shard has of the chunk."""
-        left = self.call.vectors - rank * self.share - self.first
+    def _shard_of(self, rank: int) -> int:
+        return (rank - self.owner) % self.end.size
+
+    def _held(self, of: int) -> int:
+        """Return how many vectors a shard has of the chunk."""
+        left = self.call.vectors - of * self.share - self.first
         return max(0, min(self.vectors, left))
 
     def _slots(self, which: int) -> int:
@@ -338,3 +354,31 @@ class _Chunk:
             if nbytes > 0:
                 copies.append(Copy(end.workspaces[peer] + slot, array + at, nbytes))
         return copies
+
+
+def _chunks(
+    end: Endpoint, call: Call, owner: int, share: int, fewest: int, halvings: int
+) -> list[_Chunk]:
+    """Return the chunks of shards of ``share`` vectors.
+
+    Args:
+        end: this rank's end.
+        call: the call.
+        owner: the rank that owns the first shard.
+        share: vectors of a shard.
+        fewest: least number of chunks of full length.
+        halvings: how many follow, each half as long as the one before.
+    """
+    region = layout(end.size).copied
+    slots = SETS * (end.size - 1)
+    room = (region.end - region.slots) // (slots * VECTOR) // LINE * LINE
+    whole = 1 << halvings
+    full = max(fewest, divide_up(whole * share - (whole - 1) * room, whole * room))
+    step = shard(whole * share, (full + 1) * whole - 1)
+    lengths = full * [step] + [shard(step, 1 << i) for i in range(1, halvings)]
+    chunks, first = [], 0
+    for length in (*lengths, share):  # the last one has what is left
+        vectors = min(length, share - first)
+        chunks.append(_Chunk(end, call, owner, room, share, first, vectors))
+        first += vectors
+    return chunks
