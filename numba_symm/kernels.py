@@ -88,9 +88,10 @@ class Kernel:
         """Pack ``args`` for launches.
 
         Args:
-            grid: number of rows of threads, each of ``threads``.
+            grid: number of logical blocks, each of ``threads`` threads.
             args: the kernel's arguments.
-            held: rows of a block. The last rows of a launch may exceed the grid.
+            held: logical blocks of a thread block. The last ones of a launch may
+                exceed the grid.
             early: whether it may start while the kernel before it runs; it must then
                 begin with ``griddepcontrol.wait``.
         """

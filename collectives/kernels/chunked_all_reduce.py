@@ -1,8 +1,9 @@
-"""All-reduce in two steps through slots with flags: for large messages of any type.
+"""All-reduce in two phases through slots with flags: for large messages of any type.
 
-As ``two_shot.py``, but a block moves a chunk of rows at a time and signals it with one
-flag a rank, so that only data crosses the links. A block's stages overlap: while it
-reduces a chunk, the next one is in transit, as are the results of the one before.
+As ``two_shot.py``, but a block moves a chunk of several steps at a time and signals it
+with one flag a rank, so that only data crosses the links. A block's stages overlap:
+while it reduces a chunk, the next one is in transit, as are the results of the one
+before.
 
 Memory order. ``sync_block_or`` and a fence put the whole block's stores before its
 flags; each flag is acquired by one thread, and ``sync_block_or`` extends that to the
@@ -49,7 +50,7 @@ from numba_symm.collectives.protocols.workspace import (
     LOADS,
     MAX_BLOCKS,
     MOST_BLOCKS,
-    ROW,
+    STEP_BYTES,
     THREADS,
     VECTOR,
     follow_previous_grid,
@@ -58,10 +59,10 @@ from numba_symm.collectives.protocols.workspace import (
     resume,
 )
 from numba_symm.device.intrinsics import (
+    block_index,
     device_function,
     ld_u32,
     ld_v2_u64,
-    row_index,
     st_u32,
     st_v2_u64,
 )
@@ -80,7 +81,7 @@ def make_places(size: int) -> tuple[Callable[..., int], Callable[..., int]]:
     """
     at = layout(size).chunked
     flags, slots = at.flags, at.slots
-    set_stride = (size - 1) * CHUNKED.steps(size) * ROW
+    set_stride = (size - 1) * CHUNKED.steps(size) * STEP_BYTES
     half_stride = 2 * set_stride
     flag_set = 4 * size * MAX_BLOCKS
 
@@ -105,11 +106,11 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
     three local arrays of ``size`` words.
     """
     load, store, total = lanes.load, lanes.store, make_total(size, lanes)
-    rows = CHUNKED.steps(size)
-    rank_stride = rows * ROW
+    room = CHUNKED.steps(size)
+    rank_stride = room * STEP_BYTES
     others = size - 1
     mirror = make_mirror(size)
-    batch = min(rows, max(1, LOADS // size))
+    batch = min(room, max(1, LOADS // size))
     in_rank_order = make_in_rank_order(size)
 
     @device_function
@@ -124,30 +125,30 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
         high: Any,
         of_vector: Any,
     ) -> None:
-        rank, vector, height, share, count, _ = chunk
+        rank, vector, steps, share, count, _ = chunk
         own_low, own_high, spare = of_vector
         mine = rank * share
-        for row in range(0, height, batch):
+        for base in range(0, steps, batch):
             for i in range(batch * size):
-                step, j = row + i // size, i % size
+                step, j = base + i // size, i % size
                 at = vector + step * THREADS
-                if step < height and at < share:
+                if step < steps and at < share:
                     if j == 0:
                         low[i], high[i] = load(source, mine + at, count)
                     else:
                         from_k = here + (j - 1) * rank_stride
-                        low[i], high[i] = ld_v2_u64(from_k + step * ROW)
-            for step in range(batch):
-                at = vector + (row + step) * THREADS
-                if row + step < height and at < share:
+                        low[i], high[i] = ld_v2_u64(from_k + step * STEP_BYTES)
+            for i in range(batch):
+                at = vector + (base + i) * THREADS
+                if base + i < steps and at < share:
                     for j in range(size):
-                        own_low[j] = low[step * size + j]
-                        own_high[j] = high[step * size + j]
+                        own_low[j] = low[i * size + j]
+                        own_high[j] = high[i * size + j]
                     in_rank_order(rank, own_low, own_high, spare)
                     result = total(own_low, own_high, 0)
                     for k in range(others):
                         there = slot + mirror(k) * rank_stride
-                        st_v2_u64(ring[k] + there + (row + step) * ROW, result)
+                        st_v2_u64(ring[k] + there + (base + i) * STEP_BYTES, result)
                     if target != 0:
                         at += mine
                         store(target, at, count, result[0], result[1])
@@ -179,11 +180,11 @@ def make_chunked_all_reduce(
         target: int,
         count: int,
         share: int,
-        height: int,
+        steps: int,
         chunks: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)
@@ -195,11 +196,11 @@ def make_chunked_all_reduce(
         own_low = cuda.local.array(size, types.int64)
         own_high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
-        stride = grid * height * THREADS
+        stride = grid * steps * THREADS
         before, failed = resume(own, epochs, block)
         results_at = own + epochs + 4 * (MOST_BLOCKS + block)
         results_before = ld_u32(results_at)  # explore: results
-        first = block * height * THREADS + thread
+        first = block * steps * THREADS + thread
         # In each stage: gather the results of the chunk before last, scatter the next
         # chunk, and reduce the last one. The halves rely on this order.
         for stage in range(chunks + 2):
@@ -212,7 +213,7 @@ def make_chunked_all_reduce(
                 epoch = (before + stage - 1) & 0xFFFFFFFF
                 slot = own + place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (stage - 2) * stride
-                chunk = guard.rank + 1, vector, height, share, count, share
+                chunk = guard.rank + 1, vector, steps, share, count, share
                 collect(slot, target, chunk, low, high)
             if stage == 1:  # explore: wait
                 # Then all ranks have left the previous call.
@@ -225,7 +226,7 @@ def make_chunked_all_reduce(
             if stage < chunks and not failed:  # explore: scatter
                 slot = place(block, epoch, SCATTERED) + VECTOR * thread
                 vector = first + stage * stride
-                chunk = guard.rank + 1, vector, height, share, count, share
+                chunk = guard.rank + 1, vector, steps, share, count, share
                 scatter(ring, slot, source, chunk, low, high)
             if stage < chunks:
                 flag = flag_place(block, SCATTERED)
@@ -241,7 +242,7 @@ def make_chunked_all_reduce(
                 here = own + place(block, epoch, SCATTERED) + VECTOR * thread
                 slot = place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                chunk = guard.rank, vector, height, share, count, share
+                chunk = guard.rank, vector, steps, share, count, share
                 of_vector = own_low, own_high, spare
                 reduce(ring, here, slot, source, target, chunk, low, high, of_vector)
                 epoch = (results_before + stage) & 0xFFFFFFFF
@@ -274,9 +275,9 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
             wait for there; 0: there was none.
     """
     share = shard(call.vectors, end.size)
-    grid, height, chunks = chunks_of(share, end.size, end.max_blocks)
+    grid, steps, chunks = chunks_of(share, end.size, end.max_blocks)
     ragged = is_ragged(call, share, end.size)
     return binding.launch(
         kernel(end.size, call.element, call.op, ragged, fallback_for),
-        *(end, grid, call.source, call.target, call.count, share, height, chunks),
+        *(end, grid, call.source, call.target, call.count, share, steps, chunks),
     )

@@ -34,7 +34,7 @@ from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
     LOADS,
-    ROW,
+    STEP_BYTES,
     THREADS,
     VECTOR,
     follow_previous_grid,
@@ -43,8 +43,8 @@ from numba_symm.collectives.protocols.workspace import (
     resume,
 )
 from numba_symm.device.intrinsics import (
+    block_index,
     ld_v2_u64,
-    row_index,
     st_v2_u64,
 )
 from numba_symm.device.lanes import make_lanes
@@ -61,12 +61,12 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
-    rows = CHUNKED.steps(size)
-    rank_stride = rows * ROW
+    room = CHUNKED.steps(size)
+    rank_stride = room * STEP_BYTES
     others = size - 1
     mirror = make_mirror(size)
-    held = max(min(rows, max(1, LOADS // size)) * others, LOADS)
-    relayed = min(rows, LOADS)
+    held = max(min(room, max(1, LOADS // size)) * others, LOADS)
+    relayed = min(room, LOADS)
     lag = 2 if size > 2 else 1
     raise_flags, await_flags = make_flags(size, CHUNKED_BROADCAST)
     needs_fallback = make_needs_fallback(
@@ -84,12 +84,12 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         count: int,
         vectors: int,
         share: int,
-        height: int,
+        steps: int,
         chunks: int,
         fallback_for: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)
@@ -103,9 +103,9 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         # Along the ring from the root on, whose own number is the last.
         mine = (rank + size - root - 1) % size
         to_root = (root + size - rank - 1) % size
-        stride = grid * height * THREADS
+        stride = grid * steps * THREADS
         before, failed = resume(own, epochs, block)
-        first = block * height * THREADS + thread
+        first = block * steps * THREADS + thread
         flag = flags + 4 * size * block
         for stage in range(chunks + lag):
             epoch = (before + stage + 1) & 0xFFFFFFFF
@@ -113,7 +113,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                 slot = place(block, before, stage) + VECTOR * thread
                 vector = first + stage * stride
                 # The root's k-th neighbour owns shard k.
-                chunk = 0, vector, height, share, count, vectors
+                chunk = 0, vector, steps, share, count, vectors
                 scatter(ring, slot, array, chunk, low, high)
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
@@ -125,26 +125,26 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                 here += to_root * rank_stride
                 slot = place(block, before, stage - 1) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                for row in range(0, height, relayed):
+                for base in range(0, steps, relayed):
                     for i in range(relayed):
-                        at = vector + (row + i) * THREADS
-                        if row + i < height and inside(mine, at, share, vectors):
-                            low[i], high[i] = ld_v2_u64(here + (row + i) * ROW)
+                        at = vector + (base + i) * THREADS
+                        if base + i < steps and inside(mine, at, share, vectors):
+                            low[i], high[i] = ld_v2_u64(here + (base + i) * STEP_BYTES)
                     for i in range(relayed):
-                        at = vector + (row + i) * THREADS
-                        if row + i < height and inside(mine, at, share, vectors):
+                        at = vector + (base + i) * THREADS
+                        if base + i < steps and inside(mine, at, share, vectors):
                             words = low[i], high[i]
                             for k in range(others):
-                                to = slot + mirror(k) * rank_stride
+                                to = ring[k] + slot + mirror(k) * rank_stride
                                 if k != to_root:  # explore: to-root
-                                    st_v2_u64(ring[k] + to + (row + i) * ROW, words)
+                                    st_v2_u64(to + (base + i) * STEP_BYTES, words)
                             there = mine * share + at
                             store(array, there, count, words[0], words[1])
             if stage >= lag and not is_root:
                 slot = own + place(block, before, stage - 2) + VECTOR * thread
                 vector = first + (stage - 2) * stride
                 # explore: collect
-                chunk = mine + 1, vector, height, share, count, vectors
+                chunk = mine + 1, vector, steps, share, count, vectors
                 collect(slot, array, chunk, low, high)
             if stage < chunks + lag - 1:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
@@ -171,10 +171,10 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
     if end.size == 1:
         return lambda stream: None
     share = shard(call.vectors, end.size - 1)
-    grid, height, chunks = chunks_of(share, end.size, end.max_blocks)
+    grid, steps, chunks = chunks_of(share, end.size, end.max_blocks)
     ragged = is_ragged(call)
     return binding.launch(
         kernel(end.size, moved_as(call, ragged), ragged),
         *(end, grid, call.root, call.target, call.count, call.vectors),
-        *(share, height, chunks, int(fallback_for != 0)),
+        *(share, steps, chunks, int(fallback_for != 0)),
     )

@@ -1,7 +1,7 @@
 """All-gather, all-to-all and partial reductions in chunks, for larger messages.
 
-As ``one_shot.py``, but a block moves a chunk of rows at a time through the workspace,
-and signals each with one flag for every rank. In stage t each rank
+As ``one_shot.py``, but a block moves a chunk of several steps at a time through the
+workspace, and signals each with one flag for every rank. In stage t each rank
 
     sends     chunk t to all others
     waits     for all ranks' flags of stage t-1
@@ -41,7 +41,7 @@ from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
     LOADS,
-    ROW,
+    STEP_BYTES,
     THREADS,
     VECTOR,
     follow_previous_grid,
@@ -50,9 +50,9 @@ from numba_symm.collectives.protocols.workspace import (
     resume,
 )
 from numba_symm.device.intrinsics import (
+    block_index,
     device_function,
     ld_v2_u64,
-    row_index,
     st_v2_u64,
 )
 from numba_symm.device.lanes import Lanes, make_lanes
@@ -79,10 +79,10 @@ def make_use(
     none_stored, none_low, none_high = of_none(element, op, kind.output)
     load_all = make_load_all(size, lanes)
     stores_shards = kind.output is Output.SHARDS
-    rows, others = CHUNKED.steps(size), size - 1
-    rank_stride = rows * ROW
+    room, others = CHUNKED.steps(size), size - 1
+    rank_stride = room * STEP_BYTES
     received = received_of(size, kind)
-    batch = min(rows, max(1, LOADS // received))
+    batch = min(room, max(1, LOADS // received))
 
     @device_function
     def use(
@@ -96,19 +96,21 @@ def make_use(
         high: Any,
         mine: Any,
     ) -> None:
-        rank, vector, height, vectors, count, _ = chunk
-        for row in range(0, height, batch):
+        rank, vector, steps, vectors, count, _ = chunk
+        for base in range(0, steps, batch):
             if stores_shards:
                 for i in range(batch * others):
-                    step, k = row + i // others, i % others
+                    step, k = base + i // others, i % others
                     at = vector + step * THREADS
-                    if step < height and at < vectors:
-                        low[i], high[i] = ld_v2_u64(slot + k * rank_stride + step * ROW)
+                    if step < steps and at < vectors:
+                        low[i], high[i] = ld_v2_u64(
+                            slot + k * rank_stride + step * STEP_BYTES
+                        )
             else:
-                load_all(slot, here, chunk, row, low, high, mine[0], mine[1])
+                load_all(slot, here, chunk, base, low, high, mine[0], mine[1])
             for i in range(batch):
-                at = vector + (row + i) * THREADS
-                if row + i < height and at < vectors:
+                at = vector + (base + i) * THREADS
+                if base + i < steps and at < vectors:
                     j = i * received
                     if stores_shards:
                         for k in range(others):
@@ -134,8 +136,8 @@ def make_chunked_exchange(
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
-    rows, others = CHUNKED.steps(size), size - 1
-    rank_stride = rows * ROW
+    room, others = CHUNKED.steps(size), size - 1
+    rank_stride = room * STEP_BYTES
     mirror = make_mirror(size)
     sends_shards, stores_shards = kind.sends_shards, kind.output is Output.SHARDS
     at_root = kind.output is Output.AT_ROOT
@@ -143,8 +145,8 @@ def make_chunked_exchange(
     # The vectors of a thread in one step: of the other ranks' shards, or one for all;
     # and its own vector, which is the last.
     sent = max(1, others * sends_shards + (stores_shards or not sends_shards))
-    batch_out = min(rows, max(1, LOADS // sent))
-    batch_in = min(rows, max(1, LOADS // received_of(size, kind)))
+    batch_out = min(room, max(1, LOADS // sent))
+    batch_in = min(room, max(1, LOADS // received_of(size, kind)))
     held = max(batch_out * sent, batch_in * received_of(size, kind))
 
     def chunked_exchange(
@@ -159,11 +161,11 @@ def make_chunked_exchange(
         count: int,
         vectors: int,
         taken: int,
-        height: int,
+        steps: int,
         chunks: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)
@@ -176,9 +178,9 @@ def make_chunked_exchange(
         own_high = cuda.local.array(batch_in, types.int64)
         mine = own_low, own_high
         rank = guard.rank
-        stride = grid * height * THREADS
+        stride = grid * steps * THREADS
         before, failed = resume(own, epochs, block)
-        first = block * height * THREADS + thread
+        first = block * steps * THREADS + thread
         here = source + rank * shard_bytes if sends_shards else source
         there = target + rank * shard_bytes if stores_shards else target
         flag = flags + 4 * size * block
@@ -187,22 +189,22 @@ def make_chunked_exchange(
             if stage < chunks and not failed and not (at_root and taken > 0):
                 slot = place(block, before, stage) + VECTOR * thread
                 vector = first + stage * stride
-                for row in range(0, height, batch_out):
+                for base in range(0, steps, batch_out):
                     for i in range(batch_out * sent):
-                        step, k = row + i // sent, i % sent
+                        step, k = base + i // sent, i % sent
                         at = vector + step * THREADS
-                        if step < height and at < vectors:
+                        if step < steps and at < vectors:
                             r = (rank + 1 + k) % size
                             array = source + r * shard_bytes if sends_shards else source
                             low[i], high[i] = load(array, at, count)
                     for i in range(batch_out):
-                        step = row + i
+                        step = base + i
                         at = vector + step * THREADS
-                        if step < height and at < vectors:
+                        if step < steps and at < vectors:
                             for k in range(others):
                                 j = i * sent + (k if sends_shards else 0)
                                 to = ring[k] + slot + mirror(k) * rank_stride
-                                st_v2_u64(to + step * ROW, (low[j], high[j]))
+                                st_v2_u64(to + step * STEP_BYTES, (low[j], high[j]))
                             if stores_shards:
                                 j = i * sent + sent - 1
                                 store(there, at, count, low[j], high[j])
@@ -214,7 +216,7 @@ def make_chunked_exchange(
             if stage >= 1 and not (at_root and taken == 0):
                 slot = own + place(block, before, stage - 1) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                chunk = rank, vector, height, vectors, count, 0
+                chunk = rank, vector, steps, vectors, count, 0
                 use(slot, here, target, shard_bytes, taken, chunk, low, high, mine)
             if stage < chunks:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
@@ -245,11 +247,11 @@ def bind(kind: Exchange, end: Endpoint, call: Call, fallback_for: int = 0) -> La
 
     A reduction to a root is for two ranks at most.
     """
-    grid, height, chunks = chunks_of(call.vectors, end.size, end.max_blocks)
+    grid, steps, chunks = chunks_of(call.vectors, end.size, end.max_blocks)
     ragged = is_ragged(call)
     element = call.element if kind.output.reduces else moved_as(call, ragged)
     return binding.launch(
         kernel(end.size, element, call.op, ragged, kind, fallback_for),
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
-        *(kind.output.taken(end.rank, end.size, call.root), height, chunks),
+        *(kind.output.taken(end.rank, end.size, call.root), steps, chunks),
     )

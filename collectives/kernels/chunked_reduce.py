@@ -4,7 +4,7 @@ Each rank but the root owns a shard. Every rank sends each owner that owner's sh
 owners reduce, and send the results to the root. So no link carries more than the
 message once in each direction, where ``chunked_all_reduce.py`` needs more. Both have
 the same slots, flags and epochs. (``operations.py`` has the kernels for two ranks.) A
-block moves a chunk of rows at a time; in stage t each rank
+block moves a chunk of several steps at a time; in stage t each rank
 
     scatters  chunk t to its owners
     waits     for all ranks' flags of stage t-1
@@ -42,7 +42,7 @@ from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
     LOADS,
-    ROW,
+    STEP_BYTES,
     THREADS,
     VECTOR,
     follow_previous_grid,
@@ -50,7 +50,7 @@ from numba_symm.collectives.protocols.workspace import (
     layout,
     resume,
 )
-from numba_symm.device.intrinsics import row_index, st_v2_u64
+from numba_symm.device.intrinsics import block_index, st_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -68,11 +68,11 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
-    rows = CHUNKED.steps(size)
-    rank_stride = rows * ROW
+    room = CHUNKED.steps(size)
+    rank_stride = room * STEP_BYTES
     others = size - 1
     mirror = make_mirror(size)
-    batch = min(rows, max(1, LOADS // size))
+    batch = min(room, max(1, LOADS // size))
     held = batch * size
 
     def chunked_reduce(
@@ -86,14 +86,14 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         count: int,
         share: int,
         number: int,
-        height: int,
+        steps: int,
         chunks: int,
         fallback_for: int,
     ) -> None:
         # Ranks are numbered from the one after the root on: number k owns shard k, and
         # the root, which has the last number, none.
         thread = cuda.threadIdx.x
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)
@@ -106,9 +106,9 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         own_high = cuda.local.array(batch, types.int64)
         rank = guard.rank
         root = mirror(number)  # its index in the ring
-        stride = grid * height * THREADS
+        stride = grid * steps * THREADS
         before, failed = resume(own, epochs, block)
-        first = block * height * THREADS + thread
+        first = block * steps * THREADS + thread
         mine = number * share
         flag = flags + 4 * size * block
         for stage in range(chunks + 2):
@@ -116,7 +116,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
             if stage < chunks and not failed:
                 slot = place(block, before, stage) + VECTOR * thread
                 vector = first + stage * stride
-                chunk = number + 1, vector, height, share, count, share
+                chunk = number + 1, vector, steps, share, count, share
                 scatter(ring, slot, source, chunk, low, high)
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
@@ -127,23 +127,23 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                 here = own + place(block, before, stage - 1) + VECTOR * thread
                 slot = place(block, before, stage - 1) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                chunk = rank, vector, height, share, count, mine
-                for row in range(0, height, batch):
-                    load_all(here, source, chunk, row, low, high, own_low, own_high)
+                chunk = rank, vector, steps, share, count, mine
+                for base in range(0, steps, batch):
+                    load_all(here, source, chunk, base, low, high, own_low, own_high)
                     for i in range(batch):
-                        step = row + i
-                        if step < height and vector + step * THREADS < share:
+                        step = base + i
+                        if step < steps and vector + step * THREADS < share:
                             result = total(low, high, i * size)
                             for k in range(others):
                                 if k == root:  # explore: to-root
                                     to = slot + mirror(k) * rank_stride
-                                    st_v2_u64(ring[k] + to + step * ROW, result)
+                                    st_v2_u64(ring[k] + to + step * STEP_BYTES, result)
             if stage >= 2 and target != 0:
                 slot = own + place(block, before, stage - 2) + VECTOR * thread
                 vector = first + (stage - 2) * stride
                 # The root's k-th neighbour owns shard k.
                 # explore: collect
-                chunk = 0, vector, height, share, count, share
+                chunk = 0, vector, steps, share, count, share
                 collect(slot, target, chunk, low, high)
             if stage <= chunks:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
@@ -169,11 +169,11 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
     """
     owners = end.size - 1
     share = shard(call.vectors, owners)
-    grid, height, chunks = chunks_of(share, end.size, end.max_blocks)
+    grid, steps, chunks = chunks_of(share, end.size, end.max_blocks)
     ragged = is_ragged(call, share, owners)
     return binding.launch(
         kernel(end.size, call.element, call.op, ragged),
         *(end, grid, call.source, call.target, call.count, share),
-        *((end.rank - call.root - 1) % end.size, height, chunks),
+        *((end.rank - call.root - 1) % end.size, steps, chunks),
         int(fallback_for != 0),
     )

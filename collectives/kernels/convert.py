@@ -14,7 +14,7 @@ from numba.cuda import types
 
 from numba_symm.collectives.protocols.binding import ADDRESS, Endpoint
 from numba_symm.collectives.protocols.workspace import HELD, THREADS, divide_up
-from numba_symm.device.intrinsics import row_index
+from numba_symm.device.intrinsics import block_index
 from numba_symm.device.lanes import make_access, make_conversion, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -29,7 +29,7 @@ def make_convert(source: Element, target: Element, op: Op, size: int) -> Any:
         lanes = source.lanes
 
         def finish(grid: int, given: int, result: int, count: int) -> None:
-            block = row_index()
+            block = block_index()
             if block >= grid:
                 return
             vector = block * THREADS + cuda.threadIdx.x
@@ -47,7 +47,7 @@ def make_convert(source: Element, target: Element, op: Op, size: int) -> Any:
     read, written = source.itemsize, target.itemsize
 
     def convert(grid: int, given: int, result: int, count: int) -> None:
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         i = block * THREADS + cuda.threadIdx.x

@@ -67,7 +67,7 @@ from numba_symm.collectives.protocols.workspace import (
     layout,
     load_failure,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, row_index
+from numba_symm.device.intrinsics import block_index, ld_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
@@ -105,7 +105,7 @@ def make_reduce_copied(size: int, element: Element, op: Op, ragged: bool) -> Any
         slots: int,
         stride: int,
     ) -> None:
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)
@@ -155,7 +155,7 @@ def make_store_copied(size: int, element: Element, ragged: bool) -> Any:
         slots: int,
         stride: int,
     ) -> None:
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)

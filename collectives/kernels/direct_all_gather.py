@@ -30,7 +30,7 @@ from numba_symm.collectives.protocols.workspace import (
     divide_up,
     follow_previous_grid,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, row_index, word_of
+from numba_symm.device.intrinsics import block_index, ld_v2_u64, word_of
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
@@ -57,7 +57,7 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
         vectors: int,
     ) -> None:
         follow_previous_grid(early)
-        block = row_index()
+        block = block_index()
         if block >= grid or refused(own):
             return
         low = cuda.local.array(size, types.int64)

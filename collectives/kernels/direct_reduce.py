@@ -37,7 +37,7 @@ from numba_symm.collectives.protocols.workspace import (
     divide_up,
     follow_previous_grid,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, row_index, word_of
+from numba_symm.device.intrinsics import block_index, ld_v2_u64, word_of
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
@@ -72,7 +72,7 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
         root: int,
     ) -> None:
         follow_previous_grid(early)
-        block = row_index()
+        block = block_index()
         # Owners are numbered from the one after the root on, or from the root.
         owner = (guard.rank + after_owner - root) % size
         if block >= grid or refused(own) or owner == others:  # explore: refused

@@ -50,7 +50,7 @@ from numba_symm.collectives.protocols.workspace import (
     divide_up,
     follow_previous_grid,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, row_index, word_of
+from numba_symm.device.intrinsics import block_index, ld_v2_u64, word_of
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -96,7 +96,7 @@ def make_direct_shards(
     ) -> None:
         # ``source`` and ``target`` are this rank's shard of its own arrays; of the
         # other ranks' arrays, it begins after ``offset`` bytes.
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)

@@ -51,9 +51,9 @@ from numba_symm.collectives.protocols.workspace import (
     sync_block,
 )
 from numba_symm.device.intrinsics import (
+    block_index,
     device_function,
     fence_acq_rel_sys,
-    row_index,
 )
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.device.polling import fail, wait_record
@@ -239,7 +239,7 @@ def make_one_shot(
         digest: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)

@@ -19,7 +19,7 @@ from numba_symm.collectives.protocols.workspace import (
     THREADS,
     divide_up,
 )
-from numba_symm.device.intrinsics import row_index, thread_index_x
+from numba_symm.device.intrinsics import block_index, thread_index_x
 from numba_symm.device.lanes import make_access
 from numba_symm.kernels import Kernel, Launch
 
@@ -37,7 +37,7 @@ def make_pack(word: int, axes: int, packing: bool) -> Any:
     def pack(
         packed: int, spread: int, count: int, grid: int, lengths: Any, strides: Any
     ) -> None:
-        index = row_index() * THREADS + thread_index_x()
+        index = block_index() * THREADS + thread_index_x()
         while index < count:
             rest, place = index, spread
             for step in range(axes):

@@ -19,7 +19,7 @@ from numba_symm.collectives.protocols.workspace import (
     VECTOR,
     divide_up,
 )
-from numba_symm.device.intrinsics import ld_v2_u64, row_index, st_v2_u64
+from numba_symm.device.intrinsics import block_index, ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -30,7 +30,7 @@ def make_reduce_shards(number: int, element: Element, op: Op) -> Any:
     total = make_total(number, make_lanes(element, op, False, number))
 
     def reduce_shards(grid: int, shards: int, result: int, vectors: int) -> None:
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         low = cuda.local.array(number, types.int64)

@@ -61,7 +61,7 @@ from numba_symm.collectives.protocols.credit import (
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
-    ROW,
+    STEP_BYTES,
     THREADS,
     VECTOR,
     Channels,
@@ -74,9 +74,9 @@ from numba_symm.collectives.protocols.workspace import (
     sync_block_or,
 )
 from numba_symm.device.intrinsics import (
+    block_index,
     device_function,
     ld_v2_u64,
-    row_index,
     st_v2_u64,
     word_of,
 )
@@ -127,13 +127,13 @@ def make_move(room: int, load: Any, store: Any) -> Callable[..., None]:
                     if sending:
                         words = load(address, vector, count)
                     else:
-                        words = ld_v2_u64(slot + (base + i) * ROW)
+                        words = ld_v2_u64(slot + (base + i) * STEP_BYTES)
                     low[i], high[i] = words
             for i in range(batch):
                 vector = first + (base + i) * THREADS
                 if base + i < steps and vector < vectors:
                     if sending:
-                        st_v2_u64(slot + (base + i) * ROW, (low[i], high[i]))
+                        st_v2_u64(slot + (base + i) * STEP_BYTES, (low[i], high[i]))
                     else:
                         store(address, vector, count, low[i], high[i])
 
@@ -182,7 +182,7 @@ def make_places(size: int, at: Channels) -> Callable[..., Any]:
     """
     others = size - 1
     mirror = make_mirror(size)
-    slot_bytes = at.rows * ROW
+    slot_bytes = at.steps * STEP_BYTES
     flags, slots, credits_at = at.flags, at.slots, at.credits
     stride = at.number  # in memory, however few are used
 
@@ -227,12 +227,12 @@ def make_transfer(
     element = dtypes.element(f"int{8 * width}", "transfer")
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
     at = channels(size, alone)
-    others, rows = size - 1, at.rows
-    slot_bytes, whole_row, batch = rows * ROW, used * THREADS, min(rows, LOADS)
+    others, room = size - 1, at.steps
+    slot_bytes, across, batch = room * STEP_BYTES, used * THREADS, min(room, LOADS)
     epochs, lengths = at.epochs, at.lengths
     pair_lengths = 8 * at.messages * at.number  # in memory, however few are used
     find, places = make_find(size, messages, counted), make_places(size, at)
-    learn, move = make_learn(at.messages), make_move(rows, load, store)
+    learn, move = make_learn(at.messages), make_move(room, load, store)
 
     def transfer(
         guard: Any,
@@ -245,7 +245,7 @@ def make_transfer(
         sends: Any,
         receives: Any,
     ) -> None:
-        thread, block = cuda.threadIdx.x, row_index()
+        thread, block = cuda.threadIdx.x, block_index()
         if block >= grid:
             return
         follow_previous_grid(early)
@@ -277,8 +277,8 @@ def make_transfer(
             vectors = (nbytes + VECTOR - 1) // VECTOR
             count = nbytes // width
             # A small message is divided into thin chunks, for all channels.
-            chunk_rows = max(1, min(rows, (vectors + whole_row - 1) // whole_row))
-            first = channel * chunk_rows * THREADS
+            steps = max(1, min(room, (vectors + across - 1) // across))
+            first = channel * steps * THREADS
             # An empty one is a chunk, too: the receiver may expect another size.
             last = 1 if nbytes == 0 else vectors
             size_word = word_of(nbytes << NUMBER_BITS)
@@ -295,10 +295,10 @@ def make_transfer(
                 stopped = sync_block_or(failed)  # explore: agree
                 if stopped:  # explore: give-up
                     break
-                chunk = first + thread, chunk_rows, vectors, count
+                chunk = first + thread, steps, vectors, count
                 move(sending, address, slot_now, chunk, low, high)
                 hand_over(sending, flag_now, word, credit, epoch)
-                first += whole_row * chunk_rows
+                first += across * steps
         sync_block()  # a block without messages has not synchronized yet
         keep(marks, kept, block, epoch, failed)  # explore: keep
 
@@ -360,7 +360,7 @@ def bind_request(end: Endpoint, main: int, message: Message, receiving: bool) ->
 
 
 def _most_chunks(*messages: Message) -> int:
-    return max(1, *(divide_up(each.nbytes, ROW) for each in messages))
+    return max(1, *(divide_up(each.nbytes, STEP_BYTES) for each in messages))
 
 
 def _bind(

@@ -1,15 +1,15 @@
-"""All-reduce in two steps: each rank reduces a shard, and sends the result to all.
+"""All-reduce in two phases: each rank reduces a shard, and sends the result to all.
 
 For medium messages. The input is divided into one shard a rank. Every thread posts a
 vector of every shard to that shard's owner (scatter), reduces what it receives of its
 own rank's shard, posts the result to every other rank, and stores the results that it
 receives (gather). ``mailboxes.py`` explains why that needs no barrier, and the order of
-memory accesses: both steps of an epoch are exchanges of each pair, both ways.
+memory accesses: both phases of an epoch are exchanges of each pair, both ways.
 
 Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
 rank without an output, in a reduction to one rank, stores nothing.
 
-Source: the two-step packet all-reduce of MSCCL++.
+Source: the all-reduce of MSCCL++ in two phases, by packets.
 """
 
 import functools
@@ -39,7 +39,7 @@ from numba_symm.collectives.protocols.workspace import (
     resume,
     sync_block,
 )
-from numba_symm.device.intrinsics import row_index
+from numba_symm.device.intrinsics import block_index
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -76,7 +76,7 @@ def make_two_shot(
         share: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = row_index()
+        block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)

@@ -1,7 +1,7 @@
 """A chunk of every shard: from a rank's array into slots, and from slots into it.
 
 See ``slots.py`` and ``chunked_all_reduce.py`` for these slots, and for when a block may
-use them. A block moves rows of a chunk; a thread loads several vectors before it
+use them. A block moves a chunk step by step. A thread loads several vectors before it
 stores them, so that their latencies overlap.
 """
 
@@ -10,7 +10,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba_symm.collectives.protocols.order import make_mirror
-from numba_symm.collectives.protocols.workspace import CHUNKED, LOADS, ROW, THREADS
+from numba_symm.collectives.protocols.workspace import (
+    CHUNKED,
+    LOADS,
+    STEP_BYTES,
+    THREADS,
+)
 from numba_symm.device.intrinsics import device_function, ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import Lanes
 
@@ -18,9 +23,9 @@ from numba_symm.device.lanes import Lanes
 class Chunks(NamedTuple):
     """Device functions that move a chunk of the shards of all other ranks.
 
-    ``chunk`` is ``(next_owner, vector, height, share, count, vectors)``: the shard of
+    ``chunk`` is ``(next_owner, vector, steps, share, count, vectors)``: the shard of
     the next rank along the ring, the index in each shard of the thread's first vector,
-    the rows of the chunk, the vectors of a shard, and the elements and vectors of the
+    the steps of the chunk, the vectors of a shard, and the elements and vectors of the
     array. ``low`` and ``high`` are local arrays.
 
     Attributes:
@@ -49,11 +54,11 @@ def make_chunks(size: int, lanes: Lanes, owners: int, short: bool) -> Chunks:
             are reduced they do not: there, ``lanes`` takes care of the array's end.
     """
     load, store = lanes.load, lanes.store
-    rows = CHUNKED.steps(size)
-    rank_stride = rows * ROW
+    room = CHUNKED.steps(size)
+    rank_stride = room * STEP_BYTES
     others = size - 1
     mirror = make_mirror(size)
-    batch = min(rows, max(1, LOADS // size))
+    batch = min(room, max(1, LOADS // size))
 
     @device_function
     def inside(owner: int, at: int, share: int, vectors: int) -> bool:
@@ -69,19 +74,19 @@ def make_chunks(size: int, lanes: Lanes, owners: int, short: bool) -> Chunks:
         low: Any,
         high: Any,
     ) -> None:
-        next_owner, vector, height, share, count, vectors = chunk
-        for row in range(0, height, batch):
+        next_owner, vector, steps, share, count, vectors = chunk
+        for base in range(0, steps, batch):
             for i in range(batch * others):
-                step, k = row + i // others, i % others
+                step, k = base + i // others, i % others
                 owner, at = (next_owner + k) % size, vector + step * THREADS
-                if step < height and inside(owner, at, share, vectors):
+                if step < steps and inside(owner, at, share, vectors):
                     low[i], high[i] = load(array, owner * share + at, count)
             for i in range(batch * others):
-                step, k = row + i // others, i % others
+                step, k = base + i // others, i % others
                 owner, at = (next_owner + k) % size, vector + step * THREADS
-                if step < height and inside(owner, at, share, vectors):
+                if step < steps and inside(owner, at, share, vectors):
                     to = ring[k] + slot + mirror(k) * rank_stride
-                    st_v2_u64(to + step * ROW, (low[i], high[i]))
+                    st_v2_u64(to + step * STEP_BYTES, (low[i], high[i]))
 
     @device_function
     def collect(
@@ -91,18 +96,18 @@ def make_chunks(size: int, lanes: Lanes, owners: int, short: bool) -> Chunks:
         low: Any,
         high: Any,
     ) -> None:
-        next_owner, vector, height, share, count, vectors = chunk
-        for row in range(0, height, batch):
+        next_owner, vector, steps, share, count, vectors = chunk
+        for base in range(0, steps, batch):
             for i in range(batch * others):
-                step, k = row + i // others, i % others
+                step, k = base + i // others, i % others
                 owner, at = (next_owner + k) % size, vector + step * THREADS
-                if step < height and inside(owner, at, share, vectors):
-                    here = slot + k * rank_stride + step * ROW
+                if step < steps and inside(owner, at, share, vectors):
+                    here = slot + k * rank_stride + step * STEP_BYTES
                     low[i], high[i] = ld_v2_u64(here)
             for i in range(batch * others):
-                step, k = row + i // others, i % others
+                step, k = base + i // others, i % others
                 owner, at = (next_owner + k) % size, vector + step * THREADS
-                exists = step < height and inside(owner, at, share, vectors)
+                exists = step < steps and inside(owner, at, share, vectors)
                 if exists and array != 0:
                     store(array, owner * share + at, count, low[i], high[i])
 
@@ -113,41 +118,41 @@ def make_chunks(size: int, lanes: Lanes, owners: int, short: bool) -> Chunks:
 def make_load_all(size: int, lanes: Lanes) -> Callable[..., None]:
     """Return a device function that loads a batch of vectors of all ranks.
 
-    ``(slot, array, chunk, row, low, high, own_low, own_high)`` fills ``low`` and
+    ``(slot, array, chunk, base, low, high, own_low, own_high)`` fills ``low`` and
     ``high`` with the words of each vector, in rank order: the own ones from the array,
     the others from the slots from the address ``slot`` on. ``chunk`` is ``(rank,
-    vector, height, share, count, first)``: as in ``Chunks``, with this rank's number,
+    vector, steps, share, count, first)``: as in ``Chunks``, with this rank's number,
     and the index in the array of its shard's first vector. ``own_low`` and ``own_high``
     are other local arrays.
     """
     load = lanes.load
-    rows = CHUNKED.steps(size)
-    rank_stride = rows * ROW
+    room = CHUNKED.steps(size)
+    rank_stride = room * STEP_BYTES
     others = size - 1
-    batch = min(rows, max(1, LOADS // size))
+    batch = min(room, max(1, LOADS // size))
 
     @device_function
     def load_all(
         slot: int,
         array: int,
         chunk: Any,
-        row: int,
+        base: int,
         low: Any,
         high: Any,
         own_low: Any,
         own_high: Any,
     ) -> None:
-        rank, vector, height, share, count, first = chunk
+        rank, vector, steps, share, count, first = chunk
         for i in range(batch):
-            at = vector + (row + i) * THREADS
-            if row + i < height and at < share:
+            at = vector + (base + i) * THREADS
+            if base + i < steps and at < share:
                 own_low[i], own_high[i] = load(array, first + at, count)
         for i in range(batch * size):
-            step, r = row + i // size, i % size
-            if step < height and vector + step * THREADS < share:
+            step, r = base + i // size, i % size
+            if step < steps and vector + step * THREADS < share:
                 k = (r + others - rank) % size
                 if k < others:
-                    words = ld_v2_u64(slot + k * rank_stride + step * ROW)
+                    words = ld_v2_u64(slot + k * rank_stride + step * STEP_BYTES)
                     low[i], high[i] = words
                 else:
                     low[i] = own_low[i // size]

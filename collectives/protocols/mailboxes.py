@@ -51,7 +51,7 @@ from numba_symm.collectives.protocols.binding import Endpoint
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     MARK,
-    ROW,
+    STEP_BYTES,
     THREADS,
     VECTOR,
     Protocol,
@@ -142,8 +142,8 @@ def _sent_as_it_is(low: int, high: int) -> Any:
 
 @device_function
 def _marks(box: int) -> int:
-    """Return the address of the marks of this thread's vector: after its row."""
-    return box + ROW - (VECTOR - MARK) * thread_index_x()  # explore: marks
+    """Return the address of the marks of this thread's vector."""
+    return box + STEP_BYTES - (VECTOR - MARK) * thread_index_x()  # explore: marks
 
 
 @device_function
@@ -205,12 +205,12 @@ def peek_packets(box: int, stride: int, epoch: int) -> Any:
 
 @device_function
 def _post_ll(box: int, low: int, high: int, epoch: int) -> None:
-    post_packets(box, ROW, low, high, epoch)
+    post_packets(box, STEP_BYTES, low, high, epoch)
 
 
 @device_function
 def _peek_ll(box: int, epoch: int) -> Any:
-    return peek_packets(box, ROW, epoch)
+    return peek_packets(box, STEP_BYTES, epoch)
 
 
 @device_function
@@ -221,7 +221,7 @@ def _clear_ll(box: int) -> None:
 @device_function
 def _wipe_ll(box: int) -> None:
     st_relaxed_sys_v2_u64(box, (0, 0))
-    st_relaxed_sys_v2_u64(box + ROW, (0, 0))  # explore: wipe-second
+    st_relaxed_sys_v2_u64(box + STEP_BYTES, (0, 0))  # explore: wipe-second
 
 
 TRANSPORTS = {
@@ -244,8 +244,8 @@ def mailed_grid(
     All threads have the same number of vectors, as far as possible.
     """
     most = min(end.max_blocks // TRANSPORTS[transport].weight, protocol.most(end.size))
-    rows = divide_up(vectors, THREADS)
-    grid = divide_up(rows, divide_up(rows, max(1, most)))
+    steps = divide_up(vectors, THREADS)
+    grid = divide_up(steps, divide_up(steps, max(1, most)))
     return grid, protocol.needed(vectors, grid, end.size)
 
 
@@ -348,8 +348,8 @@ def make_mailboxes(
     others = size - 1
     mirror = make_mirror(size)
     count = protocol.steps(size)
-    row = protocol.row
-    line = protocol.most(size) * row
+    step_bytes = protocol.step_bytes
+    line = protocol.most(size) * step_bytes
     rank_stride = count * line  # explore: rank-stride
     set_stride = others * rank_stride
     half_stride = sets * set_stride
@@ -363,11 +363,12 @@ def make_mailboxes(
 
     @device_function
     def box(block: int, epoch: int, which: int, k: int, step: int, thread: int) -> int:
-        # The blocks' rows of a step are adjacent, as in the message, so that their
+        # In each step, the blocks' slots are adjacent, as in the message, so that their
         # stores are spread over all of the memory's channels.
         half = slots + (epoch & 1) * half_stride + which * set_stride  # explore: half
         # explore: step
-        return half + k * rank_stride + step * line + block * row + thread * VECTOR
+        at = k * rank_stride + step * line + block * step_bytes + thread * VECTOR
+        return half + at
 
     @device_function
     def post_one(

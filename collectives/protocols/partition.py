@@ -49,23 +49,23 @@ class Chunks(NamedTuple):
 
     Attributes:
         grid: number of blocks.
-        height: vectors of a thread in a chunk.
+        steps: vectors of a thread in a chunk.
         number: how many chunks each block has, one after another.
     """
 
     grid: int
-    height: int
+    steps: int
     number: int
 
 
 def chunks_of(vectors: int, size: int, max_blocks: int) -> Chunks:
-    """Return the chunks: of equal height, rather thin than in few blocks.
+    """Return the chunks: of equal steps, rather thin than in few blocks.
 
     A last chunk of few vectors would take as long as any other.
     """
     most = min(max_blocks, CHUNKED.most(size))
-    rows = divide_up(vectors, THREADS)
-    number = divide_up(rows, most * CHUNKED.steps(size))
-    height = divide_up(rows, most * number)
-    grid = divide_up(rows, height * number)
-    return Chunks(grid, height, number)
+    all_steps = divide_up(vectors, THREADS)
+    number = divide_up(all_steps, most * CHUNKED.steps(size))
+    steps = divide_up(all_steps, most * number)
+    grid = divide_up(all_steps, steps * number)
+    return Chunks(grid, steps, number)

@@ -49,11 +49,11 @@ REGISTERS = 64
 VECTOR = 16
 """Bytes that a thread moves at a time."""
 
-ROW = THREADS * VECTOR
-"""Bytes of one vector for each thread of a block."""
+STEP_BYTES = THREADS * VECTOR
+"""Bytes of a step: of one vector for each thread of a block."""
 
 MARK = 4
-"""Bytes of the marks of a vector, in a row of their own after each row of vectors."""
+"""Bytes of the marks of a vector. Those of a step follow its vectors."""
 
 _LINE = 128  # regions begin on cache lines of their own
 
@@ -118,15 +118,15 @@ class Protocol(NamedTuple):
 
     Attributes:
         blocks: most blocks of a call of few ranks.
-        rows: vectors that a thread has slots for in a half, all other ranks taken
+        vectors: how many a thread has slots for in a half, all other ranks taken
             together; more only if there are more ranks.
-        row: bytes of one vector for each thread of a block, with its marks or flags.
+        step_bytes: bytes of the slots of a step, with their marks or flags.
         few: how many ranks are few, as a power of 2.
     """
 
     blocks: int
-    rows: int
-    row: int = ROW
+    vectors: int
+    step_bytes: int = STEP_BYTES
     few: int = 3
 
     def most(self, size: int) -> int:
@@ -138,7 +138,7 @@ class Protocol(NamedTuple):
 
         A power of 2, so that groups of them are whole.
         """
-        return 1 << (max(1, self.rows // max(1, size - 1)).bit_length() - 1)
+        return 1 << (max(1, self.vectors // max(1, size - 1)).bit_length() - 1)
 
     def needed(self, vectors: int, grid: int, size: int) -> int:
         """Return how many of these steps a message takes, rounded to a power of 2."""
@@ -146,23 +146,23 @@ class Protocol(NamedTuple):
         return min(self.steps(size), 1 << (steps - 1).bit_length())
 
 
-MARKED_ROW, PACKETS_ROW = ROW + max(VECTOR, MARK * THREADS), 2 * ROW
+MARKED_BYTES, PACKETS_BYTES = STEP_BYTES + max(VECTOR, MARK * THREADS), 2 * STEP_BYTES
 
 
 def _blocks(blocks: int) -> int:
     return min(blocks, MAX_BLOCKS)
 
 
-# The more blocks and rows, the larger the messages that take one epoch. Larger messages
-# take several and are slower. All together take less than 64 MiB on 8 ranks.
+# The more blocks and vectors, the larger the messages that take one epoch. Larger
+# messages take several and are slower. All together take less than 64 MiB on 8 ranks.
 ONE_SHOT = {
     "sentinel": Protocol(_blocks(256), 4),
-    "marked": Protocol(_blocks(256), 4, MARKED_ROW, few=2),
-    "ll": Protocol(_blocks(32), 2, PACKETS_ROW),
+    "marked": Protocol(_blocks(256), 4, MARKED_BYTES, few=2),
+    "ll": Protocol(_blocks(32), 2, PACKETS_BYTES),
 }
 TWO_SHOT = {
     "sentinel": Protocol(_blocks(256), 8),
-    "marked": Protocol(_blocks(64), 4, MARKED_ROW),
+    "marked": Protocol(_blocks(64), 4, MARKED_BYTES),
 }
 CHUNKED = Protocol(_blocks(256), 16)
 
@@ -183,8 +183,8 @@ DEPTH = 2
 """Slots of a channel of ``transfer.py``."""
 
 _CHANNELS = _blocks(64)
-_MOST_ROWS = 2 if SIMULATED else 16
-_REQUEST_ROWS = 4
+_MOST_STEPS = 2 if SIMULATED else 16
+_REQUEST_STEPS = 4
 
 
 def channels_of(size: int) -> int:
@@ -206,11 +206,11 @@ def most_messages(size: int, counted: bool = False) -> int:
     return 1 << (_ARGUMENTS // (8 * words * max(1, size - 1))).bit_length() - 1
 
 
-def transfer_rows(size: int) -> int:
+def transfer_steps(size: int) -> int:
     """Return how many vectors of a thread a slot of ``transfer.py`` holds."""
     region = layout(size).transfer
     slots = DEPTH * max(1, size - 1) * channels_of(size)
-    return (region.end - region.slots) // (slots * ROW)
+    return (region.end - region.slots) // (slots * STEP_BYTES)
 
 
 class Channels(NamedTuple):
@@ -218,7 +218,7 @@ class Channels(NamedTuple):
 
     Attributes:
         number: channels of each direction of a pair.
-        rows: vectors of a thread in a slot.
+        steps: steps of a slot.
         messages: messages of a direction in a launch, at most.
         epochs: a uint32 for each of this rank's blocks: its last chunk.
         flags: a word for each slot, which the sender raises.
@@ -229,7 +229,7 @@ class Channels(NamedTuple):
     """
 
     number: int
-    rows: int
+    steps: int
     messages: int
     epochs: int
     flags: int
@@ -254,16 +254,16 @@ def channels(size: int, requests: bool) -> Channels:
         credits_at = at.flags + 8 * DEPTH * number * others
         lengths = layout(size).lengths.slots
         return Channels(
-            *(number, transfer_rows(size), most_messages(size, True)),
+            *(number, transfer_steps(size), most_messages(size, True)),
             *(at.epochs, at.flags, credits_at, at.slots, lengths, at.end),
         )
-    lanes, rows = HELD * others, min(_REQUEST_ROWS, _MOST_ROWS)
+    lanes, steps = HELD * others, min(_REQUEST_STEPS, _MOST_STEPS)
     epochs, flags = 0, _lines(4 * 2 * lanes)  # no marks: those are in the main one
     credits_at = flags + _lines(8 * DEPTH * lanes)
     lengths = credits_at + _lines(4 * lanes)
     slots = lengths + _lines(8 * lanes)
-    end = slots + DEPTH * lanes * rows * ROW
-    return Channels(HELD, rows, 1, epochs, flags, credits_at, slots, lengths, end)
+    end = slots + DEPTH * lanes * steps * STEP_BYTES
+    return Channels(HELD, steps, 1, epochs, flags, credits_at, slots, lengths, end)
 
 
 @functools.cache
@@ -271,8 +271,8 @@ def layout(size: int) -> Layout:
     """Return the layout for ``size`` ranks."""
 
     def taken(protocol: Protocol, sets: int) -> int:
-        rows = (size - 1) * protocol.steps(size) * sets
-        return protocol.most(size) * 2 * rows * protocol.row
+        steps = (size - 1) * protocol.steps(size) * sets
+        return protocol.most(size) * 2 * steps * protocol.step_bytes
 
     slots = {
         "barrier": 0,
@@ -289,10 +289,10 @@ def layout(size: int) -> Layout:
         end = regions[name].end
     # Transfers have what remains, because their slots may have any size.
     left = LIMIT - _region(end, size, 0).end
-    row = DEPTH * (size - 1) * channels_of(size) * ROW
-    fitting = max(1, left // max(1, row))
-    rows = min(_MOST_ROWS, 1 << fitting.bit_length() - 1)
-    regions["transfer"] = _region(end, size, rows * row)
+    step_bytes = DEPTH * (size - 1) * channels_of(size) * STEP_BYTES
+    fitting = max(1, left // max(1, step_bytes))
+    steps = min(_MOST_STEPS, 1 << fitting.bit_length() - 1)
+    regions["transfer"] = _region(end, size, steps * step_bytes)
     copied = COPIED if 1 < size <= COPYING else 0
     regions["copied"] = _region(regions["transfer"].end, size, copied)
     return Layout(size=size, nbytes=regions["copied"].end, **regions)

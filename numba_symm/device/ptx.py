@@ -312,15 +312,15 @@ def thread_index_y() -> int:
 
 
 @device_function
-def row_index() -> int:
-    """Return the index of the thread's row among the rows of all blocks.
+def block_index() -> int:
+    """Return the index of the thread's logical block among those of the launch.
 
-    A row has whole warps.
+    A logical block is the threads of a thread block with the same y index: whole warps.
     """
     # From one lane, so that the compiler keeps it, and what follows from it, once a
     # warp: otherwise kernels need up to 12 registers more.
-    row = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    return np.int32(_of_first_lane(row))  # type: ignore[return-value]
+    block = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
+    return np.int32(_of_first_lane(block))  # type: ignore[return-value]
 
 
 @device_function

@@ -225,11 +225,11 @@ def thread_index_y() -> int:
     return _thread().threadIdx.y  # type: ignore[no-any-return]
 
 
-def row_index() -> int:
-    """Return the index of the thread's row among the rows of all blocks."""
+def block_index() -> int:
+    """Return the index of the thread's logical block among those of the launch."""
     thread = _thread()
-    rows = thread._manager._block_dim[1]
-    return thread.blockIdx.x * rows + thread.threadIdx.y  # type: ignore[no-any-return]
+    held = thread._manager._block_dim[1]
+    return thread.blockIdx.x * held + thread.threadIdx.y  # type: ignore[no-any-return]
 
 
 def block_size() -> int:

@@ -147,7 +147,7 @@ def syncthreads_or(condition: bool) -> Generator[int, None, bool]:
 
 
 def bar_sync(barrier: int, threads: int) -> Any:
-    return syncthreads()  # blocks of one row: its threads are all that meet
+    return syncthreads()  # thread blocks hold one block: its threads are all that meet
 
 
 def bar_red_or(barrier: int, threads: int, condition: bool) -> Any:
@@ -165,7 +165,7 @@ def thread_index_y() -> int:
     return 0
 
 
-def row_index() -> int:
+def block_index() -> int:
     return scheduler.current.block
 
 

@@ -38,7 +38,7 @@ def counts(shape):
     With one or two blocks, a call takes 1 to 5 epochs, full or partial, with whole
     vectors or not.
     """
-    half = shape.threads * shape.rows  # of what a block sends to a peer in an epoch
+    half = shape.threads * shape.vectors  # of what a block sends to a peer in an epoch
     larger = [half * n // 4 for n in (6, 8, 9, 13, 18, 21, 36)]
     return [1, 2, 3, 5, *larger]
 
@@ -277,7 +277,7 @@ def channels(machine, code):
 def a_length(world):
     """Return a message's number of words: up to five chunks of each channel."""
     shape = world.code.shape
-    chunk = 2 * shape.threads * shape.rows
+    chunk = 2 * shape.threads * shape.vectors
     all_channels = chunk * world.code.workspace.channels_of(world.size)
     larger = [chunk, chunk + 1, 2 * all_channels + 1, 4 * all_channels + 1]
     return world.random.choice([1, 2, 3, *larger])

@@ -27,12 +27,12 @@ class Shape(NamedTuple):
     Attributes:
         threads: of a block.
         blocks: of a call, at most.
-        rows: vectors that a thread has slots for, all other ranks taken together.
+        vectors: how many a thread has slots for, all other ranks taken together.
     """
 
     threads: int
     blocks: int
-    rows: int
+    vectors: int
 
 
 SMALL = Shape(2, 2, 2)
@@ -258,21 +258,23 @@ def program(path: Path, code: SimpleNamespace, *edits: tuple[str, str]) -> Modul
 
 
 def _shrink(workspace: ModuleType, shape: Shape) -> None:
-    threads, blocks, rows = shape
-    workspace.ROW = threads * workspace.VECTOR
+    threads, blocks, vectors = shape
+    workspace.STEP_BYTES = threads * workspace.VECTOR
     workspace.THREADS, workspace.MAX_BLOCKS = threads, blocks
     workspace.MOST_BLOCKS = 4 * max(threads, blocks)
-    small = workspace.Protocol(blocks, rows)
+    small = workspace.Protocol(blocks, vectors)
     workspace.CHUNKED = small
-    workspace._MOST_ROWS = rows
+    workspace._MOST_STEPS = vectors
     workspace.COPIED = 128
-    row = workspace.ROW
-    rows = {
-        "sentinel": row,
-        "marked": row + max(workspace.VECTOR, workspace.MARK * threads),
-        "ll": 2 * row,
+    step = workspace.STEP_BYTES
+    step_bytes = {
+        "sentinel": step,
+        "marked": step + max(workspace.VECTOR, workspace.MARK * threads),
+        "ll": 2 * step,
     }
-    protocols = {name: small._replace(row=row) for name, row in rows.items()}
+    protocols = {
+        name: small._replace(step_bytes=nbytes) for name, nbytes in step_bytes.items()
+    }
     for table in ("ONE_SHOT", "TWO_SHOT"):
         names = getattr(workspace, table)
         setattr(workspace, table, {name: protocols[name] for name in names})

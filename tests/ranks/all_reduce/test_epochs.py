@@ -8,7 +8,7 @@ import pytest
 from numba_symm.collectives.protocols.mailboxes import LAST_EPOCH, TRANSPORTS
 from numba_symm.collectives.protocols.workspace import (
     ONE_SHOT,
-    ROW,
+    STEP_BYTES,
     THREADS,
     layout,
 )
@@ -75,13 +75,13 @@ class Workspace:
         """Put packets into one_shot_ll's mailbox of the first thread."""
         size, protocol = self.comm.size, ONE_SHOT["ll"]
         k = (source - self.comm.rank - 1) % size
-        rank_stride = protocol.steps(size) * protocol.most(size) * protocol.row
+        rank_stride = protocol.steps(size) * protocol.most(size) * protocol.step_bytes
         half = (epoch & 1) * (size - 1) * rank_stride
         box = self.base + self.at.one_shot_ll.slots + half + k * rank_stride
         packet = np.array([data & 0xFFFFFFFF, epoch, data >> 32, epoch], np.uint32)
         nothing = np.array([0, epoch, 0, epoch], np.uint32)
         self.memory.write(box, packet.tobytes())
-        self.memory.write(box + ROW, nothing.tobytes())
+        self.memory.write(box + STEP_BYTES, nothing.tobytes())
 
 
 @pytest.mark.parametrize("algorithm", [n for n in ALGORITHMS if n != COPIES])

@@ -42,22 +42,22 @@ def content(count, dtype, *seed):
 
 
 def edges(dtype, algorithm, comm):
-    """Return counts around where another vector, row, shard or chunk begins."""
+    """Return counts around where another vector, shard, chunk or epoch begins."""
     lanes = max(1, 16 // dtype.itemsize)
     if not algorithm.startswith("one_shot"):
         shares = max(1, comm.size - 1)
-        row = CHUNKED.steps(comm.size) * THREADS * shares
+        unit = CHUNKED.steps(comm.size) * THREADS * shares
         blocks = min(comm._calls.end.max_blocks, CHUNKED.blocks)
         most = (2 * blocks, 5 * blocks)
     else:
         protocol, shares = ONE_SHOT[algorithm.removeprefix("one_shot_")], 1
-        row = THREADS
+        unit = THREADS
         most = (
             min(comm._calls.end.max_blocks, protocol.blocks)
             * protocol.steps(comm.size),
         )
     found = {1, lanes, LINE * lanes * shares}
-    found |= {row * lanes * rounds for rounds in (1, *most)}
+    found |= {unit * lanes * times for times in (1, *most)}
     if algorithm == "direct":  # a vector for each thread of an owner, and a batch
         grid = min(comm._calls.end.max_blocks, BLOCKS) * THREADS * shares
         found |= {grid * lanes, grid * lanes * BATCH}

@@ -38,15 +38,15 @@ def edges(dtype, algorithm, size, blocks):
     """Return counts of a shard around those at which another chunk begins."""
     lanes = 16 // dtype.itemsize
     if algorithm == "direct":  # a vector for each thread, and a batch
-        row, grid = THREADS, min(blocks, handshake.BLOCKS)
+        unit, grid = THREADS, min(blocks, handshake.BLOCKS)
         most = (grid, grid * max(1, LOADS // size))
     elif not algorithm.startswith("one_shot"):
-        row, most = CHUNKED.steps(size) * THREADS, (blocks, 5 * blocks)
+        unit, most = CHUNKED.steps(size) * THREADS, (blocks, 5 * blocks)
     else:
-        protocol, row = ONE_SHOT[algorithm.removeprefix("one_shot_")], THREADS
+        protocol, unit = ONE_SHOT[algorithm.removeprefix("one_shot_")], THREADS
         most = (min(blocks, protocol.blocks) * protocol.steps(size),)
     found = {1, 2, 3, lanes}
-    found |= {row * lanes * rounds for rounds in (1, *most)}
+    found |= {unit * lanes * times for times in (1, *most)}
     if SIMULATED:  # where an epoch takes tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 20_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})

@@ -45,7 +45,7 @@ def usable(algorithm, dtype):
 
 
 def edges(dtype, algorithm, size, blocks):
-    """Return counts around where another vector, row, shard or chunk begins."""
+    """Return counts around where another vector, shard, chunk or epoch begins."""
     lanes = 16 // dtype.itemsize
     if algorithm == "copy_engine":  # a line, and full slots of three halving chunks
         slot = layout(2).copied
@@ -55,17 +55,17 @@ def edges(dtype, algorithm, size, blocks):
     if algorithm in ("chunked", "direct"):
         of_two = 1 if algorithm == "direct" else 2
         shares = size - 1 if size > 2 else min(size, of_two)
-        row, most = CHUNKED.steps(size) * THREADS * shares, (2 * blocks, 5 * blocks)
+        unit, most = CHUNKED.steps(size) * THREADS * shares, (2 * blocks, 5 * blocks)
     else:
         two = algorithm.startswith("two_shot")
         protocol = (TWO_SHOT if two else ONE_SHOT)[algorithm.rpartition("_")[2]]
         shares = size if two else 1
-        row = THREADS * shares
+        unit = THREADS * shares
         most = (min(blocks, protocol.blocks) * protocol.steps(size),)
     found = {1, lanes, LINE * lanes * shares}
     if algorithm == "chunked" and size == 2:  # one way up to a chunk of all blocks
         found |= {blocks * CHUNKED.steps(2) * THREADS * lanes}
-    found |= {row * lanes * rounds for rounds in (1, *most)}
+    found |= {unit * lanes * times for times in (1, *most)}
     if algorithm == "direct":  # a vector for each thread of an owner, and a batch
         grid = min(blocks, BLOCKS) * THREADS * shares
         found |= {grid * lanes, grid * lanes * max(1, LOADS // size)}

@@ -54,14 +54,14 @@ def usable(algorithm, dtype):
 
 
 def edges(dtype, algorithm, size, blocks):
-    """Return counts around where another vector, row or round begins."""
+    """Return counts around where another vector, chunk or epoch begins."""
     lanes = 16 // dtype.itemsize
     if algorithm == "chunked":
-        row, most = CHUNKED.steps(size) * THREADS, blocks
+        unit, most = CHUNKED.steps(size) * THREADS, blocks
     else:
         protocol = ONE_SHOT[algorithm.removeprefix("one_shot_")]
-        row, most = THREADS, min(blocks, protocol.blocks) * protocol.steps(size)
-    found = {1, lanes, row * lanes, row * lanes * most}
+        unit, most = THREADS, min(blocks, protocol.blocks) * protocol.steps(size)
+    found = {1, lanes, unit * lanes, unit * lanes * most}
     if SIMULATED:  # where an epoch takes tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 20_000}
     return sorted({max(1, count + by) for count in found for by in (-1, 0, 1)})
