@@ -20,7 +20,7 @@ from typing import Any
 from mpi4py.run import set_abort_status
 
 import numba_symm as ns
-from numba_symm.bench import cold, facts, options, plot
+from numba_symm.bench import cold, facts, islands, options, plot
 from numba_symm.bench.contenders import Contender, load
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer
@@ -63,6 +63,8 @@ def main(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
     ranks = MPI.COMM_WORLD
     asked = options.same_on_all(ranks, lambda: options.parse(argv, name))
     os.environ.update(facts.NVLS_OFF)  # before any library that reads them loads
+    if asked.islands:
+        islands.pretend(asked.islands, ranks)
     if not asked.cold:
         return _measured(asked, ranks, shlex.join(argv))
     with cold.kernel_cache(asked.cache, ranks) as kernels:
@@ -167,6 +169,8 @@ class _Run:
         if self._operation.windowed:
             _say(ranks, *report.messages(rows))
         _say(ranks, *report.eager(rows))
+        if len(self._comm.islands) > 1:
+            _say(ranks, *report.between(rows, self._comm.islands))
         return rows
 
     def _overlap(self, contenders: Sequence[Contender], product: Product) -> list[Any]:
@@ -272,6 +276,11 @@ class _Run:
         ]
         if known["multiprocessors"] is not None:
             lines.append(f"at most {known['multiprocessors']} multiprocessors")
+        if known["engine"] is not None:
+            sizes = " + ".join(str(len(part)) for part in known["islands"])
+            lines.append(f"islands of {sizes} ranks, engine {known['engine']}")
+            settings = [f"{name}={value}" for name, value in known["nccl"][0].items()]
+            lines.append(f"rank 0 has {' '.join(settings)}")
         if self._comm.size == 1:
             lines.append("1 rank sends nothing; numba-symm run -n 4 -m ... starts 4")
         for rank, device in enumerate(known["devices"]):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numba_symm as ns
+from numba_symm.bench import islands
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import info
 
@@ -35,6 +36,9 @@ def facts(comm: ns.Communicator, ranks: Any) -> dict[str, Any]:
         "driver": "none" if SIMULATED else info.driver(),
         "memory": comm.backend,
         "multiprocessors": comm.multiprocessors,
+        "islands": comm.islands,
+        "engine": islands.engine(comm),
+        "nccl": ranks.allgather(islands.transports()),
         "nvls": "off",
         "commit": commit(Path(__file__).resolve().parent),
         "versions": versions,

@@ -61,6 +61,7 @@ class Lane:
         inputs: the buffers, as bytes.
         outputs: the buffers, as bytes.
         current: returns a context that makes a stream current.
+        sent: bytes of a call between islands, of all ranks; None if not counted.
     """
 
     column: str
@@ -72,6 +73,7 @@ class Lane:
     inputs: Sequence[Any]
     outputs: Sequence[Any]
     current: Callable[[int], AbstractContextManager[Any]]
+    sent: int | None = None
 
     def rotated(self, count: int) -> list[Call]:
         """Return ``count`` calls that rotate through the buffers."""

@@ -222,6 +222,13 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
         help="use ordinary device memory for our arrays, not symmetric memory",
     )
     add(
+        "--islands",
+        metavar="N",
+        type=_at_least(1),
+        help="pretend islands of at most N ranks, between which NCCL (the engine's and "
+        "a contender's) uses its network transport; count the bytes between them",
+    )
+    add(
         "--overlap",
         action="store_true",
         help="time the calls on a stream of the highest priority beside a matrix "

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numba_symm.bench.contenders.ours import NAME
+from numba_symm.bench.islands import needed
 from numba_symm.bench.operations import Operation
 
 Record = Mapping[str, Any]
@@ -78,6 +79,7 @@ class Report:
         algorithms: Sequence[str],
         contenders: Sequence[str],
     ):
+        self._name = operation.name
         self._bus = operation.bus(ranks)
         self._algorithms = list(algorithms)
         self._contenders = list(contenders)
@@ -165,6 +167,31 @@ class Report:
             cells += [_issue_and_done(by_way.get(way)) for way in ways]
             line(" ", cells)
         return lines
+
+    def between(
+        self, rows: Sequence[Sequence[Record]], parts: Sequence[Sequence[int]]
+    ) -> list[str]:
+        """Return the table of the bytes of our calls that cross between islands."""
+        lines = [
+            "# Bytes that all ranks of a call send to other islands; needed: what a "
+            "hierarchical algorithm sends",
+            self._crossing("#", ["size", "type", "redop", "sent", "needed", "ratio"]),
+        ]
+        for records in rows:
+            ours = best(records, NAME)
+            if ours is None:
+                continue
+            least, sent = needed(self._name, parts, ours["bytes"]), ours["sent"]
+            ratio = f"{sent / least:.2f}" if least else NOTHING
+            cells = [_message(ours)[0], ours["type"], ours["op"]]
+            cells += [str(sent), str(least), ratio]
+            lines.append(self._crossing(" ", cells))
+        return lines
+
+    def _crossing(self, first: str, cells: Sequence[str]) -> str:
+        widths = [12, 9, 7, 16, 16, 8]
+        pairs = zip(cells, widths, strict=True)
+        return first + "".join(cell.rjust(width) for cell, width in pairs)
 
     def messages(self, rows: Sequence[Sequence[Record]]) -> list[str]:
         """Return the table of each rank's messages: rate, and both directions."""

@@ -4,7 +4,7 @@ import argparse
 import functools
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -227,9 +227,17 @@ class Sweep:
                 outputs=targets,
                 current=contender.current,
             )
-            self._timer.once(lane)
-            lanes.append(lane)
+            lanes.append(self._tried_once(lane, contender))
         return lanes, refused
+
+    def _tried_once(self, lane: Lane, contender: Contender) -> Lane:
+        """Make every call once, and count what ours send between islands."""
+        before = contender.sent if isinstance(contender, Ours) else 0
+        self._timer.once(lane)
+        if not isinstance(contender, Ours) or len(contender.islands) == 1:
+            return lane
+        everyones = self._ranks.allgather(contender.sent - before)
+        return replace(lane, sent=sum(everyones) // len(lane.calls))
 
     def _buffers(self, row: Row, contender: Contender) -> list[list[Any]]:
         """Return a row's input and output buffers, as arrays of bytes."""
@@ -309,7 +317,8 @@ def _head(row: Row) -> Record:
 def record_of(row: Row, lane: Lane) -> Record:
     """Return a lane's record, without times."""
     head = {"column": lane.column, "way": lane.way, "in_place": lane.in_place}
-    return head | _head(row) | {"buffers": len(lane.calls)}
+    counted = {} if lane.sent is None else {"sent": lane.sent}
+    return head | _head(row) | {"buffers": len(lane.calls)} | counted
 
 
 def _sum(a: int | None, b: int | None) -> int | None:

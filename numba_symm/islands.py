@@ -44,6 +44,7 @@ class Islands(Island):
         inner: this rank's island.
         engine: moves bytes between the islands.
         operation: the call that uses the engine, for errors.
+        sent: the bytes that this rank's calls have given to the engine for others.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Islands(Island):
         self._known = parts
         self.watchdog: Watchdog | None = None
         self.operation = "Communicator"
+        self.sent = 0
         super().__init__(comm, device, timeout, own)
 
     def _make(self, device: int | None, timeout: float | None) -> None:

@@ -62,7 +62,9 @@ class Contender(Protocol):
 
     name: str
     version: str
-    captures: bool
+
+    @property
+    def captures(self) -> bool: ...  # noqa: D102
 
     def allocate(self, nbytes: int) -> Any:
         """Return a new array of bytes in the memory that suits this contender best."""

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from numba_symm.bench import islands
 from numba_symm.bench.calls import Call
 from numba_symm.bench.contenders import Way, Ways, no_context
 from numba_symm.bench.operations import OPERATIONS, Operation
@@ -28,7 +29,6 @@ class Ours:
     """
 
     name = NAME
-    captures = not SIMULATED
 
     def __init__(
         self, comm: Communicator, algorithms: tuple[str, ...] = (), plain: bool = False
@@ -38,6 +38,21 @@ class Ours:
         self._main = algorithms[0] if len(algorithms) == 1 else None
         self._others = algorithms if len(algorithms) > 1 else ()
         self._plain = plain
+
+    @property
+    def captures(self) -> bool:
+        """Whether graphs can capture the calls."""
+        return not SIMULATED and islands.captures(self._comm)
+
+    @property
+    def islands(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each island."""
+        return self._comm.islands
+
+    @property
+    def sent(self) -> int:
+        """The bytes that this rank has sent to other islands so far."""
+        return islands.sent(self._comm)
 
     def allocate(self, nbytes: int) -> Any:
         """Return a new array of bytes. Collective."""

@@ -282,10 +282,12 @@ class _Exchange:
         self._islands, self._what = islands, what
         self._beside = Series(*beside) if beside else None
         self._sends, self._receives = tuple(sends), tuple(receives)
+        self._nbytes = sum(each.nbytes for each in sends)
 
     def __call__(self, stream: int) -> None:
         """Enqueue it."""
         self._islands.operation = self._what
+        self._islands.sent += self._nbytes
         try:
             self._islands.engine.exchange(
                 self._sends, self._receives, stream, self._beside

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import facts, plot, progress, report
+from numba_symm.bench import facts, islands, plot, progress, report
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.report import Report
 
@@ -260,3 +260,33 @@ def test_there_is_no_bar_without_a_terminal(monkeypatch, capfd):
         bar.update(task, advance=1, refresh=True)
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("a row\n", "")
+
+
+# Bytes that cross when an island of 2 ranks and one of 1 exchange 12 bytes.
+NEEDED = {
+    "all_reduce": 24,
+    "reduce": 12,
+    "broadcast": 12,
+    "all_gather_v": 12,
+    "reduce_scatter": 12,
+    "scan": 12,
+    "all_to_all": 16,  # each of 2 ranks and the third one exchange shards of 4 bytes
+    "gather": 4,
+    "scatter_v": 4,
+    "sendrecv": 24,  # 1 to 2 and 2 to 0
+    "barrier": 0,
+}
+
+
+@pytest.mark.parametrize(("name", "nbytes"), NEEDED.items())
+def test_what_a_hierarchical_algorithm_sends(name, nbytes):
+    assert islands.needed(name, [(0, 1), (2,)], 12) == nbytes
+
+
+def test_the_bytes_between_islands_are_shown_beside_what_is_needed():
+    rows = [row(nbytes, sent=3 * nbytes) for nbytes in (1024, 4096)]
+    _, _, *lines = text().between(rows, [(0, 1), (2, 3)])
+    assert [line.split() for line in lines] == [
+        ["1024", "float", "sum", "3072", "2048", "1.50"],
+        ["4096", "float", "sum", "12288", "8192", "1.50"],
+    ]

@@ -1,6 +1,7 @@
 """The benchmark on the ranks of this job, with messages small enough to simulate."""
 
 import dataclasses
+import itertools
 import json
 import os
 
@@ -95,6 +96,27 @@ def test_a_small_run_is_right_and_recorded(world, folder, shown):
             assert record["wrong"] == 0
             assert record["done"]["min"] <= record["done"]["median"]
             assert 0 < record["issue"]["median"] <= record["done"]["median"]
+
+
+def test_what_crosses_between_islands_is_counted(world, folder, shown, monkeypatch):
+    if world.size == 1:
+        pytest.skip("needs two islands")
+    for name in ("NUMBA_SYMM_ISLAND_SIZE", "NCCL_HOSTID"):
+        monkeypatch.setenv(name, "")  # which is restored after the run
+        monkeypatch.delenv(name)
+    file = folder / "r.json"
+    words = ["-b", 512, "-e", 512, *SMALL, "--islands", world.size - 1]
+    assert run(*words, "--json", file) == 0
+    (text, *_) = shown()
+    assert f"# islands of {world.size - 1} + 1 ranks, engine mpi (" in text.out
+    assert ["512", "float", "sum", "1024", "1024", "1.00"] in [
+        line.split() for line in text.out.splitlines()
+    ]
+    found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
+    names = [each["NCCL_HOSTID"] for each in found["facts"]["nccl"]]
+    assert names == [*["0-0"] * (world.size - 1), "0-1"]
+    for record in itertools.chain(*found["rows"]):
+        assert record.get("sent") == (None if record["column"] == "mpi" else 1024)
 
 
 def test_each_algorithm_has_a_column_and_may_refuse_a_type(world, shown):
