@@ -125,9 +125,10 @@ class Kernel:
                 output="ptx",
                 launch_bounds=(threads, REGISTERS // self.registers // threads),
             )
+        text = _TRUTH_AS_FLOAT.sub(_selected, str(text))
         if cc < (9, 0):  # GPUs without early launches
-            return re.sub(r"griddepcontrol\.\w+;", "", str(text))
-        return str(text)
+            return re.sub(r"griddepcontrol\.\w+;", "", text)
+        return text
 
     def cubin(self, cc: tuple[int, int]) -> bytes:
         """Compile to machine code for a compute capability; needs no GPU."""
@@ -167,6 +168,27 @@ def _without_collecting() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+_TRUTH_AS_FLOAT = re.compile(
+    r"selp\.u32\s+(%r\d+), 1, 0, (%p\d+);\s+cvt\.rn\.f(32|64)\.u32\s+(%fd?\d+), \1;"
+)
+_ONES = {"32": "0f3F800000", "64": "0d3FF0000000000000"}
+
+
+def _selected(found: re.Match[str]) -> str:
+    """Return PTX that selects 1.0 or 0.0 instead of converting a selected 1 or 0.
+
+    In kernels that reduce, the assembler (ptxas and nvJitLink 13.0 and 13.5) drops such
+    a conversion to float32, so it stores the bits of the integer.
+    """
+    integer, predicate, bits, target = found.groups()
+    one = _ONES[bits]
+    zero = one[:2] + "0" * (len(one) - 2)
+    return (
+        f"selp.u32 \t{integer}, 1, 0, {predicate};\n"
+        f"\tselp.f{bits} \t{target}, {one}, {zero}, {predicate};"
+    )
 
 
 class Launch:

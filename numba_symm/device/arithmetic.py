@@ -73,16 +73,11 @@ def _same(value: Any) -> Any:
 
 
 def _truth(kind: Any) -> Callable[[Any], Any]:
-    """Return a function from an element to 0 or 1; needed for one rank, too.
-
-    It selects one of two constants. Where a truth value was converted to float32, the
-    assembler (ptxas and nvJitLink 13.0 and 13.5) left out the conversion.
-    """
-    one, zero = kind(1), kind(0)
+    """Return a function from an element to 0 or 1; needed for one rank, too."""
 
     @device_function
     def truth(value: Any) -> Any:
-        return one if value != 0 else zero
+        return kind(value != 0)
 
     return truth
 

@@ -2,6 +2,7 @@
 
 import re
 
+import numpy as np
 import pytest
 
 from numba_symm import dtypes, kernels
@@ -49,11 +50,27 @@ def test_elements_are_reduced_in_registers(name, op):
         assert not re.search(r"\bFFMA\b", text)
 
 
-def test_a_truth_value_as_a_float_is_one_of_two_constants():
+TRUTHS = {
+    "exclusive or": ("float32", lambda a, b: (a != 0) ^ (b != 0)),
+    "and": ("float32", lambda a, b: a > 0 and b > 0),
+    "an integer": ("float32", lambda a, b: 1 if (a != 0) != (b != 0) else 0),
+    "a float32": ("float32", lambda a, b: np.float32((a != 0) != (b != 0))),
+    "a float64": ("float32", lambda a, b: 0.0 + ((a != 0) != (b != 0))),
+    "complex": ("complex64", lambda a, b: ((a.real != 0) != (b.real != 0)) + 0j),
+    "the library's": ("float32", "lor"),
+}
+
+
+@pytest.mark.parametrize("case", TRUTHS)
+def test_a_truth_value_as_a_float_is_one_of_two_floats(case):
     """Converted to float32, it was stored as the integer 1."""
-    assert re.search(
-        r"\bFSEL R\d+, RZ, 1, ", in_registers(all_reduce("float32", "lor"))
-    )
+    name, op = TRUTHS[case]
+    op = op if isinstance(op, str) else UserOperator(op)
+    text, other = (in_registers(all_reduce(name, each)) for each in (op, "sum"))
+    ones = [len(re.findall(r"\bSEL R\d+, RZ, 0x1, ", each)) for each in (text, other)]
+    assert ones[0] == ones[1]
+    floats = re.findall(r"\bFSEL R\d+, RZ, 1(\.875)?, ", text)
+    assert len(floats) == 16 // ELEMENTS[name].dtype.itemsize
 
 
 def test_bytes_of_any_alignment_are_posted_in_vectors():

@@ -105,6 +105,18 @@ def test_a_plain_function_and_a_lambda_are_operators(comm, world):
     check(comm, world, inputs, lambda a, b: a, inputs[0])
 
 
+@pytest.mark.parametrize("name", ["float32", "float16", "complex64", "int8"])
+def test_truth_values_become_numbers(comm, world, name):
+    inputs = [array % 2 for array in inputs_of("int8", 21, comm.size, 8)]
+    inputs = [array.astype(ELEMENTS[name].dtype) for array in inputs]
+    for op, same_of_numpy in (
+        (lambda a, b: (a != 0) ^ (b != 0), np.logical_xor),
+        (lambda a, b: a != 0 and b != 0, np.logical_and),
+    ):
+        expected = same_of_numpy.reduce(inputs).astype(inputs[0].dtype)
+        check(comm, world, inputs, op, expected)
+
+
 def test_an_average_divides_once_and_truncates_integers(comm, world):
     size = comm.size
     for dtype in (np.int8, np.int32, np.int64, np.uint8):
