@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from numba import cuda
 from numba.cuda import types
@@ -33,6 +33,8 @@ from numba_symm.environment import SIMULATED
 
 if SIMULATED:
     from numba_symm import simulator
+
+T = TypeVar("T")
 
 GUARD = types.NamedTuple((types.int64,) * len(Guard._fields), Guard)
 """The Numba type of a :class:`numba_symm.device.Guard`."""
@@ -115,16 +117,18 @@ class Kernel:
     def ptx(self, cc: tuple[int, int]) -> str:
         """Compile to PTX for a compute capability; needs no GPU."""
         threads = self.threads * self.held
+        compile_it = functools.partial(
+            cuda.compile,
+            self.function,
+            types.void(*self.signature),
+            device=False,
+            abi="numba",
+            cc=cc,
+            output="ptx",
+            launch_bounds=(threads, REGISTERS // self.registers // threads),
+        )
         with _without_collecting():
-            text, _ = cuda.compile(
-                self.function,
-                types.void(*self.signature),
-                device=False,
-                abi="numba",
-                cc=cc,
-                output="ptx",
-                launch_bounds=(threads, REGISTERS // self.registers // threads),
-            )
+            text, _ = _with_room(compile_it)
         text = _TRUTH_AS_FLOAT.sub(_selected, str(text))
         if cc < (9, 0):  # GPUs without early launches
             return re.sub(r"griddepcontrol\.\w+;", "", text)
@@ -168,6 +172,21 @@ def _without_collecting() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _with_room(call: Callable[[], T]) -> T:
+    """Call a function within one chunk of memory for the frames of Python functions.
+
+    CPython keeps frames in chunks of 16 KiB, and maps and unmaps a chunk whenever a
+    call crosses the end of the one before. The compiler works hundreds of frames deep:
+    where a loop of it crosses an end, it takes up to three times as long. This function
+    claims a frame of 512 KiB, so CPython maps a chunk of 1 MiB. What the function calls
+    has its other half.
+    """
+    return call()
+
+
+_with_room.__code__ = _with_room.__code__.replace(co_stacksize=1 << 16)
 
 
 _TRUTH_AS_FLOAT = re.compile(
@@ -289,17 +308,28 @@ def _entry(cubin: bytes) -> str:
     return cubin[start : cubin.index(b"\0", start)].decode()
 
 
+_TOOLS = (
+    *("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings"),
+    # The wheels of CUDA 13 and 12 with the compiler library, which does not report its
+    # version, and with the linker.
+    *("nvidia-nvvm", "nvidia-nvjitlink"),
+    *("nvidia-cuda-nvcc-cu12", "nvidia-nvjitlink-cu12"),
+)
+
+
 @functools.cache
 def _versions() -> str:
     """Return the versions of everything between the Python source and machine code."""
-    installed = {
-        str(found.name): found.version for found in importlib.metadata.distributions()
-    }
-    # The compiler library does not report its version; its wheel does, if it has one.
-    tools = ("numba", "numba-cuda", "llvmlite", "cuda-core", "cuda-bindings")
-    wheels = [name for name in installed if name.startswith("nvidia-") and "nv" in name]
-    found = [f"{name} {installed.get(name)}" for name in (*tools, *sorted(wheels))]
+    found = [f"{name} {_version(name)}" for name in _TOOLS]
     return ", ".join([*found, _linker(), f"python {sys.version_info[:2]}"])
+
+
+def _version(name: str) -> str | None:
+    # By name: a list of all distributions reads the metadata of each, for 40 ms.
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _linker() -> str:

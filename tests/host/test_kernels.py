@@ -1,8 +1,10 @@
 import copy
 import ctypes
 import dataclasses
+import importlib.metadata
 import os
 import re
+import resource
 import subprocess
 import sys
 import tempfile
@@ -114,6 +116,33 @@ def test_the_key_changes_with_the_sources_and_the_versions(part, monkeypatch):
     text = getattr(kernels, part)()
     monkeypatch.setattr(kernels, part, lambda: text + " ")
     assert changed().key((9, 0)) != before
+
+
+def test_the_versions_are_those_of_what_is_installed():
+    own = kernels._versions.__wrapped__()
+    for name in ("numba-cuda", "llvmlite", "nvidia-nvvm"):
+        assert f"{name} {importlib.metadata.version(name)}," in own
+    assert "nvidia-cuda-nvcc-cu12 None," in own
+
+
+def test_the_compiler_runs_within_one_chunk_of_frames():
+    def leaf():
+        return None
+
+    # A frame of 1.6 KB, so that some depth of calls leaves a chunk too little room.
+    leaf.__code__ = leaf.__code__.replace(co_stacksize=200)
+
+    def faults(depth):
+        if depth:
+            return faults(depth - 1)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(500):
+            leaf()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    depths = range(250)  # more than a chunk of 16 KiB
+    assert max(map(faults, depths)) >= 500  # each call maps a chunk
+    assert kernels._with_room(lambda: max(map(faults, depths))) < 500
 
 
 def test_equal_kernels_have_equal_keys():
