@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from numba_symm import arrays, streams
 from numba_symm.arrays import Memory
+from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Message, in_place, message, on_device
@@ -297,6 +298,8 @@ def _collect(job: Job, parts: list[Message], packed: Any) -> None:
 
 def _spread(job: Job, parts: list[Message], packed: Any) -> None:
     """Add the copies of one array to all parts."""
+    for part in parts:
+        check_writable(part.view, job.what)
     _moved(job, parts, packed, out=True)
 
 

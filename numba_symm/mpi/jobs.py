@@ -7,6 +7,7 @@ import numpy as np
 
 from numba_symm import arrays, streams
 from numba_symm.arrays import Memory
+from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
@@ -76,11 +77,11 @@ class Job:
 
     def write(self, message: Message) -> Any:
         """Return a contiguous array whose elements the message has in the end."""
+        check_writable(message.view, self.what)
         if message.layout.runs is None:
             return self.view(message)
         packed = self.temporary(message.size, message.layout.base)
-        if message.size:
-            self._last.append(packing.unpack(message, packed))
+        self.then_unpack(message, packed)
         return packed
 
     def view(self, message: Message) -> Any:
@@ -151,6 +152,7 @@ class Job:
 
     def then_unpack(self, message: Message, packed: Any) -> None:
         """In the end, copy packed elements to those of a message."""
+        check_writable(message.view, self.what)
         if message.size:
             self._last.append(packing.unpack(message, packed))
 

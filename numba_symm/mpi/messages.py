@@ -18,11 +18,12 @@ from mpi4py import MPI
 
 from numba_symm import arrays, streams
 from numba_symm.arrays import Memory
+from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing, staging
 from numba_symm.mpi.buffers import message
-from numba_symm.mpi.errors import refusal, unsupported
+from numba_symm.mpi.errors import refusal, translated, unsupported
 from numba_symm.mpi.requests import Request, describe
 from numba_symm.mpi.staging import Room, opened, staging_of
 
@@ -108,14 +109,15 @@ class Post:
         self._envelopes.Free()
         self._receipts.Free()
 
-    def stream_of(self, array: Any) -> int:
+    def stream_of(self, array: Any, what: str) -> int:
         """Return the stream for copies of an array."""
         named = None if array is None else arrays.stream_of(array)
         found = streams.handle_or_default(self._stream) if named is None else named
         if not SIMULATED and streams.is_capturing(found):
             raise unsupported(
-                "messages cannot be captured, because the hosts match them; use "
-                "comm.communicator.send and recv"
+                f"{what}: expected a stream that is not being captured, because the "
+                "ranks' hosts take part in this call; make it before or after the "
+                "capture, or use comm.communicator.send and recv"
             )
         return found
 
@@ -144,9 +146,9 @@ class Post:
                 "comm.communicator.send and recv, or host arrays"
             )
         found = message(spec)
-        room, number = None, next(self._numbers)
-        if found.nbytes:
-            room = self._stage(found)
+        stream = self.stream_of(found.array, "Send")
+        room = self._stage(found, stream) if found.nbytes else None
+        number = next(self._numbers)
         place = (0, b"") if room is None else (room.offset, room.handle)
         text = _HEADER.pack(number, found.nbytes, place[0]) + place[1]
         send = self._envelopes.Issend if matched else self._envelopes.Isend
@@ -156,10 +158,9 @@ class Post:
         self._unread[number] = room
         return request
 
-    def _stage(self, found: buffers.Message) -> Room:
+    def _stage(self, found: buffers.Message, stream: int) -> Room:
         assert self.allocator is not None
         room = staging_of(self.allocator).take(found.nbytes)
-        stream = self.stream_of(found.array)
         if found.layout.runs is None:
             streams.copy(room.address, found.address, found.nbytes, stream)
         else:
@@ -184,6 +185,13 @@ class Post:
             staging_of(self.allocator).give_back(room)
 
     # Receiving.
+
+    def room(self, spec: Any) -> buffers.Message:
+        """Return the items that a receive writes, or refuse it before it is posted."""
+        found = message(spec)
+        check_writable(found.view, "Recv")
+        self.stream_of(found.array, "Recv")
+        return found
 
     def receive(self, source: int, tag: int) -> "Posted":
         """Post a receive."""
@@ -266,7 +274,7 @@ class Post:
     def _copy(self, envelope: Envelope, into: buffers.Message) -> None:
         block = opened(envelope.handle)
         source = arrays.view(block, "Recv").address + envelope.offset
-        stream = self.stream_of(into.array)
+        stream = self.stream_of(into.array, "Recv")
         if into.layout.runs is None:
             streams.copy(into.address, source, envelope.nbytes, stream)
         else:
@@ -349,22 +357,33 @@ class Posted:
 
 
 class Receiving(Request):
-    """A receive."""
+    """A receive.
 
-    def __init__(self, post: Post, posted: Posted, spec: Any):
+    Args:
+        post: of its communicator.
+        posted: its envelope.
+        into: the items that it writes, of :meth:`Post.room`.
+    """
+
+    def __init__(self, post: Post, posted: Posted, into: buffers.Message):
         super().__init__()
-        self._post, self._posted = post, posted
-        self._into = message(spec)
+        self._post, self._posted, self._into = post, posted, into
 
     def _finish(self, status: MPI.Status | None) -> None:
+        self._refuse_capture()
         self._posted.wait()
         self._done(status)
 
     def _poll(self, status: MPI.Status | None) -> bool:
+        self._refuse_capture()
         if not self._posted.test():
             return False
         self._done(status)
         return True
+
+    def _refuse_capture(self) -> None:
+        """Raise within a capture; the request stays active."""
+        self._post.stream_of(self._into.array, "Recv")
 
     def _done(self, status: MPI.Status | None) -> None:
         self._active = False
@@ -435,6 +454,7 @@ class Message(MPI.Message):
         made._post, made._envelope = post, envelope
         return made
 
+    @translated
     def Recv(self, buf: Any, status: MPI.Status | None = None) -> None:
         """Receive the message."""
         if self._envelope is None:
@@ -442,13 +462,15 @@ class Message(MPI.Message):
         else:
             self.Irecv(buf).Wait(status)
 
+    @translated
     def Irecv(self, buf: Any) -> Any:
         """Start to receive the message."""
         if self._envelope is None:
             return super().Irecv(buf)
         assert self._post is not None
+        into = self._post.room(buf)
         envelope, self._envelope = self._envelope, None
-        return Receiving(self._post, Posted(envelope=envelope), buf)
+        return Receiving(self._post, Posted(envelope=envelope), into)
 
     @classmethod
     def Probe(

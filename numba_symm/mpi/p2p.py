@@ -89,7 +89,8 @@ class Messages:
             return Done(NOBODY)
         if not on_device(buf):
             return self.host.Irecv(buf, source, tag)
-        return Receiving(self.post, self.post.receive(source, tag), buf)
+        into = self.post.room(buf)
+        return Receiving(self.post, self.post.receive(source, tag), into)
 
     @translated
     def Sendrecv(

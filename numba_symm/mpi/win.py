@@ -20,6 +20,7 @@ from numba import cuda
 
 from numba_symm import arrays, streams
 from numba_symm.arrays import ArrayView, Memory
+from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Message, message
@@ -190,11 +191,11 @@ class Win(MPI.Win):
         finally:
             self._mutex.Unlock(rank)
 
-    def _expose(self) -> None:
+    def _expose(self, what: str) -> None:
         """Wait for this rank's copies, and for its program's work on its memory."""
         post = self._comm.post
         for array in (None, self.array):
-            self._used.setdefault(post.stream_of(array), [])
+            self._used.setdefault(post.stream_of(array, what), [])
         self._settle()
 
     def _settle(self) -> None:
@@ -205,7 +206,7 @@ class Win(MPI.Win):
                 streams.synchronize(stream)
 
     def _run(self, steps: list[packing.Step], array: Any) -> None:
-        stream = self._comm.post.stream_of(array)
+        stream = self._comm.post.stream_of(array, "Win")
         self._used.setdefault(stream, []).extend(steps)
         for step in steps:
             step(stream)
@@ -346,32 +347,32 @@ class Win(MPI.Win):
 
     def Fence(self, assertion: int = 0) -> None:
         """End an epoch of all ranks, and begin the next one."""
-        self._expose()
+        self._expose("Fence")
         super().Fence(assertion)
 
     def Post(self, group: MPI.Group, assertion: int = 0) -> None:
         """Let the ranks of a group access this rank's memory."""
-        self._expose()
+        self._expose("Post")
         super().Post(group, assertion)
 
     def Sync(self) -> None:
         """Order this rank's own accesses to its memory and those of the others."""
-        self._expose()
+        self._expose("Sync")
         super().Sync()
 
     def Complete(self) -> None:
         """End the epoch that ``Start`` began."""
-        self._expose()
+        self._expose("Complete")
         super().Complete()
 
     def Unlock(self, rank: int) -> None:
         """End the epoch that ``Lock`` began."""
-        self._expose()
+        self._expose("Unlock")
         super().Unlock(rank)
 
     def Unlock_all(self) -> None:
         """End the epoch that ``Lock_all`` began."""
-        self._expose()
+        self._expose("Unlock_all")
         super().Unlock_all()
 
     def Flush(self, rank: int) -> None:
@@ -410,7 +411,10 @@ class _Origin:
         self._spec = spec
 
     def __enter__(self) -> Message:
-        return message(self._spec)
+        found = message(self._spec)
+        if self._written:
+            check_writable(found.view, "Win")
+        return found
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None and self._host is not None:

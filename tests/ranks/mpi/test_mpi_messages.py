@@ -7,6 +7,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.mpi import messages
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.staging import BLOCK, LEAST, staging_of
 from tests.ranks.helpers import needs_peers
@@ -204,6 +205,41 @@ def test_synchronous_and_persistent_messages(comm):
         recv.Start()
     send.Start()
     recv.Wait()
+    comm.Barrier()
+
+
+def test_a_refused_receive_takes_no_message(comm, monkeypatch):
+    right, left = around(comm)
+    early = comm.Irecv(room(1), left, 2)
+    comm.Send(array(7), right, 1)
+    comm.Send(array(8), right, 2)
+    found = comm.Mprobe(left, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(messages, "SIMULATED", False)
+        patch.setattr(messages.streams, "is_capturing", lambda stream: True)
+        for call in (
+            lambda: comm.Send(array(9), right, 3),
+            lambda: comm.Irecv(room(1), left, 3),
+            lambda: found.Recv(room(1)),
+            early.Wait,
+            early.Test,
+        ):
+            with pytest.raises(NotImplementedError, match="is not being captured"):
+                call()
+    short, constant = [room(1), 5, MPI.INT], room(1)
+    constant.flags.writeable = False
+    for spec, words in ((short, "within the array"), (constant, "a writable array")):
+        for call in (lambda x: comm.Irecv(x, left, 3), found.Recv):
+            with pytest.raises(MPI.Exception, match=words):
+                call(spec)
+    comm.Send(array(9), right, 3)
+    late, out = room(1), room(1)
+    comm.Recv(late, left, 3)  # no refused receive has it
+    found.Recv(out)
+    assert (out.copy_to_host()[0], late.copy_to_host()[0]) == (7, 9)
+    assert early
+    early.Wait()
+    assert not comm.post._open
     comm.Barrier()
 
 

@@ -141,7 +141,7 @@ def test_epochs_wait_for_the_streams_of_the_owner(comm, win, monkeypatch):
         patch.setattr(module, "SIMULATED", False)
         patch.setattr(module.streams, "synchronize", waited.append)
         patch.setattr(
-            comm.post, "stream_of", lambda x: streams[x if x is None else id(x)]
+            comm.post, "stream_of", lambda x, _: streams[x if x is None else id(x)]
         )
         calls = [win.Fence, win.Sync, lambda: win.Post(everyone)]
         for call in calls:
