@@ -74,11 +74,47 @@ class Plan:
             calls.finish()
         return self._out
 
+    def detached(self) -> "Detached":
+        """Return the call without its arrays. It is not for debug mode or groups."""
+        assert self._start is not None
+        return Detached(self._calls, self._name, self._start)
+
     def _words(self, _: Stream | None = None) -> str:
         return f"{self._name} of {self._call}"
 
     def _chosen(self, stream: Any) -> Stream | None:
         return self._stream if stream is None else owned(stream)
+
+
+class Detached:
+    """The call of a plan, which keeps no arrays.
+
+    Its caller passes arrays at the places of those of the plan, of the same types and
+    shapes. Other memory may have been mapped there since.
+    """
+
+    def __init__(self, calls: Calls, name: str, start: Start):
+        self._calls = calls
+        self._name = name
+        self._start = start
+        self._generation = calls.heap.generation
+
+    def __call__(self, stream: Stream, *arrays: Any) -> bool:
+        """Enqueue the call, unless symmetric memory was unmapped since it was packed.
+
+        Returns:
+            Whether it was enqueued.
+        """
+        calls = self._calls
+        if calls.heap.generation != self._generation:
+            return False
+        calls.begin(self._name)
+        try:
+            calls.island.check()
+            self._start(stream, *arrays)
+        finally:
+            calls.finish()
+        return True
 
 
 def plan(
@@ -120,9 +156,10 @@ def of_collective(
 
 def _packed(calls: Calls, what: str, call: Prepared, compared: bool) -> Plan:
     calls.made(what, call.packed, calls.binder.messages)
+    bare = call._replace(keep=(), result=None)
 
     def start(stream: Stream, *keep: Any) -> None:
-        calls.transfer(what, call._replace(stream=stream, keep=keep))
+        calls.transfer(what, bare._replace(stream=stream, keep=keep))
 
     words = call.transfers.words or "messages"
     return Plan(

@@ -6,9 +6,10 @@ from typing import Any
 
 from mpi4py import MPI
 
+from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import collectives, reductions, staging
+from numba_symm.mpi import collectives, reductions, shortcuts, staging
 from numba_symm.mpi.errors import refusal, translated
 from numba_symm.mpi.forms import forms
 from numba_symm.mpi.messages import Post
@@ -42,7 +43,7 @@ class Device(Messages):
         self.synchronizes = synchronize
         self._owned = owned
         self._made: Communicator | None = None
-        self.shortcuts: dict[Any, Any] = {}
+        self.shortcuts = Cache(shortcuts.MOST)
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
         self.post = Post(self.host, allocator, options.get("stream"))

@@ -6,6 +6,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from numba_symm.cache import UNKNOWN
 from numba_symm.mpi import shortcuts
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.jobs import Job, wait
@@ -24,23 +25,23 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
     """
 
     def blocking(self: Any, *args: Any, **options: Any) -> None:
-        key = shortcuts.key_of(name, args, options)
+        key, arrays = shortcuts.key_of(name, args, options)
         known = self.shortcuts.get(key)
-        given = (*args, *options.values())
-        if known is not None:
-            stream = shortcuts.take(known, self.communicator, given)
-            if self.synchronizes:
-                wait(self.communicator, stream)
-            return
+        if known is not UNKNOWN:
+            communicator = self.communicator
+            stream = shortcuts.take(known, communicator, arrays)
+            if stream is not None:
+                if self.synchronizes:
+                    wait(communicator, stream)
+                return
         job = build(self, *args, **options)
         if job is None:
             getattr(self.host, name)(*args, **options)
             return
         job.start()
-        if key is not None and len(self.shortcuts) < shortcuts.MOST:
-            found = shortcuts.shortcut_of(job, given)
-            if found is not None:
-                self.shortcuts[key] = found
+        found = None if key is None else shortcuts.shortcut_of(job, arrays)
+        if found is not None:
+            self.shortcuts.put(key, found)
         if self.synchronizes:
             job.wait()
         else:

@@ -158,9 +158,9 @@ class Job:
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Add a call of a method of the communicator."""
-        chosen = None if SIMULATED else self.stream
         self._calls.append((method, args, options))
-        self._steps.append(lambda stream: method(*args, **options, stream=chosen))
+        given = {**options, "stream": self.stream}
+        self._steps.append(lambda stream: method(*args, **given))
 
     def only_call(self) -> Call | None:
         """Return the call of the communicator if the job has no other step."""

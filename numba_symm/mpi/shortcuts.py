@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from numba_symm import arrays
-from numba_symm.environment import SIMULATED
+from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.plans import Detached
 from numba_symm.mpi.jobs import Job, stream_for
 
 MOST = 1024
@@ -23,78 +24,69 @@ class Shortcut(NamedTuple):
     """A call of the communicator.
 
     Attributes:
-        method: the communicator's method.
-        x: which of the arguments has the array that the method reads.
-        names: for each keyword of the method that is an array, which argument has it.
-        options: the method's other keywords.
-        named: which argument has the array that may name the stream.
+        call: the call, without its arrays.
+        named: which of its arrays may name the stream.
     """
 
-    method: Any
-    x: int
-    names: dict[str, int]
-    options: dict[str, Any]
+    call: Detached
     named: int
 
 
-def key_of(name: str, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Return what determines a call, or None if it is not one of a plain form.
+def key_of(
+    name: str, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, list[Any]]:
+    """Return what determines a call, None if it is not of a plain form; its arrays.
 
     Its arguments are arrays, pairs of an array and a type, operators, roots and
     MPI.IN_PLACE; an array is read anew, because it may have other memory now.
     """
+    found: list[Any] = []
     if name in _OF_ALL_RANKS:
-        return None
-    key: list[Any] = [name, *options]
-    for value in (*args, *options.values()):
+        return None, found
+    key: list[Any] = [name]
+    if options:
+        key += options
+        args = (*args, *options.values())
+    for value in args:
         kind = type(value)
-        if value is MPI.IN_PLACE or kind is int:
-            key.append((kind, int(value)))
+        if kind is list or kind is tuple:
+            if len(value) != 2 or type(value[1]) is not MPI.Datatype:
+                return None, found
+            value, datatype = value
+            if not datatype.is_predefined or not arrays.on_device(value):
+                return None, found
+            key.append(datatype.handle)
         elif kind is MPI.Op:
             key.append(value.handle)
-        elif kind is list or kind is tuple:
-            if len(value) != 2 or type(value[1]) is not MPI.Datatype:
-                return None
-            if not value[1].is_predefined or not arrays.on_device(value[0]):
-                return None
-            key += arrays.fields(value[0], name), value[1].handle
-        elif arrays.on_device(value):
-            key.append(arrays.fields(value, name))
-        else:
-            return None
-    return tuple(key)
+            continue
+        elif kind is int or value is MPI.IN_PLACE:
+            key += kind, int(value)
+            continue
+        elif not arrays.on_device(value):
+            return None, found
+        key.append(arrays.fields(value, name))
+        found.append(value)
+    return tuple(key), found
 
 
-def shortcut_of(job: Job, args: tuple[Any, ...]) -> Shortcut | None:
-    """Return the shortcut for a job, if it is one call on the caller's arrays."""
+def shortcut_of(job: Job, given: list[Any]) -> Shortcut | None:
+    """Return the shortcut for a job, if it is one call on these arrays."""
     found = job.only_call()
-    if found is None:
+    if found is None or job.communicator._calls.debug:  # in which all ranks prepare
         return None
-    method, (x,), options = found
-    given = [id(_array(value)) for value in args]
-    names = {name: value for name, value in options.items() if name == "out"}
-    rest = {name: value for name, value in options.items() if name != "out"}
-    needed = [id(x), *map(id, names.values()), id(job.array)]
-    if x is None or any(each not in given for each in needed):
+    method, x, options = found
+    places = [id(array) for array in given]
+    needed = [job.array, *x, options.get("out")]
+    if any(id(each) not in places for each in needed if each is not None):
         return None
-    places = {name: given.index(id(value)) for name, value in names.items()}
-    return Shortcut(
-        method, given.index(id(x)), places, rest, given.index(id(job.array))
-    )
+    prepare = getattr(job.communicator, f"{method.__name__}_init")
+    call = prepare(*x, **options, stream=job.stream).detached()
+    return Shortcut(call, places.index(id(job.array)))
 
 
-def take(shortcut: Shortcut, communicator: Any, args: tuple[Any, ...]) -> int:
-    """Make the call; return its stream."""
-    stream = stream_for(communicator, _array(args[shortcut.named]))
-    outs = {name: _array(args[index]) for name, index in shortcut.names.items()}
-    shortcut.method(
-        _array(args[shortcut.x]),
-        **outs,
-        **shortcut.options,
-        stream=None if SIMULATED else stream,
-    )
-    return stream
-
-
-def _array(value: Any) -> Any:
-    return value[0] if type(value) in (list, tuple) else value
+def take(
+    shortcut: Shortcut, communicator: Communicator, given: list[Any]
+) -> int | None:
+    """Make the call on these arrays; return its stream, or None if it was not made."""
+    stream = stream_for(communicator, given[shortcut.named])
+    return stream if shortcut.call((stream, None), *given) else None

@@ -452,39 +452,3 @@ def test_enqueued_calls(world):
     with pytest.raises(MPI.Exception):
         ns.mpi.Comm(MPI.COMM_NULL)
     assert SIMULATED in (True, False)
-
-
-def test_calls_that_repeat(comm):
-    """They take a shortcut, and still see what differs: arrays, types, operators."""
-    size, before = comm.size, len(comm.shortcuts)
-    for step in range(3):
-        x = cuda.to_device(np.full(6, step + 1.0, np.float32))
-        y = cuda.to_device(np.zeros(6, np.float32))
-        for _ in range(2):
-            comm.Allreduce(x, y)
-            assert set(y.copy_to_host()) == {(step + 1) * size}
-            comm.Allreduce([x, MPI.FLOAT], [y, MPI.FLOAT], op=MPI.MAX)
-            assert set(y.copy_to_host()) == {step + 1}
-            comm.Allreduce([x, 2, MPI.FLOAT], [y, 2, MPI.FLOAT])
-            assert y.copy_to_host().tolist()[1:3] == [(step + 1) * size, step + 1]
-            comm.Allreduce(x, y, MPI.MIN)
-            assert set(y.copy_to_host()) == {step + 1}
-            comm.Bcast(y, root=size - 1)
-            comm.Allreduce(MPI.IN_PLACE, y)
-            assert set(y.copy_to_host()) == {(step + 1) * size}
-    assert len(comm.shortcuts) > before
-    with pytest.raises(MPI.Exception, match="mismatch"):
-        comm.Allreduce(x, y[:5])
-    with pytest.raises(MPI.Exception, match="expected a root"):
-        comm.Bcast(y, root=size)
-    # Without counts, the ranks exchange them in every call.
-    whole = cuda.to_device(np.arange(2 * size, dtype=np.int32))
-    parts = {n: cuda.to_device(np.zeros(n, np.int32)) for n in (1, 2, 3)}
-    for step in range(3):
-        many = size > 1 and step == 2
-        count = 2 + (comm.rank == 0) - (comm.rank == 1) if many else 2
-        part = parts[count]
-        comm.Reduce_scatter(whole, part)
-        first = sum(comm.allgather(count)[: comm.rank])
-        wanted = size * np.arange(first, first + count)
-        assert part.copy_to_host().tolist() == wanted.tolist()
