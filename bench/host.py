@@ -164,19 +164,38 @@ def _measured(
     rows: Sequence[Row], comm: ns.Communicator, ranks: Any, asked: argparse.Namespace
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return the median microseconds of each row, by stream. Collective."""
-    found = {}
     another = new_stream()
-    for name, handle in ((DEFAULT, None), (ANOTHER, another.handle)):
-        samples = np.empty((len(rows), asked.samples))
-        for index in range(-1, asked.samples):  # the first one warms up
-            for row, one in zip(rows, samples, strict=True):
-                ranks.Barrier()
-                one[index] = row.enqueue(handle, asked.calls)
-                comm.synchronize()
-                another.synchronize()
-        slowest = np.max(ranks.allgather(np.median(samples, axis=1)), axis=0)
-        found[name] = slowest
-    return found
+    return {
+        name: sampled(rows, comm, ranks, asked, handle)
+        for name, handle in ((DEFAULT, None), (ANOTHER, another.handle))
+    }
+
+
+def sampled(
+    rows: Sequence[Row],
+    comm: ns.Communicator,
+    ranks: Any,
+    asked: argparse.Namespace,
+    handle: int | None,
+) -> np.ndarray[Any, Any]:
+    """Return the median microseconds of each row, of the slowest rank. Collective.
+
+    Args:
+        rows: the rows, which are interleaved.
+        comm: our communicator.
+        ranks: the mpi4py communicator.
+        asked: the number of ``samples``, and of ``calls`` in each.
+        handle: the stream; see :class:`Row`.
+    """
+    samples = np.empty((len(rows), asked.samples))
+    for index in range(-1, asked.samples):  # the first one warms up
+        for row, one in zip(rows, samples, strict=True):
+            ranks.Barrier()
+            one[index] = row.enqueue(handle, asked.calls)
+            comm.synchronize(handle)
+    medians = ranks.allgather(np.median(samples, axis=1))
+    slowest: np.ndarray[Any, Any] = np.max(medians, axis=0)
+    return slowest
 
 
 def _table(

@@ -10,7 +10,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import host, tune
+from numba_symm.bench import blocking, host, tune
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.options import torch_multiplies
 from numba_symm.collectives import tuned
@@ -315,6 +315,20 @@ def test_the_host_s_time_is_shown_for_each_kind_of_array(world, shown, monkeypat
         assert times[0] > 0
         assert times[3] > 0
     assert plan.split()[-5] == call.split()[-4] == "1.00"
+
+
+def test_blocking_calls_are_compared(shown):
+    assert blocking.main(["--bytes", "64", "--calls", "1", "--samples", "1"]) == 0
+    first, *others = (text.out for text in shown())
+    assert not any(others)
+    names = blocking.OURS, blocking.SPELLED, blocking.STAGED
+    calls = "all_reduce", "sendrecv"
+    wanted = [f"{call:12}{64:10} {name}" for call in calls for name in names]
+    rows = first.splitlines()[-6:]
+    for row, words in zip(rows, wanted, strict=True):
+        assert row.startswith(words)
+        assert float(row.split()[-2]) > 0
+    assert rows[0].split()[-1] == rows[3].split()[-1] == "1.00"
 
 
 def used(world):

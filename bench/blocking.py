@@ -1,0 +1,114 @@
+"""Measure blocking calls: ours, in mpi4py's spelling, and through the host.
+
+    numba-symm run -n 2 -m numba_symm.bench.blocking --bytes 8192 1048576
+
+An all-reduce, and a message to the next rank with one from the rank before. Each call
+returns when its result may be used. The rows are interleaved. ``/ ours`` is the ratio
+to a call of the communicator and its synchronization.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm import mpi
+from numba_symm.bench import facts
+from numba_symm.bench.host import Row, sampled
+from numba_symm.environment import SIMULATED
+
+OURS, SPELLED, STAGED = "ours", "mpi4py's spelling", "through the host"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and print on all ranks, and return the exit code."""
+    asked = _parser().parse_args(argv)
+    spelled = mpi.Comm(MPI.COMM_WORLD)
+    comm = spelled.communicator
+    known = facts.facts(comm, spelled.host)
+    if comm.rank == 0:
+        print("#", ", ".join(f"{a} {b}" for a, b in known["versions"].items()))
+        print(f"# {comm.size} ranks, {comm.device.name}")
+        print(f"{'':12}{'bytes':>10} {'':20}{'us':>9} {'/ ours':>8}", flush=True)
+    for nbytes in asked.bytes:
+        for name, ways in (("all_reduce", _reduced), ("sendrecv", _passed)):
+            rows = ways(spelled, nbytes)
+            times = sampled(rows, comm, spelled.host, asked, None)
+            for row, time in zip(rows, times, strict=True):
+                words = f"{name:12}{nbytes:10} {row.name:20}{time:9.2f}"
+                if comm.rank == 0:
+                    print(f"{words} {time / times[0]:8.2f}", flush=True)
+    spelled.Free()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m numba_symm.bench.blocking",
+        description="Measure the microseconds of a blocking calls with float32.",
+    )
+    sizes = [8192, 1 << 20]
+    parser.add_argument(
+        "--bytes", type=int, nargs="+", default=sizes, help="of the messages"
+    )
+    calls, samples = (2, 2) if SIMULATED else (50, 40)
+    parser.add_argument("--calls", type=int, default=calls, help="of each sample")
+    parser.add_argument("--samples", type=int, default=samples, help="of each row")
+    return parser
+
+
+def _arrays(comm: ns.Communicator, nbytes: int) -> tuple[Any, ...]:
+    """Return symmetric arrays for input and output, and such in pinned host memory."""
+    count = nbytes // 4
+    x, y = comm.zeros(count, np.float32), comm.zeros(count, np.float32)
+    return x, y, *(cuda.pinned_array(count, np.float32) for _ in range(2))
+
+
+def _reduced(spelled: Any, nbytes: int) -> list[Row]:
+    """Return the ways of an all-reduce. Collective."""
+    comm: ns.Communicator = spelled.communicator
+    x, y, sent, received = _arrays(comm, nbytes)
+
+    def ours(handle: int | None) -> None:
+        comm.all_reduce(x, out=y)
+        comm.synchronize()
+
+    def called(handle: int | None) -> None:
+        spelled.Allreduce(x, y)
+
+    def staged(handle: int | None) -> None:
+        x.copy_to_host(sent)
+        spelled.host.Allreduce(sent, received)
+        y.copy_to_device(received)
+
+    return [Row(OURS, ours), Row(SPELLED, called), Row(STAGED, staged)]
+
+
+def _passed(spelled: Any, nbytes: int) -> list[Row]:
+    """Return the ways of a message around all ranks. Collective."""
+    comm: ns.Communicator = spelled.communicator
+    x, y, sent, received = _arrays(comm, nbytes)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    def ours(handle: int | None) -> None:
+        comm.sendrecv(x, dst=right, src=left, out=y)
+        comm.synchronize()
+
+    def called(handle: int | None) -> None:
+        spelled.Sendrecv(x, right, 0, y, left)
+
+    def staged(handle: int | None) -> None:
+        x.copy_to_host(sent)
+        spelled.host.Sendrecv(sent, right, 0, received, left)
+        y.copy_to_device(received)
+
+    return [Row(OURS, ours), Row(SPELLED, called), Row(STAGED, staged)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
