@@ -6,6 +6,7 @@ own board.
 """
 
 import atexit
+import contextlib
 import functools
 import threading
 import weakref
@@ -60,8 +61,15 @@ class Watchdog:
         self._thread = None
 
     def _run(self) -> None:
-        while not self._stopping.wait(_PAUSE):
-            self.look()
+        try:
+            while not self._stopping.wait(_PAUSE):
+                self.look()
+        except Exception as error:
+            # Without this thread, failures of other islands would not be seen.
+            name = type(error).__name__
+            self._board.abandon(f"cannot watch other islands ({name}: {error})")
+            with contextlib.suppress(Exception):
+                self.look()
 
     def look(self) -> None:
         """Exchange what is known of failures. Never waits for another rank."""
