@@ -5,6 +5,7 @@ processes: they exclude each other, and closing one is what the kernel does at d
 """
 
 import gc
+import heapq
 import os
 import threading
 import time
@@ -429,24 +430,37 @@ def test_files_go_with_their_objects():
     gc.collect()
 
 
+INTERRUPTED = {
+    "before it is forgotten": (SentData, "forget", lambda block: None),
+    "before its slot is free": (heapq, "heappush", heapq.heappush),
+    "after": (RefCounterFile, "return_offset", RefCounterFile.return_offset),
+}
+
+
+@pytest.mark.parametrize("when", INTERRUPTED)
 def test_an_entry_whose_end_a_signal_interrupts_is_forgotten_by_the_next_try(
-    file, monkeypatch
+    file, monkeypatch, when
 ):
-    """The number of events in use is limited."""
+    """The number of events in use is limited. No slot has two arrays."""
     producer, made = Producer(), []
     monkeypatch.setattr("numba_symm.sharing.sent.producer", producer)
     producer.files.append(file)
     producer.new("memory", 0, 1, made)
     made[0].event, producer.events = "event", 1
 
-    def interrupt(block):
-        raise KeyboardInterrupt  # by a handler, which may run when a function starts
+    where, name, before = INTERRUPTED[when]
+
+    def interrupt(*args):
+        before(*args)
+        raise KeyboardInterrupt  # by a handler: when a function starts, or a call ends
 
     with monkeypatch.context() as patch:
-        patch.setattr(SentData, "forget", interrupt)
+        patch.setattr(where, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
             producer.withdraw(made)
     producer.withdraw(made)
     assert producer.events == 0
     assert not producer.sent
     assert file.offsets_in_use() == 0
+    slots = [shared(file, 1)[0] for _ in range(counters.SLOTS)]
+    assert len(set(slots)) == counters.SLOTS
