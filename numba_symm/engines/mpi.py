@@ -274,7 +274,11 @@ _given_up: list[Any] = []  # requests that MPI may still serve, and their memory
 
 
 class _Move:
-    """One parcel on its way, as messages one after another."""
+    """One parcel on its way, as messages one after another.
+
+    The last one is shorter than the others, and may be empty. So a receiver that
+    expects another number of bytes finds another length, whatever it expects.
+    """
 
     def __init__(self, engine: MpiEngine, slot: int, parcel: Parcel, tag: int):
         self.parcel = parcel
@@ -296,7 +300,7 @@ class _Move:
                     return False
                 self._request = None
                 self._engine._moved += 1
-                if self._begun == self.parcel.nbytes:
+                if self._last < self._room.most:
                     return True
             self._last = min(self._room.most, self.parcel.nbytes - self._begun)
             at = self._slot, self.parcel.address + self._begun, self._last

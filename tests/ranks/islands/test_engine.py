@@ -81,17 +81,25 @@ def test_bytes_pass_through_slots_of_host_memory(world, engine, pinned, nbytes):
     assert pinned.copied == 2 * (nbytes + 3)
 
 
-@pytest.mark.parametrize("received", [3, 5])
-def test_another_number_of_bytes_is_an_error(world, engine, received):
-    right, left = neighbours(world)
-    sent, found = np.zeros(4, np.uint8), np.zeros(received, np.uint8)
-    with pytest.raises(ns.CallMismatch, match="receives another number of bytes"):
-        engine.exchange(
-            [Parcel(right, sent.ctypes.data, 4)],
-            [Parcel(left, found.ctypes.data, received)],
-            streams.LEGACY_DEFAULT,
-        )
-    mpi._given_up.clear()
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        *((4, 3), (4, 5)),
+        *((Staged.most + 5, Staged.most), (2 * Staged.most, Staged.most)),
+        *((Staged.most, Staged.most + 5), (Staged.most, 2 * Staged.most)),
+    ],
+)
+def test_another_number_of_bytes_is_an_error(world, engine, given, expected):
+    if world.rank == 0:  # which the communicator's failure would end
+        sent = np.zeros(given, np.uint8)
+        sends = [Parcel(1, sent.ctypes.data, given)]
+        engine.exchange(sends, [], streams.LEGACY_DEFAULT)
+    if world.rank == 1:
+        found = np.zeros(expected, np.uint8)
+        receives = [Parcel(0, found.ctypes.data, expected)]
+        with pytest.raises(ns.CallMismatch, match="receives another number of bytes"):
+            engine.exchange([], receives, streams.LEGACY_DEFAULT)
+        mpi._given_up.clear()
 
 
 def test_a_rank_that_sends_nothing_is_late(world, engine):
