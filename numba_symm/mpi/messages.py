@@ -24,11 +24,10 @@ from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing, staging
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.errors import refusal, translated, unsupported
-from numba_symm.mpi.requests import Request, describe
+from numba_symm.mpi.requests import PAUSE, Request, describe
 from numba_symm.mpi.staging import Room, opened, staging_of
 
 _HEADER = struct.Struct("<qqq")
-_PAUSE = 20e-6  # seconds between two looks for what the peers sent
 _MOST = 4096  # bytes of an envelope, at most
 
 
@@ -98,7 +97,7 @@ class Post:
             while self._envelopes.Iprobe():
                 self._arrived(MPI.ANY_SOURCE, MPI.ANY_TAG)
             self.reap()
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
         for room in self._unread.values():  # which nobody will read
             self._give_back(room)
         self._unread.clear()

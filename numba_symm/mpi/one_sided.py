@@ -50,7 +50,13 @@ def reduced(of: Message, into: Message, op: Any, what: str) -> list[packing.Step
             f"{what}: expected elements of one type at origin and target, got {base} "
             f"and {into.layout.base}",
         )
-    name = operators.operator(op, what)
+    name = operators.operator(op, base, what)
+    if name in dtypes.LOCATED:
+        raise refusal(
+            MPI.ERR_OP,
+            f"{what}: MPI.MINLOC and MPI.MAXLOC are for collectives; pass another "
+            "operator, or Get the pairs within a lock",
+        )
     element = dtypes.element(base, what)
     dtypes.check(name, element, what)
     function = dtypes.REDUCTIONS.get(name, name)

@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
@@ -9,9 +10,8 @@ from mpi4py import MPI
 from numba_symm.mpi.buffers import on_device
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Done, Message, Post, Receiving, Sending
-from numba_symm.mpi.requests import Prequest, Request, describe
+from numba_symm.mpi.requests import PAUSE, Prequest, Request, describe
 
-_PAUSE = 20e-6  # seconds between two looks for a message
 NOBODY = MPI.PROC_NULL
 
 
@@ -210,9 +210,7 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> bool:
         """Wait for a message."""
-        while not self.Iprobe(source, tag, status):
-            time.sleep(_PAUSE)
-        return True
+        return bool(_waited(functools.partial(self.Iprobe, source, tag, status)))
 
     @translated
     def Improbe(
@@ -236,11 +234,14 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> Any:
         """Wait for a message; return it, so that no other receive gets it."""
-        while True:
-            found = self.Improbe(source, tag, status)
-            if found is not None:
-                return found
-            time.sleep(_PAUSE)
+        return _waited(functools.partial(self.Improbe, source, tag, status))
+
+
+def _waited(look: Callable[[], Any]) -> Any:
+    """Look until something is found, and return it."""
+    while not (found := look()):
+        time.sleep(PAUSE)
+    return found
 
 
 class Together(Request):

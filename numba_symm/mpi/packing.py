@@ -104,32 +104,6 @@ def _configured(kernel: Any, blocks: int, threads: int, stream: int) -> Any:
         return kernel[blocks, threads, on]
 
 
-def fold_pairs(replaces: Callable[..., bool], into: Any, of: Any) -> Step:
-    """Return ``into[i] = of[i] if replaces(value, index, ...)``, of pairs.
-
-    Args:
-        replaces: takes the value and the index of a pair, then those of another one,
-            and returns whether the other one replaces it.
-        into: an array of pairs.
-        of: an array of pairs of equal size.
-    """
-    return functools.partial(_launch, _folding(replaces), into.size, (into, of))
-
-
-@functools.lru_cache(maxsize=64)
-def _folding(replaces: Callable[..., bool]) -> Any:
-    better = device_function(replaces)
-
-    def folding(into: Any, of: Any) -> None:
-        for index in range(cuda.grid(1), into.size, cuda.gridsize(1)):
-            a, b = into[index], of[index]
-            if better(a.f0, a.f1, b.f0, b.f1):
-                a.f0 = b.f0
-                a.f1 = b.f1
-
-    return cuda.jit(folding)
-
-
 def fold(function: Callable[[Any, Any], Any], into: Any, of: Any) -> Step:
     """Return ``into[i] = function(into[i], of[i])``, of arrays of equal size."""
     return functools.partial(_launch, _reducing(function), into.size, (into, of))

@@ -1,12 +1,12 @@
 """The reductions of mpi4py, as calls of a communicator; see ``collectives.py``."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
 
 from numba_symm import arrays
-from numba_symm.mpi import operators, packing
+from numba_symm.mpi import operators
 from numba_symm.mpi.buffers import Message, in_place, message, on_device
 from numba_symm.mpi.collectives import Ranks, at_root, check_root, given, sent
 from numba_symm.mpi.errors import refusal
@@ -25,9 +25,7 @@ def reduce(
     else:
         found = _elements(message(given(sendbuf, "Reduce")), "Reduce")
         job, x, out = sent(comm, "Reduce", found)
-    if not _folded(comm, job, op, x, out, range(comm.size)):
-        op = operators.operator(op, "Reduce")
-        job.call(comm.communicator.reduce, x, op=op, root=root, out=out)
+    _call(job, comm.communicator.reduce, x, op, root=root, out=out)
     return job
 
 
@@ -36,9 +34,7 @@ def allreduce(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job
     if not on_device(sendbuf, recvbuf):
         return None
     job, x, out = _reduced(comm, "Allreduce", sendbuf, recvbuf)
-    if not _folded(comm, job, op, x, out, range(comm.size)):
-        op = operators.operator(op, "Allreduce")
-        job.call(comm.communicator.all_reduce, x, op=op, out=out)
+    _call(job, comm.communicator.all_reduce, x, op, out=out)
     return job
 
 
@@ -47,9 +43,7 @@ def scan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | No
     if not on_device(sendbuf, recvbuf):
         return None
     job, x, out = _reduced(comm, "Scan", sendbuf, recvbuf)
-    if not _folded(comm, job, op, x, out, range(comm.rank + 1)):
-        op = operators.operator(op, "Scan")
-        job.call(comm.communicator.scan, x, op=op, out=out)
+    _call(job, comm.communicator.scan, x, op, out=out)
     return job
 
 
@@ -58,9 +52,7 @@ def exscan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | 
     if not on_device(sendbuf, recvbuf):
         return None
     job, x, out = _reduced(comm, "Exscan", sendbuf, recvbuf)
-    if not _folded(comm, job, op, x, out, range(comm.rank)):
-        op = operators.operator(op, "Exscan")
-        job.call(comm.communicator.exscan, x, op=op, out=out)
+    _call(job, comm.communicator.exscan, x, op, out=out)
     return job
 
 
@@ -131,14 +123,11 @@ def _reduced_shards(
     target = job.temporary(into.size, into.layout.base) if _same_memory(x, out) else out
     elements = into.layout.elements
     numbers = [count * elements for count in counts]
-    first = sum(numbers[: comm.rank])
-    if not _folded(comm, job, op, x, target, range(comm.size), first):
-        op = operators.operator(op, what)
-        if len(set(numbers)) == 1:
-            job.call(comm.communicator.reduce_scatter, x, op=op, out=target)
-        else:
-            method = comm.communicator.reduce_scatter_v
-            job.call(method, x, counts=numbers, op=op, out=target)
+    if len(set(numbers)) == 1:
+        _call(job, comm.communicator.reduce_scatter, x, op, out=target)
+    else:
+        method = comm.communicator.reduce_scatter_v
+        _call(job, method, x, op, counts=numbers, out=target)
     if target is not out:
         job.copy(out, target)
     return job
@@ -162,38 +151,10 @@ def _reduced(
     return job, job.read(of), job.write(into)
 
 
-def _folded(
-    comm: Ranks,
-    job: Job,
-    op: Any,
-    x: Any,
-    out: Any,
-    ranks: range,
-    first: int = 0,
-) -> bool:
-    """Add a reduction of pairs, or return False for another one.
-
-    Every rank gets the pairs of all ranks, and reduces those of ``ranks`` from element
-    ``first`` on.
-    """
-    function = operators.of_pairs(op)
-    if function is None:
-        return False
-    view = arrays.view(x, job.what)
-    if not operators.are_pairs(view.dtype):
-        operators.operator(op, job.what)  # refuses it
-    count = view.size
-    everyone = job.temporary(comm.size * count, view.dtype)
-    job.call(comm.communicator.all_gather, job.flat(x), out=everyone)
-    if out is None or not len(ranks) or not count:
-        return True
-    out = job.flat(out)
-    number = arrays.view(out, job.what).size
-    parts = [job.part(everyone, rank * count + first, number) for rank in ranks]
-    job.copy(out, parts[0])
-    for part in parts[1:]:
-        job.then(packing.fold_pairs(function, out, part))
-    return True
+def _call(job: Job, method: Callable[..., Any], x: Any, op: Any, **given: Any) -> None:
+    """Add a reduction to the job."""
+    dtype = arrays.view(x, job.what).dtype
+    job.call(method, x, op=operators.operator(op, dtype, job.what), **given)
 
 
 def _same_memory(x: Any, out: Any) -> bool:

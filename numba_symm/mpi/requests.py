@@ -8,7 +8,8 @@ from mpi4py import MPI
 
 from numba_symm.mpi.errors import refusal, translated
 
-_PAUSE = 20e-6  # seconds between two looks at requests of which none is done
+PAUSE = 20e-6
+"""Seconds between two looks for what other ranks do."""
 
 
 class Request:
@@ -138,7 +139,7 @@ class Request:
             index, found = cls.Testany(requests, status)
             if found:
                 return index
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
 
     @classmethod
     def Testany(
@@ -169,7 +170,7 @@ class Request:
             found = cls.Testsome(requests, statuses)
             if found is None or found:
                 return found
-            time.sleep(_PAUSE)
+            time.sleep(PAUSE)
 
     @classmethod
     def Testsome(

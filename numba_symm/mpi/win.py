@@ -9,6 +9,7 @@ hold a lock of their own on the target, so they are atomic among each other, for
 types and operators.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from operator import index
@@ -32,6 +33,18 @@ from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.kinds import locate
 
 _BYTE = np.dtype(np.uint8)
+
+
+def _synchronizing(name: str, step: Callable[["Win", str], None]) -> Any:
+    """Return the method of ``MPI.Win`` of that name, after a step of the window."""
+    plain = getattr(MPI.Win, name)
+
+    @functools.wraps(plain)
+    def method(self: "Win", *args: Any, **options: Any) -> None:
+        step(self, name)
+        plain(self, *args, **options)
+
+    return translated(method)
 
 
 class Win(MPI.Win):
@@ -198,7 +211,7 @@ class Win(MPI.Win):
             self._used.setdefault(post.stream_of(array, what), [])
         self._settle()
 
-    def _settle(self) -> None:
+    def _settle(self, what: str = "Win") -> None:
         """Wait for this rank's copies."""
         used, self._used = self._used, {}
         for stream in used:  # whose steps live until then
@@ -343,57 +356,18 @@ class Win(MPI.Win):
         self._settle()
         return Done()
 
-    # Synchronization.
+    # Synchronization, in MPI's methods after a step of this window.
 
-    def Fence(self, assertion: int = 0) -> None:
-        """End an epoch of all ranks, and begin the next one."""
-        self._expose("Fence")
-        super().Fence(assertion)
-
-    def Post(self, group: MPI.Group, assertion: int = 0) -> None:
-        """Let the ranks of a group access this rank's memory."""
-        self._expose("Post")
-        super().Post(group, assertion)
-
-    def Sync(self) -> None:
-        """Order this rank's own accesses to its memory and those of the others."""
-        self._expose("Sync")
-        super().Sync()
-
-    def Complete(self) -> None:
-        """End the epoch that ``Start`` began."""
-        self._expose("Complete")
-        super().Complete()
-
-    def Unlock(self, rank: int) -> None:
-        """End the epoch that ``Lock`` began."""
-        self._expose("Unlock")
-        super().Unlock(rank)
-
-    def Unlock_all(self) -> None:
-        """End the epoch that ``Lock_all`` began."""
-        self._expose("Unlock_all")
-        super().Unlock_all()
-
-    def Flush(self, rank: int) -> None:
-        """Complete the calls on a rank's memory."""
-        self._settle()
-        super().Flush(rank)
-
-    def Flush_all(self) -> None:
-        """Complete the calls on the memory of all ranks."""
-        self._settle()
-        super().Flush_all()
-
-    def Flush_local(self, rank: int) -> None:
-        """Complete the calls on a rank's memory, here."""
-        self._settle()
-        super().Flush_local(rank)
-
-    def Flush_local_all(self) -> None:
-        """Complete the calls on the memory of all ranks, here."""
-        self._settle()
-        super().Flush_local_all()
+    Fence: Any = _synchronizing("Fence", _expose)
+    Post: Any = _synchronizing("Post", _expose)
+    Sync: Any = _synchronizing("Sync", _expose)
+    Complete: Any = _synchronizing("Complete", _expose)
+    Unlock: Any = _synchronizing("Unlock", _expose)
+    Unlock_all: Any = _synchronizing("Unlock_all", _expose)
+    Flush: Any = _synchronizing("Flush", _settle)
+    Flush_all: Any = _synchronizing("Flush_all", _settle)
+    Flush_local: Any = _synchronizing("Flush_local", _settle)
+    Flush_local_all: Any = _synchronizing("Flush_local_all", _settle)
 
 
 class _Origin:

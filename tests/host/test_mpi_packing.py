@@ -6,7 +6,7 @@ from numba import cuda, from_dtype
 from numba.cuda import types
 
 from numba_symm import dtypes
-from numba_symm.mpi import operators, packing
+from numba_symm.mpi import packing
 
 CAPABILITY = (9, 0)
 
@@ -32,13 +32,6 @@ def test_copies_of_items_with_gaps(kernel, word):
     words, runs = array(word), array(np.int64)
     text = compiled(kernel, words, words, runs, types.int64, types.int64)
     assert f"st.global.b{8 * np.dtype(word).itemsize}" in text.replace(".u", ".b")
-
-
-@pytest.mark.parametrize("replaces", [operators._lower, operators._higher])
-@pytest.mark.parametrize("value", ["i2", "f8"])
-def test_reductions_of_pairs(replaces, value):
-    pairs = np.dtype([("f0", value), ("f1", "i4")], align=True)
-    assert "st." in compiled(packing._folding(replaces), array(pairs), array(pairs))
 
 
 @pytest.mark.parametrize("dtype", ["i1", "f8", "c16"])

@@ -222,6 +222,10 @@ def test_pairs(both, name, op):
     both(
         lambda c, x, y: c.Reduce_scatter_block(spec(x), spec(y), op), flat, x[0].copy()
     )
+    counts = [(each % 2) * 3 for each in range(size)]
+    part = np.zeros(counts[rank], x.dtype)
+    most = flat[: sum(counts)]
+    both(lambda c, x, y: c.Reduce_scatter(spec(x), spec(y), counts, op), most, part)
     with pytest.raises(MPI.Exception, match="need pairs"):
         both.comm.Allreduce(MPI.IN_PLACE, cuda.to_device(both.values(2)), op)
 

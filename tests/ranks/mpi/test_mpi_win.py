@@ -239,6 +239,13 @@ def test_refused_calls_on_a_window(comm, win):
         (lambda: win.Put(x, own, [0, 1, MPI.INT, 1]), MPI.ERR_ARG, "3 items"),
         (lambda: win.Accumulate(x, own, op=MPI.MINLOC), MPI.ERR_OP, "pairs"),
         (
+            lambda: win.Accumulate(
+                [x, MPI.TWOINT], own, [0, 1, MPI.TWOINT], MPI.MINLOC
+            ),
+            MPI.ERR_OP,
+            "for collectives",
+        ),
+        (
             lambda: win.Accumulate(x, own, [0, 4, MPI.SHORT]),
             MPI.ERR_TYPE,
             "one type",
