@@ -25,6 +25,7 @@ from numba.cuda.core.ir_utils import alias_func_extensions
 from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.extending import intrinsic
 from numba.cuda.np.arrayobj import np_cfarray
+from numba.cuda.nvvmutils import call_sreg
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -34,7 +35,9 @@ OLDEST = (8, 0)
 _I16, _I32, _I64 = types.uint16, types.uint32, types.int64
 _F32, _F64 = types.float32, types.float64
 _CONSTRAINT = {_I16: "h", _I32: "r", _I64: "l", _F32: "f", _F64: "d"}
+_CONSTRAINT[types.boolean] = "r"  # of a result, 0 or 1
 _LLVM = {
+    types.boolean: ir.IntType(32),
     _I16: ir.IntType(16),
     _I32: ir.IntType(32),
     _I64: ir.IntType(64),
@@ -129,6 +132,8 @@ def _emit(
         out = builder.call(statement, values, attrs=attributes)
         if not results:
             return context.get_dummy_value()
+        if result == types.boolean:
+            return builder.icmp_unsigned("!=", out, out.type(0))
         if len(results) == 1:
             return out
         parts = [builder.extract_value(out, k) for k in range(len(results))]
@@ -261,18 +266,12 @@ mul_rn_f64 = _instruction("mul.rn.f64 $0, $1, $2;", _F64, _F64, _F64)
 
 # Barriers of some of a block's threads: which barrier, and how many threads.
 bar_sync = _instruction("bar.sync $0, $1;", types.void, _I32, _I32, together=True)
-_bar_red_or = _instruction(
+bar_red_or = _instruction(
     "{ .reg .pred p; setp.ne.u32 p, $3, 0; bar.red.or.pred p, $1, $2, p; "
     "selp.u32 $0, 1, 0, p; }",
-    *(_I32, _I32, _I32, _I32),
+    *(types.boolean, _I32, _I32, _I32),
     together=True,
 )
-
-
-@device_function
-def bar_red_or(barrier: int, threads: int, condition: bool) -> bool:
-    """`bar.red.or.pred`: as ``bar.sync``; return whether any thread's holds."""
-    return _bar_red_or(barrier, threads, condition) != 0  # type: ignore[no-any-return]
 
 
 @device_function
@@ -294,33 +293,38 @@ def thread_index() -> int:
     return cuda.threadIdx.x + cuda.blockDim.x * row  # type: ignore[no-any-return]
 
 
-@device_function
-def thread_index_x() -> int:
-    """Return the thread's index along x."""
-    return cuda.threadIdx.x  # type: ignore[no-any-return]
+def _register(name: str) -> Any:
+    """Return an intrinsic that reads a special register, such as ``tid.x``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return call_sreg(builder, name)
+
+    return intrinsic(lambda typingctx: (types.int32(), codegen))
 
 
-_of_first_lane = _instruction(
-    "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _I32, _I32, together=True
+thread_index_x = _register("tid.x")
+thread_index_y = _register("tid.y")
+
+_of_first_lane = _emit(
+    "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _I32, [_I32], ("convergent",)
 )
 
 
-@device_function
-def thread_index_y() -> int:
-    """Return the thread's index along y."""
-    return cuda.threadIdx.y  # type: ignore[no-any-return]
-
-
-@device_function
-def block_index() -> int:
+@intrinsic  # type: ignore[untyped-decorator]
+def block_index(typingctx: Any) -> Any:
     """Return the index of the thread's logical block among those of the launch.
 
     A logical block is the threads of a thread block with the same y index: whole warps.
     """
-    # From one lane, so that the compiler keeps it, and what follows from it, once a
-    # warp: otherwise kernels need up to 12 registers more.
-    block = cuda.blockIdx.x * cuda.blockDim.y + cuda.threadIdx.y
-    return np.int32(_of_first_lane(block))  # type: ignore[return-value]
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # From one lane, so that the compiler keeps it, and what follows from it, once
+        # a warp: otherwise kernels need up to 12 registers more.
+        x, height, y = (call_sreg(builder, r) for r in ("ctaid.x", "ntid.y", "tid.y"))
+        block = builder.add(builder.mul(x, height), y)
+        return _of_first_lane(context, builder, signature, [block])
+
+    return types.int32(), codegen
 
 
 @device_function
@@ -329,38 +333,51 @@ def block_size() -> int:
     return cuda.blockDim.x * cuda.blockDim.y * cuda.blockDim.z  # type: ignore[no-any-return]
 
 
-@device_function
-def word_of(bits: int) -> int:
+@intrinsic  # type: ignore[untyped-decorator]
+def word_of(typingctx: Any, bits: Any) -> Any:
     """Return bits as an 8-byte word: a signed integer, as all data words."""
-    return np.int64(bits)  # type: ignore[return-value]
+    return _I64(_I64), lambda context, builder, signature, args: args[0]
 
 
-@device_function
+def _nothing(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return context.get_dummy_value()
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def check_slot(
-    owner: int, channel: int, source: int, world_size: int, channels: int
-) -> None:
+    typingctx: Any,
+    owner: Any,
+    channel: Any,
+    source: Any,
+    world_size: Any,
+    channels: Any,
+) -> Any:
     """Check nothing, to save time on a GPU."""
+    return types.void(owner, channel, source, world_size, channels), _nothing
 
 
-@device_function
-def check_peer(rank: int, world_size: int) -> None:
+@intrinsic  # type: ignore[untyped-decorator]
+def check_peer(typingctx: Any, rank: Any, world_size: Any) -> Any:
     """Check nothing, either."""
+    return types.void(rank, world_size), _nothing
 
 
-@device_function
-def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
+@intrinsic  # type: ignore[untyped-decorator]
+def check_buffer(typingctx: Any, ctx: Any, shape: Any, dtype: Any) -> Any:
     """Check nothing, either."""
+    return types.void(ctx, shape, dtype), _nothing
 
 
-@device_function
-def later_blocks() -> int:
+@intrinsic  # type: ignore[untyped-decorator]
+def later_blocks(typingctx: Any) -> Any:
     """Return 0: blocks run together."""
-    return 0
+    return _I64(), lambda context, builder, signature, args: ir.Constant(_LLVM[_I64], 0)
 
 
-@device_function
-def poll_pause(polls: int) -> None:
+@intrinsic  # type: ignore[untyped-decorator]
+def poll_pause(typingctx: Any, polls: Any) -> Any:
     """Let other threads run between two polls; a GPU does so by itself."""
+    return types.void(polls), _nothing
 
 
 @intrinsic  # type: ignore[untyped-decorator]
