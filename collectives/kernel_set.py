@@ -246,7 +246,7 @@ def _counts(
     has whole vectors or not, and equal shards or not.
     """
     ends = select.limits(operation.limits_of, size, element, choices)
-    last = 4 * max(ends, default=VECTOR)
+    last = 4 * max(ends, default=16 * VECTOR) // VECTOR
     sizes = {VECTOR << k for k in range(last.bit_length())}
     sizes |= {3 * half // 2 for half in sizes}
     sizes |= {end + more for end in ends for more in (0, VECTOR)}

@@ -12,7 +12,7 @@ import pytest
 
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives import kernel_set
+from numba_symm.collectives import kernel_set, select
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.kernel_set import (
     MESSAGES,
@@ -148,6 +148,16 @@ def test_requests_of_any_size_and_alignment_bind_kernels_that_are_listed(name):
                 transfer.bind_request(end, 0, counted, receiving=True)
     assert len(bound) > 1
     assert not bound.keys() - set(known)
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_nothing_is_listed_for_far_larger_calls_than_the_limits(name):
+    """All-reduces of many GiB consist of thousands of launches of the same kernels."""
+    operation, element = OPERATIONS[name], dtypes.element(np.dtype("float32"), "test")
+    for size in (2, 4, 8):
+        ends = select.limits(operation.limits_of, size, element)
+        counts = kernel_set._counts(operation, element, size, select.CHOICES)
+        assert element.itemsize * max(counts) < 7 * max(ends)
 
 
 def test_all_names_together_are_all_kernels_of_the_package():
