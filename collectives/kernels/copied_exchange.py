@@ -67,9 +67,10 @@ def bind(
         offer = along_ring(rank, read.seen)
         known = along_ring(rank, read.sources)
         copies = _copies(kind, end, call, read)
-    fallback = bind_fallback(end, call, operation)
     both = offer, offer
-    move = handshake.bind(end, operation, words, both, copies, fallback, known)
+    move = handshake.bind(
+        *(bind_fallback, end, call, operation), words, both, copies, known
+    )
     own = Copy(call.target + rank * call.nbytes, call.source, call.nbytes)
     if read is not None and read.output and own.source != own.target:
         return Series(Copies(end.order, [own]), move)

@@ -105,5 +105,6 @@ def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
     )
     seen = offered(end, call.source, call.nbytes)
-    fallback = bind_fallback(end, call, ALL_GATHER)
-    return handshake.bind(end, ALL_GATHER, words, (seen, seen), move, fallback)
+    return handshake.bind(
+        *(bind_fallback, end, call, ALL_GATHER), words, (seen, seen), move
+    )

@@ -121,5 +121,6 @@ def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
         *(end, grid, call.target, call.count, call.vectors, share, call.root),
     )
     seen = offered(end, call.target, call.nbytes)
-    fallback = bind_fallback(end, call, BROADCAST_DIRECT)
-    return handshake.bind(end, BROADCAST_DIRECT, words, (seen, seen), move, fallback)
+    return handshake.bind(
+        *(bind_fallback, end, call, BROADCAST_DIRECT), words, (seen, seen), move
+    )

@@ -29,7 +29,12 @@ from numba_symm.collectives.protocols.binding import (
     Endpoint,
     Enqueue,
 )
-from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
+from numba_symm.collectives.protocols.handshake import (
+    make_find_inputs,
+    make_refused,
+    make_where,
+    offered,
+)
 from numba_symm.collectives.protocols.order import make_mirror, make_total
 from numba_symm.collectives.protocols.partition import shard
 from numba_symm.collectives.protocols.workspace import (
@@ -52,6 +57,7 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes)
     refused, where = make_refused(size), make_where(size)
+    find_inputs = make_find_inputs(size)
     others = size - 1
     mirror = make_mirror(size)
     after_owner = others if size > 2 else size
@@ -79,25 +85,20 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
-        theirs = cuda.local.array(size, types.int64)
+        inputs = cuda.local.array(size, types.int64)
         first = owner * share
         mine = min(share, vectors - first)
         into = target
         if size > 2:
             _, into = ld_v2_u64(own + where(mirror(owner)))  # explore: into
-        for r in range(size):
-            # By rank: the order of the reduction.
-            k = (r + others - guard.rank) % size
-            theirs[r] = source
-            if k < others:
-                theirs[r], _ = ld_v2_u64(own + where(k))
+        find_inputs(own, guard.rank, source, 0, inputs)
         stride = grid * THREADS
         start = block * THREADS + cuda.threadIdx.x
         while start < mine:
             for i in range(held):
                 vector = start + i // size * stride
                 if vector < mine:
-                    array = word_of(theirs[i % size])
+                    array = word_of(inputs[i % size])
                     low[i], high[i] = load(array, first + vector, count)
             for i in range(batch):
                 vector = start + i * stride
@@ -139,5 +140,6 @@ def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
         *(end, grid, call.source, call.target),
         *(call.count, call.vectors, share, call.root),
     )
-    fallback = bind_fallback(end, call, REDUCE_DIRECT)
-    return handshake.bind(end, REDUCE_DIRECT, words, (inputs, outputs), move, fallback)
+    return handshake.bind(
+        *(bind_fallback, end, call, REDUCE_DIRECT), words, (inputs, outputs), move
+    )

@@ -41,7 +41,12 @@ from numba_symm.collectives.protocols.binding import (
     Endpoint,
     Enqueue,
 )
-from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
+from numba_symm.collectives.protocols.handshake import (
+    make_find_inputs,
+    make_refused,
+    make_where,
+    offered,
+)
 from numba_symm.collectives.protocols.order import make_total
 from numba_symm.collectives.protocols.partition import is_ragged, shard
 from numba_symm.collectives.protocols.workspace import (
@@ -78,6 +83,7 @@ def make_direct_shards(
     load, store = lanes.load, lanes.store
     total = make_total(size, lanes)
     refused, where = make_refused(size), make_where(size)
+    find_inputs = make_find_inputs(size)
     others = size - 1
     batch = max(1, LOADS // size)
     held = batch * size
@@ -106,13 +112,7 @@ def make_direct_shards(
         high = cuda.local.array(held, types.int64)
         inputs = cuda.local.array(size, types.int64)
         outputs = cuda.local.array(others, types.int64)
-        for r in range(size):
-            # By rank: the order of the reduction.
-            k = (r + others - guard.rank) % size
-            inputs[r] = source
-            if k < others:
-                there, _ = ld_v2_u64(own + where(k))
-                inputs[r] = there + offset  # explore: shard
+        find_inputs(own, guard.rank, source, offset, inputs)  # explore: shard
         stride = grid * THREADS
         start = block * THREADS + cuda.threadIdx.x
         while start < vectors:
@@ -178,9 +178,8 @@ def bind_all_reduce(bind_fallback: BindFallback, end: Endpoint, call: Call) -> E
         *(min(share * lanes, call.count - first * lanes), vectors),
     )
     words = f"direct all_reduce of {_words(call)}"
-    fallback = bind_fallback(end, call, ALL_REDUCE_DIRECT)
     return handshake.bind(
-        end, ALL_REDUCE_DIRECT, words, (inputs, outputs), move, fallback
+        *(bind_fallback, end, call, ALL_REDUCE_DIRECT), words, (inputs, outputs), move
     )
 
 
@@ -195,8 +194,9 @@ def bind_reduce_scatter(
         *(call.source + offset, call.target, offset, call.count, call.vectors),
     )
     words = f"direct reduce_scatter of {_words(call)}"
-    fallback = bind_fallback(end, call, REDUCE_SCATTER)
-    return handshake.bind(end, REDUCE_SCATTER, words, (inputs, inputs), move, fallback)
+    return handshake.bind(
+        *(bind_fallback, end, call, REDUCE_SCATTER), words, (inputs, inputs), move
+    )
 
 
 def _words(call: Call) -> str:

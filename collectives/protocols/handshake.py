@@ -40,6 +40,8 @@ from numba.cuda import types
 from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import (
     ADDRESS,
+    BindFallback,
+    Call,
     Endpoint,
     Enqueue,
     Series,
@@ -192,6 +194,29 @@ def make_where(size: int) -> Callable[[int], int]:
 
 
 @functools.cache
+def make_find_inputs(size: int) -> Callable[[int, int, int, int, Any], None]:
+    """Return a device function for ``size`` ranks, for the second launch.
+
+    ``(own, rank, source, offset, inputs)`` fills the local array ``inputs`` with the
+    addresses that are read, by rank, because reductions are in this order: ``source``
+    of this rank, and ``offset`` bytes from what each other rank has sent.
+    """
+    others = size - 1
+    where = make_where(size)
+
+    @device_function
+    def find_inputs(own: int, rank: int, source: int, offset: int, inputs: Any) -> None:
+        for r in range(size):
+            k = (r + others - rank) % size
+            inputs[r] = source
+            if k < others:
+                there, _ = ld_v2_u64(own + where(k))
+                inputs[r] = there + offset
+
+    return find_inputs
+
+
+@functools.cache
 def make_refused(size: int) -> Callable[[int], bool]:
     """Return a device function for ``size`` ranks.
 
@@ -257,33 +282,35 @@ def handshake_kernel(size: int) -> Kernel:
 
 
 def bind(
+    bind_fallback: BindFallback,
     end: Endpoint,
+    call: Call,
     operation: int,
-    call: str,
+    words: str,
     offer: Offer,
     move: Enqueue,
-    fallback: Enqueue,
     known: tuple[int, ...] | None = None,
 ) -> Enqueue:
-    """Return the three launches, of which the second and third are given.
+    """Return the three launches, of which the second one is given.
 
     Args:
+        bind_fallback: binds the third one, which does the call if a rank refused. It
+            calls ``needs_fallback`` first.
         end: this rank's end.
+        call: the call.
         operation: the number in ``waits.py`` for a wait that is given up.
-        call: the call in words, equal on all ranks.
+        words: the call in words, equal on all ranks.
         offer: what ``offered`` returned for the array that is read, and for the one
             that is written.
         move: works on the arrays, unless a rank refused.
-        fallback: does the call if one did; it calls ``needs_fallback`` first.
         known: where ``move`` assumes that each of the ring's ranks has what this one
             reads; any other offer is refused. None: it reads where they offer it.
     """
     if known is None:
         known = refusal(end.size)  # zeros: nothing is known
-    args = (operation, digest_of(call), *offer, known)
-    return Series(
-        binding.launch(handshake_kernel(end.size), end, 1, *args), move, fallback
-    )
+    args = (operation, digest_of(words), *offer, known)
+    offering = binding.launch(handshake_kernel(end.size), end, 1, *args)
+    return Series(offering, move, bind_fallback(end, call, operation))
 
 
 def offered(end: Endpoint, address: int, nbytes: int) -> tuple[int, ...]:
