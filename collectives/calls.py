@@ -128,6 +128,8 @@ class Calls:
                 "communicator, got a second one; give each thread its own "
                 "communicator, made by dup()"
             )
+        if self.requests is not None:
+            self.requests.settle()
 
     def finish(self) -> None:
         """End a call; in an open group, other threads are still refused."""

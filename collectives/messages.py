@@ -126,7 +126,7 @@ def request(calls: Calls, what: str, call: Prepared) -> Request:
         except BaseException as error:
             failed(error)
             raise
-    return Request(calls.island, what, done, call.result, call.stream)
+    return Request(calls.island, what, done, call.result, call.stream, requests.settle)
 
 
 def _bound(calls: Calls, message: Message, receiving: bool) -> Enqueue:

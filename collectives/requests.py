@@ -10,8 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
+
+from numba import cuda
 
 from numba_symm import streams
 from numba_symm.arrays import Memory
@@ -53,10 +56,19 @@ class Request:
     Its arrays may be used again when :meth:`test` has returned True, after
     :meth:`synchronize`, or by work of a stream after :meth:`wait`. The communicator
     keeps the arrays at least until then, even if the request is dropped. It releases
-    them when a request is started and no other is pending, or by ``close``.
+    them in a later call, at which no request is pending.
     """
 
-    def __init__(self, island: Island, what: str, done: Done, out: Any, stream: Stream):
+    def __init__(
+        self,
+        island: Island,
+        what: str,
+        done: Done,
+        out: Any,
+        stream: Stream,
+        settle: Callable[[], None],
+    ):
+        self._settle = settle
         self._island = island
         self._what = what
         self._done = done
@@ -91,6 +103,7 @@ class Request:
             CollectiveError, ClosedError: as for any call.
         """
         done = self._done.query()
+        self._settle()
         self._island.check()
         return done
 
@@ -105,6 +118,7 @@ class Request:
         """
         if not self._island.closed:
             self._done.synchronize()
+        self._settle()
         self._island.check()
         return self._out
 
@@ -175,6 +189,9 @@ class Requests:
         self._main = end.workspaces[end.rank]
         self._memory: Memory | None = memory
         self._lanes: dict[tuple[int, bool], _Lane] = {}
+        self._settling = threading.RLock()
+        self._busy = False  # whether a request may be pending
+        self._unfreed = ExitStack()  # until it is closed, Numba frees no memory
         self.multiprocessors = multiprocessors
         if not SIMULATED:
             # Bytes may have any alignment.
@@ -203,20 +220,37 @@ class Requests:
             keep: objects that must live until the message is done.
             failed: is called if the launch fails.
         """
-        # Freeing memory may wait for the device, so for a pending request, whose peer
-        # may wait for the one that is started here.
-        if all(lane.idle() for lane in self._lanes.values()):
-            for lane in self._lanes.values():
-                lane.release()
-        if direction not in self._lanes:
-            self._lanes[direction] = _Lane()
-        return self._lanes[direction].start(launch, stream, keep, failed)
+        with self._settling:
+            self.settle()
+            if not (self._busy or SIMULATED):
+                self._unfreed.enter_context(cuda.defer_cleanup())
+            self._busy = True
+            if direction not in self._lanes:
+                self._lanes[direction] = _Lane()
+            return self._lanes[direction].start(launch, stream, keep, failed)
+
+    def settle(self) -> None:
+        """Release arrays, and let Numba free memory, if no request is pending.
+
+        Freeing memory waits for the device, so for a pending request. Its peer may wait
+        for one that this rank could not start then.
+        """
+        if not self._busy:
+            return
+        with self._settling:  # any thread may ask for the state of its request
+            if all(lane.idle() for lane in self._lanes.values()):
+                self._busy = False
+                self._unfreed.close()
+                for lane in self._lanes.values():
+                    lane.release()
 
     def close(self) -> None:
         """Wait for the requests, which have ended or will end soon; then let go."""
-        while self._lanes:
-            self._lanes.popitem()[1].close()
-        self._memory = None
+        with self._unfreed:
+            while self._lanes:
+                self._lanes.popitem()[1].close()
+            self._busy = False
+            self._memory = None
 
 
 class _Lane:
