@@ -1,12 +1,14 @@
 """Sends, receives and probes in mpi4py's spelling."""
 
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.environment import SIMULATED
 from numba_symm.mpi import messages
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.staging import BLOCK, LEAST, staging_of
@@ -19,6 +21,15 @@ def array(*values, dtype="i4"):
 
 def room(number, dtype="i4"):
     return cuda.to_device(np.full(number, -1, dtype))
+
+
+def read_only(array):
+    if SIMULATED:
+        array.flags.writeable = False
+        return array
+    found = array.__cuda_array_interface__
+    facts = found | {"data": (found["data"][0], True)}
+    return SimpleNamespace(__cuda_array_interface__=facts, array=array)
 
 
 def around(comm):
@@ -226,8 +237,7 @@ def test_a_refused_receive_takes_no_message(comm, monkeypatch):
         ):
             with pytest.raises(NotImplementedError, match="is not being captured"):
                 call()
-    short, constant = [room(1), 5, MPI.INT], room(1)
-    constant.flags.writeable = False
+    short, constant = [room(1), 5, MPI.INT], read_only(room(1))
     for spec, words in ((short, "within the array"), (constant, "a writable array")):
         for call in (lambda x: comm.Irecv(x, left, 3), found.Recv):
             with pytest.raises(MPI.Exception, match=words):
