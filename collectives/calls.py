@@ -124,9 +124,8 @@ class Calls:
         thread = get_ident()
         if self._within.setdefault(None, thread) != thread:
             raise ArgumentError(
-                f"{what}: expected one thread at a time in the calls of a "
-                "communicator, got a second one; give each thread its own "
-                "communicator, made by dup()"
+                f"{what}: expected one thread at a time in a communicator's calls, "
+                "got a second one; give each thread its own, made by dup()"
             )
         if self.requests is not None:
             self.requests.settle()
