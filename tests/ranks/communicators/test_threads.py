@@ -145,7 +145,7 @@ def test_a_call_amid_another_threads_is_refused(comm, world, held, monkeypatch, 
     if comm.size > 1:
         mine["send"] = lambda: comm.send(x, dst=right)
     for name, call in mine.items():
-        text = f"{name}: expected one thread at a time in the calls of a communicator"
+        text = f"{name}: expected one thread at a time in a communicator's calls"
         refused(world, ns.ArgumentError, call, text, "dup()")
     for again in (plan, lambda: comm.all_reduce_init(x)):
         text = "all_reduce: expected one thread at a time"
