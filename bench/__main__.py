@@ -82,15 +82,15 @@ def _measured(
         command: the arguments, for the header.
         kernels: with ``--cold``, a description of the kernel cache.
     """
+    begun = time.perf_counter()
     try:
         comm = ns.Communicator(ranks)
     except SymmError as error:  # on all ranks
         _say(ranks, f"numba_symm.bench: {error}", file=sys.stderr)
         return 1
-    made = time.perf_counter()
     with comm:
         if asked.cold:
-            first = _first_call(asked, comm, ranks, made)
+            first = _first_call(asked, comm, ranks, begun)
             wrong = _Run(asked, comm, ranks, command).cold(first, kernels)
         else:
             run = _Run(asked, comm, ranks, command)
@@ -99,13 +99,14 @@ def _measured(
 
 
 def _first_call(
-    asked: argparse.Namespace, comm: ns.Communicator, ranks: Any, made: float
-) -> float:
-    """Return the slowest rank's milliseconds until the first call is done."""
+    asked: argparse.Namespace, comm: ns.Communicator, ranks: Any, begun: float
+) -> cold.First:
+    """Return what the first call took on the slowest rank."""
     operation = OPERATIONS[asked.command]
     allocate = Ours(comm, plain=asked.plain).allocate
-    mine = cold.first_call(operation, asked, comm, allocate, made)
-    return float(max(ranks.allgather(mine)))
+    mine = cold.first_call(operation, asked, comm, allocate, begun)
+    slowest: cold.First = max(ranks.allgather(mine), key=lambda each: each.total)
+    return slowest
 
 
 def _say(ranks: Any, *lines: str, file: Any = None) -> None:
@@ -226,11 +227,11 @@ class _Run:
         )
         return len(everywhere)
 
-    def cold(self, first: float, kernels: str) -> int:
+    def cold(self, first: cold.First, kernels: str) -> int:
         """Make 400 calls, and return the number of wrong elements.
 
         Args:
-            first: milliseconds from the communicator to the end of the first call.
+            first: what the first call took.
             kernels: a description of the kernel cache.
         """
         asked, ranks = self._asked, self._ranks
@@ -250,7 +251,8 @@ class _Run:
                 "operation": self._operation.name,
                 "command": self._command,
                 "facts": self._facts,
-                "first": first,
+                "first": first.total,
+                "first_parts": first._asdict(),
                 "summary": cold.summary(records),
                 "calls": records,
             }

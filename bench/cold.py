@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,28 +73,53 @@ def kernel_cache(folder: Path | None, ranks: Any) -> Iterator[str]:
                 os.environ[VARIABLE] = before
 
 
+class First(NamedTuple):
+    """The milliseconds of the first call, which begins when the communicator is made.
+
+    Attributes:
+        construction: until the communicator was made.
+        arrays: from then on until the arrays were allocated.
+        call: from then on until the call returned.
+        kernel: from then on until the result was complete.
+    """
+
+    construction: float
+    arrays: float
+    call: float
+    kernel: float
+
+    @property
+    def total(self) -> float:
+        """From the communicator to the end of the call."""
+        return self.arrays + self.call + self.kernel
+
+
 def first_call(
     operation: Operation,
     options: argparse.Namespace,
     comm: Communicator,
     allocate: Callable[[int], Any],
-    since: float,
-) -> float:
-    """Return this rank's milliseconds until the first call is done, of floats.
+    begun: float,
+) -> First:
+    """Return what this rank's first call took, of floats.
 
     Args:
         operation: the operation.
         options: the command line; ``first`` is the size.
         comm: our communicator.
         allocate: returns a new array of a number of bytes. Collective.
-        since: the time at which the communicator was made.
+        begun: the time before ``Communicator(…)``, which has just returned.
     """
+    times = [begun, time.perf_counter()]
     dtype = TYPES["float"]
     counts = operation.shapes(max(1, options.first // dtype.itemsize), comm.size)
     x, out = (allocate(count * dtype.itemsize).view(dtype) for count in counts)
+    times.append(time.perf_counter())
     operation.call(comm, x, out, _reduction(operation), None)(0)
+    times.append(time.perf_counter())
     comm.synchronize()
-    return (time.perf_counter() - since) * 1e3
+    times.append(time.perf_counter())
+    return First(*((b - a) * 1e3 for a, b in itertools.pairwise(times)))
 
 
 @dataclass(frozen=True)
@@ -223,17 +248,21 @@ class Calls:
         return everyone[rank], operation.expected(everyone, op, rank)
 
 
-def report(name: str, first: float, calls: Sequence[Record]) -> list[str]:
+def report(name: str, first: First, calls: Sequence[Record]) -> list[str]:
     """Return the text of a run.
 
     Args:
         name: the first call's operation.
-        first: milliseconds from the communicator to the end of the first call.
+        first: what it took on the slowest rank.
         calls: the records of the other calls.
     """
     titles = ("operation", "calls", "total (ms)", f"over {SLOW:.0f} ms", "slowest (ms)")
     widths = (16, 8, 14, 14, 14)
-    lines = [f"# From Communicator(...) to the end of the first {name}: {first:.1f} ms"]
+    parts = ", ".join(f"{part} {taken:.1f}" for part, taken in first._asdict().items())
+    lines = [
+        f"# From Communicator(...) to the end of the first {name}: "
+        f"{first.total:.1f} ms ({parts})"
+    ]
 
     def line(first: str, cells: Sequence[str]) -> None:
         pairs = zip(cells, widths, strict=True)

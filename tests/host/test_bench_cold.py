@@ -41,8 +41,11 @@ def call(operation, milliseconds, wrong=0):
 
 def test_the_report_counts_slow_calls_and_names_the_slowest():
     calls = [call("reduce", 50.0), call("scan", 50.1), call("reduce", 900.0, wrong=2)]
-    lines = cold.report("all_reduce", 1234.56, calls)
-    assert lines[0].endswith("to the end of the first all_reduce: 1234.6 ms")
+    lines = cold.report("all_reduce", cold.First(200.0, 34.5, 1150.0, 50.1), calls)
+    assert lines[0].endswith(
+        "to the end of the first all_reduce: 1234.6 ms (construction 200.0, "
+        "arrays 34.5, call 1150.0, kernel 50.1)"
+    )
     assert [line.split() for line in lines[2:4]] == [
         ["reduce", "2", "950.0", "1", "900.0"],
         ["scan", "1", "50.1", "1", "50.1"],

@@ -233,7 +233,9 @@ def test_first_calls_are_right_and_recorded(world, folder, shown, monkeypatch):
     assert "# 20 calls: " in text.out
     assert "# Out of bounds values : 0 OK" in text.out
     found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
-    assert found["first"] > 0
+    parts = found["first_parts"]
+    assert min(parts.values()) > 0
+    assert found["first"] == pytest.approx(sum(parts.values()) - parts["construction"])
     kinds = {(each["operation"], each["type"]) for each in found["calls"]}
     assert len(kinds) == len(found["calls"]) == 20
     assert all(each["wrong"] == 0 < each["milliseconds"] for each in found["calls"])
