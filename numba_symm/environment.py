@@ -7,7 +7,7 @@
 ``NUMBA_SYMM_SETUP_TIMEOUT``               seconds a set-up call waits for a peer
 ``NUMBA_SYMM_MULTIPROCESSORS``             the most that a communicator occupies
 ``NUMBA_SYMM_ISLAND_SIZE``                 the most ranks of a pretended island
-``NUMBA_SYMM_ENGINE``                      ``mpi``, between islands
+``NUMBA_SYMM_ENGINE``                      ``nccl`` or ``mpi``, between islands
 ``NUMBA_ENABLE_CUDASIM``                   ``1``: Numba's CUDA simulator
 ========================================== =================================
 
@@ -210,7 +210,7 @@ def island_size(ranks: int | None = None) -> int | None:
     return number
 
 
-ENGINES = ("mpi",)
+ENGINES = ("nccl", "mpi")
 """The engines between islands, best first."""
 
 

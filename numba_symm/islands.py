@@ -90,13 +90,33 @@ class Islands(Island):
         self.guard = self.inner.guard
         self._across = _Across(self)
         exchange.meet_at(self._across)
-        self.engine = engines.choose(self)
+        forks.watch(self)
+
+    def connect(self, multiprocessors: int) -> None:
+        """Start the engine and the watchdog, and try the engine. Collective.
+
+        Args:
+            multiprocessors: how many the communicator's kernels may occupy.
+
+        Raises:
+            SymmError: on all ranks: they have no common engine, or it does not work.
+        """
+        exchange = self.exchange
+        self.engine = engines.choose(self, multiprocessors)
+        self._undo.callback(self.engine.abort)
         control = exchange.together("the watchdog's messages", self._duplicated)
+        peers, _ = engines.partners(self)
         self.watchdog = Watchdog(
-            control, self.board, engines.partners(self)[0], self.world.host
+            control, self.board, peers, self.world.host, self.engine
         )
         self._undo.callback(self.watchdog.stop)
-        forks.watch(self)
+        try:
+            engines.prove(self, self.engine)
+        except BaseException as error:
+            if exchange.is_everybodys(error):
+                self.watchdog.close()
+                self.engine.close()
+            raise
 
     def _bind(self, device: int | None) -> None:
         """Bind this rank to a GPU of its host, and find which GPUs reach each other."""

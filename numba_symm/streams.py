@@ -13,7 +13,9 @@ from numba_symm import driver, environment
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, DriverError
 
-_PER_THREAD = 2  # the handle of the calling thread's default stream
+PER_THREAD = 2
+"""Handle of the calling thread's default stream."""
+
 _ZERO_IS_PER_THREAD = environment.zero_is_per_thread()
 
 LEGACY_DEFAULT = 1 if _ZERO_IS_PER_THREAD else 0
@@ -68,7 +70,7 @@ def named(stream: int) -> int:
     """Return a stream's handle; for each default stream, always the same one."""
     if stream in _LEGACY_DEFAULTS:
         return LEGACY_DEFAULT
-    return stream or _PER_THREAD
+    return stream or PER_THREAD
 
 
 def _identity(stream: Any) -> int:

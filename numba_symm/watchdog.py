@@ -1,5 +1,8 @@
 """The watchdog: a thread that carries failures between the islands of a communicator.
 
+It asks the engine for errors and for exchanges that last too long, and aborts it after
+a failure.
+
 Within an island, ranks see a failure on the status board. The watchdog of each rank
 sends a new failure to the ranks on its rail by MPI, and stores what it receives on its
 own board.
@@ -15,6 +18,7 @@ from typing import Any
 
 from numba_symm import forks
 from numba_symm.board import Board, Failure
+from numba_symm.engines.protocol import Engine
 from numba_symm.errors import CollectiveError, CollectiveTimeout
 from numba_symm.launch import ranks
 
@@ -25,13 +29,15 @@ _TAG = 28290
 class Watchdog:
     """Watches one communicator of several islands.
 
-    MPI must permit calls of several threads. The thread ends before MPI is finalized.
+    MPI must permit calls of several threads. After MPI was finalized, the thread only
+    asks the engine.
 
     Args:
         comm: mpi4py's communicator of all ranks, which the watchdog releases.
         board: the board of this rank's island.
         peers: the ranks to which this one sends failures.
         host: the name of this rank's host, for texts.
+        engine: the engine between the islands.
     """
 
     def __init__(
@@ -40,13 +46,16 @@ class Watchdog:
         board: Board,
         peers: Sequence[int],
         host: str,
+        engine: Engine,
     ):
         self._comm, self._board, self._peers, self._host = comm, board, peers, host
+        self._engine = engine
         self._lock = threading.RLock()  # a finalizer may report, too
         self._stopping = threading.Event()
         self._sent: list[Any] = []
         self._told = False
-        _stop_before_finalize()
+        self._silent = False  # without MPI
+        _fall_silent_before_finalize()
         _running.add(self)
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, daemon=True
@@ -76,11 +85,17 @@ class Watchdog:
         with self._lock:
             if self._stopping.is_set():
                 return
-            self._hear()
+            if not self._silent:
+                self._hear()
+            if (error := self._engine.status()) is not None:
+                self._board.fail(error)
             failure = self._board.failure()
             if failure is None or self._told:
                 return
             self._told = True
+            self._engine.abort()
+            if self._silent:
+                return
             error = abroad(failure, self._host)
             self._sent += [self._comm.isend(error, peer, _TAG) for peer in self._peers]
 
@@ -88,6 +103,12 @@ class Watchdog:
         mpi = ranks.mpi()
         while (message := self._comm.improbe(mpi.ANY_SOURCE, _TAG)) is not None:
             self._board.fail(message.recv())
+
+    def fall_silent(self) -> None:
+        """Look for the last time by MPI."""
+        with self._lock:
+            self.look()
+            self._silent = True
 
     def stop(self) -> None:
         """End the thread, and look no more. Local; see :meth:`close`."""
@@ -114,10 +135,10 @@ _running: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
 
 
 @functools.cache
-def _stop_before_finalize() -> None:
-    """End the threads at the begin of MPI_Finalize, or at the exit of Python."""
+def _fall_silent_before_finalize() -> None:
+    """Stop using MPI at the begin of MPI_Finalize, or at the exit of Python."""
     mpi = ranks.mpi()
-    key = mpi.Comm.Create_keyval(delete_fn=_stop_all)
+    key = mpi.Comm.Create_keyval(delete_fn=_silence_all)
     mpi.COMM_SELF.Set_attr(key, None)  # which MPI_Finalize deletes first
 
     @atexit.register
@@ -126,7 +147,6 @@ def _stop_before_finalize() -> None:
             mpi.COMM_SELF.Delete_attr(key)
 
 
-def _stop_all(*_: object) -> None:
+def _silence_all(*_: object) -> None:
     for each in list(_running):
-        each.look()
-        each.stop()
+        each.fall_silent()

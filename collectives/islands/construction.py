@@ -74,8 +74,6 @@ def _begin(
     """Return the calls of a new communicator of several islands. Collective."""
     inner = islands.inner
     with lifetime.undone(islands) as undo:
-        heap = Heap(inner, islands)
-        undo.callback(heap.close_locally)
         given = debug, multiprocessors, requests
         settings = lifetime.agreed_settings(islands, stream, *given)
         if settings.requests:
@@ -84,6 +82,9 @@ def _begin(
                 f"{described(islands.parts, islands.hosts)}; pass requests=False, and "
                 "use send, recv and group"
             )
+        islands.connect(settings.limit)
+        heap = Heap(inner, islands)
+        undo.callback(heap.close_locally)
         start = padded(layout(inner.world.size).nbytes)
         with islands.exchange.agreed("Communicator"):
             more = start - layout(inner.world.size).nbytes + ALIGNED + STAGING

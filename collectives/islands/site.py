@@ -1,5 +1,6 @@
 """This rank's site: its place among the islands, and the steps of calls."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from numba_symm.collectives.kernels import convert, reduce_shards, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
-from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
+from numba_symm.collectives.protocols.workspace import HELD, VECTOR, divide_up
 from numba_symm.dtypes import Element, Op, UserOperator
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
@@ -143,13 +144,21 @@ class Site:
         """
         if not sends and not receives:
             return [*beside]
-        return [_Exchange(self.islands, what, sends, receives, beside)]
+        return [_Exchange(self, what, sends, receives, beside)]
 
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]
     ) -> list[Enqueue]:
-        """Return messages within the island, by numbers within it, if there are any."""
-        return [transfer.bind(self.end, sends, receives)] if sends or receives else []
+        """Return messages within the island, by numbers within it, if there are any.
+
+        Their kernel leaves the engine's multiprocessors to the engine.
+        """
+        if not sends and not receives:
+            return []
+        left = max(1, self.end.multiprocessors - self.islands.engine.multiprocessors)
+        most = min(self.end.max_blocks, HELD * left)
+        end = dataclasses.replace(self.end, multiprocessors=left, max_blocks=most)
+        return [transfer.bind(end, sends, receives)]
 
     def copy(self, target: int, source: int, nbytes: int) -> list[Enqueue]:
         """Return a copy within this rank's memory, if it is needed."""
@@ -273,13 +282,13 @@ class _Exchange:
 
     def __init__(
         self,
-        islands: Islands,
+        site: Site,
         what: str,
         sends: Sequence[Parcel],
         receives: Sequence[Parcel],
         beside: Sequence[Enqueue],
     ):
-        self._islands, self._what = islands, what
+        self._islands, self._order, self._what = site.islands, site.end.order, what
         self._beside = Series(*beside) if beside else None
         self._sends, self._receives = tuple(sends), tuple(receives)
         self._nbytes = sum(each.nbytes for each in sends)
@@ -290,7 +299,7 @@ class _Exchange:
         self._islands.sent += self._nbytes
         try:
             self._islands.engine.exchange(
-                self._sends, self._receives, stream, self._beside
+                self._sends, self._receives, stream, self._beside, self._order
             )
         except CollectiveError as error:
             raise self._islands.failed_by(error) from None

@@ -1,9 +1,12 @@
 """Engines: libraries that move bytes between the GPUs of different islands."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from numba_symm import environment, streams
 from numba_symm.backends.protocol import Backend
+from numba_symm.engines import nccl
+from numba_symm.engines.deadline import Deadline
 from numba_symm.engines.mpi import (
     Direct,
     MpiEngine,
@@ -15,6 +18,7 @@ from numba_symm.engines.protocol import Engine, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError
 from numba_symm.launch import ranks
+from numba_symm.launch.devices import GPU
 from numba_symm.launch.islands import Parts
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
@@ -27,9 +31,12 @@ class Joined(Protocol):
     comm: ranks.Comm
     exchange: StoreExchange
     backend: Backend
+    gpu: GPU
+    hosts: tuple[str, ...]
     parts: Parts
     index: int
     local: int
+    timeout: float
 
     def look(self) -> None: ...  # noqa: D102
 
@@ -39,17 +46,82 @@ class Joined(Protocol):
     def wait(self, what: str) -> Wait: ...  # noqa: D102
 
 
-def choose(islands: Joined) -> Engine:
-    """Return an engine that works between the islands. Collective.
+def choose(islands: Joined, multiprocessors: int) -> Engine:
+    """Return the engine between the islands, which :func:`prove` tries. Collective.
+
+    Args:
+        islands: the ranks.
+        multiprocessors: how many the kernels of the communicator may occupy.
 
     Raises:
         SymmError: on all ranks: ``NUMBA_SYMM_ENGINE`` is wrong or differs between
-            ranks, or the engine does not work.
+            ranks, or the ranks have not the same engine.
     """
     exchange = islands.exchange
     with exchange.agreed("reading NUMBA_SYMM_ENGINE"):
         asked = environment.requested_engine()
     exchange.agree_equal(f"NUMBA_SYMM_ENGINE={asked}", "Communicator")
+    if asked != "mpi":
+        place = islands.hosts[exchange.rank], islands.gpu.uuid
+        facts = exchange.all_gather((nccl.found(), place), "engines")
+        founds, places = zip(*facts, strict=True)
+        shared = len(set(places)) < len(places)
+        if uses_nccl(asked, founds, shared):
+            return _start_nccl(islands, multiprocessors)
+    return _start_mpi(islands)
+
+
+def uses_nccl(asked: str | None, founds: Sequence[nccl.Found], shared: bool) -> bool:
+    """Return whether the engine is NCCL; otherwise it is MPI.
+
+    Args:
+        asked: the engine in ``NUMBA_SYMM_ENGINE``, or None.
+        founds: by rank, what it has of NCCL.
+        shared: whether ranks share a GPU, which NCCL refuses.
+
+    Raises:
+        BackendError: some ranks cannot use NCCL, or their versions differ.
+    """
+    versions = {each.version for each in founds}
+    if versions == {""} and asked is None:
+        return False
+    if len(versions) == 1 and "" not in versions:
+        return asked is not None or not shared
+    texts = {
+        rank: each.version or f"no NCCL ({each.missing})"
+        for rank, each in enumerate(founds)
+    }
+    if asked is None:
+        wanted = "the same engine on all ranks"
+        cure = "; install the same version everywhere, or set NUMBA_SYMM_ENGINE=mpi"
+    else:
+        wanted = "NCCL on all ranks, of one version, because of NUMBA_SYMM_ENGINE=nccl"
+        cure = ""
+    said = ranks.sentence(texts, "has", "have")
+    raise BackendError(f"Communicator: expected {wanted}, but {said}{cure}")
+
+
+def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
+    exchange = islands.exchange
+    what = "starting engine 'nccl'"
+    with exchange.agreed(what):
+        mine = nccl.unique_id() if exchange.rank == 0 else b""
+    unique = exchange.all_gather(mine, what)[0]
+    with exchange.agreed(what):
+        return nccl.NcclEngine(
+            unique,
+            exchange.rank,
+            exchange.size,
+            nccl.share(multiprocessors),
+            islands.wait,
+            islands.look,
+            lambda: islands.operation,
+            Deadline(islands.timeout),
+        )
+
+
+def _start_mpi(islands: Joined) -> Engine:
+    exchange = islands.exchange
     made = lambda: ranks.duplicate(islands.comm)  # noqa: E731
     comm = exchange.together("an engine's messages", made)
     with exchange.agreed("starting engine 'mpi'"):
@@ -62,14 +134,7 @@ def choose(islands: Joined) -> Engine:
         def wait() -> Wait:
             return islands.wait(islands.operation)
 
-        engine = MpiEngine(comm, wait, islands.look, room)
-    try:
-        prove(islands, engine)
-    except BaseException as error:
-        if exchange.is_everybodys(error):
-            engine.close()
-        raise
-    return engine
+        return MpiEngine(comm, wait, islands.look, room)
 
 
 def partners(islands: Joined) -> tuple[list[int], list[int]]:
@@ -112,6 +177,7 @@ def prove(islands: Joined, engine: Engine) -> None:
             )
             if not SIMULATED:
                 streams.synchronize(LEGACY_DEFAULT)
+            islands.look()  # the watchdog may have ended the exchange
             for peer, place in zip(sources, places, strict=True):
                 found = backend.read(place, 8)
                 if found != _pattern(peer):

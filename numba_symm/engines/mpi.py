@@ -20,7 +20,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CallMismatch
 from numba_symm.launch import ranks
 from numba_symm.launch.waiting import Wait
-from numba_symm.streams import SideStream
+from numba_symm.streams import SideStream, StreamOrder
 
 _TAGS = 1 << 14  # parcels of a pair are numbered by tags, which repeat
 _DIRECT = 1 << 30  # bytes of a message at most
@@ -154,6 +154,7 @@ class MpiEngine:
 
     name = "mpi"
     capturable = False
+    multiprocessors = 0
 
     def __init__(
         self,
@@ -168,7 +169,6 @@ class MpiEngine:
         self._received: Counter[int] = Counter()
         self._gave_up = False
         self._moved = 0  # messages since the latest look
-        self._side: SideStream | None = None
         self._simulated: Future[None] = Future()  # the end of the side stream's work
         self._simulated.set_result(None)
         self._room = room
@@ -180,6 +180,7 @@ class MpiEngine:
         receives: Sequence[Parcel],
         stream: int,
         beside: Callable[[int], None] | None = None,
+        order: StreamOrder | None = None,
     ) -> None:
         """Send and receive; return when all is done. See :class:`Engine`."""
         if not SIMULATED:
@@ -194,11 +195,14 @@ class MpiEngine:
         if beside is None:
             self._move(sends, receives)
             return
-        with self._running(beside, stream):
+        assert order is not None
+        with self._running(beside, stream, order.side):
             self._move(sends, receives)
 
     @contextmanager
-    def _running(self, work: Callable[[int], None], stream: int) -> Iterator[None]:
+    def _running(
+        self, work: Callable[[int], None], stream: int, side: SideStream
+    ) -> Iterator[None]:
         """Run work beside the block. What follows on ``stream`` follows both.
 
         The work is on another stream. MPI's own streams may wait for the legacy default
@@ -210,13 +214,11 @@ class MpiEngine:
             yield
             done.result()  # after a failure, settle() waits
             return
-        if self._side is None:
-            self._side = SideStream(1)
-        with self._side.joined(stream):
-            work(self._side.stream)
-            self._side.mark(0)
+        with side.joined(stream):
+            work(side.stream)
+            side.mark(0)
             yield
-            self._side.lead(stream, 0)
+            side.lead(stream, 0)
 
     def _move(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Move the bytes; the stream's earlier work is done."""
@@ -244,6 +246,12 @@ class MpiEngine:
                 each.give_up()
             raise
 
+    def status(self) -> None:
+        """Return None: an exchange raises its own errors."""
+
+    def abort(self) -> None:
+        """Do nothing: an exchange looks for failures itself."""
+
     def keep(self, *objects: Any) -> None:
         """Keep objects whose memory MPI may still use, after an exchange failed."""
         if self._gave_up:
@@ -255,8 +263,6 @@ class MpiEngine:
 
     def close(self) -> None:
         """Free the buffers and the communicator. Collective."""
-        if self._side is not None:
-            self._side.close()
         self._room.close()
         ranks.release(self._comm)
 

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from numba_symm.errors import CollectiveError
+from numba_symm.streams import StreamOrder
+
 
 class Parcel(NamedTuple):
     """What one rank sends to, or receives from, another.
@@ -24,12 +27,15 @@ class Engine(Protocol):
     Attributes:
         name: its name in ``NUMBA_SYMM_ENGINE``.
         version: the library and its version.
-        capturable: whether CUDA graphs can capture :meth:`exchange`.
+        capturable: whether CUDA graphs can capture :meth:`exchange`. If so, it returns
+            before the bytes have been moved.
+        multiprocessors: how many multiprocessors its kernels occupy.
     """
 
     name: str
     version: str
     capturable: bool
+    multiprocessors: int
 
     def exchange(
         self,
@@ -37,6 +43,7 @@ class Engine(Protocol):
         receives: Sequence[Parcel],
         stream: int,
         beside: Callable[[int], None] | None = None,
+        order: StreamOrder | None = None,
     ) -> None:
         """Send and receive, after all earlier work of a stream and before later work.
 
@@ -49,9 +56,20 @@ class Engine(Protocol):
             stream: the handle of the stream.
             beside: enqueues other work of the call on the stream of a handle. That work
                 and the parcels progress side by side: neither waits for the other.
+            order: the order of the communicator's calls; ``beside`` needs its side
+                stream.
 
         Raises:
             CollectiveError: the communicator has failed, or a rank is late.
+        """
+
+    def status(self) -> CollectiveError | None:
+        """Return why exchanges cannot be finished, or None. Called by any thread."""
+
+    def abort(self) -> None:
+        """End exchanges that the GPU waits in; no other may follow. Local, idempotent.
+
+        Called by any thread. Never waits.
         """
 
     def keep(self, *objects: Any) -> None:

@@ -277,7 +277,7 @@ def test_info_without_a_gpu(monkeypatch, capsys):
         ("NUMBA_SYMM_BACKEND", "ipc", "expected host in Numba's CUDA simulator"),
         ("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "yes", "expected 0 or 1"),
         ("NUMBA_SYMM_ISLAND_SIZE", "0", "='0': expected an integer of at least 1"),
-        ("NUMBA_SYMM_ENGINE", "pigeon", "NUMBA_SYMM_ENGINE='pigeon': expected mpi"),
+        ("NUMBA_SYMM_ENGINE", "pigeon", "NUMBA_SYMM_ENGINE='pigeon': expected nccl or"),
         ("NUMBA_SYMM_TIMEOT", "3", "NUMBA_SYMM_TIMEOT is not known; there are "),
     ],
 )

@@ -140,6 +140,7 @@ def test_ranks_agree_how_mpi_gets_the_bytes(world, pinned, monkeypatch):
     monkeypatch.setattr(engines, "reads_gpu_memory", lambda: world.rank != 0)
     if SIMULATED:
         monkeypatch.setattr(engines, "Pinned", pinned.room)
+    monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     with ns.Communicator(world, timeout=20) as comm:
         check_works(comm)

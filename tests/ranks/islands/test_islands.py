@@ -18,6 +18,7 @@ import numba_symm as ns
 from numba_symm import backends, dtypes
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.engines import mpi
+from numba_symm.environment import SIMULATED
 from numba_symm.launch import job
 from numba_symm.launch.islands import divide
 from tests import operators
@@ -249,7 +250,8 @@ def test_messages_to_the_island_and_to_others_progress_side_by_side(world):
 
 
 @pytest.mark.parametrize("grouped", [False, True])
-def test_arrays_that_mpi_may_still_write_are_kept(world, grouped):
+def test_arrays_that_mpi_may_still_write_are_kept(world, grouped, monkeypatch):
+    monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
     comm, out = made(world, 1, timeout=0.2), ordinary(4, np.int64)
     kept = weakref.ref(out)
     if comm.rank == 0:
@@ -357,7 +359,7 @@ def test_info_shows_the_islands_of_a_job(world, monkeypatch):
         job.report(console)
         said = console.file.getvalue()
         assert (words in said) == (world.rank == 0)
-        assert ("MPI" in said) == (world.rank == 0 and size == "1")
+        assert (" between them" in said) == (world.rank == 0 and size == "1")
 
 
 def test_prepare(world):
@@ -396,6 +398,13 @@ def test_islands_are_shown_and_split(world):
             check_works(turned)
 
 
+@pytest.mark.skipif(not SIMULATED, reason="tests/gpu uses NCCL")
+def test_an_engine_that_is_asked_for_and_missing_is_refused(world, monkeypatch):
+    monkeypatch.setenv("NUMBA_SYMM_ENGINE", "nccl")
+    said = "expected NCCL on all ranks", "NCCL needs GPUs, and this is Numba's CUDA"
+    refused(world, ns.BackendError, lambda: made(world, 1), *said)
+
+
 @pytest.mark.parametrize("wrong", ["0", "-1", "two", "65"])
 def test_wrong_sizes_are_refused(world, monkeypatch, wrong):
     monkeypatch.setenv(SIZE, wrong)
@@ -418,6 +427,7 @@ def test_ranks_that_disagree_are_refused(world, monkeypatch):
         refused(world, ns.ArgumentError, lambda: ns.Communicator(world), f"{SIZE}=1")
     with monkeypatch.context() as patch:
         patch.setenv(SIZE, "1")
+        patch.delenv("NUMBA_SYMM_ENGINE", raising=False)
         if last:
             patch.setenv("NUMBA_SYMM_ENGINE", "mpi")
         text = "NUMBA_SYMM_ENGINE=mpi"

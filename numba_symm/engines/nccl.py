@@ -1,0 +1,265 @@
+"""The engine of NCCL, through nccl4py: its kernels move the bytes, in stream order.
+
+Its communicator is *non-blocking*: a call of NCCL's returns before it is done, and the
+host asks for its state. So a rank that is late, or has ended, is noticed while NCCL
+connects to it, and the watchdog can abort NCCL at any moment.
+"""
+
+import functools
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from numba_symm import streams
+from numba_symm.engines.deadline import Deadline, Exchange
+from numba_symm.engines.protocol import Parcel
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import BackendError, CollectiveError, RankLeft
+from numba_symm.launch.waiting import Wait
+from numba_symm.streams import StreamOrder
+
+CURE = (
+    'pip install "numba-symm[nccl]" nvidia-nccl-cu13 (or nvidia-nccl-cu12 with a '
+    "driver for CUDA 12)"
+)
+
+_SUCCESS, _REMOTE_ERROR, _IN_PROGRESS = 0, 6, 7  # ncclResult_t
+_BYTES = 1  # ncclUint8
+_POLLS = 200  # of NCCL's state, before a wait that looks for failures
+
+
+class Found(NamedTuple):
+    """What a process has of NCCL.
+
+    Attributes:
+        version: such as "NCCL 2.28.9"; "" if it is missing.
+        missing: why, with the cure; "" if it is there.
+    """
+
+    version: str
+    missing: str
+
+
+@functools.cache
+def found() -> Found:
+    """Return whether this process can use NCCL."""
+    if SIMULATED:
+        return Found("", "NCCL needs GPUs, and this is Numba's CUDA simulator")
+    try:
+        number = _functions().get_version()
+    except ImportError as error:
+        return Found("", f"nccl4py cannot be imported ({error}): {CURE}")
+    except RuntimeError:
+        return Found("", f"nccl4py finds no NCCL library: {CURE}")
+    return Found(f"NCCL {number // 10000}.{number // 100 % 100}.{number % 100}", "")
+
+
+def _functions() -> Any:
+    """Return nccl4py's functions of NCCL itself, which take addresses.
+
+    Those of ``nccl.core`` take arrays, and import torch and CuPy to find out of whom.
+    """
+    return importlib.import_module("nccl.bindings.nccl")
+
+
+def unique_id() -> bytes:
+    """Return an identifier for a new communicator of NCCL's."""
+    return bytes(_functions().get_unique_id())
+
+
+def share(multiprocessors: int) -> int:
+    """Return how many of a communicator's multiprocessors NCCL's kernels may occupy.
+
+    NCCL takes a power of two. The others are left to a kernel beside it.
+    """
+    return 1 << (max(1, 2 * multiprocessors // 3).bit_length() - 1)
+
+
+class NcclEngine:
+    """Moves bytes by NCCL's sends and receives. Collective.
+
+    Args:
+        unique: the identifier of :func:`unique_id`, the same on all ranks.
+        rank: this rank.
+        size: the number of ranks.
+        multiprocessors: how many NCCL's kernels may occupy, at most.
+        wait: starts a wait in a call, with the communicator's deadline.
+        look: raises if the communicator has failed.
+        operation: returns the call that is being enqueued.
+        deadline: that of exchanges on the GPU.
+    """
+
+    name = "nccl"
+    capturable = True
+
+    def __init__(
+        self,
+        unique: bytes,
+        rank: int,
+        size: int,
+        multiprocessors: int,
+        wait: Callable[[str], Wait],
+        look: Callable[[], None],
+        operation: Callable[[], str],
+        deadline: Deadline,
+    ):
+        self.version = found().version
+        self.multiprocessors = multiprocessors
+        self._rank = rank
+        self._wait, self._look, self._operation = wait, look, operation
+        self._deadline = deadline
+        self._captured = False
+        # Reentrant: a finalizer may abort, too.
+        self._lock = threading.RLock()  # NCCL takes one call at a time
+        self._ending: threading.Thread | None = None
+        self._nccl = _functions()
+        config = self._nccl.Config()
+        config.blocking, config.max_ctas = 0, multiprocessors
+        given = size, rank, 1, bytearray(unique), config.ptr
+        with self._translated("Communicator"):
+            self._comm: Any = self._nccl.comm_init_rank_scalable(*given)
+        try:
+            self._finish(Exchange("Communicator", ()))
+        except BaseException:
+            self.abort()
+            raise
+
+    def exchange(
+        self,
+        sends: Sequence[Parcel],
+        receives: Sequence[Parcel],
+        stream: int,
+        beside: Callable[[int], None] | None = None,
+        order: StreamOrder | None = None,
+    ) -> None:
+        """Enqueue the exchange. See :class:`Engine`.
+
+        The first exchange with a rank waits for it on the host: NCCL connects to it.
+        """
+        # NCCL enqueues in a thread of its own, which has another per-thread stream.
+        if beside is None and streams.named(stream) != streams.PER_THREAD:
+            self._enqueue(sends, receives, stream)
+            return
+        assert order is not None
+        side = order.side
+        side.follow(stream, 0)
+        with side.joined(stream):
+            if beside is not None:
+                beside(stream)
+            self._enqueue(sends, receives, side.stream)
+            side.mark(0)
+            side.lead(stream, 0)
+
+    def _enqueue(
+        self, sends: Sequence[Parcel], receives: Sequence[Parcel], stream: int
+    ) -> None:
+        sends = [each for each in sends if each.nbytes]
+        receives = [each for each in receives if each.nbytes]
+        peers = {each.peer for each in (*sends, *receives)}
+        if not peers:
+            return
+        exchange = Exchange(self._operation(), tuple(sorted(peers)))
+        self._captured = self._captured or streams.is_capturing(stream)
+        self._deadline.begin(exchange, stream)
+        nccl = self._nccl
+        with self._lock, self._translated(exchange.operation):
+            comm = self._usable()
+            nccl.group_start()
+            try:
+                for peer, address, nbytes in receives:
+                    nccl.recv(address, nbytes, _BYTES, peer, comm, stream)
+                for peer, address, nbytes in sends:
+                    nccl.send(address, nbytes, _BYTES, peer, comm, stream)
+            finally:
+                nccl.group_end()
+        self._finish(exchange)
+        self._deadline.end(stream)
+
+    def _usable(self) -> Any:
+        """Return NCCL's communicator, or raise if it was aborted."""
+        if self._comm is None:
+            self._look()
+            raise BackendError("NCCL was aborted: the communicator was closed")
+        return self._comm
+
+    def _finish(self, exchange: Exchange) -> None:
+        """Wait until NCCL's latest call is done: on the host, not on the GPU."""
+        for _ in range(_POLLS):
+            if (state := self._state()) != _IN_PROGRESS:
+                break
+        else:
+            wait = self._wait(exchange.operation)
+            while (state := self._state()) == _IN_PROGRESS:
+                self._look()
+                if wait.pause(exchange.peers):
+                    raise wait.error(exchange.peers)
+        if state != _SUCCESS:
+            raise self._error(state, exchange)
+
+    def _state(self) -> int:
+        with self._lock:
+            return int(self._nccl.comm_get_async_error(self._usable()))
+
+    def _error(self, state: int, exchange: Exchange) -> CollectiveError:
+        """Return the error for a state of NCCL's."""
+        operation, peers = exchange
+        kind = RankLeft if state == _REMOTE_ERROR else CollectiveError
+        whom = self._wait(operation).said(peers)
+        reason = self._nccl.get_error_string(state)
+        text = f"rank {self._rank} {whom}, and NCCL reports: {reason}"
+        return kind(text, ranks=(self._rank, *peers), operation=operation)
+
+    @contextmanager
+    def _translated(self, operation: str) -> Iterator[None]:
+        """Raise errors of NCCL's functions as errors of this library."""
+        try:
+            yield
+        except self._nccl.NCCLError as error:
+            raise BackendError(
+                f"{operation}: NCCL failed: {error}; NCCL_DEBUG=WARN shows more"
+            ) from error
+
+    def status(self) -> CollectiveError | None:
+        """Return why exchanges cannot be finished: an error of NCCL, or the deadline.
+
+        The watchdog calls it.
+        """
+        with self._lock:
+            if self._comm is None:
+                return None
+            state = self._state()
+        if state not in (_SUCCESS, _IN_PROGRESS):
+            running = self._deadline.running
+            return self._error(state, running or Exchange(self._operation(), ()))
+        late = self._deadline.late()
+        return None if late is None else self._wait(late.operation).error(late.peers)
+
+    def abort(self) -> None:
+        """End NCCL's kernels and its communicator. See :class:`Engine`.
+
+        NCCL itself waits in another thread, until no graph has its kernels any more.
+        """
+        with self._lock:
+            comm, self._comm = self._comm, None
+        if comm is not None:
+            self._ending = threading.Thread(target=self._end, args=(comm,), daemon=True)
+            self._ending.start()
+
+    def _end(self, comm: Any) -> None:
+        with suppress(self._nccl.NCCLError):
+            self._nccl.comm_abort(comm)
+
+    def keep(self, *objects: Any) -> None:
+        """Do nothing: NCCL uses no memory of a call after it was aborted."""
+
+    def settle(self) -> None:
+        """Do nothing: no thread runs kernels."""
+
+    def close(self) -> None:
+        """Release NCCL's communicator when its work is done. Collective."""
+        self.abort()
+        if self._ending is not None and not self._captured:
+            self._ending.join()
+        self._deadline.close()

@@ -1,0 +1,386 @@
+"""The engine of NCCL without GPUs: a stand-in records what NCCL is asked to do."""
+
+import ctypes
+import importlib
+import threading
+import types
+
+import pytest
+
+import numba_symm as ns
+from numba_symm import driver, engines, streams
+from numba_symm.engines import deadline, nccl
+from numba_symm.engines.deadline import Deadline, Exchange
+from numba_symm.engines.nccl import CURE, Found
+from numba_symm.engines.protocol import Parcel
+from numba_symm.launch.waiting import Wait
+
+STREAM, SIDE = 77, 88
+SUCCESS, REMOTE_ERROR, IN_PROGRESS = 0, 6, 7
+
+
+class Gpu:
+    """Serves the driver's calls: stores into host memory happen immediately."""
+
+    def __init__(self):
+        self.memory = ctypes.create_string_buffer(b"\xff" * 8)
+        self.stored = []
+
+    def call(self, name, *args):
+        if name == "cuStreamWriteValue32":
+            stream, address, value, _ = args
+            self.stored.append((stream, value))
+            ctypes.c_uint32.from_address(address).value = value
+        return ctypes.addressof(self.memory)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    gpu = Gpu()
+    monkeypatch.setattr(driver, "call", gpu.call)
+    monkeypatch.setattr(streams, "is_capturing", lambda stream: False)
+    return gpu
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = types.SimpleNamespace(now=100.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(deadline, "time", clock)
+    return clock
+
+
+class NCCLError(Exception):
+    pass
+
+
+class Nccl:
+    """A stand-in for nccl.bindings.nccl."""
+
+    NCCLError = NCCLError
+
+    def __init__(self):
+        self.calls = []
+        self.states = []  # the next ones; then success
+        self.fails = ""
+        self.config = types.SimpleNamespace(ptr=5)
+
+    def Config(self):
+        return self.config
+
+    def get_version(self):
+        return 22809
+
+    def comm_init_rank_scalable(self, *given):
+        self.calls.append(("init", *given))
+        return "comm"
+
+    def comm_get_async_error(self, comm):
+        assert comm == "comm"
+        return self.states.pop(0) if self.states else SUCCESS
+
+    def get_error_string(self, state):
+        return f"state {state}"
+
+    def __getattr__(self, name):
+        def call(*given):
+            self.calls.append((name, *given))
+            if name == self.fails:
+                raise NCCLError("invalid usage")
+
+        return call
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake = Nccl()
+    monkeypatch.setattr(importlib, "import_module", lambda name: fake)
+    nccl.found.cache_clear()
+    yield fake
+    nccl.found.cache_clear()
+
+
+class Ranks:
+    """What the engine needs of a communicator."""
+
+    def __init__(self):
+        self.failure = None
+
+    def wait(self, what):
+        return Wait(what, 0, 0.02, "timeout: 0.02 s")
+
+    def look(self):
+        if self.failure is not None:
+            raise self.failure
+
+
+@pytest.fixture
+def ranks():
+    return Ranks()
+
+
+def start(ranks):
+    given = ranks.wait, ranks.look, lambda: "all_reduce", Deadline(2)
+    return nccl.NcclEngine(b"identifier", 0, 4, 16, *given)
+
+
+@pytest.fixture
+def engine(gpu, fake, ranks):
+    made = start(ranks)
+    fake.calls.clear()
+    return made
+
+
+def test_the_communicator_does_not_block(gpu, fake, ranks):
+    engine = start(ranks)
+    assert (fake.config.blocking, fake.config.max_ctas) == (0, 16)
+    assert fake.calls == [("init", 4, 0, 1, bytearray(b"identifier"), 5)]
+    assert (engine.version, engine.multiprocessors) == ("NCCL 2.28.9", 16)
+
+
+def test_a_rank_that_is_late_in_the_construction(gpu, fake, ranks):
+    fake.states = [IN_PROGRESS] * 10**6
+    with pytest.raises(ns.CollectiveTimeout, match="waited for other ranks in Commun"):
+        start(ranks)
+    assert ("comm_abort", "comm") in ended(fake)
+
+
+def ended(fake):
+    """Return all calls once the threads that abort have ended."""
+    for thread in threading.enumerate():
+        if thread.daemon and thread.name.endswith("(_end)"):
+            thread.join()
+    return fake.calls
+
+
+def test_messages_are_one_group_between_two_marks(engine, fake, gpu):
+    engine.exchange(
+        [Parcel(1, 10, 8), Parcel(2, 20, 0), Parcel(3, 30, 4)],
+        [Parcel(3, 40, 16), Parcel(1, 50, 0)],
+        STREAM,
+    )
+    assert fake.calls == [
+        ("group_start",),
+        ("recv", 40, 16, 1, 3, "comm", STREAM),
+        ("send", 10, 8, 1, 1, "comm", STREAM),
+        ("send", 30, 4, 1, 3, "comm", STREAM),
+        ("group_end",),
+    ]
+    assert gpu.stored == [(STREAM, 1), (STREAM, 0)]
+
+
+def test_no_bytes_are_no_group(engine, fake, gpu):
+    engine.exchange([Parcel(1, 10, 0)], [], STREAM)
+    assert not fake.calls
+    assert not gpu.stored
+
+
+class Order:
+    """A communicator's order, whose side stream writes down what it does."""
+
+    def __init__(self, calls):
+        self.stream, self.side, self.calls = SIDE, self, calls
+
+    def __getattr__(self, name):
+        return lambda *given: self.calls.append((name, *given))
+
+    def joined(self, stream):
+        return streams.SideStream.joined(self, stream)
+
+
+@pytest.mark.parametrize("stream", [STREAM, streams.PER_THREAD])
+def test_other_work_of_the_call_runs_beside_it(engine, fake, stream):
+    """Before NCCL, where the host may wait for a rank that waits for that work."""
+
+    def work(handle):
+        fake.calls.append(("work", handle))
+
+    engine.exchange([Parcel(1, 10, 8)], [], stream, work, Order(fake.calls))
+    assert fake.calls == [
+        ("follow", stream, 0),
+        ("work", stream),
+        ("group_start",),
+        ("send", 10, 8, 1, 1, "comm", SIDE),
+        ("group_end",),
+        ("mark", 0),
+        ("lead", stream, 0),
+    ]
+
+
+def test_the_default_stream_of_a_thread_is_not_nccls(engine, fake):
+    engine.exchange([Parcel(1, 10, 8)], [], streams.PER_THREAD, None, Order(fake.calls))
+    assert ("send", 10, 8, 1, 1, "comm", SIDE) in fake.calls
+
+
+def test_an_enqueuing_that_takes_longer_looks_for_failures(engine, fake, ranks):
+    fake.states = [IN_PROGRESS] * (nccl._POLLS + 2)
+    engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+    fake.states = [IN_PROGRESS] * 10**6
+    with pytest.raises(ns.CollectiveTimeout, match="waited for rank 3 in all_reduce"):
+        engine.exchange([], [Parcel(3, 10, 8)], STREAM)
+    ranks.failure = ns.RankLeft("rank 2 left")
+    with pytest.raises(ns.RankLeft, match="rank 2 left"):
+        engine.exchange([], [Parcel(3, 10, 8)], STREAM)
+
+
+def test_a_call_that_nccl_refuses_closes_its_group(engine, fake):
+    fake.fails = "send"
+    said = "all_reduce: NCCL failed: invalid usage; NCCL_DEBUG=WARN shows more"
+    with pytest.raises(ns.BackendError, match=said):
+        engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+    assert fake.calls[-1] == ("group_end",)
+
+
+def test_errors_of_the_network_name_the_ranks(engine, fake, gpu):
+    engine.exchange([Parcel(1, 10, 8)], [Parcel(2, 10, 8)], STREAM)
+    assert engine.status() is None
+    gpu.call("cuStreamWriteValue32", STREAM, ctypes.addressof(gpu.memory), 1, 0)
+    fake.states = [REMOTE_ERROR]
+    error = engine.status()
+    assert type(error) is ns.RankLeft
+    said = "rank 0 waited for ranks 1, 2 in all_reduce, and NCCL reports: state 6"
+    assert str(error) == said
+    assert (error.ranks, error.operation) == ((0, 1, 2), "all_reduce")
+    fake.states = [IN_PROGRESS, 1]
+    assert engine.status() is None
+    assert type(engine.status()) is ns.CollectiveError
+
+
+def test_an_exchange_that_lasts_too_long_is_a_timeout(engine, gpu, clock):
+    engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+    gpu.call("cuStreamWriteValue32", STREAM, ctypes.addressof(gpu.memory), 1, 0)
+    assert engine.status() is None
+    clock.now += 3
+    error = engine.status()
+    assert type(error) is ns.CollectiveTimeout
+    assert str(error) == "rank 0 waited for rank 1 in all_reduce (timeout: 0.02 s)"
+
+
+def test_after_an_abort_nothing_is_asked_of_nccl(engine, fake, ranks):
+    engine.abort()
+    engine.abort()
+    assert ended(fake) == [("comm_abort", "comm")]
+    assert engine.status() is None
+    with pytest.raises(ns.BackendError, match="NCCL was aborted"):
+        engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+    ranks.failure = ns.CollectiveTimeout("rank 1 is late")
+    with pytest.raises(ns.CollectiveTimeout, match="rank 1 is late"):
+        engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_close_waits_for_nccl_unless_a_graph_may_have_its_kernels(
+    engine, fake, monkeypatch, captured
+):
+    monkeypatch.setattr(streams, "is_capturing", lambda stream: captured)
+    engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+    graph_is_dropped = threading.Event()
+
+    def comm_abort(comm):
+        graph_is_dropped.wait(0.1 if not captured else 60)
+        fake.calls.append("aborted")
+
+    fake.comm_abort = comm_abort
+    engine.close()
+    assert ("aborted" in fake.calls) == (not captured)
+    graph_is_dropped.set()
+    assert "aborted" in ended(fake)
+
+
+class TestDeadline:
+    @pytest.fixture
+    def watched(self, gpu, clock):
+        return Deadline(2)
+
+    def test_counts_from_the_first_look_within_an_exchange(self, watched, clock):
+        exchange = Exchange("broadcast", (1, 2))
+        assert watched.late() is None
+        clock.now += 9
+        watched.begin(exchange, STREAM)
+        for _ in range(3):
+            assert watched.late() is None
+            clock.now += 0.9
+        assert watched.late() == exchange
+        watched.end(STREAM)
+        clock.now += 9
+        assert watched.late() is watched.running is None
+
+    def test_begins_anew_with_every_exchange(self, watched, clock):
+        """As in the replay of a graph, between two looks."""
+        exchange = Exchange("broadcast", (1,))
+        for _ in range(5):
+            watched.begin(exchange, STREAM)
+            assert watched.late() is None
+            clock.now += 1.5
+            watched.end(STREAM)
+
+    def test_a_look_that_came_too_late_is_not_of_the_next_one(self, watched, clock):
+        watched.begin(Exchange("broadcast", (1,)), STREAM)
+        watched.end(STREAM)
+        watched._word[1] = 1  # by a look that had seen the exchange
+        clock.now += 9
+        watched.begin(Exchange("reduce", (1,)), STREAM)
+        assert watched.late() is None
+
+    def test_0_is_indefinitely(self, gpu, clock):
+        watched = Deadline(0)
+        watched.begin(Exchange("broadcast", (1,)), STREAM)
+        watched.late()
+        clock.now += 1e6
+        assert watched.late() is None
+
+    def test_numbers_that_run_out_are_shared(self, watched, gpu, monkeypatch):
+        monkeypatch.setattr(deadline, "_OTHERS", 3)
+        for peer in range(5):
+            watched.begin(Exchange("a message", (peer,)), STREAM)
+            assert watched.running == Exchange("a message", (peer,))
+        assert [value for _, value in gpu.stored] == [1, 2, 3, 3, 3]
+
+
+OLD, NEW = Found("NCCL 2.21.5", ""), Found("NCCL 2.28.9", "")
+NONE = Found("", f"nccl4py cannot be imported: {CURE}")
+
+
+@pytest.mark.parametrize(
+    ("asked", "founds", "shared", "wanted"),
+    [
+        (None, [NEW, NEW], False, True),
+        (None, [NEW, NEW], True, False),
+        ("nccl", [NEW, NEW], True, True),
+        (None, [NONE, NONE], False, False),
+        (None, [NEW, NONE, NEW], False, "ranks 0, 2 have NCCL 2.28.9, rank 1 has no"),
+        (None, [NEW, OLD], False, "has NCCL 2.21.5; install the same version every"),
+        ("nccl", [OLD, NEW], False, "of one version, because of NUMBA_SYMM_ENGINE=n"),
+        ("nccl", [NONE, NONE], False, 'pip install "numba-symm[nccl]" nvidia-nccl'),
+    ],
+)
+def test_the_engine_is_what_all_ranks_have(asked, founds, shared, wanted):
+    if isinstance(wanted, bool):
+        assert engines.uses_nccl(asked, founds, shared) == wanted
+        return
+    with pytest.raises(ns.BackendError) as error:
+        engines.uses_nccl(asked, founds, shared)
+    assert wanted in str(error.value)
+
+
+def test_what_is_missing_is_named(fake, monkeypatch):
+    def missing(name):
+        raise ImportError("No module named 'nccl'")
+
+    def without_library():
+        raise RuntimeError("libnccl.so.2 not found")
+
+    assert nccl.found() == Found("NCCL 2.28.9", "")
+    nccl.found.cache_clear()
+    fake.get_version = without_library
+    assert nccl.found() == Found("", f"nccl4py finds no NCCL library: {CURE}")
+    nccl.found.cache_clear()
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert "cannot be imported (No module named 'nccl')" in nccl.found().missing
+
+
+@pytest.mark.parametrize(
+    ("all_of_them", "wanted"), [(1, 1), (2, 1), (4, 2), (8, 4), (25, 16), (31, 16)]
+)
+def test_a_kernel_beside_nccls_has_multiprocessors_left(all_of_them, wanted):
+    assert nccl.share(all_of_them) == wanted
