@@ -603,9 +603,10 @@ class Communicator(Persistent):
                 and written on the other ranks.
             root: the rank whose contents are sent.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"one_shot_marked"``, ``"chunked"``, ``"direct"`` (between
-                symmetric arrays of this communicator; if one is not, or of 2 ranks, as
-                ``"chunked"``) or ``"copy_engine"``. None: the fastest.
+            algorithm: ``"one_shot_marked"``, ``"two_shot_marked"`` (of 2 ranks, as
+                ``"chunked"``), ``"chunked"``, ``"direct"`` (between symmetric arrays of
+                this communicator; if one is not, or of 2 ranks, as ``"chunked"``) or
+                ``"copy_engine"``. None: the fastest.
 
         Returns:
             ``x``.

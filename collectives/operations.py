@@ -26,6 +26,7 @@ from numba_symm.collectives.kernels import (
     direct_shards,
     one_shot,
     two_shot,
+    two_shot_broadcast,
 )
 from numba_symm.collectives.protocols.binding import (
     Bind,
@@ -411,6 +412,7 @@ REDUCE_SHARD = REDUCE._replace(name="reduce_scatter_v")
 BROADCAST = _operation(
     *("broadcast", False, Output.OF_ROOT, _same_shape),
     {
+        "two_shot_marked": Algorithm(two_shot_broadcast.bind, fewest=3),
         "chunked": Algorithm(chunked_broadcast.bind),
         "direct": Algorithm(
             partial(direct_broadcast.bind, chunked_broadcast.bind), fewest=3

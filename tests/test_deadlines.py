@@ -348,6 +348,7 @@ def differing(option, alike, others, names, algorithms):
             *("root", 0, (2, 1, 2)),
             *(["broadcast", "reduce"], ["direct", "one_shot_marked"]),
         ),
+        *differing(*("root", 0, (2, 1, 2), ["broadcast"], ["two_shot_marked"])),
         *differing(
             *("op", "sum", ("sum", "max", "sum")),
             *(["all_reduce", "reduce_scatter"], ["direct"]),

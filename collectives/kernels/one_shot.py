@@ -25,11 +25,14 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, digest_of
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
 from numba_symm.collectives.protocols.exchanges import (
+    DIGEST,
     EVERYONE,
     Exchange,
     Output,
+    digest_word,
+    make_digests_match,
     make_reduced,
     of_none,
 )
@@ -56,41 +59,8 @@ from numba_symm.device.intrinsics import (
     fence_acq_rel_sys,
 )
 from numba_symm.device.lanes import Lanes, make_lanes
-from numba_symm.device.polling import fail, wait_record
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import (
-    CALL_MISMATCH,
-)
-
-DIGEST, _DIGEST = 0x2E0D7C5AB16F9483, 0x5CE1A08F
-"""The upper 96 bits of a vector whose lowest 32 bits are a digest. Data has them with a
-probability of 2**-96."""
-
-
-def make_digests_match(size: int) -> Callable[..., bool]:
-    """Return a device function that checks the digests of the others' calls.
-
-    ``(guard, digest, due_from, low, high)`` returns whether this digest arrived
-    from each rank from which no data is due, and no digest from the others.
-    """
-
-    @device_function
-    def digests_match(
-        guard: Any, digest: int, due_from: int, low: Any, high: Any
-    ) -> bool:
-        other = 0
-        for k in range(size - 1):
-            due = due_from >> k & 1 == 0
-            is_one = high[k + 1] == DIGEST and (low[k + 1] ^ digest) >> 32 == 0
-            if due != is_one or (due and low[k + 1] != digest):
-                other = k + 1
-        if other != 0:
-            peer = (guard.rank + other) % size
-            fail(guard, wait_record(CALL_MISMATCH, guard.rank, peer, 0, 0))
-        return other == 0
-
-    return digests_match
 
 
 def mailboxes_of(size: int, transport: str, operation: int) -> tuple[int, Mailboxes]:
@@ -331,5 +301,5 @@ def bind(transport: str, kind: Exchange, end: Endpoint, call: Call) -> Launch:
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
         kind.output.taken(end.rank, end.size, root),
         *kind.output.exchanged(end.rank, end.size, root),
-        digest_of(words) | _DIGEST << 32,
+        digest_word(words),
     )

@@ -12,13 +12,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from numba_symm.collectives.protocols.binding import digest_of
 from numba_symm.collectives.protocols.order import make_in_rank_order, make_total
 from numba_symm.device.intrinsics import device_function, word_of
 from numba_symm.device.lanes import Lanes
+from numba_symm.device.polling import fail, wait_record
 from numba_symm.dtypes import Element, Op, UserOperator, identity
+from numba_symm.waits import CALL_MISMATCH
 
 EVERYONE = -1
 """All other ranks, as bits along the ring."""
+
+DIGEST, _DIGEST = 0x2E0D7C5AB16F9483, 0x5CE1A08F
+"""The upper 96 bits of a vector whose lowest 32 bits are a digest. Data has them with a
+probability of 2**-96."""
 
 
 class Output(enum.Enum):
@@ -182,3 +189,34 @@ def of_none(element: Element, op: Op, output: Output) -> tuple[bool, int, int]:
     vector = np.full(element.lanes, identity(op, element.dtype), element.dtype)
     low, high = vector.view(np.int64).tolist()
     return True, low, high
+
+
+def digest_word(call: str) -> int:
+    """Return the first word of the vector that is the digest of a call in words."""
+    return digest_of(call) | _DIGEST << 32
+
+
+@functools.cache
+def make_digests_match(size: int) -> Callable[..., bool]:
+    """Return a device function that checks the digests of the others' calls.
+
+    ``(guard, digest, due_from, low, high)`` returns whether this digest arrived
+    from each rank from which no data is due, and no digest from the others.
+    """
+
+    @device_function
+    def digests_match(
+        guard: Any, digest: int, due_from: int, low: Any, high: Any
+    ) -> bool:
+        other = 0
+        for k in range(size - 1):
+            due = due_from >> k & 1 == 0
+            is_one = high[k + 1] == DIGEST and (low[k + 1] ^ digest) >> 32 == 0
+            if due != is_one or (due and low[k + 1] != digest):
+                other = k + 1
+        if other != 0:
+            peer = (guard.rank + other) % size
+            fail(guard, wait_record(CALL_MISMATCH, guard.rank, peer, 0, 0))
+        return other == 0
+
+    return digests_match

@@ -162,7 +162,7 @@ ONE_SHOT = {
 }
 TWO_SHOT = {
     "sentinel": Protocol(_blocks(256), 8),
-    "marked": Protocol(_blocks(64), 4, MARKED_BYTES),
+    "marked": Protocol(_blocks(64), 6, MARKED_BYTES),
 }
 CHUNKED = Protocol(_blocks(256), 16)
 

@@ -13,6 +13,7 @@ from explore.scenarios import (
     worlds,
 )
 from explore.source import device_code
+from explore.test_operations import calls_of_pairs
 from explore.world import LL, MAILED, MARKED, SENTINEL
 
 CLEARED = [*SENTINEL, *MARKED]
@@ -144,6 +145,21 @@ FEW_BROKEN = {
 }
 
 
+RELAYED = "broadcast", "two_shot_marked"
+RELAYED_BROKEN = {
+    "thread 0 exchanges only what the others do": (
+        within("two_shot_broadcast", "posts", "thread == 0", "False"),
+        within("two_shot_broadcast", "wanted", "thread == 0", "False"),
+    ),
+    "no fence of thread 0 before the synchronization": (
+        removed("two_shot_broadcast", "fence"),
+    ),
+    "the epoch changed before all have read it": (
+        removed("two_shot_broadcast", "resumed"),
+    ),
+}
+
+
 @each_broken(BROKEN)
 def test_mailboxes_broken_are_found(algorithm, edits, ranks):
     breaks(all_reduces(device_code(*edits), algorithm), ranks)
@@ -171,3 +187,8 @@ def test_few_threads_exchanging_broken_are_found(what, transport, ranks):
     if (what, transport) == ("no fence of thread 0 before the synchronization", "ll"):
         pytest.skip("nothing is cleared, and loads are never late here")
     breaks(mailed_calls(device_code(*FEW_BROKEN[what]), transport), ranks)
+
+
+@pytest.mark.parametrize("what", RELAYED_BROKEN)
+def test_a_broadcast_in_two_phases_broken_is_found(what):
+    breaks(calls_of_pairs(device_code(*RELAYED_BROKEN[what]), RELAYED), 3)

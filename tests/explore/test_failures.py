@@ -26,6 +26,7 @@ from explore.scenarios import (
     words_by_signals,
 )
 from explore.source import device_code
+from explore.test_operations import calls_of_pairs
 from explore.world import ALGORITHMS
 
 IMPATIENT = replaced("polling", "polls", "POLLS_PER_CHECK = 1")
@@ -41,6 +42,7 @@ CALLS = {
     "scan": lambda code: calls_of(code, "scan"),
     "reduce": lambda code: calls_of(code, "reduce"),
     "broadcast": lambda code: calls_of(code, "broadcast"),
+    "relayed": lambda code: calls_of_pairs(code, ("broadcast", "two_shot_marked")),
     "own_arrays": calls_on_own_arrays,
     "messages": messages,
     "requests": requests,
@@ -64,6 +66,14 @@ BROKEN = {
     "shards that did not arrive": (
         ("two_shot_sentinel", "two_shot_marked"),
         removed("two_shot", "give-up-gather"),
+    ),
+    "a shard of the root that did not arrive": (
+        ("relayed",),
+        removed("two_shot_broadcast", "give-up-scatter"),
+    ),
+    "shards of other owners that did not arrive": (
+        ("relayed",),
+        removed("two_shot_broadcast", "give-up-relay"),
     ),
     "a mailbox is cleared before data arrives": (
         ("one_shot_sentinel",),

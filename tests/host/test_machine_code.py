@@ -30,6 +30,7 @@ from numba_symm.collectives.kernels import (
     reduce_shards,
     transfer,
     two_shot,
+    two_shot_broadcast,
 )
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import handshake, workspace
@@ -72,6 +73,7 @@ ALGORITHMS = {
     "exscan_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, EXSCAN),
     "reduce_ll": lambda *a: one_shot.kernel(*a, False, "ll", 1, REDUCE),
     "broadcast_marked": lambda *a: one_shot.kernel(*a, False, "marked", 1, BROADCAST),
+    "relayed_marked": lambda n, e, op: two_shot_broadcast.kernel(n, e, False, 1),
     "scan_signalled": lambda *a: chunked_exchange.kernel(*a, False, SCAN),
     "reduce_signalled": lambda *a: chunked_reduce.kernel(*a, False),
     "broadcast_signalled": lambda n, e, op: chunked_broadcast.kernel(n, e, False),
@@ -86,11 +88,10 @@ ALGORITHMS = {
     "reduce_copied": lambda *a: copied_reductions.reduce_kernel(*a, False),
     "store_copied": lambda n, e, op: copied_reductions.store_kernel(n, e, False),
 }
-SPILLS = {("chunked", 8), ("reduce_signalled", 8)}
-SPILLS |= {("broadcast_signalled", 8)}
+SPILLS = {("chunked", 8), ("reduce_signalled", 8), ("relayed_marked", 8)}
 SPILLS |= {("one_marked", 8), ("two_marked", 8), ("gather_marked", 8)}
 SPILLS |= {("broadcast_marked", 8), ("two_sentinel", 8), ("scan_signalled", 8)}
-SPILLS |= {("transfer_counted", 2), ("transfer_counted", 8)}
+SPILLS |= {("broadcast_signalled", 8), ("transfer_counted", 2), ("transfer_counted", 8)}
 """With eight ranks' vectors, or for the ragged end of an array, these need more
 registers than a block's share. They spill at most 160 bytes to the stack."""
 
@@ -121,8 +122,8 @@ def cases(*names):
 
 
 EXCHANGED = ("gather_ll", "scatter_sentinel", "scan_sentinel", "exscan_ll", "reduce_ll")
-EXCHANGED += ("gather_marked", "broadcast_marked")
-ROOTED = ("reduce_ll", "broadcast_marked")
+EXCHANGED += ("gather_marked", "broadcast_marked", "relayed_marked")
+ROOTED = ("reduce_ll", "broadcast_marked", "relayed_marked")
 SIGNALLED = (
     "gather_signalled",
     "scan_signalled",
@@ -141,6 +142,7 @@ MOVING = (
     "gather_ll",
     "gather_marked",
     "broadcast_marked",
+    "relayed_marked",
     "gather_signalled",
     "broadcast_signalled",
 )

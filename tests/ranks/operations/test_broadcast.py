@@ -8,7 +8,12 @@ from numba_symm.collectives import operations
 from numba_symm.collectives.kernels.direct_broadcast import BATCH
 from numba_symm.collectives.protocols.handshake import BLOCKS
 from numba_symm.collectives.protocols.partition import LINE
-from numba_symm.collectives.protocols.workspace import CHUNKED, ONE_SHOT, THREADS
+from numba_symm.collectives.protocols.workspace import (
+    CHUNKED,
+    ONE_SHOT,
+    THREADS,
+    TWO_SHOT,
+)
 from numba_symm.environment import SIMULATED
 from tests import operators
 from tests.ranks.helpers import (
@@ -44,14 +49,16 @@ def content(count, dtype, *seed):
 def edges(dtype, algorithm, comm):
     """Return counts around where another vector, shard, chunk or epoch begins."""
     lanes = max(1, 16 // dtype.itemsize)
-    if not algorithm.startswith("one_shot"):
-        shares = max(1, comm.size - 1)
+    shares = max(1, comm.size - 1)
+    if not algorithm.endswith("marked"):
         unit = CHUNKED.steps(comm.size) * THREADS * shares
         blocks = min(comm._calls.end.max_blocks, CHUNKED.blocks)
         most = (2 * blocks, 5 * blocks)
     else:
-        protocol, shares = ONE_SHOT[algorithm.removeprefix("one_shot_")], 1
-        unit = THREADS
+        one = algorithm.startswith("one_shot")
+        protocol = (ONE_SHOT if one else TWO_SHOT)["marked"]
+        shares = 1 if one else shares
+        unit = THREADS * shares
         most = (
             min(comm._calls.end.max_blocks, protocol.blocks)
             * protocol.steps(comm.size),

@@ -1,0 +1,172 @@
+"""Broadcast in two phases, of three ranks or more: for medium messages.
+
+The message is divided into a shard for each rank but the root, its owner. The root
+posts a vector of every shard to that shard's owner (scatter). The owner stores it, and
+posts it to all other owners (relay), which store it. So the root sends the message
+once, and each other rank receives it once.
+
+``mailboxes.py`` explains why that needs no barrier, and the order of memory accesses.
+In the scatter, thread 0 of each block exchanges with all ranks, both ways, as in
+``one_shot.py``: where no data is due, it receives a digest of the call.
+
+In place is safe: the root only reads its array, and the others only store in theirs.
+"""
+
+import functools
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from numba_symm import waits
+from numba_symm.collectives.protocols import binding
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
+from numba_symm.collectives.protocols.exchanges import (
+    DIGEST,
+    EVERYONE,
+    Output,
+    digest_word,
+    make_digests_match,
+    make_reduced,
+)
+from numba_symm.collectives.protocols.mailboxes import mailed_grid, make_mailboxes
+from numba_symm.collectives.protocols.partition import is_ragged, moved_as, shard
+from numba_symm.collectives.protocols.workspace import (
+    THREADS,
+    TWO_SHOT,
+    follow_previous_grid,
+    keep,
+    layout,
+    resume,
+    sync_block,
+)
+from numba_symm.device.intrinsics import block_index, fence_acq_rel_sys
+from numba_symm.device.lanes import make_lanes
+from numba_symm.dtypes import Element
+from numba_symm.kernels import Kernel, Launch
+
+SCATTER, RELAY = 0, 1  # the two sets of mailboxes
+TRANSPORT = "marked"  # which keeps every bit
+
+
+def make_two_shot_broadcast(
+    size: int, element: Element, ragged: bool, steps: int
+) -> Any:
+    """Return the kernel for ``size`` ranks and a type that is only moved.
+
+    A thread has ``steps`` vectors in transit at a time.
+    """
+    region = layout(size).two_shot_marked
+    lanes = make_lanes(element, "sum", ragged, size)
+    load, store = lanes.load, lanes.store
+    mail = make_mailboxes(
+        size, TRANSPORT, region, TWO_SHOT[TRANSPORT], 2, waits.TWO_SHOT_BROADCAST
+    )
+    next_epoch, box, _, post_one, receive, _, between_epochs = mail
+    of_root = make_reduced(size, lanes, Output.OF_ROOT)
+    digests_match = make_digests_match(size)
+    epochs, others = region.epochs, size - 1
+
+    def two_shot_broadcast(
+        guard: Any,
+        early: bool,
+        ring: Any,
+        own: int,
+        grid: int,
+        array: int,
+        count: int,
+        share: int,
+        to_root: int,
+        due_from: int,
+        digest: int,
+    ) -> None:
+        thread = cuda.threadIdx.x
+        block = block_index()
+        if block >= grid:
+            return
+        follow_previous_grid(early)
+        low = cuda.local.array(size, types.int64)
+        high = cuda.local.array(size, types.int64)
+        spare = cuda.local.array(size, types.int64)
+        is_root = to_root == 0
+        # The root's k-th neighbour owns shard k.
+        mine = others - to_root
+        owners = 0 if is_root else EVERYONE & ~due_from
+        posts = is_root or thread == 0  # explore: posts
+        wanted = EVERYONE if thread == 0 else due_from  # explore: wanted
+        stride = grid * THREADS
+        epoch, failed = resume(own, epochs, block)
+        start = block * THREADS + thread
+        # As long as the block's first thread has a vector, as in one_shot.py.
+        while start - thread < share:
+            epoch = next_epoch(epoch)
+            for step in range(steps):
+                vector = start + step * stride
+                if vector < share and posts and not failed:
+                    boxes = box(block, epoch, SCATTER, 0, step, thread)
+                    for k in range(others):
+                        low[k], high[k] = digest, DIGEST
+                        if is_root:
+                            low[k], high[k] = load(array, k * share + vector, count)
+                    for k in range(others):
+                        post_one(ring, k, boxes, low[k], high[k], epoch)
+            # All threads have read the epoch before it changes. Here, because the
+            # vectors take longer to arrive.
+            sync_block()  # explore: resumed
+            for step in range(steps):
+                vector = start + step * stride
+                if vector < share and wanted != 0 and not failed:
+                    boxes = own + box(block, epoch, SCATTER, 0, step, thread)
+                    failed = not receive(guard, boxes, epoch, block, low, high, wanted)
+                    if thread == 0 and not failed:
+                        failed = not digests_match(guard, digest, due_from, low, high)
+                    if failed:  # explore: give-up-scatter
+                        break
+                    if not is_root:
+                        words = of_root(guard.rank, to_root, low, high, spare)
+                        boxes = box(block, epoch, RELAY, 0, step, thread)
+                        for k in range(others):
+                            if owners >> k & 1 != 0:
+                                post_one(ring, k, boxes, words[0], words[1], epoch)
+                        store(array, mine * share + vector, count, words[0], words[1])
+            for step in range(steps):
+                vector = start + step * stride
+                if vector < share and owners != 0 and not failed:
+                    boxes = own + box(block, epoch, RELAY, 0, step, thread)
+                    failed = not receive(guard, boxes, epoch, block, low, high, owners)
+                    if failed:  # explore: give-up-relay
+                        break
+                    for k in range(others):
+                        if owners >> k & 1 != 0:
+                            at = (mine + 1 + k) % size * share + vector
+                            store(array, at, count, low[k + 1], high[k + 1])
+            start += steps * stride
+            if start - thread < share:
+                if thread == 0:  # explore: fence
+                    fence_acq_rel_sys()  # as in one_shot.py
+                failed = between_epochs(failed)
+        keep(own, epochs, block, epoch, failed)
+
+    return two_shot_broadcast
+
+
+@functools.cache
+def kernel(size: int, element: Element, ragged: bool, steps: int) -> Kernel:
+    """Return the kernel, compiled when first bound."""
+    constants = (size, element, ragged, steps)
+    arguments = (ADDRESS, *5 * (types.int64,))
+    return binding.make_kernel(make_two_shot_broadcast, constants, *arguments)
+
+
+def bind(end: Endpoint, call: Call) -> Launch:
+    """Return the packed launch, for three ranks or more."""
+    share = shard(call.vectors, end.size - 1)
+    grid, steps = mailed_grid(end, TRANSPORT, TWO_SHOT[TRANSPORT], share)
+    ragged = is_ragged(call, share, end.size - 1)
+    words = f"broadcast of {call.count} {call.element.name}, root {call.root}"
+    output, placed = Output.OF_ROOT, (end.rank, end.size, call.root)
+    return binding.launch(
+        kernel(end.size, moved_as(call, ragged), ragged, steps),
+        *(end, grid, call.target, call.count, share),
+        *(output.taken(*placed), output.exchanged(*placed)[1], digest_word(words)),
+    )
