@@ -2,8 +2,8 @@
 
 Measured on H200s (bench/README.md). The limits for 2 ranks are of calls on 31
 multiprocessors, the default. Those for more ranks were measured on all of them; where
-they choose ``direct`` for all_reduce and reduce_scatter, or ``copy_engine`` for
-all_reduce, they are estimates.
+they choose ``direct`` for all_reduce and reduce_scatter, ``copy_engine`` for
+all_reduce, or ``two_shot_marked`` for broadcast, they are estimates.
 """
 
 import math
@@ -82,19 +82,22 @@ _REDUCED = Choice(
         Step("one_shot_sentinel", (1280 * _K, 256 * _K, 128 * _K)),
         Step("two_shot_sentinel", (NONE, 8 * _M, 4 * _M)),
         Step("chunked", (8 * _M, NONE, NONE)),
-        Step("direct", (ALL, ALL, ALL)),
+        Step("direct", (128 * _M, ALL, ALL)),
+        Step("copy_engine", (ALL, NONE, NONE)),
     ),
     others=(
         Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
         Step("one_shot_marked", (1280 * _K, 256 * _K, 128 * _K)),
         Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
         Step("chunked", (8 * _M, NONE, NONE)),
-        Step("direct", (ALL, ALL, ALL)),
+        Step("direct", (128 * _M, ALL, ALL)),
+        Step("copy_engine", (ALL, NONE, NONE)),
     ),
 )
 # For two ranks, no rank has anything to pass on.
 _BROADCAST = (
-    _MARKED,
+    Step("one_shot_marked", (1280 * _K, 768 * _K, 896 * _K), sent=True),
+    Step("two_shot_marked", (NONE, 768 * _K, 1792 * _K)),
     Step("chunked", (14 * _M, 1 * _M - 1, 2 * _M - 1)),
     Step("copy_engine", (ALL, NONE, NONE)),
     Step("direct", (NONE, ALL, ALL)),
@@ -104,7 +107,7 @@ ON_GPUS = {
         floats=(
             Step("one_shot_sentinel", (512 * _K, 128 * _K, 64 * _K)),
             Step("two_shot_sentinel", (6 * _M, 4 * _M, 8 * _M)),
-            Step("direct", (96 * _M, 128 * _M, ALL)),
+            Step("direct", (56 * _M, 128 * _M, ALL)),
             Step("copy_engine", (ALL, ALL, ALL)),
         ),
         others=(
@@ -112,7 +115,7 @@ ON_GPUS = {
             Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
             Step("one_shot_marked", (2 * _M, 128 * _K, 64 * _K)),
             Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
-            Step("direct", (96 * _M, 128 * _M, ALL)),
+            Step("direct", (56 * _M, 128 * _M, ALL)),
             Step("copy_engine", (ALL, ALL, ALL)),
         ),
     ),

@@ -8,7 +8,8 @@ not symmetric, at any address. Each shard is divided into chunks:
     gather    it copies the result to all other ranks
     store     each rank stores the results that have arrived in its output
 
-A reduce of two ranks has one shard, which the root owns, and ends with the reduction.
+A reduce of two ranks has one shard, which the root owns, and ends with the reduction:
+on the other rank, the kernels have nothing to reduce.
 
 A *move* is a scatter or a gather, with the kernel that reads what has arrived. Moves
 use two sets of slots in turn, so the copies of one are under way while the kernel of
@@ -44,13 +45,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import (
-    ADDRESS,
-    Call,
-    Endpoint,
-    Enqueue,
-    Series,
-)
+from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, Enqueue
 from numba_symm.collectives.protocols.copies import Copy, enqueue
 from numba_symm.collectives.protocols.order import make_total
 from numba_symm.collectives.protocols.partition import (
@@ -250,7 +245,7 @@ def bind_all_reduce(
         call: the call.
     """
     share = shard(call.vectors, end.size)
-    chunks = _chunks(end, call, 0, share, fewest=2, halvings=1)
+    chunks = _chunks(end, call, 0, share, few=(4, 3), many=(2, 2, 1))
     # Each chunk is gathered at least two moves after it is scattered.
     order = [chunks[0].scattered]
     for before, chunk in itertools.pairwise(chunks):
@@ -265,7 +260,8 @@ def bind_reduce(
     bind_barrier: Callable[[Endpoint, int], Enqueue], end: Endpoint, call: Call
 ) -> Enqueue:
     """Return what enqueues a reduce of two ranks; see ``bind_all_reduce``."""
-    chunks = _chunks(end, call, call.root, call.vectors, fewest=1, halvings=2)
+    parts = 4, 2, 1
+    chunks = _chunks(end, call, call.root, call.vectors, few=parts, many=parts)
     # explore: sets
     moves = [chunk.scattered(i % SETS) for i, chunk in enumerate(chunks)]
     operation = REDUCE_COPIES
@@ -298,14 +294,12 @@ class _Chunk:
         """Return the scatter into a set of slots, and the reduction."""
         end, call = self.end, self.call
         own = self._shard_of(end.rank)
-        kernel: Enqueue = Series()
-        if self._held(own) > 0:
-            kernel = binding.launch(
-                reduce_kernel(end.size, call.element, call.op, self._ragged),
-                *(end, self._grid, call.source, call.target, call.count),
-                *(own * self.share + self.first, self._held(own)),
-                *(self._slots(which), VECTOR * self.room),
-            )
+        kernel = binding.launch(
+            reduce_kernel(end.size, call.element, call.op, self._ragged),
+            *(end, self._grid, call.source, call.target, call.count),
+            *(own * self.share + self.first, self._held(own)),
+            *(self._slots(which), VECTOR * self.room),
+        )
         return _Move(self._copies(call.source, which, self._shard_of), kernel)
 
     def gathered(self, which: int) -> _Move:
@@ -357,7 +351,12 @@ class _Chunk:
 
 
 def _chunks(
-    end: Endpoint, call: Call, owner: int, share: int, fewest: int, halvings: int
+    end: Endpoint,
+    call: Call,
+    owner: int,
+    share: int,
+    few: tuple[int, ...],
+    many: tuple[int, ...],
 ) -> list[_Chunk]:
     """Return the chunks of shards of ``share`` vectors.
 
@@ -366,18 +365,21 @@ def _chunks(
         call: the call.
         owner: the rank that owns the first shard.
         share: vectors of a shard.
-        fewest: least number of chunks of full length.
-        halvings: how many follow, each half as long as the one before.
+        few: the proportion of their lengths, if the longest one fits into a slot.
+        many: else this proportion, with as many more of the first as necessary.
     """
     region = layout(end.size).copied
     slots = SETS * (end.size - 1)
     room = (region.end - region.slots) // (slots * VECTOR) // LINE * LINE
-    whole = 1 << halvings
-    full = max(fewest, divide_up(whole * share - (whole - 1) * room, whole * room))
-    step = shard(whole * share, (full + 1) * whole - 1)
-    lengths = full * [step] + [shard(step, 1 << i) for i in range(1, halvings)]
+
+    def lengths_of(parts: tuple[int, ...]) -> list[int]:
+        return [shard(share * part, sum(parts)) for part in parts]
+
+    parts = few if max(lengths_of(few)) <= room else many
+    while max(lengths_of(parts)) > room:
+        parts = (parts[0], *parts)
     chunks, first = [], 0
-    for length in (*lengths, share):  # the last one has what is left
+    for length in (*lengths_of(parts)[:-1], share):  # the last one has what is left
         vectors = min(length, share - first)
         chunks.append(_Chunk(end, call, owner, room, share, first, vectors))
         first += vectors
