@@ -82,9 +82,18 @@ def carried(module):
             called = inspect.unwrap(called) if callable(called) else None
             if inspect.isfunction(called) or hasattr(called, "_fields"):
                 names = inspect.signature(called).parameters
-                passed = list(zip(names, node.args, strict=False))
+                passed = list(zip(names, spread(node.args), strict=False))
                 passed += [(each.arg, each.value) for each in node.keywords]
                 yield from (given for name, given in passed if name in CARRIERS)
+
+
+def spread(arguments):
+    """Return positional arguments, with those of a tuple after a star."""
+    found = []
+    for each in arguments:
+        of_tuple = isinstance(each, ast.Starred) and isinstance(each.value, ast.Tuple)
+        found += each.value.elts if of_tuple else [each]
+    return found
 
 
 def value_of(expression, module):
