@@ -123,6 +123,11 @@ class StreamOrder:
         """
         return self._latest.side
 
+    @property
+    def across(self) -> "SideStream":
+        """Another one, for what an engine does beside kernels, which may use `side`."""
+        return self._latest.across
+
     def enter(self, stream: int) -> "_Trail":
         """Make the stream of a handle wait for the latest call.
 
@@ -190,6 +195,11 @@ class _Trail:
         """The second stream of these calls."""
         return SideStream(self._events)
 
+    @functools.cached_property
+    def across(self) -> "SideStream":
+        """The third one."""
+        return SideStream(1)
+
     def enter(self, stream: Any, place: Place) -> None:
         """Make ``stream`` wait for the latest call, unless it follows that anyway.
 
@@ -215,14 +225,13 @@ class _Trail:
             _, self._last = _in_capture(self._stream)
 
     def close(self) -> None:
-        """Destroy the event and the side stream."""
+        """Destroy the event and the side streams."""
         self._last = None
         if "_event" in self.__dict__:
             driver.call("cuEventDestroy", self._event)
             del self._event
-        if "side" in self.__dict__:
-            self.side.close()
-            del self.side
+        for name in self.__dict__.keys() & {"side", "across"}:
+            self.__dict__.pop(name).close()
 
 
 def is_capturing(stream: int) -> bool:

@@ -6,6 +6,12 @@ rail, and from there to the others by the island's own kernels.
 
 from collections.abc import Sequence
 
+from numba_symm.collectives.islands.pipeline import (
+    Stages,
+    in_shards,
+    overlapped,
+    several,
+)
 from numba_symm.collectives.islands.site import (
     Site,
     Stage,
@@ -16,10 +22,15 @@ from numba_symm.collectives.islands.site import (
 )
 from numba_symm.collectives.kernels import barrier as barriers
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.operations import ALL_GATHER, BROADCAST
 from numba_symm.collectives.protocols.binding import Call, Enqueue
+from numba_symm.collectives.protocols.workspace import VECTOR
 from numba_symm.engines import partners
 from numba_symm.engines.protocol import Parcel
+from numba_symm.environment import SIMULATED
+
+ONE_RAIL = 256 if SIMULATED else 256 << 10
+"""Bytes of the largest broadcast that crosses along one rail. An estimate: at 400 Gb/s
+they take 5 µs, and another step within the root's island 2 to 3."""
 
 
 def all_gather(site: Site, call: Call) -> list[Enqueue]:
@@ -30,44 +41,97 @@ def all_gather(site: Site, call: Call) -> list[Enqueue]:
         return call.target + rank * nbytes
 
     targets, sources = partners(site.islands)
-    steps = site.copy(at(site.rank), call.source, nbytes)
-    steps += site.between(
-        "all_gather",
+    exchange = (
         [Parcel(peer, at(site.rank), nbytes) for peer in targets],
         [Parcel(peer, at(peer), nbytes) for peer in sources],
     )
-    mine = len(site.mine)
-    if mine == 1:
-        return steps
-    for part in site.parts:
-        consecutive = list(part) == list(range(part[0], part[0] + len(part)))
-        if consecutive and len(part) == mine:
-            given = at(part[site.local]), at(part[0]), call.count, call.element
-            steps.append(site.within(ALL_GATHER, *given))
-            continue
-        for number, rank in enumerate(part):
-            given = at(rank), at(rank), call.count, call.element
-            steps.append(site.within(BROADCAST, *given, root=number % mine))
-    return steps
+
+    def spread(site: Site, part: Sequence[int]) -> list[Enqueue]:
+        if list(part) == list(range(part[0], part[0] + len(part))):
+            return site.spread(at(part[0]), len(part), call.count, call.element)
+        return [
+            step
+            for number, rank in enumerate(part)
+            for step in site.spread(at(rank), 1, call.count, call.element, number)
+        ]
+
+    own = site.copy(at(site.rank), call.source, nbytes)
+    others = [step for j in site.others for step in spread(site, site.parts[j])]
+    chunks = [
+        Stages([own, others], [exchange]),
+        Stages([spread(site.beside, site.mine)], []),  # beside the exchange
+    ]
+    return overlapped(site, "all_gather", chunks)
 
 
 def broadcast(site: Site, call: Call) -> list[Enqueue]:
-    """Return the steps of a broadcast: along the root's rail, then in each island."""
+    """Return the steps of a broadcast.
+
+    A small message crosses along the root's rail. Of a large one, the root's island
+    gets the whole, a shard crosses along each rail, and the others gather the shards.
+    """
+    shards = site.largest
+    if shards == 1 or call.nbytes <= ONE_RAIL:
+        return overlapped(site, "broadcast", [_on_one_rail(site, call)])
+    width = call.element.itemsize
+    most = several(call.count, shards, width, call.count + VECTOR * shards)
+    chunks = list(in_shards(site, call.count, most, shards))
+    if len(chunks) > 1:
+        site = site.beside
+    stages = [
+        _on_all_rails(site, call, call.target + first * width, count // number, number)
+        for first, count, number in chunks
+    ]
+    return overlapped(site, "broadcast", stages)
+
+
+def _on_one_rail(site: Site, call: Call) -> Stages:
+    """Return the stages of a message that crosses along the root's rail."""
     island, number = site.place_of(call.root)
-    steps: list[Enqueue] = []
-    nbytes = call.nbytes
-    if site.rank == call.root:
-        peers = [site.on_rail(j, number) for j in site.others]
-        sends = [Parcel(peer, call.source, nbytes) for peer in peers]
-        steps += site.between("broadcast", sends, [])
-    elif site.index != island and site.rank == site.on_rail(site.index, number):
-        receives = [Parcel(call.root, call.target, nbytes)]
-        steps += site.between("broadcast", [], receives)
-    if len(site.mine) > 1:
-        given = call.source, call.target, call.count, call.element
-        root = number % len(site.mine)
-        steps.append(site.within(BROADCAST, *given, root=root))
-    return steps
+    given = call.target, 1, call.count, call.element, number % len(site.mine)
+    inner = site.spread(*given)
+    if site.index != island:
+        mine = site.rank == site.on_rail(site.index, number)
+        receives = [Parcel(call.root, call.target, call.nbytes)] if mine else []
+        return Stages([[], inner], [([], receives)])
+    peers = [site.on_rail(j, number) for j in site.others]
+    sends = [Parcel(peer, call.target, call.nbytes) for peer in peers]
+    return Stages([[], inner], [(sends if site.rank == call.root else [], [])])
+
+
+def _on_all_rails(
+    site: Site, call: Call, target: int, count: int, shards: int
+) -> Stages:
+    """Return the stages of a chunk that crosses in shards.
+
+    Args:
+        site: this rank's site.
+        call: the call.
+        target: address of the chunk.
+        count: elements of a shard.
+        shards: the number of shards.
+    """
+    island, root = site.place_of(call.root)
+    element, nbytes = call.element, count * call.element.itemsize
+    mine = [
+        (number, target + number * nbytes)
+        for number in range(shards)
+        if site.on_rail(site.index, number) == site.rank
+    ]
+    if site.index != island:
+        receives = [
+            Parcel(site.on_rail(island, number), at, nbytes) for number, at in mine
+        ]
+        return Stages(
+            [[], site.spread(target, shards, count, element)], [([], receives)]
+        )
+    sends = [
+        Parcel(site.on_rail(j, number), at, nbytes)
+        for number, at in mine
+        for j in site.others
+    ]
+    whole = site.spread(target, 1, shards * count, element, root)
+    return Stages([whole, []], [(sends, [])])
 
 
 def all_to_all(site: Site, call: Call) -> list[Enqueue]:

@@ -11,9 +11,16 @@ So all ranks get the same bits, whatever the message's size. Chunks of a message
 through the staging memory one after another.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
+from numba_symm.collectives.islands.pipeline import (
+    Parcels,
+    Stages,
+    in_shards,
+    joined,
+    overlapped,
+    several,
+)
 from numba_symm.collectives.islands.site import (
     Carried,
     Site,
@@ -23,9 +30,7 @@ from numba_symm.collectives.islands.site import (
 )
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import (
-    ALL_GATHER,
     ALL_REDUCE,
-    BROADCAST,
     EXSCAN,
     REDUCE,
     REDUCE_SCATTER,
@@ -42,8 +47,11 @@ from numba_symm.environment import SIMULATED
 SMALL = 256 if SIMULATED else 32 << 10
 """Bytes of the largest carried message that every rank exchanges as a whole."""
 
-ONE_STEP = 128 if SIMULATED else 64 << 10
-"""Bytes of the largest carried shard that owners exchange in one step."""
+ONE_STEP = 512 if SIMULATED else 256 << 10
+"""Bytes that the owner of a carried shard receives at most in one step.
+
+Longer shards are exchanged in two: parts of them, and the results of these.
+"""
 
 
 class _Shard(NamedTuple):
@@ -58,20 +66,6 @@ class _Shard(NamedTuple):
     number: int
     first: int
     length: int
-
-
-def _chunks(
-    site: Site, count: int, most: int, shards: int
-) -> Iterator[tuple[int, int, int]]:
-    """Yield the first element, the number of elements and the shards of each chunk.
-
-    A last chunk has the few elements that do not divide into shards.
-    """
-    even = count // shards * shards
-    for first, number in site.chunks(even, most):
-        yield first, number, shards
-    if even < count:
-        yield even, count - even, 1
 
 
 def all_reduce(site: Site, call: Call) -> list[Enqueue]:
@@ -118,15 +112,24 @@ def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
 def _in_shards(site: Site, carried: Carried, root: int | None) -> list[Enqueue]:
     """Return the steps of an all-reduce; with a root, of a reduce."""
     call, m, shards = carried.call, len(site.parts), site.largest
-    # A chunk itself, the slots of the shards that a rank owns, and a result.
+    # A chunk itself, if its type differs; for each shard that a rank owns, what it has
+    # reduced and what it receives; a root's result.
     owned = divide_up(shards, site.smallest)
-    most = fitting(site, 2 + (m + 2) * owned / shards, carried.width)
+    rooted = root is not None
+    each = (m if rooted or m == 2 else 2) + rooted
+    pieces = (carried.element != call.element) + each * owned / shards
+    most = fitting(site, pieces, carried.width)
+    most = several(call.count, shards, carried.width, most)
     if call.count * carried.width <= SMALL:
         shards = 1
-    steps: list[Enqueue] = []
-    for chunk in _chunks(site, call.count, most, shards):
-        steps += _Chunk(site, carried, root, *chunk).steps()
-    return steps
+    chunks = list(in_shards(site, call.count, most, shards))
+    if len(chunks) > 1:
+        site = site.beside
+    stages = [
+        _Chunk(site, carried, root, number, *chunk).stages()
+        for number, chunk in enumerate(chunks)
+    ]
+    return overlapped(site, "reduce" if rooted else "all_reduce", stages)
 
 
 class _Chunk:
@@ -136,6 +139,7 @@ class _Chunk:
         site: this rank's site.
         carried: the call.
         root: the rank that gets the result; None: all.
+        number: the chunk's number.
         first: the chunk's first element.
         count: its number of elements.
         shards: the number of equal shards that it divides into.
@@ -146,6 +150,7 @@ class _Chunk:
         site: Site,
         carried: Carried,
         root: int | None,
+        number: int,
         first: int,
         count: int,
         shards: int,
@@ -154,13 +159,12 @@ class _Chunk:
         call = carried.call
         self.source = call.source + first * call.element.itemsize
         self.target = call.target + first * call.element.itemsize
-        self.stage = Stage(site)
+        self.stage = Stage(site, number)
         each = count // shards
         self.shards = [_Shard(k, k * each, each) for k in range(shards)]
         self.results: dict[_Shard, int] = {}  # addresses of those for the root
         # The root owns the first shard of its island.
         self.shift = (-1, 0) if root is None else site.place_of(root)
-        self.what = "all_reduce" if root is None else "reduce"
 
     def number(self, island: int, shard: _Shard) -> int:
         """Return the number of a shard's owner within an island."""
@@ -171,10 +175,12 @@ class _Chunk:
         """Return a shard's owner in an island."""
         return self.site.parts[island][self.number(island, shard)]
 
-    def steps(self) -> list[Enqueue]:
-        """Return the chunk's steps."""
+    def stages(self) -> Stages:
+        """Return the chunk's stages."""
         site, carried = self.site, self.carried
-        wide = self.stage.take(self.count * carried.width)
+        wide = 0
+        if carried.element != carried.call.element:
+            wide = self.stage.take(self.count * carried.width)
         steps, source = site.widened(carried, self.source, wide, self.count)
         mine = [
             shard
@@ -184,7 +190,7 @@ class _Chunk:
         count = self.shards[0].length
         m, width = len(site.parts), carried.width
         # A part is what one island's owner combines: the shard, or an m-th of it.
-        apart = self.root is None and m > 2 and count * width > ONE_STEP
+        apart = self.root is None and m > 2 and m * count * width > ONE_STEP
         lanes = carried.element.lanes
         part = divide_up(divide_up(count, m), lanes) * lanes if apart else count
         stride = divide_up(part * width, VECTOR) * VECTOR
@@ -193,12 +199,13 @@ class _Chunk:
             for shard in mine
         ]
         steps += self._reduced(source, rails)
-        steps += site.between(self.what, *_joined(rail.first() for rail in rails))
-        for rail in rails:
-            steps += rail.combined()
-        if apart:
-            steps += site.between(self.what, *_joined(rail.second() for rail in rails))
-        return steps + self._distributed()
+        first = joined([rail.first() for rail in rails])
+        combined = [step for rail in rails for step in rail.combined()]
+        last = self._distributed()
+        if not apart:
+            return Stages([steps, combined + last], [first])
+        second = joined([rail.second() for rail in rails])
+        return Stages([steps, combined, last], [first, second])
 
     def _reduced(self, source: int, rails: "list[_Rail]") -> list[Enqueue]:
         """Return the reduction of each shard, within the island, to its owner."""
@@ -234,19 +241,11 @@ class _Chunk:
     def _distributed(self) -> list[Enqueue]:
         """Return the steps from the owners' results to all ranks, or to the root."""
         site, element = self.site, self.carried.call.element
+        if self.root is None:
+            given = len(self.shards), self.shards[0].length, element
+            return site.spread(self.target, *given)
         if len(site.mine) == 1:
             return []
-        if self.root is None:
-            if self._in_order:
-                source, count = self.at(self.shards[site.local]), self.shards[0].length
-                return [site.within(ALL_GATHER, source, self.target, count, element)]
-            return [
-                site.within(
-                    *(BROADCAST, self.at(shard), self.at(shard), shard.length, element),
-                    root=self.number(site.index, shard),
-                )
-                for shard in self.shards
-            ]
         if site.index != self.shift[0]:
             return []
         root = self.shift[1]
@@ -296,7 +295,7 @@ class _Rail:
         first = min(island * self.part, self.shard.length)
         return first, min(self.part, self.shard.length - first)
 
-    def first(self) -> tuple[list[Parcel], list[Parcel]]:
+    def first(self) -> Parcels:
         """Return the exchange of what each island has."""
         site, chunk, width = self.site, self.chunk, self.carried.width
         root = chunk.shift[0]
@@ -334,7 +333,7 @@ class _Rail:
             chunk.results[self.shard] = target
         return steps + site.finished(carried, own, target, count)
 
-    def second(self) -> tuple[list[Parcel], list[Parcel]]:
+    def second(self) -> Parcels:
         """Return the exchange of the results of all parts."""
         element = self.carried.call.element
         at = self.chunk.at(self.shard)
@@ -347,17 +346,6 @@ class _Rail:
         return sends, [parcel(j, peer) for j, peer in self.peers.items()]
 
 
-def _joined(
-    pairs: "Iterator[tuple[list[Parcel], list[Parcel]]]",
-) -> tuple[list[Parcel], list[Parcel]]:
-    sends: list[Parcel] = []
-    receives: list[Parcel] = []
-    for sent, received in pairs:
-        sends += sent
-        receives += received
-    return sends, receives
-
-
 def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a reduce-scatter.
 
@@ -367,10 +355,12 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
     width, itemsize = carried.width, call.element.itemsize
     # The shards for a rail's ranks, those from all islands, and a widened one.
     most = divide_up(site.largest, site.smallest)
-    fits = fitting(site, m * most + m + 1, width)
-    steps: list[Enqueue] = []
+    fits = several(call.count, 1, width, fitting(site, m * most + m + 1, width))
+    if fits < call.count:
+        site = site.beside
+    chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
-        stage = Stage(site)
+        stage, steps = Stage(site, len(chunks)), list[Enqueue]()
         stride = padded(count * width)
         wide, slots = stage.take(stride), stage.take(m * stride)
         own = slots + site.index * stride
@@ -392,27 +382,27 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
             Parcel(site.on_rail(j, site.local), slots + j * stride, count * width)
             for j in site.others
         ]
-        steps += site.between("reduce_scatter", sends, receives)
-        steps += site.combined(
-            slots, stride, site.index, m, carried.element, carried.op
-        )
+        last = site.combined(slots, stride, site.index, m, carried.element, carried.op)
         target = call.target + first * itemsize
-        steps += site.finished(carried, own, target, count)
-    return steps
+        last += site.finished(carried, own, target, count)
+        chunks.append(Stages([steps, last], [(sends, receives)]))
+    return overlapped(site, "reduce_scatter", chunks)
 
 
 def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a scan: of those ranks of each island that this one uses."""
-    carried, what = Carried(call), operation.name
+    carried = Carried(call)
     width, itemsize = carried.width, call.element.itemsize
-    fits = fitting(site, len(site.parts) + 4, width)
+    fits = several(call.count, 1, width, fitting(site, len(site.parts) + 4, width))
+    if fits < call.count:
+        site = site.beside
     used = _used(operation, site, site.rank)
     alone = site.index not in used
     order = sorted(used)
     up = REVERSE_SCAN if operation is REVERSE_SCAN else SCAN
-    steps: list[Enqueue] = []
+    chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
-        stage = Stage(site)
+        stage, steps = Stage(site, len(chunks)), list[Enqueue]()
         stride = padded(count * width)
         wide, inclusive = stage.take(stride), stage.take(stride)
         slots = stage.take((len(site.parts) + 1) * stride)
@@ -441,15 +431,16 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
             # With the identity of the call's own type, which may have no infinity.
             given_here = at_source, identity, count, call.element, carried.op
             steps.append(site.within(EXSCAN, *given_here))
-        steps += site.between(what, sends, receives)
+        last: list[Enqueue] = []
         if order:
             place = 0 if alone else order.index(site.index)
             many = carried.element, carried.op
-            steps += site.combined(slots, stride, place, len(order), *many)
-            steps += site.finished(carried, slots + place * stride, target, count)
+            last += site.combined(slots, stride, place, len(order), *many)
+            last += site.finished(carried, slots + place * stride, target, count)
         elif not isinstance(call.op, UserOperator):
-            steps += site.copy(target, identity, count * itemsize)
-    return steps
+            last += site.copy(target, identity, count * itemsize)
+        chunks.append(Stages([steps, last], [(sends, receives)]))
+    return overlapped(site, operation.name, chunks)
 
 
 def _used(operation: Operation, site: Site, rank: int) -> dict[int, int]:

@@ -9,7 +9,7 @@ from typing import Any
 from numba_symm import dtypes, streams
 from numba_symm.collectives.kernels import convert, reduce_shards, transfer
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.operations import Operation
+from numba_symm.collectives.operations import ALL_GATHER, BROADCAST, Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
 from numba_symm.collectives.protocols.workspace import HELD, VECTOR, divide_up
 from numba_symm.dtypes import Element, Op, UserOperator
@@ -18,8 +18,11 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CollectiveError
 from numba_symm.islands import Islands
 
-STAGING = 1 << 16 if SIMULATED else 64 << 20
-"""Bytes of the memory through which reductions pass, on each rank."""
+STAGING = 1 << 17 if SIMULATED else 64 << 20
+"""Bytes of the memory through which reductions pass, on each rank.
+
+It has two halves, for two chunks that overlap.
+"""
 
 ALIGNED = 256  # bytes
 
@@ -34,12 +37,14 @@ class Site:
         staging: the address of ``STAGING`` bytes, which every call may use.
         listing: whether calls are bound for the sake of their kernels only. Then a
             chunk is left out if an equal one needs the same kernels.
+        shares: whether kernels leave the engine's multiprocessors to the engine.
     """
 
     islands: Islands
     end: Endpoint
     staging: int
     listing: bool = False
+    shares: bool = False
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:
@@ -110,6 +115,19 @@ class Site:
         ]
         return found[-2:] if self.listing else found
 
+    @property
+    def beside(self) -> "Site":
+        """The same for steps beside an exchange: without the engine's multiprocessors.
+
+        It is used for a step on all ranks or on none: its grid is smaller.
+        """
+        if self.shares:
+            return self
+        left = max(1, self.end.multiprocessors - self.islands.engine.multiprocessors)
+        most = min(self.end.max_blocks, HELD * left)
+        end = dataclasses.replace(self.end, multiprocessors=left, max_blocks=most)
+        return dataclasses.replace(self, end=end, shares=True)
+
     # Steps.
 
     def within(
@@ -155,10 +173,34 @@ class Site:
         """
         if not sends and not receives:
             return []
-        left = max(1, self.end.multiprocessors - self.islands.engine.multiprocessors)
-        most = min(self.end.max_blocks, HELD * left)
-        end = dataclasses.replace(self.end, multiprocessors=left, max_blocks=most)
-        return [transfer.bind(end, sends, receives)]
+        return [transfer.bind(self.beside.end, sends, receives)]
+
+    def spread(
+        self, target: int, shards: int, count: int, element: Element, owner: int = 0
+    ) -> list[Enqueue]:
+        """Return the steps by which all ranks of the island get all shards.
+
+        The shards follow each other at ``target``, on one rank after another: number
+        ``owner`` has the first one, and number 0 follows the last number.
+
+        Args:
+            target: address of the first shard.
+            shards: how many there are.
+            count: elements of each.
+            element: their type.
+            owner: the number of the rank that has the first one.
+        """
+        mine, nbytes = len(self.mine), count * element.itemsize
+        if mine == 1:
+            return []
+        if mine == shards and owner == 0:
+            given = target + self.local * nbytes, target, count, element
+            return [self.within(ALL_GATHER, *given)]
+        return [
+            self.within(BROADCAST, at, at, count, element, root=(owner + number) % mine)
+            for number in range(shards)
+            for at in [target + number * nbytes]
+        ]
 
     def copy(self, target: int, source: int, nbytes: int) -> list[Enqueue]:
         """Return a copy within this rank's memory, if it is needed."""
@@ -240,14 +282,17 @@ class Carried:
 
 
 class Stage:
-    """Addresses in the staging memory, one range after another.
+    """Addresses in a half of the staging memory, one range after another.
 
     Args:
         site: this rank's site.
+        number: of the chunk; chunks use the halves in turn.
     """
 
-    def __init__(self, site: Site):
-        self._next, self._end = site.staging, site.staging + STAGING
+    def __init__(self, site: Site, number: int = 0):
+        half = STAGING // 2
+        self._next = site.staging + number % 2 * half
+        self._end = self._next + half
 
     def take(self, nbytes: int) -> int:
         """Return the address of a range that is aligned for every kernel."""
@@ -267,11 +312,11 @@ def fitting(site: Site, pieces: float, width: int) -> int:
 
     Args:
         site: this rank's site.
-        pieces: how many copies of a chunk the staging memory holds.
+        pieces: how many copies of a chunk a half of the staging memory holds.
         width: bytes of an element.
     """
     lost = ALIGNED * (2 * int(pieces) + 2 * len(site.parts) * site.largest + 8)
-    most = int((STAGING - lost) / (pieces * width))
+    most = int((STAGING // 2 - lost) / (pieces * width))
     unit = VECTOR * site.largest
     assert most >= unit, "islands: the staging memory is too small"
     return most // unit * unit

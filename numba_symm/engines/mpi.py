@@ -196,7 +196,7 @@ class MpiEngine:
             self._move(sends, receives)
             return
         assert order is not None
-        with self._running(beside, stream, order.side):
+        with self._running(beside, stream, order.across):
             self._move(sends, receives)
 
     @contextmanager

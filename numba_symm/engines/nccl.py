@@ -143,7 +143,7 @@ class NcclEngine:
             self._enqueue(sends, receives, stream)
             return
         assert order is not None
-        side = order.side
+        side = order.across
         side.follow(stream, 0)
         with side.joined(stream):
             if beside is not None:

@@ -56,8 +56,8 @@ class Engine(Protocol):
             stream: the handle of the stream.
             beside: enqueues other work of the call on the stream of a handle. That work
                 and the parcels progress side by side: neither waits for the other.
-            order: the order of the communicator's calls; ``beside`` needs its side
-                stream.
+            order: the order of the communicator's calls; ``beside`` needs its second
+                side stream, because that work may use the first one.
 
         Raises:
             CollectiveError: the communicator has failed, or a rank is late.

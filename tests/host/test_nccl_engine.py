@@ -179,7 +179,7 @@ class Order:
     """A communicator's order, whose side stream writes down what it does."""
 
     def __init__(self, calls):
-        self.stream, self.side, self.calls = SIDE, self, calls
+        self.stream, self.across, self.calls = SIDE, self, calls
 
     def __getattr__(self, name):
         return lambda *given: self.calls.append((name, *given))

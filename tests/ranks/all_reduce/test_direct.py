@@ -139,9 +139,8 @@ def test_a_function_is_applied_in_rank_order(comm, world, name):
     out = comm.empty(21, F4)
     case.call(out, first_less_second)
     comm.synchronize()
-    total = case.inputs[0][case.mine].astype(np.float64)
-    for each in case.inputs[1:]:
-        total = total - 2 * each[case.mine].astype(np.float64)
+    inputs = [each[case.mine].astype(np.float64) for each in case.inputs]
+    total = operators.in_order(first_less_second, inputs)
     np.testing.assert_allclose(get(out), total, 1e-4, 1e-2)
     meet(comm, world)
 

@@ -1,0 +1,103 @@
+"""Chunks of a message that overlap: some cross between islands, kernels work on others.
+
+While the engine moves the bytes of a chunk, the kernels of the chunk before it and of
+the chunk after it run on another stream, one after another. So they need one workspace,
+and chunks need two halves of the staging memory, which they use in turn:
+
+    exchange           0        1        2
+    beside it      1       0, 2     1        2      (work of these chunks)
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from numba_symm.collectives.islands.site import Site
+from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
+from numba_symm.engines.protocol import Parcel
+from numba_symm.environment import SIMULATED
+
+CHUNKS = 8
+"""The number of chunks of a large message, if they fit into the staging memory."""
+
+CHUNK = 4 << 10 if SIMULATED else 2 << 20
+"""The least bytes of a chunk's shard. An estimate: they take 40 µs at 400 Gb/s, and an
+exchange by NCCL at least about 20."""
+
+Parcels = tuple[list[Parcel], list[Parcel]]
+"""What an exchange sends, and what it receives."""
+
+
+class Stages(NamedTuple):
+    """The stages of a chunk.
+
+    Attributes:
+        work: the steps before the first exchange, between two, and after the last one.
+            After the second exchange, they do not use the staging memory.
+        exchanges: one fewer.
+    """
+
+    work: Sequence[list[Enqueue]]
+    exchanges: Sequence[Parcels]
+
+
+def overlapped(site: Site, what: str, chunks: Sequence[Stages]) -> list[Enqueue]:
+    """Return the steps of chunks, in which exchanges and work overlap.
+
+    At each tick, there is one exchange. The first one of a chunk is at the tick of the
+    chunk's number, the second one two ticks later; work is beside the exchange between.
+
+    Args:
+        site: this rank's site.
+        what: the operation.
+        chunks: the stages of each; all ranks have as many.
+    """
+    steps: list[Enqueue] = []
+    ticks = max(c + 2 * len(chunk.exchanges) for c, chunk in enumerate(chunks))
+    for tick in range(-1, ticks):
+        beside: list[Enqueue] = []
+        sends: list[Parcel] = []
+        receives: list[Parcel] = []
+        for c, chunk in enumerate(chunks):  # the first one may free what the last uses
+            number, odd = divmod(tick + 1 - c, 2)
+            if not odd and 0 <= number < len(chunk.work):
+                beside += chunk.work[number]
+            elif odd and 0 <= number < len(chunk.exchanges):
+                sent, received = chunk.exchanges[number]
+                sends += sent
+                receives += received
+        steps += site.between(what, sends, receives, beside)
+    return steps
+
+
+def joined(pairs: Sequence[Parcels]) -> Parcels:
+    """Return one exchange in place of several."""
+    sends = [parcel for sent, _ in pairs for parcel in sent]
+    return sends, [parcel for _, received in pairs for parcel in received]
+
+
+def several(count: int, shards: int, width: int, most: int) -> int:
+    """Return how many elements a chunk has, so that several chunks overlap.
+
+    Args:
+        count: the elements of the message.
+        shards: the number of shards of a chunk.
+        width: bytes of an element.
+        most: the elements of a chunk that fits, a multiple of vectors.
+    """
+    each = max(CHUNK, divide_up(count * width, shards * CHUNKS)) // width
+    return min(most, divide_up(each, VECTOR) * VECTOR * shards)
+
+
+def in_shards(
+    site: Site, count: int, most: int, shards: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yield the first element, the number of elements and the shards of each chunk.
+
+    A last chunk has the few elements that do not divide into shards.
+    """
+    even = count // shards * shards
+    for first, number in site.chunks(even, most):
+        yield first, number, shards
+    if even < count:
+        yield even, count - even, 1
