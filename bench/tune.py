@@ -41,6 +41,9 @@ LASTING = math.log(1.02)
 """An algorithm is taken for a range of sizes only if that saves this much, as the
 logarithm of the ratio of times, added over the sizes."""
 
+SURE = 1.5
+"""How many times as long as necessary an algorithm must take to be left out."""
+
 Times = Mapping[str, Sequence[float]]
 """Microseconds of a call by algorithm, for each size."""
 
@@ -140,8 +143,22 @@ def _crossing(
     return int(math.exp(a + part * (b - a)))
 
 
-class _Each(Ours):
-    """Our algorithms, without the plain call."""
+def is_out(times: Times, name: str) -> bool:
+    """Return whether an algorithm cannot be the fastest for twice the latest size.
+
+    It takes at least as long for that as for the latest size, and the algorithm that is
+    the fastest there takes about twice as long at most.
+    """
+    latest = {each: row[-1] for each, row in times.items() if row}
+    return name in latest and latest[name] > SURE * 2 * min(latest.values())
+
+
+class _Some(Ours):
+    """Some of our algorithms, without the plain call."""
+
+    def take(self, names: Sequence[str]) -> None:
+        """Take these algorithms from now on."""
+        self._others = tuple(names)
 
     def ways(self, operation: Operation, x: Any, out: Any, op: str) -> Ways:
         """Return the plans of the algorithms."""
@@ -215,14 +232,19 @@ class Run:
         self, case: Case, asked: argparse.Namespace, done: Callable[[str], None]
     ) -> None:
         operation = replace(OPERATIONS[case.operation.name], apart=True)
-        ours = _Each(self._comm, case.algorithms)
+        ours = _Some(self._comm, case.algorithms)
         sweep = Sweep(operation, asked, self._timer, self._ranks, [ours])
         sizes: list[int] = []
         times: dict[str, list[float]] = {name: [] for name in case.algorithms}
         for row in sweep.rows:
+            taken = [name for name in times if not is_out(times, name)]
+            ours.take(taken)
             records = sweep.measure(row)
             sizes.append(case.nbytes(row, self._comm.size))
             for name, row_times in times.items():
+                if name not in taken:
+                    row_times.append(row_times[-1])  # at least
+                    continue
                 record = best(records, name)
                 assert record is not None, f"{case.operation.name} by {name}"
                 row_times.append(microseconds(record))
@@ -271,7 +293,10 @@ class Run:
         return math.exp(total / len(sizes))
 
     def draw(self, choices: Mapping[str, Choice], image: Path) -> None:
-        """Draw every algorithm's time, as a multiple of the least, and the limits."""
+        """Draw every algorithm's time, as a multiple of the least, and the limits.
+
+        An algorithm that was left out is drawn with its time for a smaller message.
+        """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 

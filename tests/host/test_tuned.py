@@ -43,6 +43,16 @@ def test_limits_lie_where_the_times_are_equal():
     assert first.most[0] == pytest.approx(16_667, rel=0.05)
 
 
+def test_an_algorithm_is_left_out_while_it_cannot_be_the_fastest():
+    times = {"one_shot_ll": [2.0], "chunked": [9.0], "copy_engine": [24.0]}
+    found = []
+    for fastest in (2.0, 3.9, 7.9, 8.1):
+        times["one_shot_ll"].append(fastest)
+        found.append([name for name in times if tune.is_out(times, name)])
+    assert found == [["chunked", "copy_engine"], *2 * [["copy_engine"]], []]
+    assert not tune.is_out({"chunked": []}, "chunked")
+
+
 def test_an_algorithm_that_is_faster_by_noise_is_not_taken():
     steady = [1.0 + nbytes / 1000 for nbytes in SIZES]
     noisy = [time * (1.01, 0.99)[k % 2] for k, time in enumerate(steady)]
