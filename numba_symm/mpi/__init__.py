@@ -17,8 +17,8 @@ from mpi4py import MPI as _MPI
 
 from numba_symm.mpi.comm import Comm
 from numba_symm.mpi.errors import MPIError
-from numba_symm.mpi.messages import Message
 from numba_symm.mpi.p2p import Attach_buffer, Detach_buffer
+from numba_symm.mpi.pending import Message
 from numba_symm.mpi.requests import Prequest, Request
 from numba_symm.mpi.topologies import Cartcomm, Distgraphcomm, Graphcomm
 from numba_symm.mpi.win import Win

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import collectives, reductions, shortcuts, staging
+from numba_symm.mpi import collectives, messages, reductions, shortcuts, staging
 from numba_symm.mpi.errors import refusal, translated
 from numba_symm.mpi.forms import forms
 from numba_symm.mpi.messages import Post
@@ -46,7 +46,7 @@ class Device(Messages):
         self.shortcuts = Cache(shortcuts.MOST)
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
-        self.post = Post(self.host, allocator, options.get("stream"))
+        self.post = Post(self.host, allocator, options.get("stream"), self._check)
 
     @property
     def communicator(self) -> Communicator:
@@ -56,6 +56,11 @@ class Device(Messages):
             self._options["device"] = self._made.device.ordinal
             _open.append(self)
         return self._made
+
+    def _check(self) -> None:
+        """Raise if the library's communicator has failed."""
+        if self._made is not None:
+            self._made.check()
 
     def _wrapped(self, comm: Any) -> Any:
         """Return a new communicator of mpi4py as one of this module."""
@@ -266,6 +271,7 @@ def _close_all() -> None:
     """
     if getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
         return
+    messages.settle_all()
     staging.give_back_all()
     for comm in reversed(list(_open)):  # which waits for all of its ranks
         comm._close()

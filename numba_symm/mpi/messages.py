@@ -2,9 +2,10 @@
 
 A send copies its data to memory of its process (``staging.py``), waits for that copy,
 and sends an envelope with its place by MPI, with the tag of the message. So source,
-tag, order and wildcards are MPI's. The receive copies the data from there, waits for
-its copy, and sends a receipt, after which the sender reuses the memory. Envelopes and
-receipts have communicators of their own, so host messages do not meet them.
+tag, order and wildcards are MPI's. The receive copies the data from there, on a stream
+of its own, so it may run beside the program's kernels. When the copy is done, it sends
+a receipt, after which the sender reuses the memory. Envelopes and receipts have
+communicators of their own, so host messages do not meet them.
 """
 
 import itertools
@@ -20,12 +21,14 @@ from numba_symm import arrays, streams
 from numba_symm.arrays import Memory
 from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
+from numba_symm.events import Event
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing, staging
 from numba_symm.mpi.buffers import message
-from numba_symm.mpi.errors import refusal, translated, unsupported
-from numba_symm.mpi.requests import PAUSE, Request, describe
+from numba_symm.mpi.errors import refusal, unsupported
+from numba_symm.mpi.requests import PAUSE, waited
 from numba_symm.mpi.staging import Room, opened, staging_of
+from numba_symm.streams import SideStream
 
 _HEADER = struct.Struct("<qqq")
 _MOST = 4096  # bytes of an envelope, at most
@@ -51,6 +54,20 @@ class Envelope(NamedTuple):
     handle: bytes
 
 
+class Copying(NamedTuple):
+    """A message that is being copied to its array.
+
+    Attributes:
+        done: the end of the copy.
+        envelope: the message.
+        into: the array's items, which live until then.
+    """
+
+    done: Event
+    envelope: Envelope
+    into: buffers.Message
+
+
 _posts: "set[Post]" = set()  # of communicators that were not freed
 
 
@@ -61,10 +78,15 @@ class Post:
         host: the communicator of mpi4py, which is duplicated twice. Collective.
         allocator: allocates the memory through which messages pass.
         stream: the stream of arrays that name none.
+        check: raises if the communicator has failed.
     """
 
     def __init__(
-        self, host: Any, allocator: SymmetricMemoryAllocator | None, stream: Any
+        self,
+        host: Any,
+        allocator: SymmetricMemoryAllocator | None,
+        stream: Any,
+        check: Callable[[], None],
     ):
         self._envelopes, self._receipts = host.Dup(), host.Dup()
         self.allocator = allocator
@@ -72,6 +94,10 @@ class Post:
         """The number of each rank's island; ``Comm`` finds them."""
         self._rank: int = host.rank
         self._stream = stream
+        self.check = check
+        self._side: SideStream | None = None  # of the copies to arrays
+        self._copying: list[Copying] = []
+        self._events: list[Event] = []  # which are not in use
         self._numbers = itertools.count()
         self._unread: dict[int, Room | None] = {}
         self._sent: list[tuple[MPI.Request, Any]] = []
@@ -88,11 +114,13 @@ class Post:
         would be taken for one of a new communicator, to which MPI gives the same
         number. So ends also a send that waits for its receive, of which there is none.
         """
+        self.settle()
+        self.reap()  # sends the receipts of all copies
         coming = self._receipts.alltoall([tuple(each) for each in self._counts.T])
         wanted = np.sum(coming, axis=0)
         for posted in list(self._open):
             posted.cancel()
-            posted.wait()
+            posted.wait(_nothing)
         while self._sent or (self._taken < wanted).any():
             while self._envelopes.Iprobe():
                 self._arrived(MPI.ANY_SOURCE, MPI.ANY_TAG)
@@ -166,11 +194,15 @@ class Post:
             memory = Memory(room.address, found.nbytes, room.memory)
             packed = memory.array(found.nbytes, np.dtype(np.uint8))
             packing.pack(found, packed)(stream)
-        _wait(stream)
+        if not SIMULATED:
+            streams.synchronize(stream)
         return room
 
     def reap(self) -> None:
-        """Reuse the memory of messages that were received."""
+        """Send the receipts of messages, and reuse the memory of those received."""
+        for each in [each for each in self._copying if each.done.query()]:
+            self._copying.remove(each)
+            self._acknowledge(each.envelope)
         self._sent = [each for each in self._sent if not each[0].Test()]
         number = np.empty(1, np.int64)
         while self._receipts.Iprobe():
@@ -250,11 +282,25 @@ class Post:
     def _arrived(self, source: int, tag: int) -> Envelope:
         """Receive an envelope that MPI has."""
         posted = self._posted(source, tag)
-        posted.wait()
+        posted.wait(self.check)
         return posted.envelope
 
-    def deliver(self, envelope: Envelope, into: buffers.Message) -> None:
-        """Copy a message to its array, and send the receipt."""
+    def event(self, stream: int) -> Event:
+        """Return the end of a stream's work so far."""
+        found = self._events.pop() if self._events else Event()
+        found.record(stream)
+        return found
+
+    def deliver(self, envelope: Envelope, into: buffers.Message, after: Event) -> Event:
+        """Start the copy of a message to its array; return the end of the copy.
+
+        The receipt follows it, in a call of :meth:`reap`.
+
+        Args:
+            envelope: the message.
+            into: the array's items.
+            after: what the copy follows.
+        """
         try:
             if envelope.nbytes > into.nbytes:
                 raise refusal(
@@ -263,35 +309,61 @@ class Post:
                     f"{envelope.source} with tag {envelope.tag}, got {envelope.nbytes};"
                     " pass a larger array",
                 )
+            if self._side is None:
+                self._side = SideStream(0)
+            after.wait(self._side.stream)
             if envelope.nbytes:
-                self._copy(envelope, into)
-        finally:
-            number = np.array([envelope.number], np.int64)
-            self._counts[1, envelope.source] += 1
-            self._sent.append((self._receipts.Isend(number, envelope.source), number))
+                self._copy(envelope, into, self._side.stream)
+        except BaseException:
+            self._acknowledge(envelope)
+            raise
+        self.reuse(after)
+        done = self.event(self._side.stream)
+        self._copying.append(Copying(done, envelope, into))
+        return done
 
-    def _copy(self, envelope: Envelope, into: buffers.Message) -> None:
+    def reuse(self, event: Event) -> None:
+        """Take an event back that nobody will ask any more."""
+        self._events.append(event)
+
+    def settle(self) -> None:
+        """Wait for the copies to arrays; later ones have a new stream."""
+        if self._side is not None:
+            if not SIMULATED:
+                streams.synchronize(self._side.stream)
+            self._side.close()
+            self._side = None
+
+    def _acknowledge(self, envelope: Envelope) -> None:
+        number = np.array([envelope.number], np.int64)
+        self._counts[1, envelope.source] += 1
+        self._sent.append((self._receipts.Isend(number, envelope.source), number))
+
+    def _copy(self, envelope: Envelope, into: buffers.Message, stream: int) -> None:
         block = opened(envelope.handle)
         source = arrays.view(block, "Recv").address + envelope.offset
-        stream = self.stream_of(into.array, "Recv")
         if into.layout.runs is None:
             streams.copy(into.address, source, envelope.nbytes, stream)
-        else:
-            number, rest = divmod(envelope.nbytes, into.layout.nbytes)
-            if rest:
-                raise unsupported(
-                    f"Recv: expected whole items of {into.layout.nbytes} bytes, got "
-                    f"{envelope.nbytes} bytes; send whole items"
-                )
-            memory = Memory(source, envelope.nbytes, block)
-            packed = memory.array(envelope.nbytes, np.dtype(np.uint8))
-            packing.unpack(into._replace(number=number), packed)(stream)
-        _wait(stream)
+            return
+        number, rest = divmod(envelope.nbytes, into.layout.nbytes)
+        if rest:
+            raise unsupported(
+                f"Recv: expected whole items of {into.layout.nbytes} bytes, got "
+                f"{envelope.nbytes} bytes; send whole items"
+            )
+        memory = Memory(source, envelope.nbytes, block)
+        packed = memory.array(envelope.nbytes, np.dtype(np.uint8))
+        packing.unpack(into._replace(number=number), packed)(stream)
 
 
-def _wait(stream: int) -> None:
-    if not SIMULATED:
-        streams.synchronize(stream)
+def _nothing() -> None:
+    """Check nothing: the communicator ends."""
+
+
+def settle_all() -> None:
+    """Wait for all copies to arrays, for the end of the program."""
+    for post in _posts:
+        post.settle()
 
 
 class Posted:
@@ -321,12 +393,9 @@ class Posted:
         assert self._envelope is not None
         return self._envelope
 
-    def wait(self) -> None:
+    def wait(self, check: Callable[[], None]) -> None:
         """Wait until it has arrived or was cancelled."""
-        if self._request is not None:
-            status = MPI.Status()
-            self._request.Wait(status)
-            self._read(status)
+        waited(self.test, check)
 
     def test(self) -> bool:
         """Return whether it has arrived or was cancelled."""
@@ -353,142 +422,3 @@ class Posted:
         handle = data[_HEADER.size :]
         source, tag = status.source, status.tag
         self._envelope = Envelope(source, tag, number, nbytes, offset, handle)
-
-
-class Receiving(Request):
-    """A receive.
-
-    Args:
-        post: of its communicator.
-        posted: its envelope.
-        into: the items that it writes, of :meth:`Post.room`.
-    """
-
-    def __init__(self, post: Post, posted: Posted, into: buffers.Message):
-        super().__init__()
-        self._post, self._posted, self._into = post, posted, into
-
-    def _finish(self, status: MPI.Status | None) -> None:
-        self._refuse_capture()
-        self._posted.wait()
-        self._done(status)
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        self._refuse_capture()
-        if not self._posted.test():
-            return False
-        self._done(status)
-        return True
-
-    def _refuse_capture(self) -> None:
-        """Raise within a capture; the request stays active."""
-        self._post.stream_of(self._into.array, "Recv")
-
-    def _done(self, status: MPI.Status | None) -> None:
-        self._active = False
-        if self._posted.cancelled:
-            describe(status, cancelled=True)
-            return
-        found = self._posted.envelope
-        describe(status, found.source, found.tag, min(found.nbytes, self._into.nbytes))
-        self._post.deliver(found, self._into)
-
-    def Cancel(self) -> None:
-        """Cancel the receive, unless a message has matched it."""
-        self._posted.cancel()
-
-
-class Sending(Request):
-    """A send that is done when a receive has matched it."""
-
-    def __init__(self, matched: MPI.Request):
-        super().__init__()
-        self._matched = matched
-
-    def _finish(self, status: MPI.Status | None) -> None:
-        self._matched.Wait()
-        describe(status)
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        if not self._matched.Test():
-            return False
-        describe(status)
-        return True
-
-
-class Done(Request):
-    """A call that was done when it was started.
-
-    Args:
-        source: the source of its status.
-    """
-
-    def __init__(self, source: int = MPI.ANY_SOURCE):
-        super().__init__()
-        self._source = source
-
-    def _finish(self, status: MPI.Status | None) -> None:
-        describe(status, self._source)
-
-    def _poll(self, status: MPI.Status | None) -> bool:
-        self._finish(status)
-        return True
-
-
-class Message(MPI.Message):
-    """A message that a matched probe has found, of a device array."""
-
-    _post: Post | None = None
-    _envelope: Envelope | None = None
-
-    def __bool__(self) -> bool:
-        return self._envelope is not None or super().__bool__()
-
-    __hash__ = MPI.Message.__hash__
-
-    @classmethod
-    def of(cls, post: Post, envelope: Envelope) -> "Message":
-        """Return the message of an envelope."""
-        made = cls()
-        made._post, made._envelope = post, envelope
-        return made
-
-    @translated
-    def Recv(self, buf: Any, status: MPI.Status | None = None) -> None:
-        """Receive the message."""
-        if self._envelope is None:
-            super().Recv(buf, status)
-        else:
-            self.Irecv(buf).Wait(status)
-
-    @translated
-    def Irecv(self, buf: Any) -> Any:
-        """Start to receive the message."""
-        if self._envelope is None:
-            return super().Irecv(buf)
-        assert self._post is not None
-        into = self._post.room(buf)
-        envelope, self._envelope = self._envelope, None
-        return Receiving(self._post, Posted(envelope=envelope), into)
-
-    @classmethod
-    def Probe(
-        cls,
-        comm: Any,
-        source: int = MPI.ANY_SOURCE,
-        tag: int = MPI.ANY_TAG,
-        status: MPI.Status | None = None,
-    ) -> Any:
-        """Wait for a message; return it, so that no other receive gets it."""
-        return comm.Mprobe(source, tag, status)
-
-    @classmethod
-    def Iprobe(
-        cls,
-        comm: Any,
-        source: int = MPI.ANY_SOURCE,
-        tag: int = MPI.ANY_TAG,
-        status: MPI.Status | None = None,
-    ) -> Any:
-        """Return a message, so that no other receive gets it, or None."""
-        return comm.Improbe(source, tag, status)

@@ -1,16 +1,15 @@
 """mpi4py's sends, receives and probes."""
 
-import functools
-import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
 
 from numba_symm.mpi.buffers import on_device
 from numba_symm.mpi.errors import translated
-from numba_symm.mpi.messages import Done, Message, Post, Receiving, Sending
-from numba_symm.mpi.requests import PAUSE, Prequest, Request, describe
+from numba_symm.mpi.messages import Post
+from numba_symm.mpi.pending import Done, Message, Receiving, Sending
+from numba_symm.mpi.requests import Prequest, Request, describe, waited
 
 NOBODY = MPI.PROC_NULL
 
@@ -61,7 +60,8 @@ class Messages:
             return Done()
         if not on_device(buf):
             return self.host.Issend(buf, dest, tag)
-        return Sending(self.post.send(buf, dest, tag, matched=True))
+        matched = self.post.send(buf, dest, tag, matched=True)
+        return Sending(matched, self.post.check)
 
     @translated
     def Recv(
@@ -159,7 +159,7 @@ class Messages:
         """Prepare a send."""
         if not on_device(buf):
             return self.host.Send_init(buf, dest, tag)
-        return Prequest(functools.partial(self.Isend, buf, dest, tag))
+        return Prequest(partial(self.Isend, buf, dest, tag))
 
     Rsend_init = Send_init
 
@@ -168,14 +168,14 @@ class Messages:
         """Prepare a send."""
         if not on_device(buf):
             return self.host.Bsend_init(buf, dest, tag)
-        return Prequest(functools.partial(self.Isend, buf, dest, tag))
+        return Prequest(partial(self.Isend, buf, dest, tag))
 
     @translated
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send that is done when a receive has matched it."""
         if not on_device(buf):
             return self.host.Ssend_init(buf, dest, tag)
-        return Prequest(functools.partial(self.Issend, buf, dest, tag))
+        return Prequest(partial(self.Issend, buf, dest, tag))
 
     @translated
     def Recv_init(
@@ -184,7 +184,7 @@ class Messages:
         """Prepare a receive."""
         if not on_device(buf):
             return self.host.Recv_init(buf, source, tag)
-        return Prequest(functools.partial(self.Irecv, buf, source, tag))
+        return Prequest(partial(self.Irecv, buf, source, tag))
 
     # Probes.
 
@@ -210,7 +210,7 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> bool:
         """Wait for a message."""
-        return bool(_waited(functools.partial(self.Iprobe, source, tag, status)))
+        return bool(waited(partial(self.Iprobe, source, tag, status), self.post.check))
 
     @translated
     def Improbe(
@@ -234,14 +234,7 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> Any:
         """Wait for a message; return it, so that no other receive gets it."""
-        return _waited(functools.partial(self.Improbe, source, tag, status))
-
-
-def _waited(look: Callable[[], Any]) -> Any:
-    """Look until something is found, and return it."""
-    while not (found := look()):
-        time.sleep(PAUSE)
-    return found
+        return waited(partial(self.Improbe, source, tag, status), self.post.check)
 
 
 class Together(Request):
@@ -250,6 +243,10 @@ class Together(Request):
     def __init__(self, receives: Any, sends: Any):
         super().__init__()
         self._receives, self._sends = receives, sends
+
+    def _progress(self) -> None:
+        if isinstance(self._receives, Request):
+            self._receives._progress()
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._receives.Wait(status)

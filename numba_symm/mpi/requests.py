@@ -11,6 +11,25 @@ from numba_symm.mpi.errors import refusal, translated
 PAUSE = 20e-6
 """Seconds between two looks for what other ranks do."""
 
+_BUSY = 200  # looks without a pause
+
+
+def waited(look: Callable[[], Any], check: Callable[[], None]) -> Any:
+    """Look until something is found, and return it.
+
+    Args:
+        look: returns what it finds.
+        check: raises if the communicator has failed, so that what other ranks should do
+            may never happen.
+    """
+    looks = 0
+    while not (found := look()):
+        check()
+        looks += 1
+        if looks > _BUSY:
+            time.sleep(PAUSE)
+    return found
+
 
 class Request:
     """A call that was started. Its methods are those of ``mpi4py.MPI.Request``.
@@ -46,6 +65,9 @@ class Request:
     def _poll(self, status: MPI.Status | None) -> bool:
         """Return whether the call is done, and describe it if so. Never wait."""
         raise NotImplementedError
+
+    def _progress(self) -> None:
+        """Start what can be started now. Never wait."""
 
     @translated
     def Wait(self, status: MPI.Status | None = None) -> bool:
@@ -115,6 +137,9 @@ class Request:
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Wait for all requests."""
+        for request in requests:
+            if isinstance(request, Request):
+                request._progress()
         for index, request in enumerate(requests):
             request.Wait(_status(statuses, index))
         return True
@@ -304,6 +329,10 @@ class Prequest(Request):
         """Start all requests."""
         for request in requests:
             request.Start()
+
+    def _progress(self) -> None:
+        if self._running is not None:
+            self._running._progress()
 
     def Wait(self, status: MPI.Status | None = None) -> bool:
         """Wait for the call; return immediately if it was not started."""

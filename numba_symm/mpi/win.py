@@ -27,8 +27,8 @@ from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Message, message
 from numba_symm.mpi.comm import Device
 from numba_symm.mpi.errors import refusal, translated, unsupported
-from numba_symm.mpi.messages import Done
 from numba_symm.mpi.one_sided import bytes_of, check_single, copied, reduced
+from numba_symm.mpi.pending import Done
 from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.kinds import locate
 

@@ -9,6 +9,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.environment import SIMULATED
+from numba_symm.errors import CollectiveTimeout
 from numba_symm.mpi import messages
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.staging import BLOCK, LEAST, staging_of
@@ -251,6 +252,58 @@ def test_a_refused_receive_takes_no_message(comm, monkeypatch):
     early.Wait()
     assert not comm.post._open
     comm.Barrier()
+
+
+def test_a_receive_is_done_when_its_copy_is(comm, monkeypatch):
+    """Test never waits for a copy, and the sender keeps the data until its end."""
+    ended, right, left = [], *around(comm)
+
+    class Event:
+        def record(self, stream):
+            pass
+
+        wait = record
+
+        def query(self):
+            return bool(ended)
+
+    monkeypatch.setattr(messages, "Event", Event)
+    comm = comm.Dup()
+    outs = [room(1) for _ in range(2)]
+    requests = [comm.Irecv(out, left, tag) for tag, out in enumerate(outs)]
+    for tag in (0, 1):
+        comm.Send(array(tag), right, tag)
+    while len(comm.post._copying) < 2:
+        assert not any([request.Test() for request in requests])
+    del requests[1]  # whose array lives until the copy has ended
+    gc.collect()
+    assert any(each.into.array is outs[1] for each in comm.post._copying)
+    comm.Barrier()
+    comm.post.reap()
+    assert len(comm.post._unread) == 2
+    assert not requests[0].Test()
+    comm.Barrier()
+    ended.append(True)
+    assert requests[0].Test()
+    assert not comm.post._copying
+    while comm.post._unread:
+        comm.post.reap()
+    assert [out.copy_to_host()[0] for out in outs] == [0, 1]
+    comm.Free()
+
+
+@needs_peers
+def test_a_receive_ends_when_the_communicator_fails(world):
+    """Its sender may never send."""
+    made = MPI.Comm(world, timeout=0.5)
+    last = made.size - 1
+    calls = [lambda: made.Recv(room(1), last), lambda: made.Mprobe(last)]
+    if made.rank == last:
+        calls = [lambda: made.Allreduce(MPI.IN_PLACE, array(1))]
+    with pytest.raises(MPI.Exception, match="in all_reduce") as found:
+        calls[made.rank % len(calls)]()
+    assert isinstance(found.value.__cause__, CollectiveTimeout)
+    made.Free()
 
 
 def test_cancelled_receive(comm):

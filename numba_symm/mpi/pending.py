@@ -1,0 +1,183 @@
+"""Messages of device arrays that were started: requests, and what probes found."""
+
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from numba_symm.events import Event
+from numba_symm.mpi import buffers
+from numba_symm.mpi.errors import translated
+from numba_symm.mpi.messages import Envelope, Post, Posted
+from numba_symm.mpi.requests import Request, describe, waited
+
+
+class Receiving(Request):
+    """A receive.
+
+    Args:
+        post: of its communicator.
+        posted: its envelope.
+        into: the items that it writes, of :meth:`Post.room`.
+    """
+
+    def __init__(self, post: Post, posted: Posted, into: buffers.Message):
+        super().__init__()
+        self._post, self._posted, self._into = post, posted, into
+        # The copy follows what is enqueued before the receive, not what is later.
+        self._after = post.event(post.stream_of(into.array, "Recv"))
+        self._copied: Event | None = None
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        self._refuse_capture()
+        self._posted.wait(self._post.check)
+        self._start(status)
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._finished(self._copied)
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        self._refuse_capture()
+        if not self._posted.test():
+            self._post.check()
+            return False
+        self._start(status)
+        if self._copied is not None:
+            if not self._copied.query():
+                return False
+            self._finished(self._copied)
+        return True
+
+    def _finished(self, copied: Event) -> None:
+        self._copied = None
+        self._post.reap()
+        self._post.reuse(copied)
+
+    def _progress(self) -> None:
+        if self._active and self._ended is None and self._posted.test():
+            self._refuse_capture()
+            self._start(None)
+
+    def _refuse_capture(self) -> None:
+        """Raise within a capture; the request stays active."""
+        self._post.stream_of(self._into.array, "Recv")
+
+    def _start(self, status: MPI.Status | None) -> None:
+        """Describe the message that has arrived, and start its copy once."""
+        if self._posted.cancelled:
+            describe(status, cancelled=True)
+            return
+        found = self._posted.envelope
+        describe(status, found.source, found.tag, min(found.nbytes, self._into.nbytes))
+        if self._copied is None:
+            try:
+                self._copied = self._post.deliver(found, self._into, self._after)
+            except BaseException:
+                self._active = False
+                raise
+
+    def Cancel(self) -> None:
+        """Cancel the receive, unless a message has matched it."""
+        self._posted.cancel()
+
+
+class Sending(Request):
+    """A send that is done when a receive has matched it.
+
+    Args:
+        matched: the request of its envelope.
+        check: raises if the communicator has failed.
+    """
+
+    def __init__(self, matched: MPI.Request, check: Callable[[], None]):
+        super().__init__()
+        self._matched, self._check = matched, check
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        waited(self._matched.Test, self._check)
+        describe(status)
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        if not self._matched.Test():
+            self._check()
+            return False
+        describe(status)
+        return True
+
+
+class Done(Request):
+    """A call that was done when it was started.
+
+    Args:
+        source: the source of its status.
+    """
+
+    def __init__(self, source: int = MPI.ANY_SOURCE):
+        super().__init__()
+        self._source = source
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        describe(status, self._source)
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        self._finish(status)
+        return True
+
+
+class Message(MPI.Message):
+    """A message that a matched probe has found, of a device array."""
+
+    _post: Post | None = None
+    _envelope: Envelope | None = None
+
+    def __bool__(self) -> bool:
+        return self._envelope is not None or super().__bool__()
+
+    __hash__ = MPI.Message.__hash__
+
+    @classmethod
+    def of(cls, post: Post, envelope: Envelope) -> "Message":
+        """Return the message of an envelope."""
+        made = cls()
+        made._post, made._envelope = post, envelope
+        return made
+
+    @translated
+    def Recv(self, buf: Any, status: MPI.Status | None = None) -> None:
+        """Receive the message."""
+        if self._envelope is None:
+            super().Recv(buf, status)
+        else:
+            self.Irecv(buf).Wait(status)
+
+    @translated
+    def Irecv(self, buf: Any) -> Any:
+        """Start to receive the message."""
+        if self._envelope is None:
+            return super().Irecv(buf)
+        assert self._post is not None
+        into = self._post.room(buf)
+        envelope, self._envelope = self._envelope, None
+        return Receiving(self._post, Posted(envelope=envelope), into)
+
+    @classmethod
+    def Probe(
+        cls,
+        comm: Any,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Wait for a message; return it, so that no other receive gets it."""
+        return comm.Mprobe(source, tag, status)
+
+    @classmethod
+    def Iprobe(
+        cls,
+        comm: Any,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Return a message, so that no other receive gets it, or None."""
+        return comm.Improbe(source, tag, status)
