@@ -64,6 +64,7 @@ _MODULES = (
     "numba_symm.collectives.protocols.copies",
     *_KERNELS,
     "numba_symm.pads",
+    "numba_symm.engines.deadline",
     "numba_symm.collectives.select",
     "numba_symm.collectives.operations",
     "explore.programs",
@@ -75,6 +76,7 @@ _PACKAGES = (
     "numba_symm.collectives.kernels",
     "numba_symm.collectives.protocols",
     "numba_symm.device",
+    "numba_symm.engines",
 )
 
 _NEVER_STOP = {"range", "len", "min", "max", "int", "word_of"}  # merely for speed

@@ -16,7 +16,7 @@ from explore.test_copies import calls_by_copies
 from explore.test_failures import CALLS
 from explore.test_operations import PAIRS, calls_of_pairs
 from explore.world import INT64, World, add, an_integer
-from tests.host import test_machine_code
+from tests.host import test_machine_code, test_machine_code_types
 from tests.kernels import every_kernel, named
 
 
@@ -63,8 +63,23 @@ def reductions_of_shards(code):
     return scenario
 
 
+def marks(code):
+    """Each rank stores numbers into its own word, one after another."""
+
+    def scenario(machine):
+        world = World(machine, code)
+        for rank, word in enumerate(world.map("word", 8)):
+            for number in (3, 0, 7):
+                add(code.deadline.kernel().bind(1, word, number), world.streams[rank])
+            world.expect(word, [7])
+        world.run()
+
+    return scenario
+
+
 SCENARIOS = [
     conversions,
+    marks,
     reductions_of_shards,
     *CALLS.values(),
     calls_by_copies,
@@ -108,5 +123,6 @@ def test_every_kernels_machine_code_is_looked_at():
         named(test_machine_code.kernel(*case).factory)
         for case in test_machine_code.EVERY + test_machine_code.FENCE
     }
+    looked_at |= {named(each.factory) for each in test_machine_code_types.MARKS}
     missing = every_kernel() - looked_at
     assert not missing, f"tests/host/test_machine_code.py has no case of {missing}"

@@ -10,6 +10,7 @@ from numba_symm.collectives.kernels import one_shot
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.workspace import ONE_SHOT
 from numba_symm.dtypes import UserOperator
+from numba_symm.engines import deadline
 from tests.machine_code import machine_code
 from tests.operators import ELEMENTS, PAIRS
 
@@ -48,6 +49,16 @@ def test_elements_are_reduced_in_registers(name, op):
     if (name, op) == ("complex64", "prod"):  # whose bits are NumPy's
         assert re.search(r"\bFMUL\b", text)
         assert not re.search(r"\bFFMA\b", text)
+
+
+MARKS = [deadline.kernel()]
+
+
+@pytest.mark.parametrize("kernel", MARKS)
+def test_a_mark_is_one_store_that_the_host_sees_whole(kernel):
+    _, text = machine_code(kernel)
+    accesses = re.findall(r"\b(?:STG|LDG|ST|LD|ATOMG?|REDG?)\.[\w.]+", text)
+    assert accesses == ["STG.E.64.STRONG.SYS"]
 
 
 TRUTHS = {

@@ -9,7 +9,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import engines, streams
-from numba_symm.engines import mpi
+from numba_symm.engines import deadline, mpi
 from numba_symm.engines.mpi import MpiEngine, Staged
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
@@ -145,6 +145,13 @@ def test_ranks_agree_how_mpi_gets_the_bytes(world, pinned, monkeypatch):
     with ns.Communicator(world, timeout=20) as comm:
         check_works(comm)
         assert bool(pinned.copied) == SIMULATED
+
+
+@pytest.mark.skipif(not SIMULATED, reason="a GPU needs memory that it reaches")
+def test_a_mark_is_stored_for_the_host():
+    word = ctypes.c_uint64(1 << 32)
+    deadline.kernel().bind(1, ctypes.addressof(word), 5)(streams.LEGACY_DEFAULT)
+    assert word.value == 5
 
 
 def test_a_capture_is_refused(engine, monkeypatch):
