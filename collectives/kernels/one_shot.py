@@ -55,6 +55,7 @@ from numba_symm.collectives.protocols.workspace import (
 )
 from numba_symm.device.intrinsics import (
     block_index,
+    block_index_of_thread,
     device_function,
     fence_acq_rel_sys,
 )
@@ -191,6 +192,9 @@ def make_one_shot(
     post = make_post(size, lanes, kind, post_one)
     use = make_use(size, element, op, lanes, kind.output)
     digests_match = make_digests_match(size)
+    # Where registers suffice, the first loads do not wait for another lane.
+    of_thread = size <= 4 and not rooted
+    own_block_index = block_index_of_thread if of_thread else block_index
 
     def one_shot(
         guard: Any,
@@ -209,7 +213,7 @@ def make_one_shot(
         digest: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = own_block_index()
         if block >= grid:
             return
         follow_previous_grid(early)

@@ -413,6 +413,12 @@ def test_all_steps_are_loaded_before_any_is_posted(transport):
     assert int(code.usage["STACK"]) == 0
 
 
+@on(ONE_SHOT)
+def test_the_loads_wait_for_another_lane_only_to_save_registers(case, cc):
+    scarce = case[1] > 4 or case[0] in ROOTED
+    assert len(compiled(case, cc).find(r"SHFL\.IDX")) == scarce
+
+
 @on(MAILBOXES)
 def test_all_mailboxes_are_polled_together(case, cc):
     # Nothing waits between the loads: polling all takes one latency, not n.
