@@ -272,6 +272,7 @@ class _Lane:
         keep: Any,
         failed: Callable[[BaseException], None],
     ) -> Done:
+        self._kept.append(keep)  # first: a signal may interrupt what follows
         if self._worker is not None:
             done: Done = self._worker.launch(launch, failed)
         else:
@@ -280,7 +281,6 @@ class _Lane:
                 launch(self._side.stream)
                 done = end_of(self._side.stream)
         self._last = done
-        self._kept.append(keep)
         return done
 
     def idle(self) -> bool:
@@ -290,6 +290,7 @@ class _Lane:
     def release(self) -> None:
         """Let go of the arrays of the requests, which are done."""
         self._kept.clear()
+        self._last = None  # to ask an event takes time
 
     def close(self) -> None:
         try:

@@ -3,11 +3,13 @@
 import contextlib
 import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import numba_symm as ns
+from numba_symm.collectives import requests
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import needs_peers, ordinary, put, refused
 from tests.ranks.messages.contents import right_and_left
@@ -84,8 +86,7 @@ def test_each_direction_has_an_order_of_its_own(comm, world):
 def test_work_of_a_stream_follows_requests(comm, world):
     right, left = right_and_left(comm)
     x, out = filled(LARGE, comm.rank), filled(LARGE, -1)
-    requests = [comm.irecv(out, src=left), comm.isend(x, dst=right)]
-    ns.Request.wait_all(requests)
+    ns.Request.wait_all([comm.irecv(out, src=left), comm.isend(x, dst=right)])
     total = comm.all_reduce(out)
     comm.synchronize()
     assert holds(total, sum(range(comm.size)))
@@ -119,6 +120,43 @@ def test_arrays_are_kept_while_any_request_is_pending(comm, world):
 
 
 @needs_peers
+def test_arrays_of_an_interrupted_request_are_kept(world, monkeypatch):
+    """Its kernel may still read them."""
+    place = (requests._Worker, "launch") if SIMULATED else (requests, "end_of")
+    original = getattr(*place)
+
+    def interrupted(*args):
+        original(*args)
+        raise KeyboardInterrupt
+
+    comm = ns.Communicator(world, timeout=60, requests=True)
+    x = filled(5, comm.rank)
+    kept = weakref.ref(x)
+    if comm.rank == 0:
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(*place, interrupted)
+            comm.isend(x, dst=1)
+            pytest.fail("it was not interrupted")
+        del x
+    during = kept() is not None
+    world.barrier()
+    with contextlib.suppress(ns.RankLeft):
+        comm.close()
+    assert during
+    assert comm.rank > 0 or kept() is None
+
+
+def test_a_direction_is_asked_only_while_it_keeps_arrays(world):
+    lane, asked = requests._Lane(), []
+    lane._last = SimpleNamespace(query=lambda: asked.append(True) or True)
+    for _ in range(3):
+        assert lane.idle()
+        lane.release()
+    lane.close()
+    assert len(asked) == 1
+
+
+@needs_peers
 def test_lengths_of_received_requests(comm, world):
     right, left = right_and_left(comm)
     for length in (0, 1, 700, LARGE - 1):
@@ -136,11 +174,11 @@ def test_lengths_of_received_requests(comm, world):
 
 def test_requests_with_nobody_are_done(comm, world):
     out, count = filled(3, 1), ordinary(1, np.int64)
-    requests = [
+    made = [
         comm.isend(out, dst=None),
         comm.irecv(out, src=None, count=count),
     ]
-    for request in requests:
+    for request in made:
         request.synchronize()
         assert request.test()
     assert holds(out, 1)
