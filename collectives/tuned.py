@@ -71,6 +71,8 @@ def agreed(exchange: StoreExchange, gpu: str, size: int) -> Choices:
 
 def read(gpu: str, size: int) -> Found:
     """Return what the file has for ``size`` ranks with GPUs of that name."""
+    if size == 1:  # nothing to choose, so nothing is measured
+        return Found(None)
     try:
         content = json.loads(file().read_text())
     except FileNotFoundError:

@@ -132,6 +132,12 @@ def test_a_damaged_table_is_not_used(steps):
     assert tuned.read(GPU, 2).choices is not None
 
 
+def test_one_rank_needs_no_limits():
+    """An island may have one rank: nothing could be measured for it."""
+    tuned.write(GPU, 2, MEASURED)
+    assert tuned.read(GPU, 1) == (None, "")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"gpu": 3}'])
 def test_a_file_of_something_else_is_not_used(text):
     tuned.file().parent.mkdir()
