@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import nvidia
 
+from numba_symm.collectives.protocols import workspace
+
 
 class Instruction(NamedTuple):
     guard: str  # such as "@!P0"
@@ -103,6 +105,44 @@ class Code:
 
     def between(self, first, last):
         return self.instructions[first + 1 : last]
+
+
+def opcodes(instructions, pattern):
+    return [i.opcode for i in instructions if re.fullmatch(pattern, i.opcode)]
+
+
+def branches(instructions):
+    return opcodes(instructions, r"(BRA|BRX|BSSY|BSYNC|CALL|EXIT)\b.*")
+
+
+def flag_stores(code):
+    """Return the stores of 4 bytes but those that mark that the rank has failed.
+
+    These are one line apart, one after another or in a loop that does nothing else.
+    """
+    stores = code.find(r"STG\.E\.STRONG\.SYS")
+    loops = {store: code.loop(store) for store in stores}
+    stores = [
+        store
+        for store in stores
+        if not loops[store] or opcodes(loops[store], r"(LDG|BAR|MEMBAR)\b.*")
+    ]
+    found = []
+    while stores:
+        run = stores[: workspace._MARKS]
+        number = len(run) if are_marks(code, run) else 1
+        found += stores[:number] if number == 1 else []
+        stores = stores[number:]
+    return found
+
+
+def are_marks(code, stores):
+    operands = [code.instructions[store].operands for store in stores]
+    offsets = [re.search(r"\+(-?0x\w+)\]", each) for each in operands]
+    places = sorted(int(found[1], 16) if found else 0 for found in offsets)
+    first = places[0]
+    apart = [first + workspace._LINE * i for i in range(workspace._MARKS)]
+    return places == apart
 
 
 def machine_code(kernel, cc=(9, 0)):

@@ -171,6 +171,11 @@ def make_use(
     return use
 
 
+def _block_index(size: int, rooted: bool) -> Callable[[], int]:
+    # Where registers suffice, the first loads do not wait for another lane.
+    return block_index_of_thread if size <= 4 and not rooted else block_index
+
+
 def make_one_shot(
     size: int,
     element: Element,
@@ -192,9 +197,7 @@ def make_one_shot(
     post = make_post(size, lanes, kind, post_one)
     use = make_use(size, element, op, lanes, kind.output)
     digests_match = make_digests_match(size)
-    # Where registers suffice, the first loads do not wait for another lane.
-    of_thread = size <= 4 and not rooted
-    own_block_index = block_index_of_thread if of_thread else block_index
+    own_block_index = _block_index(size, rooted)
 
     def one_shot(
         guard: Any,
@@ -228,8 +231,7 @@ def make_one_shot(
         epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
         mine = source + guard.rank * shard_bytes if sends_shards else source
-        # As long as the block's first thread has a vector: the block synchronizes
-        # in between.
+        # While the block's first thread has a vector: all synchronize in between.
         while start - thread < vectors:
             epoch = next_epoch(epoch)
             # All steps' loads, before a post makes the next load wait for it.

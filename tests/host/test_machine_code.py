@@ -33,11 +33,11 @@ from numba_symm.collectives.kernels import (
     two_shot_broadcast,
 )
 from numba_symm.collectives.operations import OPERATIONS
-from numba_symm.collectives.protocols import handshake, workspace
+from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
 from numba_symm.waits import BARRIER
 from tests.kernels import bound_kernels, named
-from tests.machine_code import Code
+from tests.machine_code import Code, branches, flag_stores, opcodes
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture here
 
@@ -218,14 +218,6 @@ def compiled(case, cc):
     return Code(kernel(*case), cc)
 
 
-def opcodes(instructions, pattern):
-    return [i.opcode for i in instructions if re.fullmatch(pattern, i.opcode)]
-
-
-def branches(instructions):
-    return opcodes(instructions, r"(BRA|BRX|BSSY|BSYNC|CALL|EXIT)\b.*")
-
-
 @on(EVERY)
 def test_everything_stays_in_registers_and_a_block_fits(case, cc):
     code = compiled(case, cc)
@@ -300,36 +292,6 @@ def test_every_flag_is_loaded_with_acquire(case, cc):
         following = code.instructions[load + 1 :]
         accesses = opcodes(following, r"(LDG|STG|LDS|STS|CCTL|MEMBAR|BAR)\b.*")
         assert accesses[0] == "CCTL.IVALL"
-
-
-def flag_stores(code):
-    """Return the stores of 4 bytes but those that mark that the rank has failed.
-
-    These are one line apart, one after another or in a loop that does nothing else.
-    """
-    stores = code.find(r"STG\.E\.STRONG\.SYS")
-    loops = {store: code.loop(store) for store in stores}
-    stores = [
-        store
-        for store in stores
-        if not loops[store] or opcodes(loops[store], r"(LDG|BAR|MEMBAR)\b.*")
-    ]
-    found = []
-    while stores:
-        run = stores[: workspace._MARKS]
-        number = len(run) if are_marks(code, run) else 1
-        found += stores[:number] if number == 1 else []
-        stores = stores[number:]
-    return found
-
-
-def are_marks(code, stores):
-    operands = [code.instructions[store].operands for store in stores]
-    offsets = [re.search(r"\+(-?0x\w+)\]", each) for each in operands]
-    places = sorted(int(found[1], 16) if found else 0 for found in offsets)
-    first = places[0]
-    apart = [first + workspace._LINE * i for i in range(workspace._MARKS)]
-    return places == apart
 
 
 @on(FLAGGED)
