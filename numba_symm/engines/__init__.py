@@ -1,6 +1,7 @@
 """Engines: libraries that move bytes between the GPUs of different islands."""
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Protocol
 
 from numba_symm import environment, streams
@@ -104,20 +105,27 @@ def uses_nccl(asked: str | None, founds: Sequence[nccl.Found], shared: bool) -> 
 def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
     exchange = islands.exchange
     what = "starting engine 'nccl'"
-    with exchange.agreed(what):
-        mine = nccl.unique_id() if exchange.rank == 0 else b""
-    unique = exchange.all_gather(mine, what)[0]
-    with exchange.agreed(what):
-        return nccl.NcclEngine(
-            unique,
-            exchange.rank,
-            exchange.size,
-            nccl.share(multiprocessors),
-            islands.wait,
-            islands.look,
-            lambda: islands.operation,
-            Deadline(islands.timeout),
-        )
+    with ExitStack() as undo:
+        with exchange.agreed(what):
+            # Here, because its kernel may be compiled, for which NCCL must not wait.
+            deadline = Deadline(islands.timeout)
+            undo.callback(deadline.close)
+            mine = nccl.unique_id() if exchange.rank == 0 else b""
+        unique = exchange.all_gather(mine, what)[0]
+        with exchange.agreed(what):
+            engine = nccl.NcclEngine(
+                unique,
+                exchange.rank,
+                exchange.size,
+                nccl.share(multiprocessors),
+                islands.wait,
+                islands.look,
+                lambda: islands.operation,
+                deadline,
+            )
+            undo.callback(engine.abort)
+        undo.pop_all()
+    return engine
 
 
 def _start_mpi(islands: Joined) -> Engine:

@@ -1,5 +1,6 @@
 """The engine of NCCL without GPUs: a stand-in records what NCCL is asked to do."""
 
+import contextlib
 import ctypes
 import importlib
 import threading
@@ -389,3 +390,29 @@ def test_what_is_missing_is_named(fake, monkeypatch):
 )
 def test_a_kernel_beside_nccls_has_multiprocessors_left(all_of_them, wanted):
     assert nccl.share(all_of_them) == wanted
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_start_that_fails_on_another_rank_leaves_nothing(
+    gpu, fake, ranks, monkeypatch, number
+):
+    """Neither the word of the marks nor NCCL's communicator."""
+    steps, freed = iter(range(9)), []
+
+    @contextlib.contextmanager
+    def agreed(what):
+        yield
+        if next(steps) == number:
+            raise ns.BackendError("rank 1 failed")
+
+    monkeypatch.setattr(Deadline, "close", lambda self: freed.append(self))
+    exchange = types.SimpleNamespace(
+        rank=0, size=4, agreed=agreed, all_gather=lambda value, what: [value]
+    )
+    fake.get_unique_id = lambda: b"identifier"
+    given = {"exchange": exchange, "timeout": 2, "operation": ""}
+    islands = types.SimpleNamespace(wait=ranks.wait, look=ranks.look, **given)
+    with pytest.raises(ns.BackendError, match="rank 1 failed"):
+        engines._start_nccl(islands, 31)
+    assert len(freed) == 1
+    assert (("comm_abort", "comm") in ended(fake)) == (number == 1)
