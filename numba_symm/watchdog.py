@@ -126,7 +126,8 @@ class Watchdog:
 def abroad(failure: Failure, host: str) -> CollectiveError:
     """Return the error that ranks of other islands raise for a failure on a host."""
     error = failure.exception()
-    if isinstance(error, CollectiveTimeout) and not failure.limit:
+    kernels = "timeout: " not in str(error)  # a host's names hosts and its deadline
+    if isinstance(error, CollectiveTimeout) and kernels:
         error.args = (f"{error} on {host}",)
     return error
 
