@@ -49,7 +49,7 @@ class CollectiveError(SymmError):
 
     Attributes:
         ranks: the ranks that the text names. For a timeout, the one that waited and
-            the one it waited for; for a mismatch, the two whose calls differ; for a
+            those it waited for; for a mismatch, the two whose calls differ; for a
             rank that left, that one.
         operation: the operation that the text names, such as ``"all_reduce
             (one_shot_ll)"`` or ``"zeros"``; ``""`` if it is unknown.

@@ -118,10 +118,11 @@ class NcclEngine:
         config = self._nccl.Config()
         config.blocking, config.max_ctas = 0, multiprocessors
         given = size, rank, 1, bytearray(unique), config.ptr
-        with self._translated("Communicator"):
-            self._comm: Any = self._nccl.comm_init_rank_scalable(*given)
+        self._comm: Any = None
         try:
-            self._finish(Exchange("Communicator", ()))
+            with self._translated("Communicator"):
+                self._comm = self._nccl.comm_init_rank_scalable(*given)
+                self._finish(Exchange("Communicator", ()))
         except BaseException:
             self.abort()
             raise
@@ -164,17 +165,18 @@ class NcclEngine:
         self._captured = self._captured or streams.is_capturing(stream)
         self._deadline.begin(exchange, stream)
         nccl = self._nccl
-        with self._lock, self._translated(exchange.operation):
-            comm = self._usable()
-            nccl.group_start()
-            try:
-                for peer, address, nbytes in receives:
-                    nccl.recv(address, nbytes, _BYTES, peer, comm, stream)
-                for peer, address, nbytes in sends:
-                    nccl.send(address, nbytes, _BYTES, peer, comm, stream)
-            finally:
-                nccl.group_end()
-        self._finish(exchange)
+        with self._translated(exchange.operation):
+            with self._lock:
+                comm = self._usable()
+                nccl.group_start()
+                try:
+                    for peer, address, nbytes in receives:
+                        nccl.recv(address, nbytes, _BYTES, peer, comm, stream)
+                    for peer, address, nbytes in sends:
+                        nccl.send(address, nbytes, _BYTES, peer, comm, stream)
+                finally:
+                    nccl.group_end()
+            self._finish(exchange)
         self._deadline.end(stream)
 
     def _usable(self) -> Any:
@@ -226,7 +228,7 @@ class NcclEngine:
 
         The watchdog calls it.
         """
-        with self._lock:
+        with self._lock, self._translated(self._operation()):
             if self._comm is None:
                 return None
             state = self._state()

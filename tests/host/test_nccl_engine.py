@@ -238,6 +238,18 @@ def test_a_call_that_nccl_refuses_closes_its_group(engine, fake):
     assert fake.calls[-1] == ("group_end",)
 
 
+def test_a_state_that_nccl_does_not_tell_is_an_error_of_this_library(engine, fake):
+    def refuse(comm):
+        raise NCCLError("invalid argument")
+
+    fake.comm_get_async_error = refuse
+    said = "all_reduce: NCCL failed: invalid argument"
+    with pytest.raises(ns.BackendError, match=said):
+        engine.status()
+    with pytest.raises(ns.BackendError, match=said):
+        engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+
+
 def test_errors_of_the_network_name_the_ranks(engine, fake, gpu):
     engine.exchange([Parcel(1, 10, 8)], [Parcel(2, 10, 8)], STREAM)
     assert engine.status() is None
