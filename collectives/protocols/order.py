@@ -37,20 +37,20 @@ def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
     shifts = (size - 1).bit_length()
 
     @device_function
-    def in_rank_order(rank: int, low: Any, high: Any, spare: Any) -> None:
+    def rotate(rank: int, words: Any, spare: Any) -> None:
         # By 1, 2, 4 … places, so that every index is a constant: registers need that.
         for bit in range(shifts):
             rotating = rank >> bit & 1 != 0  # explore: rotating
             for r in range(size):
                 before = (r + size - (1 << bit)) % size
-                spare[r] = low[before] if rotating else low[r]
+                spare[r] = words[before] if rotating else words[r]
             for r in range(size):
-                low[r] = spare[r]
-            for r in range(size):
-                before = (r + size - (1 << bit)) % size
-                spare[r] = high[before] if rotating else high[r]
-            for r in range(size):
-                high[r] = spare[r]
+                words[r] = spare[r]
+
+    @device_function
+    def in_rank_order(rank: int, low: Any, high: Any, spare: Any) -> None:
+        rotate(rank, low, spare)
+        rotate(rank, high, spare)
 
     return in_rank_order
 
