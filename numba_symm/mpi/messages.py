@@ -179,7 +179,11 @@ class Post:
         place = (0, b"") if room is None else (room.offset, room.handle)
         text = _HEADER.pack(number, found.nbytes, place[0]) + place[1]
         send = self._envelopes.Issend if matched else self._envelopes.Isend
-        request: MPI.Request = send([text, MPI.BYTE], dest, tag)
+        try:
+            request: MPI.Request = send([text, MPI.BYTE], dest, tag)
+        except BaseException:
+            self._give_back(room)
+            raise
         self._sent.append((request, text))
         self._counts[0, dest] += 1
         self._unread[number] = room

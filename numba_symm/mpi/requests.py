@@ -1,12 +1,13 @@
 """Requests: calls that were started, and are waited for later."""
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 from mpi4py import MPI
 
-from numba_symm.mpi.errors import refusal, translated
+from numba_symm.mpi.errors import refusal, translated, unsupported
 
 PAUSE = 20e-6
 """Seconds between two looks for what other ranks do."""
@@ -31,15 +32,31 @@ def waited(look: Callable[[], Any], check: Callable[[], None]) -> Any:
     return found
 
 
+def _of_objects(name: str) -> Any:
+    """Return mpi4py's class method of that name, of requests for pickled objects."""
+    plain = getattr(MPI.Request, name)
+
+    @functools.wraps(plain)
+    def method(requests: Sequence[Any], *args: Any, **options: Any) -> Any:
+        if _has_own(requests):
+            raise unsupported(
+                f"{name}: expected requests of mpi4py, got some of device arrays; call "
+                f"{name.capitalize()}"
+            )
+        return plain(requests, *args, **options)
+
+    return staticmethod(method)
+
+
 class Request:
     """A call that was started. Its methods are those of ``mpi4py.MPI.Request``.
 
     The class methods also take requests of mpi4py, so that a program may wait for its
-    host and its device arrays together.
+    host and its device arrays together. ``Request()`` is a null request.
     """
 
     def __init__(self) -> None:
-        self._active = True
+        self._active = type(self) is not Request
         # Of a call that is done, until a caller gets it.
         self._ended: MPI.Status | None = None
 
@@ -224,6 +241,12 @@ class Request:
             request.wait(_status(statuses, index))
             for index, request in enumerate(requests)
         ]
+
+    testall: Any = _of_objects("testall")
+    testany: Any = _of_objects("testany")
+    testsome: Any = _of_objects("testsome")
+    waitany: Any = _of_objects("waitany")
+    waitsome: Any = _of_objects("waitsome")
 
 
 def _has_own(requests: Sequence[Any]) -> bool:

@@ -118,6 +118,24 @@ class Win(MPI.Win):
         return cls._made(comm, memory, disp_unit, info)
 
     @classmethod
+    def Allocate_shared(
+        cls,
+        size: int,
+        disp_unit: int = 1,
+        info: MPI.Info = MPI.INFO_NULL,
+        comm: Any = MPI.COMM_SELF,
+    ) -> Any:
+        """Return a window of mpi4py, over host memory that all ranks access."""
+        return MPI.Win.Allocate_shared(size, disp_unit, info, _plain(comm))
+
+    @classmethod
+    def Create_dynamic(
+        cls, info: MPI.Info = MPI.INFO_NULL, comm: Any = MPI.COMM_SELF
+    ) -> Any:
+        """Return a window of mpi4py, to which host memory is attached later."""
+        return MPI.Win.Create_dynamic(info, _plain(comm))
+
+    @classmethod
     def _made(cls, comm: Device, memory: Any, unit: int, info: MPI.Info) -> "Win":
         if len(set(comm.post.islands)) > 1:
             raise unsupported(
@@ -401,6 +419,11 @@ def _numpy(array: Any) -> Any:
     if isinstance(array, np.ndarray):
         return array
     return np.frombuffer(array, np.uint8)
+
+
+def _plain(comm: Any) -> Any:
+    """Return the communicator of mpi4py."""
+    return comm.host if isinstance(comm, Device) else comm
 
 
 def _where(memory: Any) -> str:

@@ -410,3 +410,30 @@ def test_ranks_that_do_not_exist(comm):
     assert found.value.Get_error_class() == MPI.ERR_RANK
     with pytest.raises(MPI.Exception):
         comm.Recv(room(1), comm.size)
+
+
+def test_a_refused_tag_keeps_no_memory(comm):
+    comm.Isend(array(1), comm.rank, 1)
+    free = staging_of(comm.post.allocator)._free[LEAST]
+    before = len(free)
+    with pytest.raises(MPI.Exception) as found:
+        comm.Send(array(1), comm.rank, -5)
+    assert found.value.Get_error_class() == MPI.ERR_TAG
+    assert len(free) == before
+    comm.Recv(room(1), comm.rank, 1)
+    comm.Barrier()
+
+
+def test_requests_of_mpi4py(comm):
+    """Null requests, and those of pickled objects."""
+    assert MPI.Request() == MPI.REQUEST_NULL
+    assert not MPI.Request()
+    assert MPI.Request().Wait()
+    right, left = around(comm)
+    requests = [comm.isend(comm.rank, right), comm.irecv(source=left)]
+    index, _ = MPI.Request.waitany(requests)
+    assert requests[1 - index].wait() == (left if index == 0 else None)
+    done = comm.Isend(array(1), MPI.PROC_NULL)
+    with pytest.raises(NotImplementedError, match="call Testall"):
+        MPI.Request.testall([done])
+    assert MPI.Request.Testall([done, MPI.Request(), MPI.REQUEST_NULL])

@@ -191,7 +191,14 @@ def test_windows_over_given_arrays(comm, world):
     if comm.rank == 0:
         assert memory.copy_to_host()[0] == comm.size
     win.Free()
-    for kind in (comm, world):  # host memory is mpi4py's
+    win = MPI.Win.Allocate_shared(8, 8, comm=comm)  # those on the host are mpi4py's
+    win.Fence()
+    memory, unit = win.Shared_query(0)
+    assert (len(memory), unit) == (8, 8)
+    win.Fence()
+    win.Free()
+    MPI.Win.Create_dynamic(comm=comm).Free()
+    for kind in (comm, world):
         host = np.zeros(2)
         win = MPI.Win.Create(host, 8, comm=kind)
         win.Fence()
