@@ -349,8 +349,9 @@ class Communicator(Persistent):
         kernel may be loaded only when the GPU has nothing to do, as in each first call.
 
         Args:
-            *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``, and
-                ``"signals"`` for those of :class:`SymmetricMemory`.
+            *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``;
+                ``"gaps"`` for arrays with gaps, in any call; ``"signals"`` for the
+                methods of :class:`SymmetricMemory`.
             dtypes: the dtypes of their arrays.
             ops: the operators of those that reduce, as for :meth:`all_reduce`. An
                 operator is skipped for a dtype that lacks it.

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_symm import dtypes, pads
-from numba_symm.collectives import select
+from numba_symm.arrays import ArrayView
+from numba_symm.collectives import pairs, select
 from numba_symm.collectives.binder import Binder
-from numba_symm.collectives.kernels import transfer
+from numba_symm.collectives.kernels import pack, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import (
     OPERATIONS,
@@ -44,12 +45,15 @@ MESSAGES = (
 REQUESTS = "isend", "irecv"
 """Messages that run beside all other calls."""
 
+GAPS = "gaps"
+"""Arrays with gaps, of a few axes, in any call."""
+
 SIGNALS = "signals"
 """The methods of ``SymmetricMemory`` that launch kernels."""
 
 _OPERATIONS = {**OPERATIONS, REDUCE_SHARD.name: REDUCE_SHARD}
 
-NAMES = (*_OPERATIONS, *MESSAGES, *REQUESTS, "barrier", SIGNALS)
+NAMES = (*_OPERATIONS, *MESSAGES, *REQUESTS, "barrier", GAPS, SIGNALS)
 """What kernels can be listed for."""
 
 _FAR = 1 << 40  # an output's address, apart from the input's
@@ -128,6 +132,8 @@ def kernels(
                 _bind_operation(_OPERATIONS[name], *given_here)
             elif name == "barrier":
                 binder.barrier()
+            elif name == GAPS:
+                _bind_gaps()
             elif name == SIGNALS:
                 _bind_signals(binder.end.size)
             elif binder.end.size > 1:
@@ -170,16 +176,28 @@ def _bind_operation(
             element, _ = dtypes.moved(dtype, 1)
             _bind_sizes(operation, element, "sum", size, binder)
         return
-    pairs = [
-        (dtypes.element(dtype, operation.name), op) for dtype in given for op in ops
-    ]
-    for element, op in pairs:
-        if _suits(operation, element, op):
-            _bind_sizes(operation, element, op, size, binder)
     for op in ops:
-        if not any(_suits(operation, element, op) for element, _ in pairs):
-            operation.check(op)
-            dtypes.check(op, pairs[0][0], operation.name)
+        operation.check(op)
+        errors = []
+        for dtype in given:
+            try:
+                element, found = _reduced(operation, dtype, op)
+            except ArgumentError as error:
+                errors.append(error)
+            else:
+                _bind_sizes(operation, element, found, size, binder)
+        if len(errors) == len(given):
+            raise errors[0]
+
+
+def _reduced(operation: Operation, dtype: np.dtype[Any], op: Op) -> tuple[Element, Op]:
+    """Return the type and the operator for elements of a dtype, or refuse them."""
+    if isinstance(op, str) and op in dtypes.LOCATED:
+        pair = ArrayView(0, (1,) if dtype.names else (1, 2), dtype, "C", False)
+        return pairs.reduced(pair, op, operation.name)[:2]
+    element = dtypes.element(dtype, operation.name)
+    dtypes.check(op, element, operation.name)
+    return element, op
 
 
 def check_capability(
@@ -206,12 +224,6 @@ def load(found: Sequence[Kernel], rank: int, size: int, what: str) -> None:
     for kernel in (*found[first:], *found[:first]):
         with compiling(kernel.constants, what):
             kernel.load()
-
-
-def _suits(operation: Operation, element: Element, op: Op) -> bool:
-    known = dtypes.operators(element)
-    named = isinstance(op, str)
-    return op not in operation.without and (op in known or not named)
 
 
 def _bind_sizes(
@@ -281,6 +293,13 @@ def _bind_messages(given: list[np.dtype[Any]], end: Endpoint, name: str) -> None
 
 _COUNTED = "recv", "sendrecv", "irecv"
 """Calls whose messages may be shorter than the room for them."""
+
+
+def _bind_gaps() -> None:
+    """Bind copies of arrays with gaps. The last axis has the bytes of an element."""
+    for axes in range(2, pack.MOST_AXES + 1):
+        strides = [1 << 12 * n for n in range(axes - 1, 0, -1)]
+        pack.bind(0, 0, (2,) * (axes - 1), strides, 8, True)
 
 
 def _bind_signals(size: int) -> None:

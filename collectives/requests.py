@@ -194,9 +194,10 @@ class Requests:
         self._unfreed = ExitStack()  # until it is closed, Numba frees no memory
         self.multiprocessors = multiprocessors
         if not SIMULATED:
-            # Bytes may have any alignment.
+            # Bytes may have any alignment, and arrays may have gaps.
             what, given = "Communicator: requests=True", (["uint8"], ["sum"])
-            found = kernel_set.kernels(kernel_set.REQUESTS, *given, self._end, what)
+            names = *kernel_set.REQUESTS, kernel_set.GAPS
+            found = kernel_set.kernels(names, *given, self._end, what)
             kernel_set.load(found, end.rank, end.size, what)
 
     def bind(self, message: Message, receiving: bool) -> Enqueue:

@@ -2,17 +2,20 @@
 
 The kernel waits for no rank, and stores only on its own. It moves words, the largest
 that all addresses and strides are multiples of. Axes whose elements follow one another
-are one axis.
+are one axis. One kernel moves words of all sizes, in both directions, so few kernels
+have to be loaded.
 """
 
 import functools
 import math
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from numba.cuda import types
 
 from numba_symm import dtypes
+from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.workspace import (
     HELD,
     MAX_BLOCKS,
@@ -21,45 +24,68 @@ from numba_symm.collectives.protocols.workspace import (
 )
 from numba_symm.device.intrinsics import block_index, thread_index_x
 from numba_symm.device.lanes import make_access
-from numba_symm.kernels import Kernel, Launch
+from numba_symm.kernels import Kernel
+
+MOST_AXES = 4
+"""The most axes of a launch."""
 
 
-def make_pack(word: int, axes: int, packing: bool) -> Any:
+def make_pack(axes: int) -> Any:
     """Return the kernel.
 
     Args:
-        word: bytes that are moved at a time: 1, 2, 4 or 8.
         axes: the number of axes.
-        packing: whether to copy to contiguous memory; else from there.
     """
-    load, store = make_access(dtypes.element(f"uint{8 * word}", "pack"))
+    load_1, store_1 = _access(1)
+    load_2, store_2 = _access(2)
+    load_4, store_4 = _access(4)
+    load_8, store_8 = _access(8)
 
     def pack(
-        packed: int, spread: int, count: int, grid: int, lengths: Any, strides: Any
+        packed: int,
+        spread: int,
+        word: int,
+        packing: int,
+        count: int,
+        grid: int,
+        lengths: Any,
+        strides: Any,
     ) -> None:
         index = block_index() * THREADS + thread_index_x()
         while index < count:
-            rest, place = index, spread
+            rest, source = index, spread
             for step in range(axes):
                 axis = axes - 1 - step
                 above = rest // lengths[axis]
-                place += (rest - above * lengths[axis]) * strides[axis]
+                source += (rest - above * lengths[axis]) * strides[axis]
                 rest = above
-            if packing:
-                store(packed + word * index, load(place))
+            target = packed + word * index
+            if not packing:
+                source, target = target, source
+            if word == 8:
+                store_8(target, load_8(source))
+            elif word == 4:
+                store_4(target, load_4(source))
+            elif word == 2:
+                store_2(target, load_2(source))
             else:
-                store(place, load(packed + word * index))
+                store_1(target, load_1(source))
             index += grid * THREADS
 
     return pack
 
 
+def _access(word: int) -> Any:
+    """Return device functions that load and store a word."""
+    return make_access(dtypes.element(f"uint{8 * word}", "pack"))
+
+
 @functools.cache
-def kernel(word: int, axes: int, packing: bool) -> Kernel:
+def kernel(axes: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     listed = types.UniTuple(types.int64, axes)
-    signature = *(types.int64,) * 4, listed, listed
-    return Kernel(make_pack, (word, axes, packing), signature, THREADS, HELD)
+    signature = *(types.int64,) * 6, listed, listed
+    return Kernel(make_pack, (axes,), signature, THREADS, HELD)
 
 
 def bind(
@@ -69,8 +95,10 @@ def bind(
     strides: Sequence[int],
     itemsize: int,
     packing: bool,
-) -> Launch:
+) -> Enqueue:
     """Return the packed launch of a copy of at least one element.
+
+    For more than ``MOST_AXES`` axes, there is a launch for each index of the others.
 
     Args:
         packed: the address of the contiguous memory, a multiple of 8.
@@ -84,11 +112,19 @@ def bind(
     run = axes[-1][0]
     word = math.gcd(8, spread, run, *(stride for _, stride in axes[:-1]))
     axes[-1] = run // word, word
+    outer, axes = axes[:-MOST_AXES], axes[-MOST_AXES:]
     count = math.prod(length for length, _ in axes)
     grid = min(divide_up(count, THREADS), MAX_BLOCKS)
     lengths, steps = zip(*axes, strict=True)
-    bound = kernel(word, len(axes), packing)
-    return bound.bind(grid, packed, spread, count, grid, lengths, steps, held=HELD)
+    launches = []
+    for number, indices in enumerate(product(*(range(n) for n, _ in outer))):
+        first = sum(i * stride for i, (_, stride) in zip(indices, outer, strict=True))
+        given = packed + number * count * word, spread + first, word, int(packing)
+        launch = kernel(len(axes)).bind(
+            grid, *given, count, grid, lengths, steps, held=HELD
+        )
+        launches.append(launch)
+    return launches[0] if len(launches) == 1 else Series(*launches)
 
 
 def _joined(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

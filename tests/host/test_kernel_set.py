@@ -15,13 +15,14 @@ from numba_symm.arrays import ArrayView
 from numba_symm.collectives import kernel_set, select
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.kernel_set import (
+    GAPS,
     MESSAGES,
     NAMES,
     REQUESTS,
     SIGNALS,
     endpoint,
 )
-from numba_symm.collectives.kernels import barrier, transfer
+from numba_symm.collectives.kernels import barrier, pack, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
 from numba_symm.collectives.requests import Requests
@@ -36,6 +37,7 @@ FOUND = {**OPERATIONS, "reduce_scatter_v": REDUCE_SHARD}
 REDUCED = [
     *(("float32", "max"), ("bfloat16", "sum"), ("int64", "prod"), ("bool", "land")),
     *(("complex128", "sum"), ("float8_e5m2", "min")),
+    *((np.dtype("f4, i4"), "minloc"), (np.dtype("i8, i8"), "maxloc")),
 ]
 MOVED = [("float32", "sum"), ("bfloat16", "sum"), ("complex128", "sum"), ("V3", "sum")]
 CALLS = 120  # for each type and number of ranks
@@ -132,6 +134,28 @@ def test_a_communicator_with_requests_has_all_their_kernels(monkeypatch, counted
     assert not bound.keys() - loaded.keys()
 
 
+def test_arrays_with_gaps_bind_kernels_that_are_listed():
+    """Also those of more axes than a kernel has."""
+    known, chance = set(listing(GAPS)), random.Random(0)
+    for axes in range(1, 7):
+        for _ in range(CALLS):
+            shape = [2, *(chance.randrange(1, 4) for _ in range(axes - 1))]
+            strides = [chance.randrange(9, 1 << 20) for _ in range(axes)]
+            place = chance.randrange(1 << 30)
+            with listed() as bound:
+                pack.bind(1 << 40, place, shape, strides, 8, chance.random() < 0.5)
+            assert not bound.keys() - known
+    assert len(known) == 3
+
+
+def test_pairs_may_be_two_columns():
+    assert set(listing("all_reduce", "int32", "minloc")) == set(
+        listing("all_reduce", np.dtype("i4, i4"), "minloc")
+    )
+    with pytest.raises(ArgumentError, match="expected pairs"):
+        listing("all_reduce", "int8", "minloc")
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_requests_of_any_size_and_alignment_bind_kernels_that_are_listed(name):
     chance = random.Random(name)
@@ -168,11 +192,10 @@ def test_all_names_together_are_all_kernels_of_the_package():
             NAMES, ["float32"], ["sum"], endpoint(size), "test"
         )
     }
-    # A call has to name the algorithm of the first, which is never chosen. The second
-    # depends on the gaps of an array.
+    # A call has to name the algorithm of the first, which is never chosen.
     others = {name.rpartition(".")[2] for name in every_kernel() - found}
     islands = {"make_convert", "make_mark", "make_reduce_shards"}
-    assert others == {"make_direct_all_gather", "make_pack", *islands}
+    assert others == {"make_direct_all_gather", *islands}
 
 
 def test_a_name_has_the_kernels_of_that_call_alone():

@@ -106,8 +106,7 @@ SIGNALS = {
     "wait_signal": pads.wait_signal_kernel,
     "fence": lambda n: pads.fence_kernel(),
     "transfer": lambda n: transfer.kernel(n, 8, False, 1, 1, False),
-    "pack": lambda n: pack.kernel(4, n, True),
-    "unpack": lambda n: pack.kernel(8, n, False),
+    "pack": lambda n: pack.kernel(n),
     "transfer_alone": lambda n: transfer.kernel(n, 8, False, 1, 8, False, True),
     "transfer_counted": lambda n: transfer.kernel(n, 8, True, 1, 1, True),
 }
@@ -172,7 +171,7 @@ TRANSFERS = "transfer", "transfer_counted", "transfer_alone"
 MESSAGES = [(name, n) for name in TRANSFERS for n in (2, 8)]
 FLAGGED = [*BLOCK_FLAGS, *PADS, *MESSAGES]
 COLLECTIVE = [*MAILBOXES, *BLOCK_FLAGS, *DIRECT, *COPIED, *HANDSHAKES, *MESSAGES]
-GAPS = [("pack", 2), ("unpack", 3)]
+GAPS = [("pack", 2), ("pack", 3)]
 EVERY = [*COLLECTIVE, *PADS, *cases("finish", "reduce_shards"), *GAPS]
 
 

@@ -32,6 +32,7 @@ def parts(whole):
         "rows": whole.reshape(16, 16)[::4, :6],
         "transposed": transposed(whole.reshape(16, 16)[1:13:2, 2:6]),
         "four axes": whole.reshape(4, 4, 4, 4)[:2, 1:4, :2, 1:3],
+        "more axes than a launch has": whole.reshape(4, 4, 4, 4)[:2, :2, :3, ::3],
     }
 
 
