@@ -38,6 +38,7 @@ wrong words in its own output; its next check raises.
 import functools
 import itertools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -200,6 +201,26 @@ class _Move(NamedTuple):
     kernel: Enqueue
 
 
+class _NoSide:
+    """In place of the side stream of a rank without copies.
+
+    In a capture, a stream without work of its own gathers dependencies on all that it
+    has followed, and passes them on to all that it leads.
+    """
+
+    stream = 0
+    joined = staticmethod(nullcontext)
+
+    def follow(self, stream: int, event: int) -> None:
+        pass
+
+    def mark(self, event: int) -> None:
+        pass
+
+    def lead(self, stream: int, event: int) -> None:
+        pass
+
+
 class Moves:
     """Enqueues all moves of a call.
 
@@ -216,7 +237,9 @@ class Moves:
 
     def __call__(self, stream: int) -> None:
         """Enqueue them; what follows on ``stream`` follows all of them."""
-        side, moves = self._order.side, self._moves
+        moves = self._moves
+        copying = any(move.copies for move in moves)
+        side: Any = self._order.side if copying else _NoSide()
         with side.joined(stream):
             side.follow(stream, SETS)  # explore: begin
             for i in range(SETS):
