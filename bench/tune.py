@@ -295,7 +295,7 @@ class Run:
     def draw(self, choices: Mapping[str, Choice], image: Path) -> None:
         """Draw every algorithm's time, as a multiple of the least, and the limits.
 
-        An algorithm that was left out is drawn with its time for a smaller message.
+        Where an algorithm was left out, its time is that of the size before.
         """
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -305,13 +305,19 @@ class Run:
         figure = Figure(figsize=(4.2 * columns, 3.2 * lines), layout="constrained")
         FigureCanvasAgg(figure)
         panels = figure.subplots(lines, columns, squeeze=False).flat
-        for panel, (case, sizes, times) in zip(panels, self.measured, strict=False):
+        styles = [(color, line) for line in ("-", "--") for color in COLORS]
+        for (case, sizes, times), panel in zip(self.measured, panels, strict=False):
             least = [min(row) for row in zip(*times.values(), strict=True)]
-            for color, (name, row) in zip(
-                itertools.cycle(COLORS), times.items(), strict=False
-            ):
-                ratios = [a / b for a, b in zip(row, least, strict=True)]
-                panel.loglog(sizes, ratios, label=name, color=color, marker=".")
+            for (color, line), (name, row) in zip(styles, times.items(), strict=False):
+                taken = [i for i in range(len(row)) if i == 0 or row[i] != row[i - 1]]
+                panel.loglog(
+                    [sizes[i] for i in taken],
+                    [row[i] / least[i] for i in taken],
+                    label=name,
+                    color=color,
+                    linestyle=line,
+                    marker=".",
+                )
             for step in getattr(choices[case.operation.name], case.kinds[0])[:-1]:
                 panel.axvline(step.most[0], color="black", linewidth=0.6)
             panel.set_title(f"{case.operation.name}, {case.type}")
@@ -319,6 +325,8 @@ class Run:
             panel.set_xscale("log", base=2)
             panel.xaxis.set_major_formatter(lambda size, _: human(size))
             panel.legend(fontsize=7)
+        for panel in panels:  # those that are left
+            panel.set_axis_off()
         figure.supxlabel("bytes of the message or shard")
         figure.supylabel("time / the least")
         figure.savefig(image, dpi=130)

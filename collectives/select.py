@@ -60,7 +60,7 @@ _COPIED = (
 )
 _SCANNED = Choice(
     floats=(
-        Step("one_shot_sentinel", (4 * _M, 3 * _M, 14 * _M), sent=True),
+        Step("one_shot_sentinel", (1792 * _K, 3 * _M, 14 * _M), sent=True),
         Step("chunked", (ALL, ALL, ALL)),
     ),
     others=(_LL, _MARKED, Step("chunked", (ALL, ALL, ALL))),
@@ -73,6 +73,7 @@ _SCATTERED = Choice(
     others=(
         _LL,
         Step("one_shot_marked", (1536 * _K, 1536 * _K, 1792 * _K), sent=True),
+        Step("chunked", (2560 * _K, NONE, NONE)),
         Step("direct", (ALL, ALL, ALL)),
     ),
 )
@@ -81,7 +82,7 @@ _REDUCED = Choice(
     floats=(
         Step("one_shot_sentinel", (1280 * _K, 256 * _K, 128 * _K)),
         Step("two_shot_sentinel", (NONE, 8 * _M, 4 * _M)),
-        Step("chunked", (8 * _M, NONE, NONE)),
+        Step("chunked", (6 * _M, NONE, NONE)),
         Step("direct", (128 * _M, ALL, ALL)),
         Step("copy_engine", (ALL, NONE, NONE)),
     ),
@@ -89,7 +90,7 @@ _REDUCED = Choice(
         Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
         Step("one_shot_marked", (1280 * _K, 256 * _K, 128 * _K)),
         Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
-        Step("chunked", (8 * _M, NONE, NONE)),
+        Step("chunked", (6 * _M, NONE, NONE)),
         Step("direct", (128 * _M, ALL, ALL)),
         Step("copy_engine", (ALL, NONE, NONE)),
     ),
@@ -105,15 +106,15 @@ _BROADCAST = (
 ON_GPUS = {
     "all_reduce": Choice(
         floats=(
-            Step("one_shot_sentinel", (512 * _K, 128 * _K, 64 * _K)),
+            Step("one_shot_sentinel", (1 * _M, 128 * _K, 64 * _K)),
             Step("two_shot_sentinel", (6 * _M, 4 * _M, 8 * _M)),
             Step("direct", (56 * _M, 128 * _M, ALL)),
             Step("copy_engine", (ALL, ALL, ALL)),
         ),
         others=(
             # Packets are twice the bytes, and need fewer instructions.
-            Step("one_shot_ll", (8 * _K, 8 * _K, 32 * _K)),
-            Step("one_shot_marked", (2 * _M, 128 * _K, 64 * _K)),
+            Step("one_shot_ll", (64 * _K, 8 * _K, 32 * _K)),
+            Step("one_shot_marked", (1536 * _K, 128 * _K, 64 * _K)),
             Step("two_shot_marked", (NONE, 1 * _M, 1 * _M)),
             Step("direct", (56 * _M, 128 * _M, ALL)),
             Step("copy_engine", (ALL, ALL, ALL)),
