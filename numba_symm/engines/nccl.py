@@ -111,6 +111,7 @@ class NcclEngine:
         self._wait, self._look, self._operation = wait, look, operation
         self._deadline = deadline
         self._captured = False
+        self._connected: set[tuple[bool, int]] = set()  # whether sending, and to whom
         # Reentrant: a finalizer may abort, too.
         self._lock = threading.RLock()  # NCCL takes one call at a time
         self._ending: threading.Thread | None = None
@@ -122,7 +123,7 @@ class NcclEngine:
         try:
             with self._translated("Communicator"):
                 self._comm = self._nccl.comm_init_rank_scalable(*given)
-                self._finish(Exchange("Communicator", ()))
+                self._finish(Exchange("Communicator", ()), True)
         except BaseException:
             self.abort()
             raise
@@ -158,10 +159,12 @@ class NcclEngine:
     ) -> None:
         sends = [each for each in sends if each.nbytes]
         receives = [each for each in receives if each.nbytes]
-        peers = {each.peer for each in (*sends, *receives)}
-        if not peers:
+        ends = {(True, each.peer) for each in sends}
+        ends |= {(False, each.peer) for each in receives}
+        if not ends:
             return
-        exchange = Exchange(self._operation(), tuple(sorted(peers)))
+        peers = sorted({peer for _, peer in ends})
+        exchange = Exchange(self._operation(), tuple(peers))
         self._captured = self._captured or streams.is_capturing(stream)
         self._deadline.begin(exchange, stream)
         nccl = self._nccl
@@ -176,7 +179,8 @@ class NcclEngine:
                         nccl.send(address, nbytes, _BYTES, peer, comm, stream)
                 finally:
                     nccl.group_end()
-            self._finish(exchange)
+            self._finish(exchange, not ends <= self._connected)
+        self._connected |= ends
         self._deadline.end(stream)
 
     def _usable(self) -> Any:
@@ -186,8 +190,12 @@ class NcclEngine:
             raise BackendError("NCCL was aborted: the communicator was closed")
         return self._comm
 
-    def _finish(self, exchange: Exchange) -> None:
-        """Wait until NCCL's latest call is done: on the host, not on the GPU."""
+    def _finish(self, exchange: Exchange, connecting: bool) -> None:
+        """Wait until NCCL's latest call is done: on the host, not on the GPU.
+
+        If it only enqueues work, that may wait for other work of the GPU's, which has
+        no deadline.
+        """
         for _ in range(_POLLS):
             if (state := self._state()) != _IN_PROGRESS:
                 break
@@ -195,7 +203,7 @@ class NcclEngine:
             wait = self._wait(exchange.operation)
             while (state := self._state()) == _IN_PROGRESS:
                 self._look()
-                if wait.pause(exchange.peers):
+                if wait.pause(exchange.peers) and connecting:
                     raise wait.error(exchange.peers)
         if state != _SUCCESS:
             raise self._error(state, exchange)
@@ -245,9 +253,12 @@ class NcclEngine:
         """
         with self._lock:
             comm, self._comm = self._comm, None
-        if comm is not None:
-            self._ending = threading.Thread(target=self._end, args=(comm,), daemon=True)
-            self._ending.start()
+        if comm is None:
+            return
+        ending = threading.Thread(target=self._end, args=(comm,), daemon=True)
+        with suppress(RuntimeError):  # Python is ending, and the process with it
+            ending.start()
+            self._ending = ending
 
     def _end(self, comm: Any) -> None:
         with suppress(self._nccl.NCCLError):

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import importlib
 import threading
+import time
 import types
 
 import pytest
@@ -223,11 +224,26 @@ def test_an_enqueuing_that_takes_longer_looks_for_failures(engine, fake, ranks):
     fake.states = [IN_PROGRESS] * (nccl._POLLS + 2)
     engine.exchange([Parcel(1, 10, 8)], [], STREAM)
     fake.states = [IN_PROGRESS] * 10**6
-    with pytest.raises(ns.CollectiveTimeout, match="waited for rank 3 in all_reduce"):
-        engine.exchange([], [Parcel(3, 10, 8)], STREAM)
     ranks.failure = ns.RankLeft("rank 2 left")
     with pytest.raises(ns.RankLeft, match="rank 2 left"):
-        engine.exchange([], [Parcel(3, 10, 8)], STREAM)
+        engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+
+
+def test_a_deadline_on_the_host_is_for_connecting_only(engine, fake, ranks):
+    """To send to a rank and to receive from it are two connections."""
+    engine.exchange([Parcel(3, 10, 8)], [], STREAM)
+    fake.states = [IN_PROGRESS] * 10**6
+    with pytest.raises(ns.CollectiveTimeout, match="waited for rank 3 in all_reduce"):
+        engine.exchange([Parcel(3, 10, 8)], [Parcel(3, 10, 8)], STREAM)
+    fake.states = [IN_PROGRESS] * (nccl._POLLS + 1)
+    slow = iter([0.1])
+
+    def look():
+        time.sleep(next(slow, 0))  # beyond the deadline
+
+    engine._look = look
+    engine.exchange([Parcel(3, 10, 8)], [], STREAM)
+    assert not [*slow]
 
 
 def test_a_call_that_nccl_refuses_closes_its_group(engine, fake):
@@ -285,6 +301,15 @@ def test_after_an_abort_nothing_is_asked_of_nccl(engine, fake, ranks):
     ranks.failure = ns.CollectiveTimeout("rank 1 is late")
     with pytest.raises(ns.CollectiveTimeout, match="rank 1 is late"):
         engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+
+
+def test_an_abort_at_the_exit_of_python_starts_no_thread(engine, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    engine.close()
+    assert engine.status() is None
 
 
 @pytest.mark.parametrize("captured", [False, True])
