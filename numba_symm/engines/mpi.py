@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from numba_symm import driver, streams, waits
 from numba_symm.engines.protocol import Parcel
@@ -167,7 +167,8 @@ class MpiEngine:
         # Both ranks of a pair count their parcels, however these are grouped.
         self._sent: Counter[int] = Counter()
         self._received: Counter[int] = Counter()
-        self._gave_up = False
+        self._kept: _Kept | None = None
+        forget_served()
         self._moved = 0  # messages since the latest look
         self._simulated: Future[None] = Future()  # the end of the side stream's work
         self._simulated.set_result(None)
@@ -241,9 +242,9 @@ class MpiEngine:
                 if wait.pause(absent):
                     raise wait.error(absent[:1])
         except BaseException:
-            self._gave_up = True
-            for each in moves:
-                each.give_up()
+            requests = [each.give_up() for each in moves if each.request is not None]
+            self._kept = _Kept(requests, [self._room])
+            _given_up.append(self._kept)
             raise
 
     def status(self) -> None:
@@ -254,8 +255,8 @@ class MpiEngine:
 
     def keep(self, *objects: Any) -> None:
         """Keep objects whose memory MPI may still use, after an exchange failed."""
-        if self._gave_up:
-            _given_up.append(objects)
+        if self._kept is not None:
+            self._kept.objects.extend(objects)
 
     def settle(self) -> None:
         """Wait for the simulator's kernel, which a failure ends."""
@@ -276,7 +277,23 @@ def _run(work: Callable[[int], None], stream: int, done: Future[None]) -> None:
         done.set_result(None)
 
 
-_given_up: list[Any] = []  # requests that MPI may still serve, and their memory
+class _Kept(NamedTuple):
+    """Requests that MPI may still serve, and the objects whose memory they use."""
+
+    requests: list[Any]
+    objects: list[Any]
+
+
+_given_up: list[_Kept] = []
+
+
+def forget_served() -> None:
+    """Drop what was kept for requests that MPI has finished or cancelled since."""
+    for kept in list(_given_up):
+        with suppress(ranks.mpi().Exception):  # which ends a request, too
+            if not ranks.mpi().Request.Testall(kept.requests):
+                continue
+        _given_up.remove(kept)
 
 
 class _Move:
@@ -292,7 +309,7 @@ class _Move:
         self._slot, self._tag = slot, tag
         self._begun = 0  # bytes of the messages that have begun
         self._last = 0  # bytes of the latest
-        self._request: Any = None
+        self.request: Any = None
 
     def advance(self) -> bool:
         """Finish the message in flight, if it is, and begin the next one.
@@ -301,16 +318,16 @@ class _Move:
             Whether all bytes have been moved.
         """
         while True:
-            if self._request is not None:
+            if self.request is not None:
                 if not self._finished():
                     return False
-                self._request = None
+                self.request = None
                 self._engine._moved += 1
                 if self._last < self._room.most:
                     return True
             self._last = min(self._room.most, self.parcel.nbytes - self._begun)
             at = self._slot, self.parcel.address + self._begun, self._last
-            self._request = self._begin(at)
+            self.request = self._begin(at)
             self._begun += self._last
 
     @property
@@ -325,12 +342,11 @@ class _Move:
     def _finished(self) -> bool:
         raise NotImplementedError
 
-    def give_up(self) -> None:
-        """Keep the request: MPI may still read or write its buffer."""
-        if self._request is not None:
-            with suppress(Exception):
-                self._request.Cancel()
-            _given_up.append((self._request, self._room))
+    def give_up(self) -> Any:
+        """Return the request: MPI may still read or write its buffer."""
+        with suppress(Exception):
+            self.request.Cancel()
+        return self.request
 
 
 class _Send(_Move):
@@ -339,7 +355,7 @@ class _Send(_Move):
         return self._comm.Isend([buffer, ranks.mpi().BYTE], self.parcel.peer, self._tag)
 
     def _finished(self) -> bool:
-        return bool(self._request.Test())
+        return bool(self.request.Test())
 
 
 class _Receive(_Move):
@@ -351,7 +367,7 @@ class _Receive(_Move):
         mpi = ranks.mpi()
         status = mpi.Status()
         try:
-            if not self._request.Test(status):
+            if not self.request.Test(status):
                 return False
         except mpi.Exception as error:
             if error.Get_error_class() != mpi.ERR_TRUNCATE:

@@ -3,6 +3,7 @@
 import hashlib
 import operator
 import os
+import time
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,7 @@ needs_peers = pytest.mark.skipif(
 
 of_one_island = pytest.mark.skipif(
     "NUMBA_SYMM_ISLAND_SIZE" in os.environ,
-    reason="of one island: its limits, its memory, the number of its launches",
+    reason="of one island: its limits, its memory, its launches, requests, lengths",
 )
 
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
@@ -165,6 +166,14 @@ def same(actual, wanted):
 def digest(*arrays):
     """Return a short text that two ranks share only if they hold the same bits."""
     return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()
+
+
+def wait_for(true, seconds=10):
+    """Wait until a condition is true."""
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(1e-3)
 
 
 def refused(world, kind, call, *texts):

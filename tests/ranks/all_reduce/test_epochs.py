@@ -24,8 +24,11 @@ from tests.ranks.all_reduce.cases import (
 )
 from tests.ranks.helpers import (
     get,
+    of_one_island,
     put,
 )
+
+pytestmark = of_one_island
 
 
 class Workspace:

@@ -10,7 +10,13 @@ import numba_symm as ns
 from numba_symm.board import Failure
 from numba_symm.collectives import lifetime
 from numba_symm.launch import ranks, waiting
-from tests.ranks.helpers import check_works, get, needs_peers, refused
+from tests.ranks.helpers import (
+    check_works,
+    get,
+    needs_peers,
+    of_one_island,
+    refused,
+)
 
 
 class ByHand:
@@ -32,7 +38,7 @@ class Undivided(ByHand):
     split = property()  # which hasattr does not see
 
 
-@pytest.fixture(params=["mpi4py", "by hand"])
+@pytest.fixture(params=["mpi4py", pytest.param("by hand", marks=of_one_island)])
 def either(world, request):
     """A communicator made of mpi4py's, and one made of an object made by hand."""
     origin = ByHand(world) if request.param == "by hand" else world
@@ -320,6 +326,7 @@ def test_a_key_wrong_on_one_rank_is_refused_on_all(comm, world, last):
     check_works(comm)
 
 
+@of_one_island
 def test_an_object_without_split_is_refused(world):
     with ns.Communicator(Undivided(world), timeout=60) as comm:
         text = "has no method split; give it split(color, key)"
@@ -327,6 +334,7 @@ def test_an_object_without_split_is_refused(world):
         check_works(comm)
 
 
+@of_one_island
 def test_a_split_that_returns_no_communicator_is_refused(world, last):
     class Broken(ByHand):
         def split(self, color, key):

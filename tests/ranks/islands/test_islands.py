@@ -271,6 +271,24 @@ def test_arrays_that_mpi_may_still_write_are_kept(world, grouped, monkeypatch):
     assert kept() is None
 
 
+def test_what_was_kept_for_mpi_is_dropped_after_that(world):
+    comm, out = made(world, 1, timeout=0.2), ordinary(4, np.int64)
+    kept = weakref.ref(out)
+    if comm.rank == 0:
+        with pytest.raises(ns.CollectiveTimeout):
+            comm.recv(out, src=1)
+        assert mpi._given_up
+    world.barrier()
+    with contextlib.suppress(ns.CollectiveError):
+        comm.close()
+    del comm, out
+    with made(world, 1) as comm:
+        check_works(comm)
+    gc.collect()
+    assert kept() is None
+    assert not mpi._given_up
+
+
 def test_forms_with_different_counts(islands):
     comm = islands
     counts = [3 * rank + (rank % 2) for rank in range(comm.size)]

@@ -18,7 +18,7 @@ from numba_symm.collectives.protocols.workspace import (
     transfer_steps,
 )
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import needs_peers, ordinary, put, refused
+from tests.ranks.helpers import needs_peers, ordinary, put, refused, wait_for
 from tests.ranks.messages.contents import (
     DTYPES,
     Part,
@@ -450,6 +450,7 @@ def test_another_number_of_bytes_is_an_error(world):
         with contextlib.suppress(ns.CallMismatch):
             comm.synchronize()
     world.barrier()
+    wait_for(lambda: comm._calls.island.failed)  # other islands hear of it later
     text = "rank 1 receives another number of bytes than rank 0 sends"
     refused(world, ns.CallMismatch, comm.synchronize, text)
     comm.close()  # every rank has raised the failure

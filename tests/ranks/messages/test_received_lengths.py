@@ -8,7 +8,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.collectives.protocols.workspace import most_messages
-from tests.ranks.helpers import needs_peers, ordinary, put, refused
+from tests.ranks.helpers import needs_peers, of_one_island, ordinary, put, refused
 from tests.ranks.messages.contents import (
     DTYPES,
     Part,
@@ -17,6 +17,8 @@ from tests.ranks.messages.contents import (
     same,
 )
 from tests.ranks.messages.test_messages import edges
+
+pytestmark = of_one_island
 
 
 def a_count(value=-1):

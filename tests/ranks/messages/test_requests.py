@@ -11,8 +11,10 @@ import pytest
 import numba_symm as ns
 from numba_symm.collectives import requests
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import needs_peers, ordinary, put, refused
+from tests.ranks.helpers import needs_peers, of_one_island, ordinary, put, refused
 from tests.ranks.messages.contents import right_and_left
+
+pytestmark = of_one_island
 
 LARGE = 1 << 14 if SIMULATED else 1 << 24
 """Elements of a message that does not fit into the slots."""

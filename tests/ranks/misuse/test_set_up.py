@@ -150,6 +150,7 @@ def test_a_backend_that_is_asked_for_is_taken(world, monkeypatch, name):
 @needs_peers
 def test_ranks_on_two_hosts_are_two_islands(world, last, monkeypatch):
     with monkeypatch.context() as patch:
+        patch.delenv("NUMBA_SYMM_ISLAND_SIZE", raising=False)
         if last:
             patch.setattr(hosts, "_boot_id", lambda: "elsewhere")
             patch.setattr(hosts.socket, "gethostname", lambda: "node7")

@@ -13,7 +13,9 @@ from numba_symm.errors import CollectiveTimeout
 from numba_symm.mpi import messages
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.staging import BLOCK, LEAST, staging_of
-from tests.ranks.helpers import needs_peers
+from tests.ranks.helpers import needs_peers, of_one_island
+
+pytestmark = of_one_island  # of messages of device arrays
 
 
 def array(*values, dtype="i4"):

@@ -5,6 +5,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from tests.ranks.helpers import of_one_island
 
 
 def topologies(comm):
@@ -73,6 +74,7 @@ def test_neighbours(comm, form):
         grid.Free()
 
 
+@of_one_island
 def test_a_grids_methods(comm):
     grid = comm.Create_cart([comm.size], [True])
     below, above = grid.Shift(0, 1)

@@ -10,6 +10,9 @@ from numba import cuda
 from numba_symm import mpi as MPI
 from numba_symm.mpi import win as module
 from numba_symm.sharing import open_shared
+from tests.ranks.helpers import of_one_island
+
+pytestmark = of_one_island
 
 
 @pytest.fixture
