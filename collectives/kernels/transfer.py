@@ -227,7 +227,7 @@ def make_transfer(
     element = dtypes.element(f"int{8 * width}", "transfer")
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
     at = channels(size, alone)
-    others, room = size - 1, at.steps
+    others, pairs, room = size - 1, 2 * (size - 1), at.steps
     slot_bytes, across, batch = room * STEP_BYTES, used * THREADS, min(room, LOADS)
     epochs, lengths = at.epochs, at.lengths
     pair_lengths = 8 * at.messages * at.number  # in memory, however few are used
@@ -251,10 +251,12 @@ def make_transfer(
         follow_previous_grid(early)
         low = cuda.local.array(batch, types.int64)
         high = cuda.local.array(batch, types.int64)
-        rank, launched = guard.rank, grid // (2 * others)
+        rank, launched = guard.rank, grid // pairs
+        channel, place = block // pairs, block % pairs
         if alone:
-            block, launched = 2 * others * block + direction, grid
-        channel, sending, peer = end_of(block, rank, others)
+            channel, place, launched = block, direction, grid
+            block = pairs * channel + place
+        sending, peer = end_of(place, rank, others)
         k = (peer + size - rank - 1) % size
         flag, slot, credit = places(ring, own, k, channel, sending)
         marks = main if alone else own

@@ -38,20 +38,19 @@ NUMBER = (1 << NUMBER_BITS) - 1
 
 
 @device_function
-def end_of(block: int, rank: int, others: int) -> Any:
-    """Return a block's channel, whether it sends, and its peer.
+def end_of(place: int, rank: int, others: int) -> Any:
+    """Return whether a block sends, and its peer, from its place in its channel.
 
     The blocks of a channel are in the order of (source, target) on all ranks, so that
     they could even run one after another, as the simulator's do, where all ranks'
     messages are in one launch each. (Where they are not, large messages may wait for
     each other there, around three ranks, that a GPU delivers.)
     """
-    place = block % (2 * others)
     sending = rank <= place < rank + others
     peer = place if place < rank else place - others + 1
     if sending:
         peer = place - rank if place - rank < rank else place - rank + 1
-    return block // (2 * others), sending, peer
+    return sending, peer
 
 
 @device_function
