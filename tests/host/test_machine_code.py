@@ -7,7 +7,6 @@ the grid before, ``PREEXIT`` lets the next one start.
 """
 
 import functools
-import re
 
 import ml_dtypes
 import numpy as np
@@ -456,12 +455,3 @@ def test_a_predicates_0_or_1_is_rounded_too(dtype):
     """Of a conversion of one float alone ptxas (13.0) keeps the predicate only."""
     code = compiled(("one_ll", 2, dtype, "land"), (9, 0))
     assert len(code.find(ROUNDS[dtype])) >= 8
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("op", ["sum", "max"])
-def test_halves_accumulate_in_float32(dtype, op):
-    text = kernel("one_ll", 2, dtype, op).ptx((9, 0))
-    instruction = {"sum": r"\badd\.(rn\.)?f32\b", "max": r"\bsetp\.\w+\.f32\b"}[op]
-    assert len(re.findall(instruction, text)) >= 4
-    assert not re.search(r"\b(add|mul|fma|min|max|setp)\.\S*\bb?f16(x2)?\b", text)

@@ -167,3 +167,12 @@ def test_8_bit_floats_are_converted_by_the_hardware_from_8_9_on():
     usage, text = machine_code(kernel, (8, 9))
     assert re.search(r"F2FP\S*E4M3", text)
     assert usage["STACK"] == "0"
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+@pytest.mark.parametrize("op", ["sum", "max"])
+def test_halves_accumulate_in_float32(name, op):
+    text = all_reduce(name, op).ptx((9, 0))
+    instruction = {"sum": r"\badd\.(rn\.)?f32\b", "max": r"\bsetp\.\w+\.f32\b"}[op]
+    assert len(re.findall(instruction, text)) >= 4
+    assert not re.search(r"\b(add|mul|fma|min|max|setp)\.\S*\bb?f16(x2)?\b", text)
