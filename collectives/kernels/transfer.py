@@ -245,14 +245,13 @@ def make_transfer(
         sends: Any,
         receives: Any,
     ) -> None:
-        thread, block = cuda.threadIdx.x, block_index()
+        thread, block, rank = cuda.threadIdx.x, block_index(), guard.rank
         if block >= grid:
             return
         follow_previous_grid(early)
         low = cuda.local.array(batch, types.int64)
         high = cuda.local.array(batch, types.int64)
-        rank, launched = guard.rank, grid // pairs
-        channel, place = block // pairs, block % pairs
+        channel, place, launched = block // pairs, block % pairs, grid // pairs
         if alone:
             channel, place, launched = block, direction, grid
             block = pairs * channel + place
@@ -276,8 +275,7 @@ def make_transfer(
                 if nbytes == ABSENT:
                     failed = True  # explore: unlearned
                     stopped = True
-            vectors = (nbytes + VECTOR - 1) // VECTOR
-            count = nbytes // width
+            vectors, count = (nbytes + VECTOR - 1) // VECTOR, nbytes // width
             # A small message is divided into thin chunks, for all channels.
             steps = max(1, min(room, (vectors + across - 1) // across))
             first = channel * steps * THREADS
