@@ -101,7 +101,7 @@ def bind(
     For more than ``MOST_AXES`` axes, there is a launch for each index of the others.
 
     Args:
-        packed: the address of the contiguous memory, a multiple of 8.
+        packed: the address of the contiguous memory.
         spread: the address of the array's first element.
         shape: the array's shape.
         strides: its strides, in bytes.
@@ -110,7 +110,7 @@ def bind(
     """
     axes = _joined([*zip(shape, strides, strict=True), (itemsize, 1)])
     run = axes[-1][0]
-    word = math.gcd(8, spread, run, *(stride for _, stride in axes[:-1]))
+    word = math.gcd(8, packed, spread, run, *(stride for _, stride in axes[:-1]))
     axes[-1] = run // word, word
     outer, axes = axes[:-MOST_AXES], axes[-MOST_AXES:]
     count = math.prod(length for length, _ in axes)

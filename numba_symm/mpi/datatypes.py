@@ -6,7 +6,7 @@ offsets of all elements, which kernels gather and scatter (``packing.py``).
 
 import functools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -28,6 +28,8 @@ class Layout(NamedTuple):
             None if the items are contiguous.
         run: the bytes of a run.
         uniform: whether all elements have the type ``base``.
+        axes: the lengths and strides, in bytes, of the axes on which the runs are; None
+            if they are at irregular places.
     """
 
     base: np.dtype[Any]
@@ -38,6 +40,7 @@ class Layout(NamedTuple):
     runs: np.ndarray[Any, np.dtype[np.int64]] | None
     run: int
     uniform: bool = True
+    axes: tuple[tuple[int, int], ...] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -57,7 +60,17 @@ def layout(datatype: MPI.Datatype) -> Layout:
         )
     if datatype.is_named:
         return _named(datatype.handle)
-    return _derived(datatype)
+    found: Any = datatype.Get_attr(_kept())
+    if found is None:
+        found = _derived(datatype)
+        datatype.Set_attr(_kept(), found)
+    return cast(Layout, found)
+
+
+@functools.cache
+def _kept() -> int:
+    """Return the key of the attribute by which a datatype keeps its layout."""
+    return MPI.Datatype.Create_keyval()
 
 
 @functools.lru_cache(maxsize=256)
@@ -98,7 +111,26 @@ def _derived(datatype: MPI.Datatype) -> Layout:
     starts, run = _joined(offsets, size)
     gapless = len(starts) == 1 and starts[0] == 0 and run == extent
     runs_of_item = None if gapless else starts
-    return Layout(base, count, extent, low, high, runs_of_item, run, len(bases) < 2)
+    uniform = len(bases) < 2
+    axes = None if runs_of_item is None else _axes(starts)
+    return Layout(base, count, extent, low, high, runs_of_item, run, uniform, axes)
+
+
+def _axes(starts: Any) -> tuple[tuple[int, int], ...] | None:
+    """Return the lengths and strides of the axes on which runs begin, if they do."""
+    axes: list[tuple[int, int]] = []
+    while len(starts) > 1:
+        steps = np.diff(starts)
+        ends = np.flatnonzero(steps != steps[0])
+        length = int(ends[0]) + 1 if len(ends) else len(starts)
+        if len(starts) % length:
+            return None
+        lines = starts.reshape(-1, length)
+        if (np.diff(lines) != steps[0]).any():
+            return None
+        axes.insert(0, (length, int(steps[0])))
+        starts = lines[:, 0]
+    return tuple(axes)
 
 
 def _joined(offsets: Any, size: int) -> tuple[Any, int]:
@@ -167,10 +199,10 @@ def _starts(name: str, info: Any, extent: int, basetype: MPI.Datatype) -> Any:
 
 
 def _subarray(info: Any) -> Any:
-    order: Any = "F" if info["order"] == MPI.ORDER_FORTRAN else "C"
-    sizes, parts, firsts = info["sizes"], info["subsizes"], info["starts"]
-    whole = np.arange(int(np.prod(sizes)), dtype=np.int64).reshape(sizes, order=order)
-    window = tuple(
-        slice(first, first + part) for first, part in zip(firsts, parts, strict=True)
-    )
-    return whole[window].ravel(order=order)
+    axes = list(zip(info["sizes"], info["subsizes"], info["starts"], strict=True))
+    if info["order"] == MPI.ORDER_FORTRAN:
+        axes.reverse()  # the last one varies fastest
+    places = np.zeros(1, np.int64)
+    for size, part, first in axes:
+        places = np.add.outer(places * size, first + np.arange(part)).ravel()
+    return places

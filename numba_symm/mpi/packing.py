@@ -1,6 +1,8 @@
 """Kernels on the arrays of one rank: items with gaps, and reductions of two arrays.
 
-They wait for no rank, so they are plain ``cuda.jit`` kernels.
+Items whose runs are on regular axes, as of vectors and subarrays, are moved by the
+library's kernel for arrays with gaps. The other kernels wait for no rank, so they are
+plain ``cuda.jit`` kernels.
 """
 
 import functools
@@ -14,6 +16,8 @@ from numba import cuda
 
 from numba_symm import arrays
 from numba_symm.arrays import Memory
+from numba_symm.collectives.kernels import pack as kernel
+from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.device.intrinsics import device_function
 from numba_symm.environment import SIMULATED
 from numba_symm.mpi.buffers import Message
@@ -50,18 +54,25 @@ _GATHER, _SCATTER = cuda.jit(_gather), cuda.jit(_scatter)
 
 def pack(message: Message, packed: Any) -> Step:
     """Return the copy of a message's elements to an array of as many bytes."""
-    return _moved(_GATHER, message, packed)
+    return _moved(True, message, packed)
 
 
 def unpack(message: Message, packed: Any) -> Step:
     """Return the copy of an array's bytes to a message's elements."""
-    return _moved(_SCATTER, message, packed)
+    return _moved(False, message, packed)
 
 
-def _moved(kernel: Any, message: Message, packed: Any) -> Step:
+def _moved(packing: bool, message: Message, packed: Any) -> Step:
     layout = message.layout
     runs = layout.runs
     assert runs is not None  # else there is nothing to pack
+    if layout.axes is not None and message.size:
+        axes = (message.number, layout.extent), *layout.axes
+        lengths, strides = zip(*axes, strict=True)
+        place, first = arrays.view(packed, "pack").address, message.address + runs[0]
+        given = place, int(first), lengths, strides, layout.run, packing
+        return functools.partial(_regular, kernel.bind(*given), message.array, packed)
+    irregular = _GATHER if packing else _SCATTER
     low = min(layout.low, layout.low + (message.number - 1) * layout.extent)
     high = layout.high + max(0, (message.number - 1) * layout.extent)
     start = message.address + low
@@ -78,7 +89,12 @@ def _moved(kernel: Any, message: Message, packed: Any) -> Step:
     )
     places = _on_device(((runs - low) // word).tobytes())
     args = flat, spread, places, layout.extent // word, layout.run // word
-    return functools.partial(_launch, kernel, flat.size, args)
+    return functools.partial(_launch, irregular, flat.size, args)
+
+
+def _regular(launch: Enqueue, spread: Any, packed: Any, stream: int) -> None:
+    """Enqueue a launch, which has the addresses of the arrays only."""
+    launch(stream)
 
 
 @functools.lru_cache(maxsize=64)

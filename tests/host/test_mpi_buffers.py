@@ -156,6 +156,48 @@ def test_layouts():
     assert (empty.elements, empty.nbytes) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("made", "axes"),
+    [
+        (lambda: MPI.INT.Create_vector(3, 2, 5), ((3, 20),)),
+        (lambda: MPI.INT.Create_vector(3, 2, -5), ((3, -20),)),
+        (lambda: MPI.INT.Create_vector(1, 1, 4).Create_resized(0, 16), ()),
+        (
+            lambda: MPI.INT.Create_vector(2, 1, 2).Create_hvector(3, 1, 100),
+            ((3, 100), (2, 8)),
+        ),
+        (
+            lambda: MPI.INT.Create_subarray([9, 8, 7, 6], [3, 4, 2, 5], [1, 2, 3, 0]),
+            ((3, 8 * 7 * 24), (4, 7 * 24), (2, 24)),
+        ),
+        (
+            lambda: MPI.INT.Create_subarray([4, 5, 6], [4, 2, 3], [0] * 3, MPI.ORDER_F),
+            ((3, 80),),
+        ),
+        (
+            lambda: MPI.INT.Create_subarray([4, 5], [2, 3], [1, 1], MPI.ORDER_FORTRAN),
+            ((3, 16),),
+        ),
+        (lambda: MPI.INT.Create_indexed([1, 1, 1], [0, 2, 5]), None),
+        (lambda: MPI.INT.Create_indexed([1] * 4, [0, 2, 10, 13]), None),
+        (lambda: MPI.INT.Create_indexed([1] * 4, [0, 2, 10, 12]), ((2, 40), (2, 8))),
+    ],
+)
+def test_runs_on_regular_axes_are_known(made, axes):
+    assert datatypes.layout(made()).axes == axes
+
+
+def test_a_datatype_is_read_once():
+    """A subarray's elements are not listed in each call, nor those of the whole."""
+    made = MPI.BYTE.Create_subarray([1 << 30, 1 << 30], [2, 1 << 20], [5, 7])
+    found = datatypes.layout(made)
+    assert datatypes.layout(made) is found
+    assert found.runs.tolist() == [(5 << 30) + 7, (6 << 30) + 7]
+    assert found.run == 1 << 20
+    assert datatypes.layout(made.Dup()) is not found
+    made.Free()
+
+
 def test_darrays_and_long_doubles_are_refused():
     made = MPI.INT.Create_darray(
         1, 0, [4], [MPI.DISTRIBUTE_BLOCK], [MPI.DISTRIBUTE_DFLT_DARG], [1]
