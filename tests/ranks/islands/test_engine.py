@@ -10,6 +10,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm import engines, streams
 from numba_symm.engines import deadline, mpi
+from numba_symm.engines.deadline import Deadline, Exchange
 from numba_symm.engines.mpi import MpiEngine, Staged
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
@@ -147,11 +148,24 @@ def test_ranks_agree_how_mpi_gets_the_bytes(world, pinned, monkeypatch):
         assert bool(pinned.copied) == SIMULATED
 
 
-@pytest.mark.skipif(not SIMULATED, reason="a GPU needs memory that it reaches")
-def test_a_mark_is_stored_for_the_host():
-    word = ctypes.c_uint64(1 << 32)
-    deadline.kernel().bind(1, ctypes.addressof(word), 5)(streams.LEGACY_DEFAULT)
-    assert word.value == 5
+def test_a_mark_is_stored_for_the_host(engine):
+    default = streams.LEGACY_DEFAULT
+    if SIMULATED:
+        word = ctypes.c_uint64(1 << 32)
+        deadline.kernel().bind(1, ctypes.addressof(word), 5)(default)
+        assert word.value == 5
+        return
+    watched, exchange = Deadline(60), Exchange("all_reduce", (1,))
+    for mark, running in (
+        (lambda: watched.begin(exchange, default), exchange),
+        (lambda: watched.end(default), None),
+    ):
+        watched._word[1] = 1
+        mark()
+        streams.synchronize(default)
+        assert watched.running == running
+        assert watched._word[1] == 0
+    watched.close()
 
 
 def test_a_capture_is_refused(engine, monkeypatch):
