@@ -198,6 +198,21 @@ class Machine:
             observer.known = [0] * len(self._observers)
         return stream
 
+    def drop_unreached(self, streams: list[list[Work]]) -> None:
+        """Drop what follows a mark that a rank did not enqueue before it left."""
+        every = [*streams, *self._more]
+        cut = True
+        while cut:
+            work = chain(*every)
+            marks = {each for each in work if isinstance(each, Mark)}
+            cut = False
+            for stream in every:
+                for place, work in enumerate(stream):
+                    if isinstance(work, Follow) and work.mark not in marks:
+                        del stream[place:]
+                        cut = True
+                        break
+
     def run(self, streams: list[list[Work]]) -> None:
         """Run each stream's work in order, in a schedule that the seed determines."""
         global current, machine
@@ -319,6 +334,8 @@ class Machine:
                 observer = self._observers[lane, block, number]
                 observer.outdated = self.random.random() < 0.5
                 thread = Thread(launch, lane, block, index, observer)
+                if self.rule is not None:
+                    self.rule.starts(thread)
                 thread.priority = self.random.random()
                 if self.haste and self.random.random() < 0.2:
                     # It starts late: other threads of its launch may have failed.

@@ -26,6 +26,7 @@ from explore.scenarios import (
     words_by_signals,
 )
 from explore.source import device_code
+from explore.test_copies import calls_by_copies
 from explore.test_operations import calls_of_pairs
 from explore.world import ALGORITHMS
 
@@ -44,6 +45,7 @@ CALLS = {
     "broadcast": lambda code: calls_of(code, "broadcast"),
     "relayed": lambda code: calls_of_pairs(code, ("broadcast", "two_shot_marked")),
     "own_arrays": calls_on_own_arrays,
+    "copies": calls_by_copies,
     "messages": messages,
     "requests": requests,
     "request_then_sum": lambda code: requests_and_sums(code, "request_then_sum"),
@@ -94,6 +96,10 @@ BROKEN = {
             "load_failure(own, block)",
             "load_failure(own, block) * 0",
         ),
+    ),
+    "a kernel after copies that reads no mark": (
+        ("copies",),
+        replaced("workspace", "mark", "return 0"),
     ),
     "a sum after a failed request": (
         ("request_then_sum",),

@@ -327,23 +327,28 @@ class World(Messages):
             each for each in vars(self.layout).values() if hasattr(each, "slots")
         ]
         where = self.code.handshake.make_where(self.size)
+        marks = {
+            base + at
+            for base in self.workspaces
+            for at in range(0, regions[0].epochs, 4)
+        }
         places = [
-            *range(0, regions[0].epochs, 4),  # that the rank has failed
             *(at for each in regions for at in range(each.epochs, each.flags, 4)),
             *(where(k) + word for k in range(self.size - 1) for word in (0, 8)),
         ]
         kept = self.kept | {base + at for base in self.workspaces for at in places}
+        kept |= marks
         state = self.code.workspace.channels(self.size, True)
         own = range(0, state.flags, 4)  # epochs
         kept |= {base + at for base in self.requested for at in own}
-        self.machine.rule = NoStoreAfterFailure(board, kept)
-        if self.machine.absent is not None:
-            self.streams[self.machine.absent] = []
-            return self.machine.absent
-        leaver = self.random.choice([None, self.random.randrange(self.size)])
+        self.machine.rule = NoStoreAfterFailure(board, kept, marks)
+        leaver, first = self.machine.absent, 0
+        if leaver is None:
+            leaver = self.random.choice([None, self.random.randrange(self.size)])
+            first = self.random.randrange(len(self.streams[leaver or 0]) + 1)
         if leaver is not None:
-            stream = self.streams[leaver]
-            del stream[self.random.randrange(len(stream) + 1) :]
+            del self.streams[leaver][first:]
+            self.machine.drop_unreached(self.streams)
         return leaver
 
     def check_rest(self):
