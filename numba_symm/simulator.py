@@ -201,7 +201,7 @@ class Thread(simulator.BlockThread):  # type: ignore[misc]
         self.turn.acquire()
         self._manager.check()
 
-    def meet(self, barrier: int, threads: int, condition: bool) -> bool:
+    def wait_at(self, barrier: int, threads: int, condition: bool) -> bool:
         """Wait at a barrier of that many threads; return if any has ``condition``."""
         self.condition = condition
         self._manager.arrive_at(barrier, threads, self)

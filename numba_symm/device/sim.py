@@ -202,12 +202,12 @@ def syncthreads_or(condition: bool) -> bool:
 
 def bar_sync(barrier: int, threads: int) -> None:
     """Wait until that many threads of the block have called it with that barrier."""
-    _thread().meet(barrier, threads, False)
+    _thread().wait_at(barrier, threads, False)
 
 
 def bar_red_or(barrier: int, threads: int, condition: bool) -> bool:
     """Wait as ``bar_sync`` does; return whether any thread's condition holds."""
-    return bool(_thread().meet(barrier, threads, bool(condition)))
+    return bool(_thread().wait_at(barrier, threads, bool(condition)))
 
 
 def thread_index() -> int:

@@ -147,7 +147,7 @@ def syncthreads_or(condition: bool) -> Generator[int, None, bool]:
 
 
 def bar_sync(barrier: int, threads: int) -> Any:
-    return syncthreads()  # thread blocks hold one block: its threads are all that meet
+    return syncthreads()  # thread blocks hold one block: only its threads synchronize
 
 
 def bar_red_or(barrier: int, threads: int, condition: bool) -> Any:

@@ -314,7 +314,7 @@ class Memory:
                 thread.known = before
         else:
             self._end(threads)
-            meet(threads)
+            synchronize(threads)
             if not (self.starts_see and self.starts_inherit):
                 self._forget(threads, of_rank)
         if not self.copies_end:
@@ -438,7 +438,7 @@ def latest(*known: list[int]) -> list[int]:
     return list(map(max, *known)) if len(known) > 1 else list(*known)
 
 
-def meet(observers: list[Observer]) -> None:
+def synchronize(observers: list[Observer]) -> None:
     """Synchronize threads: each gets the maximum of their clocks."""
     known = latest(*(observer.known for observer in observers))
     for observer in observers:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from explore.memory import Finding, Memory, Observer, latest, meet
+from explore.memory import Finding, Memory, Observer, latest, synchronize
 
 STEP, SYNC, POLL = range(3)  # the reasons for which a thread stops
 
@@ -376,7 +376,7 @@ class Machine:
                 if other.block == thread.block
             ]
             if all(other.at_sync for other in block):
-                meet([other.observer for other in block])
+                synchronize([other.observer for other in block])
                 found = any(other.condition for other in block)
                 failed = any(other.failed for other in block)
                 for other in block:

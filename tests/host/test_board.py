@@ -260,13 +260,15 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline():
 
 
 @pytest.mark.usefixtures("on_the_host")
-@pytest.mark.parametrize("meet", [Board.gate, lambda *args: Board.all_gather(*args)])
-def test_a_rank_whose_process_has_ended_is_named(meet):
+@pytest.mark.parametrize(
+    "exchange", [Board.gate, lambda *args: Board.all_gather(*args)]
+)
+def test_a_rank_whose_process_has_ended_is_named(exchange):
     def play(made, comm):
         wait = Wait("zeros", comm.rank, 10)
         if comm.rank == 1:
             made._let_go_of_lock()  # as the process' end does
-        elif meet is Board.gate:
+        elif exchange is Board.gate:
             made.gate(wait)
         else:
             with pytest.raises(RankLeft):

@@ -54,7 +54,7 @@ def array_of(comm, host, symmetric):
     return x
 
 
-def meet(comm, world):
+def wait_for_all(comm, world):
     """Wait until every rank has finished, so that no rank fails in the next step."""
     comm.synchronize()
     world.barrier()

@@ -7,7 +7,7 @@ import numba_symm as ns
 from numba_symm import kernels
 from numba_symm.collectives import kernel_set
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import meet, ordinary
+from tests.ranks.helpers import ordinary, wait_for_all
 
 COUNTS = (1, 3, 4, 16, 100, 128, 333, 1024, 4096, 5001)
 
@@ -57,7 +57,7 @@ def test_calls_of_all_sizes_bind_prepared_kernels(comm, world, prepared, monkeyp
     monkeypatch.setattr(kernels.Kernel, "bind", checked)
     for new in (comm.empty, ordinary):
         every_size(comm, new)
-    meet(comm, world)
+    wait_for_all(comm, world)
     assert len(bound) > 3
     assert bound <= set(prepared)
 
@@ -74,7 +74,7 @@ def test_wrong_arguments_are_refused_and_the_communicator_stays_usable(comm, wor
             comm.prepare(*names, **options)
     comm.prepare("barrier", "signals")
     comm.barrier()
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_a_closed_communicator_prepares_nothing(comm):

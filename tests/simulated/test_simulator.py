@@ -116,19 +116,19 @@ def numbas(out):
 
 def test_launches_of_several_threads_run_simultaneously():
     """Our launches run beside each other, Numba's, and a host thread that uses cuda."""
-    meet = [threading.Barrier(n, timeout=20).wait for n in (3, 3, 2)]  # by block
+    synchronize = [threading.Barrier(n, timeout=20).wait for n in (3, 3, 2)]  # by block
     seen = {2: set(), 3: set()}
 
     def kernel(grid):
         shared = cuda.shared.array(1, np.int64)
         if cuda.threadIdx.x == 0:
             shared[0] = grid
-            meet[cuda.blockIdx.x]()
+            synchronize[cuda.blockIdx.x]()
         cuda.syncthreads()
         place = cuda.blockIdx.x, elsewhere.block_of_caller(), shared[0]
         seen[grid].add((*place, cuda.gridDim.x, cuda.blockDim.x))
         if cuda.threadIdx.x == 0:
-            meet[cuda.blockIdx.x]()
+            synchronize[cuda.blockIdx.x]()
 
     interval = sys.getswitchinterval()
     launches = [(2, 8), (3, 5)]
@@ -139,11 +139,11 @@ def test_launches_of_several_threads_run_simultaneously():
     for thread in threads:
         thread.start()
     for block in range(3):
-        meet[block]()
+        synchronize[block]()
         x = cuda.to_device(np.zeros(6, np.int64))
         numbas[3, 2](x)
         assert x.copy_to_host().tolist() == [6, 6, 7, 7, 8, 8]
-        meet[block]()
+        synchronize[block]()
     for thread in threads:
         thread.join()
     for grid, size in launches:

@@ -12,12 +12,12 @@ from tests import operators
 from tests.ranks.helpers import (
     Window,
     get,
-    meet,
     needs_peers,
     ordinary,
     put,
     same,
     values,
+    wait_for_all,
 )
 
 F4 = np.dtype(np.float32)
@@ -103,7 +103,7 @@ def test_every_edge_of_a_shard(comm, world, name, in_place):
     comm.synchronize()
     for case, out in calls:
         case.check(out)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @each_operation
@@ -126,7 +126,7 @@ def test_types_and_operators(comm, world, name):
     comm.synchronize()
     for pair, (wanted, out) in zip(SOME, calls, strict=True):
         assert operators.same(get(out), wanted).all(), pair
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def first_less_second(a, b):
@@ -142,7 +142,7 @@ def test_a_function_is_applied_in_rank_order(comm, world, name):
     inputs = [each[case.mine].astype(np.float64) for each in case.inputs]
     total = operators.in_order(first_less_second, inputs)
     np.testing.assert_allclose(get(out), total, 1e-4, 1e-2)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 # What an output may be, on one rank while all others are in place: whether it is
@@ -173,13 +173,13 @@ def test_any_rank_may_have_any_output(comm, world, name, count, what):
         if comm.rank == one and symmetric is not None:
             window.fill(np.zeros(count, F4))
             out = window.array
-        meet(comm, world)
+        wait_for_all(comm, world)
         case.call(out)
         assert refused(comm) == (name in refusing)
         case.check(out)
         if out is window.array:
             window.read()
-        meet(comm, world)
+        wait_for_all(comm, world)
 
 
 @needs_peers
@@ -194,11 +194,11 @@ def test_any_rank_may_have_any_input(comm, world, name, what):
         there = case.window(case.whole, F4, what != "ordinary", offset)
         alike = case.window(case.whole)
         case.read_from(there if comm.rank == one else alike)
-        meet(comm, world)
+        wait_for_all(comm, world)
         case.call(out)
         assert refused(comm) == (what != "elsewhere")
         case.check(out)
-        meet(comm, world)
+        wait_for_all(comm, world)
 
 
 @each_operation
@@ -226,4 +226,4 @@ def test_one_after_another_without_the_host(comm, world, name):
             start = [start[root].copy() for _ in range(comm.size)]
     comm.synchronize()
     assert same(get(x), start[comm.rank])
-    meet(comm, world)
+    wait_for_all(comm, world)

@@ -9,7 +9,14 @@ import pytest
 import numba_symm as ns
 from numba_symm import arrays
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import check_works, get, meet, of_one_island, put, refused
+from tests.ranks.helpers import (
+    check_works,
+    get,
+    of_one_island,
+    put,
+    refused,
+    wait_for_all,
+)
 from tests.ranks.memory.peeks import pattern, read
 
 pytestmark = of_one_island
@@ -72,7 +79,7 @@ def test_a_rendezvous_completes_a_block(comm, world):
     memory.barrier()
     for rank in range(comm.size):
         assert np.array_equal(get(memory.get_buffer(rank, 60, "f4")), pattern(rank, 60))
-    meet(comm, world)
+    wait_for_all(comm, world)
     allocator.free(pointer)
     assert not allocator.is_rendezvous_completed(pointer)
 
@@ -277,7 +284,7 @@ def test_ordinary_device_memory_is_registered(comm, world):
     memory.barrier()
     for rank in range(comm.size):
         assert np.array_equal(get(memory.get_buffer(rank, 40, "f4")), pattern(rank))
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_a_freed_block_has_no_rendezvous(comm, world):
@@ -286,4 +293,4 @@ def test_a_freed_block_has_no_rendezvous(comm, world):
     comm.allocator.free(address)
     with pytest.raises(ns.SymmError, match="rendezvous failed on"):
         comm.allocator.rendezvous(address, comm)
-    meet(comm, world)
+    wait_for_all(comm, world)

@@ -7,7 +7,14 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import pads
-from tests.ranks.helpers import get, meet, needs_peers, of_one_island, put, refused
+from tests.ranks.helpers import (
+    get,
+    needs_peers,
+    of_one_island,
+    put,
+    refused,
+    wait_for_all,
+)
 from tests.ranks.memory.peeks import pad_of, pattern, read
 
 pytestmark = of_one_island
@@ -19,7 +26,7 @@ def shared(comm, world):
     x = comm.empty(40, np.float32)
     put(x, pattern(comm.rank))
     comm.barrier()
-    meet(comm, world)
+    wait_for_all(comm, world)
     return comm.rendezvous(x)
 
 
@@ -62,7 +69,7 @@ def test_buffers_show_what_the_peers_wrote(comm, shared):
 
 
 def test_what_is_written_into_a_peers_buffer_arrives(comm, world, shared):
-    meet(comm, world)  # every rank has finished with the fixture's pattern
+    wait_for_all(comm, world)  # every rank has finished with the fixture's pattern
     right = (comm.rank + 1) % comm.size
     put(shared.get_buffer(right, 5, np.float32, 10), np.full(5, comm.rank, "f4"))
     comm.barrier()
@@ -84,7 +91,7 @@ def test_a_rendezvous_may_begin_inside_an_array(comm, world, offset):
     for rank in range(comm.size):
         rest = get(inside.get_buffer(rank, 40 - offset, np.float32))
         assert np.array_equal(rest, pattern(rank)[offset:])
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_buffers_outside_of_the_memory_are_refused(comm, world, shared):
@@ -154,7 +161,7 @@ def test_a_barrier_puts_writes_before_reads(comm, world):
         memory.barrier(step % 2)
         assert get(mine).tolist() == [step] * comm.size, f"step {step}"
         memory.barrier(pads.MAX_CHANNELS - 1)
-    meet(comm, world)
+    wait_for_all(comm, world)
     assert not pad_of(comm, memory).any()
 
 
@@ -175,7 +182,7 @@ def test_a_token_is_passed_around_by_signals(comm, world):
         memory.wait_signal(left, channel)
         assert get(token)[0] == laps * comm.size
     assert seen == [lap * comm.size + comm.rank for lap in range(laps)]
-    meet(comm, world)
+    wait_for_all(comm, world)
     assert not pad_of(comm, memory).any()
 
 
@@ -185,13 +192,13 @@ def test_channels_are_independent(comm, world):
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     for channel in (1, 0, 127):
         memory.put_signal(right, channel)
-    meet(comm, world)
+    wait_for_all(comm, world)
     pad = pad_of(comm, memory)
     assert [*zip(*pad.nonzero(), strict=True)] == [(0, left), (1, left), (127, left)]
     assert set(pad[pad != 0]) == {1}
     for channel in (127, 1, 0):  # in another order than they were put
         memory.wait_signal(left, channel)
-        meet(comm, world)
+        wait_for_all(comm, world)
         assert not pad_of(comm, memory)[channel].any()
     assert not pad_of(comm, memory).any()
 
@@ -207,7 +214,7 @@ def test_a_second_signal_waits_until_the_first_was_taken(comm, world):
         for _ in range(steps):
             time.sleep(0.01)
             memory.wait_signal(0)
-    meet(comm, world)
+    wait_for_all(comm, world)
     assert not pad_of(comm, memory).any()
 
 
@@ -226,7 +233,7 @@ def test_pads_do_not_alias(comm, world):
         for peer in range(comm.size):
             slot = memory.signal_pad_ptrs[peer] + 4 * comm.rank
             comm._calls.island.backend.write(slot, (number + 1).to_bytes(4, "little"))
-    meet(comm, world)
+    wait_for_all(comm, world)
     for number, memory in enumerate(memories):
         assert pad_of(comm, memory)[0].tolist() == [number + 1] * comm.size
         assert not pad_of(comm, memory)[1:].any()
@@ -239,7 +246,7 @@ def test_a_pad_is_zero_when_it_is_used_again(comm, world):
     assert pad_of(comm, memory).all()
     for _ in range(2 * pads.PADS_PER_ARENA):
         del memory  # and its array
-        meet(comm, world)
+        wait_for_all(comm, world)
         memory = comm.rendezvous(comm.empty(1, np.int32))
         assert not pad_of(comm, memory).any()
         if memory.signal_pad_ptrs == used:

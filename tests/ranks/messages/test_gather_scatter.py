@@ -9,7 +9,7 @@ import pytest
 import numba_symm as ns
 from numba_symm.collectives.kernels import transfer
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import meet, needs_peers, ordinary, put, refused
+from tests.ranks.helpers import needs_peers, ordinary, put, refused, wait_for_all
 from tests.ranks.messages.contents import (
     DTYPES,
     Part,
@@ -226,7 +226,7 @@ def test_remembered_calls_make_new_outputs(comm, world):
         kept.append((step, shape, comm.gather(x.reshape(shape)), comm.rank == 0))
         kept.append((step, (6,), comm.all_gather_v(x, counts=[6] * size), True))
         comm.synchronize()
-    meet(comm, world)
+    wait_for_all(comm, world)
     for step, shape, found, here in kept:
         assert (found is None) != here
         if here:

@@ -20,11 +20,11 @@ from tests.ranks.helpers import (
     Window,
     array_of,
     get,
-    meet,
     ordinary,
     put,
     refused,
     values,
+    wait_for_all,
 )
 
 ALGORITHMS = tuple(operations.BROADCAST.algorithms)
@@ -91,7 +91,7 @@ def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
     comm.synchronize()
     for window, wanted in calls:
         assert window.read().tobytes() == wanted.tobytes(), wanted.size
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_any_rank_may_have_any_memory(comm, world):
@@ -111,7 +111,7 @@ def test_any_rank_may_have_any_memory(comm, world):
     comm.synchronize()
     for x, wanted in calls:
         assert get(x).tobytes() == wanted.tobytes()
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_types_roots_and_orders_of_calls(comm, world):
@@ -142,7 +142,7 @@ def test_types_roots_and_orders_of_calls(comm, world):
     comm.synchronize()
     for x, wanted in calls:
         assert get(x).tobytes() == wanted.tobytes(), (wanted.size, wanted.dtype)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -153,7 +153,7 @@ def test_the_algorithm_follows_from_the_size(comm, world, symmetric):
         comm.broadcast(x, root=root)
         comm.synchronize()
         assert get(x).tobytes() == content(count, F4, root, 3).tobytes()
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_plans_and_empty_arrays(comm, world):
@@ -164,7 +164,7 @@ def test_plans_and_empty_arrays(comm, world):
     comm.broadcast(comm.zeros((0, 3)))
     comm.synchronize()
     assert (get(x) == comm.size - 1).all()
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_bad_calls(comm, world):
@@ -182,7 +182,7 @@ def test_bad_calls(comm, world):
         "got 'one_shot_sentinel'",
     )
     refused(world, ns.ArgumentError, lambda: comm.broadcast(np.zeros(3)), "host")
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @pytest.mark.parametrize("op", ["sum", "max", "avg"])
@@ -211,4 +211,4 @@ def test_reduce_scatter_v(comm, world, op):
             lambda c=counts: comm.reduce_scatter_v(comm.zeros(5), counts=c),
             text if comm.size > 1 or counts == [7] else "",
         )
-    meet(comm, world)
+    wait_for_all(comm, world)

@@ -13,12 +13,12 @@ from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import (
     bits,
     get,
-    meet,
     ordinary,
     put,
     reduced,
     same,
     values,
+    wait_for_all,
 )
 
 FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
@@ -115,7 +115,7 @@ def test_every_edge_of_its_pieces(comm, world, name, algorithm, dtype):
         wanted = wanted_of(name, inputs, "sum", comm.rank)
         assert same(get(result).ravel(), wanted), count
         assert same(get(x), inputs[comm.rank])
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -140,7 +140,7 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
     for inputs, op, result in calls:
         wanted = wanted_of(name, inputs, op, comm.rank)
         assert equal(read(result, wanted.dtype).ravel(), wanted), wanted.dtype
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
     gathered = comm.all_gather(x, out=out, algorithm=algorithm)
     comm.synchronize()
     assert (bits(get(gathered)) == bits(host)).all()
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_elements_of_any_size_are_moved(comm, world, algorithm):
         wanted = [b"".join(inputs), b"".join(each[part] for each in inputs), inputs[-1]]
         found = [bytes(each.view(np.uint8).copy_to_host()) for each in moved]
         assert found == wanted, itemsize
-        meet(comm, world)
+        wait_for_all(comm, world)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_in_place(comm, world, name, part, algorithm):
     assert call(comm, name, x, out=out, algorithm=algorithm) is out
     comm.synchronize()
     assert same(get(out), wanted_of(name, inputs, "sum", comm.rank))
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_shapes(comm, world):
@@ -217,7 +217,7 @@ def test_shapes(comm, world):
     empty = comm.zeros((0, 3), np.int32)
     assert comm.all_gather(empty).shape == (comm.size, 0, 3)
     assert comm.reduce_scatter(empty).shape == (0, 3)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_bad_calls(comm, world):
@@ -235,7 +235,7 @@ def test_bad_calls(comm, world):
     whole = comm.zeros((comm.size + 1) * 8, np.float32)
     with pytest.raises(ns.ArgumentError, match="arrays that overlap"):
         comm.all_gather(whole[4:12], out=whole[: comm.size * 8])
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_plans(comm, world):
@@ -253,7 +253,7 @@ def test_plans(comm, world):
     assert same(get(results[0]), np.concatenate(inputs))
     for name, result in zip(NAMES[1:], results[1:], strict=True):
         assert same(get(result), wanted_of(name, inputs, "sum", comm.rank))
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "all_reduce"])
@@ -288,4 +288,4 @@ def test_copy_engines_take_arrays_that_lie_differently(comm, world, name):
         if name != "all_reduce":
             wanted = wanted_of(name, inputs, "sum", comm.rank)
         assert same(get(out).ravel(), np.ravel(wanted)), case
-        meet(comm, world)
+        wait_for_all(comm, world)

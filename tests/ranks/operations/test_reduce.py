@@ -23,13 +23,13 @@ from tests.ranks.helpers import (
     array_of,
     check_works,
     get,
-    meet,
     needs_peers,
     ordinary,
     put,
     refused,
     same,
     values,
+    wait_for_all,
 )
 
 ALGORITHMS = tuple(operations.REDUCE.algorithms)
@@ -103,7 +103,7 @@ def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
     for root, inputs, x, out in calls:
         check(comm, out, operators.wanted(inputs, "sum"), root, x.size)
         assert same(get(x), inputs[comm.rank])
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_types_and_operators(comm, world):
@@ -118,7 +118,7 @@ def test_types_and_operators(comm, world):
     comm.synchronize()
     for pair, (wanted, root, out) in zip(SOME, calls, strict=True):
         check(comm, out, wanted, root, pair)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @by_algorithm
@@ -137,7 +137,7 @@ def test_in_place_and_off_boundaries(comm, world, algorithm, offset):
         comm.synchronize()
         assert out is (x if comm.rank == root else None)
         assert same(window.read(), wanted if out is x else inputs[comm.rank])
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def first_less_second(a, b):
@@ -155,7 +155,7 @@ def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
         wide = [each.astype(np.float64) for each in inputs]
         total = operators.in_order(first_less_second, wide)
         np.testing.assert_allclose(get(out), total, 1e-4, 1e-2)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_one_after_another_without_the_host(comm, world):
@@ -181,7 +181,7 @@ def test_one_after_another_without_the_host(comm, world):
     comm.synchronize()
     for wanted, root, out in calls:
         check(comm, out, wanted, root)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @by_algorithm
@@ -192,7 +192,7 @@ def test_the_root_has_what_all_reduce_gives(comm, world, algorithm):
     everyones = comm.all_reduce(x)
     comm.synchronize()
     assert found is None or same(get(found), get(everyones))
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_any_rank_may_have_any_memory(comm, world):
@@ -212,7 +212,7 @@ def test_any_rank_may_have_any_memory(comm, world):
     comm.synchronize()
     for wanted, root, out in calls:
         check(comm, out, wanted, root)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_shapes(comm, world):
@@ -223,7 +223,7 @@ def test_shapes(comm, world):
             assert out.is_c_contiguous() == (order == "C")
     out = comm.reduce(comm.zeros((0, 3), np.int32))
     assert out is None if comm.rank else out.shape == (0, 3)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_the_algorithm_follows_from_the_size(comm, world):
@@ -239,7 +239,7 @@ def test_the_algorithm_follows_from_the_size(comm, world):
             out = comm.reduce(x, op="max", root=last, out=out)
             comm.synchronize()
             check(comm, out, operators.wanted(inputs, "max"), last)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @pytest.mark.parametrize("root", [-1, 99, 0.0, None, "0"])
@@ -252,7 +252,7 @@ def test_a_root_that_is_no_rank(comm, world, root):
         f"reduce: root: expected a rank from 0 to {comm.size - 1}, got {root!r}",
     )
     check_works(comm)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_bad_calls(comm, world):
@@ -264,7 +264,7 @@ def test_bad_calls(comm, world):
         "got 7",
     )
     check_works(comm)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @pytest.fixture
@@ -302,4 +302,4 @@ def test_plans(comm, world):
     comm.synchronize()
     for root, out in enumerate(results):
         check(comm, out, operators.wanted(inputs, "max"), root)
-    meet(comm, world)
+    wait_for_all(comm, world)

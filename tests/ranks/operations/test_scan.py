@@ -17,11 +17,11 @@ from tests.ranks.helpers import (
     array_of,
     check_works,
     get,
-    meet,
     ordinary,
     refused,
     same,
     values,
+    wait_for_all,
 )
 
 NAMES = ("scan", "exscan", "reverse_scan")
@@ -82,7 +82,7 @@ def test_every_edge_of_its_pieces(comm, world, name, algorithm, dtype):
     for inputs, x, out in calls:
         assert same(get(out), wanted_of(name, inputs, "sum", comm.rank)), out.size
         assert same(get(x), inputs[comm.rank])
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @by_name
@@ -98,7 +98,7 @@ def test_types_and_operators(comm, world, name):
     for (kind, op), (inputs, _, out) in zip(SOME, calls, strict=True):
         wanted = wanted_of(name, inputs, op, comm.rank)
         assert operators.same(get(out), wanted).all(), (kind, op)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @by_name
@@ -113,7 +113,7 @@ def test_in_place_and_off_boundaries(comm, world, name, algorithm, offset):
     assert getattr(comm, name)(x, out=x, algorithm=algorithm) is x
     comm.synchronize()
     assert same(window.read(), wanted_of(name, inputs, "sum", comm.rank))
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def first_less_second(a, b):
@@ -138,7 +138,7 @@ def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
         assert (get(out) == 7).all()
     else:
         np.testing.assert_allclose(get(out), totals[comm.rank - 1], 1e-4, 1e-2)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_one_after_another_without_the_host(comm, world):
@@ -160,7 +160,7 @@ def test_one_after_another_without_the_host(comm, world):
     comm.synchronize()
     for name, inputs, out in calls:
         assert same(get(out), wanted_of(name, inputs, "sum", comm.rank))
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_the_last_or_first_rank_has_what_all_reduce_gives(comm, world):
@@ -169,7 +169,7 @@ def test_the_last_or_first_rank_has_what_all_reduce_gives(comm, world):
     comm.synchronize()
     assert comm.rank < comm.size - 1 or same(get(scanned), get(reduced))
     assert comm.rank > 0 or same(get(reverse), get(reduced))
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @by_name
@@ -180,7 +180,7 @@ def test_shapes(comm, world, name):
         assert out.shape == (3, 5)
         assert out.is_c_contiguous() == (order == "C")
     assert getattr(comm, name)(comm.zeros((0, 3), np.int32)).shape == (0, 3)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 @by_name
@@ -204,7 +204,7 @@ def test_bad_calls(comm, world, name):
         "got 'pull'",
     )
     check_works(comm)
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_plans(comm, world):
@@ -216,7 +216,7 @@ def test_plans(comm, world):
     comm.synchronize()
     for name, out in results.items():
         assert same(get(out), wanted_of(name, inputs, "max", comm.rank))
-    meet(comm, world)
+    wait_for_all(comm, world)
 
 
 def test_all_have_the_same_algorithms():
