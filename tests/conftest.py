@@ -101,9 +101,15 @@ def comm_of_a_file(world, request):
     yield from communicators(world, request)
 
 
-def communicators(world, request):
+@pytest.fixture
+def careful(world, request):
+    """A communicator that compares the ranks' calls."""
+    yield from communicators(world, request, debug=True)
+
+
+def communicators(world, request, debug=False):
     """Yield a communicator, and close it."""
-    communicator = ns.Communicator(world, timeout=60)
+    communicator = ns.Communicator(world, timeout=60, debug=debug)
     yield communicator
     # Closing is collective: if a rank has failed, it waits until the timeout.
     agreement = request.config.pluginmanager.get_plugin("agreement")

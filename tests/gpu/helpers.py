@@ -7,20 +7,11 @@ import numpy as np
 import pytest
 from numba import cuda
 
-from numba_symm import device as symm
 from numba_symm.streams import handle_of
+from tests.sharing.work import fill_kernel
 
 MILLISECOND = 1_000_000  # nanoseconds
 THREADS = 256
-
-
-@cuda.jit
-def fill_kernel(x, value, nanoseconds):
-    started = symm.globaltimer()
-    while symm.globaltimer() - started < nanoseconds:
-        pass
-    for i in range(cuda.grid(1), x.size, cuda.gridsize(1)):
-        x[i] = value
 
 
 @cuda.jit

@@ -377,14 +377,6 @@ def test_streams_that_are_none_are_refused(comm, world):
 # Debug mode: every call is compared
 
 
-@pytest.fixture
-def careful(world, request):
-    with ns.Communicator(world, timeout=60, debug=True) as comm:
-        yield comm
-        agreement = request.config.pluginmanager.get_plugin("agreement")
-        agreement.agree(request.session, request.node.nodeid)
-
-
 DIFFERENCES = {
     "count": ((6, "f4", "sum", None), "6 float32", "7 float32"),
     "dtype": ((7, "i4", "sum", None), "7 int32", "7 float32"),

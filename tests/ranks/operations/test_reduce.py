@@ -267,14 +267,6 @@ def test_bad_calls(comm, world):
     wait_for_all(comm, world)
 
 
-@pytest.fixture
-def careful(world, request):
-    with ns.Communicator(world, timeout=60, debug=True) as comm:
-        yield comm
-        agreement = request.config.pluginmanager.get_plugin("agreement")
-        agreement.agree(request.session, request.node.nodeid)
-
-
 @needs_peers
 @pytest.mark.parametrize("name", ["reduce", "reduce_init"])
 def test_debug_mode_tells_of_differing_roots(careful, world, name):
