@@ -14,6 +14,7 @@ from numba_symm.mpi.errors import refusal, translated
 from numba_symm.mpi.forms import forms
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.p2p import Messages
+from numba_symm.streams import SideStream
 
 _open: list["Device"] = []
 """Those with a communicator that the end of the program closes, in order."""
@@ -43,6 +44,7 @@ class Device(Messages):
         self.synchronizes = synchronize
         self._owned = owned
         self._made: Communicator | None = None
+        self._side: SideStream | None = None
         self.shortcuts = Cache(shortcuts.MOST)
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
@@ -56,6 +58,13 @@ class Device(Messages):
             self._options["device"] = self._made.device.ordinal
             _open.append(self)
         return self._made
+
+    @property
+    def side(self) -> SideStream:
+        """The stream of nonblocking collectives, which run beside other calls."""
+        if self._side is None:
+            self._side = SideStream(1)
+        return self._side
 
     def _check(self) -> None:
         """Raise if the library's communicator has failed."""
@@ -169,10 +178,15 @@ class Device(Messages):
 
     def _close(self) -> None:
         made, self._made = self._made, None
+        side, self._side = self._side, None
         self.shortcuts.clear()
-        if made is not None:
-            _open.remove(self)
-            made.close()
+        try:
+            if made is not None:
+                _open.remove(self)
+                made.close()
+        finally:
+            if side is not None:
+                side.close()
 
     # Collectives.
 

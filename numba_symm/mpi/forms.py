@@ -51,7 +51,7 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
         job = build(self, *args, **options)
         if job is None:
             return getattr(self.host, f"I{name.lower()}")(*args, **options)
-        return _started(job)
+        return _started(self, job)
 
     def persistent(self: Any, *args: Any, **options: Any) -> Any:
         given = args[:-1] if args and isinstance(args[-1], MPI.Info) else args
@@ -59,7 +59,7 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
         job = build(self, *given, **kept)
         if job is None:
             return getattr(self.host, f"{name}_init")(*args, **options)
-        return Prequest(functools.partial(_started, job))
+        return Prequest(functools.partial(_started, self, job))
 
     return (
         _named(blocking, name, build, ""),
@@ -72,10 +72,12 @@ _STARTED = "\n\nReturns a request; until it is done, use none of the arrays."
 _PREPARED = "\n\nReturns a request, which ``Start()`` starts each time."
 
 
-def _started(job: Job) -> Started:
-    job.start()
-    job.linger()
-    return Started(job.wait, job.test)
+def _started(comm: Any, job: Job) -> Started:
+    done = job.start_beside(comm.side)
+    if done is None:  # in a graph, whose later nodes follow it
+        return Started(job.wait, lambda: True)
+    wait = functools.partial(job.wait_for, done)
+    return Started(wait, functools.partial(job.test_for, done))
 
 
 def _named(method: Method, name: str, build: Build, more: str) -> Method:

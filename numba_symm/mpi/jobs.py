@@ -15,6 +15,7 @@ from numba_symm.mpi import packing
 from numba_symm.mpi.buffers import Message
 from numba_symm.mpi.errors import unsupported
 from numba_symm.mpi.packing import Step
+from numba_symm.streams import SideStream
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A method of the communicator, and its arguments but the stream."""
@@ -159,32 +160,62 @@ class Job:
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Add a call of a method of the communicator."""
         self._calls.append((method, args, options))
-        given = {**options, "stream": self.stream}
-        self._steps.append(lambda stream: method(*args, **given))
+        self._steps.append(lambda stream: method(*args, **options, stream=stream))
 
     def only_call(self) -> Call | None:
         """Return the call of the communicator if the job has no other step."""
         alone = len(self._steps) == 1 and len(self._calls) == 1 and not self._last
         return self._calls[0] if alone else None
 
-    def start(self) -> None:
-        """Enqueue all steps."""
-        for step in self._steps:
-            step(self.stream)
-        for step in self._last:
-            step(self.stream)
+    def start(self, stream: int | None = None) -> None:
+        """Enqueue all steps, on the job's stream or another one."""
+        chosen = self.stream if stream is None else stream
+        for step in (*self._steps, *self._last):
+            step(chosen)
+
+    def start_beside(self, side: SideStream) -> Event | None:
+        """Enqueue all steps beside the later work of the job's stream.
+
+        Its earlier work precedes them. All arrays are kept until the steps have ended.
+
+        Returns:
+            Their end. None within a capture, where they are on the job's stream.
+        """
+        if _captures(self.stream):
+            self.start()
+            return None
+        side.follow(self.stream, 0)
+        with side.joined(self.stream):
+            self.start(side.stream)
+            return self._keep_until_end(side.stream)
 
     def linger(self) -> None:
         """Keep the job's temporary arrays until its work so far has ended.
 
         For a job that the program may drop before that.
         """
-        if not self._lingers or _captures(self.stream):
-            return
+        if self._lingers and not _captures(self.stream):
+            self._keep_until_end(self.stream)
+
+    def _keep_until_end(self, stream: int) -> Event:
         _lingering[:] = [each for each in _lingering if not each[0].query()]
         done = Event()
-        done.record(self.stream)
+        done.record(stream)
         _lingering.append((done, self))
+        return done
+
+    def wait_for(self, done: Event) -> None:
+        """Wait for the end of the steps, and raise as :meth:`wait`."""
+        done.synchronize()
+        _lingering[:] = [each for each in _lingering if not each[0].query()]
+        self.communicator.check()
+
+    def test_for(self, done: Event) -> bool:
+        """Return whether the steps have ended."""
+        if not done.query():
+            return False
+        self.communicator.check()
+        return True
 
     def wait(self) -> None:
         """Wait until the arrays may be used; return immediately within a capture.
@@ -193,12 +224,3 @@ class Job:
             CollectiveError: the communicator has failed.
         """
         wait(self.communicator, self.stream)
-
-    def test(self) -> bool:
-        """Return whether the arrays may be used; within a capture, True."""
-        if _captures(self.stream):  # a query would invalidate it
-            return True
-        if not SIMULATED and not streams.is_done(self.stream):
-            return False
-        self.communicator.check()
-        return True

@@ -6,6 +6,7 @@ from cuda.core import Device
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm import streams
 from tests.gpu.helpers import (
     add,
     capturing,
@@ -111,6 +112,38 @@ def test_a_request_is_done_later(comm, torch):
     assert not request.Test()
     assert MPI.Request.Waitall([request])
     assert (y.cpu() == comm.size).all()
+    comm.Barrier()
+
+
+def test_a_request_does_not_block_a_later_call(comm):
+    """Rank 0 sends after it has started the reduction, the others receive before."""
+    x, y, z = (to_device(np.ones(5000, np.float32)) for _ in range(3))
+    comm.Iallreduce(x, y).Wait()  # compiled
+    comm.Sendrecv(z, (comm.rank + 1) % comm.size, 0, y)  # which allocates memory
+    if comm.rank == 0:
+        request = comm.Iallreduce(x, y)
+        fill(z, 7)
+        for rank in range(1, comm.size):
+            comm.Send(z, rank, 3)
+    else:
+        comm.Recv(z, 0, 3)
+        request = comm.Iallreduce(x, y)
+    request.Wait()
+    assert (z.copy_to_host() == 7).all()
+    assert (y.copy_to_host() == comm.size).all()
+
+
+def test_a_request_runs_beside_later_kernels(comm):
+    x, y = (to_device(np.ones(5000, np.float32)) for _ in range(2))
+    late = to_device(np.zeros(1, np.float32))
+    fill(late, 0)  # compiled
+    comm.Iallreduce(x, y).Wait()
+    comm.Barrier()
+    request = comm.Iallreduce(x, y)
+    fill(late, 1, milliseconds=10 * LATE)
+    request.Wait()
+    assert not streams.is_done(streams.LEGACY_DEFAULT)
+    assert (y.copy_to_host() == comm.size).all()
     comm.Barrier()
 
 

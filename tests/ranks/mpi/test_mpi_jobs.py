@@ -1,10 +1,15 @@
 """The temporary arrays of collectives in mpi4py's spelling."""
 
+import contextlib
+import gc
+import weakref
+
 import numpy as np
 import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.cache import Cache
 from numba_symm.mpi import jobs
 
 
@@ -23,8 +28,7 @@ def test_captures_with_temporary_arrays(comm, monkeypatch):
             with pytest.raises(NotImplementedError, match="Allgather_init before"):
                 call(*given)
         prepared.Start()
-        patch.setattr(jobs, "SIMULATED", False)
-        assert prepared.Test()  # no query of the stream
+        assert prepared.Test()
     assert out.copy_to_host()[::2].tolist() == list(range(comm.size))
     pairs.Free()
 
@@ -55,8 +59,49 @@ def test_temporary_arrays_outlive_their_request(comm, monkeypatch):
     assert len(jobs._lingering) == 3
     comm.Allgather(x, out[: comm.size])  # has no temporary array
     assert len(jobs._lingering) == 3
+    y = cuda.to_device(np.ones(1, "i4"))
+    kept = weakref.ref(y)
+    comm.Iallreduce(MPI.IN_PLACE, y)  # neither has this one
+    del y
+    gc.collect()
+    assert kept() is not None
     ended.append(True)
     comm.Allgather(x, [out, 1, pairs])
+    gc.collect()
+    assert kept() is None
     assert len(jobs._lingering) == 1
     pairs.Free()
+    comm.Barrier()
+
+
+def test_nonblocking_calls_run_beside_later_ones(comm, monkeypatch):
+    """They follow the earlier work of the array's stream, on another one."""
+    log, reduce = [], comm.communicator.all_reduce
+
+    class Side:
+        stream = 5
+
+        def follow(self, stream, event):
+            log.append(stream)
+
+        def joined(self, stream):
+            return contextlib.nullcontext()
+
+    def all_reduce(*args, stream, **options):
+        log.append(stream)
+        reduce(*args, **options)
+
+    all_reduce.__name__ = "all_reduce"
+    monkeypatch.setattr(comm, "_side", Side())
+    monkeypatch.setattr(comm.communicator, "all_reduce", all_reduce)
+    monkeypatch.setattr(comm, "shortcuts", Cache(1))
+    monkeypatch.setattr(jobs, "stream_for", lambda communicator, array: 7)
+    x = cuda.to_device(np.ones(1, "i4"))
+    comm.Iallreduce(MPI.IN_PLACE, x).Wait()
+    comm.Allreduce(MPI.IN_PLACE, x)
+    prepared = comm.Allreduce_init(MPI.IN_PLACE, x)
+    prepared.Start()
+    prepared.Wait()
+    assert log == [7, 5, 7, 7, 5]
+    assert x.copy_to_host()[0] == comm.size**3
     comm.Barrier()
