@@ -92,14 +92,16 @@ def uses_nccl(asked: str | None, founds: Sequence[nccl.Found], shared: bool) -> 
         rank: each.version or f"no NCCL ({each.missing})"
         for rank, each in enumerate(founds)
     }
-    if asked is None:
-        wanted = "the same engine on all ranks"
-        cure = "; install the same version everywhere, or set NUMBA_SYMM_ENGINE=mpi"
-    else:
-        wanted = "NCCL on all ranks, of one version, because of NUMBA_SYMM_ENGINE=nccl"
-        cure = ""
     said = ranks.sentence(texts, "has", "have")
-    raise BackendError(f"Communicator: expected {wanted}, but {said}{cure}")
+    if asked is None:
+        raise BackendError(
+            f"Communicator: expected the same engine on all ranks, but {said}; install "
+            "the same version everywhere, or set NUMBA_SYMM_ENGINE=mpi"
+        )
+    raise BackendError(
+        "Communicator: expected NCCL on all ranks, of one version, because of "
+        f"NUMBA_SYMM_ENGINE=nccl, but {said}"
+    )
 
 
 def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
