@@ -324,7 +324,8 @@ class Board:
         Does nothing if the communicator has failed before, or the board was closed.
         """
         named = " ".join(map(str, error.ranks))
-        words = f"{error.operation}\n{error}\n\n{type(error).__name__}\n{named}"
+        # The text is last, because it may be cut off, or have several lines.
+        words = f"{error.operation}\n{type(error).__name__}\n{named}\n{error}"
         self._report(waits.AFAR << 56 | self._rank << 48, words)
 
     def _report(self, record: int, words: str = "") -> None:
@@ -391,11 +392,12 @@ def describe(
         rank, peer = names[rank], names[peer]
     place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
     two = (rank, peer)
-    operation, cause, limit, kind, named = [*words.split("\n"), *4 * [""]][:5]
     if number == waits.AFAR:
+        operation, kind, named, text = words.split("\n", 3)
         error = errors.named(kind)
         found = error if issubclass(error, CollectiveError) else CollectiveError
-        return Failure(found, cause, "", tuple(map(int, named.split())), operation)
+        return Failure(found, text, "", tuple(map(int, named.split())), operation)
+    operation, cause, limit = [*words.split("\n"), "", ""][:3]
     if number == waits.ABANDONED:
         return Failure(RankLeft, f"rank {rank} {cause}", "", (rank,), operation)
     if number == waits.ENDED:

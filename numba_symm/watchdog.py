@@ -19,7 +19,7 @@ from typing import Any
 from numba_symm import forks
 from numba_symm.board import Board, Failure
 from numba_symm.engines.protocol import Engine
-from numba_symm.errors import CollectiveError, CollectiveTimeout
+from numba_symm.errors import CollectiveError, CollectiveTimeout, summary
 from numba_symm.launch import ranks
 
 _PAUSE = 0.02  # seconds
@@ -75,8 +75,7 @@ class Watchdog:
                 self.look()
         except Exception as error:
             # Without this thread, failures of other islands would not be seen.
-            name = type(error).__name__
-            self._board.abandon(f"cannot watch other islands ({name}: {error})")
+            self._board.abandon(f"cannot watch other islands ({summary(error)})")
             with contextlib.suppress(Exception):
                 self.look()
 

@@ -161,6 +161,23 @@ def test_nothing_has_failed_at_first():
 
 
 @pytest.mark.usefixtures("on_the_host")
+@pytest.mark.parametrize("text", ["a", "several\nlines", 99 * "much too long "])
+def test_an_error_of_another_island_keeps_its_class_and_ranks(text):
+    def play(made, comm):
+        if comm.rank == 0:
+            made.fail(CallMismatch(text, ranks=(17, 4), operation="reduce"))
+        comm.barrier()
+        return made.failure()
+
+    for failure in on_ranks(2, play):
+        assert failure.error is CallMismatch
+        assert (failure.ranks, failure.operation) == ((17, 4), "reduce")
+        kept = len(failure.text)
+        assert failure.text == text[:kept]
+        assert kept == len(text) or kept > 400
+
+
+@pytest.mark.usefixtures("on_the_host")
 def test_a_kernels_record_is_read_by_the_rank_it_was_stored_for():
     def play(made, comm):
         if comm.rank == 0:
