@@ -201,6 +201,12 @@ def typed(spec: Any, blocks: int) -> list[Message]:
 
     Displacements are in bytes, as MPI's ``Alltoallw`` has them.
     """
+    if not isinstance(spec, _SEQUENCE):
+        raise refusal(
+            MPI.ERR_ARG,
+            "message: expecting [x, (counts, displs), types], got an array; pass a "
+            "type for each rank",
+        )
     given = tuple(spec)
     array, types, counts, displs = given[0], given[-1], (1,) * blocks, (0,) * blocks
     if len(given) == 3:

@@ -61,11 +61,13 @@ class Copying(NamedTuple):
         done: the end of the copy.
         envelope: the message.
         into: the array's items, which live until then.
+        block: the sender's memory, which is mapped until then.
     """
 
     done: Event
     envelope: Envelope
     into: buffers.Message
+    block: Any
 
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
@@ -316,14 +318,16 @@ class Post:
             if self._side is None:
                 self._side = SideStream(0)
             after.wait(self._side.stream)
+            block = None
             if envelope.nbytes:
-                self._copy(envelope, into, self._side.stream)
+                block = opened(envelope.handle)
+                self._copy(envelope, block, into, self._side.stream)
         except BaseException:
             self._acknowledge(envelope)
             raise
         self.reuse(after)
         done = self.event(self._side.stream)
-        self._copying.append(Copying(done, envelope, into))
+        self._copying.append(Copying(done, envelope, into, block))
         return done
 
     def reuse(self, event: Event) -> None:
@@ -343,8 +347,9 @@ class Post:
         self._counts[1, envelope.source] += 1
         self._sent.append((self._receipts.Isend(number, envelope.source), number))
 
-    def _copy(self, envelope: Envelope, into: buffers.Message, stream: int) -> None:
-        block = opened(envelope.handle)
+    def _copy(
+        self, envelope: Envelope, block: Any, into: buffers.Message, stream: int
+    ) -> None:
         source = arrays.view(block, "Recv").address + envelope.offset
         if into.layout.runs is None:
             streams.copy(into.address, source, envelope.nbytes, stream)

@@ -369,6 +369,7 @@ class Win(MPI.Win):
         given = origin, result, target_rank, target, op
         return self._requested(self.Get_accumulate, *given)
 
+    @translated
     def _requested(self, call: Callable[..., None], *args: Any) -> Done:
         call(*args)
         self._settle()

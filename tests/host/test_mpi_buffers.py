@@ -115,6 +115,8 @@ def test_items_of_several_types():
     assert [each.first for each in found] == [0, 8, 16]
     assert [each.nbytes for each in found] == [4, 4, 16]
     assert [each.number for each in buffers.typed([X, types], 3)] == [1, 1, 1]
+    with pytest.raises(MPI.Exception, match="a type for each rank"):
+        buffers.typed(X, 3)
     with pytest.raises(ValueError, match="3 datatypes, got 1"):
         buffers.typed([X, types[:1]], 3)
 
