@@ -146,19 +146,17 @@ def test_epochs_wait_for_the_streams_of_the_owner(comm, win, monkeypatch):
         patch.setattr(
             comm.post, "stream_of", lambda x, _: streams[x if x is None else id(x)]
         )
-        calls = [win.Fence, win.Sync, lambda: win.Post(everyone)]
+        calls = [
+            lambda: win.Post(everyone),
+            lambda: (win.Start(everyone), win.Complete()),
+            lambda: (win.Wait(), win.Lock(comm.rank), win.Sync()),
+            lambda: win.Unlock(comm.rank),
+            win.Fence,
+        ]
         for call in calls:
             call()
             assert sorted(waited) == [7, 8]
             waited.clear()
-        win.Start(everyone)
-        win.Complete()
-        assert sorted(waited) == [7, 8]
-        win.Wait()
-        waited.clear()
-        win.Lock(comm.rank)
-        win.Unlock(comm.rank)
-        assert sorted(waited) == [7, 8]
     everyone.Free()
     comm.Barrier()
 
