@@ -163,7 +163,7 @@ def make_chunked_all_reduce(
     lanes = make_lanes(element, op, ragged, size)
     epochs = layout(size).chunked.epochs
     place, flag_place = make_places(size)
-    _, scatter, collect = make_chunks(size, lanes, size, False)
+    _, scatter, collect = make_chunks(size, lanes.load, lanes.store, size, False)
     reduce = make_reduce(size, lanes)
     held = size * min(CHUNKED.steps(size), max(1, LOADS // size))
 

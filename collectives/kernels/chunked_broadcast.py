@@ -55,9 +55,8 @@ from numba_symm.waits import BROADCAST_COPIES, BROADCAST_DIRECT, CHUNKED_BROADCA
 
 def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
-    lanes = make_lanes(element, "sum", ragged, size)
-    store = lanes.store
-    inside, scatter, collect = make_chunks(size, lanes, size - 1, True)
+    *_, load, store = make_lanes(element, "sum", ragged, size)
+    inside, scatter, collect = make_chunks(size, load, store, size - 1, True)
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)

@@ -77,7 +77,7 @@ def make_use(
     store = lanes.store
     total = make_total_for(size, lanes, kind.output)
     none_stored, none_low, none_high = of_none(element, op, kind.output)
-    load_all = make_load_all(size, lanes)
+    load_all = make_load_all(size, lanes.load)
     stores_shards = kind.output is Output.SHARDS
     room, others = CHUNKED.steps(size), size - 1
     rank_stride = room * STEP_BYTES

@@ -60,8 +60,8 @@ from numba_symm.waits import CHUNKED_REDUCE, REDUCE_DIRECT
 def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
-    load_all = make_load_all(size, lanes)
-    _, scatter, collect = make_chunks(size, lanes, size - 1, False)
+    load_all = make_load_all(size, lanes.load)
+    _, scatter, collect = make_chunks(size, lanes.load, lanes.store, size - 1, False)
     total = make_total(size, lanes)
     raise_flags, await_flags = make_flags(size, CHUNKED_REDUCE)
     needs_fallback = make_needs_fallback(size, REDUCE_DIRECT)

@@ -59,7 +59,7 @@ from numba_symm.device.intrinsics import (
     device_function,
     fence_acq_rel_sys,
 )
-from numba_symm.device.lanes import Lanes, make_lanes
+from numba_symm.device.lanes import Lanes, Load, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
@@ -73,14 +73,14 @@ def mailboxes_of(size: int, transport: str, operation: int) -> tuple[int, Mailbo
     )
 
 
+@functools.cache
 def make_load_own(
-    lanes: Lanes, steps: int, kind: Exchange, sent: Callable[[int, int], Any]
+    load: Load, steps: int, kind: Exchange, sent: Callable[[int, int], Any]
 ) -> Callable[..., None]:
     """Return a device function that loads this rank's vectors of all steps.
 
     ``(call, low, high)``; ``call`` is ``(array, start, stride, vectors, count)``.
     """
-    load = lanes.load
     # All ranks reduce the same vectors, so each uses its own as the others receive it.
     same_bits = kind.output is Output.REDUCED and not kind.sends_shards
 
@@ -98,8 +98,9 @@ def make_load_own(
     return load_own
 
 
+@functools.cache
 def make_post(
-    size: int, lanes: Lanes, kind: Exchange, post_one: Callable[..., None]
+    size: int, load: Load, kind: Exchange, post_one: Callable[..., None]
 ) -> Callable[..., None]:
     """Return a device function that posts a vector to each other rank.
 
@@ -108,7 +109,6 @@ def make_post(
     ``(post_to, sent_to, digest)``: to which ranks the thread posts, to which of them
     data, and what to the others. ``low`` and ``high`` are local arrays.
     """
-    load = lanes.load
     others = size - 1
     sends_shards, rooted = kind.sends_shards, kind.output.rooted
 
@@ -193,8 +193,8 @@ def make_one_shot(
     epochs, mail = mailboxes_of(size, transport, kind.operation)
     next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
     sends_shards, rooted = kind.sends_shards, kind.output.rooted
-    load_own = make_load_own(lanes, steps, kind, sent)
-    post = make_post(size, lanes, kind, post_one)
+    load_own = make_load_own(lanes.load, steps, kind, sent)
+    post = make_post(size, lanes.load, kind, post_one)
     use = make_use(size, element, op, lanes, kind.output)
     digests_match = make_digests_match(size)
     own_block_index = _block_index(size, rooted)

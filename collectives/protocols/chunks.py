@@ -17,7 +17,7 @@ from numba_symm.collectives.protocols.workspace import (
     THREADS,
 )
 from numba_symm.device.intrinsics import device_function, ld_v2_u64, st_v2_u64
-from numba_symm.device.lanes import Lanes
+from numba_symm.device.lanes import Load, Store
 
 
 class Chunks(NamedTuple):
@@ -43,17 +43,19 @@ class Chunks(NamedTuple):
 
 
 @functools.cache
-def make_chunks(size: int, lanes: Lanes, owners: int, short: bool) -> Chunks:
+def make_chunks(
+    size: int, load: Load, store: Store, owners: int, short: bool
+) -> Chunks:
     """Return the device functions.
 
     Args:
         size: number of ranks.
-        lanes: of the element type.
+        load: ``Lanes.load``, which many types and operators share.
+        store: ``Lanes.store``.
         owners: how many ranks own a shard; those with the lowest numbers.
         short: whether the last shards may have fewer vectors than ``share``. Where they
-            are reduced they do not: there, ``lanes`` takes care of the array's end.
+            are reduced they do not: there, ``store`` takes care of the array's end.
     """
-    load, store = lanes.load, lanes.store
     room = CHUNKED.steps(size)
     rank_stride = room * STEP_BYTES
     others = size - 1
@@ -115,7 +117,7 @@ def make_chunks(size: int, lanes: Lanes, owners: int, short: bool) -> Chunks:
 
 
 @functools.cache
-def make_load_all(size: int, lanes: Lanes) -> Callable[..., None]:
+def make_load_all(size: int, load: Load) -> Callable[..., None]:
     """Return a device function that loads a batch of vectors of all ranks.
 
     ``(slot, array, chunk, base, low, high, own_low, own_high)`` fills ``low`` and
@@ -123,9 +125,8 @@ def make_load_all(size: int, lanes: Lanes) -> Callable[..., None]:
     the others from the slots from the address ``slot`` on. ``chunk`` is ``(rank,
     vector, steps, share, count, first)``: as in ``Chunks``, with this rank's number,
     and the index in the array of its shard's first vector. ``own_low`` and ``own_high``
-    are other local arrays.
+    are other local arrays. ``load`` is ``Lanes.load``.
     """
-    load = lanes.load
     room = CHUNKED.steps(size)
     rank_stride = room * STEP_BYTES
     others = size - 1

@@ -47,6 +47,20 @@ def make_flags(size: int, operation: int) -> Flags:
         size: number of ranks.
         operation: the number in ``waits.py`` for a wait that is given up.
     """
+    await_flags_of = _make_await(size)
+
+    @device_function
+    def await_flags(
+        guard: Any, flags: int, block: int, epoch: int, failed: bool
+    ) -> bool:
+        return await_flags_of(guard, operation, flags, block, epoch, failed)
+
+    return Flags(_make_raise(size), await_flags)
+
+
+@functools.cache
+def _make_raise(size: int) -> Callable[..., bool]:
+    """Return ``Flags.raise_flags``, which Numba types once for all operations."""
 
     @device_function
     def raise_flags(ring: Any, flags: int, rank: int, epoch: int, failed: bool) -> bool:
@@ -60,9 +74,16 @@ def make_flags(size: int, operation: int) -> Flags:
                 st_relaxed_sys_u32(ring[k] + flags + 4 * rank, epoch)  # explore: raise
         return failed
 
+    return raise_flags
+
+
+@functools.cache
+def _make_await(size: int) -> Callable[..., bool]:
+    """Return ``Flags.await_flags`` with the operation as an argument."""
+
     @device_function
-    def await_flags(
-        guard: Any, flags: int, block: int, epoch: int, failed: bool
+    def await_flags_of(
+        guard: Any, operation: int, flags: int, block: int, epoch: int, failed: bool
     ) -> bool:
         peer = thread_index_x()
         while peer < size and not failed:
@@ -73,4 +94,4 @@ def make_flags(size: int, operation: int) -> Flags:
             peer += THREADS
         return sync_block_or(failed)  # explore: agree
 
-    return Flags(raise_flags, await_flags)
+    return await_flags_of

@@ -281,16 +281,21 @@ class Mailboxes(NamedTuple):
     between_epochs: Callable[[bool], bool]
 
 
-def make_poll(
-    size: int, peek: Any, rank_stride: int, operation: int
-) -> Callable[..., bool]:
-    """Return what ``Mailboxes.receive`` does, but for making the mailboxes ready."""
+@functools.cache
+def make_poll(size: int, peek: Any) -> Callable[..., bool]:
+    """Return what ``Mailboxes.receive`` does, but for making the mailboxes ready.
+
+    ``(guard, operation, first, rank_stride, epoch, block, low, high, wanted)``. The
+    strides are arguments, so that Numba types it once for all protocols.
+    """
     others = size - 1
 
     @device_function
     def poll(
         guard: Any,
+        operation: int,
         first: int,
+        rank_stride: int,
         epoch: int,
         block: int,
         low: Any,
@@ -355,7 +360,7 @@ def make_mailboxes(
     half_stride = sets * set_stride
     slots = region.slots
     last_epoch = LAST_EPOCH
-    poll = make_poll(size, peek, rank_stride, operation)
+    poll = make_poll(size, peek)
 
     @device_function
     def next_epoch(epoch: int) -> int:
@@ -386,7 +391,9 @@ def make_mailboxes(
         high: Any,
         wanted: int,
     ) -> bool:
-        arrived = poll(guard, first, epoch, block, low, high, wanted)
+        arrived = poll(
+            guard, operation, first, rank_stride, epoch, block, low, high, wanted
+        )
         if arrived:  # explore: arrived
             for k in range(others):
                 if wanted >> k & 1 != 0:

@@ -41,6 +41,9 @@ from numba_symm.dtypes import (
     bitwise,
 )
 
+Load = Callable[[int, int, int], Any]
+Store = Callable[[int, int, int, int, int], None]
+
 
 class Lanes(NamedTuple):
     """The device functions for vectors of one element type and operator.
@@ -59,8 +62,8 @@ class Lanes(NamedTuple):
     unpack: Callable[[int, int], Any]
     pack: Callable[[Any], Any]
     combine: Callable[[Any, Any], Any]
-    load: Callable[[int, int, int], Any]
-    store: Callable[[int, int, int, int, int], None]
+    load: Load
+    store: Store
 
 
 @functools.cache

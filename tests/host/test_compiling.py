@@ -4,11 +4,17 @@ import numpy as np
 import pytest
 
 from numba_symm import dtypes
-from numba_symm.collectives.kernels import chunked_all_reduce, one_shot, two_shot
+from numba_symm.collectives.kernels import (
+    chunked_all_reduce,
+    chunked_exchange,
+    one_shot,
+    two_shot,
+)
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.device import ptx
 
 FLOAT32 = dtypes.element(np.float32, "test")
+INT64 = dtypes.element(np.int64, "test")
 ALL, SCAN = OPERATIONS["all_reduce"].exchange, OPERATIONS["scan"].exchange
 
 
@@ -50,8 +56,22 @@ def test_kernels_of_two_algorithms_share_what_has_no_constants(compiled):
     two_shot.kernel(5, FLOAT32, "max", False, "sentinel", 1).ptx((9, 0))
     chunked_all_reduce.kernel(5, FLOAT32, "max", False).ptx((9, 0))
     assert "mailboxes.receive" in compiled
+    assert "mailboxes.poll" not in compiled
     assert "workspace.keep" not in compiled  # their regions are constants of calls
     assert "order.total" not in compiled
+
+
+def test_kernels_of_two_types_share_what_moves_their_data(compiled):
+    chunked_all_reduce.kernel(5, FLOAT32, "max", False).ptx((9, 0))
+    reduced_by("max", "marked").ptx((9, 0))
+    compiled.clear()
+    chunked_all_reduce.kernel(5, INT64, "max", False).ptx((9, 0))
+    chunked_exchange.kernel(5, INT64, "max", False, SCAN).ptx((9, 0))
+    one_shot.kernel(5, INT64, "max", False, "marked", 1, ALL).ptx((9, 0))
+    assert "order.total" in compiled
+    shared = {"flags.raise_flags", "flags.await_flags_of", "mailboxes.poll"}
+    shared |= {"chunks.scatter", "chunks.collect", "one_shot.post", "one_shot.load_own"}
+    assert not shared & set(compiled)
 
 
 def test_a_compute_capability_shares_them_with_another(compiled):
