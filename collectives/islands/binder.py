@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from numba_symm.collectives.binder import Binder, Placing
-from numba_symm.collectives.islands import moves, reductions
+from numba_symm.collectives.islands import moves, reductions, scatters
 from numba_symm.collectives.islands.site import Site
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import (
@@ -23,7 +23,7 @@ STEPS: dict[str, Callable[[Site, Call], list[Enqueue]]] = {
     "all_reduce": reductions.all_reduce,
     "reduce": reductions.reduce,
     "reduce_scatter_v": reductions.reduce,  # one for each rank's shard
-    "reduce_scatter": reductions.reduce_scatter,
+    "reduce_scatter": scatters.reduce_scatter,
     **{
         each.name: partial(reductions.scanned, each)
         for each in (SCAN, EXSCAN, REVERSE_SCAN)

@@ -4,11 +4,15 @@ What every rank of an island needs crosses the network once for that island: alo
 rail, and from there to the others by the island's own kernels.
 """
 
+import itertools
 from collections.abc import Sequence
 
 from numba_symm.collectives.islands.pipeline import (
+    CHUNK,
+    Parcels,
     Stages,
     in_shards,
+    joined,
     overlapped,
     several,
 )
@@ -24,7 +28,6 @@ from numba_symm.collectives.kernels import barrier as barriers
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Call, Enqueue
 from numba_symm.collectives.protocols.workspace import VECTOR
-from numba_symm.engines import partners
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
 
@@ -40,28 +43,30 @@ def all_gather(site: Site, call: Call) -> list[Enqueue]:
     def at(rank: int) -> int:
         return call.target + rank * nbytes
 
-    targets, sources = partners(site.islands)
-    exchange = (
-        [Parcel(peer, at(site.rank), nbytes) for peer in targets],
-        [Parcel(peer, at(peer), nbytes) for peer in sources],
-    )
-
-    def spread(site: Site, part: Sequence[int]) -> list[Enqueue]:
-        if list(part) == list(range(part[0], part[0] + len(part))):
-            return site.spread(at(part[0]), len(part), call.count, call.element)
-        return [
-            step
-            for number, rank in enumerate(part)
-            for step in site.spread(at(rank), 1, call.count, call.element, number)
+    m, index, local, mine = len(site.parts), site.index, site.local, len(site.mine)
+    given = call.count, call.element
+    exchanges: list[Parcels] = []
+    last: list[list[Enqueue]] = []
+    apart = nbytes >= CHUNK and m > 2  # an exchange with one island after another
+    inner = site.beside if apart else site
+    for d in range(1, m):
+        to, source = site.parts[(index + d) % m], site.parts[(index - d) % m]
+        sends = [Parcel(to[local % len(to)], at(site.rank), nbytes)]
+        receives = [
+            Parcel(rank, at(rank), nbytes)
+            for number, rank in enumerate(source)
+            if number % mine == local
         ]
-
-    own = site.copy(at(site.rank), call.source, nbytes)
-    others = [step for j in site.others for step in spread(site, site.parts[j])]
+        exchanges.append((sends, receives))
+        last.append(inner.spread_all(call.target, source, *given))
+    if not apart:
+        exchanges, last = [joined(exchanges)], [list(itertools.chain(*last))]
     chunks = [
-        Stages([own, others], [exchange]),
-        Stages([spread(site.beside, site.mine)], []),  # beside the exchange
+        Stages([[], work], [each]) for each, work in zip(exchanges, last, strict=True)
     ]
-    return overlapped(site, "all_gather", chunks)
+    chunks[0].work[0].extend(site.copy(at(site.rank), call.source, nbytes))
+    own = site.beside.spread_all(call.target, site.mine, *given)
+    return overlapped(site, "all_gather", [*chunks, Stages([own], [])])
 
 
 def broadcast(site: Site, call: Call) -> list[Enqueue]:
@@ -69,20 +74,33 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
 
     A small message crosses along the root's rail. Of a large one, the root's island
     gets the whole, a shard crosses along each rail, and the others gather the shards.
+    If there are many chunks, each island sends them to the next one, and no rank sends
+    a byte twice.
     """
     shards = site.largest
     if shards == 1 or call.nbytes <= ONE_RAIL:
         return overlapped(site, "broadcast", [_on_one_rail(site, call)])
-    width = call.element.itemsize
-    most = several(call.count, shards, width, call.count + VECTOR * shards)
+    width, m = call.element.itemsize, len(site.parts)
+    most = several(call.count, shards, width, call.count + VECTOR * shards, 2 * m)
     chunks = list(in_shards(site, call.count, most, shards))
     if len(chunks) > 1:
         site = site.beside
+    chain = chained(len(chunks), m)
     stages = [
-        _on_all_rails(site, call, call.target + first * width, count // number, number)
-        for first, count, number in chunks
+        _on_all_rails(site, call, call.target + first * width, count // n, n, chain)
+        for first, count, n in chunks
     ]
     return overlapped(site, "broadcast", stages)
+
+
+def chained(chunks: int, islands: int) -> bool:
+    """Return whether chunks take less time from island to island than from one to all.
+
+    In ticks of one chunk on a link: the last chunk arrives after two more for each
+    island of the chain.
+    """
+    others = islands - 1
+    return chunks + 2 * others < chunks * others
 
 
 def _on_one_rail(site: Site, call: Call) -> Stages:
@@ -100,7 +118,7 @@ def _on_one_rail(site: Site, call: Call) -> Stages:
 
 
 def _on_all_rails(
-    site: Site, call: Call, target: int, count: int, shards: int
+    site: Site, call: Call, target: int, count: int, shards: int, chain: bool
 ) -> Stages:
     """Return the stages of a chunk that crosses in shards.
 
@@ -110,6 +128,7 @@ def _on_all_rails(
         target: address of the chunk.
         count: elements of a shard.
         shards: the number of shards.
+        chain: whether each island sends to the next one; else the root's to all.
     """
     island, root = site.place_of(call.root)
     element, nbytes = call.element, count * call.element.itemsize
@@ -118,20 +137,25 @@ def _on_all_rails(
         for number in range(shards)
         if site.on_rail(site.index, number) == site.rank
     ]
-    if site.index != island:
-        receives = [
-            Parcel(site.on_rail(island, number), at, nbytes) for number, at in mine
-        ]
-        return Stages(
-            [[], site.spread(target, shards, count, element)], [([], receives)]
+    m, hops = len(site.parts), len(site.parts) - 1 if chain else 1
+    work: list[list[Enqueue]] = [[] for _ in range(hops + 1)]
+    exchanges: list[Parcels] = [([], []) for _ in range(hops)]
+    hop = min((site.index - island) % m, hops)  # the number of those before this island
+    if hop == 0:
+        work[0] += site.spread(target, 1, shards * count, element, root)
+    else:
+        work[hop] += site.spread(target, shards, count, element)
+        before = (site.index - 1) % m if chain else island
+        exchanges[hop - 1][1].extend(
+            Parcel(site.on_rail(before, number), at, nbytes) for number, at in mine
         )
-    sends = [
-        Parcel(site.on_rail(j, number), at, nbytes)
-        for number, at in mine
-        for j in site.others
-    ]
-    whole = site.spread(target, 1, shards * count, element, root)
-    return Stages([whole, []], [(sends, [])])
+    if hop < hops:
+        exchanges[hop][0].extend(
+            Parcel(site.on_rail(after, number), at, nbytes)
+            for number, at in mine
+            for after in ([(site.index + 1) % m] if chain else site.others)
+        )
+    return Stages(work, exchanges)
 
 
 def all_to_all(site: Site, call: Call) -> list[Enqueue]:

@@ -24,6 +24,9 @@ CHUNK = 4 << 10 if SIMULATED else 2 << 20
 """The least bytes of a chunk's shard. An estimate: they take 40 µs at 400 Gb/s, and an
 exchange by NCCL at least about 20."""
 
+Place = tuple[int, int]
+"""A chunk, and the number of one of its exchanges or of a part of its work."""
+
 Parcels = tuple[list[Parcel], list[Parcel]]
 """What an exchange sends, and what it receives."""
 
@@ -44,30 +47,41 @@ class Stages(NamedTuple):
 def overlapped(site: Site, what: str, chunks: Sequence[Stages]) -> list[Enqueue]:
     """Return the steps of chunks, in which exchanges and work overlap.
 
-    At each tick, there is one exchange. The first one of a chunk is at the tick of the
-    chunk's number, the second one two ticks later; work is beside the exchange between.
-
     Args:
         site: this rank's site.
         what: the operation.
         chunks: the stages of each; all ranks have as many.
     """
     steps: list[Enqueue] = []
-    ticks = max(c + 2 * len(chunk.exchanges) for c, chunk in enumerate(chunks))
-    for tick in range(-1, ticks):
-        beside: list[Enqueue] = []
-        sends: list[Parcel] = []
-        receives: list[Parcel] = []
-        for c, chunk in enumerate(chunks):  # the first one may free what the last uses
-            number, odd = divmod(tick + 1 - c, 2)
-            if not odd and 0 <= number < len(chunk.work):
-                beside += chunk.work[number]
-            elif odd and 0 <= number < len(chunk.exchanges):
-                sent, received = chunk.exchanges[number]
-                sends += sent
-                receives += received
+    for exchanges, work in ticks([len(chunk.exchanges) for chunk in chunks]):
+        sends, receives = joined([chunks[c].exchanges[n] for c, n in exchanges])
+        beside = [step for c, n in work for step in chunks[c].work[n]]
         steps += site.between(what, sends, receives, beside)
     return steps
+
+
+def ticks(exchanges: Sequence[int]) -> list[tuple[list[Place], list[Place]]]:
+    """Return the stages at each tick: what is one exchange, and the work beside it.
+
+    The first exchange of a chunk is at the tick of the chunk's number, the second one
+    two ticks later; work is beside the exchange between.
+
+    Args:
+        exchanges: of each chunk, how many it has.
+    """
+    found = []
+    last = max(c + 2 * number for c, number in enumerate(exchanges))
+    for tick in range(-1, last):
+        exchanged: list[Place] = []
+        work: list[Place] = []
+        for c, most in enumerate(exchanges):  # the first may free what the last uses
+            number, odd = divmod(tick + 1 - c, 2)
+            if not odd and 0 <= number <= most:
+                work.append((c, number))
+            elif odd and 0 <= number < most:
+                exchanged.append((c, number))
+        found.append((exchanged, work))
+    return found
 
 
 def joined(pairs: Sequence[Parcels]) -> Parcels:
@@ -76,7 +90,9 @@ def joined(pairs: Sequence[Parcels]) -> Parcels:
     return sends, [parcel for _, received in pairs for parcel in received]
 
 
-def several(count: int, shards: int, width: int, most: int) -> int:
+def several(
+    count: int, shards: int, width: int, most: int, number: int = CHUNKS
+) -> int:
     """Return how many elements a chunk has, so that several chunks overlap.
 
     Args:
@@ -84,8 +100,10 @@ def several(count: int, shards: int, width: int, most: int) -> int:
         shards: the number of shards of a chunk.
         width: bytes of an element.
         most: the elements of a chunk that fits, a multiple of vectors.
+        number: of chunks of a large message, at least ``CHUNKS``.
     """
-    each = max(CHUNK, divide_up(count * width, shards * CHUNKS)) // width
+    number = max(CHUNKS, number)
+    each = max(CHUNK, divide_up(count * width, shards * number)) // width
     return min(most, divide_up(each, VECTOR) * VECTOR * shards)
 
 

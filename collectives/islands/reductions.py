@@ -346,49 +346,6 @@ class _Rail:
         return sends, [parcel(j, peer) for j, peer in self.peers.items()]
 
 
-def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
-    """Return the steps of a reduce-scatter.
-
-    Each island reduces the shard of every rank to the rank on that one's rail.
-    """
-    carried, m = Carried(call), len(site.parts)
-    width, itemsize = carried.width, call.element.itemsize
-    # The shards for a rail's ranks, those from all islands, and a widened one.
-    most = divide_up(site.largest, site.smallest)
-    fits = several(call.count, 1, width, fitting(site, m * most + m + 1, width))
-    if fits < call.count:
-        site = site.beside
-    chunks: list[Stages] = []
-    for first, count in site.chunks(call.count, fits):
-        stage, steps = Stage(site, len(chunks)), list[Enqueue]()
-        stride = padded(count * width)
-        wide, slots = stage.take(stride), stage.take(m * stride)
-        own = slots + site.index * stride
-        sends: list[Parcel] = []
-        for rank in range(site.size):
-            island, number = site.place_of(rank)
-            owner = number % len(site.mine)
-            at = call.source + (rank * call.count + first) * itemsize
-            widened, source = site.widened(carried, at, wide, count)
-            partial = 0
-            if rank == site.rank:
-                partial = own
-            elif owner == site.local and island != site.index:
-                partial = stage.take(stride)
-                sends.append(Parcel(rank, partial, count * width))
-            given = source, partial, count, carried.element, carried.op, owner
-            steps += [*widened, site.within(REDUCE, *given)]
-        receives = [
-            Parcel(site.on_rail(j, site.local), slots + j * stride, count * width)
-            for j in site.others
-        ]
-        last = site.combined(slots, stride, site.index, m, carried.element, carried.op)
-        target = call.target + first * itemsize
-        last += site.finished(carried, own, target, count)
-        chunks.append(Stages([steps, last], [(sends, receives)]))
-    return overlapped(site, "reduce_scatter", chunks)
-
-
 def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a scan: of those ranks of each island that this one uses."""
     carried = Carried(call)

@@ -87,6 +87,13 @@ class Site:
         return min(map(len, self.parts))
 
     @property
+    def even(self) -> bool:
+        """Whether all islands have as many ranks, which are consecutive."""
+        return all(
+            len(part) == len(self.mine) and _consecutive(part) for part in self.parts
+        )
+
+    @property
     def others(self) -> list[int]:
         """The numbers of the other islands."""
         return [j for j in range(len(self.parts)) if j != self.index]
@@ -174,6 +181,26 @@ class Site:
         if not sends and not receives:
             return []
         return [transfer.bind(self.beside.end, sends, receives)]
+
+    def spread_all(
+        self, target: int, part: Sequence[int], count: int, element: Element
+    ) -> list[Enqueue]:
+        """Return the steps by which all ranks of the island get those of another one.
+
+        Args:
+            target: address of what rank 0 of all ranks has.
+            part: the ranks of that island.
+            count: elements of each.
+            element: their type.
+        """
+        nbytes = count * element.itemsize
+        if _consecutive(part):
+            return self.spread(target + part[0] * nbytes, len(part), count, element)
+        return [
+            step
+            for number, rank in enumerate(part)
+            for step in self.spread(target + rank * nbytes, 1, count, element, number)
+        ]
 
     def spread(
         self, target: int, shards: int, count: int, element: Element, owner: int = 0
@@ -282,17 +309,19 @@ class Carried:
 
 
 class Stage:
-    """Addresses in a half of the staging memory, one range after another.
+    """Addresses in the staging memory, one range after another.
 
     Args:
         site: this rank's site.
-        number: of the chunk; chunks use the halves in turn.
+        number: of the chunk; chunks use the halves of the memory in turn. None: for a
+            call that uses the whole.
     """
 
-    def __init__(self, site: Site, number: int = 0):
-        half = STAGING // 2
-        self._next = site.staging + number % 2 * half
-        self._end = self._next + half
+    def __init__(self, site: Site, number: int | None = 0):
+        self._next, self._end = site.staging, site.staging + STAGING
+        if number is not None:
+            self._next += number % 2 * STAGING // 2
+            self._end = self._next + STAGING // 2
 
     def take(self, nbytes: int) -> int:
         """Return the address of a range that is aligned for every kernel."""
@@ -300,6 +329,10 @@ class Stage:
         self._next += divide_up(nbytes, ALIGNED) * ALIGNED
         assert self._next <= self._end, "islands: the staging memory is too small"
         return found
+
+
+def _consecutive(part: Sequence[int]) -> bool:
+    return part[-1] - part[0] < len(part)
 
 
 def padded(nbytes: int) -> int:

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
+from numba_symm.launch import hosts
 from tests.ranks.helpers import array_of, get, needs_peers
 
 pytestmark = needs_peers
@@ -19,7 +20,7 @@ def comm(world, monkeypatch):
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter", "broadcast"])
 def test_work_is_done_while_the_bytes_of_another_chunk_cross(comm, name, monkeypatch):
     engine = comm._calls.island.engine
-    move, beside = engine._move, []
+    move, beside, none = engine._move, [], engine._simulated
 
     def late(sends, receives):
         beside.append(engine._simulated)
@@ -35,7 +36,8 @@ def test_work_is_done_while_the_bytes_of_another_chunk_cross(comm, name, monkeyp
     assert (get(out) == total).all()
     alone = (comm.rank,) in comm.islands
     if name != "broadcast" or not alone:  # who is alone in its island runs no kernel
-        assert len(set(beside)) >= 3
+        least = len(comm.islands) - 1 if name == "reduce_scatter" else 3
+        assert len({*beside} - {none}) >= least
 
 
 def test_every_rail_carries_a_shard_of_a_broadcast(world, comm):
@@ -46,7 +48,37 @@ def test_every_rail_carries_a_shard_of_a_broadcast(world, comm):
     comm.synchronize()
     assert (get(x) == 1).all()
     sent = world.allgather(comm._calls.island.sent - before)
-    island = next(part for part in comm.islands if 1 in part)
-    per_island = 8 * count * (len(comm.islands) - 1)  # each byte once for each island
-    shares = [per_island // len(island) if r in island else 0 for r in range(comm.size)]
-    assert sent == shares
+    assert sum(sent) == 8 * count * (len(comm.islands) - 1)  # once for each island
+    for part in comm.islands:  # an even share of each rank
+        assert len({sent[rank] for rank in part}) == 1
+
+
+LARGE = ("all_reduce", "reduce_scatter", "all_gather", "broadcast")
+
+
+def test_islands_exchange_one_after_another(world, monkeypatch):
+    """In a chain, or each with one other island at a time: of three or more islands."""
+    if world.size < 4:
+        pytest.skip("needs an island of two ranks, and two others")
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "2")
+    if world.rank == world.size - 1:
+        monkeypatch.setattr(hosts, "_boot_id", lambda: "elsewhere")
+    count = 7001 * world.size
+    one = np.arange(count) % 1009
+    with ns.Communicator(world, timeout=60) as comm:
+        assert len(comm.islands) == 3
+        for name in LARGE:
+            x = array_of(comm, one * (comm.rank + 1), symmetric=False)
+            found = get(getattr(comm, name)(x)).ravel()
+            total = one * sum(range(1, comm.size + 1))
+            everyone = np.concatenate([one * (rank + 1) for rank in range(comm.size)])
+            mine = slice(7001 * comm.rank, 7001 * (comm.rank + 1))
+            wanted = [total, total[mine], everyone, one][LARGE.index(name)]
+            assert (found == wanted).all(), name
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    one = one[: 1001 * world.size] % 8
+    mine = slice(1001 * world.rank, 1001 * (world.rank + 1))
+    with ns.Communicator(world, timeout=60) as comm:  # even islands
+        for kind, op in ((np.int64, "max"), (np.float16, "avg")):  # of 8 and 4 KiB
+            x = array_of(comm, one.astype(kind), symmetric=False)
+            assert (get(comm.reduce_scatter(x, op=op)) == one[mine]).all()

@@ -1,0 +1,113 @@
+"""Reduce-scatters over several islands: within each in rank order, then in theirs."""
+
+from numba_symm.collectives.islands.pipeline import (
+    CHUNK,
+    Parcels,
+    Stages,
+    joined,
+    overlapped,
+    several,
+)
+from numba_symm.collectives.islands.site import (
+    STAGING,
+    Carried,
+    Site,
+    Stage,
+    fitting,
+    padded,
+)
+from numba_symm.collectives.operations import REDUCE, REDUCE_SCATTER
+from numba_symm.collectives.protocols.binding import Call, Enqueue
+from numba_symm.collectives.protocols.workspace import divide_up
+from numba_symm.engines.protocol import Parcel
+
+
+def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
+    """Return the steps of a reduce-scatter.
+
+    Each island reduces the shard of every rank to the rank on that one's rail.
+    """
+    carried, m = Carried(call), len(site.parts)
+    width, itemsize = carried.width, call.element.itemsize
+    ranges = 2 * m - 1 + (carried.element != call.element) * len(site.mine)
+    if site.even and ranges * padded(call.count * width) <= STAGING:
+        return _scatter_by_islands(site, carried)
+    # The shards for a rail's ranks, those from all islands, and a widened one.
+    most = divide_up(site.largest, site.smallest)
+    fits = several(call.count, 1, width, fitting(site, m * most + m + 1, width))
+    if fits < call.count:
+        site = site.beside
+    chunks: list[Stages] = []
+    for first, count in site.chunks(call.count, fits):
+        stage, steps = Stage(site, len(chunks)), list[Enqueue]()
+        stride = padded(count * width)
+        wide, slots = stage.take(stride), stage.take(m * stride)
+        own = slots + site.index * stride
+        sends: list[Parcel] = []
+        for rank in range(site.size):
+            island, number = site.place_of(rank)
+            owner = number % len(site.mine)
+            at = call.source + (rank * call.count + first) * itemsize
+            widened, source = site.widened(carried, at, wide, count)
+            partial = 0
+            if rank == site.rank:
+                partial = own
+            elif owner == site.local and island != site.index:
+                partial = stage.take(stride)
+                sends.append(Parcel(rank, partial, count * width))
+            given = source, partial, count, carried.element, carried.op, owner
+            steps += [*widened, site.within(REDUCE, *given)]
+        receives = [
+            Parcel(site.on_rail(j, site.local), slots + j * stride, count * width)
+            for j in site.others
+        ]
+        last = site.combined(slots, stride, site.index, m, carried.element, carried.op)
+        target = call.target + first * itemsize
+        last += site.finished(carried, own, target, count)
+        chunks.append(Stages([steps, last], [(sends, receives)]))
+    return overlapped(site, "reduce_scatter", chunks)
+
+
+def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
+    """Return the steps of a reduce-scatter in which shards of an island are together.
+
+    Each island reduces the shards of one island after another, by a reduce-scatter.
+    """
+    call, m, index = carried.call, len(site.parts), site.index
+    nbytes, stage = call.count * carried.width, Stage(site, None)
+    stride, kind = padded(nbytes), (carried.element, carried.op)
+    slots = stage.take(m * stride)
+    partials = stage.take((m - 1) * stride)
+    own, wide = slots + index * stride, 0
+    if carried.element != call.element:
+        wide = stage.take(len(site.mine) * stride)
+    inner = site if nbytes < CHUNK else site.beside
+
+    def reduced(island: int, target: int) -> list[Enqueue]:
+        first = site.parts[island][0] * call.count * call.element.itemsize
+        given = carried, call.source + first, wide, len(site.mine) * call.count
+        steps, source = inner.widened(*given)
+        step = inner.within(REDUCE_SCATTER, source, target, call.count, *kind)
+        return [*steps, step]
+
+    work: list[list[Enqueue]] = []
+    exchanges: list[Parcels] = []
+    for d in range(1, m):
+        to, source = (index + d) % m, (index - d) % m
+        at = partials + (d - 1) * stride
+        sends = [Parcel(site.on_rail(to, site.local), at, nbytes)]
+        into = slots + source * stride
+        receives = [Parcel(site.on_rail(source, site.local), into, nbytes)]
+        work.append(reduced(to, at))
+        exchanges.append((sends, receives))
+    last = site.combined(slots, stride, index, m, *kind)
+    last += site.finished(carried, own, call.target, call.count)
+    mine = reduced(index, own)
+    if nbytes < CHUNK:
+        steps = [step for each in work for step in each]
+        chunks = [Stages([steps + mine, last], [joined(exchanges)])]
+    else:
+        pairs = zip(work, exchanges, strict=True)
+        chunks = [Stages([each, []], [exchange]) for each, exchange in pairs]
+        chunks.append(Stages([mine, last], [([], [])]))
+    return overlapped(site, "reduce_scatter", chunks)
