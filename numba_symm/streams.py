@@ -268,6 +268,22 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
         driver.call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
 
 
+def copy_to_host(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Enqueue a copy from an address of the device to one of host memory."""
+    if SIMULATED:
+        ctypes.memmove(target, source, nbytes)
+    else:
+        driver.call("cuMemcpyDtoHAsync", target, source, nbytes, stream)
+
+
+def copy_from_host(target: int, source: int, nbytes: int, stream: int) -> None:
+    """Enqueue a copy from an address of host memory to one of the device."""
+    if SIMULATED:
+        ctypes.memmove(target, source, nbytes)
+    else:
+        driver.call("cuMemcpyHtoDAsync", target, source, nbytes, stream)
+
+
 def fill(target: int, number: int, stream: int) -> None:
     """Enqueue a store of an integer of 8 bytes at an address of this process."""
     if SIMULATED:

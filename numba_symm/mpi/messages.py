@@ -4,12 +4,12 @@ A send copies its data to memory of its process (``staging.py``), waits for that
 and sends an envelope with its place by MPI, with the tag of the message. So source,
 tag, order and wildcards are MPI's. The receive copies the data from there, on a stream
 of its own, so it may run beside the program's kernels. When the copy is done, it sends
-a receipt, after which the sender reuses the memory. Envelopes and receipts have
+a receipt, after which the sender reuses the memory. To a rank of another island, the
+data is a message of MPI, through host memory. Envelopes, receipts and data have
 communicators of their own, so host messages do not meet them.
 """
 
 import itertools
-import struct
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,33 +25,13 @@ from numba_symm.events import Event
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing, staging
 from numba_symm.mpi.buffers import message
+from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of
 from numba_symm.mpi.errors import refusal, unsupported
 from numba_symm.mpi.requests import PAUSE, waited
 from numba_symm.mpi.staging import Room, opened, staging_of
 from numba_symm.streams import SideStream
 
-_HEADER = struct.Struct("<qqq")
 _MOST = 4096  # bytes of an envelope, at most
-
-
-class Envelope(NamedTuple):
-    """What a sender announces of its message.
-
-    Attributes:
-        source: the sender.
-        tag: the message's tag.
-        number: the message's number among the sender's.
-        nbytes: its size.
-        offset: its first byte in the sender's block.
-        handle: names that block.
-    """
-
-    source: int
-    tag: int
-    number: int
-    nbytes: int
-    offset: int
-    handle: bytes
 
 
 class Copying(NamedTuple):
@@ -61,13 +41,44 @@ class Copying(NamedTuple):
         done: the end of the copy.
         envelope: the message.
         into: the array's items, which live until then.
-        block: the sender's memory, which is mapped until then.
+        block: the sender's memory, which is mapped until then; None for data by MPI.
+        room: memory of this process for such data.
     """
 
-    done: Event
+    done: "Event | Crossing"
     envelope: Envelope
     into: buffers.Message
     block: Any
+    room: Room | None = None
+
+
+class Crossing:
+    """The end of a copy of data that has to arrive by MPI first.
+
+    Args:
+        request: mpi4py's request.
+        begin: starts the copy, and returns its end.
+        check: raises if the communicator has failed.
+    """
+
+    def __init__(
+        self,
+        request: MPI.Request,
+        begin: Callable[[], Event],
+        check: Callable[[], None],
+    ):
+        self._request, self._begin, self._check = request, begin, check
+        self._copied: Event | None = None
+
+    def query(self) -> bool:
+        """Return whether the copy has ended."""
+        if self._copied is None and self._request.Test():
+            self._copied = self._begin()
+        return self._copied is not None and self._copied.query()
+
+    def synchronize(self) -> None:
+        """Wait until the copy has ended."""
+        waited(self.query, self._check)
 
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
@@ -77,7 +88,7 @@ class Post:
     """The messages of one communicator on this rank.
 
     Args:
-        host: the communicator of mpi4py, which is duplicated twice. Collective.
+        host: the communicator of mpi4py, which is duplicated. Collective.
         allocator: allocates the memory through which messages pass.
         stream: the stream of arrays that name none.
         check: raises if the communicator has failed.
@@ -90,7 +101,8 @@ class Post:
         stream: Any,
         check: Callable[[], None],
     ):
-        self._envelopes, self._receipts = host.Dup(), host.Dup()
+        self._envelopes, self._receipts, self._data = (host.Dup() for _ in range(3))
+        self._tags: int = host.Get_attr(MPI.TAG_UB)
         self.allocator = allocator
         self.islands = [0] * host.size
         """The number of each rank's island; ``Comm`` finds them."""
@@ -105,8 +117,8 @@ class Post:
         self._sent: list[tuple[MPI.Request, Any]] = []
         self._probed: list[Envelope] = []
         self._open: set[Posted] = set()
-        self._counts = np.zeros((2, host.size), np.int64)  # envelopes and receipts sent
-        self._taken = np.zeros(2, np.int64)
+        self._counts = np.zeros((3, host.size), np.int64)  # envelopes, receipts, data
+        self._taken = np.zeros(3, np.int64)
         _posts.add(self)
 
     def free(self) -> None:
@@ -116,8 +128,9 @@ class Post:
         would be taken for one of a new communicator, to which MPI gives the same
         number. So ends also a send that waits for its receive, of which there is none.
         """
+        while self._copying:
+            self.reap()  # sends their receipts
         self.settle()
-        self.reap()  # sends the receipts of all copies
         coming = self._receipts.alltoall([tuple(each) for each in self._counts.T])
         wanted = np.sum(coming, axis=0)
         for posted in list(self._open):
@@ -126,6 +139,7 @@ class Post:
         while self._sent or (self._taken < wanted).any():
             while self._envelopes.Iprobe():
                 self._arrived(MPI.ANY_SOURCE, MPI.ANY_TAG)
+            self._drop_data()
             self.reap()
             time.sleep(PAUSE)
         for room in self._unread.values():  # which nobody will read
@@ -135,8 +149,8 @@ class Post:
         if not _posts:
             staging.give_back_all()
         self._receipts.Barrier()  # after which the peers may end
-        self._envelopes.Free()
-        self._receipts.Free()
+        for each in (self._envelopes, self._receipts, self._data):
+            each.Free()
 
     def stream_of(self, array: Any, what: str) -> int:
         """Return the stream for copies of an array."""
@@ -168,18 +182,14 @@ class Post:
                 f"Send: expected a rank from 0 to {len(self.islands) - 1} or "
                 f"MPI.PROC_NULL, got {dest}",
             )
-        if self.islands[dest] != self.islands[self._rank]:
-            raise unsupported(
-                f"Send: rank {dest} is on another island, and messages of device "
-                "arrays pass through memory that both ranks have mapped; use "
-                "comm.communicator.send and recv, or host arrays"
-            )
         found = message(spec)
         stream = self.stream_of(found.array, "Send")
         room = self._stage(found, stream) if found.nbytes else None
-        number = next(self._numbers)
+        number, data = next(self._numbers), None
+        if room is not None and self.islands[dest] != self.islands[self._rank]:
+            data, room = self._on_host(room, found.nbytes, stream), None
         place = (0, b"") if room is None else (room.offset, room.handle)
-        text = _HEADER.pack(number, found.nbytes, place[0]) + place[1]
+        text = HEADER.pack(number, found.nbytes, place[0]) + place[1]
         send = self._envelopes.Issend if matched else self._envelopes.Isend
         try:
             request: MPI.Request = send([text, MPI.BYTE], dest, tag)
@@ -189,7 +199,24 @@ class Post:
         self._sent.append((request, text))
         self._counts[0, dest] += 1
         self._unread[number] = room
+        if data is not None:
+            sending = self._data.Isend([data, MPI.BYTE], dest, self._tag_of(number))
+            self._sent.append((sending, data))
+            self._counts[2, dest] += 1
         return request
+
+    def _tag_of(self, number: int) -> int:
+        """Return the tag of the data of a message to another island."""
+        return number % (self._tags + 1)
+
+    def _on_host(self, room: Room, nbytes: int, stream: int) -> Any:
+        """Return a copy of a room in host memory, and give the room back."""
+        data = np.empty(nbytes, np.uint8)
+        streams.copy_to_host(data.ctypes.data, room.address, nbytes, stream)
+        if not SIMULATED:
+            streams.synchronize(stream)
+        self._give_back(room)
+        return data
 
     def _stage(self, found: buffers.Message, stream: int) -> Room:
         assert self.allocator is not None
@@ -208,6 +235,7 @@ class Post:
         """Send the receipts of messages, and reuse the memory of those received."""
         for each in [each for each in self._copying if each.done.query()]:
             self._copying.remove(each)
+            self._give_back(each.room)
             self._acknowledge(each.envelope)
         self._sent = [each for each in self._sent if not each[0].Test()]
         number = np.empty(1, np.int64)
@@ -297,7 +325,9 @@ class Post:
         found.record(stream)
         return found
 
-    def deliver(self, envelope: Envelope, into: buffers.Message, after: Event) -> Event:
+    def deliver(
+        self, envelope: Envelope, into: buffers.Message, after: Event
+    ) -> Event | Crossing:
         """Start the copy of a message to its array; return the end of the copy.
 
         The receipt follows it, in a call of :meth:`reap`.
@@ -307,32 +337,87 @@ class Post:
             into: the array's items.
             after: what the copy follows.
         """
+        crosses = envelope.nbytes > 0 and not envelope.handle
         try:
-            if envelope.nbytes > into.nbytes:
-                raise refusal(
-                    MPI.ERR_TRUNCATE,
-                    f"Recv: expected at most {into.nbytes} bytes from rank "
-                    f"{envelope.source} with tag {envelope.tag}, got {envelope.nbytes};"
-                    " pass a larger array",
-                )
-            if self._side is None:
-                self._side = SideStream(0)
-            after.wait(self._side.stream)
-            block = None
-            if envelope.nbytes:
-                block = opened(envelope.handle)
-                self._copy(envelope, block, into, self._side.stream)
+            number = items_of(envelope, into)
+            into = into if number is None else into._replace(number=number)
+            if crosses:
+                found = self._crossing(envelope, into, after)
+            else:
+                block = opened(envelope.handle) if envelope.nbytes else None
+                source = 0
+                if block is not None:
+                    source = arrays.view(block, "Recv").address + envelope.offset
+                done = self._begin(envelope, source, block, into, after)
+                found = Copying(done, envelope, into, block)
         except BaseException:
+            if crosses:
+                self._receive_data(envelope)  # which nobody reads
             self._acknowledge(envelope)
             raise
-        self.reuse(after)
-        done = self.event(self._side.stream)
-        self._copying.append(Copying(done, envelope, into, block))
-        return done
+        self._copying.append(found)
+        return found.done
 
-    def reuse(self, event: Event) -> None:
+    def _crossing(
+        self, envelope: Envelope, into: buffers.Message, after: Event
+    ) -> Copying:
+        """Start to receive data from another island; it is copied when it is there."""
+        assert self.allocator is not None
+        room = staging_of(self.allocator).take(envelope.nbytes)
+        request, data = self._receive_data(envelope)
+
+        def begin() -> Event:
+            host, stream = data.ctypes.data, self._side_stream()
+            streams.copy_from_host(room.address, host, envelope.nbytes, stream)
+            return self._begin(envelope, room.address, room.memory, into, after)
+
+        done = Crossing(request, begin, self.check)
+        return Copying(done, envelope, into, None, room)
+
+    def _receive_data(self, envelope: Envelope) -> tuple[MPI.Request, Any]:
+        data, tag = np.empty(envelope.nbytes, np.uint8), self._tag_of(envelope.number)
+        request = self._data.Irecv([data, MPI.BYTE], envelope.source, tag)
+        self._taken[2] += 1
+        self._sent.append((request, data))  # kept until then
+        return request, data
+
+    def _drop_data(self) -> None:
+        """Receive the data of messages that nobody has received."""
+        status = MPI.Status()
+        while self._data.Iprobe(status=status):
+            data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self._data.Recv([data, MPI.BYTE], status.source, status.tag)
+            self._taken[2] += 1
+
+    def _side_stream(self) -> int:
+        if self._side is None:
+            self._side = SideStream(0)
+        return self._side.stream
+
+    def _begin(
+        self,
+        envelope: Envelope,
+        source: int,
+        owner: Any,
+        into: buffers.Message,
+        after: Event,
+    ) -> Event:
+        """Start the copy from an address; return its end."""
+        stream = self._side_stream()
+        after.wait(stream)
+        if envelope.nbytes and into.layout.runs is None:
+            streams.copy(into.address, source, envelope.nbytes, stream)
+        elif envelope.nbytes:
+            memory = Memory(source, envelope.nbytes, owner)
+            packed = memory.array(envelope.nbytes, np.dtype(np.uint8))
+            packing.unpack(into, packed)(stream)
+        self.reuse(after)
+        return self.event(stream)
+
+    def reuse(self, event: Event | Crossing) -> None:
         """Take an event back that nobody will ask any more."""
-        self._events.append(event)
+        if not isinstance(event, Crossing):
+            self._events.append(event)
 
     def settle(self) -> None:
         """Wait for the copies to arrays; later ones have a new stream."""
@@ -347,23 +432,6 @@ class Post:
         self._counts[1, envelope.source] += 1
         self._sent.append((self._receipts.Isend(number, envelope.source), number))
 
-    def _copy(
-        self, envelope: Envelope, block: Any, into: buffers.Message, stream: int
-    ) -> None:
-        source = arrays.view(block, "Recv").address + envelope.offset
-        if into.layout.runs is None:
-            streams.copy(into.address, source, envelope.nbytes, stream)
-            return
-        number, rest = divmod(envelope.nbytes, into.layout.nbytes)
-        if rest:
-            raise unsupported(
-                f"Recv: expected whole items of {into.layout.nbytes} bytes, got "
-                f"{envelope.nbytes} bytes; send whole items"
-            )
-        memory = Memory(source, envelope.nbytes, block)
-        packed = memory.array(envelope.nbytes, np.dtype(np.uint8))
-        packing.unpack(into._replace(number=number), packed)(stream)
-
 
 def _nothing() -> None:
     """Check nothing: the communicator ends."""
@@ -373,61 +441,3 @@ def settle_all() -> None:
     """Wait for all copies to arrays, for the end of the program."""
     for post in _posts:
         post.settle()
-
-
-class Posted:
-    """A receive of an envelope.
-
-    Args:
-        request: mpi4py's request, if it has not arrived.
-        room: where it arrives.
-        ended: is called when it has arrived or was cancelled.
-        envelope: the envelope, if it has arrived.
-    """
-
-    def __init__(
-        self,
-        request: MPI.Request | None = None,
-        room: Any = None,
-        ended: Callable[["Posted"], None] | None = None,
-        envelope: Envelope | None = None,
-    ):
-        self._request, self._room, self._ended = request, room, ended
-        self._envelope = envelope
-        self.cancelled = False
-
-    @property
-    def envelope(self) -> Envelope:
-        """The envelope, which has arrived."""
-        assert self._envelope is not None
-        return self._envelope
-
-    def wait(self, check: Callable[[], None]) -> None:
-        """Wait until it has arrived or was cancelled."""
-        waited(self.test, check)
-
-    def test(self) -> bool:
-        """Return whether it has arrived or was cancelled."""
-        status = MPI.Status()
-        if self._request is not None and self._request.Test(status):
-            self._read(status)
-        return self._request is None
-
-    def cancel(self) -> None:
-        """Cancel the receive, unless a message has matched it."""
-        if self._request is not None:
-            self._request.Cancel()
-
-    def _read(self, status: MPI.Status) -> None:
-        self._request = None
-        self.cancelled = status.Is_cancelled()
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended(self)
-        if self.cancelled:
-            return
-        data = self._room[: status.Get_count(MPI.BYTE)].tobytes()
-        number, nbytes, offset = _HEADER.unpack_from(data)
-        handle = data[_HEADER.size :]
-        source, tag = status.source, status.tag
-        self._envelope = Envelope(source, tag, number, nbytes, offset, handle)

@@ -7,8 +7,9 @@ from mpi4py import MPI
 
 from numba_symm.events import Event
 from numba_symm.mpi import buffers
+from numba_symm.mpi.envelopes import Envelope, Posted
 from numba_symm.mpi.errors import translated
-from numba_symm.mpi.messages import Envelope, Post, Posted
+from numba_symm.mpi.messages import Crossing, Post
 from numba_symm.mpi.requests import Request, describe, waited
 
 
@@ -26,7 +27,7 @@ class Receiving(Request):
         self._post, self._posted, self._into = post, posted, into
         # The copy follows what is enqueued before the receive, not what is later.
         self._after = post.event(post.stream_of(into.array, "Recv"))
-        self._copied: Event | None = None
+        self._copied: Event | Crossing | None = None
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._refuse_capture()
@@ -48,7 +49,7 @@ class Receiving(Request):
             self._finished(self._copied)
         return True
 
-    def _finished(self, copied: Event) -> None:
+    def _finished(self, copied: Event | Crossing) -> None:
         self._copied = None
         self._post.reap()
         self._post.reuse(copied)

@@ -1,5 +1,6 @@
 """Sends, receives and probes in mpi4py's spelling."""
 
+import contextlib
 import gc
 from types import SimpleNamespace
 
@@ -385,26 +386,68 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
 
 @needs_peers
 def test_several_islands(world, monkeypatch):
-    """Collectives cross them; messages and windows of device arrays do not."""
+    """Collectives and messages cross them; windows do not."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     made = MPI.Comm(world, timeout=20)
     x = array(1)
     made.Allreduce(MPI.IN_PLACE, x)
     assert x.copy_to_host()[0] == made.size
-    right, left = around(made)
     part = made.Dup()
     for comm in (made, part):
-        with pytest.raises(NotImplementedError, match="another island"):
-            comm.Send(x, right)
+        check_crossing(comm)
         comm.Send(x, comm.rank)  # to itself
         comm.Recv(x, comm.rank)
     with pytest.raises(NotImplementedError, match="several islands"):
         MPI.Win.Allocate(8, comm=made)
+    right, left = around(made)
     host = np.zeros(1)
     made.Sendrecv(np.ones(1), right, recvbuf=host, source=left)
     assert host[0] == 1
+    # Messages that nobody receives, larger than MPI sends them before a receive.
+    large = cuda.to_device(np.zeros(1 << 20, "i4"))
+    for tag in (1, 2, 3):
+        part.Send(large, right, tag)
+    assert part.Mprobe(left, 2)
+    part.Irecv(room(1 << 20), left, 1).Free()
     part.Free()
     made.Free()
+
+
+def check_crossing(comm):
+    """Check messages of all kinds to the rank on the right, of another island."""
+    right, left = around(comm)
+    pairs = MPI.INT.Create_vector(2, 1, 3).Commit()
+    for count in (0, 1, 300_000):
+        x, out = cuda.to_device(np.arange(count, dtype="i4")), room(count + 1)
+        status, requests = MPI.Status(), [comm.Irecv(out, left, 1)]
+        for tag in (3, 2, 1):
+            comm.Send(x, right, tag)
+            if count:
+                x[0] = comm.rank + tag  # which is sent with the next one
+        MPI.Request.Waitall(requests)
+        found = out.copy_to_host()
+        assert found[1:count].tolist() == list(range(1, count))
+        assert found[0] == (left + 2 if count else -1)
+        with (
+            pytest.raises(MPI.Exception, match="at most 0 bytes")
+            if count
+            else (contextlib.nullcontext())
+        ):
+            comm.Recv(room(0), left, 3)
+        comm.Mprobe(left, 2).Recv(out, status)
+        assert status.Get_count(MPI.INT) == count
+        assert not count or out.copy_to_host()[0] == left + 3
+    x, out = array(1, 2, 3, 4), room(4)
+    comm.Sendrecv([x, 1, pairs], right, 0, [out, 1, pairs], left)
+    assert out.copy_to_host().tolist() == [1, -1, -1, 4]
+    request = comm.Issend(x, right, 5)
+    comm.Barrier()
+    assert not request.Test()
+    comm.Barrier()
+    comm.Recv(out, left, 5)
+    request.Wait()
+    assert out.copy_to_host().tolist() == [1, 2, 3, 4]
+    pairs.Free()
 
 
 def test_ranks_that_do_not_exist(comm):

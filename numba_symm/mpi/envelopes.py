@@ -1,0 +1,111 @@
+"""What a sender tells of its message, and the receives of it."""
+
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from numba_symm.mpi import buffers
+from numba_symm.mpi.errors import refusal, unsupported
+from numba_symm.mpi.requests import waited
+
+HEADER = struct.Struct("<qqq")
+"""The number, the bytes and the offset of an envelope; its handle follows."""
+
+
+class Envelope(NamedTuple):
+    """What a sender announces of its message.
+
+    Attributes:
+        source: the sender.
+        tag: the message's tag.
+        number: the message's number among the sender's.
+        nbytes: its size.
+        offset: its first byte in the sender's block.
+        handle: names that block; empty if the data follows by MPI.
+    """
+
+    source: int
+    tag: int
+    number: int
+    nbytes: int
+    offset: int
+    handle: bytes
+
+
+def items_of(envelope: Envelope, into: buffers.Message) -> int | None:
+    """Return how many items with gaps a message has, or refuse it; None: no gaps."""
+    if envelope.nbytes > into.nbytes:
+        raise refusal(
+            MPI.ERR_TRUNCATE,
+            f"Recv: expected at most {into.nbytes} bytes from rank {envelope.source} "
+            f"with tag {envelope.tag}, got {envelope.nbytes}; pass a larger array",
+        )
+    if into.layout.runs is None or not envelope.nbytes:
+        return None
+    number, rest = divmod(envelope.nbytes, into.layout.nbytes)
+    if rest:
+        raise unsupported(
+            f"Recv: expected whole items of {into.layout.nbytes} bytes, got "
+            f"{envelope.nbytes} bytes; send whole items"
+        )
+    return number
+
+
+class Posted:
+    """A receive of an envelope.
+
+    Args:
+        request: mpi4py's request, if it has not arrived.
+        room: where it arrives.
+        ended: is called when it has arrived or was cancelled.
+        envelope: the envelope, if it has arrived.
+    """
+
+    def __init__(
+        self,
+        request: MPI.Request | None = None,
+        room: Any = None,
+        ended: Callable[["Posted"], None] | None = None,
+        envelope: Envelope | None = None,
+    ):
+        self._request, self._room, self._ended = request, room, ended
+        self._envelope = envelope
+        self.cancelled = False
+
+    @property
+    def envelope(self) -> Envelope:
+        """The envelope, which has arrived."""
+        assert self._envelope is not None
+        return self._envelope
+
+    def wait(self, check: Callable[[], None]) -> None:
+        """Wait until it has arrived or was cancelled."""
+        waited(self.test, check)
+
+    def test(self) -> bool:
+        """Return whether it has arrived or was cancelled."""
+        status = MPI.Status()
+        if self._request is not None and self._request.Test(status):
+            self._read(status)
+        return self._request is None
+
+    def cancel(self) -> None:
+        """Cancel the receive, unless a message has matched it."""
+        if self._request is not None:
+            self._request.Cancel()
+
+    def _read(self, status: MPI.Status) -> None:
+        self._request = None
+        self.cancelled = status.Is_cancelled()
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            ended(self)
+        if self.cancelled:
+            return
+        data = self._room[: status.Get_count(MPI.BYTE)].tobytes()
+        number, nbytes, offset = HEADER.unpack_from(data)
+        handle = data[HEADER.size :]
+        source, tag = status.source, status.tag
+        self._envelope = Envelope(source, tag, number, nbytes, offset, handle)
