@@ -32,8 +32,8 @@ from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
 
 ONE_RAIL = 256 if SIMULATED else 256 << 10
-"""Bytes of the largest broadcast that crosses along one rail. An estimate: at 400 Gb/s
-they take 5 µs, and another step within the root's island 2 to 3."""
+"""The most bytes of a broadcast that the root sends to all other islands. An estimate:
+at 400 Gb/s they take 5 µs, and another step within the root's island 2 to 3."""
 
 
 def all_gather(site: Site, call: Call) -> list[Enqueue]:
@@ -78,7 +78,7 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
     a byte twice.
     """
     shards = site.largest
-    if shards == 1 or call.nbytes <= ONE_RAIL:
+    if shards == 1 or call.nbytes * (len(site.parts) - 1) <= ONE_RAIL:
         return overlapped(site, "broadcast", [_on_one_rail(site, call)])
     width, m = call.element.itemsize, len(site.parts)
     most = several(call.count, shards, width, call.count + VECTOR * shards, 2 * m)

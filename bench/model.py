@@ -1,0 +1,351 @@
+"""A model of calls over several hosts, from measured times within a host and of a link.
+
+    python -m numba_symm.bench.model --plot model.png
+
+It prints tables in Markdown. It takes the same chunks at the same ticks as the library
+does, and adds, tick by tick, the longer one of the exchange and the work beside it.
+"""
+
+import argparse
+import bisect
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from numba_symm.bench.contenders.ours import NAME
+from numba_symm.bench.plot import human
+from numba_symm.bench.report import best, microseconds
+from numba_symm.collectives.islands.moves import ONE_RAIL, chained
+from numba_symm.collectives.islands.pipeline import CHUNK, several, ticks
+from numba_symm.collectives.islands.reductions import ONE_STEP, SMALL
+from numba_symm.collectives.islands.site import STAGING
+
+RESULTS = Path(__file__).parent / "results"
+
+WIDTH = 4  # bytes of an element
+
+MEMORY = 3.0e6
+"""Bytes a microsecond that a kernel reads and writes on one GPU, as on an H200."""
+
+LAUNCH = 2.5
+"""Microseconds of a kernel that combines what has arrived, without its bytes."""
+
+Curve = Callable[[float], float]
+"""Microseconds for a number of bytes."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What a GPU exchanges with others, beyond its island.
+
+    Attributes:
+        latency: microseconds of an exchange without its bytes.
+        bandwidth: bytes a microsecond, in each direction.
+    """
+
+    latency: float
+    bandwidth: float
+
+    def __call__(self, nbytes: float) -> float:
+        """Return the microseconds of an exchange."""
+        return self.latency + nbytes / self.bandwidth
+
+
+NETWORK = Link(15.0, 46e3)
+"""A NIC of 400 Gb/s for each GPU, of which 92 % are reached. Both are assumptions: a
+grouped send and receive by NCCL takes 8 µs over NVLink, with this library's marks."""
+
+
+def interpolated(points: Mapping[int, float]) -> Curve:
+    """Return a curve through points, straight between the logarithms of both."""
+    known = sorted(points.items())
+
+    def curve(nbytes: float) -> float:
+        if nbytes <= known[0][0]:
+            return known[0][1]
+        if nbytes >= known[-1][0]:  # as fast as the largest
+            return known[-1][1] * nbytes / known[-1][0]
+        above = bisect.bisect(known, (nbytes, 0.0))
+        (a, s), (b, t) = known[above - 1 : above + 1]
+        slope = math.log(t / s) / math.log(b / a)
+        return float(s * (nbytes / a) ** slope)
+
+    return curve
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Equal hosts.
+
+    Attributes:
+        number: how many.
+        gpus: of each.
+        within: by operation, the curve within a host; none is needed for one GPU.
+        link: of each GPU.
+    """
+
+    number: int
+    gpus: int
+    within: Mapping[str, Curve]
+    link: Callable[[float], float]
+
+    def inside(self, operation: str, nbytes: float) -> float:
+        """Return the microseconds of an operation within a host."""
+        return self.within[operation](nbytes) if self.gpus > 1 else 0.0
+
+    def combined(self, parts: int, nbytes: float) -> float:
+        """Return the microseconds of the reduction of parts of so many bytes."""
+        return LAUNCH + (parts + 1) * nbytes / MEMORY
+
+    def all_reduce(self, nbytes: int) -> float:
+        """Return the microseconds of an all-reduce, by the bytes of its message."""
+        m, away = self.number, self.number - 1
+        if nbytes <= SMALL:
+            across = self.link(away * nbytes)
+            return self.inside("all_reduce", nbytes) + across + self.combined(m, nbytes)
+        most = int(STAGING / 2 / (2 / self.gpus * WIDTH))
+        chunks = divided(nbytes, self.gpus, most)
+        works, exchanges = [], []
+        for chunk in chunks:
+            shard = chunk / self.gpus
+            first = self.inside("reduce_scatter", chunk)
+            last = self.inside("all_gather", chunk)
+            if m > 2 and m * shard > ONE_STEP:
+                works.append([first, self.combined(m, shard / m), last])
+                exchanges.append([away / m * shard] * 2)
+            else:
+                works.append([first, self.combined(m, shard) + last])
+                exchanges.append([away * shard])
+        return self.overlapped(exchanges, works)
+
+    def reduce_scatter(self, nbytes: int) -> float:
+        """Return the microseconds of a reduce-scatter, by the bytes of its input."""
+        m, size = self.number, self.number * self.gpus
+        shard = nbytes / size
+        if (2 * m - 1) * shard <= STAGING:
+            each = self.inside("reduce_scatter", nbytes / m)
+            last = [each, self.combined(m, shard)]
+            if shard < CHUNK:
+                return self.overlapped([[(m - 1) * shard]], [[m * each, last[1]]])
+            works = [*[[each, 0.0]] * (m - 1), last]
+            return self.overlapped([*[[shard]] * (m - 1), [0.0]], works)
+        chunks = divided(shard, 1, int(STAGING / 2 / ((2 * m + 1) * WIDTH)))
+        works = [
+            [size * self.inside("reduce", chunk), self.combined(m, chunk)]
+            for chunk in chunks
+        ]
+        return self.overlapped([[(m - 1) * chunk] for chunk in chunks], works)
+
+    def all_gather(self, nbytes: int) -> float:
+        """Return the microseconds of an all-gather, by the bytes of its output."""
+        m, each = self.number, nbytes / (self.number * self.gpus)
+        island = self.inside("all_gather", nbytes / m)
+        times = m - 1 if each >= CHUNK and m > 2 else 1  # exchanges
+        exchanges = [[(m - 1) / times * each]] * times
+        works = [[0.0, (m - 1) / times * island]] * times
+        return self.overlapped([*exchanges, []], [*works, [island]])
+
+    def broadcast(self, nbytes: int) -> float:
+        """Return the microseconds of a broadcast, by the bytes of its message."""
+        away = self.number - 1
+        if self.gpus == 1 or away * nbytes <= ONE_RAIL:
+            return self.link(away * nbytes) + self.inside("broadcast", nbytes)
+        chunks = divided(nbytes, self.gpus, nbytes, 2 * self.number)
+        chain = chained(len(chunks), self.number)
+        hops, copies = (away, 1) if chain else (1, away)
+        works, exchanges = [], []
+        for each in chunks:
+            first, last = (self.inside(n, each) for n in ("broadcast", "all_gather"))
+            works.append([first, *[last] * hops])
+            exchanges.append([copies * each / self.gpus] * hops)
+        return self.overlapped(exchanges, works, along=True)
+
+    def overlapped(
+        self,
+        exchanges: Sequence[Sequence[float]],
+        works: Sequence[Sequence[float]],
+        along: bool = False,
+    ) -> float:
+        """Return the microseconds of chunks.
+
+        Args:
+            exchanges: of each chunk, the bytes of its exchanges.
+            works: of each chunk, the microseconds of its work.
+            along: whether chunks are sent along a chain of islands: each takes part in
+                one exchange and one work of a tick.
+        """
+
+        def together(stages: Sequence[float]) -> float:
+            return max(stages, default=0.0) if along else sum(stages)
+
+        total = 0.0
+        for exchanged, work in ticks([len(each) for each in exchanges]):
+            nbytes = together([exchanges[c][n] for c, n in exchanged])
+            across = self.link(nbytes) if nbytes else 0.0
+            total += max(across, together([works[c][n] for c, n in work]))
+        return total
+
+
+def divided(nbytes: float, shards: int, most: int, number: int = 0) -> list[float]:
+    """Return the bytes of each chunk, as :func:`several` divides them."""
+    count = max(1, int(nbytes / WIDTH))
+    each = several(count, shards, WIDTH, most, number) * WIDTH
+    full, rest = divmod(count * WIDTH, each)
+    return [float(each)] * full + [float(rest)] * (rest > 0)
+
+
+BOUNDS: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda m: 2 * (m - 1) / m,
+    "reduce_scatter": lambda m: (m - 1) / m,
+    "all_gather": lambda m: (m - 1) / m,
+    "broadcast": lambda m: 1.0,
+}
+"""By operation, how often a host sends or receives a message's bytes at least."""
+
+
+def bound(operation: str, hosts: Hosts, nbytes: int) -> float:
+    """Return the microseconds that the slower link needs.
+
+    That is the NICs', for what must cross, or the one within a host, for the operation.
+    """
+    crossing = BOUNDS[operation](hosts.number) * nbytes / hosts.gpus
+    return max(hosts.link(crossing), hosts.inside(operation, nbytes))
+
+
+def measured(operation: str, name: str = "2026-11-22-h200-8") -> Curve:
+    """Return the curve of a recorded run, out of place in graphs."""
+    run = json.loads((RESULTS / f"{name}-{operation}.json").read_text())
+    found = {row[0]["bytes"]: best(row, NAME) for row in run["rows"]}
+    return interpolated({b: microseconds(each) for b, each in found.items() if each})
+
+
+NUMBERS = (2, 4, 8, 16, 32, 64)
+SIZES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26, 28, 30))
+
+
+def of_eight() -> list[Hosts]:
+    """Return hosts of 8 GPUs, as many as in each column of the tables."""
+    names = [*BOUNDS, "reduce"]
+    within = {name: measured(name) for name in names}
+    return [Hosts(number, 8, within, NETWORK) for number in NUMBERS]
+
+
+SOCKETS = {
+    1 << 10: 34.5,
+    1 << 14: 41.7,
+    1 << 18: 166.0,
+    1 << 20: 453.0,
+    1 << 23: 3632.0,
+    1 << 25: 15015.0,
+}
+"""Microseconds of a grouped send and receive over sockets of the loopback interface, by
+bytes of one rank: bench/results/2026-11-23-h200-2-islands-nccl.txt."""
+
+ONE_WAY = {
+    1 << 10: 22.5,
+    1 << 14: 24.0,
+    1 << 18: 109.0,
+    1 << 20: 338.0,
+    1 << 23: 2372.0,
+    1 << 25: 9028.0,
+}
+"""The same of a send to one rank."""
+
+MARKS = 8.4
+"""Microseconds that the marks of an exchange took in the runs of ``RECORDED``."""
+
+RECORDED = {
+    "all_gather": {1 << 10: 42.71, 1 << 14: 46.08, 1 << 18: 106.21, 1 << 20: 340.71}
+    | {1 << 22: 957.90, 1 << 24: 3923.9, 1 << 26: 16388.1},
+    "all_reduce": {1 << 10: 45.96, 1 << 14: 53.00, 1 << 16: 81.57, 1 << 18: 186.19},
+    "reduce_scatter": {1 << 10: 47.30, 1 << 14: 50.06, 1 << 18: 109.06}
+    | {1 << 20: 341.82, 1 << 22: 998.24, 1 << 24: 3969.4},
+    "broadcast": {1 << 10: 22.76, 1 << 14: 23.79, 1 << 18: 88.26, 1 << 20: 302.84}
+    | {1 << 22: 1228.0},
+}
+"""By operation and bytes, what runs over two islands of one GPU took, in the same
+file."""
+
+
+def checks() -> dict[str, dict[int, float]]:
+    """Return by operation and bytes the model's time ÷ the recorded one."""
+    both, one_way = interpolated(SOCKETS), interpolated(ONE_WAY)
+    found = {}
+    for operation, times in RECORDED.items():
+        link = one_way if operation == "broadcast" else lambda n: both(n) + MARKS
+        hosts = Hosts(2, 1, {}, link)
+        model = getattr(hosts, operation)
+        found[operation] = {n: model(n) / time for n, time in times.items()}
+    return found
+
+
+def table(operation: str, hosts: Sequence[Hosts]) -> list[str]:
+    """Return the lines of a table: microseconds, and those of :func:`bound` ÷ them."""
+    head = [f"{each.number} hosts" for each in hosts]
+    lines = ["| message | " + " | ".join(head) + " |", "|---|" + "---|" * len(hosts)]
+    for nbytes in SIZES:
+        cells = []
+        for each in hosts:
+            time = getattr(each, operation)(nbytes)
+            share = 100 * bound(operation, each, nbytes) / time
+            cells.append(f"{time:.0f} ({share:.0f} %)")
+        lines.append(f"| {human(nbytes)} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def check_table() -> list[str]:
+    """Return the lines of the table of :func:`checks`."""
+    found = checks()
+    sizes = sorted({nbytes for times in found.values() for nbytes in times})
+    head = " | ".join(human(nbytes) for nbytes in sizes)
+    lines = [f"| message | {head} |", "|---|" + "---|" * len(sizes)]
+    for operation, ratios in found.items():
+        cells = [f"{ratios[n]:.2f}" if n in ratios else "" for n in sizes]
+        lines.append(f"| `{operation}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def draw(hosts: Sequence[Hosts], image: Path) -> None:
+    """Draw by message size how close each operation is to its bound."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    figure.suptitle("A model, not a measurement: hosts of 8 GPUs, a 400 Gb/s NIC each")
+    for axes, operation in zip(figure.subplots(2, 2).flat, BOUNDS, strict=True):
+        for each in hosts:
+            shares = [
+                100 * bound(operation, each, n) / getattr(each, operation)(n)
+                for n in SIZES
+            ]
+            axes.plot(SIZES, shares, marker="o", label=f"{each.number} hosts")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(SIZES[::2], [human(n) for n in SIZES[::2]])
+        axes.set_ylim(0, 105)
+        axes.set_title(operation)
+        axes.set_ylabel("slower link's time ÷ the model's, %")
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right center")
+    figure.savefig(image)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables; draw the plot, if one is asked for."""
+    parser = argparse.ArgumentParser(description="Model calls over several hosts.")
+    parser.add_argument("--plot", type=Path, metavar="FILE")
+    asked = parser.parse_args(argv)
+    hosts = of_eight()
+    for operation in BOUNDS:
+        print(f"\n{operation}: microseconds (the slower link's ÷ them)\n")
+        print("\n".join(table(operation, hosts)))
+    print("\nThe model's time ÷ that of two islands of one GPU over sockets\n")
+    print("\n".join(check_table()))
+    if asked.plot:
+        draw(hosts, asked.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""The model of many hosts: its tables in the docs, and the runs that check it."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from numba_symm.bench import model
+from numba_symm.bench.model import BOUNDS, Hosts, Link
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_docs_have_the_models_tables():
+    page = (DOCS / "several-hosts.md").read_text()
+    for lines in (model.table("all_reduce", model.of_eight()), model.check_table()):
+        assert "\n".join(lines) in page
+
+
+def test_what_it_is_checked_against_is_what_was_recorded():
+    recorded = model.RESULTS / "2026-11-23-h200-2-islands-nccl.txt"
+    rows = [line.split() for line in recorded.read_text().splitlines()]
+    times = {(row[0], float(row[4])) for row in rows if row[3:4] in (["sum"], ["none"])}
+    for nbytes, time in itertools.chain(*(t.items() for t in model.RECORDED.values())):
+        assert (str(nbytes), time) in times
+
+
+def test_it_is_near_what_was_measured():
+    for operation, ratios in model.checks().items():
+        for nbytes, ratio in ratios.items():
+            assert 0.8 < ratio < 1.25, (operation, nbytes)
+
+
+@pytest.mark.parametrize("operation", BOUNDS)
+def test_no_call_is_faster_than_its_bound(operation):
+    for hosts in model.of_eight():
+        for nbytes in model.SIZES:
+            time = getattr(hosts, operation)(nbytes)
+            assert time >= 0.999 * model.bound(operation, hosts, nbytes)
+
+
+def test_stages_overlap():
+    """Eight chunks, whose exchanges take 10 µs, and whose work takes 4."""
+    hosts = Hosts(2, 1, {}, Link(10.0, 1e9))
+    assert hosts.overlapped([[1.0]] * 8, [[2.0, 2.0]] * 8) == pytest.approx(84)
+    alone = hosts.overlapped([[1.0]], [[2.0, 2.0]])
+    assert alone == pytest.approx(14)
+
+
+def test_times_between_measured_ones_are_interpolated():
+    curve = model.interpolated({100: 1.0, 400: 4.0, 1600: 8.0})
+    assert [curve(n) for n in (1, 100, 200, 400, 800)] == pytest.approx(
+        [1.0, 1.0, 2.0, 4.0, 4 * 2**0.5]
+    )
+    assert curve(3200) == 16.0
