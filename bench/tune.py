@@ -378,16 +378,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ArgumentError("tune: expected 2 ranks or more, got 1; pass -n 2 or more")
     asked = options.same_on_all(ranks, lambda: parse(argv))
     with ns.Communicator(ranks) as comm:
-        run = Run(comm, ranks, asked.largest)
-        run.measure()
-        choices = run.choices()
-        if comm.rank == 0:
-            tuned.write(comm.device.name, comm.size, choices)
-            print(*run.report(choices), f"written to {tuned.file()}", sep="\n")
-            if asked.plot:
-                run.draw(choices, asked.plot)
-        ranks.Barrier()  # until then, another communicator would read the old limits
+        islands = len(comm.islands)
+        if islands == 1:
+            _tune(comm, ranks, asked)
+    if islands > 1:  # whose calls choose algorithms within each island
+        raise ArgumentError(
+            f"tune: expected ranks of one island, got {islands} islands; start as many "
+            "ranks as one has, on one host"
+        )
     return 0
+
+
+def _tune(comm: ns.Communicator, ranks: Any, asked: argparse.Namespace) -> None:
+    run = Run(comm, ranks, asked.largest)
+    run.measure()
+    choices = run.choices()
+    if comm.rank == 0:
+        tuned.write(comm.device.name, comm.size, choices)
+        print(*run.report(choices), f"written to {tuned.file()}", sep="\n")
+        if asked.plot:
+            run.draw(choices, asked.plot)
+    ranks.Barrier()  # until then, another communicator would read the old limits
 
 
 if __name__ == "__main__":
