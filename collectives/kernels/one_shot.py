@@ -100,7 +100,11 @@ def make_load_own(
 
 @functools.cache
 def make_post(
-    size: int, load: Load, kind: Exchange, post_one: Callable[..., None]
+    size: int,
+    load: Load,
+    sends_shards: bool,
+    rooted: bool,
+    post_one: Callable[..., None],
 ) -> Callable[..., None]:
     """Return a device function that posts a vector to each other rank.
 
@@ -110,7 +114,6 @@ def make_post(
     data, and what to the others. ``low`` and ``high`` are local arrays.
     """
     others = size - 1
-    sends_shards, rooted = kind.sends_shards, kind.output.rooted
 
     @device_function
     def post(
@@ -194,7 +197,7 @@ def make_one_shot(
     next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
     sends_shards, rooted = kind.sends_shards, kind.output.rooted
     load_own = make_load_own(lanes.load, steps, kind, sent)
-    post = make_post(size, lanes.load, kind, post_one)
+    post = make_post(size, lanes.load, sends_shards, rooted, post_one)
     use = make_use(size, element, op, lanes, kind.output)
     digests_match = make_digests_match(size)
     own_block_index = _block_index(size, rooted)

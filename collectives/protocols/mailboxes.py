@@ -349,6 +349,29 @@ def make_mailboxes(
         sets: how many vectors a rank sends to each rank in a step, one after another.
         operation: the number in ``waits.py`` for a wait that is given up.
     """
+    made = _make_of_all(size, transport, region, protocol, sets)
+    receive_of = made.receive
+
+    @device_function
+    def receive(
+        guard: Any,
+        first: int,
+        epoch: int,
+        block: int,
+        low: Any,
+        high: Any,
+        wanted: int,
+    ) -> bool:
+        return receive_of(guard, operation, first, epoch, block, low, high, wanted)
+
+    return made._replace(receive=receive)
+
+
+@functools.cache
+def _make_of_all(
+    size: int, transport: str, region: Region, protocol: Protocol, sets: int
+) -> Mailboxes:
+    """Return what all operations share; ``receive`` takes theirs after the guard."""
     _, sent, post_to, peek, clear, wipe_box = TRANSPORTS[transport]
     others = size - 1
     mirror = make_mirror(size)
@@ -382,8 +405,9 @@ def make_mailboxes(
         post_to(ring[k] + first + mirror(k) * rank_stride, low, high, epoch)
 
     @device_function
-    def receive(
+    def receive_of(
         guard: Any,
+        operation: int,
         first: int,
         epoch: int,
         block: int,
@@ -419,4 +443,6 @@ def make_mailboxes(
         return failed
 
     wiping = keep if wipe_box is None else wipe
-    return Mailboxes(next_epoch, box, sent, post_one, receive, wiping, between_epochs)
+    return Mailboxes(
+        *(next_epoch, box, sent, post_one, receive_of, wiping, between_epochs)
+    )

@@ -61,16 +61,17 @@ def test_kernels_of_two_algorithms_share_what_has_no_constants(compiled):
     assert "order.total" not in compiled
 
 
-def test_kernels_of_two_types_share_what_moves_their_data(compiled):
+def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
     chunked_all_reduce.kernel(5, FLOAT32, "max", False).ptx((9, 0))
     reduced_by("max", "marked").ptx((9, 0))
     compiled.clear()
     chunked_all_reduce.kernel(5, INT64, "max", False).ptx((9, 0))
     chunked_exchange.kernel(5, INT64, "max", False, SCAN).ptx((9, 0))
-    one_shot.kernel(5, INT64, "max", False, "marked", 1, ALL).ptx((9, 0))
+    one_shot.kernel(5, INT64, "max", False, "marked", 1, SCAN).ptx((9, 0))
     assert "order.total" in compiled
-    shared = {"flags.raise_flags", "flags.await_flags_of", "mailboxes.poll"}
-    shared |= {"chunks.scatter", "chunks.collect", "one_shot.post", "one_shot.load_own"}
+    shared = {"flags.raise_flags", "flags.await_flags_of", "chunks.scatter"}
+    shared |= {"chunks.collect", "mailboxes.poll", "mailboxes.receive_of"}
+    shared |= {"mailboxes.box", "mailboxes.post_one", "one_shot.post"}
     assert not shared & set(compiled)
 
 
