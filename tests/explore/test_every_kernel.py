@@ -1,7 +1,5 @@
 """Tests that every kernel is explored, and that its machine code is checked."""
 
-from functools import partial
-
 from explore.scenarios import (
     a_count,
     messages_with_gaps,
@@ -18,11 +16,6 @@ from explore.test_operations import PAIRS, calls_of_pairs
 from explore.world import INT64, World, add, an_integer
 from tests.host import test_machine_code, test_machine_code_types
 from tests.kernels import every_kernel, named
-
-
-def calls_of(name, code):
-    """Calls of an operation between the ranks' own arrays."""
-    return calls_of_pairs(code, (name, "direct"))
 
 
 def conversions(code):
@@ -87,7 +80,7 @@ SCENARIOS = [
     plain_stores_between_barriers,
     lambda code: plain_stores_between_barriers(code, World.pad_barrier),
     words_by_signals_of_the_host,
-    *(partial(calls_of, name) for name, way in PAIRS if way == "direct"),
+    *(lambda code, pair=pair: calls_of_pairs(code, pair) for pair in PAIRS),
 ]
 ENOUGH = 5  # schedules of a scenario, in which it launches all its kernels
 
