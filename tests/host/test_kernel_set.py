@@ -14,6 +14,7 @@ from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import kernel_set, select
 from numba_symm.collectives.binder import Binder
+from numba_symm.collectives.islands.binder import STEPS
 from numba_symm.collectives.kernel_set import (
     GAPS,
     MESSAGES,
@@ -182,6 +183,10 @@ def test_nothing_is_listed_for_far_larger_calls_than_the_limits(name):
         ends = select.limits(operation.limits_of, size, element)
         counts = kernel_set._counts(operation, element, size, select.CHOICES)
         assert element.itemsize * max(counts) < 7 * max(ends)
+
+
+def test_every_operation_has_steps_over_several_islands():
+    assert STEPS.keys() == FOUND.keys()
 
 
 def test_all_names_together_are_all_kernels_of_the_package():
