@@ -250,10 +250,10 @@ class Island:
             error: the cause. If only this rank raises it, the rank reports it to the
                 others, and undoes nothing that needs all ranks.
         """
-        self.closed = True
         everybodys = self.exchange.is_everybodys(error)
         if not everybodys:
-            self.exchange.leave(error)
+            self.exchange.leave(error)  # what is closed reports nothing
+        self.closed = True
         self._undo.close()
         if everybodys:
             ranks.release(self.comm)

@@ -10,6 +10,7 @@ import time
 import pytest
 
 import numba_symm as ns
+from numba_symm import engines
 from numba_symm.launch import waiting
 from tests.ranks.helpers import needs_peers
 
@@ -80,3 +81,24 @@ def test_a_failure_at_any_step_of_a_split_leaves_no_rank_waiting(world, monkeypa
         if not any(world.allgather(failed is not None)):
             break
     assert number > 10
+
+
+class Enough(BaseException):
+    """An interrupt."""
+
+
+def test_a_rank_that_gives_up_the_construction_tells_all_islands(world, monkeypatch):
+    """The others would wait for it without limit."""
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "2" if world.size > 2 else "1")
+    last = world.size - 1
+
+    def give_up(*_):
+        raise Enough
+
+    if world.rank == last:
+        monkeypatch.setattr(engines, "prove", give_up)
+    with pytest.raises((Enough, ns.RankLeft)) as error:
+        ns.Communicator(world)
+    said = world.allgather(str(error.value))
+    told = f"rank {last} left Communicator by Enough"
+    assert all(told in each for each in said[:last]), said
