@@ -112,6 +112,10 @@ class Islands(Island):
         self._undo.callback(self.watchdog.stop)
         try:
             engines.prove(self, self.engine)
+        except CollectiveError as error:
+            self.fail(error)
+            self.board.look()
+            raise
         except BaseException as error:
             if exchange.is_everybodys(error):
                 self.watchdog.close()
