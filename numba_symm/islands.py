@@ -57,6 +57,7 @@ class Islands(Island):
     ):
         self._known = parts
         self.watchdog: Watchdog | None = None
+        self._control: ranks.Comm | None = None  # carries the watchdog's messages
         self.operation = "Communicator"
         self.sent = 0
         super().__init__(comm, device, timeout, own)
@@ -89,11 +90,22 @@ class Islands(Island):
         self.backend, self.refused = self.inner.backend, self.inner.refused
         self.guard = self.inner.guard
         self._across = _Across(self)
-        exchange.meet_at(self._across)
+        self._start_watchdog()
+        exchange.meet_at(self._across)  # whose failures the watchdog carries
         forks.watch(self)
 
+    def _start_watchdog(self) -> None:
+        exchange = self.exchange
+        what = "the watchdog's messages"
+        self._control = exchange.together(what, lambda: ranks.duplicate(self.comm))
+        with exchange.agreed("Communicator"):
+            peers, _ = engines.partners(self)
+            given = self._control, self.board, peers, self.world.host
+            self.watchdog = Watchdog(*given)
+            self._undo.callback(self.watchdog.stop)
+
     def connect(self, multiprocessors: int) -> None:
-        """Start the engine and the watchdog, and try the engine. Collective.
+        """Start the engine, and try it. Collective.
 
         Args:
             multiprocessors: how many the communicator's kernels may occupy.
@@ -101,25 +113,20 @@ class Islands(Island):
         Raises:
             SymmError: on all ranks: they have no common engine, or it does not work.
         """
-        exchange = self.exchange
-        self.engine = engines.choose(self, multiprocessors)
-        self._undo.callback(self.engine.abort)
-        control = exchange.together("the watchdog's messages", self._duplicated)
-        peers, _ = engines.partners(self)
-        self.watchdog = Watchdog(
-            control, self.board, peers, self.world.host, self.engine
-        )
-        self._undo.callback(self.watchdog.stop)
+        engine = None
         try:
-            engines.prove(self, self.engine)
+            engine = self.engine = engines.choose(self, multiprocessors)
+            self._undo.callback(engine.abort)
+            assert self.watchdog is not None
+            self.watchdog.ask(engine)
+            engines.prove(self, engine)
         except CollectiveError as error:
             self.fail(error)
             self.board.look()
             raise
         except BaseException as error:
-            if exchange.is_everybodys(error):
-                self.watchdog.close()
-                self.engine.close()
+            if engine is not None and self.exchange.is_everybodys(error):
+                engine.close()
             raise
 
     def _bind(self, device: int | None) -> None:
@@ -147,9 +154,6 @@ class Islands(Island):
         made = self.exchange.together("dividing the ranks", make)
         assert made is not None
         return made
-
-    def _duplicated(self) -> ranks.Comm:
-        return ranks.duplicate(self.comm)
 
     def wait(self, what: str) -> Wait:
         """Start a wait for other islands within a call, and return it."""
@@ -201,12 +205,19 @@ class Islands(Island):
         """Wait for threads that run kernels, before memory is unmapped."""
         self.engine.settle()
 
+    def give_up(self, error: BaseException) -> None:
+        """Undo what was made, after the construction has failed."""
+        super().give_up(error)
+        if self.exchange.is_everybodys(error):
+            ranks.release(self._control)
+
     def close(self) -> None:
         """Close the engine and the island, and free what belongs to all ranks."""
         self.closed = True
         self._undo.pop_all()
         assert self.watchdog is not None
-        self.watchdog.close()
+        self.watchdog.stop()
+        ranks.release(self._control)
         self.engine.close()
         self.inner.close()
         ranks.release(self.comm)

@@ -33,23 +33,15 @@ class Watchdog:
     asks the engine.
 
     Args:
-        comm: mpi4py's communicator of all ranks, which the watchdog releases.
+        comm: mpi4py's communicator of all ranks, for the watchdog alone.
         board: the board of this rank's island.
         peers: the ranks to which this one sends failures.
         host: the name of this rank's host, for texts.
-        engine: the engine between the islands.
     """
 
-    def __init__(
-        self,
-        comm: Any,
-        board: Board,
-        peers: Sequence[int],
-        host: str,
-        engine: Engine,
-    ):
+    def __init__(self, comm: Any, board: Board, peers: Sequence[int], host: str):
         self._comm, self._board, self._peers, self._host = comm, board, peers, host
-        self._engine = engine
+        self._engine: Engine | None = None
         self._lock = threading.RLock()  # a finalizer may report, too
         self._stopping = threading.Event()
         self._sent: list[Any] = []
@@ -79,6 +71,13 @@ class Watchdog:
             with contextlib.suppress(Exception):
                 self.look()
 
+    def ask(self, engine: Engine) -> None:
+        """Ask the engine between the islands for errors, from now on."""
+        with self._lock:
+            self._engine = engine
+            if self._board.failure() is not None:  # nobody aborts it later
+                engine.abort()
+
     def look(self) -> None:
         """Exchange what is known of failures. Never waits for another rank."""
         with self._lock:
@@ -86,13 +85,15 @@ class Watchdog:
                 return
             if not self._silent:
                 self._hear()
-            if (error := self._engine.status()) is not None:
+            engine = self._engine
+            if engine is not None and (error := engine.status()) is not None:
                 self._board.fail(error)
             failure = self._board.failure()
             if failure is None or self._told:
                 return
             self._told = True
-            self._engine.abort()
+            if engine is not None:
+                engine.abort()
             if self._silent:
                 return
             error = abroad(failure, self._host)
@@ -110,16 +111,11 @@ class Watchdog:
             self._silent = True
 
     def stop(self) -> None:
-        """End the thread, and look no more. Local; see :meth:`close`."""
+        """End the thread, and look no more. Local and idempotent."""
         with self._lock:
             self._stopping.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-
-    def close(self) -> None:
-        """End the thread, and release the communicator. Collective."""
-        self.stop()
-        ranks.release(self._comm)
 
 
 def abroad(failure: Failure, host: str) -> CollectiveError:

@@ -88,8 +88,9 @@ class Enough(BaseException):
 
 
 @pytest.mark.parametrize("error", [Enough(), ns.CollectiveTimeout("late")])
+@pytest.mark.parametrize("step", ["choose", "prove"])
 def test_a_rank_that_gives_up_the_construction_tells_all_islands(
-    world, monkeypatch, error
+    world, monkeypatch, step, error
 ):
     """The others would wait for it without limit."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "2" if world.size > 2 else "1")
@@ -99,7 +100,7 @@ def test_a_rank_that_gives_up_the_construction_tells_all_islands(
         raise error
 
     if world.rank == last:
-        monkeypatch.setattr(engines, "prove", give_up)
+        monkeypatch.setattr(engines, step, give_up)
     with pytest.raises((Enough, ns.CollectiveError)) as found:
         ns.Communicator(world)
     said = world.allgather(f"{type(found.value).__name__}: {found.value}")
