@@ -77,6 +77,10 @@ def share(multiprocessors: int) -> int:
     return 1 << (max(1, 2 * multiprocessors // 3).bit_length() - 1)
 
 
+class _Aborted(Exception):
+    """NCCL's communicator was aborted."""
+
+
 class NcclEngine:
     """Moves bytes by NCCL's sends and receives. Collective.
 
@@ -184,10 +188,13 @@ class NcclEngine:
         self._deadline.end(stream)
 
     def _usable(self) -> Any:
-        """Return NCCL's communicator, or raise if it was aborted."""
+        """Return NCCL's communicator. The caller holds the lock.
+
+        Raises:
+            _Aborted: there is none; :meth:`_translated` finds the reason.
+        """
         if self._comm is None:
-            self._look()
-            raise BackendError("NCCL was aborted: the communicator was closed")
+            raise _Aborted
         return self._comm
 
     def _finish(self, exchange: Exchange, connecting: bool) -> None:
@@ -223,9 +230,17 @@ class NcclEngine:
 
     @contextmanager
     def _translated(self, operation: str) -> Iterator[None]:
-        """Raise errors of NCCL's functions as errors of this library."""
+        """Raise errors of NCCL's functions as errors of this library.
+
+        The block takes the lock, and this method needs it released: a look takes the
+        watchdog's lock, and the watchdog takes this one while it holds its own.
+        """
         try:
             yield
+        except _Aborted:
+            self._look()
+            said = "NCCL was aborted: the communicator was closed"
+            raise BackendError(said) from None
         except self._nccl.NCCLError as error:
             raise BackendError(
                 f"{operation}: NCCL failed: {error}; NCCL_DEBUG=WARN shows more"
@@ -236,7 +251,7 @@ class NcclEngine:
 
         The watchdog calls it.
         """
-        with self._lock, self._translated(self._operation()):
+        with self._translated(self._operation()), self._lock:
             if self._comm is None:
                 return None
             state = self._state()

@@ -303,6 +303,29 @@ def test_after_an_abort_nothing_is_asked_of_nccl(engine, fake, ranks):
         engine.exchange([Parcel(1, 10, 8)], [], STREAM)
 
 
+def test_nobody_looks_for_failures_while_nccl_is_locked(engine):
+    """The watchdog asks the engine while it holds the lock that a look takes."""
+    engine.abort()
+
+    def look():
+        other = threading.Thread(target=lambda: held.append(is_locked(engine)))
+        other.start()
+        other.join()
+
+    held, engine._look = [], look
+    with pytest.raises(ns.BackendError, match="NCCL was aborted"):
+        engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+    assert held == [False]
+
+
+def is_locked(engine):
+    """Return whether another thread has the engine's lock."""
+    if engine._lock.acquire(blocking=False):
+        engine._lock.release()
+        return False
+    return True
+
+
 def test_an_abort_at_the_exit_of_python_starts_no_thread(engine, monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
