@@ -13,6 +13,7 @@ wait in MPI.
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 
 _WORDS = 512  # bytes of each rank's text, which says why it leaves
+_NAMES = 200  # of them: the numbers of ranks, as many as fit
 _PIECE = 2048  # bytes that a rank passes at a time, with the total number first
 _LOCKS = 1 << 40  # beyond the file's end: one byte for each rank, locked while it lives
 _UNSURE = 0.01  # seconds after which a waiting rank checks whether the others live
@@ -100,6 +102,8 @@ class Board:
         self._rank = exchange.rank
         self._size = exchange.size
         self._names = names
+        # Reentrant: a finalizer may report, too.
+        self._reporting = threading.RLock()
         self._step = 0
         self._turn = 0
         self._alive = -1
@@ -324,19 +328,23 @@ class Board:
         Does nothing if the communicator has failed before, or the board was closed.
         """
         named = " ".join(map(str, error.ranks))
+        if len(named) > _NAMES:
+            named = named[: named.rindex(" ", 0, _NAMES + 1)]
         # The text is last, because it may be cut off, or have several lines.
         words = f"{error.operation}\n{type(error).__name__}\n{named}\n{error}"
         self._report(waits.AFAR << 56 | self._rank << 48, words)
 
     def _report(self, record: int, words: str = "") -> None:
-        if self._records is None:  # closed
-            return
-        if not self._words[self._rank].value:
+        with self._reporting:
+            if self._records is None:  # closed
+                return
+            if self._words[self._rank].value:  # of a report that this one has overtaken
+                return
             packed = words.encode(errors="replace")[: _WORDS - 1]
             self._words[self._rank].value = packed  # before a record refers to it
-        for rank in range(self._size):
-            if not self._records[rank]:
-                self._records[rank] = record
+            for rank in range(self._size):
+                if not self._records[rank]:
+                    self._records[rank] = record
 
     def close(self) -> None:
         """Unmap the board, which no kernel may use any more. Local and idempotent."""
@@ -350,6 +358,7 @@ class Board:
         Close the lock file, too: the child must not keep the lock of a parent that
         ends.
         """
+        self._reporting = threading.RLock()  # another thread may have held it
         self._let_go()
         self._let_go_of_lock()
 

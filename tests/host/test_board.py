@@ -7,6 +7,7 @@ import time
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -175,6 +176,52 @@ def test_an_error_of_another_island_keeps_its_class_and_ranks(text):
         kept = len(failure.text)
         assert failure.text == text[:kept]
         assert kept == len(text) or kept > 400
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_an_error_that_names_many_ranks_keeps_its_text():
+    def play(made, comm):
+        made.fail(CallMismatch("text", ranks=range(149), operation="reduce"))
+        return made.failure()
+
+    (failure,) = on_ranks(1, play)
+    assert failure.text == "text"
+    assert failure.ranks == tuple(range(70))  # whole numbers
+
+
+@pytest.mark.usefixtures("on_the_host")
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_report_that_another_one_overtakes_keeps_its_words(in_thread):
+    """As a finalizer, or the watchdog."""
+    threads = []
+
+    class Overtaken:
+        def __init__(self, made):
+            self.made, self.records = made, made._records
+
+        def __getitem__(self, rank):
+            self.made._records = self.records
+            other = Thread(target=self.made.abandon, args=("left",))
+            if in_thread:
+                other.start()
+                threads.append(other)
+                other.join(0.1)
+            else:
+                other.run()
+            return self.records[rank]
+
+        def __setitem__(self, rank, record):
+            self.records[rank] = record
+
+    def play(made, comm):
+        made._records = Overtaken(made)
+        made.fail(CallMismatch("text", ranks=(3,), operation="reduce"))
+        for other in threads:
+            other.join()
+        return made.failure()
+
+    (failure,) = on_ranks(1, play)
+    assert failure[:2] == (CallMismatch, "text")
 
 
 @pytest.mark.usefixtures("on_the_host")
