@@ -102,7 +102,8 @@ class Post:
         check: Callable[[], None],
     ):
         self._envelopes, self._receipts, self._data = (host.Dup() for _ in range(3))
-        self._tags: int = host.Get_attr(MPI.TAG_UB)
+        # Not every communicator has this attribute in Open MPI.
+        self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
         self.allocator = allocator
         self.islands = [0] * host.size
         """The number of each rank's island; ``Comm`` finds them."""

@@ -392,7 +392,7 @@ def test_several_islands(world, monkeypatch):
     x = array(1)
     made.Allreduce(MPI.IN_PLACE, x)
     assert x.copy_to_host()[0] == made.size
-    part = made.Dup()
+    part = made.Create_cart([made.size])
     for comm in (made, part):
         check_crossing(comm)
         comm.Send(x, comm.rank)  # to itself
