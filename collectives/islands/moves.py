@@ -141,10 +141,11 @@ def _on_all_rails(
     work: list[list[Enqueue]] = [[] for _ in range(hops + 1)]
     exchanges: list[Parcels] = [([], []) for _ in range(hops)]
     hop = min((site.index - island) % m, hops)  # the number of those before this island
-    if hop == 0:
+    if hop == 0 or site.listing:  # with another root, kernels of the other branch
         work[0] += site.spread(target, 1, shards * count, element, root)
-    else:
-        work[hop] += site.spread(target, shards, count, element)
+    if hop > 0 or site.listing:
+        work[max(hop, 1)] += site.spread(target, shards, count, element)
+    if hop > 0:
         before = (site.index - 1) % m if chain else island
         exchanges[hop - 1][1].extend(
             Parcel(site.on_rail(before, number), at, nbytes) for number, at in mine

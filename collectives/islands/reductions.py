@@ -78,6 +78,9 @@ def all_reduce(site: Site, call: Call) -> list[Enqueue]:
 
 def reduce(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a reduce. The root is a rank."""
+    if site.listing:  # the kernels differ with the root's place in this island
+        roots = site.mine[0], site.mine[-1]
+        return [step for r in roots for step in _in_shards(site, Carried(call), r)]
     return _in_shards(site, Carried(call), call.root)
 
 

@@ -15,7 +15,8 @@ from mpi4py import MPI
 from rich.console import Console
 
 import numba_symm as ns
-from numba_symm import backends, dtypes
+from numba_symm import backends, dtypes, kernels
+from numba_symm.collectives import kernel_set
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.engines import mpi
 from numba_symm.environment import SIMULATED
@@ -380,9 +381,33 @@ def test_info_shows_the_islands_of_a_job(world, monkeypatch):
         assert (" between them" in said) == (world.rank == 0 and size == "1")
 
 
-def test_prepare(world):
+def test_prepare(world, monkeypatch):
+    listed, bound, listing = set(), set(), kernel_set.kernels
+
+    def noting(*given):
+        found = listing(*given)
+        listed.update(found)
+        return found
+
+    monkeypatch.setattr(kernel_set, "kernels", noting)
+    bind = kernels.Kernel.bind
     with in_pairs(world) as comm:
         comm.prepare("all_to_all", "send", "barrier", "signals")
+        names = "reduce", "broadcast", "reduce_scatter"
+        comm.prepare(*names, dtypes=[np.float32], ops=["sum"])
+        monkeypatch.setattr(
+            kernels.Kernel,
+            "bind",
+            lambda k, *a, **o: (bound.add(k), bind(k, *a, **o))[1],
+        )
+        for count in (40, 333):
+            x = comm.zeros(count * comm.size, np.float32)
+            for root in (0, comm.size - 1):
+                comm.reduce(x, root=root)
+                comm.broadcast(x, root=root)
+            comm.reduce_scatter(x)
+        comm.synchronize()
+    assert bound <= listed
 
 
 def test_symmetric_memory_is_of_the_island(islands):
