@@ -127,8 +127,6 @@ class Calls:
                 f"{what}: expected one thread at a time in a communicator's calls, "
                 "got a second one; give each thread its own, made by dup()"
             )
-        if self.requests is not None:
-            self.requests.settle()
 
     def finish(self) -> None:
         """End a call; in an open group, other threads are still refused."""

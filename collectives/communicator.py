@@ -1198,6 +1198,8 @@ class Communicator(Persistent):
         handle, _ = self._calls.default_stream(stream)
         if not SIMULATED and not self._calls.island.closed:
             streams.synchronize(handle)
+            if self._calls.requests is not None:
+                self._calls.requests.settle()
         self.check()
 
     def close(self) -> None:

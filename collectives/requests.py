@@ -8,10 +8,11 @@ workspace of their own, too, so no other call follows them.
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from numba import cuda
@@ -55,8 +56,7 @@ class Request:
 
     Its arrays may be used again when :meth:`test` has returned True, after
     :meth:`synchronize`, or by work of a stream after :meth:`wait`. The communicator
-    keeps the arrays at least until then, even if the request is dropped. It releases
-    them in a later call, at which no request is pending.
+    keeps the arrays at least until then, even if the request is dropped.
     """
 
     def __init__(
@@ -231,10 +231,11 @@ class Requests:
             return self._lanes[direction].start(launch, stream, keep, failed)
 
     def settle(self) -> None:
-        """Release arrays, and let Numba free memory, if no request is pending.
+        """Let Numba free memory again, if no request is pending.
 
         Freeing memory waits for the device, so for a pending request. Its peer may wait
-        for one that this rank could not start then.
+        for one that this rank could not start then. Not called during captures, which
+        asking an event would invalidate.
         """
         if not self._busy:
             return
@@ -242,12 +243,10 @@ class Requests:
             if all(lane.idle() for lane in self._lanes.values()):
                 self._busy = False
                 self._unfreed.close()
-                for lane in self._lanes.values():
-                    lane.release()
 
     def close(self) -> None:
         """Wait for the requests, which have ended or will end soon; then let go."""
-        with self._unfreed:
+        with self._settling, self._unfreed:
             while self._lanes:
                 self._lanes.popitem()[1].close()
             self._busy = False
@@ -261,8 +260,7 @@ class _Lane:
     """
 
     def __init__(self) -> None:
-        self._last: Done | None = None
-        self._kept: list[Any] = []
+        self._entries: deque[_Entry] = deque()  # of all that may be pending, in order
         self._side = SideStream(1)
         self._worker = _Worker() if SIMULATED else None
 
@@ -273,7 +271,9 @@ class _Lane:
         keep: Any,
         failed: Callable[[BaseException], None],
     ) -> Done:
-        self._kept.append(keep)  # first: a signal may interrupt what follows
+        self.idle()
+        entry = _Entry(keep)
+        self._entries.append(entry)  # first: a signal may interrupt what follows
         if self._worker is not None:
             done: Done = self._worker.launch(launch, failed)
         else:
@@ -281,17 +281,14 @@ class _Lane:
             with self._side.joined(stream):
                 launch(self._side.stream)
                 done = end_of(self._side.stream)
-        self._last = done
+        entry.done = done
         return done
 
     def idle(self) -> bool:
-        """Return whether all requests are done."""
-        return self._last is None or self._last.query()
-
-    def release(self) -> None:
-        """Let go of the arrays of the requests, which are done."""
-        self._kept.clear()
-        self._last = None  # to ask an event takes time
+        """Let go of the requests that are done, and return whether all are."""
+        while self._entries and self._entries[0].ended():
+            self._entries.popleft()
+        return not self._entries
 
     def close(self) -> None:
         try:
@@ -301,7 +298,24 @@ class _Lane:
                 streams.synchronize(self._side.stream)
         finally:
             self._side.close()
-            self.release()
+            self._entries.clear()
+
+
+@dataclass
+class _Entry:
+    """A request of a lane.
+
+    Attributes:
+        keep: what must live until it is done.
+        done: the end of its work; None: it is being started, or that failed.
+    """
+
+    keep: Any
+    done: Done | None = None
+
+    def ended(self) -> bool:
+        """Return whether the request is done."""
+        return self.done is not None and self.done.query()
 
 
 def end_of(stream: int) -> Done:
