@@ -9,7 +9,7 @@ from mpi4py import MPI
 from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import collectives, messages, reductions, shortcuts, staging
+from numba_symm.mpi import collectives, messages, reductions, rooms, shortcuts
 from numba_symm.mpi.errors import refusal, translated
 from numba_symm.mpi.forms import forms
 from numba_symm.mpi.messages import Post
@@ -286,10 +286,10 @@ def _close_all() -> None:
     if getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
         return
     messages.settle_all()
-    staging.give_back_all()
+    rooms.give_back_all()
     for comm in reversed(list(_open)):  # which waits for all of its ranks
         comm._close()
-    staging.end_all()
+    rooms.end_all()
 
 
-staging.at_end(_close_all)
+rooms.at_end(_close_all)

@@ -1,6 +1,6 @@
 """Messages of device arrays: envelopes by MPI, which matches them, and data by copies.
 
-A send copies its data to memory of its process (``staging.py``), waits for that copy,
+A send copies its data to memory of its process (``rooms.py``), waits for that copy,
 and sends an envelope with its place by MPI, with the tag of the message. So source,
 tag, order and wildcards are MPI's. The receive copies the data from there, on a stream
 of its own, so it may run beside the program's kernels. When the copy is done, it sends
@@ -23,12 +23,12 @@ from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import buffers, packing, staging
+from numba_symm.mpi import buffers, packing, rooms
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of
 from numba_symm.mpi.errors import refusal, unsupported
 from numba_symm.mpi.requests import PAUSE, waited
-from numba_symm.mpi.staging import Room, opened, staging_of
+from numba_symm.mpi.rooms import Room, opened, rooms_of
 from numba_symm.streams import SideStream
 
 _MOST = 4096  # bytes of an envelope, at most
@@ -103,7 +103,8 @@ class Post:
     ):
         self._envelopes, self._receipts, self._data = (host.Dup() for _ in range(3))
         # Not every communicator has this attribute in Open MPI.
-        self._tags = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0)
+        most: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
+        self._tags: int = most + 1
         self.allocator = allocator
         self.islands = [0] * host.size
         """The number of each rank's island; ``Comm`` finds them."""
@@ -148,7 +149,7 @@ class Post:
         self._unread.clear()
         _posts.discard(self)
         if not _posts:
-            staging.give_back_all()
+            rooms.give_back_all()
         self._receipts.Barrier()  # after which the peers may end
         for each in (self._envelopes, self._receipts, self._data):
             each.Free()
@@ -208,7 +209,7 @@ class Post:
 
     def _tag_of(self, number: int) -> int:
         """Return the tag of the data of a message to another island."""
-        return number % (self._tags + 1)
+        return number % self._tags
 
     def _on_host(self, room: Room, nbytes: int, stream: int) -> Any:
         """Return a copy of a room in host memory, and give the room back."""
@@ -221,7 +222,7 @@ class Post:
 
     def _stage(self, found: buffers.Message, stream: int) -> Room:
         assert self.allocator is not None
-        room = staging_of(self.allocator).take(found.nbytes)
+        room = rooms_of(self.allocator).take(found.nbytes)
         if found.layout.runs is None:
             streams.copy(room.address, found.address, found.nbytes, stream)
         else:
@@ -248,7 +249,7 @@ class Post:
     def _give_back(self, room: Room | None) -> None:
         if room is not None:
             assert self.allocator is not None
-            staging_of(self.allocator).give_back(room)
+            rooms_of(self.allocator).give_back(room)
 
     # Receiving.
 
@@ -364,7 +365,7 @@ class Post:
     ) -> Copying:
         """Start to receive data from another island; it is copied when it is there."""
         assert self.allocator is not None
-        room = staging_of(self.allocator).take(envelope.nbytes)
+        room = rooms_of(self.allocator).take(envelope.nbytes)
         request, data = self._receive_data(envelope)
 
         def begin() -> Event:

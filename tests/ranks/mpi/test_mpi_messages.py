@@ -13,7 +13,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
 from numba_symm.mpi import messages
 from numba_symm.mpi.p2p import Together
-from numba_symm.mpi.staging import BLOCK, LEAST, staging_of
+from numba_symm.mpi.rooms import BLOCK, LEAST, rooms_of
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island  # of messages of device arrays
@@ -364,8 +364,8 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
     """Sends that wait end, receives end, and the memory is reused."""
     other = comm.Dup()
     right, left = around(other)
-    staging = staging_of(other.post.allocator)
-    before = len(staging._free.get(LEAST, ()))
+    rooms = rooms_of(other.post.allocator)
+    before = len(rooms._free.get(LEAST, ()))
     other.Send(array(1), right, 1)
     request = other.Issend(array(2), right, 2)
     other.Irecv(room(1), left, 3)  # is dropped
@@ -380,7 +380,7 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
     other.Free()
     assert request.Test()
     assert not other.post._open
-    assert len(staging._free[LEAST]) >= max(before, 3)
+    assert len(rooms._free[LEAST]) >= max(before, 3)
     comm.Barrier()
 
 
@@ -460,7 +460,7 @@ def test_ranks_that_do_not_exist(comm):
 
 def test_a_refused_tag_keeps_no_memory(comm):
     comm.Isend(array(1), comm.rank, 1)
-    free = staging_of(comm.post.allocator)._free[LEAST]
+    free = rooms_of(comm.post.allocator)._free[LEAST]
     before = len(free)
     with pytest.raises(MPI.Exception) as found:
         comm.Send(array(1), comm.rank, -5)

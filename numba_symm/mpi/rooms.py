@@ -48,7 +48,7 @@ class Room(NamedTuple):
         return self.memory.address + self.offset
 
 
-class Staging:
+class Rooms:
     """The rooms of this process, by size. They are reused, and never freed.
 
     Args:
@@ -108,13 +108,13 @@ def _run_first(step: Callable[[], None]) -> None:
     atexit.register(step)
 
 
-_of: dict[SymmetricMemoryAllocator, Staging] = {}
+_of: dict[SymmetricMemoryAllocator, Rooms] = {}
 
 
-def staging_of(allocator: SymmetricMemoryAllocator) -> Staging:
+def rooms_of(allocator: SymmetricMemoryAllocator) -> Rooms:
     """Return the rooms of this process."""
     if allocator not in _of:
-        _of[allocator] = Staging(allocator)
+        _of[allocator] = Rooms(allocator)
     return _of[allocator]
 
 
@@ -125,8 +125,8 @@ def give_back_all() -> None:
 
 def end_all() -> None:
     """End the sharing of this process' blocks, after all peers have unmapped them."""
-    for staging in _of.values():
-        staging.end()
+    for rooms in _of.values():
+        rooms.end()
 
 
 @functools.lru_cache(maxsize=1024)
