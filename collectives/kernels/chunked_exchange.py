@@ -60,13 +60,14 @@ from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 
-def received_of(size: int, kind: Exchange) -> int:
+def received_of(size: int, output: Output) -> int:
     """Return how many vectors a thread receives in one step, its own included."""
-    return max(1, size - 1 if kind.output is Output.SHARDS else size)
+    return max(1, size - 1 if output is Output.SHARDS else size)
 
 
+@functools.cache
 def make_use(
-    size: int, element: Element, op: Op, lanes: Lanes, kind: Exchange
+    size: int, element: Element, op: Op, lanes: Lanes, output: Output
 ) -> Callable[..., None]:
     """Return a device function that reduces or stores what arrived of a chunk.
 
@@ -75,13 +76,13 @@ def make_use(
     ``chunks.make_load_all``, and ``mine`` are two local arrays.
     """
     store = lanes.store
-    total = make_total_for(size, lanes, kind.output)
-    none_stored, none_low, none_high = of_none(element, op, kind.output)
+    total = make_total_for(size, lanes, output)
+    none_stored, none_low, none_high = of_none(element, op, output)
     load_all = make_load_all(size, lanes.load)
-    stores_shards = kind.output is Output.SHARDS
+    stores_shards = output is Output.SHARDS
     room, others = CHUNKED.steps(size), size - 1
     rank_stride = room * STEP_BYTES
-    received = received_of(size, kind)
+    received = received_of(size, output)
     batch = min(room, max(1, LOADS // received))
 
     @device_function
@@ -141,13 +142,13 @@ def make_chunked_exchange(
     mirror = make_mirror(size)
     sends_shards, stores_shards = kind.sends_shards, kind.output is Output.SHARDS
     at_root = kind.output is Output.AT_ROOT
-    use = make_use(size, element, op, lanes, kind)
+    use = make_use(size, element, op, lanes, kind.output)
     # The vectors of a thread in one step: of the other ranks' shards, or one for all;
     # and its own vector, which is the last.
     sent = max(1, others * sends_shards + (stores_shards or not sends_shards))
     batch_out = min(room, max(1, LOADS // sent))
-    batch_in = min(room, max(1, LOADS // received_of(size, kind)))
-    held = max(batch_out * sent, batch_in * received_of(size, kind))
+    batch_in = min(room, max(1, LOADS // received_of(size, kind.output)))
+    held = max(batch_out * sent, batch_in * received_of(size, kind.output))
 
     def chunked_exchange(
         guard: Any,

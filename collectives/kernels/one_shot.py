@@ -145,6 +145,7 @@ def make_post(
     return post
 
 
+@functools.cache
 def make_use(
     size: int, element: Element, op: Op, lanes: Lanes, output: Output
 ) -> Callable[..., None]:

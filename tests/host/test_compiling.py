@@ -75,6 +75,15 @@ def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
     assert not shared & set(compiled)
 
 
+def test_operations_with_the_same_output_share_what_stores_it(compiled):
+    gather, to_all = (OPERATIONS[n].exchange for n in ("all_gather", "all_to_all"))
+    for kind in (gather, to_all):
+        chunked_exchange.kernel(5, INT64, "sum", False, kind).ptx((9, 0))
+        one_shot.kernel(5, INT64, "sum", False, "marked", 1, kind).ptx((9, 0))
+    assert compiled.count("chunked_exchange.use") == 1
+    assert compiled.count("one_shot.use") == 1
+
+
 def test_a_compute_capability_shares_them_with_another(compiled):
     kernel = reduced_by("sum", kind=SCAN)
     first = kernel.ptx((8, 0))
