@@ -73,9 +73,10 @@ _PREPARED = "\n\nReturns a request, which ``Start()`` starts each time."
 
 
 def _started(comm: Any, job: Job) -> Started:
-    done = job.start_beside(comm.side)
-    if done is None:  # in a graph, whose later nodes follow it
+    if job.captured:  # into a graph, whose later nodes follow it
+        job.start()
         return Started(job.wait, lambda: True)
+    done = job.start_beside(comm.side)
     wait = functools.partial(job.wait_for, done)
     return Started(wait, functools.partial(job.test_for, done))
 

@@ -127,7 +127,7 @@ class Job:
         Raises:
             NotImplementedError: within a capture, whose graph would use it later.
         """
-        if _captures(self.stream):
+        if self.captured:
             raise unsupported(
                 f"{self.what}: this call needs a temporary array, whose address a graph"
                 f" would keep after it is freed; make {self.what}_init before the "
@@ -173,17 +173,19 @@ class Job:
         for step in (*self._steps, *self._last):
             step(chosen)
 
-    def start_beside(self, side: SideStream) -> Event | None:
+    @property
+    def captured(self) -> bool:
+        """Whether the job's stream is being captured."""
+        return _captures(self.stream)
+
+    def start_beside(self, side: SideStream) -> Event:
         """Enqueue all steps beside the later work of the job's stream.
 
         Its earlier work precedes them. All arrays are kept until the steps have ended.
 
         Returns:
-            Their end. None within a capture, where they are on the job's stream.
+            Their end.
         """
-        if _captures(self.stream):
-            self.start()
-            return None
         side.follow(self.stream, 0)
         with side.joined(self.stream):
             self.start(side.stream)
@@ -194,7 +196,7 @@ class Job:
 
         For a job that the program may drop before that.
         """
-        if self._lingers and not _captures(self.stream):
+        if self._lingers and not self.captured:
             self._keep_until_end(self.stream)
 
     def _keep_until_end(self, stream: int) -> Event:

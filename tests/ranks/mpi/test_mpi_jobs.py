@@ -24,11 +24,13 @@ def test_captures_with_temporary_arrays(comm, monkeypatch):
     prepared = comm.Allgather_init(*given)
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "_captures", lambda stream: True)
+        patch.setattr(comm, "_side", None)
         for call in (comm.Allgather, comm.Iallgather, comm.Allgather_init):
             with pytest.raises(NotImplementedError, match="Allgather_init before"):
                 call(*given)
         prepared.Start()
         assert prepared.Test()
+        assert comm._side is None  # nothing is made within a capture
     assert out.copy_to_host()[::2].tolist() == list(range(comm.size))
     pairs.Free()
 
