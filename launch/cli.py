@@ -239,6 +239,7 @@ def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     sys.stdout.flush()
     environ = job_environment(os.environ, simulate=simulate)
     _check_sessions(environ)
+    environ.setdefault("NUMBA_SYMM_SHOW_ISLANDS", "1")
     if not sys.stdout.isatty():
         environ["TERM"] = "dumb"  # Open MPI's ranks have a terminal in any case
     os.execve(command[0], command, environ)

@@ -70,6 +70,7 @@ def wrong_settings(gpus: int) -> list[str]:
         environment.island_size,
         environment.requested_engine,
         environment.allow_overlapping_devices,
+        environment.show_islands,
     ):
         try:
             check()

@@ -7,7 +7,6 @@ from numba_symm.collectives.communicator import Communicator
 from numba_symm.errors import SymmError
 from numba_symm.islands import Islands
 from numba_symm.launch import ranks
-from numba_symm.launch.islands import described
 
 
 def report(console: Console) -> None:
@@ -25,8 +24,7 @@ def report(console: Console) -> None:
             islands = comm._calls.island
             text = f"one, {ranks.name_ranks(range(comm.size))}"
             if isinstance(islands, Islands):
-                text = described(islands.parts, islands.hosts)
-                text += f"; {islands.engine.version} between them"
+                text = islands.described()
     except SymmError as error:
         text = f"none: {error}"
     if world.rank == 0:

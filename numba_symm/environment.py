@@ -8,6 +8,7 @@
 ``NUMBA_SYMM_MULTIPROCESSORS``             the most that a communicator occupies
 ``NUMBA_SYMM_ISLAND_SIZE``                 the most ranks of a pretended island
 ``NUMBA_SYMM_ENGINE``                      ``nccl`` or ``mpi``, between islands
+``NUMBA_SYMM_SHOW_ISLANDS``                ``1``: rank 0 prints several islands
 ``NUMBA_ENABLE_CUDASIM``                   ``1``: Numba's CUDA simulator
 ========================================== =================================
 
@@ -37,6 +38,7 @@ VARIABLES = (
     "NUMBA_SYMM_MULTIPROCESSORS",
     "NUMBA_SYMM_ISLAND_SIZE",
     "NUMBA_SYMM_ENGINE",
+    "NUMBA_SYMM_SHOW_ISLANDS",
 )
 """The library's own variables."""
 
@@ -103,11 +105,18 @@ def requested_backend(*, simulated: bool = SIMULATED) -> str | None:
 
 def allow_overlapping_devices() -> bool:
     """Return whether several ranks may share one GPU (0 or unset: no)."""
-    value = os.environ.get("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "0")
+    return _flag("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES")
+
+
+def show_islands() -> bool:
+    """Return whether rank 0 prints the islands, if there are several."""
+    return _flag("NUMBA_SYMM_SHOW_ISLANDS")
+
+
+def _flag(name: str) -> bool:
+    value = os.environ.get(name, "0")
     if value not in ("", "0", "1"):
-        raise ArgumentError(
-            f"NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES={value!r}: expected 0 or 1"
-        )
+        raise ArgumentError(f"{name}={value!r}: expected 0 or 1")
     return value == "1"
 
 

@@ -7,7 +7,7 @@ moves bytes between islands, and MPI carries what hosts agree on.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from numba_symm import engines, forks
+from numba_symm import engines, environment, forks
 from numba_symm.board import Failure
 from numba_symm.errors import (
     ArgumentError,
@@ -18,7 +18,7 @@ from numba_symm.errors import (
 )
 from numba_symm.island import Island
 from numba_symm.launch import devices, ranks, waiting
-from numba_symm.launch.islands import Parts, divide
+from numba_symm.launch.islands import Parts, described, divide
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from numba_symm.watchdog import Watchdog, abroad
@@ -44,6 +44,7 @@ class Islands(Island):
         inner: this rank's island.
         engine: moves bytes between the islands.
         operation: the call that uses the engine, for errors.
+        shown: whether this rank prints the islands.
         sent: the bytes that this rank's calls have given to the engine for others.
     """
 
@@ -67,6 +68,7 @@ class Islands(Island):
         self._agree(timeout)
         with exchange.agreed("Communicator"):
             _refuse_one_thread()
+            self.shown = environment.show_islands() and self.world.rank == 0
         rank = self.world.rank
         self.hosts = tuple(exchange.all_gather(self.world.host, "hosts"))
         self._bind(device)
@@ -154,6 +156,11 @@ class Islands(Island):
         made = self.exchange.together("dividing the ranks", make)
         assert made is not None
         return made
+
+    def described(self) -> str:
+        """Return "ranks 0, 1 on a, rank 2 on b; Open MPI v5.0.11 between them"."""
+        parts = described(self.parts, self.hosts)
+        return f"{parts}; {self.engine.version} between them"
 
     def wait(self, what: str) -> Wait:
         """Start a wait for other islands within a call, and return it."""

@@ -1,6 +1,8 @@
 """The construction of communicators, of one island or of several."""
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,7 +43,16 @@ def begin(
             ) from error
     else:
         return lifetime.begin(island, *settings)
-    return _begin(Islands(comm, device, timeout), *settings)
+    islands = Islands(comm, device, timeout)
+    calls = _begin(islands, *settings)
+    if islands.shown:
+        _show(f"numba-symm: islands: {islands.described()}")
+    return calls
+
+
+@functools.cache  # once in a process
+def _show(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def child(

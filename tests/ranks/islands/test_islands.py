@@ -17,6 +17,7 @@ from rich.console import Console
 import numba_symm as ns
 from numba_symm import backends, dtypes, kernels
 from numba_symm.collectives import kernel_set
+from numba_symm.collectives.islands import construction
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.engines import mpi
 from numba_symm.environment import SIMULATED
@@ -446,6 +447,18 @@ def test_an_engine_that_is_asked_for_and_missing_is_refused(world, monkeypatch):
     monkeypatch.setenv("NUMBA_SYMM_ENGINE", "nccl")
     said = "expected NCCL on all ranks", "NCCL needs GPUs, and this is Numba's CUDA"
     refused(world, ns.BackendError, lambda: made(world, 1), *said)
+
+
+def test_rank_0_shows_several_islands_once(world, monkeypatch, capfd):
+    monkeypatch.setattr(
+        construction, "_show", functools.cache(construction._show.__wrapped__)
+    )
+    monkeypatch.setenv("NUMBA_SYMM_SHOW_ISLANDS", "1")
+    for size in (world.size, 1, 1):
+        with made(world, size):
+            pass
+    said = capfd.readouterr().err
+    assert said.count("numba-symm: islands: rank 0 on ") == (world.rank == 0)
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "two", "65"])
