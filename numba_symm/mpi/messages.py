@@ -279,6 +279,23 @@ class Post:
         self._open.discard(posted)
         self._taken[0] += not posted.cancelled
 
+    def withdraw(self, posted: "Posted") -> None:
+        """Cancel a receive; a message that has matched it stays for another one."""
+        posted.cancel()
+        posted.wait(_nothing)  # which ends whatever the peer does
+        if posted.cancelled:
+            return
+        found = posted.envelope
+        # A source's envelopes are in order, and earlier than those that MPI has.
+        while self._envelopes.Iprobe(found.source):
+            self._probed.append(self._arrived(found.source, MPI.ANY_TAG))
+        later = (
+            index
+            for index, each in enumerate(self._probed)
+            if each.source == found.source and each.number > found.number
+        )
+        self._probed.insert(next(later, len(self._probed)), found)
+
     def probe(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope that a receive would match now, which stays there."""
         self.reap()

@@ -73,7 +73,7 @@ class Messages:
     ) -> None:
         """Receive a message, which may be shorter than the room for it."""
         if on_device(buf) and source != NOBODY:
-            self.Irecv(buf, source, tag).Wait(status)
+            _complete(self.Irecv(buf, source, tag), status)
         else:
             self.host.Recv(None if source == NOBODY else buf, source, tag, status)
 
@@ -104,7 +104,8 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Send a message and receive one."""
-        self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag).Wait(status)
+        given = sendbuf, dest, sendtag, recvbuf, source, recvtag
+        _complete(self.Isendrecv(*given), status)
 
     @translated
     def Isendrecv(
@@ -118,7 +119,15 @@ class Messages:
     ) -> Any:
         """Send a message and receive one; return a request."""
         receives = self.Irecv(recvbuf, source, recvtag)
-        sends = self.Isend(sendbuf, dest, sendtag)
+        try:
+            sends = self.Isend(sendbuf, dest, sendtag)
+        except BaseException:
+            if isinstance(receives, Request):
+                receives._withdraw()
+            else:
+                receives.Cancel()
+                receives.Wait()
+            raise
         return Together(receives, sends)
 
     @translated
@@ -133,7 +142,8 @@ class Messages:
     ) -> None:
         """Send an array's message, and receive another one into the array."""
         if on_device(buf):
-            self.Isendrecv_replace(buf, dest, sendtag, source, recvtag).Wait(status)
+            given = buf, dest, sendtag, source, recvtag
+            _complete(self.Isendrecv_replace(*given), status)
         else:
             self.host.Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
 
@@ -237,6 +247,15 @@ class Messages:
         return waited(partial(self.Improbe, source, tag, status), self.post.check)
 
 
+def _complete(request: Request, status: MPI.Status | None) -> None:
+    """Wait for a request that the program does not get, so it cannot wait again."""
+    try:
+        request.Wait(status)
+    except BaseException:
+        request._withdraw()
+        raise
+
+
 class Together(Request):
     """A receive and a send, whose status is that of the receive."""
 
@@ -247,6 +266,10 @@ class Together(Request):
     def _progress(self) -> None:
         if isinstance(self._receives, Request):
             self._receives._progress()
+
+    def _withdraw(self) -> None:
+        if isinstance(self._receives, Request):
+            self._receives._withdraw()
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._receives.Wait(status)

@@ -59,6 +59,11 @@ class Receiving(Request):
             self._refuse_capture()
             self._start(None)
 
+    def _withdraw(self) -> None:
+        if self._active and self._copied is None:
+            self._active = False
+            self._post.withdraw(self._posted)
+
     def _refuse_capture(self) -> None:
         """Raise within a capture; the request stays active."""
         self._post.stream_of(self._into.array, "Recv")

@@ -86,6 +86,9 @@ class Request:
     def _progress(self) -> None:
         """Start what can be started now. Never wait."""
 
+    def _withdraw(self) -> None:
+        """End a receive whose call raises, without a message; nothing for others."""
+
     @translated
     def Wait(self, status: MPI.Status | None = None) -> bool:
         """Wait until the arrays of the call may be used."""

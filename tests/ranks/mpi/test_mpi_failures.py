@@ -1,0 +1,60 @@
+"""Messages and collectives in mpi4py's spelling that fail on one rank."""
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from numba_symm import mpi as MPI
+from numba_symm.mpi.pending import Receiving
+from tests.ranks.helpers import of_one_island
+
+pytestmark = of_one_island  # of messages of device arrays
+
+
+def array(*values):
+    return cuda.to_device(np.array(values, "i4"))
+
+
+def around(comm):
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+def test_a_failed_call_takes_no_message(comm, monkeypatch):
+    """Neither one that comes later nor one that has matched its receive."""
+    right, left = around(comm)
+    out, status = array(-1), MPI.Status()
+    for host in (False, True):
+        sent, room = (np.ones(1, "i4"), np.zeros(1, "i4")) if host else (out, out)
+        for call in (comm.Sendrecv, comm.Isendrecv):
+            with pytest.raises(MPI.Exception) as found:
+                call(sent, comm.size, 0, room, left, 1)
+            assert found.value.Get_error_class() == MPI.ERR_RANK
+            assert not comm.post._open
+    comm.Barrier()
+    for number, tag in enumerate((1, 2, 1)):
+        comm.Send(array(number), right, tag)
+    comm.Send(np.ones(1, "i4"), right, 3)
+    comm.Probe(left, 3)  # which comes after those of the device
+    for tag in (2, MPI.ANY_TAG):
+        with pytest.raises(MPI.Exception):
+            comm.Sendrecv(out, comm.size, 0, out, left, tag)
+    with monkeypatch.context() as patch:
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        patch.setattr(Receiving, "_start", interrupted)
+        patch.setattr(comm.post, "check", interrupted)
+        for tag in (2, 5):  # one that is there, and one that is not
+            with pytest.raises(KeyboardInterrupt):
+                comm.Recv(out, left, tag)
+    assert not comm.post._open
+    found = []
+    for _ in range(3):
+        message = comm.Improbe(left, MPI.ANY_TAG, status)
+        message.Recv(out)
+        found.append((status.tag, int(out.copy_to_host()[0])))
+    assert found == [(1, 0), (2, 1), (1, 2)]
+    host = np.zeros(1, "i4")
+    comm.Recv(host, left, 3)
+    comm.Barrier()
