@@ -32,6 +32,7 @@ from numba_symm.mpi.rooms import Room, opened, rooms_of
 from numba_symm.streams import SideStream
 
 _MOST = 4096  # bytes of an envelope, at most
+_PART = 1 << 30  # bytes of data in one message of MPI, whose counts are C's int
 
 
 class Copying(NamedTuple):
@@ -56,23 +57,23 @@ class Crossing:
     """The end of a copy of data that has to arrive by MPI first.
 
     Args:
-        request: mpi4py's request.
+        requests: mpi4py's requests.
         begin: starts the copy, and returns its end.
         check: raises if the communicator has failed.
     """
 
     def __init__(
         self,
-        request: MPI.Request,
+        requests: list[MPI.Request],
         begin: Callable[[], Event],
         check: Callable[[], None],
     ):
-        self._request, self._begin, self._check = request, begin, check
+        self._requests, self._begin, self._check = requests, begin, check
         self._copied: Event | None = None
 
     def query(self) -> bool:
         """Return whether the copy has ended."""
-        if self._copied is None and self._request.Test():
+        if self._copied is None and MPI.Request.Testall(self._requests):
             self._copied = self._begin()
         return self._copied is not None and self._copied.query()
 
@@ -184,12 +185,17 @@ class Post:
                 f"Send: expected a rank from 0 to {len(self.islands) - 1} or "
                 f"MPI.PROC_NULL, got {dest}",
             )
+        if not 0 <= tag <= self._tags:
+            raise refusal(
+                MPI.ERR_TAG, f"Send: expected a tag from 0 to {self._tags}, got {tag}"
+            )
         found = message(spec)
         stream = self.stream_of(found.array, "Send")
         room = self._stage(found, stream) if found.nbytes else None
-        number, data = next(self._numbers), None
+        number = next(self._numbers)
         if room is not None and self.islands[dest] != self.islands[self._rank]:
             data, room = self._on_host(room, found.nbytes, stream), None
+            self._send_data(data, dest, number)  # first: it may fail
         place = (0, b"") if room is None else (room.offset, room.handle)
         text = HEADER.pack(number, found.nbytes, place[0]) + place[1]
         send = self._envelopes.Issend if matched else self._envelopes.Isend
@@ -201,11 +207,13 @@ class Post:
         self._sent.append((request, text))
         self._counts[0, dest] += 1
         self._unread[number] = room
-        if data is not None:
-            sending = self._data.Isend([data, MPI.BYTE], dest, self._tag_of(number))
-            self._sent.append((sending, data))
-            self._counts[2, dest] += 1
         return request
+
+    def _send_data(self, data: Any, dest: int, number: int) -> None:
+        for part in _parts(data):
+            request = self._data.Isend([part, MPI.BYTE], dest, self._tag_of(number))
+            self._sent.append((request, data))
+            self._counts[2, dest] += 1
 
     def _tag_of(self, number: int) -> int:
         """Return the tag of the data of a message to another island."""
@@ -357,11 +365,15 @@ class Post:
             after: what the copy follows.
         """
         crosses = envelope.nbytes > 0 and not envelope.handle
+        coming = room = None
         try:
             number = items_of(envelope, into)
             into = into if number is None else into._replace(number=number)
             if crosses:
-                found = self._crossing(envelope, into, after)
+                assert self.allocator is not None
+                room = rooms_of(self.allocator).take(envelope.nbytes)
+                coming = self._receive_data(envelope)
+                found = self._crossing(envelope, into, after, room, *coming)
             else:
                 block = opened(envelope.handle) if envelope.nbytes else None
                 source = 0
@@ -370,35 +382,42 @@ class Post:
                 done = self._begin(envelope, source, block, into, after)
                 found = Copying(done, envelope, into, block)
         except BaseException:
-            if crosses:
-                self._receive_data(envelope)  # which nobody reads
+            self._give_back(room)
             self._acknowledge(envelope)
+            if crosses and coming is None:
+                self._receive_data(envelope)  # which nobody reads
             raise
         self._copying.append(found)
         return found.done
 
     def _crossing(
-        self, envelope: Envelope, into: buffers.Message, after: Event
+        self,
+        envelope: Envelope,
+        into: buffers.Message,
+        after: Event,
+        room: Room,
+        requests: list[MPI.Request],
+        data: Any,
     ) -> Copying:
-        """Start to receive data from another island; it is copied when it is there."""
-        assert self.allocator is not None
-        room = rooms_of(self.allocator).take(envelope.nbytes)
-        request, data = self._receive_data(envelope)
+        """Copy data from another island when it has arrived in host memory."""
 
         def begin() -> Event:
             host, stream = data.ctypes.data, self._side_stream()
             streams.copy_from_host(room.address, host, envelope.nbytes, stream)
             return self._begin(envelope, room.address, room.memory, into, after)
 
-        done = Crossing(request, begin, self.check)
+        done = Crossing(requests, begin, self.check)
         return Copying(done, envelope, into, None, room)
 
-    def _receive_data(self, envelope: Envelope) -> tuple[MPI.Request, Any]:
+    def _receive_data(self, envelope: Envelope) -> tuple[list[MPI.Request], Any]:
         data, tag = np.empty(envelope.nbytes, np.uint8), self._tag_of(envelope.number)
-        request = self._data.Irecv([data, MPI.BYTE], envelope.source, tag)
-        self._taken[2] += 1
-        self._sent.append((request, data))  # kept until then
-        return request, data
+        requests = []
+        for part in _parts(data):
+            request = self._data.Irecv([part, MPI.BYTE], envelope.source, tag)
+            self._taken[2] += 1
+            self._sent.append((request, data))  # kept until then
+            requests.append(request)
+        return requests, data
 
     def _drop_data(self) -> None:
         """Receive the data of messages that nobody has received."""
@@ -450,6 +469,11 @@ class Post:
         number = np.array([envelope.number], np.int64)
         self._counts[1, envelope.source] += 1
         self._sent.append((self._receipts.Isend(number, envelope.source), number))
+
+
+def _parts(data: Any) -> list[Any]:
+    """Return the parts of data that one message of MPI each may have."""
+    return [data[start : start + _PART] for start in range(0, data.size, _PART)]
 
 
 def _nothing() -> None:

@@ -5,8 +5,9 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.mpi import messages
 from numba_symm.mpi.pending import Receiving
-from tests.ranks.helpers import of_one_island
+from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island  # of messages of device arrays
 
@@ -58,3 +59,31 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
     host = np.zeros(1, "i4")
     comm.Recv(host, left, 3)
     comm.Barrier()
+
+
+@needs_peers
+def test_data_for_other_islands(world, monkeypatch):
+    """It is sent in parts, and before its envelope, which says that it is there."""
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    monkeypatch.setattr(messages, "_PART", 1000)
+    comm = MPI.Comm(world, timeout=20)
+    right, left = around(comm)
+    post, x, out = comm.post, array(*range(600)), array(*(-1 for _ in range(600)))
+    comm.Sendrecv(x, right, 1, out, left, 1)
+    assert out.copy_to_host().tolist() == list(range(600))
+    assert post._counts[2, right] == 3
+
+    class Refused:
+        @staticmethod
+        def Isend(*_):
+            raise OverflowError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(post, "_data", Refused)
+        with pytest.raises(OverflowError):
+            comm.Send(x, right, 2)
+    comm.Send(np.ones(1, "i4"), right, 3)
+    comm.Probe(left, 3)  # which comes after those of the device
+    assert not comm.Iprobe(left, 2)
+    comm.Recv(np.ones(1, "i4"), left, 3)
+    comm.Free()
