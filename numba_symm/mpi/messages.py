@@ -178,19 +178,20 @@ class Post:
             The request of the envelope. If ``matched``, it is done when a receive has
             matched it.
         """
-        self.reap()
         if not 0 <= dest < len(self.islands):
             raise refusal(
                 MPI.ERR_RANK,
                 f"Send: expected a rank from 0 to {len(self.islands) - 1} or "
                 f"MPI.PROC_NULL, got {dest}",
             )
-        if not 0 <= tag <= self._tags:
+        if not 0 <= tag < self._tags:
             raise refusal(
-                MPI.ERR_TAG, f"Send: expected a tag from 0 to {self._tags}, got {tag}"
+                MPI.ERR_TAG,
+                f"Send: expected a tag from 0 to {self._tags - 1}, got {tag}",
             )
         found = message(spec)
         stream = self.stream_of(found.array, "Send")
+        self.reap()
         room = self._stage(found, stream) if found.nbytes else None
         number = next(self._numbers)
         if room is not None and self.islands[dest] != self.islands[self._rank]:
@@ -231,14 +232,18 @@ class Post:
     def _stage(self, found: buffers.Message, stream: int) -> Room:
         assert self.allocator is not None
         room = rooms_of(self.allocator).take(found.nbytes)
-        if found.layout.runs is None:
-            streams.copy(room.address, found.address, found.nbytes, stream)
-        else:
-            memory = Memory(room.address, found.nbytes, room.memory)
-            packed = memory.array(found.nbytes, np.dtype(np.uint8))
-            packing.pack(found, packed)(stream)
-        if not SIMULATED:
-            streams.synchronize(stream)
+        try:
+            if found.layout.runs is None:
+                streams.copy(room.address, found.address, found.nbytes, stream)
+            else:
+                memory = Memory(room.address, found.nbytes, room.memory)
+                packed = memory.array(found.nbytes, np.dtype(np.uint8))
+                packing.pack(found, packed)(stream)
+            if not SIMULATED:
+                streams.synchronize(stream)
+        except BaseException:
+            self._give_back(room)
+            raise
         return room
 
     def reap(self) -> None:
@@ -306,6 +311,7 @@ class Post:
 
     def probe(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope that a receive would match now, which stays there."""
+        self.stream_of(None, "Probe")  # before the events are asked
         self.reap()
         found = self._first_probed(source, tag)
         status = MPI.Status()
@@ -320,6 +326,7 @@ class Post:
 
     def receive_if_there(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope of a message, which no other receive gets."""
+        self.stream_of(None, "Mprobe")  # before the events are asked
         self.reap()
         found = self._first_probed(source, tag)
         if found is not None:

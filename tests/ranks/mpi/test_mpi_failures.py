@@ -7,6 +7,7 @@ from numba import cuda
 from numba_symm import mpi as MPI
 from numba_symm.mpi import messages
 from numba_symm.mpi.pending import Receiving
+from numba_symm.mpi.rooms import LEAST, rooms_of
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island  # of messages of device arrays
@@ -87,3 +88,34 @@ def test_data_for_other_islands(world, monkeypatch):
     assert not comm.Iprobe(left, 2)
     comm.Recv(np.ones(1, "i4"), left, 3)
     comm.Free()
+
+
+def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
+    comm.Sendrecv(array(1), comm.rank, 1, array(1), comm.rank, 1)
+    free = rooms_of(comm.post.allocator)._free[LEAST]
+    before = len(free)
+
+    def failing(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(messages.streams, "copy", failing)
+        with pytest.raises(MemoryError):
+            comm.Send(array(1), comm.rank, 1)
+    assert len(free) == before
+
+
+def test_messages_ask_no_event_during_a_capture(comm, monkeypatch):
+    """That would invalidate the capture."""
+    asked = []
+    monkeypatch.setattr(comm.post, "reap", lambda: asked.append(1))
+    monkeypatch.setattr(messages, "SIMULATED", False)
+    monkeypatch.setattr(messages.streams, "is_capturing", lambda stream: True)
+    for call in (
+        lambda: comm.Send(array(1), comm.rank),
+        lambda: comm.Iprobe(comm.rank),
+        lambda: comm.Improbe(comm.rank),
+    ):
+        with pytest.raises(NotImplementedError, match="is not being captured"):
+            call()
+    assert not asked
