@@ -322,8 +322,8 @@ def _block_index(once_a_warp: bool) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, height, y = (call_sreg(builder, r) for r in ("ctaid.x", "ntid.y", "tid.y"))
-        block = builder.add(builder.mul(x, height), y)
+        x, held, y = (call_sreg(builder, r) for r in ("ctaid.x", "ntid.y", "tid.y"))
+        block = builder.add(builder.mul(x, held), y)
         if not once_a_warp:
             return block
         return _of_first_lane(context, builder, signature, [block])
