@@ -67,9 +67,17 @@ class Watchdog:
                 self.look()
         except Exception as error:
             # Without this thread, failures of other islands would not be seen.
-            self._board.abandon(f"cannot watch other islands ({summary(error)})")
-            with contextlib.suppress(Exception):
-                self.look()
+            try:
+                self._board.abandon(f"cannot watch other islands ({summary(error)})")
+                with contextlib.suppress(Exception):
+                    self.look()
+            finally:  # nobody else may look before the GPU is waited for
+                self._abort()
+
+    def _abort(self) -> None:
+        with self._lock:
+            if self._engine is not None:
+                self._engine.abort()
 
     def ask(self, engine: Engine) -> None:
         """Ask the engine between the islands for errors, from now on."""

@@ -1,8 +1,13 @@
-"""What the watchdog tells other islands."""
+"""What the watchdog tells other islands, and what it does if it cannot."""
+
+import types
+
+import pytest
 
 import numba_symm as ns
+from numba_symm import watchdog
 from numba_symm.board import Failure
-from numba_symm.watchdog import abroad
+from numba_symm.watchdog import Watchdog, abroad
 
 
 def told(text, error=ns.CollectiveTimeout, **words):
@@ -20,3 +25,46 @@ def test_a_timeout_of_a_host_has_named_it():
     assert told(text) == text
     limit = "set-up timeout: 5 s"
     assert told("rank 2 waited for rank 3 in empty", limit=limit).endswith(" s)")
+
+
+class Job:
+    """What a watchdog needs, in one: it writes down what is done."""
+
+    def __init__(self):
+        self.done, self.known, self.breaks = [], None, False
+
+    def improbe(self, source, tag):
+        if self.breaks:
+            raise RuntimeError("no MPI")
+
+    def isend(self, error, peer, tag):
+        self.done.append(f"sent to {peer}")
+
+    def failure(self):
+        return self.known
+
+    def abandon(self, cause):
+        self.done.append(cause)
+        self.known = Failure(ns.RankLeft, cause)
+
+    def status(self):
+        return None
+
+    def abort(self):
+        self.done.append("aborted")
+
+
+@pytest.fixture
+def job(monkeypatch):
+    mpi = types.SimpleNamespace(ANY_SOURCE=-1)
+    monkeypatch.setattr(watchdog.ranks, "mpi", lambda: mpi)
+    monkeypatch.setattr(watchdog, "_fall_silent_before_finalize", lambda: None)
+    return Job()
+
+
+def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
+    watch = Watchdog(job, job, [2], "b")
+    watch.ask(job)
+    job.breaks = True
+    watch._thread.join(5)
+    assert job.done == ["cannot watch other islands (RuntimeError: no MPI)", "aborted"]
