@@ -100,12 +100,14 @@ class Watchdog:
             if failure is None or self._told:
                 return
             self._told = True
-            if engine is not None:
-                engine.abort()
-            if self._silent:
-                return
-            error = abroad(failure, self._host)
-            self._sent += [self._comm.isend(error, peer, _TAG) for peer in self._peers]
+            try:
+                if not self._silent:
+                    self._tell(abroad(failure, self._host))
+            finally:  # afterwards, because peers notice that a connection ends
+                self._abort()
+
+    def _tell(self, error: CollectiveError) -> None:
+        self._sent += [self._comm.isend(error, peer, _TAG) for peer in self._peers]
 
     def _hear(self) -> None:
         mpi = ranks.mpi()

@@ -7,7 +7,9 @@ connects to it, and the watchdog can abort NCCL at any moment.
 
 import functools
 import importlib
+import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ CURE = (
 
 _SUCCESS, _REMOTE_ERROR, _IN_PROGRESS = 0, 6, 7  # ncclResult_t
 _BYTES = 1  # ncclUint8
+_GRACE = 0.06  # seconds: three looks of the watchdog
 _POLLS = 200  # of NCCL's state, before a wait that looks for failures
 
 
@@ -115,6 +118,7 @@ class NcclEngine:
         self._wait, self._look, self._operation = wait, look, operation
         self._deadline = deadline
         self._captured = False
+        self._alone = math.inf  # when NCCL's word that a rank has left is the cause
         self._connected: set[tuple[bool, int]] = set()  # whether sending, and to whom
         # Reentrant: a finalizer may abort, too.
         self._lock = threading.RLock()  # NCCL takes one call at a time
@@ -212,8 +216,21 @@ class NcclEngine:
                 self._look()
                 if wait.pause(exchange.peers) and connecting:
                     raise wait.error(exchange.peers)
+        while self._is_early(state):
+            self._look()
+            time.sleep(_GRACE / 60)
         if state != _SUCCESS:
             raise self._error(state, exchange)
+
+    def _is_early(self, state: int) -> bool:
+        """Return whether a state may have a cause that another rank still reports.
+
+        A rank that aborts NCCL has told why, but its connections may end sooner.
+        """
+        if state != _REMOTE_ERROR:
+            return False
+        self._alone = min(self._alone, time.monotonic() + _GRACE)
+        return time.monotonic() < self._alone
 
     def _state(self) -> int:
         with self._lock:
@@ -255,7 +272,7 @@ class NcclEngine:
             if self._comm is None:
                 return None
             state = self._state()
-        if state not in (_SUCCESS, _IN_PROGRESS):
+        if state not in (_SUCCESS, _IN_PROGRESS) and not self._is_early(state):
             running = self._deadline.running
             return self._error(state, running or Exchange(self._operation(), ()))
         late = self._deadline.late()

@@ -270,7 +270,9 @@ def test_errors_of_the_network_name_the_ranks(engine, fake, gpu):
     engine.exchange([Parcel(1, 10, 8)], [Parcel(2, 10, 8)], STREAM)
     assert engine.status() is None
     gpu.bind(1, ctypes.addressof(gpu.memory), 1)(STREAM)
-    fake.states = [REMOTE_ERROR]
+    fake.states = [REMOTE_ERROR] * 2
+    assert engine.status() is None  # its cause may be on its way
+    time.sleep(nccl._GRACE)
     error = engine.status()
     assert type(error) is ns.RankLeft
     said = "rank 0 waited for ranks 1, 2 in all_reduce, and NCCL reports: state 6"
@@ -279,6 +281,23 @@ def test_errors_of_the_network_name_the_ranks(engine, fake, gpu):
     fake.states = [IN_PROGRESS, 1]
     assert engine.status() is None
     assert type(engine.status()) is ns.CollectiveError
+
+
+def test_a_cause_that_comes_after_a_connection_has_ended_is_raised(engine, fake):
+    looks = iter([None, None, ns.CollectiveTimeout("rank 2 is late")])
+
+    def look():
+        if (failure := next(looks)) is not None:
+            raise failure
+
+    engine._look = look
+    fake.states = [REMOTE_ERROR]
+    with pytest.raises(ns.CollectiveTimeout, match="rank 2 is late"):
+        engine.exchange([Parcel(1, 10, 8)], [], STREAM)
+    engine._look = lambda: None
+    fake.states = [REMOTE_ERROR]
+    with pytest.raises(ns.RankLeft, match="and NCCL reports: state 6"):
+        engine.exchange([Parcel(1, 10, 8)], [], STREAM)
 
 
 def test_an_exchange_that_lasts_too_long_is_a_timeout(engine, gpu, clock):

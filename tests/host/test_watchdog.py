@@ -68,3 +68,13 @@ def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
     job.breaks = True
     watch._thread.join(5)
     assert job.done == ["cannot watch other islands (RuntimeError: no MPI)", "aborted"]
+
+
+def test_other_islands_hear_of_a_failure_before_their_connections_end(job):
+    watch = Watchdog(job, job, [2, 3], "b")
+    watch.ask(job)
+    job.abandon("left")
+    watch.look()
+    watch.look()
+    watch.stop()
+    assert job.done == ["left", "sent to 2", "sent to 3", "aborted"]
