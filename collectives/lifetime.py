@@ -8,7 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
-from numba_symm import arguments, arrays, deferred, environment, forks, streams
+from numba_symm import (
+    arguments,
+    arrays,
+    deferred,
+    environment,
+    forks,
+    streams,
+    watchdog,
+)
 from numba_symm.collectives import tuned
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.kernels import copied_reductions
@@ -381,6 +389,9 @@ def _undo(
         steps.callback(order.close)
         if requests is not None:
             steps.callback(requests.close)
+
+
+atexit.register(watchdog.fall_silent_at_exit)  # the last registered runs first
 
 
 @atexit.register

@@ -8,9 +8,7 @@ sends a new failure to the ranks on its rail by MPI, and stores what it receives
 own board.
 """
 
-import atexit
 import contextlib
-import functools
 import threading
 import weakref
 from collections.abc import Sequence
@@ -140,17 +138,26 @@ def abroad(failure: Failure, host: str) -> CollectiveError:
 _running: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()
 
 
-@functools.cache
-def _fall_silent_before_finalize() -> None:
-    """Stop using MPI at the begin of MPI_Finalize, or at the exit of Python."""
-    mpi = ranks.mpi()
-    key = mpi.Comm.Create_keyval(delete_fn=_silence_all)
-    mpi.COMM_SELF.Set_attr(key, None)  # which MPI_Finalize deletes first
+_keys: list[int] = []
 
-    @atexit.register
-    def delete() -> None:
-        if not mpi.Is_finalized():
-            mpi.COMM_SELF.Delete_attr(key)
+
+def _fall_silent_before_finalize() -> None:
+    """Stop using MPI at the begin of MPI_Finalize."""
+    if not _keys:
+        mpi = ranks.mpi()
+        _keys.append(mpi.Comm.Create_keyval(delete_fn=_silence_all))
+        mpi.COMM_SELF.Set_attr(_keys[0], None)  # which MPI_Finalize deletes first
+
+
+def fall_silent_at_exit() -> None:
+    """Stop using MPI at the exit of Python, before MPI can call no Python any more.
+
+    Whoever registers reports for the exit registers this function before.
+    """
+    while _keys:
+        key = _keys.pop()
+        if not ranks.mpi().Is_finalized():
+            ranks.mpi().COMM_SELF.Delete_attr(key)
 
 
 def _silence_all(*_: object) -> None:

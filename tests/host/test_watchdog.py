@@ -1,5 +1,7 @@
 """What the watchdog tells other islands, and what it does if it cannot."""
 
+import subprocess
+import sys
 import types
 
 import pytest
@@ -78,3 +80,41 @@ def test_other_islands_hear_of_a_failure_before_their_connections_end(job):
     watch.look()
     watch.stop()
     assert job.done == ["left", "sent to 2", "sent to 3", "aborted"]
+
+
+PROGRAM = """
+import types
+import numba_symm
+from numba_symm import watchdog
+from numba_symm.collectives import lifetime
+
+class Anything:
+    def __getattr__(self, name):
+        return self
+    def __call__(self, *given, **words):
+        return None
+
+class Self(Anything):
+    def Delete_attr(self, key):
+        print("falls silent")
+
+def abandon(cause):
+    print(cause)
+
+anything = Anything()
+watchdog.ranks.mpi = lambda: types.SimpleNamespace(
+    COMM_SELF=Self(), Comm=anything, Is_finalized=lambda: False
+)
+watchdog._fall_silent_before_finalize()
+island = types.SimpleNamespace(abandon=abandon)
+lifetime._open = [types.SimpleNamespace(island=island, when_dropped=anything)]
+"""
+
+
+def test_a_rank_reports_open_communicators_before_it_falls_silent():
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
+    said = subprocess.check_output(command, text=True, timeout=60)
+    assert said.splitlines() == [
+        "ended without closing the communicator",
+        "falls silent",
+    ]
