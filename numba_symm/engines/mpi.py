@@ -290,10 +290,16 @@ _given_up: list[_Kept] = []
 def forget_served() -> None:
     """Drop what was kept for requests that MPI has finished or cancelled since."""
     for kept in list(_given_up):
-        with suppress(ranks.mpi().Exception):  # which ends a request, too
-            if not ranks.mpi().Request.Testall(kept.requests):
-                continue
-        _given_up.remove(kept)
+        if all(map(_has_ended, kept.requests)):
+            _given_up.remove(kept)
+
+
+def _has_ended(request: Any) -> bool:
+    """Return whether MPI has finished a request, cancelled it, or failed in it."""
+    try:
+        return bool(request.Test())
+    except ranks.mpi().Exception:
+        return True
 
 
 class _Move:

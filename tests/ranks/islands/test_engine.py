@@ -2,9 +2,11 @@
 
 import ctypes
 import time
+import types
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from numba import cuda
 
 import numba_symm as ns
@@ -114,6 +116,26 @@ def test_a_rank_that_sends_nothing_is_late(world, engine):
     with pytest.raises(ns.CollectiveTimeout, match=text):
         engine.exchange([], receives, streams.LEGACY_DEFAULT)
     mpi._given_up.clear()
+
+
+def test_memory_is_kept_until_every_request_on_it_has_ended(monkeypatch):
+    """One that has failed says nothing of the others, unlike in a test of all."""
+
+    def fail(requests):  # MPI may, while others are pending
+        raise MPI.Exception(MPI.ERR_IN_STATUS)
+
+    functions = types.SimpleNamespace(Exception=MPI.Exception)
+    functions.Request = types.SimpleNamespace(Testall=fail)
+    monkeypatch.setattr(mpi.ranks, "mpi", lambda: functions)
+    alone, buffer = MPI.COMM_SELF, bytearray(4)
+    fails, pending = alone.Irecv(buffer, 0, 6), alone.Irecv(bytearray(4), 0, 5)
+    alone.Send(bytes(8), 0, 6)
+    mpi._given_up.append(mpi._Kept([fails, pending], [buffer]))
+    mpi.forget_served()
+    assert mpi._given_up
+    alone.Send(bytes(4), 0, 5)
+    mpi.forget_served()
+    assert not mpi._given_up
 
 
 def test_the_deadline_counts_from_the_latest_message(world, engine):
