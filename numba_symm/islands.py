@@ -194,13 +194,17 @@ class Islands(Island):
         if self.watchdog is not None and not self.closed:
             self.watchdog.look()
 
-    def look(self) -> None:
-        """Raise if the communicator has failed, on any island, or MPI is finalized."""
+    def refuse_finalized(self) -> None:
+        """Raise ExchangeError if MPI is finalized."""
         if ranks.mpi().Is_finalized():
             raise ExchangeError(
                 "MPI has been finalized, so the ranks of other islands cannot be "
                 "reached; close communicators before MPI.Finalize()"
             )
+
+    def look(self) -> None:
+        """Raise if the communicator has failed, on any island, or MPI is finalized."""
+        self.refuse_finalized()
         self.watch()
         self.board.look()
 

@@ -373,6 +373,7 @@ class _Exchange:
 
     def __call__(self, stream: int) -> None:
         """Enqueue it."""
+        self._islands.refuse_finalized()  # an engine may not need MPI to begin
         self._islands.operation = self._what
         self._islands.sent += self._nbytes
         try:

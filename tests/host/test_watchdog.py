@@ -7,8 +7,11 @@ import types
 import pytest
 
 import numba_symm as ns
-from numba_symm import watchdog
+from numba_symm import islands, watchdog
 from numba_symm.board import Failure
+from numba_symm.collectives.islands.site import _Exchange
+from numba_symm.engines.protocol import Parcel
+from numba_symm.launch import ranks
 from numba_symm.watchdog import Watchdog, abroad
 
 
@@ -49,6 +52,9 @@ class Job:
         self.done.append(cause)
         self.known = Failure(ns.RankLeft, cause)
 
+    def exchange(self, *given):
+        self.done.append("exchanged")
+
     def status(self):
         return None
 
@@ -59,7 +65,7 @@ class Job:
 @pytest.fixture
 def job(monkeypatch):
     mpi = types.SimpleNamespace(ANY_SOURCE=-1)
-    monkeypatch.setattr(watchdog.ranks, "mpi", lambda: mpi)
+    monkeypatch.setattr(ranks, "mpi", lambda: mpi)
     monkeypatch.setattr(watchdog, "_fall_silent_before_finalize", lambda: None)
     return Job()
 
@@ -80,6 +86,19 @@ def test_other_islands_hear_of_a_failure_before_their_connections_end(job):
     watch.look()
     watch.stop()
     assert job.done == ["left", "sent to 2", "sent to 3", "aborted"]
+
+
+def test_no_exchange_begins_after_mpi_was_finalized(job, monkeypatch):
+    """No failure would reach the other islands any more."""
+    mpi = types.SimpleNamespace(Is_finalized=lambda: True)
+    monkeypatch.setattr(ranks, "mpi", lambda: mpi)
+    joined = islands.Islands.__new__(islands.Islands)
+    joined.engine, joined.sent = job, 0
+    site = types.SimpleNamespace(islands=joined, end=types.SimpleNamespace(order=None))
+    exchange = _Exchange(site, "all_reduce", [Parcel(1, 10, 8)], [], [])
+    with pytest.raises(ns.ExchangeError, match="MPI has been finalized"):
+        exchange(77)
+    assert not job.done
 
 
 PROGRAM = """
