@@ -10,7 +10,7 @@ from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import collectives, messages, reductions, rooms, shortcuts
-from numba_symm.mpi.errors import refusal, translated
+from numba_symm.mpi.errors import FREED, MPIError, refusal, translated
 from numba_symm.mpi.forms import forms
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.p2p import Messages
@@ -32,6 +32,7 @@ class Device(Messages):
     synchronizes = True
     _plain: type[Any] = MPI.Intracomm
     _owned = False
+    _freed = False
 
     def _begin(
         self,
@@ -53,6 +54,8 @@ class Device(Messages):
     @property
     def communicator(self) -> Communicator:
         """The library's communicator. All ranks make it together when it is needed."""
+        if self._freed:
+            raise MPIError(MPI.ERR_COMM, FREED)
         if self._made is None:
             self._made = Communicator(self.host, **self._options)
             self._options["device"] = self._made.device.ordinal
@@ -169,10 +172,12 @@ class Device(Messages):
 
         The communicator that was passed to ``Comm`` is not freed.
         """
+        self._freed = True
         self._close()
         self.post.free()
         if self._owned:
             self._plain.Free(self)
+            self.host = self._plain()  # its handle was the same
 
     Disconnect = Free
 

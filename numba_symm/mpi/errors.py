@@ -20,6 +20,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+FREED = "Free was called on the communicator; make a new one"
+
+
 class MPIError(MPI.Exception):
     """An ``MPI.Exception`` with a text of this library.
 

@@ -25,9 +25,9 @@ from numba_symm.events import Event
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing, rooms
 from numba_symm.mpi.buffers import message
-from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of
-from numba_symm.mpi.errors import refusal, unsupported
-from numba_symm.mpi.requests import PAUSE, waited
+from numba_symm.mpi.envelopes import HEADER, Crossing, Envelope, Posted, items_of
+from numba_symm.mpi.errors import FREED, MPIError, refusal, unsupported
+from numba_symm.mpi.requests import PAUSE
 from numba_symm.mpi.rooms import Room, opened, rooms_of
 from numba_symm.streams import SideStream
 
@@ -51,35 +51,6 @@ class Copying(NamedTuple):
     into: buffers.Message
     block: Any
     room: Room | None = None
-
-
-class Crossing:
-    """The end of a copy of data that has to arrive by MPI first.
-
-    Args:
-        requests: mpi4py's requests.
-        begin: starts the copy, and returns its end.
-        check: raises if the communicator has failed.
-    """
-
-    def __init__(
-        self,
-        requests: list[MPI.Request],
-        begin: Callable[[], Event],
-        check: Callable[[], None],
-    ):
-        self._requests, self._begin, self._check = requests, begin, check
-        self._copied: Event | None = None
-
-    def query(self) -> bool:
-        """Return whether the copy has ended."""
-        if self._copied is None and MPI.Request.Testall(self._requests):
-            self._copied = self._begin()
-        return self._copied is not None and self._copied.query()
-
-    def synchronize(self) -> None:
-        """Wait until the copy has ended."""
-        waited(self.query, self._check)
 
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
@@ -106,6 +77,7 @@ class Post:
         # Not every communicator has this attribute in Open MPI.
         most: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         self._tags: int = most + 1
+        self._freed = False
         self.allocator = allocator
         self.islands = [0] * host.size
         """The number of each rank's island; ``Comm`` finds them."""
@@ -149,11 +121,16 @@ class Post:
             self._give_back(room)
         self._unread.clear()
         _posts.discard(self)
+        self._freed = True
         if not _posts:
             rooms.give_back_all()
         self._receipts.Barrier()  # after which the peers may end
         for each in (self._envelopes, self._receipts, self._data):
             each.Free()
+
+    def _check_open(self, what: str) -> None:
+        if self._freed:
+            raise MPIError(MPI.ERR_COMM, f"{what}: {FREED}")
 
     def stream_of(self, array: Any, what: str) -> int:
         """Return the stream for copies of an array."""
@@ -178,6 +155,7 @@ class Post:
             The request of the envelope. If ``matched``, it is done when a receive has
             matched it.
         """
+        self._check_open("Send")
         if not 0 <= dest < len(self.islands):
             raise refusal(
                 MPI.ERR_RANK,
@@ -248,6 +226,8 @@ class Post:
 
     def reap(self) -> None:
         """Send the receipts of messages, and reuse the memory of those received."""
+        if self._freed:
+            return
         for each in [each for each in self._copying if each.done.query()]:
             self._copying.remove(each)
             self._give_back(each.room)
@@ -268,6 +248,7 @@ class Post:
 
     def room(self, spec: Any) -> buffers.Message:
         """Return the items that a receive writes, or refuse it before it is posted."""
+        self._check_open("Recv")
         found = message(spec)
         check_writable(found.view, "Recv")
         self.stream_of(found.array, "Recv")
@@ -311,6 +292,7 @@ class Post:
 
     def probe(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope that a receive would match now, which stays there."""
+        self._check_open("Probe")
         self.stream_of(None, "Probe")  # before the events are asked
         self.reap()
         found = self._first_probed(source, tag)
@@ -326,6 +308,7 @@ class Post:
 
     def receive_if_there(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope of a message, which no other receive gets."""
+        self._check_open("Mprobe")
         self.stream_of(None, "Mprobe")  # before the events are asked
         self.reap()
         found = self._first_probed(source, tag)

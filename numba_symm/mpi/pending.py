@@ -7,9 +7,9 @@ from mpi4py import MPI
 
 from numba_symm.events import Event
 from numba_symm.mpi import buffers
-from numba_symm.mpi.envelopes import Envelope, Posted
+from numba_symm.mpi.envelopes import Crossing, Envelope, Posted
 from numba_symm.mpi.errors import translated
-from numba_symm.mpi.messages import Crossing, Post
+from numba_symm.mpi.messages import Post
 from numba_symm.mpi.requests import Request, describe, waited
 
 

@@ -77,3 +77,29 @@ def test_calls_that_repeat_are_compared_in_debug_mode(world):
         with pytest.raises(MPI.Exception, match="max"):
             made.Allreduce(MPI.IN_PLACE, x, MPI.MAX if made.rank else MPI.SUM)
     made.Free()
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_calls_of_a_communicator_that_was_freed(comm, world, own):
+    """They raise, and make nothing anew."""
+    freed = comm.Dup() if own else MPI.Comm(world, timeout=20)
+    x, host = cuda.to_device(np.ones(2)), np.ones(2)
+    freed.Allreduce(MPI.IN_PLACE, x)
+    freed.Free()
+    calls = [
+        *(
+            lambda do=do: do(MPI.IN_PLACE, x)
+            for do in (freed.Allreduce, freed.Iallreduce, freed.Allreduce_init)
+        ),
+        lambda: freed.Send(x, 0),
+        lambda: freed.Irecv(x, 0),
+        freed.Probe,
+        freed.Improbe,
+    ]
+    for call in calls:
+        with pytest.raises(MPI.Exception, match="Free was called") as found:
+            call()
+        assert found.value.Get_error_class() == MPI.ERR_COMM
+    if not own:  # the communicator that was passed is not freed
+        freed.Allreduce(MPI.IN_PLACE, host)
+        assert set(host) == {comm.size}
