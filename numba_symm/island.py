@@ -201,6 +201,14 @@ class Island:
                 self.abandon(error, what)
             raise
 
+    @contextmanager
+    def within(self, what: str) -> Iterator[None]:
+        """Do what all ranks of each island do together; it fails on all or on none.
+
+        Collective. ``what`` is the call, as the user names it.
+        """
+        yield
+
     def failure_after_meeting(self) -> CollectiveError | None:
         """Wait for every rank to close. Return the failure if there is one, else None.
 

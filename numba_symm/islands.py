@@ -4,7 +4,8 @@ Within an island, memory and kernels work as they do in a communicator of one. A
 moves bytes between islands, and MPI carries what hosts agree on.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from numba_symm import engines, environment, forks
@@ -156,6 +157,18 @@ class Islands(Island):
         made = self.exchange.together("dividing the ranks", make)
         assert made is not None
         return made
+
+    @contextmanager
+    def within(self, what: str) -> Iterator[None]:
+        """Do work within each island; see :meth:`Island.within`."""
+        with self.exchange.agreed(what):
+            try:
+                yield
+            except BaseException as error:
+                # This rank would wait for all ranks, and its island for this rank.
+                if not self.inner.exchange.is_everybodys(error):
+                    self.abandon(error, what)
+                raise
 
     def described(self) -> str:
         """Return "ranks 0, 1 on a, rank 2 on b; Open MPI v5.0.11 between them"."""

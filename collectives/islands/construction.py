@@ -97,7 +97,7 @@ def _begin(
         heap = Heap(inner, islands)
         undo.callback(heap.close_locally)
         start = padded(layout(inner.world.size).nbytes)
-        with islands.exchange.agreed("Communicator"):
+        with islands.within("Communicator"):
             more = start - layout(inner.world.size).nbytes + ALIGNED + STAGING
             order, end, memory = lifetime.joined(heap, settings.limit, more)
         staging = padded(memory.address + start)

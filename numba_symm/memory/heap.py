@@ -96,7 +96,7 @@ class Heap:
         """Return a block of work within islands, which fails on all or on none."""
         if self._whole is self.island:
             return nullcontext()
-        return self._whole.exchange.agreed(what)
+        return self._whole.within(what)
 
     def allocate(self, nbytes: int, what: str) -> tuple[Memory, Peers]:
         """Return zeroed memory and its mappings on all ranks.

@@ -12,7 +12,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import engines
 from numba_symm.launch import waiting
-from tests.ranks.helpers import needs_peers
+from tests.ranks.helpers import needs_peers, refused
 
 pytestmark = needs_peers
 
@@ -108,3 +108,21 @@ def test_a_rank_that_gives_up_the_construction_tells_all_islands(
     if isinstance(error, Enough):
         told = f"RankLeft: rank {last} left Communicator by Enough"
     assert all(each.startswith(told) for each in said[:last]), said
+
+
+def test_an_error_between_steps_of_an_island_is_every_ranks(world, monkeypatch):
+    """Its island would wait for the rank, and the rank for all others."""
+    if world.size == 2:
+        pytest.skip("needs an island of two ranks, and a rank outside")
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "2")
+    monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "10")
+
+    def interrupted(*_):
+        raise RuntimeError("amid it")
+
+    with contextlib.suppress(ns.CollectiveError), ns.Communicator(world) as comm:
+        if world.rank == 0:
+            exchange = comm._calls.heap.island.exchange
+            monkeypatch.setattr(exchange, "all_gather", interrupted)
+        text = "rank 0 left zeros by RuntimeError: amid it"
+        refused(world, ns.RankLeft, lambda: comm.zeros(9), text)
