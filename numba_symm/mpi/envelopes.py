@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from numba_symm.events import Event
 from numba_symm.mpi import buffers
 from numba_symm.mpi.errors import refusal, unsupported
 from numba_symm.mpi.requests import waited
@@ -33,35 +32,6 @@ class Envelope(NamedTuple):
     nbytes: int
     offset: int
     handle: bytes
-
-
-class Crossing:
-    """The end of a copy of data that has to arrive by MPI first.
-
-    Args:
-        requests: mpi4py's requests.
-        begin: starts the copy, and returns its end.
-        check: raises if the communicator has failed.
-    """
-
-    def __init__(
-        self,
-        requests: list[MPI.Request],
-        begin: Callable[[], Event],
-        check: Callable[[], None],
-    ):
-        self._requests, self._begin, self._check = requests, begin, check
-        self._copied: Event | None = None
-
-    def query(self) -> bool:
-        """Return whether the copy has ended."""
-        if self._copied is None and MPI.Request.Testall(self._requests):
-            self._copied = self._begin()
-        return self._copied is not None and self._copied.query()
-
-    def synchronize(self) -> None:
-        """Wait until the copy has ended."""
-        waited(self.query, self._check)
 
 
 def items_of(envelope: Envelope, into: buffers.Message) -> int | None:

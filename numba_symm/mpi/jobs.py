@@ -1,5 +1,6 @@
 """A call on device arrays: what it enqueues, in order, on one stream."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,14 @@ def _captures(stream: int) -> bool:
 
 _lingering: "list[tuple[Event, Job]]" = []
 """Jobs whose work may not have ended, and when it has."""
+
+_lock = threading.RLock()  # for the communicators of several threads
+
+
+def _let_go() -> None:
+    """Let go of the jobs whose work has ended."""
+    with _lock:
+        _lingering[:] = [each for each in _lingering if not each[0].query()]
 
 
 class Job:
@@ -200,16 +209,17 @@ class Job:
             self._keep_until_end(self.stream)
 
     def _keep_until_end(self, stream: int) -> Event:
-        _lingering[:] = [each for each in _lingering if not each[0].query()]
+        _let_go()
         done = Event()
         done.record(stream)
-        _lingering.append((done, self))
+        with _lock:
+            _lingering.append((done, self))
         return done
 
     def wait_for(self, done: Event) -> None:
         """Wait for the end of the steps, and raise as :meth:`wait`."""
         done.synchronize()
-        _lingering[:] = [each for each in _lingering if not each[0].query()]
+        _let_go()
         self.communicator.check()
 
     def test_for(self, done: Event) -> bool:

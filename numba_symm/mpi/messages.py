@@ -9,10 +9,12 @@ data is a message of MPI, through host memory. Envelopes, receipts and data have
 communicators of their own, so host messages do not meet them.
 """
 
+import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Concatenate
 
 import numpy as np
 from mpi4py import MPI
@@ -25,32 +27,27 @@ from numba_symm.events import Event
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing, rooms
 from numba_symm.mpi.buffers import message
-from numba_symm.mpi.envelopes import HEADER, Crossing, Envelope, Posted, items_of
-from numba_symm.mpi.errors import FREED, MPIError, refusal, unsupported
+from numba_symm.mpi.crossings import Copying, Crossing, parts
+from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of
+from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.requests import PAUSE
 from numba_symm.mpi.rooms import Room, opened, rooms_of
 from numba_symm.streams import SideStream
 
 _MOST = 4096  # bytes of an envelope, at most
-_PART = 1 << 30  # bytes of data in one message of MPI, whose counts are C's int
 
 
-class Copying(NamedTuple):
-    """A message that is being copied to its array.
+def _alone(
+    method: Callable[Concatenate["Post", P], T],
+) -> Callable[Concatenate["Post", P], T]:
+    """Let one thread at a time make such a call. None of them waits for a peer."""
 
-    Attributes:
-        done: the end of the copy.
-        envelope: the message.
-        into: the array's items, which live until then.
-        block: the sender's memory, which is mapped until then; None for data by MPI.
-        room: memory of this process for such data.
-    """
+    @functools.wraps(method)
+    def locked(post: "Post", /, *args: P.args, **options: P.kwargs) -> T:
+        with post._lock:
+            return method(post, *args, **options)
 
-    done: "Event | Crossing"
-    envelope: Envelope
-    into: buffers.Message
-    block: Any
-    room: Room | None = None
+    return locked
 
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
@@ -82,6 +79,7 @@ class Post:
         self.islands = [0] * host.size
         """The number of each rank's island; ``Comm`` finds them."""
         self._rank: int = host.rank
+        self._lock = threading.RLock()
         self._stream = stream
         self.check = check
         self._side: SideStream | None = None  # of the copies to arrays
@@ -104,7 +102,9 @@ class Post:
         number. So ends also a send that waits for its receive, of which there is none.
         """
         while self._copying:
+            self.check()
             self.reap()  # sends their receipts
+            time.sleep(PAUSE)
         self.settle()
         coming = self._receipts.alltoall([tuple(each) for each in self._counts.T])
         wanted = np.sum(coming, axis=0)
@@ -171,12 +171,27 @@ class Post:
         stream = self.stream_of(found.array, "Send")
         self.reap()
         room = self._stage(found, stream) if found.nbytes else None
-        number = next(self._numbers)
+        data = None
         if room is not None and self.islands[dest] != self.islands[self._rank]:
             data, room = self._on_host(room, found.nbytes, stream), None
+        return self._announce(found.nbytes, room, data, dest, tag, matched)
+
+    @_alone
+    def _announce(
+        self,
+        nbytes: int,
+        room: Room | None,
+        data: Any,
+        dest: int,
+        tag: int,
+        matched: bool,
+    ) -> MPI.Request:
+        """Send the envelope of a message, which is in a room or in host memory."""
+        number = next(self._numbers)
+        if data is not None:
             self._send_data(data, dest, number)  # first: it may fail
         place = (0, b"") if room is None else (room.offset, room.handle)
-        text = HEADER.pack(number, found.nbytes, place[0]) + place[1]
+        text = HEADER.pack(number, nbytes, place[0]) + place[1]
         send = self._envelopes.Issend if matched else self._envelopes.Isend
         try:
             request: MPI.Request = send([text, MPI.BYTE], dest, tag)
@@ -188,8 +203,13 @@ class Post:
         self._unread[number] = room
         return request
 
+    @_alone
+    def has_ended(self, request: MPI.Request) -> bool:
+        """Return whether a send has ended; two threads must not ask MPI at a time."""
+        return request.Test()
+
     def _send_data(self, data: Any, dest: int, number: int) -> None:
-        for part in _parts(data):
+        for part in parts(data):
             request = self._data.Isend([part, MPI.BYTE], dest, self._tag_of(number))
             self._sent.append((request, data))
             self._counts[2, dest] += 1
@@ -224,6 +244,7 @@ class Post:
             raise
         return room
 
+    @_alone
     def reap(self) -> None:
         """Send the receipts of messages, and reuse the memory of those received."""
         if self._freed:
@@ -254,6 +275,7 @@ class Post:
         self.stream_of(found.array, "Recv")
         return found
 
+    @_alone
     def receive(self, source: int, tag: int) -> "Posted":
         """Post a receive."""
         found = self._first_probed(source, tag)
@@ -269,10 +291,12 @@ class Post:
         self._open.add(posted)
         return posted
 
+    @_alone
     def _read(self, posted: "Posted") -> None:
         self._open.discard(posted)
         self._taken[0] += not posted.cancelled
 
+    @_alone
     def withdraw(self, posted: "Posted") -> None:
         """Cancel a receive; a message that has matched it stays for another one."""
         posted.cancel()
@@ -290,6 +314,7 @@ class Post:
         )
         self._probed.insert(next(later, len(self._probed)), found)
 
+    @_alone
     def probe(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope that a receive would match now, which stays there."""
         self._check_open("Probe")
@@ -306,6 +331,7 @@ class Post:
             self._probed.append(found)
         return found
 
+    @_alone
     def receive_if_there(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope of a message, which no other receive gets."""
         self._check_open("Mprobe")
@@ -336,12 +362,14 @@ class Post:
         posted.wait(self.check)
         return posted.envelope
 
+    @_alone
     def event(self, stream: int) -> Event:
         """Return the end of a stream's work so far."""
         found = self._events.pop() if self._events else Event()
         found.record(stream)
         return found
 
+    @_alone
     def deliver(
         self, envelope: Envelope, into: buffers.Message, after: Event
     ) -> Event | Crossing:
@@ -396,13 +424,13 @@ class Post:
             streams.copy_from_host(room.address, host, envelope.nbytes, stream)
             return self._begin(envelope, room.address, room.memory, into, after)
 
-        done = Crossing(requests, begin, self.check)
+        done = Crossing(requests, begin, self.check, self._lock)
         return Copying(done, envelope, into, None, room)
 
     def _receive_data(self, envelope: Envelope) -> tuple[list[MPI.Request], Any]:
         data, tag = np.empty(envelope.nbytes, np.uint8), self._tag_of(envelope.number)
         requests = []
-        for part in _parts(data):
+        for part in parts(data):
             request = self._data.Irecv([part, MPI.BYTE], envelope.source, tag)
             self._taken[2] += 1
             self._sent.append((request, data))  # kept until then
@@ -442,6 +470,7 @@ class Post:
         self.reuse(after)
         return self.event(stream)
 
+    @_alone
     def reuse(self, event: Event | Crossing) -> None:
         """Take an event back that nobody will ask any more."""
         if not isinstance(event, Crossing):
@@ -459,11 +488,6 @@ class Post:
         number = np.array([envelope.number], np.int64)
         self._counts[1, envelope.source] += 1
         self._sent.append((self._receipts.Isend(number, envelope.source), number))
-
-
-def _parts(data: Any) -> list[Any]:
-    """Return the parts of data that one message of MPI each may have."""
-    return [data[start : start + _PART] for start in range(0, data.size, _PART)]
 
 
 def _nothing() -> None:

@@ -61,7 +61,7 @@ class Messages:
         if not on_device(buf):
             return self.host.Issend(buf, dest, tag)
         matched = self.post.send(buf, dest, tag, matched=True)
-        return Sending(matched, self.post.check)
+        return Sending(partial(self.post.has_ended, matched), self.post.check)
 
     @translated
     def Recv(

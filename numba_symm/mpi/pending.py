@@ -7,7 +7,8 @@ from mpi4py import MPI
 
 from numba_symm.events import Event
 from numba_symm.mpi import buffers
-from numba_symm.mpi.envelopes import Crossing, Envelope, Posted
+from numba_symm.mpi.crossings import Crossing
+from numba_symm.mpi.envelopes import Envelope, Posted
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.requests import Request, describe, waited
@@ -53,6 +54,9 @@ class Receiving(Request):
         self._copied = None
         self._post.reap()
         self._post.reuse(copied)
+        if isinstance(copied, Crossing) and copied.error is not None:
+            self._active = False
+            raise copied.error
 
     def _progress(self) -> None:
         if self._active and self._ended is None and self._posted.test():
@@ -91,20 +95,20 @@ class Sending(Request):
     """A send that is done when a receive has matched it.
 
     Args:
-        matched: the request of its envelope.
+        matched: returns whether its envelope was matched.
         check: raises if the communicator has failed.
     """
 
-    def __init__(self, matched: MPI.Request, check: Callable[[], None]):
+    def __init__(self, matched: Callable[[], bool], check: Callable[[], None]):
         super().__init__()
         self._matched, self._check = matched, check
 
     def _finish(self, status: MPI.Status | None) -> None:
-        waited(self._matched.Test, self._check)
+        waited(self._matched, self._check)
         describe(status)
 
     def _poll(self, status: MPI.Status | None) -> bool:
-        if not self._matched.Test():
+        if not self._matched():
             self._check()
             return False
         describe(status)

@@ -8,6 +8,7 @@ Each block is shared once (:func:`numba_symm.share`), and opened once by each pe
 import atexit
 import functools
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ BLOCK = 1 << 21
 
 _OPENS = 1 << 20  # more than there are peers: the memory stays until the process ends
 _BYTE = np.dtype(np.uint8)
+_lock = threading.RLock()  # the communicators of several threads share the rooms
 
 
 class Room(NamedTuple):
@@ -63,10 +65,11 @@ class Rooms:
     def take(self, nbytes: int) -> Room:
         """Return room for at least ``nbytes``."""
         size = max(LEAST, 1 << (nbytes - 1).bit_length())
-        free = self._free.setdefault(size, [])
-        if not free:
-            free += self._made(size)
-        return free.pop()
+        with _lock:
+            free = self._free.setdefault(size, [])
+            if not free:
+                free += self._made(size)
+            return free.pop()
 
     def give_back(self, room: Room) -> None:
         """Reuse a room, whose message was received."""
@@ -113,9 +116,10 @@ _of: dict[SymmetricMemoryAllocator, Rooms] = {}
 
 def rooms_of(allocator: SymmetricMemoryAllocator) -> Rooms:
     """Return the rooms of this process."""
-    if allocator not in _of:
-        _of[allocator] = Rooms(allocator)
-    return _of[allocator]
+    with _lock:
+        if allocator not in _of:
+            _of[allocator] = Rooms(allocator)
+        return _of[allocator]
 
 
 def give_back_all() -> None:

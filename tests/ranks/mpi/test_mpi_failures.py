@@ -1,11 +1,16 @@
 """Messages and collectives in mpi4py's spelling that fail on one rank."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm.mpi import messages
+from numba_symm.mpi import crossings, jobs, messages
+from numba_symm.mpi.crossings import Copying
+from numba_symm.mpi.envelopes import Envelope
 from numba_symm.mpi.pending import Receiving
 from numba_symm.mpi.rooms import LEAST, rooms_of
 from tests.ranks.helpers import needs_peers, of_one_island
@@ -66,7 +71,7 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
 def test_data_for_other_islands(world, monkeypatch):
     """It is sent in parts, and before its envelope, which says that it is there."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
-    monkeypatch.setattr(messages, "_PART", 1000)
+    monkeypatch.setattr(crossings, "_PART", 1000)
     comm = MPI.Comm(world, timeout=20)
     right, left = around(comm)
     post, x, out = comm.post, array(*range(600)), array(*(-1 for _ in range(600)))
@@ -119,3 +124,63 @@ def test_messages_ask_no_event_during_a_capture(comm, monkeypatch):
         with pytest.raises(NotImplementedError, match="is not being captured"):
             call()
     assert not asked
+
+
+def test_two_threads(comm, monkeypatch):
+    """What one of them changes, the other does not change meanwhile."""
+    comm.Send(array(1), comm.rank, 1)
+    comm.Recv(array(1), comm.rank, 1)
+    asked = []
+
+    class Slow:
+        def query(self):
+            asked.append(1)
+            time.sleep(0.05)
+            return True
+
+    envelope = Envelope(comm.rank, 0, next(comm.post._numbers), 0, 0, b"")
+    comm.post._unread[envelope.number] = None
+    comm.post._copying.append(Copying(Slow(), envelope, None, None))
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(comm.post.reap) for _ in range(2)]:
+            each.result()
+    assert len(asked) == 1
+    monkeypatch.setattr(jobs, "_lingering", [(Slow(), None), (Slow(), None)])
+    job = jobs.Job(comm.communicator, "test")
+    with ThreadPoolExecutor(2) as threads:
+        for each in [threads.submit(job._keep_until_end, 0) for _ in range(2)]:
+            each.result()
+    assert len(asked) == 3
+
+
+@needs_peers
+def test_a_copy_that_fails_is_reported_by_its_request(world, monkeypatch):
+    """Other calls, which may start it when its data arrives, do not raise."""
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    comm = MPI.Comm(world, timeout=20)
+    right, left = around(comm)
+    out = array(0)
+    rooms = rooms_of(comm.post.allocator)
+    comm.Sendrecv(array(1), right, 1, out, left, 1)
+    comm.Barrier()
+    before = len(rooms._free[LEAST])
+    requests = [comm.Irecv(out, left, tag) for tag in (1, 2)]
+
+    def failing(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(messages.streams, "copy_from_host", failing)
+        comm.Send(array(1), right, 1)
+        while not comm.post._copying:
+            requests[0]._progress()
+        while comm.post._copying:
+            comm.post.reap()
+    comm.Send(array(2), right, 2)
+    requests[1].Wait()
+    assert out.copy_to_host()[0] == 2
+    with pytest.raises(MemoryError):
+        requests[0].Wait()
+    assert not requests[0]
+    assert len(rooms._free[LEAST]) == before
+    comm.Free()

@@ -1,0 +1,80 @@
+"""Messages that are being copied to their arrays, also data from other islands."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from numba_symm.events import Event
+from numba_symm.mpi import buffers
+from numba_symm.mpi.envelopes import Envelope
+from numba_symm.mpi.requests import waited
+from numba_symm.mpi.rooms import Room
+
+
+class Copying(NamedTuple):
+    """A message that is being copied to its array.
+
+    Attributes:
+        done: the end of the copy.
+        envelope: the message.
+        into: the array's items, which live until then.
+        block: the sender's memory, which is mapped until then; None for data by MPI.
+        room: memory of this process for such data.
+    """
+
+    done: "Event | Crossing"
+    envelope: Envelope
+    into: buffers.Message
+    block: Any
+    room: Room | None = None
+
+
+class Crossing:
+    """The end of a copy of data that has to arrive by MPI first.
+
+    Args:
+        requests: mpi4py's requests.
+        begin: starts the copy, and returns its end.
+        check: raises if the communicator has failed.
+        lock: is held while MPI is asked, and while the copy is started.
+    """
+
+    def __init__(
+        self,
+        requests: list[MPI.Request],
+        begin: Callable[[], Event],
+        check: Callable[[], None],
+        lock: AbstractContextManager[Any],
+    ):
+        self._requests, self._begin, self._check = requests, begin, check
+        self._lock = lock
+        self._copied: Event | None = None
+        self.error: Exception | None = None
+        """Why it was not copied; for its own request, whatever call has started it."""
+
+    def query(self) -> bool:
+        """Return whether the copy has ended or failed."""
+        with self._lock:
+            if self.error is None and self._copied is None:
+                try:
+                    if MPI.Request.Testall(self._requests):
+                        self._copied = self._begin()
+                except Exception as error:
+                    self.error = error
+        if self._copied is None:
+            return self.error is not None
+        return self._copied.query()
+
+    def synchronize(self) -> None:
+        """Wait until the copy has ended."""
+        waited(self.query, self._check)
+
+
+_PART = 1 << 30  # bytes of data in one message of MPI, whose counts are C's int
+
+
+def parts(data: Any) -> list[Any]:
+    """Return the parts of data that one message of MPI each may have."""
+    return [data[start : start + _PART] for start in range(0, data.size, _PART)]
