@@ -13,7 +13,7 @@ from numba_symm.collectives.protocols.workspace import HELD
 from numba_symm.environment import SIMULATED
 from numba_symm.kernels import Kernel
 from tests.expected import expected
-from tests.ranks.helpers import array_of, check_works, get, refused
+from tests.ranks.helpers import array_of, check_works, get, of_one_island, refused
 
 MULTIPROCESSORS = "NUMBA_SYMM_MULTIPROCESSORS"
 
@@ -102,6 +102,7 @@ def check_messages(comm, count):
     assert np.array_equal(get(uneven).ravel(), np.repeat(range(n), counts))
 
 
+@of_one_island
 @pytest.mark.parametrize("most", [1, 3])
 def test_every_call_keeps_to_the_multiprocessors(world, bound, most):
     count = 3 << (9 if SIMULATED else 18)  # of several rounds; copy engines take it

@@ -13,6 +13,7 @@ from tests.ranks.helpers import (
     Window,
     get,
     needs_peers,
+    of_one_island,
     ordinary,
     put,
     same,
@@ -157,6 +158,7 @@ OUTPUTS = {
 }
 
 
+@of_one_island
 @needs_peers
 @pytest.mark.parametrize("what", OUTPUTS)
 @pytest.mark.parametrize("count", [200, 203])

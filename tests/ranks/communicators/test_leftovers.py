@@ -16,7 +16,7 @@ from numba_symm import deferred
 from numba_symm.collectives import lifetime
 from numba_symm.engines.mpi import forget_served
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import check_works, get, put, refused
+from tests.ranks.helpers import check_works, get, of_one_island, put, refused
 
 CYCLES = 20
 WARM_UP = 3  # drivers and MPI open what they need, once
@@ -223,6 +223,7 @@ def leave_by_an_exception(world, erring):
     return "nothing"
 
 
+@of_one_island
 def test_all_may_leave_by_an_exception(world):
     def leave():
         with ns.Communicator(world, timeout=60) as comm:
@@ -241,6 +242,7 @@ def drop(last):
     gc.collect()
 
 
+@of_one_island
 @pytest.mark.parametrize("cycle", [False, True], ids=["dropped", "in a cycle"])
 def test_a_communicator_that_nobody_closed_is_told_and_leaves_nothing(
     world, monkeypatch, cycle

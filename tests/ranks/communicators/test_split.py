@@ -16,6 +16,7 @@ from tests.ranks.helpers import (
     needs_peers,
     of_one_island,
     refused,
+    wait_for,
 )
 
 
@@ -165,6 +166,7 @@ def test_a_split_of_a_split(either, world):
         check_works(pair)
 
 
+@of_one_island
 def test_memory_belongs_to_the_communicator_it_was_made_with(comm, world):
     with comm.split(world.rank % 2) as child:
         x = child.zeros(4, np.int64)
@@ -185,6 +187,7 @@ def test_a_duplicate_works_beside_the_original(comm, world):
             check_works(each)
 
 
+@of_one_island
 def test_a_duplicate_needs_no_method_split(world):
     with ns.Communicator(Undivided(world), timeout=60) as comm, comm.dup() as other:
         check_works(other)
@@ -231,6 +234,7 @@ def test_a_failure_is_its_communicators_alone(comm, world):
         child._calls.island.abandon(Mistake("child"))
     world.barrier()
     if world.rank % 2 == 0:
+        wait_for(lambda: child._calls.island.failed)  # other islands hear of it later
         with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
             child.check()
         with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
@@ -291,6 +295,7 @@ def made(monkeypatch):
     return found
 
 
+@of_one_island  # which makes no other communicators of MPI
 def test_mpis_communicators_are_freed(world, made):
     with ns.Communicator(world, timeout=60) as comm:
         with comm.split(0), comm.dup(), comm.split(world.rank):

@@ -246,6 +246,7 @@ def test_a_rank_without_a_gpu_is_refused(world, fresh, everywhere, last, monkeyp
         )
 
 
+@of_one_island
 def test_gpus_without_peer_access_are_islands(world, fresh, last, monkeypatch):
     if last:  # its GPU reaches itself only, as one island and then several look at it
         itself = [rank == world.rank for rank in range(world.size)]
@@ -282,6 +283,7 @@ def once(monkeypatch):
     monkeypatch.setattr(allocators, "_on_failure", [])
 
 
+@of_one_island
 @pytest.mark.parametrize("erring", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("method", ["allocate", "export", "open"])
 def test_a_failure_of_one_rank_is_every_ranks(
@@ -359,6 +361,7 @@ def test_memory_is_asked_for_again_once_caches_were_emptied(
     assert not get(comm.all_reduce(x)).any()
 
 
+@of_one_island
 @pytest.mark.parametrize("method", ["allocate", "export", "open", "write", "read"])
 def test_a_backend_that_does_not_work_is_given_up(world, fresh, monkeypatch, method):
     if method == "open" and world.size == 1:
@@ -389,6 +392,7 @@ def test_a_backend_that_does_not_work_is_given_up(world, fresh, monkeypatch, met
         assert f"\n  {name}: trying memory of kind {name!r}" in said
 
 
+@of_one_island
 def test_a_peers_memory_that_reads_wrong_is_noticed(world, fresh, monkeypatch):
     from numba_symm import backends
 

@@ -9,7 +9,14 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import check_works, needs_peers, ordinary, put, refused
+from tests.ranks.helpers import (
+    check_works,
+    needs_peers,
+    of_one_island,
+    ordinary,
+    put,
+    refused,
+)
 
 PAD = -77  # what is between the elements, and must stay
 
@@ -112,6 +119,7 @@ def test_moves_of_arrays_with_gaps(comm, world, kind):
     world.barrier()
 
 
+@of_one_island
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_of_arrays_with_gaps(comm, world, kind):
     """Alone, in groups, as plans, as requests, and shorter than the room."""
