@@ -437,8 +437,8 @@ class Calls:
         """Enqueue a call, or add it to the open group.
 
         If this raises, the communicator fails, because other ranks may have enqueued
-        their part of the call. It does not fail if all streams are in captures, which
-        are then invalid.
+        their part of the call. If all streams are in captures, these become invalid,
+        and the communicator fails only if an engine between islands has raised.
 
         Args:
             what: the operation.

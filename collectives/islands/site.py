@@ -382,6 +382,12 @@ class _Exchange:
             )
         except CollectiveError as error:
             raise self._islands.failed_by(error) from None
+        except ArgumentError:
+            raise  # before the engine has begun
+        except BaseException as error:
+            # In a capture, too: the engine of another rank may wait to be connected.
+            self._islands.abandon(error, self._what)
+            raise
 
 
 def parcels(messages: Sequence[Message]) -> list[Parcel]:

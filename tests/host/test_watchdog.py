@@ -36,7 +36,8 @@ class Job:
     """What a watchdog needs, in one: it writes down what is done."""
 
     def __init__(self):
-        self.done, self.known, self.breaks = [], None, False
+        self.done, self.known = [], None
+        self.breaks = self.finalized = False
 
     def improbe(self, source, tag):
         if self.breaks:
@@ -48,12 +49,12 @@ class Job:
     def failure(self):
         return self.known
 
-    def abandon(self, cause):
+    def abandon(self, cause, operation=""):
         self.done.append(cause)
-        self.known = Failure(ns.RankLeft, cause)
+        self.known = Failure(ns.RankLeft, str(cause))
 
     def exchange(self, *given):
-        self.done.append("exchanged")
+        raise self.error
 
     def status(self):
         return None
@@ -64,10 +65,11 @@ class Job:
 
 @pytest.fixture
 def job(monkeypatch):
-    mpi = types.SimpleNamespace(ANY_SOURCE=-1)
+    job = Job()
+    mpi = types.SimpleNamespace(ANY_SOURCE=-1, Is_finalized=lambda: job.finalized)
     monkeypatch.setattr(ranks, "mpi", lambda: mpi)
     monkeypatch.setattr(watchdog, "_fall_silent_before_finalize", lambda: None)
-    return Job()
+    return job
 
 
 def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
@@ -88,16 +90,34 @@ def test_other_islands_hear_of_a_failure_before_their_connections_end(job):
     assert job.done == ["left", "sent to 2", "sent to 3", "aborted"]
 
 
-def test_no_exchange_begins_after_mpi_was_finalized(job, monkeypatch):
-    """No failure would reach the other islands any more."""
-    mpi = types.SimpleNamespace(Is_finalized=lambda: True)
-    monkeypatch.setattr(ranks, "mpi", lambda: mpi)
+def exchange_of(job):
     joined = islands.Islands.__new__(islands.Islands)
-    joined.engine, joined.sent = job, 0
+    joined.engine, joined.sent, joined.abandon = job, 0, job.abandon
     site = types.SimpleNamespace(islands=joined, end=types.SimpleNamespace(order=None))
-    exchange = _Exchange(site, "all_reduce", [Parcel(1, 10, 8)], [], [])
+    return _Exchange(site, "all_reduce", [Parcel(1, 10, 8)], [], [])
+
+
+def test_no_exchange_begins_after_mpi_was_finalized(job):
+    """No failure would reach the other islands any more."""
+    job.finalized = True
     with pytest.raises(ns.ExchangeError, match="MPI has been finalized"):
-        exchange(77)
+        exchange_of(job)(77)
+    assert not job.done
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ns.BackendError])
+def test_an_engine_that_raises_is_reported(job, error):
+    """Even in a capture, which by itself fails only on one rank."""
+    job.error = error
+    with pytest.raises(error):
+        exchange_of(job)(77)
+    assert [type(cause) for cause in job.done] == [error]
+
+
+def test_an_engine_that_refuses_has_not_begun(job):
+    job.error = ns.ArgumentError
+    with pytest.raises(ns.ArgumentError):
+        exchange_of(job)(77)
     assert not job.done
 
 
