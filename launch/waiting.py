@@ -4,6 +4,7 @@ So Python's signal handlers run during a wait, a wait can have a deadline and ca
 the ranks that it waits for, and MPI makes progress with the program's own messages.
 """
 
+import copy
 import math
 import os
 import signal
@@ -69,6 +70,12 @@ class Wait:
         self._end = self._began + seconds if seconds else math.inf
         self._word = self._began + PATIENCE
         self._forsaken = False
+
+    def without_deadline(self) -> "Wait":
+        """Return the same wait, which lasts until it is over."""
+        found = copy.copy(self)
+        found._end = math.inf
+        return found
 
     @property
     def seconds(self) -> float:
@@ -243,8 +250,8 @@ def gate(
     """Return on all ranks after all have arrived, or raise on all. Collective.
 
     A rank that raises before all have arrived refuses, and the others raise its error.
-    The others wait for the answer of each rank, whatever fails meanwhile. Otherwise
-    some might continue, and others not.
+    The others wait for the answer of each rank, without a deadline, and whatever fails
+    meanwhile. Otherwise some might continue, and others not.
 
     Args:
         comm: the ranks.
@@ -264,7 +271,7 @@ def gate(
         raise
     token = _watched.set((lost,) if lost else ())
     try:
-        all_gather(comm, None, wait)
+        all_gather(comm, None, wait.without_deadline())
     finally:
         _watched.reset(token)
 

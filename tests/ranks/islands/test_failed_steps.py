@@ -12,6 +12,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import engines
 from numba_symm.launch import waiting
+from numba_symm.launch.waiting import Wait
 from tests.ranks.helpers import needs_peers, refused
 
 pytestmark = needs_peers
@@ -81,6 +82,22 @@ def test_a_failure_at_any_step_of_a_split_leaves_no_rank_waiting(world, monkeypa
         if not any(world.allgather(failed is not None)):
             break
     assert number > 10
+
+
+def test_a_rank_that_waits_for_answers_has_no_deadline(world, monkeypatch):
+    """All have arrived in time. A rank that left now would miss what the others do."""
+    comm, numbers, all_gather = world.Dup(), itertools.count(), waiting.all_gather
+
+    def slowly(*given):
+        if next(numbers) and world.rank == 0:
+            time.sleep(1.2)
+        return all_gather(*given)
+
+    monkeypatch.setattr(waiting, "all_gather", slowly)
+    world.barrier()
+    waiting.gate(comm, Wait("dup", world.rank, 1.0))
+    assert next(numbers) == 2
+    comm.Free()
 
 
 class Enough(BaseException):
