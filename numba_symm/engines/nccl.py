@@ -297,7 +297,10 @@ class NcclEngine:
             self._nccl.comm_abort(comm)
 
     def keep(self, *objects: Any) -> None:
-        """Do nothing: NCCL uses no memory of a call after it was aborted."""
+        """Do nothing: until an abort ends NCCL's kernels, these run in stream order.
+
+        A graph may have registered its arrays, which its owner keeps in any case.
+        """
 
     def settle(self) -> None:
         """Do nothing: no thread runs kernels."""
