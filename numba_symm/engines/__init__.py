@@ -195,8 +195,10 @@ def prove(islands: Joined, engine: Engine) -> None:
                         f"expected {_pattern(peer).hex()}, which rank {peer} sent, got "
                         f"{found.hex()}"
                     )
-        finally:
-            backend.free(block)
+        except BaseException:
+            engine.keep(block)  # which it may still use, so that it is not freed
+            raise
+        backend.free(block)
 
 
 def _pattern(source: int) -> bytes:

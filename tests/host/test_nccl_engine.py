@@ -422,32 +422,6 @@ class TestDeadline:
         assert [value for _, value in gpu.stored] == [1, 2, 1]
 
 
-OLD, NEW = Found("NCCL 2.21.5", ""), Found("NCCL 2.28.9", "")
-NONE = Found("", f"nccl4py cannot be imported: {CURE}")
-
-
-@pytest.mark.parametrize(
-    ("asked", "founds", "shared", "wanted"),
-    [
-        (None, [NEW, NEW], False, True),
-        (None, [NEW, NEW], True, False),
-        ("nccl", [NEW, NEW], True, True),
-        (None, [NONE, NONE], False, False),
-        (None, [NEW, NONE, NEW], False, "ranks 0, 2 have NCCL 2.28.9, rank 1 has no"),
-        (None, [NEW, OLD], False, "has NCCL 2.21.5; install the same version every"),
-        ("nccl", [OLD, NEW], False, "of one version, because of NUMBA_SYMM_ENGINE=n"),
-        ("nccl", [NONE, NONE], False, 'pip install "numba-symm[nccl]" nvidia-nccl'),
-    ],
-)
-def test_the_engine_is_what_all_ranks_have(asked, founds, shared, wanted):
-    if isinstance(wanted, bool):
-        assert engines.uses_nccl(asked, founds, shared) == wanted
-        return
-    with pytest.raises(ns.BackendError) as error:
-        engines.uses_nccl(asked, founds, shared)
-    assert wanted in str(error.value)
-
-
 def test_what_is_missing_is_named(fake, monkeypatch):
     def missing(name):
         raise ImportError("No module named 'nccl'")
