@@ -338,13 +338,19 @@ class Board:
         with self._reporting:
             if self._records is None:  # closed
                 return
-            if self._words[self._rank].value:  # of a report that this one has overtaken
-                return
             packed = words.encode(errors="replace")[: _WORDS - 1]
-            self._words[self._rank].value = packed  # before a record refers to it
+            # A report that was interrupted, or that this one has overtaken, stays.
+            begun = [each for each in self._records if self._is_mine(each)]
+            if begun:
+                record = begun[0]
+            else:
+                self._words[self._rank].value = packed  # before a record refers to it
             for rank in range(self._size):
                 if not self._records[rank]:
                     self._records[rank] = record
+
+    def _is_mine(self, record: int) -> bool:
+        return record != 0 and record >> 48 & 0xFF == self._rank
 
     def close(self) -> None:
         """Unmap the board, which no kernel may use any more. Local and idempotent."""

@@ -116,11 +116,11 @@ class Islands(Island):
         Raises:
             SymmError: on all ranks: they have no common engine, or it does not work.
         """
+        assert self.watchdog is not None
         engine = None
         try:
             engine = self.engine = engines.choose(self, multiprocessors)
             self._undo.callback(engine.abort)
-            assert self.watchdog is not None
             self.watchdog.ask(engine)
             engines.prove(self, engine)
         except CollectiveError as error:
@@ -129,6 +129,7 @@ class Islands(Island):
             raise
         except BaseException as error:
             if engine is not None and self.exchange.is_everybodys(error):
+                self.watchdog.stop()
                 engine.close()
             raise
 

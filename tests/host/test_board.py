@@ -189,39 +189,68 @@ def test_an_error_that_names_many_ranks_keeps_its_text():
     assert failure.ranks == tuple(range(70))  # whole numbers
 
 
+class Disturbed:
+    """Records of a board at which something happens when one is read."""
+
+    def __init__(self, made, number, happens):
+        self.records, self.number, self.happens = made._records, number, happens
+        made._records = self
+
+    def __getitem__(self, rank):
+        self.number -= 1
+        if self.number == -1:
+            self.happens()
+        return self.records[rank]
+
+    def __setitem__(self, rank, record):
+        self.records[rank] = record
+
+
+MISMATCH = CallMismatch("text", ranks=(3,), operation="reduce")
+READS = [0, 2]  # before the words are stored, and before the record is
+
+
 @pytest.mark.usefixtures("on_the_host")
+@pytest.mark.parametrize("number", READS)
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_a_report_that_another_one_overtakes_keeps_its_words(in_thread):
+def test_a_report_that_another_one_overtakes_keeps_its_words(in_thread, number):
     """As a finalizer, or the watchdog."""
-    threads = []
 
-    class Overtaken:
-        def __init__(self, made):
-            self.made, self.records = made, made._records
+    def play(made, comm):
+        other = Thread(target=made.abandon, args=("left",))
 
-        def __getitem__(self, rank):
-            self.made._records = self.records
-            other = Thread(target=self.made.abandon, args=("left",))
+        def overtake():
             if in_thread:
                 other.start()
-                threads.append(other)
                 other.join(0.1)
             else:
                 other.run()
-            return self.records[rank]
 
-        def __setitem__(self, rank, record):
-            self.records[rank] = record
-
-    def play(made, comm):
-        made._records = Overtaken(made)
-        made.fail(CallMismatch("text", ranks=(3,), operation="reduce"))
-        for other in threads:
+        Disturbed(made, number, overtake)
+        made.fail(MISMATCH)
+        if in_thread:
             other.join()
         return made.failure()
 
     (failure,) = on_ranks(1, play)
-    assert failure[:2] == (CallMismatch, "text")
+    assert failure[:2] in [(CallMismatch, "text"), (RankLeft, "rank 0 left")]
+
+
+@pytest.mark.usefixtures("on_the_host")
+@pytest.mark.parametrize("number", READS)
+def test_a_report_that_is_interrupted_is_finished_by_the_next(number):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def play(made, comm):
+        Disturbed(made, number, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            made.fail(MISMATCH)
+        made.abandon("left")
+        return made.failure()
+
+    (failure,) = on_ranks(1, play)
+    assert failure[:2] == (RankLeft, "rank 0 left")
 
 
 @pytest.mark.usefixtures("on_the_host")
