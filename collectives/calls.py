@@ -30,7 +30,7 @@ from numba_symm.streams import StreamOrder
 
 T = TypeVar("T")
 
-_REFUSALS = (ArgumentError, ClosedError, CollectiveError)
+REFUSALS = (ArgumentError, ClosedError, CollectiveError)
 """Errors before anything is enqueued, after which other calls may follow."""
 
 MAX_PLANS = 1024
@@ -468,7 +468,7 @@ class Calls:
 
         It does not fail after an argument error: the rank may repeat the call.
         """
-        if not isinstance(error, _REFUSALS):
+        if not isinstance(error, REFUSALS):
             self.give_up(error, what)
 
     def give_up(self, error: BaseException, what: str, *stream_handles: int) -> None:

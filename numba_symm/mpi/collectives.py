@@ -309,7 +309,7 @@ def _moved(job: Job, parts: list[Message], packed: Any, out: bool) -> None:
         if part.nbytes and part.layout.runs is not None:
             memory = Memory(address + first, part.nbytes, packed)
             place = memory.array(part.nbytes, np.dtype(np.uint8))
-            job.then((packing.unpack if out else packing.pack)(part, place))
+            job.then_move(packing.unpack if out else packing.pack, part, place)
         elif part.nbytes and part.address != address + first:
             places = part.address, address + first
             target, source = places if out else places[::-1]

@@ -1,20 +1,22 @@
 """A call on device arrays: what it enqueues, in order, on one stream."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from numba_symm import arrays, streams
 from numba_symm.arrays import Memory
+from numba_symm.collectives.calls import REFUSALS
 from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
 from numba_symm.mpi import packing
 from numba_symm.mpi.buffers import Message
-from numba_symm.mpi.errors import unsupported
+from numba_symm.mpi.errors import MPIError, unsupported
 from numba_symm.mpi.packing import Step
 from numba_symm.streams import SideStream
 
@@ -82,7 +84,7 @@ class Job:
             return self.view(message)
         packed = self.temporary(message.size, message.layout.base)
         if message.size:
-            self._steps.append(packing.pack(message, packed))
+            self.then_move(packing.pack, message, packed)
         return packed
 
     def write(self, message: Message) -> Any:
@@ -143,7 +145,8 @@ class Job:
                 "capture, start it within, and keep its request as long as the graph"
             )
         self._lingers = True
-        made = arrays.empty((size,), dtype, self.what)
+        with self._all_or_none(self.stream):
+            made = arrays.empty((size,), dtype, self.what)
         self._kept.append(made)
         return made
 
@@ -160,11 +163,19 @@ class Job:
         """Add a step."""
         self._steps.append(step)
 
+    def then_move(
+        self, move: Callable[[Message, Any], Step], message: Message, packed: Any
+    ) -> None:
+        """Add ``packing.pack`` or ``packing.unpack``."""
+        with self._all_or_none(self.stream):
+            self._steps.append(move(message, packed))
+
     def then_unpack(self, message: Message, packed: Any) -> None:
         """In the end, copy packed elements to those of a message."""
         check_writable(message.view, self.what)
         if message.size:
-            self._last.append(packing.unpack(message, packed))
+            with self._all_or_none(self.stream):
+                self._last.append(packing.unpack(message, packed))
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> None:
         """Add a call of a method of the communicator."""
@@ -179,8 +190,24 @@ class Job:
     def start(self, stream: int | None = None) -> None:
         """Enqueue all steps, on the job's stream or another one."""
         chosen = self.stream if stream is None else stream
-        for step in (*self._steps, *self._last):
-            step(chosen)
+        with self._all_or_none(chosen):
+            for step in (*self._steps, *self._last):
+                step(chosen)
+
+    @contextmanager
+    def _all_or_none(self, stream: int) -> Iterator[None]:
+        """Make the communicator fail if this rank cannot make the call.
+
+        Else the other ranks, which make it, would wait until the deadline. It does not
+        fail after a refusal: the rank may repeat the call.
+        """
+        try:
+            yield
+        except (MPIError, *REFUSALS):
+            raise
+        except BaseException as error:
+            self.communicator._calls.give_up(error, self.what, stream)
+            raise
 
     @property
     def captured(self) -> bool:

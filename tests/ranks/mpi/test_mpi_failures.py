@@ -8,6 +8,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.errors import RankLeft
 from numba_symm.mpi import crossings, jobs, messages
 from numba_symm.mpi.crossings import Copying
 from numba_symm.mpi.envelopes import Envelope
@@ -183,4 +184,30 @@ def test_a_copy_that_fails_is_reported_by_its_request(world, monkeypatch):
         requests[0].Wait()
     assert not requests[0]
     assert len(rooms._free[LEAST]) == before
+    comm.Free()
+
+
+@needs_peers
+@pytest.mark.parametrize("what", ["temporary", "pack", "launch"])
+def test_a_rank_that_cannot_make_a_call_tells_the_others(world, monkeypatch, what):
+    comm = MPI.Comm(world, timeout=5)
+    pairs = MPI.INT.Create_vector(1, 1, 2).Create_resized(0, 8).Commit()
+    out = array(*range(2 * comm.size))
+
+    def failing(*_):
+        raise MemoryError
+
+    last = comm.rank == comm.size - 1
+    if last and what == "temporary":
+        monkeypatch.setattr(jobs.arrays, "empty", failing)
+    elif last:
+        made = (lambda *_: failing) if what == "launch" else failing
+        monkeypatch.setattr(jobs.packing, "pack", made)
+    with pytest.raises(MemoryError if last else MPI.Exception) as found:
+        comm.Allreduce([out, 1, pairs], array(0))
+    if not last:
+        assert isinstance(found.value.__cause__, RankLeft)
+        assert "left Allreduce by MemoryError" in str(found.value)
+    monkeypatch.undo()
+    pairs.Free()
     comm.Free()
