@@ -9,7 +9,7 @@ from mpi4py import MPI
 from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import collectives, messages, reductions, rooms, shortcuts
+from numba_symm.mpi import collectives, jobs, messages, reductions, rooms, shortcuts
 from numba_symm.mpi.errors import FREED, MPIError, refusal, translated
 from numba_symm.mpi.forms import forms
 from numba_symm.mpi.messages import Post
@@ -192,6 +192,7 @@ class Device(Messages):
         finally:
             if side is not None:
                 side.close()
+                jobs.let_go()
 
     # Collectives.
 

@@ -2,10 +2,11 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
+from numba import cuda
 
 from numba_symm import arrays, streams
 from numba_symm.arrays import Memory
@@ -46,16 +47,20 @@ def _captures(stream: int) -> bool:
     return not SIMULATED and streams.is_capturing(stream)
 
 
-_lingering: "list[tuple[Event, Job]]" = []
-"""Jobs whose work may not have ended, and when it has."""
+_lingering: "list[tuple[Event, Job, ExitStack]]" = []
+"""Jobs whose work may not have ended, when it has, and what is closed then."""
 
 _lock = threading.RLock()  # for the communicators of several threads
 
 
-def _let_go() -> None:
+def let_go() -> None:
     """Let go of the jobs whose work has ended."""
     with _lock:
-        _lingering[:] = [each for each in _lingering if not each[0].query()]
+        states = [(each, each[0].query()) for each in _lingering]
+        _lingering[:] = [each for each, ended in states if not ended]
+        for (_, _, unfreed), ended in states:
+            if ended:
+                unfreed.close()
 
 
 class Job:
@@ -222,10 +227,15 @@ class Job:
         Returns:
             Their end.
         """
-        side.follow(self.stream, 0)
-        with side.joined(self.stream):
-            self.start(side.stream)
-            return self._keep_until_end(side.stream)
+        with ExitStack() as unfreed:
+            if not SIMULATED:
+                # Freeing memory waits for the device, so for this call. Its peers may
+                # wait for what this rank could not start then.
+                unfreed.enter_context(cuda.defer_cleanup())
+            side.follow(self.stream, 0)
+            with side.joined(self.stream):
+                self.start(side.stream)
+                return self._keep_until_end(side.stream, unfreed.pop_all())
 
     def linger(self) -> None:
         """Keep the job's temporary arrays until its work so far has ended.
@@ -233,26 +243,27 @@ class Job:
         For a job that the program may drop before that.
         """
         if self._lingers and not self.captured:
-            self._keep_until_end(self.stream)
+            self._keep_until_end(self.stream, ExitStack())
 
-    def _keep_until_end(self, stream: int) -> Event:
-        _let_go()
+    def _keep_until_end(self, stream: int, unfreed: ExitStack) -> Event:
+        let_go()
         done = Event()
         done.record(stream)
         with _lock:
-            _lingering.append((done, self))
+            _lingering.append((done, self, unfreed))
         return done
 
     def wait_for(self, done: Event) -> None:
         """Wait for the end of the steps, and raise as :meth:`wait`."""
         done.synchronize()
-        _let_go()
+        let_go()
         self.communicator.check()
 
     def test_for(self, done: Event) -> bool:
         """Return whether the steps have ended."""
         if not done.query():
             return False
+        let_go()
         self.communicator.check()
         return True
 

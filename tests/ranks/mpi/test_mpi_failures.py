@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -146,10 +147,13 @@ def test_two_threads(comm, monkeypatch):
         for each in [threads.submit(comm.post.reap) for _ in range(2)]:
             each.result()
     assert len(asked) == 1
-    monkeypatch.setattr(jobs, "_lingering", [(Slow(), None), (Slow(), None)])
+    lingering = [(Slow(), None, ExitStack()) for _ in range(2)]
+    monkeypatch.setattr(jobs, "_lingering", lingering)
     job = jobs.Job(comm.communicator, "test")
     with ThreadPoolExecutor(2) as threads:
-        for each in [threads.submit(job._keep_until_end, 0) for _ in range(2)]:
+        for each in [
+            threads.submit(job._keep_until_end, 0, ExitStack()) for _ in range(2)
+        ]:
             each.result()
     assert len(asked) == 3
 
@@ -211,3 +215,50 @@ def test_a_rank_that_cannot_make_a_call_tells_the_others(world, monkeypatch, wha
     monkeypatch.undo()
     pairs.Free()
     comm.Free()
+
+
+def test_no_memory_is_freed_while_a_nonblocking_call_is_pending(comm, monkeypatch):
+    """Freeing waits for the device."""
+    ended, held = [], []
+
+    class Event:
+        def record(self, stream):
+            pass
+
+        def query(self):
+            return bool(ended)
+
+        synchronize = query
+
+    @contextmanager
+    def deferred():
+        held.append(1)
+        try:
+            yield
+        finally:
+            held.pop()
+
+    monkeypatch.setattr(jobs, "Event", Event)
+    monkeypatch.setattr(jobs, "SIMULATED", False)
+    monkeypatch.setattr(jobs.cuda, "defer_cleanup", deferred)
+    monkeypatch.setattr(jobs, "_lingering", [])
+    x = array(1)
+    for finish in (MPI.Request.Wait, MPI.Request.Test):
+        ended.clear()
+        requests = [comm.Iallreduce(MPI.IN_PLACE, x) for _ in range(2)]
+        assert not requests[0].Test()
+        assert len(held) == 2
+        ended.append(True)
+        finish(requests[0])
+        assert not held
+    cuda.synchronize()  # x lives until then
+
+    def failing(*_, **options):
+        raise MemoryError
+
+    failing.__name__ = "all_reduce"
+    monkeypatch.setattr(comm.communicator._calls, "give_up", lambda *_: None)
+    monkeypatch.setattr(comm.communicator, "all_reduce", failing)
+    with pytest.raises(MemoryError):
+        comm.Iallreduce(MPI.IN_PLACE, x)
+    assert not held
