@@ -87,7 +87,7 @@ def _moved(packing: bool, message: Message, packed: Any) -> Step:
     flat = Memory(target.address, message.nbytes, packed).array(
         message.nbytes // word, np.dtype(kind)
     )
-    places = _on_device(((runs - low) // word).tobytes())
+    places = _table(((runs - low) // word).tobytes())
     args = flat, spread, places, layout.extent // word, layout.run // word
     return functools.partial(_launch, irregular, flat.size, args)
 
@@ -98,8 +98,18 @@ def _regular(launch: Enqueue, spread: Any, packed: Any, stream: int) -> None:
 
 
 @functools.lru_cache(maxsize=64)
-def _on_device(table: bytes) -> Any:
-    return cuda.to_device(np.frombuffer(table, np.int64).copy())
+def _table(table: bytes) -> Any:
+    return on_device(np.frombuffer(table, np.int64).copy())
+
+
+def on_device(array: Any) -> Any:
+    """Return a copy of a host array on the device, which is there on all streams.
+
+    A copy from pageable memory may return before it has reached the device.
+    """
+    made = cuda.to_device(array)
+    cuda.default_stream().synchronize()
+    return made
 
 
 def _launch(kernel: Any, size: int, args: tuple[Any, ...], stream: int) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from numba import cuda
 
 from numba_symm import arrays, streams
 from numba_symm.arrays import ArrayView, Memory
@@ -398,7 +397,7 @@ class _Origin:
         array = buffers.array_in(spec)
         if array is not None and not arrays.on_device(array):
             self._host = _numpy(array)
-            self._there = cuda.to_device(np.ascontiguousarray(self._host))
+            self._there = packing.on_device(np.ascontiguousarray(self._host))
             several = isinstance(spec, (list, tuple))
             spec = [self._there, *spec[1:]] if several else self._there
         self._spec = spec

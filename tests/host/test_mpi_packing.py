@@ -1,5 +1,7 @@
 """The kernels of mpi4py's spelling compile for a GPU."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from numba import cuda, from_dtype
@@ -47,3 +49,15 @@ def test_reductions_of_accumulates(dtype):
 def test_compare_and_swap():
     each = array(np.uint8)
     assert "st.global" in compiled(packing._SWAP, each, each, each)
+
+
+def test_copies_to_the_device_have_ended(monkeypatch):
+    """Kernels on other streams read them."""
+    log = []
+    stream = SimpleNamespace(synchronize=lambda: log.append("synchronized"))
+    monkeypatch.setattr(packing.cuda, "to_device", lambda x: log.append("copied") or x)
+    monkeypatch.setattr(packing.cuda, "default_stream", lambda: stream)
+    assert packing.on_device(3) == 3
+    assert packing._table(b"8 bytes.").size == 1
+    assert log == ["copied", "synchronized"] * 2
+    packing._table.cache_clear()
