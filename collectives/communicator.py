@@ -214,10 +214,10 @@ class Communicator(Persistent):
         stream, debug mode and limit of multiprocessors. It has its own workspace,
         status board and failures, and either may be closed first.
 
-        Communicators may overlap, and may run side by side on different streams; beside
-        other kernels only with ``multiprocessors``. If two ranks share several
-        communicators, both make the set-up calls of these, ``close`` included, in the
-        same order.
+        Communicators may have common ranks, and their calls may run side by side on
+        different streams, if their ``multiprocessors`` suffice. If two ranks share
+        several communicators, both make the set-up calls of these, ``close`` included,
+        in the same order.
 
         Args:
             color: the number of this rank's new communicator, from 0 to 2**31 - 1.
@@ -338,7 +338,7 @@ class Communicator(Persistent):
         dtypes: Sequence[Any] = ("float32",),
         ops: Sequence[Any] = ("sum",),
     ) -> None:
-        """Load the kernels that calls will need, so that these calls wait for nothing.
+        """Load the kernels that calls will need, so that these calls load none.
 
         Afterwards, such calls of any size and alignment neither compile nor load a
         kernel, unless they name an ``algorithm``, or a :meth:`group` has several
@@ -964,8 +964,8 @@ class Communicator(Persistent):
     ) -> Any:
         """Send ``x`` to each destination, and receive an array from each source.
 
-        Collective among neighbours: if rank r names rank s as a destination so many
-        times, rank s names r as a source as many times. Asynchronous.
+        Collective among neighbours: rank s names rank r as a source as often as rank r
+        names s as a destination. Asynchronous.
 
         Args:
             x: a device array in C order; those of neighbours have equal size and dtype.

@@ -233,9 +233,9 @@ class Device(Messages):
 class Comm(Device, MPI.Intracomm):  # type: ignore[misc]
     """An intracommunicator of mpi4py, whose buffer calls take device arrays too.
 
-    It is ``comm`` itself: its handle, ranks and attributes. Calls whose arrays are on
-    the host, objects in pickles, and all other methods are mpi4py's own. Construction
-    is collective; it binds this rank to a GPU.
+    It has the handle, the ranks and the attributes of ``comm``. mpi4py makes the calls
+    with host arrays or with objects, and has all other methods. Construction is
+    collective; it binds this rank to a GPU.
 
     Blocking calls return when their arrays may be used: they wait for the stream that
     the array names, else for ``stream``. Within a capture they return immediately.
@@ -244,9 +244,9 @@ class Comm(Device, MPI.Intracomm):  # type: ignore[misc]
         comm: the communicator of mpi4py.
         synchronize: False: blocking collectives return when they are enqueued, so
             the arrays may be used by later work of that stream only.
-        options: ``device``, ``timeout``, ``stream``, ``debug``, ``multiprocessors``, as
-            for :class:`numba_symm.Communicator`. The communicators that are made of
-            this one have the same.
+        options: ``device``, ``timeout``, ``stream``, ``debug``, ``multiprocessors``,
+            ``requests``, as for :class:`numba_symm.Communicator`. The communicators
+            that are made of this one have the same.
 
     Attributes:
         communicator: the library's communicator, for calls that MPI does not have.
