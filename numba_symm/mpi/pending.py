@@ -27,7 +27,11 @@ class Receiving(Request):
         super().__init__()
         self._post, self._posted, self._into = post, posted, into
         # The copy follows what is enqueued before the receive, not what is later.
-        self._after = post.event(post.stream_of(into.array, "Recv"))
+        try:
+            self._after = post.event(post.stream_of(into.array, "Recv"))
+        except BaseException:
+            post.withdraw(posted)
+            raise
         self._copied: Event | Crossing | None = None
 
     def _finish(self, status: MPI.Status | None) -> None:

@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -57,6 +58,11 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
         for tag in (2, 5):  # one that is there, and one that is not
             with pytest.raises(KeyboardInterrupt):
                 comm.Recv(out, left, tag)
+    with monkeypatch.context() as patch:
+        patch.setattr(comm.post, "event", interrupted)
+        for tag in (2, 5):
+            with pytest.raises(KeyboardInterrupt):
+                comm.Irecv(out, left, tag)
     assert not comm.post._open
     found = []
     for _ in range(3):
@@ -149,6 +155,8 @@ def test_two_threads(comm, monkeypatch):
     assert len(asked) == 1
     lingering = [(Slow(), None, ExitStack()) for _ in range(2)]
     monkeypatch.setattr(jobs, "_lingering", lingering)
+    pending = SimpleNamespace(record=lambda _: None, query=lambda: False)
+    monkeypatch.setattr(jobs, "Event", lambda: pending)
     job = jobs.Job(comm.communicator, "test")
     with ThreadPoolExecutor(2) as threads:
         for each in [
