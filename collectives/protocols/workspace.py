@@ -198,6 +198,9 @@ _ARGUMENTS = 3584  # bytes of a kernel's arguments that may be messages, of 4096
 def most_messages(size: int, counted: bool = False) -> int:
     """Return how many messages a pair may have in a launch, each way.
 
+    A group with more is refused, not divided: a second launch would wait for the first
+    one, whose messages may wait, through other ranks, for those of the second.
+
     Args:
         size: the number of ranks.
         counted: whether a message that is received may be shorter than expected.
