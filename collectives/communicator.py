@@ -83,9 +83,9 @@ class Communicator(Persistent):
             indefinitely. None: ``NUMBA_SYMM_TIMEOUT``, else 300.
         stream: the stream of calls whose array names none. None: the legacy default
             stream.
-        debug: whether to compare the arguments of every call between the ranks before
-            it starts. A difference is then an error on every rank. It is slow: in each
-            call, the hosts wait for all ranks, as in set-up calls. ``timeout`` applies
+        debug: whether to compare the arguments of every collective call between the
+            ranks before it starts. A difference is then an error on every rank. It is
+            slow: the hosts wait for all ranks, as in set-up calls. ``timeout`` applies
             to kernels only.
         multiprocessors: the most multiprocessors of a GPU that this communicator's
             kernels occupy at any time, at least 1, equal on all ranks. Messages, and

@@ -1,4 +1,4 @@
-"""The rooms of docs/architecture.md: which module may import which."""
+"""The layers of docs/architecture.md: which module may import which."""
 
 import ast
 import os
@@ -16,10 +16,10 @@ LAZY = {
 """Imports of our own modules within functions, each with its reason."""
 
 
-def rooms():
+def layers():
     """Return the names in the first column of the table, by row."""
     text = ARCHITECTURE.read_text().partition("## Modules\n")[2]
-    table = text.partition("\n| room |")[2].partition("\n\n")[0]
+    table = text.partition("\n| layer |")[2].partition("\n\n")[0]
     return [re.findall(r"`(.+?)`", row.split("|")[1]) for row in table.splitlines()[2:]]
 
 
@@ -78,24 +78,24 @@ def row(name):
     """Return the row of the table that names a module most exactly, or None."""
     path = str(FILES[name].relative_to(PACKAGE))
     fitting = [
-        (len(room), number)
-        for number, names in enumerate(rooms())
-        for room in names
-        if path == room or (room.endswith("/") and path.startswith(room))
+        (len(layer), number)
+        for number, names in enumerate(layers())
+        for layer in names
+        if path == layer or (layer.endswith("/") and path.startswith(layer))
     ]
     return max(fitting)[1] if fitting else None
 
 
-def test_every_module_has_a_room_and_every_room_a_module():
+def test_every_module_has_a_layer_and_every_layer_a_module():
     assert [name for name in FILES if row(name) is None] == []
     paths = [str(path.relative_to(PACKAGE)) for path in FILES.values()]
-    named = [room for names in rooms() for room in names]
+    named = [layer for names in layers() for layer in names]
     assert len(named) == len(set(named)) > 20
-    assert [room for room in named if not any(map(startswith(room), paths))] == []
+    assert [layer for layer in named if not any(map(startswith(layer), paths))] == []
 
 
-def startswith(room):
-    return lambda path: path.startswith(room)
+def startswith(layer):
+    return lambda path: path.startswith(layer)
 
 
 def test_modules_import_only_from_rows_above_and_their_own():
