@@ -344,7 +344,7 @@ def _linker() -> str:
 
 PACKAGE = Path(__file__).parent
 
-NO_KERNELS = ("__pycache__", "backends", "bench", "launch", "mpi", "sharing")
+NO_KERNELS = ("__pycache__", "backends", "bench", "command", "launch", "mpi", "sharing")
 """Folders of the package without code that runs in kernels of this module."""
 
 

@@ -260,8 +260,8 @@ def open_files() -> Counter[str]:
 
 def simulated(n: int) -> bool:
     """Return whether ``n`` ranks run in the simulator, or skip: too few GPUs."""
+    from numba_symm.command import cli
     from numba_symm.errors import DeviceError
-    from numba_symm.launch import cli
 
     try:
         return cli.simulation_needed(n)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from numba_symm.command import cli
 from numba_symm.errors import DeviceError
-from numba_symm.launch import cli
 from tests.test_mpirun import environment, run
 
 

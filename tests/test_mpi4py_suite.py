@@ -13,7 +13,7 @@ import tarfile
 
 import pytest
 
-from numba_symm.launch import cli
+from numba_symm.command import cli
 from tests import test_mpirun
 from tests.test_mpirun import ROOT
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from numba_symm.command import cli
 from numba_symm.errors import DeviceError
-from numba_symm.launch import cli
 from tests.kernels import every_call, every_kernel
 
 ROOT = Path(__file__).parents[1]

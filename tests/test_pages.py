@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from numba_symm.launch import cli
+from numba_symm.command import cli
 from tests.test_mpirun import ROOT, deadline_of, environment, run
 
 PAGES = ROOT / "docs"

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from numba_symm.launch import cli
+from numba_symm.command import cli
 
 HOSTS = {"numba-symm-a": "10.213.77.1", "numba-symm-b": "10.213.77.2"}
 

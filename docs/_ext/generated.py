@@ -18,7 +18,7 @@ from numba_symm.bench import options
 from numba_symm.collectives import operations, select
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.persistent import Persistent
-from numba_symm.launch import cli
+from numba_symm.command import cli
 
 RESULTS = Path(__file__).parents[2] / "bench/results"
 

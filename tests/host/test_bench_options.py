@@ -6,7 +6,7 @@ from numba_symm.bench import options
 from numba_symm.bench.operations import OPERATIONS, REDUCTIONS, TYPES
 from numba_symm.bench.sweep import rows
 from numba_symm.collectives import operations
-from numba_symm.launch import cli
+from numba_symm.command import cli
 
 REDUCING = [name for name, each in operations.OPERATIONS.items() if each.reduces]
 REDUCING += ["reduce_scatter_v"]

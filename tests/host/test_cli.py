@@ -6,8 +6,9 @@ import sys
 import pytest
 
 import numba_symm
+from numba_symm.command import cli
 from numba_symm.errors import DeviceError, SymmError
-from numba_symm.launch import cli, info
+from numba_symm.launch import info
 from numba_symm.launch.devices import GPU
 
 REPORT = """
@@ -25,7 +26,7 @@ def gpu(ordinal):
 
 def start(*arguments, **environ):
     """Run the command in another process, as its console script does."""
-    main = "import sys; from numba_symm.launch.cli import main; sys.exit(main())"
+    main = "import sys; from numba_symm.command.cli import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", main, *map(str, arguments)],
         env=os.environ | environ,

@@ -16,9 +16,9 @@ from rich.console import Console
 from numba_symm import code_cache, pads
 from numba_symm.collectives import tuned
 from numba_symm.collectives.kernel_set import NAMES
+from numba_symm.command import cli, compiling
 from numba_symm.errors import SymmError
 from numba_symm.kernels import Kernel
-from numba_symm.launch import cli, compiling
 from tests.host.test_cli import gpu, start
 
 HERE = ("--ranks", "2", "--cc", "9.0")
@@ -176,7 +176,7 @@ def test_a_process_that_is_killed_is_an_error(cache, printed):
 
 
 def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache):
-    main = "import sys; from numba_symm.launch.cli import main; sys.exit(main())"
+    main = "import sys; from numba_symm.command.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", main, "compile", *HERE, "--jobs", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 

@@ -9,9 +9,9 @@ PACKAGE = Path(__file__).parents[2] / "numba_symm"
 ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 LAZY = {
-    ("launch.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
-    ("launch.cli", "launch.compiling"): "`run` needs none of its libraries",
-    ("launch.cli", "launch.job"): "`run` makes no communicator",
+    ("command.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
+    ("command.cli", "command.compiling"): "`run` needs none of its libraries",
+    ("command.cli", "command.job"): "`run` makes no communicator",
 }
 """Imports of our own modules within functions, each with its reason."""
 

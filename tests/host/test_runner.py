@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import numba_symm as ns
-from numba_symm.launch import runner
+from numba_symm.command import runner
 
-RUN = [sys.executable, "-m", "numba_symm.launch.cli", "run", "--simulate", "-n"]
+RUN = [sys.executable, "-m", "numba_symm.command.cli", "run", "--simulate", "-n"]
 
 FAILS = """
 import atexit, os, sys

@@ -7,8 +7,8 @@ import pytest
 from numba_symm.bench import tune
 from numba_symm.collectives import select, tuned
 from numba_symm.collectives.select import ALL, Choice, Step
+from numba_symm.command import compiling
 from numba_symm.dtypes import element
-from numba_symm.launch import compiling
 
 GPU = "NVIDIA H200"
 SIZES = [1 << k for k in range(10, 21)]

@@ -19,9 +19,9 @@ from numba_symm import backends, dtypes, kernels
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.command import job
 from numba_symm.engines import mpi
 from numba_symm.environment import SIMULATED
-from numba_symm.launch import job
 from numba_symm.launch.islands import divide
 from tests import operators
 from tests.expected import expected

@@ -154,7 +154,7 @@ def _bench(argv: Sequence[str]) -> int:
 
 
 def _compile(argv: Sequence[str]) -> int:
-    from numba_symm.launch import compiling  # imports many packages
+    from numba_symm.command import compiling  # imports many packages
 
     try:
         compiling.run(compiling.parser().parse_args(argv), Console())
@@ -179,7 +179,7 @@ def _tune(options: argparse.Namespace) -> int:
 
 
 def _info() -> int:
-    from numba_symm.launch import compiling, job  # import many packages
+    from numba_symm.command import compiling, job  # import many packages
 
     console = Console()
     if ranks.launched_size() < 2 or ranks.launched_rank() == 0:

@@ -1,0 +1,1 @@
+"""The command ``numba-symm``, and what it needs of the rest of the package."""
