@@ -184,6 +184,7 @@ def test_any_rank_may_have_any_output(comm, world, name, count, what):
         wait_for_all(comm, world)
 
 
+@of_one_island
 @needs_peers
 @pytest.mark.parametrize("what", ["elsewhere", "off a boundary", "ordinary"])
 @each_operation

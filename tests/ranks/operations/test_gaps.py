@@ -184,6 +184,7 @@ def test_a_group_packs_each_of_its_messages(comm, world):
     world.barrier()
 
 
+@of_one_island
 @needs_peers
 def test_requests_of_arrays_with_gaps(world):
     with ns.Communicator(world, timeout=60, requests=True) as comm:
