@@ -175,9 +175,12 @@ def make_use(
     return use
 
 
-def _block_index(size: int, rooted: bool) -> Callable[[], int]:
+def _block_index(
+    size: int, ragged: bool, steps: int, rooted: bool
+) -> Callable[[], int]:
     # Where registers suffice, the first loads do not wait for another lane.
-    return block_index_of_thread if size <= 4 and not rooted else block_index
+    suffice = size <= 4 and not (ragged or rooted) and steps <= 2
+    return block_index_of_thread if suffice else block_index
 
 
 def make_one_shot(
@@ -201,7 +204,7 @@ def make_one_shot(
     post = make_post(size, lanes.load, sends_shards, rooted, post_one)
     use = make_use(size, element, op, lanes, kind.output)
     digests_match = make_digests_match(size)
-    own_block_index = _block_index(size, rooted)
+    own_block_index = _block_index(size, ragged, steps, rooted)
 
     def one_shot(
         guard: Any,
