@@ -144,8 +144,6 @@ class Post:
             )
         return found
 
-    # Sending.
-
     def send(
         self, spec: Any, dest: int, tag: int, matched: bool = False
     ) -> MPI.Request:
@@ -220,11 +218,13 @@ class Post:
 
     def _on_host(self, room: Room, nbytes: int, stream: int) -> Any:
         """Return a copy of a room in host memory, and give the room back."""
-        data = np.empty(nbytes, np.uint8)
-        streams.copy_to_host(data.ctypes.data, room.address, nbytes, stream)
-        if not SIMULATED:
-            streams.synchronize(stream)
-        self._give_back(room)
+        try:
+            data = np.empty(nbytes, np.uint8)
+            streams.copy_to_host(data.ctypes.data, room.address, nbytes, stream)
+            if not SIMULATED:
+                streams.synchronize(stream)
+        finally:
+            self._give_back(room)
         return data
 
     def _stage(self, found: buffers.Message, stream: int) -> Room:
@@ -264,8 +264,6 @@ class Post:
         if room is not None:
             assert self.allocator is not None
             rooms_of(self.allocator).give_back(room)
-
-    # Receiving.
 
     def room(self, spec: Any) -> buffers.Message:
         """Return the items that a receive writes, or refuse it before it is posted."""

@@ -116,6 +116,12 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
         with pytest.raises(MemoryError):
             comm.Send(array(1), comm.rank, 1)
     assert len(free) == before
+    room = rooms_of(comm.post.allocator).take(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(messages.streams, "copy_to_host", failing)
+        with pytest.raises(MemoryError):  # as a message to another island
+            comm.post._on_host(room, 4, 0)
+    assert len(free) == before
 
 
 def test_messages_ask_no_event_during_a_capture(comm, monkeypatch):
