@@ -27,8 +27,9 @@ ALSO_dev := $(VENV)/test.installed # dev has all that test has
 demo: $(VENV)/demo.installed
 	$(BIN)/numba-symm run -n $(RANKS) $(SIMULATE) examples/digits.py
 
+# Many tests start processes. If these may not write bytecode, each compiles this tree again.
 test: $(VENV)/test.installed
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: $(VENV)/dev.installed
 	$(BIN)/ruff check

@@ -5,6 +5,7 @@ hand: ``numba-symm run -n 3 -m pytest tests/ranks``.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -50,8 +51,13 @@ class Agreement:
 
 
 def pytest_collection_modifyitems(items):
-    """Run the longest file first, which occupies one of two workers until the end."""
-    items.sort(key=lambda item: item.path.stem != "test_mpirun")
+    """Run the longest file first, then those of this folder, then the others.
+
+    The longest occupies one of two workers until the end, and both processors. Most
+    tests of this folder wait, for processes and deadlines, so they run beside it.
+    """
+    here = Path(__file__).parent
+    items.sort(key=lambda item: (item.path.stem != "test_mpirun", item.path.parent != here))
 
 
 def pytest_configure(config):
