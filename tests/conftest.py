@@ -57,7 +57,9 @@ def pytest_collection_modifyitems(items):
     tests of this folder wait, for processes and deadlines, so they run beside it.
     """
     here = Path(__file__).parent
-    items.sort(key=lambda item: (item.path.stem != "test_mpirun", item.path.parent != here))
+    items.sort(
+        key=lambda item: (item.path.stem != "test_mpirun", item.path.parent != here)
+    )
 
 
 def pytest_configure(config):

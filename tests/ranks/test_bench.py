@@ -104,6 +104,7 @@ def test_what_crosses_between_islands_is_counted(world, folder, shown, monkeypat
     for name in ("NUMBA_SYMM_ISLAND_SIZE", "NCCL_HOSTID"):
         monkeypatch.setenv(name, "")  # which is restored after the run
         monkeypatch.delenv(name)
+    monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
     file = folder / "r.json"
     words = ["-b", 512, "-e", 512, *SMALL, "--islands", world.size - 1]
     assert run(*words, "--json", file) == 0

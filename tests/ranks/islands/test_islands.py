@@ -273,7 +273,8 @@ def test_arrays_that_mpi_may_still_write_are_kept(world, grouped, monkeypatch):
     assert kept() is None
 
 
-def test_what_was_kept_for_mpi_is_dropped_after_that(world):
+def test_what_was_kept_for_mpi_is_dropped_after_that(world, monkeypatch):
+    monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
     comm, out = made(world, 1, timeout=0.2), ordinary(4, np.int64)
     kept = weakref.ref(out)
     if comm.rank == 0:

@@ -9,7 +9,9 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm import streams
 from numba_symm.cache import Cache
+from numba_symm.environment import SIMULATED
 from numba_symm.mpi import jobs
 
 
@@ -79,9 +81,13 @@ def test_temporary_arrays_outlive_their_request(comm, monkeypatch):
 def test_nonblocking_calls_run_beside_later_ones(comm, monkeypatch):
     """They follow the earlier work of the array's stream, on another one."""
     log, reduce = [], comm.communicator.all_reduce
+    own, beside = 7, 5
+    if not SIMULATED:
+        made = [cuda.stream() for _ in range(2)]
+        own, beside = (streams.handle_of(each) for each in made)
 
     class Side:
-        stream = 5
+        stream = beside
 
         def follow(self, stream, event):
             log.append(stream)
@@ -97,13 +103,13 @@ def test_nonblocking_calls_run_beside_later_ones(comm, monkeypatch):
     monkeypatch.setattr(comm, "_side", Side())
     monkeypatch.setattr(comm.communicator, "all_reduce", all_reduce)
     monkeypatch.setattr(comm, "shortcuts", Cache(1))
-    monkeypatch.setattr(jobs, "stream_for", lambda communicator, array: 7)
+    monkeypatch.setattr(jobs, "stream_for", lambda communicator, array: own)
     x = cuda.to_device(np.ones(1, "i4"))
     comm.Iallreduce(MPI.IN_PLACE, x).Wait()
     comm.Allreduce(MPI.IN_PLACE, x)
     prepared = comm.Allreduce_init(MPI.IN_PLACE, x)
     prepared.Start()
     prepared.Wait()
-    assert log == [7, 5, 7, 7, 5]
+    assert log == [own, beside, own, own, beside]
     assert x.copy_to_host()[0] == comm.size**3
     comm.Barrier()
