@@ -8,12 +8,7 @@ from numba_symm.collectives.binder import Binder, Placing
 from numba_symm.collectives.islands import moves, reductions, scatters
 from numba_symm.collectives.islands.site import Site
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.operations import (
-    EXSCAN,
-    REVERSE_SCAN,
-    SCAN,
-    Operation,
-)
+from numba_symm.collectives.operations import OPERATIONS, Operation
 from numba_symm.collectives.protocols.binding import Call, Enqueue, Series
 from numba_symm.dtypes import UserOperator
 from numba_symm.errors import ArgumentError
@@ -26,7 +21,8 @@ STEPS: dict[str, Callable[[Site, Call], list[Enqueue]]] = {
     "reduce_scatter": scatters.reduce_scatter,
     **{
         each.name: partial(reductions.scanned, each)
-        for each in (SCAN, EXSCAN, REVERSE_SCAN)
+        for each in OPERATIONS.values()
+        if each.exchange.output.scans
     },
     "all_gather": moves.all_gather,
     "all_to_all": moves.all_to_all,

@@ -31,7 +31,6 @@ from numba_symm.collectives.islands.site import (
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import (
     ALL_REDUCE,
-    EXSCAN,
     REDUCE,
     REDUCE_SCATTER,
     REVERSE_SCAN,
@@ -39,6 +38,7 @@ from numba_symm.collectives.operations import (
     Operation,
 )
 from numba_symm.collectives.protocols.binding import Call, Enqueue
+from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.dtypes import UserOperator
 from numba_symm.engines.protocol import Parcel
@@ -356,10 +356,12 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     fits = several(call.count, 1, width, fitting(site, len(site.parts) + 4, width))
     if fits < call.count:
         site = site.beside
-    used = _used(operation, site, site.rank)
+    output = operation.exchange.output
+    inclusive_scan, used = _used(output, site, site.rank)
     alone = site.index not in used
     order = sorted(used)
-    up = REVERSE_SCAN if operation is REVERSE_SCAN else SCAN
+    exclusive = site.rank not in output.used(site.rank, site.size, 0)
+    some_use_none = any(not output.used(rank, site.size, 0) for rank in site.mine)
     chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
         stage, steps = Stage(site, len(chunks)), list[Enqueue]()
@@ -372,25 +374,25 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
         target = call.target + first * itemsize
         widened, source = site.widened(carried, at_source, wide, count)
         given = count, carried.element, carried.op
-        steps += [*widened, site.within(up, source, inclusive, *given)]
-        if operation is EXSCAN:
-            steps.append(site.within(EXSCAN, source, own, *given))
+        steps += [*widened, site.within(inclusive_scan, source, inclusive, *given)]
+        if exclusive:
+            steps.append(site.within(operation, source, own, *given))
         else:
             steps += site.copy(own, inclusive, count * width)
         sends = [
             Parcel(rank, inclusive, count * width)
             for j in site.others
             for rank in site.parts[j]
-            if _used(operation, site, rank).get(site.index) == site.rank
+            if _used(output, site, rank)[1].get(site.index) == site.rank
         ]
         receives = [
             Parcel(used[j], at[j], count * width) for j in order if j != site.index
         ]
         identity = stage.take(count * itemsize)
-        if operation is EXSCAN and 0 in site.mine:
+        if some_use_none:
             # With the identity of the call's own type, which may have no infinity.
             given_here = at_source, identity, count, call.element, carried.op
-            steps.append(site.within(EXSCAN, *given_here))
+            steps.append(site.within(operation, *given_here))
         last: list[Enqueue] = []
         if order:
             place = 0 if alone else order.index(site.index)
@@ -403,15 +405,16 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     return overlapped(site, operation.name, chunks)
 
 
-def _used(operation: Operation, site: Site, rank: int) -> dict[int, int]:
-    """Return the islands of the ranks that a rank's result reduces.
+def _used(output: Output, site: Site, rank: int) -> tuple[Operation, dict[int, int]]:
+    """Return a scan, and the islands of the ranks that a rank's result reduces.
 
-    By island, the rank whose inclusive scan within it reduces exactly these ranks.
+    By island, the rank whose result of that scan within it reduces exactly these ranks.
     """
-    all_used = operation.exchange.output.used(rank, site.size, 0)
-    last = min if operation is REVERSE_SCAN else max
+    first_ranks = 0 in output.used(site.size - 1, site.size, 0)
+    scan, last = (SCAN, max) if first_ranks else (REVERSE_SCAN, min)
+    all_used = output.used(rank, site.size, 0)
     found = {
         j: [each for each in part if each in all_used]
         for j, part in enumerate(site.parts)
     }
-    return {j: last(part) for j, part in found.items() if part}
+    return scan, {j: last(part) for j, part in found.items() if part}

@@ -49,6 +49,11 @@ class Output(enum.Enum):
         """Whether there is an operator."""
         return self not in (Output.SHARDS, Output.OF_ROOT)
 
+    @property
+    def scans(self) -> bool:
+        """Whether each rank reduces the first ranks' vectors, or the last ranks'."""
+        return self.reduces and not self.rooted and self is not Output.REDUCED
+
     def used(self, rank: int, size: int, root: int) -> range:
         """Return the ranks whose vectors ``rank`` reduces, or stores one by one."""
         return {
