@@ -51,9 +51,13 @@ class GpuStream:
                     call(handle)
             return builder.end_building().complete()
 
+    def launch(self, graph: Any) -> None:
+        """Enqueue a graph."""
+        graph.launch(self._stream)
+
     def replay(self, graph: Any) -> None:
         """Launch a graph and wait for it."""
-        graph.launch(self._stream)
+        self.launch(graph)
         self._stream.sync()
 
     def time(self, graph: Any, before: Callable[[int], object]) -> float:
@@ -119,10 +123,12 @@ class HostStream:
         """Return consecutive calls, in place of a graph."""
         return HostGraph(calls)
 
-    def replay(self, graph: HostGraph) -> None:
+    def launch(self, graph: HostGraph) -> None:
         """Make a graph's calls."""
         for call in graph.calls:
             call(self.handle)
+
+    replay = launch
 
     def time_together(
         self,

@@ -10,7 +10,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import blocking, host, tune
+from numba_symm.bench import blocking, host, soak, tune
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.options import torch_multiplies
 from numba_symm.collectives import tuned
@@ -332,6 +332,31 @@ def test_blocking_calls_are_compared(shown):
         assert row.startswith(words)
         assert float(row.split()[-2]) > 0
     assert rows[0].split()[-1] == rows[3].split()[-1] == "1.00"
+
+
+def test_a_soak_checks_random_calls(world, shown, monkeypatch):
+    assert soak.main(["--seconds", "0", "--seed", "3"]) == 0
+    (rounds, made), *others = (text.out.splitlines() for text in shown())
+    assert not any(others)
+    assert rounds.endswith("wrong 0")
+    assert sum(int(each.split()[1]) for each in made.split(", ")) >= 4 * 4
+
+    right = OPERATIONS["all_reduce"]
+
+    def shifted(inputs, op, rank):
+        (part,) = right.expected(inputs, op, rank)
+        late = rank == len(inputs) - 1 and part.pattern.dtype == np.int32
+        return [dataclasses.replace(part, start=part.start + late)]
+
+    broken = dataclasses.replace(right, expected=shifted)
+    monkeypatch.setattr(soak, "OPERATIONS", {right.name: broken})
+    assert soak.main(["--seconds", "0"]) == 1
+    (*wrong, rounds, made), *_ = (text.out.splitlines() for text in shown())
+    assert wrong
+    assert rounds.endswith(f"wrong {len(wrong)}")
+    for each in wrong:
+        assert ", round 1: " in each
+        assert " int32 (min), " in each
 
 
 def used(world):
