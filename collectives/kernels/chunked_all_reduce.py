@@ -1,6 +1,6 @@
 """All-reduce in two phases through slots with flags: for large messages of any type.
 
-As ``two_shot.py``, but a block moves a chunk of several steps at a time and signals it
+As ``two_shot.py``, but a block moves a chunk of several tiles at a time and signals it
 with one flag a rank, so that only data crosses the links. A block's stages overlap:
 while it reduces a chunk, the next one is in transit, as are the results of the one
 before.
@@ -50,8 +50,8 @@ from numba_symm.collectives.protocols.workspace import (
     LOADS,
     MAX_BLOCKS,
     MOST_BLOCKS,
-    STEP_BYTES,
     THREADS,
+    TILE_BYTES,
     VECTOR,
     follow_previous_grid,
     keep,
@@ -81,7 +81,7 @@ def make_places(size: int) -> tuple[Callable[..., int], Callable[..., int]]:
     """
     at = layout(size).chunked
     flags, slots = at.flags, at.slots
-    set_stride = (size - 1) * CHUNKED.steps(size) * STEP_BYTES
+    set_stride = (size - 1) * CHUNKED.tiles(size) * TILE_BYTES
     half_stride = 2 * set_stride
     flag_set = 4 * size * MAX_BLOCKS
 
@@ -106,8 +106,8 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
     three local arrays of ``size`` words.
     """
     load, store, total = lanes.load, lanes.store, make_total(size, lanes)
-    room = CHUNKED.steps(size)
-    rank_stride = room * STEP_BYTES
+    room = CHUNKED.tiles(size)
+    rank_stride = room * TILE_BYTES
     others = size - 1
     mirror = make_mirror(size)
     batch = min(room, max(1, LOADS // size))
@@ -125,22 +125,22 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
         high: Any,
         of_vector: Any,
     ) -> None:
-        rank, vector, steps, share, count, _ = chunk
+        rank, vector, tiles, share, count, _ = chunk
         own_low, own_high, spare = of_vector
         mine = rank * share
-        for base in range(0, steps, batch):
+        for base in range(0, tiles, batch):
             for i in range(batch * size):
-                step, j = base + i // size, i % size
-                at = vector + step * THREADS
-                if step < steps and at < share:
+                tile, j = base + i // size, i % size
+                at = vector + tile * THREADS
+                if tile < tiles and at < share:
                     if j == 0:
                         low[i], high[i] = load(source, mine + at, count)
                     else:
                         from_k = here + (j - 1) * rank_stride
-                        low[i], high[i] = ld_v2_u64(from_k + step * STEP_BYTES)
+                        low[i], high[i] = ld_v2_u64(from_k + tile * TILE_BYTES)
             for i in range(batch):
                 at = vector + (base + i) * THREADS
-                if base + i < steps and at < share:
+                if base + i < tiles and at < share:
                     for j in range(size):
                         own_low[j] = low[i * size + j]
                         own_high[j] = high[i * size + j]
@@ -148,7 +148,7 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
                     result = total(own_low, own_high, 0)
                     for k in range(others):
                         there = slot + mirror(k) * rank_stride
-                        st_v2_u64(ring[k] + there + (base + i) * STEP_BYTES, result)
+                        st_v2_u64(ring[k] + there + (base + i) * TILE_BYTES, result)
                     if target != 0:
                         at += mine
                         store(target, at, count, result[0], result[1])
@@ -165,7 +165,7 @@ def make_chunked_all_reduce(
     place, flag_place = make_places(size)
     _, scatter, collect = make_chunks(size, lanes.load, lanes.store, size, False)
     reduce = make_reduce(size, lanes)
-    held = size * min(CHUNKED.steps(size), max(1, LOADS // size))
+    held = size * min(CHUNKED.tiles(size), max(1, LOADS // size))
 
     raise_flags, await_flags = make_flags(size, waits.CHUNKED)
     needs_fallback = make_needs_fallback(size, fallback_for)
@@ -180,7 +180,7 @@ def make_chunked_all_reduce(
         target: int,
         count: int,
         share: int,
-        steps: int,
+        tiles: int,
         chunks: int,
     ) -> None:
         thread = cuda.threadIdx.x
@@ -196,11 +196,11 @@ def make_chunked_all_reduce(
         own_low = cuda.local.array(size, types.int64)
         own_high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
-        stride = grid * steps * THREADS
+        stride = grid * tiles * THREADS
         before, failed = resume(own, epochs, block)
         results_at = own + epochs + 4 * (MOST_BLOCKS + block)
         results_before = ld_u32(results_at)  # explore: results
-        first = block * steps * THREADS + thread
+        first = block * tiles * THREADS + thread
         # In each stage: gather the results of the chunk before last, scatter the next
         # chunk, and reduce the last one. The halves rely on this order.
         for stage in range(chunks + 2):
@@ -213,7 +213,7 @@ def make_chunked_all_reduce(
                 epoch = (before + stage - 1) & 0xFFFFFFFF
                 slot = own + place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (stage - 2) * stride
-                chunk = guard.rank + 1, vector, steps, share, count, share
+                chunk = guard.rank + 1, vector, tiles, share, count, share
                 collect(slot, target, chunk, low, high)
             if stage == 1:  # explore: wait
                 # Then all ranks have left the previous call.
@@ -226,7 +226,7 @@ def make_chunked_all_reduce(
             if stage < chunks and not failed:  # explore: scatter
                 slot = place(block, epoch, SCATTERED) + VECTOR * thread
                 vector = first + stage * stride
-                chunk = guard.rank + 1, vector, steps, share, count, share
+                chunk = guard.rank + 1, vector, tiles, share, count, share
                 scatter(ring, slot, source, chunk, low, high)
             if stage < chunks:
                 flag = flag_place(block, SCATTERED)
@@ -242,7 +242,7 @@ def make_chunked_all_reduce(
                 here = own + place(block, epoch, SCATTERED) + VECTOR * thread
                 slot = place(block, epoch, REDUCED) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                chunk = guard.rank, vector, steps, share, count, share
+                chunk = guard.rank, vector, tiles, share, count, share
                 of_vector = own_low, own_high, spare
                 reduce(ring, here, slot, source, target, chunk, low, high, of_vector)
                 epoch = (results_before + stage) & 0xFFFFFFFF
@@ -275,9 +275,9 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
             wait for there; 0: there was none.
     """
     share = shard(call.vectors, end.size)
-    grid, steps, chunks = chunks_of(share, end.size, end.max_blocks)
+    grid, tiles, chunks = chunks_of(share, end.size, end.max_blocks)
     ragged = is_ragged(call, share, end.size)
     return binding.launch(
         kernel(end.size, call.element, call.op, ragged, fallback_for),
-        *(end, grid, call.source, call.target, call.count, share, steps, chunks),
+        *(end, grid, call.source, call.target, call.count, share, tiles, chunks),
     )

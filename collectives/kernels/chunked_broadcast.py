@@ -34,8 +34,8 @@ from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
     LOADS,
-    STEP_BYTES,
     THREADS,
+    TILE_BYTES,
     VECTOR,
     follow_previous_grid,
     keep,
@@ -60,8 +60,8 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
-    room = CHUNKED.steps(size)
-    rank_stride = room * STEP_BYTES
+    room = CHUNKED.tiles(size)
+    rank_stride = room * TILE_BYTES
     others = size - 1
     mirror = make_mirror(size)
     held = max(min(room, max(1, LOADS // size)) * others, LOADS)
@@ -83,7 +83,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         count: int,
         vectors: int,
         share: int,
-        steps: int,
+        tiles: int,
         chunks: int,
         fallback_for: int,
     ) -> None:
@@ -102,9 +102,9 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         # Along the ring from the root on, whose own number is the last.
         mine = (rank + size - root - 1) % size
         to_root = (root + size - rank - 1) % size
-        stride = grid * steps * THREADS
+        stride = grid * tiles * THREADS
         before, failed = resume(own, epochs, block)
-        first = block * steps * THREADS + thread
+        first = block * tiles * THREADS + thread
         flag = flags + 4 * size * block
         for stage in range(chunks + lag):
             epoch = (before + stage + 1) & 0xFFFFFFFF
@@ -112,7 +112,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                 slot = place(block, before, stage) + VECTOR * thread
                 vector = first + stage * stride
                 # The root's k-th neighbour owns shard k.
-                chunk = 0, vector, steps, share, count, vectors
+                chunk = 0, vector, tiles, share, count, vectors
                 scatter(ring, slot, array, chunk, low, high)
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
@@ -124,26 +124,26 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                 here += to_root * rank_stride
                 slot = place(block, before, stage - 1) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                for base in range(0, steps, relayed):
+                for base in range(0, tiles, relayed):
                     for i in range(relayed):
                         at = vector + (base + i) * THREADS
-                        if base + i < steps and inside(mine, at, share, vectors):
-                            low[i], high[i] = ld_v2_u64(here + (base + i) * STEP_BYTES)
+                        if base + i < tiles and inside(mine, at, share, vectors):
+                            low[i], high[i] = ld_v2_u64(here + (base + i) * TILE_BYTES)
                     for i in range(relayed):
                         at = vector + (base + i) * THREADS
-                        if base + i < steps and inside(mine, at, share, vectors):
+                        if base + i < tiles and inside(mine, at, share, vectors):
                             words = low[i], high[i]
                             for k in range(others):
                                 to = ring[k] + slot + mirror(k) * rank_stride
                                 if k != to_root:  # explore: to-root
-                                    st_v2_u64(to + (base + i) * STEP_BYTES, words)
+                                    st_v2_u64(to + (base + i) * TILE_BYTES, words)
                             there = mine * share + at
                             store(array, there, count, words[0], words[1])
             if stage >= lag and not is_root:
                 slot = own + place(block, before, stage - 2) + VECTOR * thread
                 vector = first + (stage - 2) * stride
                 # explore: collect
-                chunk = mine + 1, vector, steps, share, count, vectors
+                chunk = mine + 1, vector, tiles, share, count, vectors
                 collect(slot, array, chunk, low, high)
             if stage < chunks + lag - 1:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
@@ -170,10 +170,10 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
     if end.size == 1:
         return lambda stream: None
     share = shard(call.vectors, end.size - 1)
-    grid, steps, chunks = chunks_of(share, end.size, end.max_blocks)
+    grid, tiles, chunks = chunks_of(share, end.size, end.max_blocks)
     ragged = is_ragged(call)
     return binding.launch(
         kernel(end.size, moved_as(call, ragged), ragged),
         *(end, grid, call.root, call.target, call.count, call.vectors),
-        *(share, steps, chunks, int(fallback_for != 0)),
+        *(share, tiles, chunks, int(fallback_for != 0)),
     )

@@ -1,6 +1,6 @@
 """All-gather, all-to-all and partial reductions in chunks, for larger messages.
 
-As ``one_shot.py``, but a block moves a chunk of several steps at a time through the
+As ``one_shot.py``, but a block moves a chunk of several tiles at a time through the
 workspace, and signals each with one flag for every rank. In stage t each rank
 
     sends     chunk t to all others
@@ -41,8 +41,8 @@ from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
     LOADS,
-    STEP_BYTES,
     THREADS,
+    TILE_BYTES,
     VECTOR,
     follow_previous_grid,
     keep,
@@ -61,7 +61,7 @@ from numba_symm.kernels import Kernel, Launch
 
 
 def received_of(size: int, output: Output) -> int:
-    """Return how many vectors a thread receives in one step, its own included."""
+    """Return how many vectors a thread receives of one tile, its own included."""
     return max(1, size - 1 if output is Output.SHARDS else size)
 
 
@@ -80,8 +80,8 @@ def make_use(
     none_stored, none_low, none_high = of_none(element, op, output)
     load_all = make_load_all(size, lanes.load)
     stores_shards = output is Output.SHARDS
-    room, others = CHUNKED.steps(size), size - 1
-    rank_stride = room * STEP_BYTES
+    room, others = CHUNKED.tiles(size), size - 1
+    rank_stride = room * TILE_BYTES
     received = received_of(size, output)
     batch = min(room, max(1, LOADS // received))
 
@@ -97,21 +97,21 @@ def make_use(
         high: Any,
         mine: Any,
     ) -> None:
-        rank, vector, steps, vectors, count, _ = chunk
-        for base in range(0, steps, batch):
+        rank, vector, tiles, vectors, count, _ = chunk
+        for base in range(0, tiles, batch):
             if stores_shards:
                 for i in range(batch * others):
-                    step, k = base + i // others, i % others
-                    at = vector + step * THREADS
-                    if step < steps and at < vectors:
+                    tile, k = base + i // others, i % others
+                    at = vector + tile * THREADS
+                    if tile < tiles and at < vectors:
                         low[i], high[i] = ld_v2_u64(
-                            slot + k * rank_stride + step * STEP_BYTES
+                            slot + k * rank_stride + tile * TILE_BYTES
                         )
             else:
                 load_all(slot, here, chunk, base, low, high, mine[0], mine[1])
             for i in range(batch):
                 at = vector + (base + i) * THREADS
-                if base + i < steps and at < vectors:
+                if base + i < tiles and at < vectors:
                     j = i * received
                     if stores_shards:
                         for k in range(others):
@@ -137,13 +137,13 @@ def make_chunked_exchange(
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
-    room, others = CHUNKED.steps(size), size - 1
-    rank_stride = room * STEP_BYTES
+    room, others = CHUNKED.tiles(size), size - 1
+    rank_stride = room * TILE_BYTES
     mirror = make_mirror(size)
     sends_shards, stores_shards = kind.sends_shards, kind.output is Output.SHARDS
     at_root = kind.output is Output.AT_ROOT
     use = make_use(size, element, op, lanes, kind.output)
-    # The vectors of a thread in one step: of the other ranks' shards, or one for all;
+    # The vectors of a thread of one tile: of the other ranks' shards, or one for all;
     # and its own vector, which is the last.
     sent = max(1, others * sends_shards + (stores_shards or not sends_shards))
     batch_out = min(room, max(1, LOADS // sent))
@@ -162,7 +162,7 @@ def make_chunked_exchange(
         count: int,
         vectors: int,
         taken: int,
-        steps: int,
+        tiles: int,
         chunks: int,
     ) -> None:
         thread = cuda.threadIdx.x
@@ -179,9 +179,9 @@ def make_chunked_exchange(
         own_high = cuda.local.array(batch_in, types.int64)
         mine = own_low, own_high
         rank = guard.rank
-        stride = grid * steps * THREADS
+        stride = grid * tiles * THREADS
         before, failed = resume(own, epochs, block)
-        first = block * steps * THREADS + thread
+        first = block * tiles * THREADS + thread
         here = source + rank * shard_bytes if sends_shards else source
         there = target + rank * shard_bytes if stores_shards else target
         flag = flags + 4 * size * block
@@ -190,22 +190,22 @@ def make_chunked_exchange(
             if stage < chunks and not failed and not (at_root and taken > 0):
                 slot = place(block, before, stage) + VECTOR * thread
                 vector = first + stage * stride
-                for base in range(0, steps, batch_out):
+                for base in range(0, tiles, batch_out):
                     for i in range(batch_out * sent):
-                        step, k = base + i // sent, i % sent
-                        at = vector + step * THREADS
-                        if step < steps and at < vectors:
+                        tile, k = base + i // sent, i % sent
+                        at = vector + tile * THREADS
+                        if tile < tiles and at < vectors:
                             r = (rank + 1 + k) % size
                             array = source + r * shard_bytes if sends_shards else source
                             low[i], high[i] = load(array, at, count)
                     for i in range(batch_out):
-                        step = base + i
-                        at = vector + step * THREADS
-                        if step < steps and at < vectors:
+                        tile = base + i
+                        at = vector + tile * THREADS
+                        if tile < tiles and at < vectors:
                             for k in range(others):
                                 j = i * sent + (k if sends_shards else 0)
                                 to = ring[k] + slot + mirror(k) * rank_stride
-                                st_v2_u64(to + step * STEP_BYTES, (low[j], high[j]))
+                                st_v2_u64(to + tile * TILE_BYTES, (low[j], high[j]))
                             if stores_shards:
                                 j = i * sent + sent - 1
                                 store(there, at, count, low[j], high[j])
@@ -217,7 +217,7 @@ def make_chunked_exchange(
             if stage >= 1 and not (at_root and taken == 0):
                 slot = own + place(block, before, stage - 1) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                chunk = rank, vector, steps, vectors, count, 0
+                chunk = rank, vector, tiles, vectors, count, 0
                 use(slot, here, target, shard_bytes, taken, chunk, low, high, mine)
             if stage < chunks:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
@@ -248,11 +248,11 @@ def bind(kind: Exchange, end: Endpoint, call: Call, fallback_for: int = 0) -> La
 
     A reduction to a root is for two ranks at most.
     """
-    grid, steps, chunks = chunks_of(call.vectors, end.size, end.max_blocks)
+    grid, tiles, chunks = chunks_of(call.vectors, end.size, end.max_blocks)
     ragged = is_ragged(call)
     element = call.element if kind.output.reduces else moved_as(call, ragged)
     return binding.launch(
         kernel(end.size, element, call.op, ragged, kind, fallback_for),
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
-        *(kind.output.taken(end.rank, end.size, call.root), steps, chunks),
+        *(kind.output.taken(end.rank, end.size, call.root), tiles, chunks),
     )

@@ -4,7 +4,7 @@ Each rank but the root owns a shard. Every rank sends each owner that owner's sh
 owners reduce, and send the results to the root. So no link carries more than the
 message once in each direction, where ``chunked_all_reduce.py`` needs more. Both have
 the same slots, flags and epochs. (``operations.py`` has the kernels for two ranks.) A
-block moves a chunk of several steps at a time; in stage t each rank
+block moves a chunk of several tiles at a time; in stage t each rank
 
     scatters  chunk t to its owners
     waits     for all ranks' flags of stage t-1
@@ -42,8 +42,8 @@ from numba_symm.collectives.protocols.slots import after, make_place
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
     LOADS,
-    STEP_BYTES,
     THREADS,
+    TILE_BYTES,
     VECTOR,
     follow_previous_grid,
     keep,
@@ -68,8 +68,8 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
-    room = CHUNKED.steps(size)
-    rank_stride = room * STEP_BYTES
+    room = CHUNKED.tiles(size)
+    rank_stride = room * TILE_BYTES
     others = size - 1
     mirror = make_mirror(size)
     batch = min(room, max(1, LOADS // size))
@@ -86,7 +86,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         count: int,
         share: int,
         number: int,
-        steps: int,
+        tiles: int,
         chunks: int,
         fallback_for: int,
     ) -> None:
@@ -106,9 +106,9 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         own_high = cuda.local.array(batch, types.int64)
         rank = guard.rank
         root = mirror(number)  # its index in the ring
-        stride = grid * steps * THREADS
+        stride = grid * tiles * THREADS
         before, failed = resume(own, epochs, block)
-        first = block * steps * THREADS + thread
+        first = block * tiles * THREADS + thread
         mine = number * share
         flag = flags + 4 * size * block
         for stage in range(chunks + 2):
@@ -116,7 +116,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
             if stage < chunks and not failed:
                 slot = place(block, before, stage) + VECTOR * thread
                 vector = first + stage * stride
-                chunk = number + 1, vector, steps, share, count, share
+                chunk = number + 1, vector, tiles, share, count, share
                 scatter(ring, slot, source, chunk, low, high)
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
@@ -127,23 +127,23 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                 here = own + place(block, before, stage - 1) + VECTOR * thread
                 slot = place(block, before, stage - 1) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                chunk = rank, vector, steps, share, count, mine
-                for base in range(0, steps, batch):
+                chunk = rank, vector, tiles, share, count, mine
+                for base in range(0, tiles, batch):
                     load_all(here, source, chunk, base, low, high, own_low, own_high)
                     for i in range(batch):
-                        step = base + i
-                        if step < steps and vector + step * THREADS < share:
+                        tile = base + i
+                        if tile < tiles and vector + tile * THREADS < share:
                             result = total(low, high, i * size)
                             for k in range(others):
                                 if k == root:  # explore: to-root
                                     to = slot + mirror(k) * rank_stride
-                                    st_v2_u64(ring[k] + to + step * STEP_BYTES, result)
+                                    st_v2_u64(ring[k] + to + tile * TILE_BYTES, result)
             if stage >= 2 and target != 0:
                 slot = own + place(block, before, stage - 2) + VECTOR * thread
                 vector = first + (stage - 2) * stride
                 # The root's k-th neighbour owns shard k.
                 # explore: collect
-                chunk = 0, vector, steps, share, count, share
+                chunk = 0, vector, tiles, share, count, share
                 collect(slot, target, chunk, low, high)
             if stage <= chunks:  # explore: signal
                 failed = raise_flags(ring, flag, rank, epoch, failed)
@@ -169,11 +169,11 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
     """
     owners = end.size - 1
     share = shard(call.vectors, owners)
-    grid, steps, chunks = chunks_of(share, end.size, end.max_blocks)
+    grid, tiles, chunks = chunks_of(share, end.size, end.max_blocks)
     ragged = is_ragged(call, share, owners)
     return binding.launch(
         kernel(end.size, call.element, call.op, ragged),
         *(end, grid, call.source, call.target, call.count, share),
-        *((end.rank - call.root - 1) % end.size, steps, chunks),
+        *((end.rank - call.root - 1) % end.size, tiles, chunks),
         int(fallback_for != 0),
     )

@@ -109,11 +109,11 @@ def make_reduce_copied(size: int, element: Element, op: Op, ragged: bool) -> Any
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
-        step = grid * THREADS
+        across = grid * THREADS
         start = block * THREADS + cuda.threadIdx.x
         while start < vectors:
             for i in range(held):
-                vector = start + i // size * step
+                vector = start + i // size * across
                 if vector < vectors:
                     k = (i % size + others - guard.rank) % size
                     if k < others:
@@ -122,11 +122,11 @@ def make_reduce_copied(size: int, element: Element, op: Op, ragged: bool) -> Any
                     else:
                         low[i], high[i] = load(source, first + vector, count)
             for i in range(batch):
-                vector = start + i * step
+                vector = start + i * across
                 if vector < vectors:
                     words = total(low, high, i * size)
                     store(target, first + vector, count, words[0], words[1])
-            start += batch * step
+            start += batch * across
 
     return reduce_copied
 
@@ -159,22 +159,22 @@ def make_store_copied(size: int, element: Element, ragged: bool) -> Any:
             return
         low = cuda.local.array(LOADS, types.int64)
         high = cuda.local.array(LOADS, types.int64)
-        step = grid * THREADS
+        across = grid * THREADS
         for k in range(others):
             into = (guard.rank + 1 + k) % size * share + first
             here = min(most, vectors - into)
             start = block * THREADS + cuda.threadIdx.x
             while start < here:
                 for i in range(LOADS):
-                    vector = start + i * step
+                    vector = start + i * across
                     if vector < here:
                         at = own + slots + k * stride + VECTOR * vector
                         low[i], high[i] = ld_v2_u64(at)
                 for i in range(LOADS):
-                    vector = start + i * step
+                    vector = start + i * across
                     if vector < here:
                         store(target, into + vector, count, low[i], high[i])
-                start += LOADS * step
+                start += LOADS * across
 
     return store_copied
 

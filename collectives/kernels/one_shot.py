@@ -6,7 +6,7 @@ rank sends, the same to all ranks or a shard to each, and in what it does with t
 vectors of all ranks: it stores them, or reduces them in rank order.
 
 ``mailboxes.py`` explains why that needs no barrier, and the order of memory accesses.
-In every step thread 0 of each block exchanges with all ranks, both ways: only so may
+In every epoch, thread 0 of each block exchanges with all ranks, both ways: only so may
 the mailboxes be used again. Where a rank needs no data of another one, thread 0
 receives a digest of that rank's call. It fails if the digest differs, or arrives
 instead of data: otherwise, ranks with different roots would fill mailboxes that no rank
@@ -75,9 +75,9 @@ def mailboxes_of(size: int, transport: str, operation: int) -> tuple[int, Mailbo
 
 @functools.cache
 def make_load_own(
-    load: Load, steps: int, kind: Exchange, sent: Callable[[int, int], Any]
+    load: Load, tiles: int, kind: Exchange, sent: Callable[[int, int], Any]
 ) -> Callable[..., None]:
-    """Return a device function that loads this rank's vectors of all steps.
+    """Return a device function that loads this rank's vectors of all tiles.
 
     ``(call, low, high)``; ``call`` is ``(array, start, stride, vectors, count)``.
     """
@@ -87,13 +87,13 @@ def make_load_own(
     @device_function
     def load_own(call: Any, low: Any, high: Any) -> None:
         array, start, stride, vectors, count = call
-        for step in range(steps):
-            vector = start + step * stride
+        for tile in range(tiles):
+            vector = start + tile * stride
             if vector < vectors:
                 words = load(array, vector, count)
                 if same_bits:  # explore: sent
                     words = sent(words[0], words[1])
-                low[step], high[step] = words
+                low[tile], high[tile] = words
 
     return load_own
 
@@ -176,10 +176,10 @@ def make_use(
 
 
 def _block_index(
-    size: int, ragged: bool, steps: int, rooted: bool
+    size: int, ragged: bool, tiles: int, rooted: bool
 ) -> Callable[[], int]:
     # Where registers suffice, the first loads do not wait for another lane.
-    suffice = size <= 4 and not (ragged or rooted) and steps <= 2
+    suffice = size <= 4 and not (ragged or rooted) and tiles <= 2
     return block_index_of_thread if suffice else block_index
 
 
@@ -189,22 +189,22 @@ def make_one_shot(
     op: Op,
     ragged: bool,
     transport: str,
-    steps: int,
+    tiles: int,
     kind: Exchange,
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction.
 
-    A thread has ``steps`` vectors in transit at a time.
+    A thread has ``tiles`` vectors in transit at a time.
     """
     lanes = make_lanes(element, op, ragged, size)
     epochs, mail = mailboxes_of(size, transport, kind.operation)
     next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
     sends_shards, rooted = kind.sends_shards, kind.output.rooted
-    load_own = make_load_own(lanes.load, steps, kind, sent)
+    load_own = make_load_own(lanes.load, tiles, kind, sent)
     post = make_post(size, lanes.load, sends_shards, rooted, post_one)
     use = make_use(size, element, op, lanes, kind.output)
     digests_match = make_digests_match(size)
-    own_block_index = _block_index(size, ragged, steps, rooted)
+    own_block_index = _block_index(size, ragged, tiles, rooted)
 
     def one_shot(
         guard: Any,
@@ -229,8 +229,8 @@ def make_one_shot(
         follow_previous_grid(early)
         post_to = sent_to if rooted and thread != 0 else EVERYONE  # explore: post-to
         wanted = due_from if rooted and thread != 0 else EVERYONE  # explore: wanted
-        own_low = cuda.local.array(steps, types.int64)
-        own_high = cuda.local.array(steps, types.int64)
+        own_low = cuda.local.array(tiles, types.int64)
+        own_high = cuda.local.array(tiles, types.int64)
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
@@ -241,15 +241,15 @@ def make_one_shot(
         # While the block's first thread has a vector: all synchronize in between.
         while start - thread < vectors:
             epoch = next_epoch(epoch)
-            # All steps' loads, before a post makes the next load wait for it.
+            # All tiles' loads, before a post makes the next load wait for it.
             call = mine, start, stride, vectors, count
             load_own(call, own_low, own_high)
             if not failed:
-                for step in range(steps):
-                    vector = start + step * stride
+                for tile in range(tiles):
+                    vector = start + tile * stride
                     if vector < vectors:
-                        boxes = box(block, epoch, 0, 0, step, thread)
-                        words = own_low[step], own_high[step]
+                        boxes = box(block, epoch, 0, 0, tile, thread)
+                        words = own_low[tile], own_high[tile]
                         shard = source, shard_bytes, vector, count
                         to = post_to, sent_to, digest
                         post(
@@ -258,22 +258,22 @@ def make_one_shot(
             # All threads have read the epoch before it changes. Here, because the
             # packets take longer to arrive.
             sync_block()  # explore: resumed
-            for step in range(steps):
-                vector = start + step * stride
+            for tile in range(tiles):
+                vector = start + tile * stride
                 if vector < vectors and not failed:
-                    boxes = own + box(block, epoch, 0, 0, step, thread)
+                    boxes = own + box(block, epoch, 0, 0, tile, thread)
                     failed = not receive(guard, boxes, epoch, block, low, high, wanted)
                     if rooted and thread == 0 and not failed:
                         failed = not digests_match(guard, digest, due_from, low, high)
                     if failed:  # explore: give-up
                         break
-                    low[0] = own_low[step]
-                    high[0] = own_high[step]
+                    low[0] = own_low[tile]
+                    high[0] = own_high[tile]
                     shard = target, shard_bytes, vector, count
                     use(guard.rank, shard, taken, low, high, spare)
             if not failed:
                 wipe(own, block, epoch, thread)
-            start += steps * stride
+            start += tiles * stride
             if start - thread < vectors:
                 if rooted and thread == 0:  # explore: fence
                     # Orders what thread 0 has received before the synchronization: the
@@ -292,11 +292,11 @@ def kernel(
     op: Op,
     ragged: bool,
     transport: str,
-    steps: int,
+    tiles: int,
     kind: Exchange,
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged, transport, steps, kind)
+    constants = (size, element, op, ragged, transport, tiles, kind)
     arguments = (ADDRESS, ADDRESS, *7 * (types.int64,))
     weight = TRANSPORTS[transport].weight
     return binding.make_kernel(make_one_shot, constants, *arguments, weight=weight)
@@ -304,13 +304,13 @@ def kernel(
 
 def bind(transport: str, kind: Exchange, end: Endpoint, call: Call) -> Launch:
     """Return the packed launch."""
-    grid, steps = mailed_grid(end, transport, ONE_SHOT[transport], call.vectors)
+    grid, tiles = mailed_grid(end, transport, ONE_SHOT[transport], call.vectors)
     element, op, root = call.element, call.op, call.root
     words = f"{kind.output.name} of {call.count} {element.name} by {op!r}, root {root}"
     ragged = is_ragged(call)
     lane = element if kind.output.reduces else moved_as(call, ragged)
     return binding.launch(
-        kernel(end.size, lane, op, ragged, transport, steps, kind),
+        kernel(end.size, lane, op, ragged, transport, tiles, kind),
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
         kind.output.taken(end.rank, end.size, root),
         *kind.output.exchanged(end.rank, end.size, root),

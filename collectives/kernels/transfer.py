@@ -61,8 +61,8 @@ from numba_symm.collectives.protocols.credit import (
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
-    STEP_BYTES,
     THREADS,
+    TILE_BYTES,
     VECTOR,
     Channels,
     channels,
@@ -109,7 +109,7 @@ class Message(NamedTuple):
 def make_move(room: int, load: Any, store: Any) -> Callable[..., None]:
     """Return a device function that copies a chunk into its slot, or from it.
 
-    ``(sending, address, slot, chunk, low, high)``; ``chunk`` is ``(first, steps,
+    ``(sending, address, slot, chunk, low, high)``; ``chunk`` is ``(first, tiles,
     vectors, count)``: the index of the thread's first vector, how many it has at most,
     and the vectors and units of the message. A slot has ``room`` of a thread's.
     """
@@ -119,21 +119,21 @@ def make_move(room: int, load: Any, store: Any) -> Callable[..., None]:
     def move(
         sending: bool, address: int, slot: int, chunk: Any, low: Any, high: Any
     ) -> None:
-        first, steps, vectors, count = chunk
-        for base in range(0, steps, batch):
+        first, tiles, vectors, count = chunk
+        for base in range(0, tiles, batch):
             for i in range(batch):
                 vector = first + (base + i) * THREADS
-                if base + i < steps and vector < vectors:
+                if base + i < tiles and vector < vectors:
                     if sending:
                         words = load(address, vector, count)
                     else:
-                        words = ld_v2_u64(slot + (base + i) * STEP_BYTES)
+                        words = ld_v2_u64(slot + (base + i) * TILE_BYTES)
                     low[i], high[i] = words
             for i in range(batch):
                 vector = first + (base + i) * THREADS
-                if base + i < steps and vector < vectors:
+                if base + i < tiles and vector < vectors:
                     if sending:
-                        st_v2_u64(slot + (base + i) * STEP_BYTES, (low[i], high[i]))
+                        st_v2_u64(slot + (base + i) * TILE_BYTES, (low[i], high[i]))
                     else:
                         store(address, vector, count, low[i], high[i])
 
@@ -182,7 +182,7 @@ def make_places(size: int, at: Channels) -> Callable[..., Any]:
     """
     others = size - 1
     mirror = make_mirror(size)
-    slot_bytes = at.steps * STEP_BYTES
+    slot_bytes = at.tiles * TILE_BYTES
     flags, slots, credits_at = at.flags, at.slots, at.credits
     stride = at.number  # in memory, however few are used
 
@@ -227,8 +227,8 @@ def make_transfer(
     element = dtypes.element(f"int{8 * width}", "transfer")
     _, _, _, load, store = make_lanes(element, "sum", ragged, size)
     at = channels(size, alone)
-    others, pairs, room = size - 1, 2 * (size - 1), at.steps
-    slot_bytes, across, batch = room * STEP_BYTES, used * THREADS, min(room, LOADS)
+    others, pairs, room = size - 1, 2 * (size - 1), at.tiles
+    slot_bytes, across, batch = room * TILE_BYTES, used * THREADS, min(room, LOADS)
     epochs, lengths = at.epochs, at.lengths
     pair_lengths = 8 * at.messages * at.number  # in memory, however few are used
     find, places = make_find(size, messages, counted), make_places(size, at)
@@ -277,8 +277,8 @@ def make_transfer(
                     stopped = True
             vectors, count = (nbytes + VECTOR - 1) // VECTOR, nbytes // width
             # A small message is divided into thin chunks, for all channels.
-            steps = max(1, min(room, (vectors + across - 1) // across))
-            first = channel * steps * THREADS
+            tiles = max(1, min(room, (vectors + across - 1) // across))
+            first = channel * tiles * THREADS
             # An empty one is a chunk, too: the receiver may expect another size.
             last = 1 if nbytes == 0 else vectors
             size_word = word_of(nbytes << NUMBER_BITS)
@@ -295,10 +295,10 @@ def make_transfer(
                 stopped = sync_block_or(failed)  # explore: agree
                 if stopped:  # explore: give-up
                     break
-                chunk = first + thread, steps, vectors, count
+                chunk = first + thread, tiles, vectors, count
                 move(sending, address, slot_now, chunk, low, high)
                 hand_over(sending, flag_now, word, credit, epoch)
-                first += across * steps
+                first += across * tiles
         sync_block()  # a block without messages has not synchronized yet
         keep(marks, kept, block, epoch, failed)  # explore: keep
 
@@ -360,7 +360,7 @@ def bind_request(end: Endpoint, main: int, message: Message, receiving: bool) ->
 
 
 def _most_chunks(*messages: Message) -> int:
-    return max(1, *(divide_up(each.nbytes, STEP_BYTES) for each in messages))
+    return max(1, *(divide_up(each.nbytes, TILE_BYTES) for each in messages))
 
 
 def _bind(

@@ -49,7 +49,7 @@ LOADS = 4  # vectors that a thread loads before it posts them
 
 
 def make_two_shot(
-    size: int, element: Element, op: Op, ragged: bool, transport: str, steps: int
+    size: int, element: Element, op: Op, ragged: bool, transport: str, tiles: int
 ) -> Any:
     """Return the kernel; see ``one_shot.make_one_shot``."""
     region: Region = getattr(layout(size), f"two_shot_{transport}")
@@ -61,7 +61,7 @@ def make_two_shot(
     next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
     in_rank_order = make_in_rank_order(size)
     epochs, others = region.epochs, size - 1
-    batch = min(steps, max(1, LOADS // size))
+    batch = min(tiles, max(1, LOADS // size))
     held = max(size, batch * others)
 
     def two_shot(
@@ -90,28 +90,28 @@ def make_two_shot(
         # in between.
         while start - thread < share:
             epoch = next_epoch(epoch)
-            for group in range(0, steps, batch):
-                for step in range(batch):
-                    vector = start + (group + step) * stride
+            for group in range(0, tiles, batch):
+                for tile in range(batch):
+                    vector = start + (group + tile) * stride
                     if vector < share:
                         for k in range(others):
                             r = (guard.rank + 1 + k) % size
-                            at = step * others + k
+                            at = tile * others + k
                             low[at], high[at] = load(source, r * share + vector, count)
-                for step in range(batch):
-                    if start + (group + step) * stride < share and not failed:
-                        boxes = box(block, epoch, SCATTER, 0, group + step, thread)
+                for tile in range(batch):
+                    if start + (group + tile) * stride < share and not failed:
+                        boxes = box(block, epoch, SCATTER, 0, group + tile, thread)
                         for k in range(others):
-                            at = step * others + k
+                            at = tile * others + k
                             post_one(ring, k, boxes, low[at], high[at], epoch)
             # All threads have read the epoch before it changes. Here, because the
             # vectors take longer to arrive.
             sync_block()  # explore: resumed
-            for step in range(steps):
-                vector = start + step * stride
+            for tile in range(tiles):
+                vector = start + tile * stride
                 if vector < share and not failed:
                     mine = guard.rank * share + vector
-                    boxes = own + box(block, epoch, SCATTER, 0, step, thread)
+                    boxes = own + box(block, epoch, SCATTER, 0, tile, thread)
                     low[0], high[0] = load(source, mine, count)
                     failed = not receive(
                         guard, boxes, epoch, block, low, high, EVERYONE
@@ -121,16 +121,16 @@ def make_two_shot(
                     in_rank_order(guard.rank, low, high, spare)
                     packed = total(low, high, 0)
                     result = sent(packed[0], packed[1])
-                    boxes = box(block, epoch, GATHER, 0, step, thread)
+                    boxes = box(block, epoch, GATHER, 0, tile, thread)
                     for k in range(others):
                         post_one(ring, k, boxes, result[0], result[1], epoch)
                     if target != 0:
                         # explore: result
                         store(target, mine, count, result[0], result[1])
-            for step in range(steps):
-                vector = start + step * stride
+            for tile in range(tiles):
+                vector = start + tile * stride
                 if vector < share and not failed:
-                    boxes = own + box(block, epoch, GATHER, 0, step, thread)
+                    boxes = own + box(block, epoch, GATHER, 0, tile, thread)
                     failed = not receive(
                         guard, boxes, epoch, block, low, high, EVERYONE
                     )
@@ -142,7 +142,7 @@ def make_two_shot(
                             store(target, at, count, low[k + 1], high[k + 1])
             if not failed:
                 wipe(own, block, epoch, thread)
-            start += steps * stride
+            start += tiles * stride
             if start - thread < share:
                 failed = between_epochs(failed)
         keep(own, epochs, block, epoch, failed)
@@ -152,10 +152,10 @@ def make_two_shot(
 
 @functools.cache
 def kernel(
-    size: int, element: Element, op: Op, ragged: bool, transport: str, steps: int
+    size: int, element: Element, op: Op, ragged: bool, transport: str, tiles: int
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged, transport, steps)
+    constants = (size, element, op, ragged, transport, tiles)
     arguments = (ADDRESS, ADDRESS, types.int64, types.int64)
     weight = TRANSPORTS[transport].weight
     return binding.make_kernel(make_two_shot, constants, *arguments, weight=weight)
@@ -164,9 +164,9 @@ def kernel(
 def bind(transport: str, end: Endpoint, call: Call) -> Launch:
     """Return the packed launch."""
     share = shard(call.vectors, end.size)
-    grid, steps = mailed_grid(end, transport, TWO_SHOT[transport], share)
+    grid, tiles = mailed_grid(end, transport, TWO_SHOT[transport], share)
     ragged = is_ragged(call, share, end.size)
     return binding.launch(
-        kernel(end.size, call.element, call.op, ragged, transport, steps),
+        kernel(end.size, call.element, call.op, ragged, transport, tiles),
         *(end, grid, call.source, call.target, call.count, share),
     )

@@ -50,11 +50,11 @@ TRANSPORT = "marked"  # which keeps every bit
 
 
 def make_two_shot_broadcast(
-    size: int, element: Element, ragged: bool, steps: int
+    size: int, element: Element, ragged: bool, tiles: int
 ) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved.
 
-    A thread has ``steps`` vectors in transit at a time.
+    A thread has ``tiles`` vectors in transit at a time.
     """
     region = layout(size).two_shot_marked
     lanes = make_lanes(element, "sum", ragged, size)
@@ -100,10 +100,10 @@ def make_two_shot_broadcast(
         # As long as the block's first thread has a vector, as in one_shot.py.
         while start - thread < share:
             epoch = next_epoch(epoch)
-            for step in range(steps):
-                vector = start + step * stride
+            for tile in range(tiles):
+                vector = start + tile * stride
                 if vector < share and posts and not failed:
-                    boxes = box(block, epoch, SCATTER, 0, step, thread)
+                    boxes = box(block, epoch, SCATTER, 0, tile, thread)
                     for k in range(others):
                         low[k], high[k] = digest, DIGEST
                         if is_root:
@@ -113,10 +113,10 @@ def make_two_shot_broadcast(
             # All threads have read the epoch before it changes. Here, because the
             # vectors take longer to arrive.
             sync_block()  # explore: resumed
-            for step in range(steps):
-                vector = start + step * stride
+            for tile in range(tiles):
+                vector = start + tile * stride
                 if vector < share and wanted != 0 and not failed:
-                    boxes = own + box(block, epoch, SCATTER, 0, step, thread)
+                    boxes = own + box(block, epoch, SCATTER, 0, tile, thread)
                     failed = not receive(guard, boxes, epoch, block, low, high, wanted)
                     if thread == 0 and not failed:
                         failed = not digests_match(guard, digest, due_from, low, high)
@@ -124,15 +124,15 @@ def make_two_shot_broadcast(
                         break
                     if not is_root:
                         words = of_root(guard.rank, to_root, low, high, spare)
-                        boxes = box(block, epoch, RELAY, 0, step, thread)
+                        boxes = box(block, epoch, RELAY, 0, tile, thread)
                         for k in range(others):
                             if owners >> k & 1 != 0:
                                 post_one(ring, k, boxes, words[0], words[1], epoch)
                         store(array, mine * share + vector, count, words[0], words[1])
-            for step in range(steps):
-                vector = start + step * stride
+            for tile in range(tiles):
+                vector = start + tile * stride
                 if vector < share and owners != 0 and not failed:
-                    boxes = own + box(block, epoch, RELAY, 0, step, thread)
+                    boxes = own + box(block, epoch, RELAY, 0, tile, thread)
                     failed = not receive(guard, boxes, epoch, block, low, high, owners)
                     if failed:  # explore: give-up-relay
                         break
@@ -140,7 +140,7 @@ def make_two_shot_broadcast(
                         if owners >> k & 1 != 0:
                             at = (mine + 1 + k) % size * share + vector
                             store(array, at, count, low[k + 1], high[k + 1])
-            start += steps * stride
+            start += tiles * stride
             if start - thread < share:
                 if thread == 0:  # explore: fence
                     fence_acq_rel_sys()  # as in one_shot.py
@@ -151,9 +151,9 @@ def make_two_shot_broadcast(
 
 
 @functools.cache
-def kernel(size: int, element: Element, ragged: bool, steps: int) -> Kernel:
+def kernel(size: int, element: Element, ragged: bool, tiles: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = (size, element, ragged, steps)
+    constants = (size, element, ragged, tiles)
     arguments = (ADDRESS, *5 * (types.int64,))
     return binding.make_kernel(make_two_shot_broadcast, constants, *arguments)
 
@@ -161,12 +161,12 @@ def kernel(size: int, element: Element, ragged: bool, steps: int) -> Kernel:
 def bind(end: Endpoint, call: Call) -> Launch:
     """Return the packed launch, for three ranks or more."""
     share = shard(call.vectors, end.size - 1)
-    grid, steps = mailed_grid(end, TRANSPORT, TWO_SHOT[TRANSPORT], share)
+    grid, tiles = mailed_grid(end, TRANSPORT, TWO_SHOT[TRANSPORT], share)
     ragged = is_ragged(call, share, end.size - 1)
     words = f"broadcast of {call.count} {call.element.name}, root {call.root}"
     output, placed = Output.OF_ROOT, (end.rank, end.size, call.root)
     return binding.launch(
-        kernel(end.size, moved_as(call, ragged), ragged, steps),
+        kernel(end.size, moved_as(call, ragged), ragged, tiles),
         *(end, grid, call.target, call.count, share),
         *(output.taken(*placed), output.exchanged(*placed)[1], digest_word(words)),
     )

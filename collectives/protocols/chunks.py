@@ -1,7 +1,7 @@
 """A chunk of every shard: from a rank's array into slots, and from slots into it.
 
 See ``slots.py`` and ``chunked_all_reduce.py`` for these slots, and for when a block may
-use them. A block moves a chunk step by step. A thread loads several vectors before it
+use them. A block moves a chunk tile by tile. A thread loads several vectors before it
 stores them, so that their latencies overlap.
 """
 
@@ -13,8 +13,8 @@ from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
     LOADS,
-    STEP_BYTES,
     THREADS,
+    TILE_BYTES,
 )
 from numba_symm.device.intrinsics import device_function, ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import Load, Store
@@ -23,9 +23,9 @@ from numba_symm.device.lanes import Load, Store
 class Chunks(NamedTuple):
     """Device functions that move a chunk of the shards of all other ranks.
 
-    ``chunk`` is ``(next_owner, vector, steps, share, count, vectors)``: the shard of
+    ``chunk`` is ``(next_owner, vector, tiles, share, count, vectors)``: the shard of
     the next rank along the ring, the index in each shard of the thread's first vector,
-    the steps of the chunk, the vectors of a shard, and the elements and vectors of the
+    the tiles of the chunk, the vectors of a shard, and the elements and vectors of the
     array. ``low`` and ``high`` are local arrays.
 
     Attributes:
@@ -56,8 +56,8 @@ def make_chunks(
         short: whether the last shards may have fewer vectors than ``share``. Where they
             are reduced they do not: there, ``store`` takes care of the array's end.
     """
-    room = CHUNKED.steps(size)
-    rank_stride = room * STEP_BYTES
+    room = CHUNKED.tiles(size)
+    rank_stride = room * TILE_BYTES
     others = size - 1
     mirror = make_mirror(size)
     batch = min(room, max(1, LOADS // size))
@@ -76,19 +76,19 @@ def make_chunks(
         low: Any,
         high: Any,
     ) -> None:
-        next_owner, vector, steps, share, count, vectors = chunk
-        for base in range(0, steps, batch):
+        next_owner, vector, tiles, share, count, vectors = chunk
+        for base in range(0, tiles, batch):
             for i in range(batch * others):
-                step, k = base + i // others, i % others
-                owner, at = (next_owner + k) % size, vector + step * THREADS
-                if step < steps and inside(owner, at, share, vectors):
+                tile, k = base + i // others, i % others
+                owner, at = (next_owner + k) % size, vector + tile * THREADS
+                if tile < tiles and inside(owner, at, share, vectors):
                     low[i], high[i] = load(array, owner * share + at, count)
             for i in range(batch * others):
-                step, k = base + i // others, i % others
-                owner, at = (next_owner + k) % size, vector + step * THREADS
-                if step < steps and inside(owner, at, share, vectors):
+                tile, k = base + i // others, i % others
+                owner, at = (next_owner + k) % size, vector + tile * THREADS
+                if tile < tiles and inside(owner, at, share, vectors):
                     to = ring[k] + slot + mirror(k) * rank_stride
-                    st_v2_u64(to + step * STEP_BYTES, (low[i], high[i]))
+                    st_v2_u64(to + tile * TILE_BYTES, (low[i], high[i]))
 
     @device_function
     def collect(
@@ -98,18 +98,18 @@ def make_chunks(
         low: Any,
         high: Any,
     ) -> None:
-        next_owner, vector, steps, share, count, vectors = chunk
-        for base in range(0, steps, batch):
+        next_owner, vector, tiles, share, count, vectors = chunk
+        for base in range(0, tiles, batch):
             for i in range(batch * others):
-                step, k = base + i // others, i % others
-                owner, at = (next_owner + k) % size, vector + step * THREADS
-                if step < steps and inside(owner, at, share, vectors):
-                    here = slot + k * rank_stride + step * STEP_BYTES
+                tile, k = base + i // others, i % others
+                owner, at = (next_owner + k) % size, vector + tile * THREADS
+                if tile < tiles and inside(owner, at, share, vectors):
+                    here = slot + k * rank_stride + tile * TILE_BYTES
                     low[i], high[i] = ld_v2_u64(here)
             for i in range(batch * others):
-                step, k = base + i // others, i % others
-                owner, at = (next_owner + k) % size, vector + step * THREADS
-                exists = step < steps and inside(owner, at, share, vectors)
+                tile, k = base + i // others, i % others
+                owner, at = (next_owner + k) % size, vector + tile * THREADS
+                exists = tile < tiles and inside(owner, at, share, vectors)
                 if exists and array != 0:
                     store(array, owner * share + at, count, low[i], high[i])
 
@@ -123,12 +123,12 @@ def make_load_all(size: int, load: Load) -> Callable[..., None]:
     ``(slot, array, chunk, base, low, high, own_low, own_high)`` fills ``low`` and
     ``high`` with the words of each vector, in rank order: the own ones from the array,
     the others from the slots from the address ``slot`` on. ``chunk`` is ``(rank,
-    vector, steps, share, count, first)``: as in ``Chunks``, with this rank's number,
+    vector, tiles, share, count, first)``: as in ``Chunks``, with this rank's number,
     and the index in the array of its shard's first vector. ``own_low`` and ``own_high``
     are other local arrays. ``load`` is ``Lanes.load``.
     """
-    room = CHUNKED.steps(size)
-    rank_stride = room * STEP_BYTES
+    room = CHUNKED.tiles(size)
+    rank_stride = room * TILE_BYTES
     others = size - 1
     batch = min(room, max(1, LOADS // size))
 
@@ -143,17 +143,17 @@ def make_load_all(size: int, load: Load) -> Callable[..., None]:
         own_low: Any,
         own_high: Any,
     ) -> None:
-        rank, vector, steps, share, count, first = chunk
+        rank, vector, tiles, share, count, first = chunk
         for i in range(batch):
             at = vector + (base + i) * THREADS
-            if base + i < steps and at < share:
+            if base + i < tiles and at < share:
                 own_low[i], own_high[i] = load(array, first + at, count)
         for i in range(batch * size):
-            step, r = base + i // size, i % size
-            if step < steps and vector + step * THREADS < share:
+            tile, r = base + i // size, i % size
+            if tile < tiles and vector + tile * THREADS < share:
                 k = (r + others - rank) % size
                 if k < others:
-                    words = ld_v2_u64(slot + k * rank_stride + step * STEP_BYTES)
+                    words = ld_v2_u64(slot + k * rank_stride + tile * TILE_BYTES)
                     low[i], high[i] = words
                 else:
                     low[i] = own_low[i // size]

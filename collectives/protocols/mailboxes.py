@@ -1,6 +1,6 @@
 """Mailboxes: how vectors of 16 bytes reach a peer's waiting thread without a barrier.
 
-A thread has a mailbox in every peer's workspace for each half and step. The data itself
+A thread has a mailbox in every peer's workspace for each half and tile. The data itself
 shows that it has arrived, in one of three ways:
 
 ``sentinel``: the word of 64 one bits means "empty". As floats of any width, it contains
@@ -23,7 +23,7 @@ Only accesses of up to 8 bytes are assumed to be atomic, as in PTX's memory mode
 each element of a vector. So a vector and its marks may arrive in any order, and each of
 their words shows by itself whether it has arrived.
 
-Memory order. A mailbox belongs to (block, half, source, step, thread); its half is the
+Memory order. A mailbox belongs to (block, half, source, tile, thread); its half is the
 epoch's parity. In every epoch of a block, its thread 0 exchanges with every peer, both
 ways. A rank posts epoch k+2 into the half of epoch k only after it has received epoch
 k+1 from every peer. A peer posts epoch k+1 only after all threads of its block have
@@ -51,8 +51,8 @@ from numba_symm.collectives.protocols.binding import Endpoint
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     MARK,
-    STEP_BYTES,
     THREADS,
+    TILE_BYTES,
     VECTOR,
     Protocol,
     Region,
@@ -143,7 +143,7 @@ def _sent_as_it_is(low: int, high: int) -> Any:
 @device_function
 def _marks(box: int) -> int:
     """Return the address of the marks of this thread's vector."""
-    return box + STEP_BYTES - (VECTOR - MARK) * thread_index_x()  # explore: marks
+    return box + TILE_BYTES - (VECTOR - MARK) * thread_index_x()  # explore: marks
 
 
 @device_function
@@ -205,12 +205,12 @@ def peek_packets(box: int, stride: int, epoch: int) -> Any:
 
 @device_function
 def _post_ll(box: int, low: int, high: int, epoch: int) -> None:
-    post_packets(box, STEP_BYTES, low, high, epoch)
+    post_packets(box, TILE_BYTES, low, high, epoch)
 
 
 @device_function
 def _peek_ll(box: int, epoch: int) -> Any:
-    return peek_packets(box, STEP_BYTES, epoch)
+    return peek_packets(box, TILE_BYTES, epoch)
 
 
 @device_function
@@ -221,7 +221,7 @@ def _clear_ll(box: int) -> None:
 @device_function
 def _wipe_ll(box: int) -> None:
     st_relaxed_sys_v2_u64(box, (0, 0))
-    st_relaxed_sys_v2_u64(box + STEP_BYTES, (0, 0))  # explore: wipe-second
+    st_relaxed_sys_v2_u64(box + TILE_BYTES, (0, 0))  # explore: wipe-second
 
 
 TRANSPORTS = {
@@ -239,13 +239,13 @@ TRANSPORTS = {
 def mailed_grid(
     end: Endpoint, transport: str, protocol: Protocol, vectors: int
 ) -> tuple[int, int]:
-    """Return the grid of a call of so many vectors, and the steps of its kernel.
+    """Return the grid of a call of so many vectors, and the tiles of its kernel.
 
     All threads have the same number of vectors, as far as possible.
     """
     most = min(end.max_blocks // TRANSPORTS[transport].weight, protocol.most(end.size))
-    steps = divide_up(vectors, THREADS)
-    grid = divide_up(steps, divide_up(steps, max(1, most)))
+    tiles = divide_up(vectors, THREADS)
+    grid = divide_up(tiles, divide_up(tiles, max(1, most)))
     return grid, protocol.needed(vectors, grid, end.size)
 
 
@@ -256,7 +256,7 @@ class Mailboxes(NamedTuple):
 
     Attributes:
         next_epoch: ``(epoch)`` returns the epoch that follows.
-        box: ``(block, epoch, set, k, step, thread)`` returns the offset, in a
+        box: ``(block, epoch, set, k, tile, thread)`` returns the offset, in a
             workspace, of the mailbox for the k-th of the ring.
         sent: ``(low, high)`` returns a vector as it arrives. Its sender continues with
             that where all ranks must have the same bits.
@@ -346,7 +346,7 @@ def make_mailboxes(
         transport: a name of ``TRANSPORTS``.
         region: where the protocol's state lies.
         protocol: how many slots a thread has.
-        sets: how many vectors a rank sends to each rank in a step, one after another.
+        sets: how many vectors a rank sends to each rank in a tile, one after another.
         operation: the number in ``waits.py`` for a wait that is given up.
     """
     made = _make_of_all(size, transport, region, protocol, sets)
@@ -375,9 +375,9 @@ def _make_of_all(
     _, sent, post_to, peek, clear, wipe_box = TRANSPORTS[transport]
     others = size - 1
     mirror = make_mirror(size)
-    count = protocol.steps(size)
-    step_bytes = protocol.step_bytes
-    line = protocol.most(size) * step_bytes
+    count = protocol.tiles(size)
+    tile_bytes = protocol.tile_bytes
+    line = protocol.most(size) * tile_bytes
     rank_stride = count * line  # explore: rank-stride
     set_stride = others * rank_stride
     half_stride = sets * set_stride
@@ -390,12 +390,12 @@ def _make_of_all(
         return 1 if epoch >= last_epoch else epoch + 1
 
     @device_function
-    def box(block: int, epoch: int, which: int, k: int, step: int, thread: int) -> int:
-        # In each step, the blocks' slots are adjacent, as in the message, so that their
+    def box(block: int, epoch: int, which: int, k: int, tile: int, thread: int) -> int:
+        # In each tile, the blocks' slots are adjacent, as in the message, so that their
         # stores are spread over all of the memory's channels.
         half = slots + (epoch & 1) * half_stride + which * set_stride  # explore: half
-        # explore: step
-        at = k * rank_stride + step * line + block * step_bytes + thread * VECTOR
+        # explore: tile
+        at = k * rank_stride + tile * line + block * tile_bytes + thread * VECTOR
         return half + at
 
     @device_function

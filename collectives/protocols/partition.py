@@ -1,4 +1,4 @@
-"""How a message is divided among ranks, blocks and steps."""
+"""How a message is divided among ranks, blocks and tiles."""
 
 from typing import NamedTuple
 
@@ -49,23 +49,23 @@ class Chunks(NamedTuple):
 
     Attributes:
         grid: number of blocks.
-        steps: vectors of a thread in a chunk.
+        tiles: vectors of a thread in a chunk.
         number: how many chunks each block has, one after another.
     """
 
     grid: int
-    steps: int
+    tiles: int
     number: int
 
 
 def chunks_of(vectors: int, size: int, max_blocks: int) -> Chunks:
-    """Return the chunks: of equal steps, rather thin than in few blocks.
+    """Return the chunks: equally long, and of few tiles in many blocks.
 
     A last chunk of few vectors would take as long as any other.
     """
     most = min(max_blocks, CHUNKED.most(size))
-    all_steps = divide_up(vectors, THREADS)
-    number = divide_up(all_steps, most * CHUNKED.steps(size))
-    steps = divide_up(all_steps, most * number)
-    grid = divide_up(all_steps, steps * number)
-    return Chunks(grid, steps, number)
+    all_tiles = divide_up(vectors, THREADS)
+    number = divide_up(all_tiles, most * CHUNKED.tiles(size))
+    tiles = divide_up(all_tiles, most * number)
+    grid = divide_up(all_tiles, tiles * number)
+    return Chunks(grid, tiles, number)

@@ -15,7 +15,7 @@ in the other half.
 import functools
 from collections.abc import Callable
 
-from numba_symm.collectives.protocols.workspace import CHUNKED, STEP_BYTES, layout
+from numba_symm.collectives.protocols.workspace import CHUNKED, TILE_BYTES, layout
 from numba_symm.device.intrinsics import device_function
 
 
@@ -25,10 +25,10 @@ def make_place(size: int) -> Callable[[int, int, int], int]:
 
     ``(block, before, chunk)`` returns the offset, in a workspace, of the slots of a
     chunk in a call that began after epoch ``before``: for each neighbour, along the
-    ring, ``CHUNKED.steps(size)`` steps.
+    ring, ``CHUNKED.tiles(size)`` tiles.
     """
     slots = layout(size).chunked.slots
-    set_stride = (size - 1) * CHUNKED.steps(size) * STEP_BYTES
+    set_stride = (size - 1) * CHUNKED.tiles(size) * TILE_BYTES
 
     @device_function
     def place(block: int, before: int, chunk: int) -> int:

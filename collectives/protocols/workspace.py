@@ -2,7 +2,7 @@
 
 One allocation a rank, at most 192 MiB, with separate state for each protocol, so that
 calls of any size and algorithm may follow one another, eager or replayed. A slot's
-address follows from (protocol, block, parity, source, step, thread) and never from a
+address follows from (protocol, block, parity, source, tile, thread) and never from a
 message's size or alignment.
 """
 
@@ -49,11 +49,11 @@ REGISTERS = 64
 VECTOR = 16
 """Bytes that a thread moves at a time."""
 
-STEP_BYTES = THREADS * VECTOR
-"""Bytes of a step: of one vector for each thread of a block."""
+TILE_BYTES = THREADS * VECTOR
+"""Bytes of a tile: of one vector for each thread of a block."""
 
 MARK = 4
-"""Bytes of the marks of a vector. Those of a step follow its vectors."""
+"""Bytes of the marks of a vector. Those of a tile follow its vectors."""
 
 _LINE = 128  # regions begin on cache lines of their own
 
@@ -120,20 +120,20 @@ class Protocol(NamedTuple):
         blocks: most blocks of a call of few ranks.
         vectors: how many a thread has slots for in a half, all other ranks taken
             together; more only if there are more ranks.
-        step_bytes: bytes of the slots of a step, with their marks or flags.
+        tile_bytes: bytes of the slots of a tile, with their marks or flags.
         few: how many ranks are few, as a power of 2.
     """
 
     blocks: int
     vectors: int
-    step_bytes: int = STEP_BYTES
+    tile_bytes: int = TILE_BYTES
     few: int = 3
 
     def most(self, size: int) -> int:
         """Return the most blocks of a call: fewer for many ranks, to limit memory."""
         return max(1, self.blocks >> max(0, (size - 1).bit_length() - self.few))
 
-    def steps(self, size: int) -> int:
+    def tiles(self, size: int) -> int:
         """Return for how many vectors of each other rank a thread has slots.
 
         A power of 2, so that groups of them are whole.
@@ -141,12 +141,12 @@ class Protocol(NamedTuple):
         return 1 << (max(1, self.vectors // max(1, size - 1)).bit_length() - 1)
 
     def needed(self, vectors: int, grid: int, size: int) -> int:
-        """Return how many of these steps a message takes, rounded to a power of 2."""
-        steps = divide_up(vectors, grid * THREADS)
-        return min(self.steps(size), 1 << (steps - 1).bit_length())
+        """Return how many of these tiles a message takes, rounded to a power of 2."""
+        tiles = divide_up(vectors, grid * THREADS)
+        return min(self.tiles(size), 1 << (tiles - 1).bit_length())
 
 
-MARKED_BYTES, PACKETS_BYTES = STEP_BYTES + max(VECTOR, MARK * THREADS), 2 * STEP_BYTES
+MARKED_BYTES, PACKETS_BYTES = TILE_BYTES + max(VECTOR, MARK * THREADS), 2 * TILE_BYTES
 
 
 def _blocks(blocks: int) -> int:
@@ -183,8 +183,8 @@ DEPTH = 2
 """Slots of a channel of ``transfer.py``."""
 
 _CHANNELS = _blocks(64)
-_MOST_STEPS = 2 if SIMULATED else 16
-_REQUEST_STEPS = 4
+_MOST_TILES = 2 if SIMULATED else 16
+_REQUEST_TILES = 4
 
 
 def channels_of(size: int) -> int:
@@ -209,11 +209,11 @@ def most_messages(size: int, counted: bool = False) -> int:
     return 1 << (_ARGUMENTS // (8 * words * max(1, size - 1))).bit_length() - 1
 
 
-def transfer_steps(size: int) -> int:
+def transfer_tiles(size: int) -> int:
     """Return how many vectors of a thread a slot of ``transfer.py`` holds."""
     region = layout(size).transfer
     slots = DEPTH * max(1, size - 1) * channels_of(size)
-    return (region.end - region.slots) // (slots * STEP_BYTES)
+    return (region.end - region.slots) // (slots * TILE_BYTES)
 
 
 class Channels(NamedTuple):
@@ -221,7 +221,7 @@ class Channels(NamedTuple):
 
     Attributes:
         number: channels of each direction of a pair.
-        steps: steps of a slot.
+        tiles: tiles of a slot.
         messages: messages of a direction in a launch, at most.
         epochs: a uint32 for each of this rank's blocks: its last chunk.
         flags: a word for each slot, which the sender raises.
@@ -232,7 +232,7 @@ class Channels(NamedTuple):
     """
 
     number: int
-    steps: int
+    tiles: int
     messages: int
     epochs: int
     flags: int
@@ -257,16 +257,16 @@ def channels(size: int, requests: bool) -> Channels:
         credits_at = at.flags + 8 * DEPTH * number * others
         lengths = layout(size).lengths.slots
         return Channels(
-            *(number, transfer_steps(size), most_messages(size, True)),
+            *(number, transfer_tiles(size), most_messages(size, True)),
             *(at.epochs, at.flags, credits_at, at.slots, lengths, at.end),
         )
-    lanes, steps = HELD * others, min(_REQUEST_STEPS, _MOST_STEPS)
+    lanes, tiles = HELD * others, min(_REQUEST_TILES, _MOST_TILES)
     epochs, flags = 0, _lines(4 * 2 * lanes)  # no marks: those are in the main one
     credits_at = flags + _lines(8 * DEPTH * lanes)
     lengths = credits_at + _lines(4 * lanes)
     slots = lengths + _lines(8 * lanes)
-    end = slots + DEPTH * lanes * steps * STEP_BYTES
-    return Channels(HELD, steps, 1, epochs, flags, credits_at, slots, lengths, end)
+    end = slots + DEPTH * lanes * tiles * TILE_BYTES
+    return Channels(HELD, tiles, 1, epochs, flags, credits_at, slots, lengths, end)
 
 
 @functools.cache
@@ -274,8 +274,8 @@ def layout(size: int) -> Layout:
     """Return the layout for ``size`` ranks."""
 
     def taken(protocol: Protocol, sets: int) -> int:
-        steps = (size - 1) * protocol.steps(size) * sets
-        return protocol.most(size) * 2 * steps * protocol.step_bytes
+        tiles = (size - 1) * protocol.tiles(size) * sets
+        return protocol.most(size) * 2 * tiles * protocol.tile_bytes
 
     slots = {
         "barrier": 0,
@@ -292,10 +292,10 @@ def layout(size: int) -> Layout:
         end = regions[name].end
     # Transfers have what remains, because their slots may have any size.
     left = LIMIT - _region(end, size, 0).end
-    step_bytes = DEPTH * (size - 1) * channels_of(size) * STEP_BYTES
-    fitting = max(1, left // max(1, step_bytes))
-    steps = min(_MOST_STEPS, 1 << fitting.bit_length() - 1)
-    regions["transfer"] = _region(end, size, steps * step_bytes)
+    tile_bytes = DEPTH * (size - 1) * channels_of(size) * TILE_BYTES
+    fitting = max(1, left // max(1, tile_bytes))
+    tiles = min(_MOST_TILES, 1 << fitting.bit_length() - 1)
+    regions["transfer"] = _region(end, size, tiles * tile_bytes)
     copied = COPIED if 1 < size <= COPYING else 0
     regions["copied"] = _region(regions["transfer"].end, size, copied)
     return Layout(size=size, nbytes=regions["copied"].end, **regions)

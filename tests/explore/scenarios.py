@@ -321,8 +321,8 @@ def all_reduces_at_the_wrap(code, algorithm):
 def plant_old_packets(world, workspace, region, algorithm):
     """Fill mailboxes with packets of the first epochs of their half."""
     sets = 2 if algorithm.startswith("two") else 1
-    steps = world.code.workspace.ONE_SHOT["ll"].steps(world.size)
-    boxes = world.blocks * world.code.shape.threads * sets * (world.size - 1) * steps
+    tiles = world.code.workspace.ONE_SHOT["ll"].tiles(world.size)
+    boxes = world.blocks * world.code.shape.threads * sets * (world.size - 1) * tiles
     packets = 2 * boxes  # in a half
     assert region.slots + 2 * 16 * packets <= region.end
     for packet in range(2 * packets):

@@ -261,21 +261,21 @@ def program(path: Path, code: SimpleNamespace, *edits: tuple[str, str]) -> Modul
 
 def _shrink(workspace: ModuleType, shape: Shape) -> None:
     threads, blocks, vectors = shape
-    workspace.STEP_BYTES = threads * workspace.VECTOR
+    workspace.TILE_BYTES = threads * workspace.VECTOR
     workspace.THREADS, workspace.MAX_BLOCKS = threads, blocks
     workspace.MOST_BLOCKS = 4 * max(threads, blocks)
     small = workspace.Protocol(blocks, vectors)
     workspace.CHUNKED = small
-    workspace._MOST_STEPS = vectors
+    workspace._MOST_TILES = vectors
     workspace.COPIED = 128
-    step = workspace.STEP_BYTES
-    step_bytes = {
-        "sentinel": step,
-        "marked": step + max(workspace.VECTOR, workspace.MARK * threads),
-        "ll": 2 * step,
+    tile = workspace.TILE_BYTES
+    tile_bytes = {
+        "sentinel": tile,
+        "marked": tile + max(workspace.VECTOR, workspace.MARK * threads),
+        "ll": 2 * tile,
     }
     protocols = {
-        name: small._replace(step_bytes=nbytes) for name, nbytes in step_bytes.items()
+        name: small._replace(tile_bytes=nbytes) for name, nbytes in tile_bytes.items()
     }
     for table in ("ONE_SHOT", "TWO_SHOT"):
         names = getattr(workspace, table)

@@ -104,10 +104,10 @@ BROKEN = {
         within("mailboxes", "half", "which * set_stride", "0"),
     ),
 }
-OF_TWO_RANKS_BROKEN = {  # who have more than one step
-    "one mailbox for all steps": (
+OF_TWO_RANKS_BROKEN = {  # who have more than one tile
+    "one mailbox for all tiles": (
         MAILED,
-        within("mailboxes", "step", "step * line", "0"),
+        within("mailboxes", "tile", "tile * line", "0"),
     ),
 }
 WRAP_BROKEN = {

@@ -1,7 +1,7 @@
 """The protocols in larger shapes than elsewhere, with few schedules each.
 
 More threads, blocks and vectors of a thread, and up to four ranks: mailboxes of several
-steps, blocks without work, numbers of ranks that are not powers of 2.
+tiles, blocks without work, numbers of ranks that are not powers of 2.
 """
 
 import pytest

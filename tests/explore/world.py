@@ -100,9 +100,9 @@ class World(Messages):
         code = self.code.workspace
         for region in self.layout.sentinels:
             if region.slots <= offset < region.end:
-                place = (offset - region.slots) % code.ONE_SHOT["marked"].step_bytes
+                place = (offset - region.slots) % code.ONE_SHOT["marked"].tile_bytes
                 marked = self.layout.one_shot_marked, self.layout.two_shot_marked
-                nbytes = 4 if region in marked and place >= code.STEP_BYTES else 8
+                nbytes = 4 if region in marked and place >= code.TILE_BYTES else 8
                 return nbytes, ones(nbytes)
         return 0, 0
 

@@ -51,8 +51,8 @@ ALL, GATHER, SCATTER, SCAN, EXSCAN, REDUCE, BROADCAST = (
 
 def two_shot_of(transport):
     def make(n, element, op):
-        steps = TWO_SHOT[transport].steps(n)
-        return two_shot.kernel(n, element, op, False, transport, steps)
+        tiles = TWO_SHOT[transport].tiles(n)
+        return two_shot.kernel(n, element, op, False, transport, tiles)
 
     return make
 

@@ -17,13 +17,13 @@ def test_every_number_of_ranks_has_room(size):
     assert at.copied.end - at.copied.slots == copied
     assert at.nbytes - copied <= workspace.LIMIT
     if size > 1:
-        assert workspace.transfer_steps(size) in (1, 2, 4, 8, 16)
+        assert workspace.transfer_tiles(size) in (1, 2, 4, 8, 16)
 
 
 def test_a_thin_message_is_spread_over_all_blocks():
     most = workspace.CHUNKED.blocks
-    grid, steps, number = partition.chunks_of(most * workspace.THREADS, 2, most)
-    assert (grid, steps, number) == (most, 1, 1)
-    grid, steps, number = partition.chunks_of(10**6, 2, most)
-    assert steps == workspace.CHUNKED.steps(2)
-    assert grid * steps * number * workspace.THREADS >= 10**6
+    grid, tiles, number = partition.chunks_of(most * workspace.THREADS, 2, most)
+    assert (grid, tiles, number) == (most, 1, 1)
+    grid, tiles, number = partition.chunks_of(10**6, 2, most)
+    assert tiles == workspace.CHUNKED.tiles(2)
+    assert grid * tiles * number * workspace.THREADS >= 10**6

@@ -52,24 +52,24 @@ def a_dtype(algorithm, number):
     return kinds[number % len(kinds)]
 
 
-def tiles(algorithm, dtype, comm):
-    """Return the counts at which an algorithm needs another block, step or epoch.
+def edges_of(algorithm, dtype, comm):
+    """Return the counts at which an algorithm needs another block, tile or epoch.
 
-    Those of a block, of a step of the whole grid, of an epoch, and of two epochs.
+    Those of a block, of a tile of the whole grid, of an epoch, and of two epochs.
     """
     lanes, size, blocks = 16 // dtype.itemsize, comm.size, comm._calls.end.max_blocks
     kind, _, transport = algorithm.rpartition("_")
     if algorithm in MAILED:
         protocol = {"one_shot": ONE_SHOT, "two_shot": TWO_SHOT}[kind][transport]
         blocks = min(blocks // TRANSPORTS[transport].weight, protocol.blocks)
-        block, steps = THREADS, protocol.steps(size)
+        block, tiles = THREADS, protocol.tiles(size)
     elif algorithm == DIRECT:
         blocks = min(blocks, BLOCKS)
-        block, steps = THREADS, max(1, LOADS // size)
+        block, tiles = THREADS, max(1, LOADS // size)
     else:  # of "chunked"; "copy_engine" has more chunks there in the simulator
         blocks = min(blocks, CHUNKED.blocks)
-        block, steps = CHUNKED.steps(size) * THREADS, 1
-    edges = [block, blocks * block, blocks * block * steps, 2 * blocks * block * steps]
+        block, tiles = CHUNKED.tiles(size) * THREADS, 1
+    edges = [block, blocks * block, blocks * block * tiles, 2 * blocks * block * tiles]
     shards = 1 if algorithm.startswith("one_shot") else size
     return sorted({lanes * shards * edge for edge in edges})
 

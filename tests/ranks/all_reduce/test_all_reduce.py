@@ -24,11 +24,11 @@ from tests.ranks.all_reduce.cases import (
     Call,
     Case,
     a_dtype,
+    edges_of,
     let_be_direct,
     named,
     run,
     takes,
-    tiles,
 )
 from tests.ranks.helpers import (
     digest,
@@ -55,7 +55,7 @@ def sampled(seed, algorithm, dtype, comm, largest):
     lot = random.Random(seed)
     cases = []
     for op in OPS[DTYPES.index(dtype) % 2 :: 2]:
-        tiled = tiles(algorithm or lot.choice(LL), dtype, comm)
+        tiled = edges_of(algorithm or lot.choice(LL), dtype, comm)
         edges = [n + d for n in tiled for d in (-1, 0, 1)]
         counts = [1, 2, 3, 5, 7, 13, 31, 61, 127, *(n for n in edges if n <= largest)]
         case = Case(algorithm, dtype, op, lot.choice(counts), lot.choice(PLACES))
@@ -91,7 +91,7 @@ def test_counts_around_every_tile(comm, world, algorithm, number):
     if SIMULATED:
         end = replace(comm._calls.end, max_blocks=2)  # on all ranks: smaller epochs
         comm._calls.end = end
-    edges = [edge + d for edge in tiles(algorithm, dtype, comm) for d in (-1, 0, 1)]
+    edges = [edge + d for edge in edges_of(algorithm, dtype, comm) for d in (-1, 0, 1)]
     counts = {0, 1, 2, 3, 7, *edges}
     if SIMULATED:  # the other half of them with the other dtype
         counts = sorted(counts)[number::2]
@@ -261,7 +261,7 @@ def mixed(seed, steps, comm):
     for step in range(steps):
         algorithm = lot.choice([*ALGORITHMS, None])
         dtype = a_dtype(algorithm, lot.randrange(6))
-        edges = tiles(algorithm or lot.choice(LL), dtype, comm)
+        edges = edges_of(algorithm or lot.choice(LL), dtype, comm)
         most = 70 if SIMULATED else edges[-1] + 3
         counts = [0, 1, 2, 9, lot.randrange(1, 40), lot.randrange(1, most)]
         case = Case(algorithm, dtype, lot.choice(OPS), lot.choice(counts), seed=step)

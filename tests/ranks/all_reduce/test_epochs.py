@@ -8,8 +8,8 @@ import pytest
 from numba_symm.collectives.protocols.mailboxes import LAST_EPOCH, TRANSPORTS
 from numba_symm.collectives.protocols.workspace import (
     ONE_SHOT,
-    STEP_BYTES,
     THREADS,
+    TILE_BYTES,
     layout,
 )
 from numba_symm.environment import SIMULATED
@@ -78,13 +78,13 @@ class Workspace:
         """Put packets into one_shot_ll's mailbox of the first thread."""
         size, protocol = self.comm.size, ONE_SHOT["ll"]
         k = (source - self.comm.rank - 1) % size
-        rank_stride = protocol.steps(size) * protocol.most(size) * protocol.step_bytes
+        rank_stride = protocol.tiles(size) * protocol.most(size) * protocol.tile_bytes
         half = (epoch & 1) * (size - 1) * rank_stride
         box = self.base + self.at.one_shot_ll.slots + half + k * rank_stride
         packet = np.array([data & 0xFFFFFFFF, epoch, data >> 32, epoch], np.uint32)
         nothing = np.array([0, epoch, 0, epoch], np.uint32)
         self.memory.write(box, packet.tobytes())
-        self.memory.write(box + STEP_BYTES, nothing.tobytes())
+        self.memory.write(box + TILE_BYTES, nothing.tobytes())
 
 
 @pytest.mark.parametrize("algorithm", [n for n in ALGORITHMS if n != COPIES])
@@ -126,7 +126,7 @@ def test_packets_of_before_the_wrap_are_not_taken(comm, world):
             time.sleep(0.1)  # time enough for the others to take a stale packet
 
     # Every mailbox of all blocks and threads, in one epoch.
-    all_of_them = blocks * THREADS * protocol.steps(comm.size)
+    all_of_them = blocks * THREADS * protocol.tiles(comm.size)
     for block in {0, blocks - 1}:
         workspace.reset()
         run(comm, world, calls(all_of_them, 1, 2))  # epochs 1 and 2

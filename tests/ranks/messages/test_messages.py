@@ -11,11 +11,11 @@ from mpi4py import MPI
 import numba_symm as ns
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
-    STEP_BYTES,
+    TILE_BYTES,
     VECTOR,
     channels_of,
     most_messages,
-    transfer_steps,
+    transfer_tiles,
 )
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import needs_peers, ordinary, put, refused, wait_for
@@ -31,9 +31,9 @@ from tests.ranks.messages.contents import (
 
 def edges(size):
     """Return sizes of messages around those that need another chunk or channel."""
-    channels, steps = channels_of(size), transfer_steps(size)
-    in_steps = [1, channels, channels * steps, channels * steps * DEPTH]
-    whole = [STEP_BYTES * number for number in in_steps]
+    channels, tiles = channels_of(size), transfer_tiles(size)
+    in_tiles = [1, channels, channels * tiles, channels * tiles * DEPTH]
+    whole = [TILE_BYTES * number for number in in_tiles]
     found = {0, 1, 3, VECTOR, *(n + d for n in whole for d in (-1, 0, 1))}
     return sorted(n for n in found | {3 * whole[-1] + 5} if n >= 0)
 

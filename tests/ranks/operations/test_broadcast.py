@@ -51,7 +51,7 @@ def edges(dtype, algorithm, comm):
     lanes = max(1, 16 // dtype.itemsize)
     shares = max(1, comm.size - 1)
     if not algorithm.endswith("marked"):
-        unit = CHUNKED.steps(comm.size) * THREADS * shares
+        unit = CHUNKED.tiles(comm.size) * THREADS * shares
         blocks = min(comm._calls.end.max_blocks, CHUNKED.blocks)
         most = (2 * blocks, 5 * blocks)
     else:
@@ -61,7 +61,7 @@ def edges(dtype, algorithm, comm):
         unit = THREADS * shares
         most = (
             min(comm._calls.end.max_blocks, protocol.blocks)
-            * protocol.steps(comm.size),
+            * protocol.tiles(comm.size),
         )
     found = {1, lanes, LINE * lanes * shares}
     found |= {unit * lanes * times for times in (1, *most)}

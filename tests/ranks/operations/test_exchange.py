@@ -41,10 +41,10 @@ def edges(dtype, algorithm, size, blocks):
         unit, grid = THREADS, min(blocks, handshake.BLOCKS)
         most = (grid, grid * max(1, LOADS // size))
     elif not algorithm.startswith("one_shot"):
-        unit, most = CHUNKED.steps(size) * THREADS, (blocks, 5 * blocks)
+        unit, most = CHUNKED.tiles(size) * THREADS, (blocks, 5 * blocks)
     else:
         protocol, unit = ONE_SHOT[algorithm.removeprefix("one_shot_")], THREADS
-        most = (min(blocks, protocol.blocks) * protocol.steps(size),)
+        most = (min(blocks, protocol.blocks) * protocol.tiles(size),)
     found = {1, 2, 3, lanes}
     found |= {unit * lanes * times for times in (1, *most)}
     if SIMULATED:  # where an epoch takes tens of milliseconds

@@ -55,16 +55,16 @@ def edges(dtype, algorithm, size, blocks):
     if algorithm in ("chunked", "direct"):
         of_two = 1 if algorithm == "direct" else 2
         shares = size - 1 if size > 2 else min(size, of_two)
-        unit, most = CHUNKED.steps(size) * THREADS * shares, (2 * blocks, 5 * blocks)
+        unit, most = CHUNKED.tiles(size) * THREADS * shares, (2 * blocks, 5 * blocks)
     else:
         two = algorithm.startswith("two_shot")
         protocol = (TWO_SHOT if two else ONE_SHOT)[algorithm.rpartition("_")[2]]
         shares = size if two else 1
         unit = THREADS * shares
-        most = (min(blocks, protocol.blocks) * protocol.steps(size),)
+        most = (min(blocks, protocol.blocks) * protocol.tiles(size),)
     found = {1, lanes, LINE * lanes * shares}
     if algorithm == "chunked" and size == 2:  # one way up to a chunk of all blocks
-        found |= {blocks * CHUNKED.steps(2) * THREADS * lanes}
+        found |= {blocks * CHUNKED.tiles(2) * THREADS * lanes}
     found |= {unit * lanes * times for times in (1, *most)}
     if algorithm == "direct":  # a vector for each thread of an owner, and a batch
         grid = min(blocks, BLOCKS) * THREADS * shares

@@ -57,10 +57,10 @@ def edges(dtype, algorithm, size, blocks):
     """Return counts around where another vector, chunk or epoch begins."""
     lanes = 16 // dtype.itemsize
     if algorithm == "chunked":
-        unit, most = CHUNKED.steps(size) * THREADS, blocks
+        unit, most = CHUNKED.tiles(size) * THREADS, blocks
     else:
         protocol = ONE_SHOT[algorithm.removeprefix("one_shot_")]
-        unit, most = THREADS, min(blocks, protocol.blocks) * protocol.steps(size)
+        unit, most = THREADS, min(blocks, protocol.blocks) * protocol.tiles(size)
     found = {1, lanes, unit * lanes, unit * lanes * most}
     if SIMULATED:  # where an epoch takes tens of milliseconds
         found = {count for count in found if count * dtype.itemsize < 20_000}
