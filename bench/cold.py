@@ -47,7 +47,7 @@ Record = Mapping[str, Any]
 
 @contextmanager
 def kernel_cache(folder: Path | None, ranks: Any) -> Iterator[str]:
-    """Keep compiled kernels in a folder, for all ranks of this host. Collective.
+    """Keep compiled kernels in a folder, for all ranks of this node. Collective.
 
     Args:
         folder: the folder; None: a new one, which is deleted at the end.

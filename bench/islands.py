@@ -9,12 +9,12 @@ from numba_symm.collectives.communicator import Communicator
 from numba_symm.islands import Islands
 
 NCCL_HOST = "NCCL_HOSTID"
-"""NCCL's variable for the name of a host. Ranks of different hosts exchange bytes over
+"""NCCL's variable for the name of a node. Ranks of different nodes exchange bytes over
 NCCL's network transport, even if their GPUs have peer access."""
 
 
 def pretend(size: int, ranks: Any) -> None:
-    """Divide the ranks of each host into islands, for this library and for NCCL.
+    """Divide the ranks of each node into islands, for this library and for NCCL.
 
     Collective, before either is loaded. A variable that the user has set is kept.
 

@@ -1,4 +1,4 @@
-"""A model of calls over several hosts, from measured times within a host and of a link.
+"""A model of calls over several nodes, from measured times within a node and of a link.
 
     python -m numba_symm.bench.model --plot model.png
 
@@ -77,13 +77,13 @@ def interpolated(points: Mapping[int, float]) -> Curve:
 
 
 @dataclass(frozen=True)
-class Hosts:
-    """Equal hosts.
+class Nodes:
+    """Equal nodes.
 
     Attributes:
         number: how many.
         gpus: of each.
-        within: by operation, the curve within a host; none is needed for one GPU.
+        within: by operation, the curve within a node; none is needed for one GPU.
         link: of each GPU.
     """
 
@@ -93,7 +93,7 @@ class Hosts:
     link: Callable[[float], float]
 
     def inside(self, operation: str, nbytes: float) -> float:
-        """Return the microseconds of an operation within a host."""
+        """Return the microseconds of an operation within a node."""
         return self.within[operation](nbytes) if self.gpus > 1 else 0.0
 
     def combined(self, parts: int, nbytes: float) -> float:
@@ -203,16 +203,16 @@ BOUNDS: dict[str, Callable[[int], float]] = {
     "all_gather": lambda m: (m - 1) / m,
     "broadcast": lambda m: 1.0,
 }
-"""By operation, how often a host sends or receives a message's bytes at least."""
+"""By operation, how often a node sends or receives a message's bytes at least."""
 
 
-def bound(operation: str, hosts: Hosts, nbytes: int) -> float:
+def bound(operation: str, nodes: Nodes, nbytes: int) -> float:
     """Return the microseconds that the slower link needs.
 
-    That is the NICs', for what must cross, or the one within a host, for the operation.
+    That is the NICs', for what must cross, or the one within a node, for the operation.
     """
-    crossing = BOUNDS[operation](hosts.number) * nbytes / hosts.gpus
-    return max(hosts.link(crossing), hosts.inside(operation, nbytes))
+    crossing = BOUNDS[operation](nodes.number) * nbytes / nodes.gpus
+    return max(nodes.link(crossing), nodes.inside(operation, nbytes))
 
 
 def measured(operation: str, name: str = "2026-11-22-h200-8") -> Curve:
@@ -226,11 +226,11 @@ NUMBERS = (2, 4, 8, 16, 32, 64)
 SIZES = tuple(1 << power for power in (10, 14, 18, 20, 22, 24, 26, 28, 30))
 
 
-def of_eight() -> list[Hosts]:
-    """Return hosts of 8 GPUs, as many as in each column of the tables."""
+def of_eight() -> list[Nodes]:
+    """Return nodes of 8 GPUs, as many as in each column of the tables."""
     names = [*BOUNDS, "reduce"]
     within = {name: measured(name) for name in names}
-    return [Hosts(number, 8, within, NETWORK) for number in NUMBERS]
+    return [Nodes(number, 8, within, NETWORK) for number in NUMBERS]
 
 
 SOCKETS = {
@@ -276,19 +276,19 @@ def checks() -> dict[str, dict[int, float]]:
     found = {}
     for operation, times in RECORDED.items():
         link = one_way if operation == "broadcast" else lambda n: both(n) + MARKS
-        hosts = Hosts(2, 1, {}, link)
-        model = getattr(hosts, operation)
+        nodes = Nodes(2, 1, {}, link)
+        model = getattr(nodes, operation)
         found[operation] = {n: model(n) / time for n, time in times.items()}
     return found
 
 
-def table(operation: str, hosts: Sequence[Hosts]) -> list[str]:
+def table(operation: str, nodes: Sequence[Nodes]) -> list[str]:
     """Return the lines of a table: microseconds, and those of :func:`bound` ÷ them."""
-    head = [f"{each.number} hosts" for each in hosts]
-    lines = ["| message | " + " | ".join(head) + " |", "|---|" + "---|" * len(hosts)]
+    head = [f"{each.number} nodes" for each in nodes]
+    lines = ["| message | " + " | ".join(head) + " |", "|---|" + "---|" * len(nodes)]
     for nbytes in SIZES:
         cells = []
-        for each in hosts:
+        for each in nodes:
             time = getattr(each, operation)(nbytes)
             share = 100 * bound(operation, each, nbytes) / time
             cells.append(f"{time:.0f} ({share:.0f} %)")
@@ -308,19 +308,19 @@ def check_table() -> list[str]:
     return lines
 
 
-def draw(hosts: Sequence[Hosts], image: Path) -> None:
+def draw(nodes: Sequence[Nodes], image: Path) -> None:
     """Draw by message size how close each operation is to its bound."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.5), layout="constrained")
-    figure.suptitle("A model, not a measurement: hosts of 8 GPUs, a 400 Gb/s NIC each")
+    figure.suptitle("A model, not a measurement: nodes of 8 GPUs, a 400 Gb/s NIC each")
     for axes, operation in zip(figure.subplots(2, 2).flat, BOUNDS, strict=True):
-        for each in hosts:
+        for each in nodes:
             shares = [
                 100 * bound(operation, each, n) / getattr(each, operation)(n)
                 for n in SIZES
             ]
-            axes.plot(SIZES, shares, marker="o", label=f"{each.number} hosts")
+            axes.plot(SIZES, shares, marker="o", label=f"{each.number} nodes")
         axes.set_xscale("log", base=2)
         axes.set_xticks(SIZES[::2], [human(n) for n in SIZES[::2]])
         axes.set_ylim(0, 105)
@@ -333,17 +333,17 @@ def draw(hosts: Sequence[Hosts], image: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; draw the plot, if one is asked for."""
-    parser = argparse.ArgumentParser(description="Model calls over several hosts.")
+    parser = argparse.ArgumentParser(description="Model calls over several nodes.")
     parser.add_argument("--plot", type=Path, metavar="FILE")
     asked = parser.parse_args(argv)
-    hosts = of_eight()
+    nodes = of_eight()
     for operation in BOUNDS:
         print(f"\n{operation}: microseconds (the slower link's ÷ them)\n")
-        print("\n".join(table(operation, hosts)))
+        print("\n".join(table(operation, nodes)))
     print("\nThe model's time ÷ that of two islands of one GPU over sockets\n")
     print("\n".join(check_table()))
     if asked.plot:
-        draw(hosts, asked.plot)
+        draw(nodes, asked.plot)
     return 0
 
 

@@ -67,6 +67,6 @@ def _at_terminal(number: int, stream: TextIO) -> bool:
     # mpirun gives its ranks pipes, and writes their text to its own stream.
     try:
         behind = Path(f"/proc/{os.getppid()}/fd/{number}").readlink()
-    except OSError:  # mpirun runs as another user or on another host
+    except OSError:  # mpirun runs as another user or on another node
         return False
     return str(behind).startswith(("/dev/pts/", "/dev/tty"))

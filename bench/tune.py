@@ -336,7 +336,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     made = argparse.ArgumentParser(
         prog="numba-symm tune",
-        description="Measure on this host from which size on which algorithm is the "
+        description="Measure on this node from which size on which algorithm is the "
         "fastest. Communicators of as many ranks use these limits from then on, until "
         "the GPUs or the library's version change.",
         allow_abbrev=False,
@@ -384,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if islands > 1:  # whose calls choose algorithms within each island
         raise ArgumentError(
             f"tune: expected ranks of one island, got {islands} islands; start as many "
-            "ranks as one has, on one host"
+            "ranks as one has, on one node"
         )
     return 0
 

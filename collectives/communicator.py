@@ -58,7 +58,7 @@ def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
 
 
 class Communicator(Persistent):
-    """Collectives between the GPUs of ranks, of one host or several.
+    """Collectives between the GPUs of ranks, of one node or several.
 
     Construction and all methods are collective, except messages (``send``, ``recv``,
     ``sendrecv``, ``group``), ``prepare``, ``check``, ``synchronize`` and the
@@ -78,7 +78,7 @@ class Communicator(Persistent):
             ``rank``, ``size``, ``allgather`` and ``barrier``. :meth:`split` also needs
             its method ``split(color, key)``.
         device: the ordinal of this rank's GPU. None: the device of the current CUDA
-            context, else the GPU of this rank's number on its host.
+            context, else the GPU of this rank's number on its node.
         timeout: seconds that a kernel waits for a peer, equal on all ranks; 0:
             indefinitely. None: ``NUMBA_SYMM_TIMEOUT``, else 300.
         stream: the stream of calls whose array names none. None: the legacy default
@@ -105,7 +105,7 @@ class Communicator(Persistent):
         peer_access: which rank's GPU can access which other's; None where it is
             unknown.
         islands: the ranks of each island. There is one, unless the ranks are on several
-            hosts, or their GPUs do not all reach each other.
+            nodes, or their GPUs do not all reach each other.
         timeout: the seconds that a kernel waits for a peer.
         multiprocessors: the most that its kernels occupy, of all ranks' GPUs the least.
 
@@ -345,7 +345,7 @@ class Communicator(Persistent):
         messages from a rank to the same rank.
 
         Not collective, but every rank does it: else its peers wait for it in the first
-        call. The ranks of a host share the compiling. Do it before other calls: a
+        call. The ranks of a node share the compiling. Do it before other calls: a
         kernel may be loaded only when the GPU has nothing to do, as in each first call.
 
         Args:

@@ -212,7 +212,7 @@ def check_capability(
 
 
 def load(found: Sequence[Kernel], rank: int, size: int, what: str) -> None:
-    """Load kernels on the current device, compiled by all ranks of the host together.
+    """Load kernels on the current device, compiled by all ranks of the node together.
 
     Each rank begins with another part of them, and takes from the disk cache what the
     others have compiled by then.

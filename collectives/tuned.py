@@ -175,6 +175,6 @@ def described() -> str:
         ranks, gpu = ", ".join(content["ranks"]), content["gpu"]
         return f"{place}: {ranks} ranks, {gpu}, version {content['version']}"
     except FileNotFoundError:
-        return "built in; `numba-symm tune` measures those of this host"
+        return "built in; `numba-symm tune` measures those of this node"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{place} cannot be read ({error!r}); {AGAIN}"

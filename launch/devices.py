@@ -25,7 +25,7 @@ class GPU:
 
     Attributes:
         ordinal: its number in this process; another process may have another one.
-        uuid: its name on the host.
+        uuid: its name on the node.
         name: the name of the product.
         pci_bus_id: its address on the bus, as ``nvidia-smi`` prints it.
         compute_capability: major and minor number.
@@ -53,7 +53,7 @@ def bind(exchange: StoreExchange, device: int | None = None) -> GPU:
     """Assign every rank a GPU of its own and make it current. Collective.
 
     Args:
-        exchange: the ranks, all of one host.
+        exchange: the ranks, all of one node.
         device: the ordinal of this rank's GPU. None: the device of the current CUDA
             context, else the GPU of this rank's number, else any.
 

@@ -1,4 +1,4 @@
-"""File descriptors between the ranks of a host, over Unix sockets. Uses no CUDA.
+"""File descriptors between the ranks of a node, over Unix sockets. Uses no CUDA.
 
 Each pair of ranks has a connected socket. The ranks find each other by random names in
 Linux' abstract namespace. So they need neither files nor TMPDIR, and no name

@@ -39,7 +39,7 @@ print(MPI.Get_library_version())
 
 
 def report(console: Console) -> None:
-    """Print versions, GPUs, peer access and settings of this host."""
+    """Print versions, GPUs, peer access and settings of this node."""
     gpus = [] if SIMULATED else visible_gpus()
     none = "hidden by the simulator" if SIMULATED else "none"
     console.print(_versions(gpus))
@@ -80,7 +80,7 @@ def wrong_settings(gpus: int) -> list[str]:
 
 
 def backend_and_reason(gpus: int) -> str:
-    """Return the backend of a communicator on this host, with the reason.
+    """Return the backend of a communicator on this node, with the reason.
 
     Args:
         gpus: the number of GPUs visible to this process.

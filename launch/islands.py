@@ -1,4 +1,4 @@
-"""The division of ranks into islands: ranks of one host whose GPUs reach each other."""
+"""The division of ranks into islands: ranks of one node whose GPUs reach each other."""
 
 from collections.abc import Sequence
 
@@ -9,21 +9,21 @@ Parts = tuple[tuple[int, ...], ...]
 """The ranks of each island, in rank order; islands are in order of their first rank."""
 
 
-def divide(hosts: Sequence[str], access: Matrix, most: int | None = None) -> Parts:
+def divide(nodes: Sequence[str], access: Matrix, most: int | None = None) -> Parts:
     """Return the islands: each rank joins the first one that it fits into.
 
     Args:
-        hosts: by rank, the host.
+        nodes: by rank, the node.
         access: ``access[r][s]``: whether rank r's GPU can access rank s's, for ranks of
-            one host; None if the driver cannot answer.
+            one node; None if the driver cannot answer.
         most: the most ranks of an island; None: no limit.
     """
     parts: list[list[int]] = []
-    for rank, host in enumerate(hosts):
+    for rank, node in enumerate(nodes):
 
-        def fits(part: list[int], rank: int = rank, host: str = host) -> bool:
+        def fits(part: list[int], rank: int = rank, node: str = node) -> bool:
             return (
-                hosts[part[0]] == host
+                nodes[part[0]] == node
                 and (most is None or len(part) < most)
                 and all(_reach_each_other(access, rank, other) for other in part)
             )
@@ -55,6 +55,6 @@ def among(parts: Parts, members: Sequence[int]) -> Parts:
     return tuple(map(tuple, groups.values()))
 
 
-def described(parts: Parts, hosts: Sequence[str]) -> str:
+def described(parts: Parts, nodes: Sequence[str]) -> str:
     """Return "ranks 0, 1 on a, rank 2 on b", one entry an island."""
-    return ", ".join(f"{name_ranks(part)} on {hosts[part[0]]}" for part in parts)
+    return ", ".join(f"{name_ranks(part)} on {nodes[part[0]]}" for part in parts)

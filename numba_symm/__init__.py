@@ -42,7 +42,7 @@ from numba_symm.errors import (
 from numba_symm.events import Event, Stream
 from numba_symm.launch.devices import GPU, device_has_multicast_support
 from numba_symm.launch.fds import IpcChannel
-from numba_symm.launch.hosts import World
+from numba_symm.launch.nodes import World
 from numba_symm.launch.store import StoreExchange
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.memory.symmetric import SymmetricMemory

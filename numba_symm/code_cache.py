@@ -3,7 +3,7 @@
 An entry is a SHA-256 digest of its key and code, followed by the code. So damage to an
 entry is found before a GPU runs the code. Without a usable entry, code is compiled.
 
-Processes that need the same code at the same time, such as the ranks of a host, share
+Processes that need the same code at the same time, such as the ranks of a node, share
 the work. One process locks a byte of a file in the cache's folder, and compiles. The
 Linux kernel releases the lock when the process ends. The other processes wait for the
 entry. If the lock is released and there is none, or after ``LONGEST_WAIT``, each of
@@ -131,7 +131,7 @@ def _say_why(error: Exception) -> None:
         _warn(
             f"the kernel cache cannot be locked ({error}): ranks compile the same "
             "kernels at the same time; set XDG_CACHE_HOME to a folder on a disk of "
-            "this host"
+            "this node"
         )
 
 

@@ -16,7 +16,7 @@ from numba_symm.errors import (
     CollectiveTimeout,
     PeerAccessError,
 )
-from numba_symm.launch import devices, hosts, ranks, waiting
+from numba_symm.launch import devices, nodes, ranks, waiting
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.islands import Parts
 from numba_symm.launch.store import StoreExchange
@@ -30,7 +30,7 @@ class Apart(PeerAccessError):
 
 
 class Island:
-    """The ranks of one host, with their GPUs, backend, status board and exchange.
+    """The ranks of one node, with their GPUs, backend, status board and exchange.
 
     Collective: every rank passes the same ``timeout``.
 
@@ -95,7 +95,7 @@ class Island:
         exchange = self.exchange
         self._agree(timeout)
         self._refuse_several()
-        hosts.refuse_too_many(self.world.size)
+        nodes.refuse_too_many(self.world.size)
         self.channel = self._undo.enter_context(IpcChannel(exchange))
         self.board = Board(exchange, self.channel, self._undo, self._names)
         exchange.meet_at(self.board)
@@ -118,7 +118,7 @@ class Island:
     def _agree(self, timeout: float | None) -> None:
         """Find this rank's place, and check the settings that must be equal."""
         exchange = self.exchange
-        self.world = hosts.discover(exchange)
+        self.world = nodes.discover(exchange)
         with exchange.agreed("Communicator"):
             environment.chosen_setup_timeout()
             self.timeout = environment.chosen_timeout(timeout)
@@ -129,11 +129,11 @@ class Island:
         self.parts: Parts = (tuple(range(self.world.size)),)
 
     def _refuse_several(self) -> None:
-        """Raise :class:`Apart` if the ranks are on several hosts, or pretend to be."""
+        """Raise :class:`Apart` if the ranks are on several nodes, or pretend to be."""
         if self.world.local_size < self.world.size:
-            found = dict(enumerate(self.exchange.all_gather(self.world.host, "hosts")))
+            found = dict(enumerate(self.exchange.all_gather(self.world.node, "nodes")))
             raise Apart(
-                f"expected the ranks of an island on one host, and "
+                f"expected the ranks of an island on one node, and "
                 f"{ranks.sentence(found, 'is on', 'are on')}"
             )
         if self._most is not None and self._most < self.world.size:

@@ -39,7 +39,7 @@ class Islands(Island):
 
     Attributes:
         parts: the ranks of each island.
-        hosts: by rank, the host's name.
+        nodes: by rank, the node's name.
         index: the number of this rank's island.
         local: this rank's number there.
         inner: this rank's island.
@@ -71,9 +71,9 @@ class Islands(Island):
             _refuse_one_thread()
             self.shown = environment.show_islands() and self.world.rank == 0
         rank = self.world.rank
-        self.hosts = tuple(exchange.all_gather(self.world.host, "hosts"))
+        self.nodes = tuple(exchange.all_gather(self.world.node, "nodes"))
         self._bind(device)
-        parts = self._known or divide(self.hosts, self.peer_access, self._most)
+        parts = self._known or divide(self.nodes, self.peer_access, self._most)
         self.parts = exchange.all_gather(parts, "islands")[0]
         self.index, mine = next(
             (index, part) for index, part in enumerate(self.parts) if rank in part
@@ -103,7 +103,7 @@ class Islands(Island):
         self._control = exchange.together(what, lambda: ranks.duplicate(self.comm))
         with exchange.agreed("Communicator"):
             peers, _ = engines.partners(self)
-            given = self._control, self.board, peers, self.world.host
+            given = self._control, self.board, peers, self.world.node
             self.watchdog = Watchdog(*given)
             self._undo.callback(self.watchdog.stop)
 
@@ -134,16 +134,16 @@ class Islands(Island):
             raise
 
     def _bind(self, device: int | None) -> None:
-        """Bind this rank to a GPU of its host, and find which GPUs reach each other."""
-        exchange, names = self.exchange, self.hosts
-        comm = self._part(names.index(self.world.host))
+        """Bind this rank to a GPU of its node, and find which GPUs reach each other."""
+        exchange, names = self.exchange, self.nodes
+        comm = self._part(names.index(self.world.node))
         with exchange.agreed("Communicator"):
-            local = StoreExchange(comm, "host", exchange.timeout)
+            local = StoreExchange(comm, "node", exchange.timeout)
             local.call = exchange.call
             self.gpu = devices.bind(local, device)
             reach, _ = devices.peer_access(local, self.gpu)
         ranks.release(comm)
-        here = [rank for rank, name in enumerate(names) if name == self.world.host]
+        here = [rank for rank, name in enumerate(names) if name == self.world.node]
         row: list[bool | None] = [False] * len(names)
         for other, access in zip(here, reach[self.world.local_rank], strict=True):
             row[other] = access
@@ -173,13 +173,13 @@ class Islands(Island):
 
     def described(self) -> str:
         """Return "ranks 0, 1 on a, rank 2 on b; Open MPI v5.0.11 between them"."""
-        parts = described(self.parts, self.hosts)
+        parts = described(self.parts, self.nodes)
         return f"{parts}; {self.engine.version} between them"
 
     def wait(self, what: str) -> Wait:
         """Start a wait for other islands within a call, and return it."""
         limit = f"timeout: {self.timeout:g} s"
-        return _NamedWait(self.hosts, what, self.world.rank, self.timeout, limit)
+        return _NamedWait(self.nodes, what, self.world.rank, self.timeout, limit)
 
     def _gate(self, wait: Wait) -> Failure | None:
         return self._across.gate(wait)
@@ -265,17 +265,17 @@ def _refuse_one_thread() -> None:
 
 
 class _NamedWait(Wait):
-    """A wait whose texts name the hosts of the ranks that are absent."""
+    """A wait whose texts name the nodes of the ranks that are absent."""
 
     def __init__(self, names: Sequence[str], *args: Any):
         super().__init__(*args)
-        self._hosts = names
+        self._nodes = names
 
     def said(self, absent: Sequence[int]) -> str:
         """Return "waited for rank 2 on b in all_reduce"."""
         if not absent:
             return super().said(absent)
-        where = ", ".join(dict.fromkeys(self._hosts[rank] for rank in absent))
+        where = ", ".join(dict.fromkeys(self._nodes[rank] for rank in absent))
         return f"waited for {ranks.name_ranks(absent)} on {where} in {self.what}"
 
 
@@ -307,7 +307,7 @@ class _Across:
                 islands.abandon(error, wait.what)
             failure = islands.board.failure()
             assert failure is not None
-            return abroad(failure, islands.world.host)
+            return abroad(failure, islands.world.node)
 
         try:
             islands.look()

@@ -89,7 +89,7 @@ def _identity(stream: Any) -> int:
 _LEGACY_IDENTITY = -1  # the driver's are not negative
 
 Place = int | frozenset[int]
-"""A stream's identity; in a capture, the nodes that its next node will follow."""
+"""A stream's identity; in a capture, the graph nodes that its next one follows."""
 
 
 def _in_capture(stream: Any) -> tuple[int, Place]:

@@ -34,11 +34,11 @@ class Watchdog:
         comm: mpi4py's communicator of all ranks, for the watchdog alone.
         board: the board of this rank's island.
         peers: the ranks to which this one sends failures.
-        host: the name of this rank's host, for texts.
+        node: the name of this rank's node, for texts.
     """
 
-    def __init__(self, comm: Any, board: Board, peers: Sequence[int], host: str):
-        self._comm, self._board, self._peers, self._host = comm, board, peers, host
+    def __init__(self, comm: Any, board: Board, peers: Sequence[int], node: str):
+        self._comm, self._board, self._peers, self._node = comm, board, peers, node
         self._engine: Engine | None = None
         self._lock = threading.RLock()  # a finalizer may report, too
         self._stopping = threading.Event()
@@ -100,7 +100,7 @@ class Watchdog:
             self._told = True
             try:
                 if not self._silent:
-                    self._tell(abroad(failure, self._host))
+                    self._tell(abroad(failure, self._node))
             finally:  # afterwards, because peers notice that a connection ends
                 self._abort()
 
@@ -126,12 +126,13 @@ class Watchdog:
             self._thread.join()
 
 
-def abroad(failure: Failure, host: str) -> CollectiveError:
-    """Return the error that ranks of other islands raise for a failure on a host."""
+def abroad(failure: Failure, node: str) -> CollectiveError:
+    """Return the error that ranks of other islands raise for a failure on a node."""
     error = failure.exception()
-    kernels = "timeout: " not in str(error)  # a host's names hosts and its deadline
+    # The text of a host's wait names the nodes, and its own deadline.
+    kernels = "timeout: " not in str(error)
     if isinstance(error, CollectiveTimeout) and kernels:
-        error.args = (f"{error} on {host}",)
+        error.args = (f"{error} on {node}",)
     return error
 
 

@@ -6,7 +6,7 @@ from numba import cuda
 import numba_symm as ns
 
 AWAY = 1  # the absent rank
-SOON = 5.0  # seconds: far less than any timeout that would have to pass, for slow hosts
+SOON = 5.0  # seconds: far less than any timeout that would have to pass, if it is slow
 PATIENT = 60  # a timeout that never passes
 
 

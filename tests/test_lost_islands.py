@@ -64,7 +64,7 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
             assert kind == "CollectiveTimeout", text
             assert ranks[1] in (2, LOST), text  # rank 2 waits for it in its island
             assert seconds < 3 * TIMEOUT
-            # By a wait on a rail, or from the other island: with the host.
+            # By a wait on a rail, or from the other island: with the node.
             assert rank == 2 or " on " in text, text
 
 

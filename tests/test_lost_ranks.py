@@ -21,7 +21,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.kernels import Kernel
-from numba_symm.launch import fds, hosts, waiting
+from numba_symm.launch import fds, nodes, waiting
 from tests.absence import (
     AWAY,
     PATIENT,
@@ -411,9 +411,9 @@ def fails_on_one_rank(world, how):
         elif how == "no set-up timeout" and one:
             os.environ["NUMBA_SYMM_SETUP_TIMEOUT"] = "soon"
             undo.callback(os.environ.pop, "NUMBA_SYMM_SETUP_TIMEOUT")
-        elif how == "hosts" and one:
-            undo.callback(setattr, hosts, "BOOT_ID", hosts.BOOT_ID)
-            hosts.BOOT_ID = Path("/nowhere")
+        elif how == "nodes" and one:
+            undo.callback(setattr, nodes, "BOOT_ID", nodes.BOOT_ID)
+            nodes.BOOT_ID = Path("/nowhere")
         elif how == "no memory" and one:
 
             def refuse(self, nbytes, *args):
@@ -436,7 +436,7 @@ CREATION = {
     "no such device": "ArgumentError: .*\n *rank 1: device=99",
     "backend": "ArgumentError: .*\n *rank 1: NUMBA_SYMM_BACKEND='floppy'",
     "no set-up timeout": "ArgumentError: .*\n *rank 1: NUMBA_SYMM_SETUP_TIMEOUT='soon'",
-    "hosts": r"PeerAccessError: .*ranks 0, 2 are on .*, rank 1 is on .*; between "
+    "nodes": r"PeerAccessError: .*ranks 0, 2 are on .*, rank 1 is on .*; between "
     "several islands, expected a communicator of mpi4py's",
     "no memory": r"BackendError: .*\n *rank 1: no \d+ bytes left",
 }

@@ -114,7 +114,7 @@ def deadline_of(environ):
 
 
 def environment(ranks):
-    """Return the job's environment, or skip: this host has too few GPUs."""
+    """Return the job's environment, or skip: this node has too few GPUs."""
     try:
         simulate = cli.simulation_needed(ranks)
     except DeviceError as error:

@@ -123,7 +123,7 @@ class Torch:
 
 
 def _store(torch: Any, ranks: Any) -> Any:
-    """Return a store that all ranks of this host can connect to. Collective."""
+    """Return a store that all ranks of this node can connect to. Collective."""
     options = {
         "world_size": ranks.size,
         "timeout": timedelta(seconds=60),

@@ -90,7 +90,7 @@ def _begin(
         if settings.requests:
             raise ArgumentError(
                 "Communicator: requests=True works within one island, got the islands "
-                f"{described(islands.parts, islands.hosts)}; pass requests=False, and "
+                f"{described(islands.parts, islands.nodes)}; pass requests=False, and "
                 "use send, recv and group"
             )
         islands.connect(settings.limit)

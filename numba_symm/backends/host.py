@@ -107,7 +107,7 @@ _lock = threading.RLock()  # other threads close none while one looks at them al
 
 
 def _refuse_too_much(nbytes: int, ranks: int) -> None:
-    """Raise BackendError unless all ranks' arrays fit into the host's memory.
+    """Raise BackendError unless all ranks' arrays fit into the node's memory.
 
     Memory that was allocated but not written is not used yet. All ranks have as much of
     it, because their allocations are symmetric.
@@ -117,7 +117,7 @@ def _refuse_too_much(nbytes: int, ranks: int) -> None:
     if ranks * (nbytes + unwritten) > left:
         raise BackendError(
             f"expected {nbytes} bytes on each of {ranks} ranks to fit into the memory "
-            f"of this host, got {left} bytes left for all, of which earlier arrays "
+            f"of this node, got {left} bytes left for all, of which earlier arrays "
             f"will take {ranks * unwritten}; ask for less, or start fewer ranks"
         )
 

@@ -1,4 +1,4 @@
-"""The memory that this host has left for Numba's simulator.
+"""The memory that this node has left for Numba's simulator.
 
 Linux allocates more shared memory than there is, and kills a process that writes to too
 much of it. So the simulator checks before it allocates.
@@ -12,14 +12,14 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 
 def available() -> int:
-    """Return the bytes that this process can still use, on the host and in its groups.
+    """Return the bytes that this process can still use, on the node and in its groups.
 
     Memory that caches files counts as free. Swap space does not count.
     """
-    return min([_of_host(), *_of_groups()])
+    return min([_of_node(), *_of_groups()])
 
 
-def _of_host() -> int:
+def _of_node() -> int:
     for line in (_PROC / "meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return 1024 * int(line.split()[1])

@@ -1,6 +1,6 @@
 """The ``numba-symm`` command.
 
-- ``run`` starts a Python program on several ranks of this host.
+- ``run`` starts a Python program on several ranks of this node.
 - ``bench`` measures collectives.
 - ``compile`` compiles kernels into the disk cache.
 - ``tune`` measures which algorithms are the fastest here.
@@ -42,7 +42,7 @@ OPEN_MPI = {
     "OMPI_MCA_rmaps_base_oversubscribe": "1",  # Open MPI 4
     "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
-"""Settings that let Open MPI start any number of ranks on one host, as root too.
+"""Settings that let Open MPI start any number of ranks on one node, as root too.
 
 They are variables, so that mpirun's flags and the user's variables override them.
 """
@@ -85,7 +85,7 @@ def _tell(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="numba-symm", description="Collectives between the GPUs of a host."
+        prog="numba-symm", description="Collectives between the GPUs of a node."
     )
     parser.add_argument(
         "--version", action="version", version=f"numba-symm {numba_symm.__version__}"
@@ -93,10 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser(
         "run",
-        help="start a Python program on several ranks of this host",
+        help="start a Python program on several ranks of this node",
         usage="numba-symm run [-h] -n RANKS [--simulate] [mpirun's flags --] "
         "[-m] program ...",
-        description="Start a Python program on several ranks of this host. Without "
+        description="Start a Python program on several ranks of this node. Without "
         "GPUs, or with --simulate, kernels run in Numba's CUDA simulator. An error "
         "that several ranks have is shown once.",
         epilog="Other flags are mpirun's and end with `--`: "
@@ -118,8 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune = commands.add_parser(
         "tune",
-        help="measure which algorithms are the fastest on this host, and use these",
-        description="Measure on this host from which size on which algorithm is the "
+        help="measure which algorithms are the fastest on this node, and use these",
+        description="Measure on this node from which size on which algorithm is the "
         "fastest. It takes a few minutes, with nothing else on the GPUs. Communicators "
         "of as many ranks use these limits from then on, until the GPUs or the "
         "library's version change.",
@@ -246,7 +246,7 @@ def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def simulation_needed(ranks: int, *, ask: bool = False) -> bool:
-    """Return whether ``ranks`` ranks of this host must run in the simulator.
+    """Return whether ``ranks`` ranks of this node must run in the simulator.
 
     Args:
         ranks: the number of ranks to start.
@@ -287,7 +287,7 @@ def find_mpirun() -> str:
 def mpirun_command(
     ranks: int, program: Sequence[str], mpirun: str, flags: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command that starts ``program`` on ``ranks`` ranks of this host.
+    """Return the command that starts ``program`` on ``ranks`` ranks of this node.
 
     Args:
         ranks: the number of ranks.

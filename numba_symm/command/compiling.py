@@ -26,7 +26,7 @@ DTYPES, OPS = ("float32", "bfloat16"), ("sum",)
 """What is compiled unless the user names others."""
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200, for hosts without a GPU."""
+"""Of an H100 or H200, for nodes without a GPU."""
 
 SECONDS, START = 0.8, 3.0
 """Estimates: for a kernel on one core, and until the processes begin."""
@@ -50,7 +50,7 @@ class Wanted(NamedTuple):
         ranks: sizes of communicators.
         capabilities: compute capabilities.
         multiprocessors: how many the GPUs have.
-        gpu: the name of this host's GPUs, if it is for them.
+        gpu: the name of this node's GPUs, if it is for them.
     """
 
     calls: Sequence[str]
@@ -98,7 +98,7 @@ def parser() -> argparse.ArgumentParser:
     add("--dtypes", **_MANY, default=DTYPES, help=f"default: {' '.join(DTYPES)}")
     add("--ops", **_MANY, default=OPS, help=f"operators; default: {' '.join(OPS)}")
     add("--cc", **_MANY, type=_capability, help="such as 9.0; default: the GPUs'")
-    counts = f"a GPU's; default: this host's, or {MULTIPROCESSORS}"
+    counts = f"a GPU's; default: this node's, or {MULTIPROCESSORS}"
     add("--multiprocessors", **_MANY, type=_positive, help=counts)
     add("--jobs", metavar="N", type=_positive, default=cores, help="default: all cores")
     add("--dry-run", action="store_true", help="only say how many, and how long")
@@ -128,15 +128,15 @@ def _capability(text: str) -> Capability:
 
 
 def wanted(options: argparse.Namespace) -> Wanted:
-    """Return what the options ask for, completed by what this host has.
+    """Return what the options ask for, completed by what this node has.
 
     Raises:
-        SymmError: this host has no GPU, and the options do not replace it.
+        SymmError: this node has no GPU, and the options do not replace it.
     """
     gpus = visible_gpus()
     if not gpus and not (options.ranks and options.cc):
         raise SymmError(
-            "compile: expected --ranks and --cc, because this host has no GPU; write: "
+            "compile: expected --ranks and --cc, because this node has no GPU; write: "
             "numba-symm compile --ranks 8 --cc 9.0"
         )
     return Wanted(

@@ -33,7 +33,7 @@ class Joined(Protocol):
     exchange: StoreExchange
     backend: Backend
     gpu: GPU
-    hosts: tuple[str, ...]
+    nodes: tuple[str, ...]
     parts: Parts
     index: int
     local: int
@@ -63,7 +63,7 @@ def choose(islands: Joined, multiprocessors: int) -> Engine:
         asked = environment.requested_engine()
     exchange.agree_equal(f"NUMBA_SYMM_ENGINE={asked}", "Communicator")
     if asked != "mpi":
-        place = islands.hosts[exchange.rank], islands.gpu.uuid
+        place = islands.nodes[exchange.rank], islands.gpu.uuid
         facts = exchange.all_gather((nccl.found(), place), "engines")
         founds, places = zip(*facts, strict=True)
         shared = len(set(places)) < len(places)

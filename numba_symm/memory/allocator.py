@@ -94,7 +94,7 @@ class SymmetricMemoryAllocator:
         return self.allocate(nbytes).address
 
     def allocate(self, nbytes: int, ranks: int = 1) -> Block:
-        """Return a new block; ``ranks`` processes of the host allocate as much."""
+        """Return a new block; ``ranks`` processes of the node allocate as much."""
         what = "a number of bytes from 0 to 2**63 - 1"
         nbytes = arguments.integer(
             nbytes, "alloc", what, 0, 2**63 - 1, "pass how many are needed"

@@ -1,4 +1,4 @@
-"""Sharing GPU arrays between the processes of a host, by reference count.
+"""Sharing GPU arrays between the processes of a node, by reference count.
 
 In the producer, which may use or drop its array afterwards::
 

@@ -33,7 +33,7 @@ class RefCounterFile(CounterFile):
         handle: a name for the file.
 
     Raises:
-        BackendError: the host has no memory or file descriptor for the file.
+        BackendError: the node has no memory or file descriptor for the file.
 
     Source: ``CudaIPCRefCountersFile`` of PyTorch, whose slots are never used again.
     """

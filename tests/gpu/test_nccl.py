@@ -42,7 +42,7 @@ def possible(world):
     if any(world.allgather(nccl.found().missing)):
         pytest.skip("NCCL is not installed")
     if len(cuda.gpus) < world.size and "NCCL_HOSTID" not in os.environ:
-        pytest.skip("NCCL needs a GPU for each rank of a host")
+        pytest.skip("NCCL needs a GPU for each rank of a node")
 
 
 @pytest.fixture(scope="module")

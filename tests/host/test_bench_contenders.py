@@ -77,8 +77,8 @@ def test_a_missing_contender_is_reported_with_the_reason(module, reason):
 def test_a_contender_missing_on_one_rank_is_made_on_none():
     made = []
     module = library(make=lambda comm, ranks: made.append(ranks))
-    found = load(["a"], None, Ranks("not on this host"), lambda name: module)
-    assert found == ([], {"a": "not on this host"})
+    found = load(["a"], None, Ranks("not on this node"), lambda name: module)
+    assert found == ([], {"a": "not on this node"})
     assert made == []
 
 

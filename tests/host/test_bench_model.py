@@ -1,4 +1,4 @@
-"""The model of many hosts: its tables in the docs, and the runs that check it."""
+"""The model of many nodes: its tables in the docs, and the runs that check it."""
 
 import itertools
 from pathlib import Path
@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from numba_symm.bench import model
-from numba_symm.bench.model import BOUNDS, Hosts, Link
+from numba_symm.bench.model import BOUNDS, Link, Nodes
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_docs_have_the_models_tables():
-    page = (DOCS / "several-hosts.md").read_text()
+    page = (DOCS / "several-nodes.md").read_text()
     for lines in (model.table("all_reduce", model.of_eight()), model.check_table()):
         assert "\n".join(lines) in page
 
@@ -33,17 +33,17 @@ def test_it_is_near_what_was_measured():
 
 @pytest.mark.parametrize("operation", BOUNDS)
 def test_no_call_is_faster_than_its_bound(operation):
-    for hosts in model.of_eight():
+    for nodes in model.of_eight():
         for nbytes in model.SIZES:
-            time = getattr(hosts, operation)(nbytes)
-            assert time >= 0.999 * model.bound(operation, hosts, nbytes)
+            time = getattr(nodes, operation)(nbytes)
+            assert time >= 0.999 * model.bound(operation, nodes, nbytes)
 
 
 def test_stages_overlap():
     """Eight chunks, whose exchanges take 10 µs, and whose work takes 4."""
-    hosts = Hosts(2, 1, {}, Link(10.0, 1e9))
-    assert hosts.overlapped([[1.0]] * 8, [[2.0, 2.0]] * 8) == pytest.approx(84)
-    alone = hosts.overlapped([[1.0]], [[2.0, 2.0]])
+    nodes = Nodes(2, 1, {}, Link(10.0, 1e9))
+    assert nodes.overlapped([[1.0]] * 8, [[2.0, 2.0]] * 8) == pytest.approx(84)
+    alone = nodes.overlapped([[1.0]], [[2.0, 2.0]])
     assert alone == pytest.approx(14)
 
 

@@ -69,7 +69,7 @@ def test_a_dry_run_counts_and_estimates_and_compiles_nothing(
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ((), "expected --ranks and --cc, because this host has no GPU"),
+        ((), "expected --ranks and --cc, because this node has no GPU"),
         (("--ranks", "4"), "expected --ranks and --cc"),
         (("allreduce", *HERE), "got 'allreduce'; pass some of 'all_reduce'"),
         (("--dtypes", "float31", *HERE), "expected a dtype"),

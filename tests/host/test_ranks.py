@@ -8,9 +8,9 @@ import pytest
 
 from numba_symm import environment
 from numba_symm.errors import ArgumentError
-from numba_symm.launch import hosts, ranks, waiting
-from numba_symm.launch.hosts import World
+from numba_symm.launch import nodes, ranks, waiting
 from numba_symm.launch.islands import among, divide
+from numba_symm.launch.nodes import World
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from tests.threads import run_ranks
@@ -18,12 +18,12 @@ from tests.threads import run_ranks
 
 def test_ranks_of_one_host_are_numbered_in_order():
     assert run_ranks(3, found) == [
-        World(r, 3, r, 3, found(Alone()).host) for r in range(3)
+        World(r, 3, r, 3, found(Alone()).node) for r in range(3)
     ]
 
 
 def found(comm):
-    return hosts.discover(StoreExchange(comm, "test"))
+    return nodes.discover(StoreExchange(comm, "test"))
 
 
 class Alone:
@@ -37,7 +37,7 @@ class Alone:
 
 
 class Elsewhere(Alone):
-    """Rank 2 of four on two hosts; on its own host the containers have two names."""
+    """Rank 2 of four on two nodes; on its own node the containers have two names."""
 
     rank, size = 2, 4
 
@@ -47,15 +47,15 @@ class Elsewhere(Alone):
         return [dataclasses.replace(obj, value=value) for value in seen]
 
 
-def test_containers_of_one_host_are_one_host():
+def test_containers_of_one_node_are_one_node():
     world = found(Elsewhere())
     assert (world.local_rank, world.local_size) == (1, 2)
-    assert world.host.startswith("a (")
+    assert world.node.startswith("a (")
 
 
-def test_without_a_boot_id_hosts_are_told_apart_by_name(monkeypatch, tmp_path):
-    monkeypatch.setattr(hosts, "BOOT_ID", tmp_path / "missing")
-    assert found(Alone()).host.startswith(f"{socket.gethostname()} (")
+def test_without_a_boot_id_nodes_are_told_apart_by_name(monkeypatch, tmp_path):
+    monkeypatch.setattr(nodes, "BOOT_ID", tmp_path / "missing")
+    assert found(Alone()).node.startswith(f"{socket.gethostname()} (")
 
 
 def test_ranks_join_the_first_island_of_their_host_that_they_fit_into():
@@ -78,13 +78,13 @@ def test_parts_of_islands_are_numbered_anew():
 )
 def test_impossible_places_are_refused(place):
     with pytest.raises(ArgumentError, match=r"World\(rank="):
-        World(*place, host="a")
+        World(*place, node="a")
 
 
 def test_more_ranks_than_a_word_has_bits_are_refused():
-    hosts.refuse_too_many(64)
+    nodes.refuse_too_many(64)
     with pytest.raises(ArgumentError, match="expected at most 64 ranks, got 65"):
-        hosts.refuse_too_many(65)
+        nodes.refuse_too_many(65)
 
 
 @pytest.fixture

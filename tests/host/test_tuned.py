@@ -148,7 +148,7 @@ def test_a_file_of_something_else_is_not_used(text):
     assert "cannot be read" in tuned.described()
 
 
-def test_kernels_are_compiled_for_the_limits_of_this_host():
+def test_kernels_are_compiled_for_the_limits_of_this_node():
     def jobs(gpu):
         given = ["all_reduce"], ["float32"], ["sum"], [2], [(9, 0)], [132], gpu
         return {kernel.key(cc) for kernel, cc in compiling.Wanted(*given).jobs()}

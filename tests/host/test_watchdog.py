@@ -19,7 +19,7 @@ def told(text, error=ns.CollectiveTimeout, **words):
     return str(abroad(Failure(error, text, **words), "b"))
 
 
-def test_a_timeout_of_a_kernel_names_the_host():
+def test_a_timeout_of_a_kernel_names_the_node():
     text = "rank 2 waited for rank 3 in barrier, block 0"
     assert told(text) == f"{text} on b"
     assert told("rank 3 left", ns.RankLeft) == "rank 3 left"

@@ -380,7 +380,7 @@ def gpu_of(world):
         return comm.device.name
 
 
-def test_measured_limits_are_used_if_they_are_rank_0s_and_of_this_host(
+def test_measured_limits_are_used_if_they_are_rank_0s_and_of_this_node(
     world, folder, shown, monkeypatch
 ):
     if world.size == 1:

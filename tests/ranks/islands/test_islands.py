@@ -426,9 +426,9 @@ def test_symmetric_memory_is_of_the_island(islands):
 def test_islands_are_shown_and_split(world):
     with in_pairs(world) as comm:
         size = 2 if world.size > 2 else 1
-        hosts = ["here"] * world.size
+        nodes = ["here"] * world.size
         access = [[True] * world.size] * world.size
-        assert comm.islands == divide(hosts, access, size)
+        assert comm.islands == divide(nodes, access, size)
         index = next(i for i, part in enumerate(comm.islands) if comm.rank in part)
         with comm.split(index) as part:
             assert part.islands == (tuple(range(part.size)),)

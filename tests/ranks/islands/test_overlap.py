@@ -8,7 +8,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import streams
 from numba_symm.environment import SIMULATED
-from numba_symm.launch import hosts
+from numba_symm.launch import nodes
 from tests.ranks.helpers import array_of, get, needs_peers
 
 pytestmark = needs_peers
@@ -78,7 +78,7 @@ def test_islands_exchange_one_after_another(world, monkeypatch):
         pytest.skip("needs an island of two ranks, and two others")
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "2")
     if world.rank == world.size - 1:
-        monkeypatch.setattr(hosts, "_boot_id", lambda: "elsewhere")
+        monkeypatch.setattr(nodes, "_boot_id", lambda: "elsewhere")
     count = 7001 * world.size
     one = np.arange(count) % 1009
     with ns.Communicator(world, timeout=60) as comm:

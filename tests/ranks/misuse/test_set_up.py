@@ -12,7 +12,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import deferred, environment
 from numba_symm.environment import SIMULATED
-from numba_symm.launch import devices, hosts
+from numba_symm.launch import devices, nodes
 from numba_symm.memory import allocator as allocators
 from tests.ranks.helpers import check_works, get, needs_peers, of_one_island, refused
 
@@ -24,7 +24,7 @@ TIMEOUT = "NUMBA_SYMM_TIMEOUT"
 @of_one_island
 def test_too_many_ranks(world, everywhere, monkeypatch, fresh):
     with monkeypatch.context() as patch:
-        patch.setattr(hosts, "MOST_RANKS", world.size - 1)
+        patch.setattr(nodes, "MOST_RANKS", world.size - 1)
         everywhere(
             ns.ArgumentError,
             lambda: ns.Communicator(world),
@@ -152,8 +152,8 @@ def test_ranks_on_two_hosts_are_two_islands(world, last, monkeypatch):
     with monkeypatch.context() as patch:
         patch.delenv("NUMBA_SYMM_ISLAND_SIZE", raising=False)
         if last:
-            patch.setattr(hosts, "_boot_id", lambda: "elsewhere")
-            patch.setattr(hosts.socket, "gethostname", lambda: "node7")
+            patch.setattr(nodes, "_boot_id", lambda: "elsewhere")
+            patch.setattr(nodes.socket, "gethostname", lambda: "node7")
         with ns.Communicator(world, timeout=60) as comm:
             assert comm.islands == (tuple(range(world.size - 1)), (world.size - 1,))
             check_works(comm)

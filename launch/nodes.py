@@ -1,4 +1,4 @@
-"""The hosts that the ranks run on, and each rank's place there."""
+"""The nodes that the ranks run on, and each rank's place there."""
 
 import socket
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class World:
-    """One rank's place among all ranks and among those of its host.
+    """One rank's place among all ranks and among those of its node.
 
     Attributes:
         rank: this process' number, 0 to size - 1.
         size: the number of ranks.
-        local_rank: its position among the ranks of its host.
-        local_size: the number of ranks on that host.
-        host: the host's name in texts; equal on all ranks of one host.
+        local_rank: its position among the ranks of its node.
+        local_size: the number of ranks on that node.
+        node: the node's name in texts; equal on all ranks of one node.
     """
 
     rank: int
     size: int
     local_rank: int
     local_size: int
-    host: str
+    node: str
 
     def __post_init__(self) -> None:
         if not (
@@ -44,10 +44,10 @@ class World:
 def discover(exchange: StoreExchange) -> World:
     """Return this rank's place. Collective.
 
-    Ranks are on one host if their Linux kernels have the same boot id. Two containers
-    of one host share the boot id, but not the host name.
+    Ranks are on one node if their Linux kernels have the same boot id. Two containers
+    of one node share the boot id, but not the host name.
     """
-    seen = exchange.all_gather((_boot_id(), socket.gethostname()), "hosts")
+    seen = exchange.all_gather((_boot_id(), socket.gethostname()), "nodes")
     boot_id = seen[exchange.rank][0]
     local = [rank for rank, (other, _) in enumerate(seen) if other == boot_id]
     return World(
@@ -55,8 +55,8 @@ def discover(exchange: StoreExchange) -> World:
         size=exchange.size,
         local_rank=local.index(exchange.rank),
         local_size=len(local),
-        # The first local rank's name, so that containers of one host agree on it.
-        host=f"{seen[local[0]][1]} ({boot_id[:8]})",
+        # The first local rank's name, so that containers of one node agree on it.
+        node=f"{seen[local[0]][1]} ({boot_id[:8]})",
     )
 
 
@@ -69,7 +69,7 @@ def refuse_too_many(size: int) -> None:
     if size > MOST_RANKS:
         raise ArgumentError(
             f"Communicator: expected at most {MOST_RANKS} ranks, got {size} on one "
-            "host; make several communicators (in MPI: comm.Split)"
+            "node; make several communicators (in MPI: comm.Split)"
         )
 
 

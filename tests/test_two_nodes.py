@@ -1,4 +1,4 @@
-"""Ranks on two hosts, which are namespaces of this machine: one job, two islands."""
+"""Ranks on two nodes, which are namespaces of this machine: one job, two islands."""
 
 import json
 import sys
@@ -7,29 +7,29 @@ from pathlib import Path
 import pytest
 
 from tests.test_mpirun import environment, run
-from tests.two_hosts import HOSTS, command, two_hosts, why_not
+from tests.two_nodes import NODES, command, two_nodes, why_not
 
 RANKS = 4
 
 
-@pytest.mark.skipif(bool(why_not()), reason=f"no namespaces for hosts: {why_not()}")
-def test_a_job_on_two_hosts(tmp_path, monkeypatch):
+@pytest.mark.skipif(bool(why_not()), reason=f"no namespaces for nodes: {why_not()}")
+def test_a_job_on_two_nodes(tmp_path, monkeypatch):
     for name, value in environment(RANKS).items():
         monkeypatch.setenv(name, value)
     program = [__file__, str(tmp_path)]
-    with two_hosts(tmp_path) as within:
+    with two_nodes(tmp_path) as within:
         words = command(RANKS, program, tmp_path, within)
         code = run(words, None, tmp_path / "mpirun.txt", 100)
     assert code == 0, (tmp_path / "mpirun.txt").read_text()
     found = [json.loads((tmp_path / f"{r}.json").read_text()) for r in range(RANKS)]
-    one, other = HOSTS
+    one, other = NODES
     for rank, (islands, total, shared, late) in enumerate(found):
         assert islands == [[0, 1], [2, 3]]
         assert total == sum(range(RANKS))
         assert shared == ([1, 1] if rank < 2 else [5, 5])  # 0 + 1; 2 + 3
         if rank == RANKS - 1:
             assert late == ""
-        else:  # it names the rank or one of those that wait for it, and the host
+        else:  # it names the rank or one of those that wait for it, and the node
             assert "waited for rank" in late
             assert rank == 2 or f" on {one} (" in late or f" on {other} (" in late, late
 
@@ -46,7 +46,7 @@ def play(folder):
     x.copy_to_device(np.full(2000, comm.rank))
     y = comm.all_reduce(x)
     comm.synchronize()
-    with comm.split(comm.rank // 2) as island:  # memory is shared within a host
+    with comm.split(comm.rank // 2) as island:  # memory is shared within a node
         z = island.all_reduce(x)
         island.synchronize()
     if comm.rank < comm.size - 1:

@@ -1,6 +1,6 @@
-"""Two hosts on one machine, of namespaces: for network, mounts and the host's name.
+"""Two nodes on one machine, of namespaces: for network, mounts and the node's name.
 
-    python tests/two_hosts.py 4 PROGRAM [ARGUMENTS]
+    python tests/two_nodes.py 4 PROGRAM [ARGUMENTS]
 
 Each has a boot id, a folder for shared memory and an address of its own, and a virtual
 cable connects them. One mpirun starts half of the ranks on each. Needs root, and Open
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from numba_symm.command import cli
 
-HOSTS = {"numba-symm-a": "10.213.77.1", "numba-symm-b": "10.213.77.2"}
+NODES = {"numba-symm-a": "10.213.77.1", "numba-symm-b": "10.213.77.2"}
 
 NAMESPACES = ["--net", "--mount", "--uts"]
 
 
 def why_not() -> str:
-    """Return why this process cannot make two hosts; "" if it can."""
+    """Return why this process cannot make two nodes; "" if it can."""
     try:
         made = subprocess.run(
             ["unshare", *NAMESPACES, "ip", "link", "set", "lo", "up"],
@@ -39,18 +39,18 @@ def why_not() -> str:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[dict[str, list[str]]]:
-    """Make two hosts. Yield, by name, the words before a command that runs there.
+def two_nodes(folder: Path) -> Iterator[dict[str, list[str]]]:
+    """Make two nodes. Yield, by name, the words before a command that runs there.
 
     Args:
         folder: for files, by an absolute path.
     """
     names = folder / "hosts"
-    lines = [f"{address} {name}" for name, address in HOSTS.items()]
+    lines = [f"{address} {name}" for name, address in NODES.items()]
     names.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
     with ExitStack() as ends:
         within, pids = {}, []
-        for name in HOSTS:
+        for name in NODES:
             process = ends.enter_context(
                 subprocess.Popen(
                     ["unshare", *NAMESPACES, "sh", "-c", "echo; exec sleep infinity"],
@@ -85,7 +85,7 @@ def two_hosts(folder: Path) -> Iterator[dict[str, list[str]]]:
             "netns",
         ]
         _run(first, *cable, pids[1])
-        for name, address in HOSTS.items():
+        for name, address in NODES.items():
             _run(within[name], "ip", "addr", "add", f"{address}/24", "dev", "cable")
             _run(within[name], "ip", "link", "set", "cable", "up")
         yield within
@@ -98,12 +98,12 @@ def _run(within: list[str], *command: str) -> None:
 def command(
     ranks: int, program: list[str], folder: Path, within: dict[str, list[str]]
 ) -> list[str]:
-    """Return the command that starts a program on the ranks of both hosts.
+    """Return the command that starts a program on the ranks of both nodes.
 
     Args:
         ranks: how many.
         program: the arguments of ``python``.
-        folder: that of :func:`two_hosts`.
+        folder: that of :func:`two_nodes`.
         within: what it yielded.
     """
     agent = folder / "agent.sh"  # as ssh: HOST COMMAND
@@ -113,8 +113,8 @@ def command(
     cases.insert(0, "#!/bin/sh\nhost=$1\nshift\ncase $host in")
     agent.write_text("\n".join([*cases, "esac\n"]))
     agent.chmod(0o755)
-    hosts = ",".join(f"{name}:{ranks // 2}" for name in HOSTS)
-    flags = ["--prtemca", "plm_ssh_agent", str(agent), "--host", hosts]
+    nodes = ",".join(f"{name}:{ranks // 2}" for name in NODES)
+    flags = ["--prtemca", "plm_ssh_agent", str(agent), "--host", nodes]
     flags += ["--map-by", f"ppr:{ranks // 2}:node:oversubscribe"]
     flags += ["--wdir", str(Path.cwd())]  # nsenter changes it
     for name in os.environ:
@@ -125,10 +125,10 @@ def command(
 
 
 def main(ranks: str, *program: str) -> int:
-    """Run a program on two hosts, and return mpirun's exit code."""
+    """Run a program on two nodes, and return mpirun's exit code."""
     simulate = cli.simulation_needed(int(ranks))
     os.environ.update(cli.job_environment(os.environ, simulate=simulate))
-    with tempfile.TemporaryDirectory() as name, two_hosts(Path(name)) as within:
+    with tempfile.TemporaryDirectory() as name, two_nodes(Path(name)) as within:
         return subprocess.call(command(int(ranks), [*program], Path(name), within))
 
 
