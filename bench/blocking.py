@@ -2,9 +2,10 @@
 
     numba-symm run -n 2 -m numba_symm.bench.blocking --bytes 8192 1048576
 
-An all-reduce, and a message to the next rank with one from the rank before. Each call
-returns when its result may be used. The rows are interleaved. ``/ ours`` is the ratio
-to a call of the communicator and its synchronization.
+An all-reduce, and a message to the next rank with one from the rank before: by
+Sendrecv, by Irecv, Isend and Waitall, and by persistent requests. Each call returns
+when its result may be used. The rows are interleaved. ``/ ours`` is the ratio to a call
+of the communicator and its synchronization.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from numba_symm.bench.host import Row, sampled
 from numba_symm.environment import SIMULATED
 
 OURS, SPELLED, STAGED = "ours", "mpi4py's spelling", "through the host"
+REQUESTS, PREPARED = "with requests", "with persistent ones"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +109,18 @@ def _passed(spelled: Any, nbytes: int) -> list[Row]:
         spelled.host.Sendrecv(sent, right, 0, received, left)
         y.copy_to_device(received)
 
-    return [Row(OURS, ours), Row(SPELLED, called), Row(STAGED, staged)]
+    def requested(handle: int | None) -> None:
+        requests = [spelled.Irecv(y, left, 1), spelled.Isend(x, right, 1)]
+        mpi.Request.Waitall(requests)
+
+    prepared = [spelled.Recv_init(y, left, 2), spelled.Send_init(x, right, 2)]
+
+    def started(handle: int | None) -> None:
+        mpi.Prequest.Startall(prepared)
+        mpi.Request.Waitall(prepared)
+
+    spelled_rows = Row(REQUESTS, requested), Row(PREPARED, started)
+    return [Row(OURS, ours), Row(SPELLED, called), *spelled_rows, Row(STAGED, staged)]
 
 
 if __name__ == "__main__":

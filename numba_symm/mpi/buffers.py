@@ -7,6 +7,7 @@ rank. As in mpi4py, counts and displacements are numbers of items of the type, a
 is left out follows from the array.
 """
 
+import functools
 import itertools
 from collections.abc import Sequence
 from operator import index
@@ -97,6 +98,8 @@ def on_device(*specs: Any) -> bool:
     Raises:
         MPIError: some are on the GPU and some on the host.
     """
+    if len(specs) == 1:
+        return arrays.on_device(array_in(specs[0]))
     found = {
         arrays.on_device(array) for array in map(array_in, specs) if not _nowhere(array)
     }
@@ -137,7 +140,41 @@ def message(spec: Any, blocks: int = 0) -> Message:
             one; 0 or 1: they are not.
     """
     array, count, displ, datatype = parts(spec)
-    whole = _whole(array, datatype)
+    given = _fields(array, datatype)
+    if _is_remembered(count, displ, datatype):
+        code = None if datatype is None else datatype.handle
+        return Message(array, *_remembered(given, count, displ, code, blocks))
+    return Message(array, *_items(given, count, displ, datatype, blocks))
+
+
+_Items = tuple[ArrayView, int, int, Layout]
+"""The fields of a :class:`Message` without its array."""
+
+
+def _is_remembered(count: Any, displ: Any, datatype: Any) -> bool:
+    """Return whether these always mean the same: a derived type may be freed."""
+    return (
+        (count is None or type(count) is int)
+        and (displ is None or type(displ) is int)
+        and (
+            datatype is None
+            or (type(datatype) is MPI.Datatype and datatype.is_predefined)
+        )
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered(
+    given: arrays.Fields, count: Any, displ: Any, code: int | None, blocks: int
+) -> _Items:
+    datatype = None if code is None else MPI.Datatype.fromhandle(code)
+    return _items(given, count, displ, datatype, blocks)
+
+
+def _items(
+    given: arrays.Fields, count: Any, displ: Any, datatype: Any, blocks: int
+) -> _Items:
+    whole = _whole(None, given, datatype)
     extent, length = whole.layout.extent, whole.view.nbytes
     first = 0
     if displ is not None:
@@ -152,7 +189,8 @@ def message(spec: Any, blocks: int = 0) -> Message:
         number = _inferred(length - first, extent, max(blocks, 1))
     else:
         number = _natural(count, "count", MPI.ERR_COUNT)
-    return check_room(whole._replace(first=first, number=number), max(blocks, 1))
+    found = whole._replace(first=first, number=number)
+    return check_room(found, max(blocks, 1))[1:]
 
 
 def _inferred(length: int, extent: int, blocks: int) -> int:
@@ -177,7 +215,7 @@ def _inferred(length: int, extent: int, blocks: int) -> int:
 def vector(spec: Any, blocks: int) -> Vector:
     """Return the items of ``blocks`` ranks that a specification names."""
     array, counts, displs, datatype = parts(spec, vector=True)
-    whole = _whole(array, datatype)
+    whole = _whole(array, _fields(array, datatype), datatype)
     if counts is None:
         number = _inferred(whole.view.nbytes, whole.layout.extent, 1)
         numbers = tuple(
@@ -223,7 +261,7 @@ def typed(spec: Any, blocks: int) -> list[Message]:
     starts = _naturals(displs, blocks, "displacements", MPI.ERR_DISP)
     made = []
     for number, start, datatype in zip(numbers, starts, types, strict=True):
-        whole = _whole(array, datatype)
+        whole = _whole(array, _fields(array, datatype), datatype)
         made.append(check_room(whole._replace(first=start, number=number)))
     return made
 
@@ -257,8 +295,8 @@ def parts(spec: Any, vector: bool = False) -> tuple[Any, Any, Any, Any]:
     return array, count, displ, datatype
 
 
-def _whole(array: Any, datatype: Any) -> Message:
-    """Return a message of no items at the beginning of an array."""
+def _fields(array: Any, datatype: Any) -> arrays.Fields:
+    """Return the location and type of a specification's array."""
     if is_bottom(array):
         raise refusal(
             MPI.ERR_BUFFER,
@@ -266,9 +304,13 @@ def _whole(array: Any, datatype: Any) -> Message:
             "the device; pass the array itself, with counts and displacements",
         )
     if array is None and datatype is not None:
-        view = ArrayView(0, (0,), np.dtype(np.uint8), "C", False)
-    else:
-        view = arrays.dense(arrays.view(array, "message"), "message")
+        return 0, (0,), np.dtype(np.uint8), "C", False
+    return arrays.fields(array, "message")
+
+
+def _whole(array: Any, given: arrays.Fields, datatype: Any) -> Message:
+    """Return a message of no items at the beginning of an array."""
+    view = arrays.dense(ArrayView(*given), "message")
     if datatype is None:
         found = datatypes.dense(view.dtype)
     else:

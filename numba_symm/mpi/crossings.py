@@ -4,10 +4,12 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 from numba_symm.events import Event
 from numba_symm.mpi import buffers
+from numba_symm.mpi.channels import Channel
 from numba_symm.mpi.envelopes import Envelope
 from numba_symm.mpi.requests import waited
 from numba_symm.mpi.rooms import Room
@@ -75,6 +77,43 @@ class Crossing:
 _PART = 1 << 30  # bytes of data in one message of MPI, whose counts are C's int
 
 
-def parts(data: Any) -> list[Any]:
+class Data(Channel):
+    """The data of messages to other islands, as messages of MPI.
+
+    Args:
+        host: the communicator of mpi4py, which is duplicated. Collective.
+        tags: the number of tags. That of data is the number of its message.
+    """
+
+    def __init__(self, host: Any, tags: int):
+        super().__init__(host)
+        self._tags = tags
+
+    def send_parts(self, data: Any, dest: int, number: int) -> None:
+        """Send the data of a message of this rank."""
+        for part in _parts(data):
+            self.send([part, MPI.BYTE], dest, number % self._tags)
+
+    def receive(self, envelope: Envelope) -> tuple[list[MPI.Request], Any]:
+        """Receive the data of a message; return the requests, and where it will be."""
+        data = np.empty(envelope.nbytes, np.uint8)
+        requests = []
+        for part in _parts(data):
+            tag = envelope.number % self._tags
+            requests.append(self.comm.Irecv([part, MPI.BYTE], envelope.source, tag))
+            self.taken += 1
+            self.keep(requests[-1], data)
+        return requests, data
+
+    def drop(self) -> None:
+        """Receive the data of messages that nobody has received."""
+        status = MPI.Status()
+        while self.comm.Iprobe(status=status):
+            data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self.comm.Recv([data, MPI.BYTE], status.source, status.tag)
+            self.taken += 1
+
+
+def _parts(data: Any) -> list[Any]:
     """Return the parts of data that one message of MPI each may have."""
     return [data[start : start + _PART] for start in range(0, data.size, _PART)]

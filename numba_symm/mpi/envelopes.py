@@ -86,10 +86,13 @@ class Posted:
 
     def test(self) -> bool:
         """Return whether it has arrived or was cancelled."""
+        if self._request is None:
+            return True
         status = MPI.Status()
-        if self._request is not None and self._request.Test(status):
-            self._read(status)
-        return self._request is None
+        if not self._request.Test(status):
+            return False
+        self._read(status)
+        return True
 
     def cancel(self) -> None:
         """Cancel the receive, unless a message has matched it."""
@@ -104,7 +107,7 @@ class Posted:
             ended(self)
         if self.cancelled:
             return
-        data = self._room[: status.Get_count(MPI.BYTE)].tobytes()
+        data = bytes(self._room[: status.Get_count(MPI.BYTE)])
         number, nbytes, offset = HEADER.unpack_from(data)
         handle = data[HEADER.size :]
         source, tag = status.source, status.tag

@@ -27,7 +27,8 @@ from numba_symm.events import Event
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing, rooms
 from numba_symm.mpi.buffers import message
-from numba_symm.mpi.crossings import Copying, Crossing, parts
+from numba_symm.mpi.channels import MOST, Channel, Receipts
+from numba_symm.mpi.crossings import Copying, Crossing, Data
 from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.requests import PAUSE
@@ -70,10 +71,11 @@ class Post:
         stream: Any,
         check: Callable[[], None],
     ):
-        self._envelopes, self._receipts, self._data = (host.Dup() for _ in range(3))
         # Not every communicator has this attribute in Open MPI.
         most: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         self._tags: int = most + 1
+        self._envelopes, self._receipts = Channel(host), Receipts(host)
+        self._data = Data(host, self._tags)
         self._freed = False
         self.allocator = allocator
         self.islands = [0] * host.size
@@ -86,12 +88,8 @@ class Post:
         self._copying: list[Copying] = []
         self._events: list[Event] = []  # which are not in use
         self._numbers = itertools.count()
-        self._unread: dict[int, Room | None] = {}
-        self._sent: list[tuple[MPI.Request, Any]] = []
         self._probed: list[Envelope] = []
         self._open: set[Posted] = set()
-        self._counts = np.zeros((3, host.size), np.int64)  # envelopes, receipts, data
-        self._taken = np.zeros(3, np.int64)
         _posts.add(self)
 
     def free(self) -> None:
@@ -103,30 +101,34 @@ class Post:
         """
         while self._copying:
             self.check()
-            self.reap()  # sends their receipts
+            self.reap()
             time.sleep(PAUSE)
         self.settle()
-        coming = self._receipts.alltoall([tuple(each) for each in self._counts.T])
-        wanted = np.sum(coming, axis=0)
+        self.reap()  # sends the last receipts
+        channels = self._envelopes, self._receipts, self._data
+        wanted = [sum(each.comm.alltoall(each.sent)) for each in channels]
         for posted in list(self._open):
             posted.cancel()
             posted.wait(_nothing)
-        while self._sent or (self._taken < wanted).any():
-            while self._envelopes.Iprobe():
+        while any(
+            each.sends or each.taken < number
+            for each, number in zip(channels, wanted, strict=True)
+        ):
+            while self._envelopes.comm.Iprobe():
                 self._arrived(MPI.ANY_SOURCE, MPI.ANY_TAG)
-            self._drop_data()
+            self._data.drop()
             self.reap()
             time.sleep(PAUSE)
-        for room in self._unread.values():  # which nobody will read
+        for room in self._receipts.unread.values():  # which nobody will read
             self._give_back(room)
-        self._unread.clear()
+        self._receipts.unread.clear()
         _posts.discard(self)
         self._freed = True
         if not _posts:
             rooms.give_back_all()
-        self._receipts.Barrier()  # after which the peers may end
-        for each in (self._envelopes, self._receipts, self._data):
-            each.Free()
+        self._receipts.comm.Barrier()  # after which the peers may end
+        for channel in channels:
+            channel.comm.Free()
 
     def _check_open(self, what: str) -> None:
         if self._freed:
@@ -145,7 +147,7 @@ class Post:
         return found
 
     def send(
-        self, spec: Any, dest: int, tag: int, matched: bool = False
+        self, found: buffers.Message, dest: int, tag: int, matched: bool = False
     ) -> MPI.Request:
         """Send a message, whose array may be used afterwards.
 
@@ -165,14 +167,13 @@ class Post:
                 MPI.ERR_TAG,
                 f"Send: expected a tag from 0 to {self._tags - 1}, got {tag}",
             )
-        found = message(spec)
-        stream = self.stream_of(found.array, "Send")
-        self.reap()
-        room = self._stage(found, stream) if found.nbytes else None
+        nbytes, stream = found.nbytes, self.stream_of(found.array, "Send")
+        room = self._stage(found, nbytes, stream) if nbytes else None
         data = None
         if room is not None and self.islands[dest] != self.islands[self._rank]:
-            data, room = self._on_host(room, found.nbytes, stream), None
-        return self._announce(found.nbytes, room, data, dest, tag, matched)
+            self.reap()  # lets go of earlier data
+            data, room = self._on_host(room, nbytes, stream), None
+        return self._announce(nbytes, room, data, dest, tag, matched)
 
     @_alone
     def _announce(
@@ -187,34 +188,22 @@ class Post:
         """Send the envelope of a message, which is in a room or in host memory."""
         number = next(self._numbers)
         if data is not None:
-            self._send_data(data, dest, number)  # first: it may fail
+            self._data.send_parts(data, dest, number)  # first: it may fail
         place = (0, b"") if room is None else (room.offset, room.handle)
         text = HEADER.pack(number, nbytes, place[0]) + place[1]
-        send = self._envelopes.Issend if matched else self._envelopes.Isend
         try:
-            request: MPI.Request = send([text, MPI.BYTE], dest, tag)
+            request = self._envelopes.send(text, dest, tag, matched)
         except BaseException:
             self._give_back(room)
             raise
-        self._sent.append((request, text))
-        self._counts[0, dest] += 1
-        self._unread[number] = room
+        if room is not None:
+            self._receipts.unread[number] = room
         return request
 
     @_alone
     def has_ended(self, request: MPI.Request) -> bool:
         """Return whether a send has ended; two threads must not ask MPI at a time."""
         return request.Test()
-
-    def _send_data(self, data: Any, dest: int, number: int) -> None:
-        for part in parts(data):
-            request = self._data.Isend([part, MPI.BYTE], dest, self._tag_of(number))
-            self._sent.append((request, data))
-            self._counts[2, dest] += 1
-
-    def _tag_of(self, number: int) -> int:
-        """Return the tag of the data of a message to another island."""
-        return number % self._tags
 
     def _on_host(self, room: Room, nbytes: int, stream: int) -> Any:
         """Return a copy of a room in host memory, and give the room back."""
@@ -227,15 +216,14 @@ class Post:
             self._give_back(room)
         return data
 
-    def _stage(self, found: buffers.Message, stream: int) -> Room:
-        assert self.allocator is not None
-        room = rooms_of(self.allocator).take(found.nbytes)
+    def _stage(self, found: buffers.Message, nbytes: int, stream: int) -> Room:
+        room = self._room_for(nbytes)
         try:
             if found.layout.runs is None:
-                streams.copy(room.address, found.address, found.nbytes, stream)
+                streams.copy(room.address, found.address, nbytes, stream)
             else:
-                memory = Memory(room.address, found.nbytes, room.memory)
-                packed = memory.array(found.nbytes, np.dtype(np.uint8))
+                memory = Memory(room.address, nbytes, room.memory)
+                packed = memory.array(nbytes, np.dtype(np.uint8))
                 packing.pack(found, packed)(stream)
             if not SIMULATED:
                 streams.synchronize(stream)
@@ -244,34 +232,57 @@ class Post:
             raise
         return room
 
+    def _room_for(self, nbytes: int) -> Room:
+        """Return room; look for receipts before it takes more memory."""
+        assert self.allocator is not None
+        known = rooms_of(self.allocator)
+        if not known.has(nbytes):
+            self.reap()
+        return known.take(nbytes)
+
     @_alone
     def reap(self) -> None:
         """Send the receipts of messages, and reuse the memory of those received."""
         if self._freed:
             return
         for each in [each for each in self._copying if each.done.query()]:
-            self._copying.remove(each)
-            self._give_back(each.room)
-            self._acknowledge(each.envelope)
-        self._sent = [each for each in self._sent if not each[0].Test()]
-        number = np.empty(1, np.int64)
-        while self._receipts.Iprobe():
-            self._receipts.Recv(number)
-            self._taken[1] += 1
-            self._give_back(self._unread.pop(int(number[0])))
+            self._ended(each)
+        self._receipts.give_all()
+        for channel in (self._envelopes, self._receipts, self._data):
+            channel.reap()
+        for room in self._receipts.take():
+            self._give_back(room)
+
+    @_alone
+    def end(self, copying: Copying) -> None:
+        """Note that a copy has ended; its event may be used again."""
+        if copying in self._copying:
+            self._ended(copying)
+        # Copies end in order; requests that were given up may have started some.
+        while self._copying and self._copying[0].done.query():
+            self._ended(self._copying[0])
+        if isinstance(copying.done, Event):
+            self._events.append(copying.done)
+
+    def _ended(self, copying: Copying) -> None:
+        self._copying.remove(copying)
+        self._give_back(copying.room)
+        self._acknowledge(copying.envelope)
 
     def _give_back(self, room: Room | None) -> None:
         if room is not None:
             assert self.allocator is not None
             rooms_of(self.allocator).give_back(room)
 
-    def room(self, spec: Any) -> buffers.Message:
-        """Return the items that a receive writes, or refuse it before it is posted."""
+    def room(self, spec: Any) -> tuple[buffers.Message, int]:
+        """Return the items that a receive writes, and the stream of their array.
+
+        It refuses the receive before it is posted.
+        """
         self._check_open("Recv")
         found = message(spec)
         check_writable(found.view, "Recv")
-        self.stream_of(found.array, "Recv")
-        return found
+        return found, self.stream_of(found.array, "Recv")
 
     @_alone
     def receive(self, source: int, tag: int) -> "Posted":
@@ -284,15 +295,16 @@ class Post:
 
     def _posted(self, source: int, tag: int) -> "Posted":
         """Post a receive of MPI, which writes its room even if a program drops it."""
-        room = np.empty(_MOST, np.uint8)
-        posted = Posted(self._envelopes.Irecv(room, source, tag), room, self._read)
+        room = bytearray(_MOST)
+        request = self._envelopes.comm.Irecv(room, source, tag)
+        posted = Posted(request, room, self._read)
         self._open.add(posted)
         return posted
 
     @_alone
     def _read(self, posted: "Posted") -> None:
         self._open.discard(posted)
-        self._taken[0] += not posted.cancelled
+        self._envelopes.taken += not posted.cancelled
 
     @_alone
     def withdraw(self, posted: "Posted") -> None:
@@ -303,7 +315,7 @@ class Post:
             return
         found = posted.envelope
         # A source's envelopes are in order, and earlier than those that MPI has.
-        while self._envelopes.Iprobe(found.source):
+        while self._envelopes.comm.Iprobe(found.source):
             self._probed.append(self._arrived(found.source, MPI.ANY_TAG))
         later = (
             index
@@ -320,7 +332,7 @@ class Post:
         self.reap()
         found = self._first_probed(source, tag)
         status = MPI.Status()
-        if found is not None or not self._envelopes.Iprobe(source, tag, status):
+        if found is not None or not self._envelopes.comm.Iprobe(source, tag, status):
             return found
         # This also takes what the source sent before it. So a source's envelopes here
         # are all earlier than those that MPI has, and no receive overtakes any.
@@ -340,7 +352,7 @@ class Post:
             self._probed.remove(found)
             return found
         status = MPI.Status()
-        if not self._envelopes.Iprobe(source, tag, status):
+        if not self._envelopes.comm.Iprobe(source, tag, status):
             return None
         return self._arrived(status.source, status.tag)
 
@@ -370,41 +382,38 @@ class Post:
     @_alone
     def deliver(
         self, envelope: Envelope, into: buffers.Message, after: Event
-    ) -> Event | Crossing:
-        """Start the copy of a message to its array; return the end of the copy.
-
-        The receipt follows it, in a call of :meth:`reap`.
+    ) -> Copying:
+        """Start the copy of a message to its array; :meth:`end` follows it.
 
         Args:
             envelope: the message.
             into: the array's items.
             after: what the copy follows.
         """
+        if len(self._copying) >= MOST:  # perhaps of requests that were given up
+            self.reap()
         crosses = envelope.nbytes > 0 and not envelope.handle
         coming = room = None
         try:
             number = items_of(envelope, into)
             into = into if number is None else into._replace(number=number)
             if crosses:
-                assert self.allocator is not None
-                room = rooms_of(self.allocator).take(envelope.nbytes)
-                coming = self._receive_data(envelope)
+                room = self._room_for(envelope.nbytes)
+                coming = self._data.receive(envelope)
                 found = self._crossing(envelope, into, after, room, *coming)
             else:
                 block = opened(envelope.handle) if envelope.nbytes else None
-                source = 0
-                if block is not None:
-                    source = arrays.view(block, "Recv").address + envelope.offset
+                source = 0 if block is None else block.address + envelope.offset
                 done = self._begin(envelope, source, block, into, after)
                 found = Copying(done, envelope, into, block)
         except BaseException:
             self._give_back(room)
             self._acknowledge(envelope)
             if crosses and coming is None:
-                self._receive_data(envelope)  # which nobody reads
+                self._data.receive(envelope)  # which nobody reads
             raise
         self._copying.append(found)
-        return found.done
+        return found
 
     def _crossing(
         self,
@@ -424,24 +433,6 @@ class Post:
 
         done = Crossing(requests, begin, self.check, self._lock)
         return Copying(done, envelope, into, None, room)
-
-    def _receive_data(self, envelope: Envelope) -> tuple[list[MPI.Request], Any]:
-        data, tag = np.empty(envelope.nbytes, np.uint8), self._tag_of(envelope.number)
-        requests = []
-        for part in parts(data):
-            request = self._data.Irecv([part, MPI.BYTE], envelope.source, tag)
-            self._taken[2] += 1
-            self._sent.append((request, data))  # kept until then
-            requests.append(request)
-        return requests, data
-
-    def _drop_data(self) -> None:
-        """Receive the data of messages that nobody has received."""
-        status = MPI.Status()
-        while self._data.Iprobe(status=status):
-            data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            self._data.Recv([data, MPI.BYTE], status.source, status.tag)
-            self._taken[2] += 1
 
     def _side_stream(self) -> int:
         if self._side is None:
@@ -465,14 +456,8 @@ class Post:
             memory = Memory(source, envelope.nbytes, owner)
             packed = memory.array(envelope.nbytes, np.dtype(np.uint8))
             packing.unpack(into, packed)(stream)
-        self.reuse(after)
+        self._events.append(after)
         return self.event(stream)
-
-    @_alone
-    def reuse(self, event: Event | Crossing) -> None:
-        """Take an event back that nobody will ask any more."""
-        if not isinstance(event, Crossing):
-            self._events.append(event)
 
     def settle(self) -> None:
         """Wait for the copies to arrays; later ones have a new stream."""
@@ -483,9 +468,9 @@ class Post:
             self._side = None
 
     def _acknowledge(self, envelope: Envelope) -> None:
-        number = np.array([envelope.number], np.int64)
-        self._counts[1, envelope.source] += 1
-        self._sent.append((self._receipts.Isend(number, envelope.source), number))
+        """Let the sender reuse the memory of a message, if it has any."""
+        if envelope.handle:
+            self._receipts.owe(envelope.source, envelope.number, envelope.nbytes)
 
 
 def _nothing() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from numba_symm.mpi.buffers import on_device
+from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import Done, Message, Receiving, Sending
@@ -30,7 +30,7 @@ class Messages:
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message. The array may be used when this returns."""
         if on_device(buf) and dest != NOBODY:
-            self.post.send(buf, dest, tag)
+            self.post.send(message(buf), dest, tag)
         else:
             self.host.Send(None if dest == NOBODY else buf, dest, tag)
 
@@ -48,7 +48,7 @@ class Messages:
             return Done()
         if not on_device(buf):
             return self.host.Isend(buf, dest, tag)
-        self.post.send(buf, dest, tag)
+        self.post.send(message(buf), dest, tag)
         return Done()
 
     Ibsend = Irsend = Isend
@@ -60,7 +60,7 @@ class Messages:
             return Done()
         if not on_device(buf):
             return self.host.Issend(buf, dest, tag)
-        matched = self.post.send(buf, dest, tag, matched=True)
+        matched = self.post.send(message(buf), dest, tag, matched=True)
         return Sending(partial(self.post.has_ended, matched), self.post.check)
 
     @translated
@@ -89,8 +89,8 @@ class Messages:
             return Done(NOBODY)
         if not on_device(buf):
             return self.host.Irecv(buf, source, tag)
-        into = self.post.room(buf)
-        return Receiving(self.post, self.post.receive(source, tag), into)
+        into, stream = self.post.room(buf)
+        return Receiving(self.post, self.post.receive(source, tag), into, stream)
 
     @translated
     def Sendrecv(

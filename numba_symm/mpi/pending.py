@@ -5,9 +5,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from numba_symm.events import Event
 from numba_symm.mpi import buffers
-from numba_symm.mpi.crossings import Crossing
+from numba_symm.mpi.crossings import Copying, Crossing
 from numba_symm.mpi.envelopes import Envelope, Posted
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Post
@@ -20,27 +19,28 @@ class Receiving(Request):
     Args:
         post: of its communicator.
         posted: its envelope.
-        into: the items that it writes, of :meth:`Post.room`.
+        into: the items that it writes.
+        stream: the stream of their array; see :meth:`Post.room`.
     """
 
-    def __init__(self, post: Post, posted: Posted, into: buffers.Message):
+    def __init__(self, post: Post, posted: Posted, into: buffers.Message, stream: int):
         super().__init__()
         self._post, self._posted, self._into = post, posted, into
         # The copy follows what is enqueued before the receive, not what is later.
         try:
-            self._after = post.event(post.stream_of(into.array, "Recv"))
+            self._after = post.event(stream)
         except BaseException:
             post.withdraw(posted)
             raise
-        self._copied: Event | Crossing | None = None
+        self._copying: Copying | None = None
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._refuse_capture()
         self._posted.wait(self._post.check)
         self._start(status)
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._finished(self._copied)
+        if self._copying is not None:
+            self._copying.done.synchronize()
+            self._finished(self._copying)
 
     def _poll(self, status: MPI.Status | None) -> bool:
         self._refuse_capture()
@@ -48,19 +48,18 @@ class Receiving(Request):
             self._post.check()
             return False
         self._start(status)
-        if self._copied is not None:
-            if not self._copied.query():
+        if self._copying is not None:
+            if not self._copying.done.query():
                 return False
-            self._finished(self._copied)
+            self._finished(self._copying)
         return True
 
-    def _finished(self, copied: Event | Crossing) -> None:
-        self._copied = None
-        self._post.reap()
-        self._post.reuse(copied)
-        if isinstance(copied, Crossing) and copied.error is not None:
+    def _finished(self, copying: Copying) -> None:
+        self._copying = None
+        self._post.end(copying)
+        if isinstance(copying.done, Crossing) and copying.done.error is not None:
             self._active = False
-            raise copied.error
+            raise copying.done.error
 
     def _progress(self) -> None:
         if self._active and self._ended is None and self._posted.test():
@@ -68,7 +67,7 @@ class Receiving(Request):
             self._start(None)
 
     def _withdraw(self) -> None:
-        if self._active and self._copied is None:
+        if self._active and self._copying is None:
             self._active = False
             self._post.withdraw(self._posted)
 
@@ -83,9 +82,9 @@ class Receiving(Request):
             return
         found = self._posted.envelope
         describe(status, found.source, found.tag, min(found.nbytes, self._into.nbytes))
-        if self._copied is None:
+        if self._copying is None:
             try:
-                self._copied = self._post.deliver(found, self._into, self._after)
+                self._copying = self._post.deliver(found, self._into, self._after)
             except BaseException:
                 self._active = False
                 raise
@@ -170,9 +169,9 @@ class Message(MPI.Message):
         if self._envelope is None:
             return super().Irecv(buf)
         assert self._post is not None
-        into = self._post.room(buf)
+        into, stream = self._post.room(buf)
         envelope, self._envelope = self._envelope, None
-        return Receiving(self._post, Posted(envelope=envelope), into)
+        return Receiving(self._post, Posted(envelope=envelope), into, stream)
 
     @classmethod
     def Probe(

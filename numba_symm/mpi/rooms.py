@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm.arrays import Memory
+from numba_symm.arrays import Memory, view
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.sharing import SharedHandle, open_shared, share
 
@@ -62,9 +62,13 @@ class Rooms:
         self._free: dict[int, list[Room]] = {}
         self._shared: list[SharedHandle] = []
 
+    def has(self, nbytes: int) -> bool:
+        """Return whether room for ``nbytes`` is free; else :meth:`take` allocates."""
+        return bool(self._free.get(_size(nbytes)))
+
     def take(self, nbytes: int) -> Room:
         """Return room for at least ``nbytes``."""
-        size = max(LEAST, 1 << (nbytes - 1).bit_length())
+        size = _size(nbytes)
         with _lock:
             free = self._free.setdefault(size, [])
             if not free:
@@ -94,6 +98,11 @@ class Rooms:
             Room(memory, handle, offset, size)
             for offset, _ in zip(starts, range(nbytes // size), strict=False)
         ]
+
+
+def _size(nbytes: int) -> int:
+    """Return the size of the room for a message."""
+    return max(LEAST, 1 << (nbytes - 1).bit_length())
 
 
 _at_end: list[Callable[[], None]] = []
@@ -133,7 +142,20 @@ def end_all() -> None:
         rooms.end()
 
 
+class Opened(NamedTuple):
+    """The block of another process, mapped here.
+
+    Attributes:
+        array: keeps it mapped.
+        address: its address here.
+    """
+
+    array: Any
+    address: int
+
+
 @functools.lru_cache(maxsize=1024)
-def opened(handle: bytes) -> Any:
+def opened(handle: bytes) -> Opened:
     """Return the block of another process, mapped here once."""
-    return open_shared(SharedHandle.from_bytes(handle))
+    array = open_shared(SharedHandle.from_bytes(handle))
+    return Opened(array, view(array, "Recv").address)

@@ -8,18 +8,17 @@ import pytest
 
 from numba_symm import arrays, errors
 from numba_symm import mpi as MPI
-from numba_symm.arrays import ArrayView
 from numba_symm.mpi import buffers, datatypes
 from numba_symm.mpi.errors import MPIError, as_mpi, translated
 
 
 @pytest.fixture(autouse=True)
 def host_arrays(monkeypatch):
-    def view(array, what):
+    def fields(array, what):
         order = "C" if array.flags.c_contiguous else None
-        return ArrayView(array.ctypes.data, array.shape, array.dtype, order, False)
+        return array.ctypes.data, array.shape, array.dtype, order, False
 
-    monkeypatch.setattr(arrays, "view", view)
+    monkeypatch.setattr(arrays, "fields", fields)
 
 
 X = np.arange(12, dtype=np.int32)
@@ -52,6 +51,20 @@ VECTOR = MPI.INT.Create_vector(2, 1, 3)
 def test_items_of_a_specification(spec, blocks, first, number):
     found = buffers.message(spec, blocks)
     assert (found.first, found.number) == (first, number)
+
+
+def test_a_specification_is_read_once(monkeypatch):
+    """Of the same memory and a type that cannot change, whatever array names it."""
+    spec, other = [X, 3, MPI.INT], X[:]
+    first = buffers.message(spec)
+    for kind, elements in ((MPI.INT, 2), (MPI.DOUBLE, 1)):
+        vector = kind.Create_vector(elements, 1, 2).Commit()
+        assert buffers.message([X, 1, vector]).size == elements
+        vector.Free()  # the next type may get its handle
+    monkeypatch.delattr(buffers, "_items")
+    found = buffers.message([other, 3, MPI.INT])
+    assert found[1:] == first[1:]
+    assert found.array is other
 
 
 @pytest.mark.parametrize(

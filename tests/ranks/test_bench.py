@@ -324,10 +324,14 @@ def test_blocking_calls_are_compared(shown):
     assert blocking.main(["--bytes", "64", "--calls", "1", "--samples", "1"]) == 0
     first, *others = (text.out for text in shown())
     assert not any(others)
-    names = blocking.OURS, blocking.SPELLED, blocking.STAGED
-    calls = "all_reduce", "sendrecv"
-    wanted = [f"{call:12}{64:10} {name}" for call in calls for name in names]
-    rows = first.splitlines()[-6:]
+    requests = blocking.REQUESTS, blocking.PREPARED
+    calls = {"all_reduce": (), "sendrecv": requests}
+    wanted = [
+        f"{call:12}{64:10} {name}"
+        for call, more in calls.items()
+        for name in (blocking.OURS, blocking.SPELLED, *more, blocking.STAGED)
+    ]
+    rows = first.splitlines()[-8:]
     for row, words in zip(rows, wanted, strict=True):
         assert row.startswith(words)
         assert float(row.split()[-2]) > 0

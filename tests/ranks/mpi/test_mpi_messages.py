@@ -284,13 +284,13 @@ def test_a_receive_is_done_when_its_copy_is(comm, monkeypatch):
     assert all(each.block is not None for each in comm.post._copying)
     comm.Barrier()
     comm.post.reap()
-    assert len(comm.post._unread) == 2
+    assert len(comm.post._receipts.unread) == 2
     assert not requests[0].Test()
     comm.Barrier()
     ended.append(True)
     assert requests[0].Test()
     assert not comm.post._copying
-    while comm.post._unread:
+    while comm.post._receipts.unread:
         comm.post.reap()
     assert [out.copy_to_host()[0] for out in outs] == [0, 1]
     comm.Free()

@@ -1,0 +1,106 @@
+"""Communicators of this library's own messages: envelopes, receipts and data."""
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from numba_symm.mpi.rooms import Room
+
+SMALL = 1 << 16
+"""Bytes of a message whose receipt may be sent later, with those of other messages."""
+
+MOST = 16
+"""The number of messages in one receipt, at most."""
+
+
+class Channel:
+    """A communicator whose messages are counted.
+
+    The caller ensures that one thread at a time calls it.
+
+    Args:
+        host: the communicator of mpi4py, which is duplicated. Collective.
+
+    Attributes:
+        comm: the duplicate.
+        sent: how many messages this rank has sent to each rank.
+        taken: how many it has received.
+    """
+
+    def __init__(self, host: Any):
+        self.comm: Any = host.Dup()
+        self.sent = [0] * host.size
+        self.taken = 0
+        self._kept: list[tuple[MPI.Request, Any]] = []
+        self._looks = MOST
+
+    @property
+    def sends(self) -> bool:
+        """Whether a message had not ended at the last call of :meth:`reap`."""
+        return bool(self._kept)
+
+    def send(
+        self, data: Any, dest: int, tag: int = 0, matched: bool = False
+    ) -> MPI.Request:
+        """Start to send a message, and keep its data until it was sent.
+
+        Returns:
+            The request. If ``matched``, it is done when a receive has matched it.
+        """
+        start = self.comm.Issend if matched else self.comm.Isend
+        request: MPI.Request = start(data, dest, tag)
+        self.sent[dest] += 1
+        self.keep(request, data)
+        return request
+
+    def keep(self, request: MPI.Request, data: Any) -> None:
+        """Keep the data of a request until it is done."""
+        if len(self._kept) >= self._looks:  # which doubles, so a message costs the same
+            self.reap()
+            self._looks = MOST + 2 * len(self._kept)
+        self._kept.append((request, data))
+
+    def reap(self) -> None:
+        """Let go of the data that was sent."""
+        if self._kept:
+            self._kept = [each for each in self._kept if not each[0].Test()]
+
+
+class Receipts(Channel):
+    """Receipts: after that of a message, its sender reuses the message's memory.
+
+    Attributes:
+        unread: the memory of this rank's messages without a receipt, by number.
+    """
+
+    def __init__(self, host: Any):
+        super().__init__(host)
+        self.unread: dict[int, Room] = {}
+        self._owed: dict[int, list[int]] = {}
+
+    def owe(self, source: int, number: int, nbytes: int) -> None:
+        """Send a receipt for a message, now or with those of later messages."""
+        owed = self._owed.setdefault(source, [])
+        owed.append(number)
+        if nbytes > SMALL or len(owed) >= MOST:
+            self._give(source)
+
+    def give_all(self) -> None:
+        """Send the receipts of all messages."""
+        for source in list(self._owed):
+            self._give(source)
+
+    def _give(self, source: int) -> None:
+        self.send(np.array(self._owed[source], np.int64), source)
+        del self._owed[source]
+
+    def take(self) -> list[Room]:
+        """Return the memory of the messages whose receipts have arrived."""
+        found, status = [], MPI.Status()
+        while self.comm.Iprobe(status=status):
+            numbers = np.empty(status.Get_count(MPI.INT64_T), np.int64)
+            self.comm.Recv(numbers, status.source)
+            self.taken += 1
+            found += [self.unread.pop(number) for number in numbers.tolist()]
+        return found
