@@ -51,6 +51,10 @@ class GpuStream:
                     call(handle)
             return builder.end_building().complete()
 
+    def follow(self, other: "GpuStream") -> None:
+        """Let later work wait for the work that another stream has now."""
+        self._stream.wait(other._stream)
+
     def launch(self, graph: Any) -> None:
         """Enqueue a graph."""
         graph.launch(self._stream)
@@ -122,6 +126,9 @@ class HostStream:
     ) -> HostGraph:
         """Return consecutive calls, in place of a graph."""
         return HostGraph(calls)
+
+    def follow(self, other: "HostStream") -> None:
+        """Do nothing: the other stream's work is complete."""
 
     def launch(self, graph: HostGraph) -> None:
         """Make a graph's calls."""

@@ -93,7 +93,10 @@ def summary(error: BaseException) -> str:
 
 def left(cause: BaseException, operation: str = "") -> str:
     """Return "left zeros by ValueError: 7", for the errors of the other ranks."""
-    return f"left{operation and ' '}{operation} by {summary(cause)}"
+    # An interrupt on the way into a ``with`` block: its generator is dropped there.
+    interrupted = isinstance(cause, GeneratorExit)
+    reason = "an interrupt" if interrupted else summary(cause)
+    return f"left{operation and ' '}{operation} by {reason}"
 
 
 def named(name: str) -> type[SymmError]:

@@ -277,6 +277,7 @@ class Unspeakable(Exception):
     [
         (SystemExit(0), "", "left by SystemExit: 0"),
         (KeyboardInterrupt(), "", "left by KeyboardInterrupt"),
+        (GeneratorExit(), "zeros", "left zeros by an interrupt"),
         (ValueError("first\nsecond"), "zeros", "left zeros by ValueError: first"),
         (ValueError("1" * 600), "", "left by ValueError: " + "1" * 490),
         (ValueError("ü" * 600), "", "left by ValueError: " + "ü" * 245),

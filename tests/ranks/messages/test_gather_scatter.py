@@ -9,7 +9,14 @@ import pytest
 import numba_symm as ns
 from numba_symm.collectives.kernels import transfer
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import needs_peers, ordinary, put, refused, wait_for_all
+from tests.ranks.helpers import (
+    needs_peers,
+    of_one_island,
+    ordinary,
+    put,
+    refused,
+    wait_for_all,
+)
 from tests.ranks.messages.contents import (
     DTYPES,
     Part,
@@ -259,6 +266,7 @@ def test_wrong_arguments_that_equal_remembered_ones_are_refused(comm, world):
 
 
 @needs_peers
+@of_one_island
 def test_memory_freed_and_allocated_anew(comm, world, packed):
     """Mostly at the same address: what is remembered is of the old memory."""
     right, left = right_and_left(comm)

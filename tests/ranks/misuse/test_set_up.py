@@ -122,6 +122,7 @@ def test_backends_that_do_not_exist_are_refused(
 
 
 @needs_peers
+@of_one_island
 def test_backends_must_agree(world, fresh, everywhere, last, monkeypatch):
     with monkeypatch.context() as patch:
         patch.delenv(BACKEND, raising=False)
