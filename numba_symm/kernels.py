@@ -33,6 +33,8 @@ from numba_symm.environment import SIMULATED
 
 if SIMULATED:
     from numba_symm import simulator
+else:
+    from numba_symm.device import ptx
 
 T = TypeVar("T")
 
@@ -134,6 +136,23 @@ class Kernel:
             return re.sub(r"griddepcontrol\.\w+;", "", text)
         return text
 
+    def compile_functions(self, is_stopped: Callable[[], bool]) -> None:
+        """Compile the device functions that the kernel calls; needs no GPU.
+
+        Args:
+            is_stopped: asked before each; True: the others are not compiled.
+        """
+        caller: Any = ptx.device_function(self.function)
+        compile_it = functools.partial(caller.compile_device, self.signature)
+        token = ptx.is_stopped.set(is_stopped)
+        try:
+            with _without_collecting():
+                _with_room(compile_it)
+        except ptx.Stopped:
+            pass
+        finally:
+            ptx.is_stopped.reset(token)
+
     def cubin(self, cc: tuple[int, int]) -> bytes:
         """Compile to machine code for a compute capability; needs no GPU."""
         from cuda.core import Linker, LinkerOptions, ObjectCode
@@ -146,7 +165,12 @@ class Kernel:
         """Return the machine code, from the disk cache or compiled; needs no GPU."""
         if not self.cacheable:
             return self.cubin(cc)
-        return code_cache.compiled_once(self.key(cc), lambda: self.cubin(cc))
+        return code_cache.compiled_once(self.key(cc), lambda: self._first(cc))
+
+    def _first(self, cc: tuple[int, int]) -> bytes:
+        code = self.cubin(cc)
+        _leave_mark()
+        return code
 
     def key(self, cc: tuple[int, int]) -> bytes:
         """Return a hash of everything that the machine code depends on."""
@@ -160,6 +184,21 @@ class Kernel:
             _device_sources(),
         )
         return hashlib.sha256("\0".join(parts).encode()).digest()
+
+
+def were_compiled() -> bool:
+    """Return whether the disk cache has kernels of these sources and compilers."""
+    return code_cache.load(_mark()) is not None
+
+
+@functools.cache
+def _leave_mark() -> None:
+    code_cache.store(_mark(), b"")
+
+
+def _mark() -> bytes:
+    """Return the key of an entry without code, which is there if any other is."""
+    return hashlib.sha256(f"{_versions()}\0{_device_sources()}".encode()).digest()
 
 
 @contextmanager

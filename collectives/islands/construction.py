@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from numba_symm.collectives import lifetime
+from numba_symm.collectives import lifetime, warm_up
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.islands.binder import IslandsBinder
 from numba_symm.collectives.islands.site import ALIGNED, STAGING, Site, padded
@@ -33,6 +33,13 @@ def begin(
     The ranks try to be one island first; if they are not, they are divided.
     """
     settings = stream, debug, multiprocessors, requests
+    with warm_up.while_constructing(ranks.checked(comm).size):
+        return _made(comm, device, timeout, *settings)
+
+
+def _made(
+    comm: ranks.Comm, device: int | None, timeout: float | None, *settings: Any
+) -> Calls:
     try:
         island = Island(comm, device, timeout)
     except Apart as error:

@@ -14,6 +14,7 @@ Sources: `ld
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import numpy as np
@@ -46,6 +47,19 @@ _LLVM = {
 }
 
 
+class Stopped(BaseException):
+    """Compiling has ended before a device function; those before it are kept.
+
+    Numba takes an Exception for a reason to try other types.
+    """
+
+
+is_stopped: ContextVar[Callable[[], bool]] = ContextVar(
+    "is_stopped", default=lambda: False
+)
+"""Whether to compile no further device function, but raise :class:`Stopped`."""
+
+
 class _DeviceFunction(CUDADispatcher):  # type: ignore[misc]
     """A device function that Numba compiles without a GPU.
 
@@ -60,6 +74,8 @@ class _DeviceFunction(CUDADispatcher):  # type: ignore[misc]
         """
         args = tuple(map(types.unliteral, args))
         if args not in self.overloads:
+            if is_stopped.get()():
+                raise Stopped
             with self._compiling_counter:
                 compiled = compile_cuda(
                     self.py_func,

@@ -1,0 +1,144 @@
+"""The thread that compiles device functions while a communicator is constructed."""
+
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from numba_symm import kernels
+from numba_symm.collectives import warm_up
+from numba_symm.collectives.islands import construction
+from numba_symm.collectives.warm_up import first_kernel, while_constructing
+from numba_symm.device import ptx
+from numba_symm.kernels import Kernel
+
+RANKS = 5  # no other test of this folder compiles for as many
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Return which thread has compiled which device function or kernel."""
+    found = []
+    compile_cuda = ptx.compile_cuda
+
+    def compile_one(function, return_type, args, **options):
+        result = compile_cuda(function, return_type, args, **options)
+        found.append((threading.current_thread().name, function, args))
+        return result
+
+    monkeypatch.setattr(ptx, "compile_cuda", compile_one)
+    return found
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_the_thread_has_compiled_is_not_compiled_again(cache, compiled):
+    with while_constructing(RANKS):
+        wait_until(lambda: len(compiled) >= 5)
+        before = len(compiled)
+    assert len(compiled) <= before + 2  # one that had begun, or ended meanwhile
+    first = len(compiled)
+    first_kernel(RANKS).compile_functions(lambda: len(compiled) >= first + 5)
+    threads, functions, args = zip(*compiled, strict=True)
+    mine = threading.current_thread().name
+    assert mine not in threads[:first]
+    assert set(threads[first:]) == {mine}
+    assert len(set(zip(functions, args, strict=True))) == len(compiled)
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """Compile nothing; return the kernels whose functions would be compiled."""
+    found = []
+
+    def begin(kernel, is_stopped):
+        found.append(kernel)
+
+    monkeypatch.setattr(Kernel, "compile_functions", begin)
+    return found
+
+
+def test_it_compiles_nothing_if_kernels_were_compiled_before(cache, begun, monkeypatch):
+    monkeypatch.setattr(Kernel, "cubin", lambda kernel, cc: b"code")
+    kernels._leave_mark.cache_clear()
+    assert not kernels.were_compiled()
+    first_kernel(2).code((9, 0))
+    assert kernels.were_compiled()
+    with while_constructing(2):
+        time.sleep(0.1)
+    assert not begun
+    monkeypatch.setattr(kernels, "_device_sources", lambda: "changed")
+    assert not kernels.were_compiled()
+    with while_constructing(2):
+        wait_until(lambda: begun)
+    assert begun == [first_kernel(2)]
+
+
+def test_an_error_of_the_compiler_is_a_warning(cache, monkeypatch):
+    def fail(kernel, is_stopped):
+        raise ImportError("no module named llvmlite")
+
+    monkeypatch.setattr(Kernel, "compile_functions", fail)
+    with (
+        pytest.warns(RuntimeWarning, match="cannot be compiled.*no module named"),
+        while_constructing(2),
+    ):
+        pass
+
+
+@pytest.fixture
+def waiting(monkeypatch):
+    """Have the thread only wait until it is stopped; return the threads."""
+    threads = []
+
+    def wait(size, stop, errors):
+        threads.append(threading.current_thread())
+        stop.wait(60)
+
+    monkeypatch.setattr(warm_up, "_compile", wait)
+    return threads
+
+
+def test_it_ends_with_a_construction_that_fails(waiting, monkeypatch):
+    interval = sys.getswitchinterval()
+
+    def island(*given):
+        wait_until(lambda: waiting)
+        assert sys.getswitchinterval() < interval
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(construction, "Island", island)
+    comm = SimpleNamespace(rank=0, size=2, allgather=None, barrier=None)
+    with pytest.raises(KeyboardInterrupt):
+        construction.begin(comm, None, None, None, False, None, False)
+    assert not waiting[0].is_alive()
+    assert sys.getswitchinterval() == interval
+
+
+def test_one_thread_runs_at_a_time(waiting):
+    with while_constructing(2):
+        wait_until(lambda: waiting)
+        with while_constructing(2):
+            pass
+        assert waiting[0].is_alive()
+    with while_constructing(2):
+        wait_until(lambda: len(waiting) == 2)
+
+
+def test_one_rank_needs_none(waiting):
+    with while_constructing(1):
+        assert threading.active_count() == 1 + len(waiting)
+    assert not waiting
+
+
+def test_more_ranks_than_an_island_has_are_no_error(cache, begun):
+    with while_constructing(1000):
+        wait_until(lambda: begun)
+    assert begun == [first_kernel(64)]
