@@ -75,8 +75,9 @@ def _compile(size: int, stop: threading.Event, errors: list[Exception]) -> None:
 def first_kernel(size: int) -> Kernel:
     """Return the kernel of a small all-reduce of float32 between so many ranks."""
     end = kernel_set.endpoint(size)
-    call = Call(0, 0, 1, dtypes.element(np.float32, "all_reduce"), "sum")
-    given = call.nbytes, size, call.element, end.choices
+    element = dtypes.element(np.float32, "all_reduce")
+    call = Call(0, 0, element.lanes, element, "sum")
+    given = call.nbytes, size, element, end.choices
     with listed() as found:
         ALL_REDUCE.bind(ALL_REDUCE.chosen(None, *given), end, call)
     (kernel,) = found

@@ -5,11 +5,14 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from numba_symm import kernels
+from numba_symm import dtypes, kernels
 from numba_symm.collectives import warm_up
 from numba_symm.collectives.islands import construction
+from numba_symm.collectives.kernels import one_shot
+from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.warm_up import first_kernel, while_constructing
 from numba_symm.device import ptx
 from numba_symm.kernels import Kernel
@@ -136,6 +139,12 @@ def test_one_rank_needs_none(waiting):
     with while_constructing(1):
         assert threading.active_count() == 1 + len(waiting)
     assert not waiting
+
+
+def test_the_first_kernel_is_that_of_whole_vectors():
+    float32, kind = dtypes.element(np.float32, "test"), ALL_REDUCE.exchange
+    given = 4, float32, "sum", False, "sentinel", 1, kind
+    assert first_kernel(4) is one_shot.kernel(*given)
 
 
 def test_more_ranks_than_an_island_has_are_no_error(cache, begun):
