@@ -64,7 +64,7 @@ def checked(comm: object) -> Comm:
         )
     if getattr(comm, "is_inter", False):
         raise ArgumentError(
-            "an MPI intercommunicator cannot be used; pass comm.Merge() of it"
+            "expected an intracommunicator, got an intercommunicator; pass comm.Merge()"
         )
     return cast(Comm, found)
 

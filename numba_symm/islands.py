@@ -86,8 +86,8 @@ class Islands(Island):
             # Here, because another island may fail in this step.
             self._undo.callback(self.inner.close_locally)
         self.inner.note = (
-            f", which number {ranks.name_ranks(mine)} of the communicator: symmetric "
-            "memory is of an island, and the other ranks are of other islands"
+            f"; these are {ranks.name_ranks(mine)} of the communicator, because "
+            "symmetric memory is of an island"
         )
         self.channel, self.board = self.inner.channel, self.inner.board
         self.backend, self.refused = self.inner.backend, self.inner.refused

@@ -39,8 +39,8 @@ def check_channel(channel: int, what: str) -> int:
     """Return ``channel``. Raise ArgumentError if it is not a channel."""
     if not isinstance(channel, int) or not 0 <= channel < MAX_CHANNELS:
         raise ArgumentError(
-            f"{what}: channel {channel!r}; a signal pad has channels 0 to "
-            f"{MAX_CHANNELS - 1}"
+            f"{what}: expected a channel from 0 to {MAX_CHANNELS - 1}, got "
+            f"{channel!r}; pass a channel of the signal pad"
         )
     return channel
 
@@ -50,8 +50,8 @@ def check_peer(peer: int, rank: int, world_size: int, what: str) -> int:
     if not isinstance(peer, int) or not 0 <= peer < world_size or peer == rank:
         others = [r for r in range(world_size) if r != rank]
         raise ArgumentError(
-            f"{what}: rank {peer!r}; rank {rank} can signal to and from {others}"
-            + ("" if others else ", as it is alone: a signal to oneself orders nothing")
+            f"{what}: expected one of the other ranks {others}, got {peer!r}; a signal "
+            "to oneself orders nothing"
         )
     return peer
 

@@ -63,10 +63,9 @@ class IslandsBinder(Binder):
         if any(part[-1] - part[0] >= len(part) for part in parts):
             found = "; ".join(map(ranks.name_ranks, parts))
             raise ArgumentError(
-                f"{what}: a function as op is applied within islands first, so it "
-                "needs islands whose ranks are consecutive, got the islands "
-                f"{found}; split the communicator so that they are, or pass an "
-                "operator of numba_symm"
+                f"{what}: expected islands of consecutive ranks for a function as op, "
+                f"because islands apply it first, got the islands {found}; split the "
+                "communicator so that they are, or pass the name of an operator"
             )
 
     def messages(

@@ -96,7 +96,7 @@ def _begin(
         settings = lifetime.agreed_settings(islands, stream, *given)
         if settings.requests:
             raise ArgumentError(
-                "Communicator: requests=True works within one island, got the islands "
+                "Communicator: expected one island for requests=True, got the islands "
                 f"{described(islands.parts, islands.nodes)}; pass requests=False, and "
                 "use send, recv and group"
             )

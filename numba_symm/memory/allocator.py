@@ -123,7 +123,9 @@ class SymmetricMemoryAllocator:
         ptr = arguments.address(ptr, "free")
         block = self._blocks.get(ptr)
         if block is None:
-            raise ArgumentError(f"free: no block of this allocator begins at {ptr:#x}")
+            raise ArgumentError(
+                f"free: expected an address that alloc returned, got {ptr:#x}"
+            )
         self.release(block)
 
     def release(self, block: Block) -> None:
@@ -152,7 +154,10 @@ class SymmetricMemoryAllocator:
         ptr = arguments.address(ptr, "get_alloc_size")
         block = self.find(ptr)
         if block is None:
-            raise ArgumentError(f"get_alloc_size: {ptr:#x} is in no block of this one")
+            raise ArgumentError(
+                "get_alloc_size: expected an address within a block of this allocator, "
+                f"got {ptr:#x}"
+            )
         return block.nbytes
 
     def rendezvous(self, ptr: int, comm: "Mapper") -> SymmetricMemory:

@@ -198,7 +198,9 @@ class Heap:
         for entry in self._entries.values():
             inside = 0 <= address - entry.block.address < max(entry.block.nbytes, 1)
             if inside and entry.block.dropped:
-                raise ArgumentError(f"rendezvous: {address:#x} lies in freed memory")
+                raise ArgumentError(
+                    f"rendezvous: expected an array, got {address:#x} in freed memory"
+                )
             if inside:
                 return entry
         return None

@@ -133,7 +133,7 @@ class SymmetricMemory:
         """Return the shape as a tuple, and the first byte. Check that it fits."""
         if not isinstance(rank, int | np.integer) or not 0 <= rank < self.world_size:
             raise ArgumentError(
-                f"{what}: rank {rank!r}; there are ranks 0 to {self.world_size - 1}"
+                f"{what}: expected a rank from 0 to {self.world_size - 1}, got {rank!r}"
                 f"{self._island.note}"
             )
         shape = arrays.checked_shape(shape, dtype, what)
@@ -145,9 +145,9 @@ class SymmetricMemory:
         end = start + math.prod(shape) * dtype.itemsize
         if start < 0 or end > self.buffer_size:
             raise ArgumentError(
-                f"{what}: shape {shape} of {dtype.name} from element "
-                f"{storage_offset} takes bytes {start} to {end} of a buffer of "
-                f"{self.buffer_size}"
+                f"{what}: expected an array within the {self.buffer_size} bytes of a "
+                f"buffer, got shape {shape} of {dtype.name} from element "
+                f"{storage_offset}: bytes {start} to {end}"
             )
         return shape, start
 
@@ -223,9 +223,9 @@ class SymmetricMemory:
         target = self._contiguous(out, "get: out")
         if (target.shape, target.dtype) != (shape, dtype) or target.readonly:
             raise ArgumentError(
-                f"get: out is{' read-only,' * target.readonly} of shape {target.shape} "
-                f"and {target.dtype.name}; pass an array of shape {shape} and "
-                f"{dtype.name} that may be written"
+                f"get: expected a writable out of shape {shape} and {dtype.name}, got "
+                f"{'a read-only ' * target.readonly}one of shape {target.shape} and "
+                f"{target.dtype.name}"
             )
         source = self.buffer_ptrs[rank] + start
         _copy(target.address, source, target.nbytes, stream, "get")
@@ -235,8 +235,8 @@ class SymmetricMemory:
         view = arrays.dense(arrays.view(array, what), what)
         if view.order != "C":
             raise ArgumentError(
-                f"{what}: the array is in Fortran order; pass its transpose, which is "
-                "in C order"
+                f"{what}: expected an array in C order, got one in Fortran order; pass "
+                "its transpose"
             )
         arrays.check_device(view, self._island.gpu.ordinal, what)
         return view
@@ -329,6 +329,7 @@ def _copy(target: int, source: int, nbytes: int, stream: Any, what: str) -> None
         return
     if abs(target - source) < nbytes:
         raise ArgumentError(
-            f"{what}: the array overlaps its place in the buffer; pass one apart"
+            f"{what}: expected an array apart from its place in the buffer, got arrays "
+            "that overlap"
         )
     streams.copy(target, source, nbytes, handle)

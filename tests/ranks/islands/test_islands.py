@@ -193,7 +193,9 @@ def test_a_function_is_applied_within_islands_and_then_between_them(islands):
     x = array_of(comm, inputs[comm.rank], False)
     if any(part[-1] - part[0] >= len(part) for part in comm.islands):
         for make in (comm.all_reduce, comm.all_reduce_init, comm.scan):
-            with pytest.raises(ns.ArgumentError, match="ranks are consecutive, got "):
+            with pytest.raises(
+                ns.ArgumentError, match="expected islands of consecutive ranks"
+            ):
                 make(x, op=difference)
         check_works(comm)
         return
@@ -332,7 +334,7 @@ def test_what_works_within_an_island_only_is_refused(world):
             world,
             ns.ArgumentError,
             lambda: ns.Communicator(world, requests=True),
-            "requests=True works within one island",
+            "expected one island for requests=True",
         )
     with in_pairs(world) as comm:
         x, count = comm.zeros(4, np.int32), comm.zeros(1, np.int64)

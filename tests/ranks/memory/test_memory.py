@@ -107,8 +107,8 @@ def test_buffers_outside_of_the_memory_are_refused(comm, world, shared):
             world,
             ns.ArgumentError,
             lambda s=shape, d=dtype, o=start: shared.get_buffer(0, s, d, o),
-            f"of {np.dtype(dtype).name} from element {start} takes bytes",
-            "of a buffer of 160",
+            f"of {np.dtype(dtype).name} from element {start}: bytes",
+            "within the 160 bytes of a buffer",
         )
 
 
@@ -118,7 +118,7 @@ def test_ranks_that_do_not_exist_are_refused(comm, world, shared):
             world,
             ns.ArgumentError,
             lambda r=rank: shared.get_buffer(r, 1, np.float32),
-            f"rank {rank}; there are ranks 0 to {comm.size - 1}",
+            f"expected a rank from 0 to {comm.size - 1}, got {rank}",
         )
         for call in (shared.put_signal, shared.wait_signal):
             refused(world, ns.ArgumentError, lambda c=call, r=rank: c(r), f"{rank}")
@@ -136,7 +136,7 @@ def test_channels_that_do_not_exist_are_refused(comm, world, shared):
                 world,
                 ns.ArgumentError,
                 lambda f=call, c=channel: f(c),
-                f"channel {channel!r}; a signal pad has channels 0 to {last}",
+                f"expected a channel from 0 to {last}, got {channel!r}",
             )
 
 

@@ -204,15 +204,17 @@ def test_what_does_not_fit_is_refused(comm, world, memory, x, shape, dtype, star
         ("get", lambda: memory.get(0, shape, dtype, start)),
         ("get", lambda: memory.get(0, shape, dtype, start, out=array)),
     ):
-        text = f"of {np.dtype(dtype).name} from element {start} takes bytes"
-        refused(world, ns.ArgumentError, call, f"{name}: ", text, "of a buffer of 160")
+        text = f"of {np.dtype(dtype).name} from element {start}: bytes"
+        refused(
+            world, ns.ArgumentError, call, f"{name}: ", text, "within the 160 bytes"
+        )
     assert np.array_equal(get(x), pattern(comm.rank))
 
 
 def test_ranks_and_numbers_that_are_none_are_refused(comm, world, memory):
     y = ordinary(1, np.float32)
     for rank in (-1, comm.size, 1.0, "0", None):
-        text = f"rank {rank!r}; there are ranks 0 to {comm.size - 1}"
+        text = f"expected a rank from 0 to {comm.size - 1}, got {rank!r}"
         for call in (
             lambda r=rank: memory.put(y, r),
             lambda r=rank: memory.get(r, 1, np.float32),
@@ -246,15 +248,15 @@ def test_arrays_that_cannot_be_copied_are_refused(comm, world, memory, x):
         (host, "put", "in host memory"),
         ("array", "put", "expected a device array"),
         (matrix[:, 1], "put", "expected a contiguous array"),
-        (columns, "put", "is in Fortran order"),
-        (x[1:5], "put", "overlaps its place"),
-        (x[:4], "put", "overlaps its place"),
+        (columns, "put", "got one in Fortran order"),
+        (x[1:5], "put", "apart from its place"),
+        (x[:4], "put", "apart from its place"),
         (host, "get", "in host memory"),
         (matrix[:, 1], "get", "expected a contiguous array"),
-        (columns, "get", "is in Fortran order"),
-        (matrix, "get", "of shape (3, 4) and float32; pass an array of shape (4,)"),
-        (ordinary(4, np.int32), "get", "of shape (4,) and int32; pass an array"),
-        (x[2:6], "get", "overlaps its place"),
+        (columns, "get", "got one in Fortran order"),
+        (matrix, "get", "of shape (4,) and float32, got one of shape (3, 4)"),
+        (ordinary(4, np.int32), "get", "one of shape (4,) and int32"),
+        (x[2:6], "get", "apart from its place"),
     )
     for array, name, text in cases:
         if name == "put":
