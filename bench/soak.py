@@ -4,9 +4,9 @@
 
 A *lane* is a communicator with two streams. In each round, every lane draws calls, the
 same on all its ranks, and makes each once, so that its kernels are loaded. Then each
-rank makes the calls of all lanes many times, in an order of its own, with products and
-pauses between them, and replays of a graph. The host waits only at the end of a round.
-On the GPU, a kernel fills the arrays before a call, and another one compares the result
+rank makes the calls of all lanes many times, in an order of its own. Products, pauses
+and replays of a graph are between them. The host waits only at the end of a round. On
+the GPU, a kernel fills the arrays before a call, and another one compares the result
 after it.
 """
 

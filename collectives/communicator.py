@@ -186,9 +186,10 @@ class Communicator(Persistent):
     def rendezvous(self, array: Any) -> SymmetricMemory:
         """Return the symmetric memory that begins at ``array``.
 
-        Collective: every rank passes an array at the same offset of the same block: an
-        array of :meth:`empty` or ``comm.allocator``, or memory of cudaMalloc, which
-        this call registers. Calls for one block share its mappings and its signal pad.
+        Collective: every rank passes an array at the same offset of the same block. It
+        is an array of :meth:`empty` or ``comm.allocator``, or memory of cudaMalloc,
+        which this call registers. Calls for one block share its mappings and its signal
+        pad.
 
         Raises:
             ArgumentError, BackendError: on all ranks.
@@ -341,11 +342,11 @@ class Communicator(Persistent):
         """Load the kernels that calls will need, so that these calls load none.
 
         Afterwards, such calls of any size and alignment neither compile nor load a
-        kernel, unless they name an ``algorithm``, or a :meth:`group` has several
-        messages from a rank to the same rank.
+        kernel. Two kinds of calls may: those that name an ``algorithm``, and a
+        :meth:`group` with several messages from a rank to the same rank.
 
-        Not collective, but every rank does it: else its peers wait for it in the first
-        call. The ranks of a node share the compiling. Do it before other calls: a
+        Not collective, but every rank calls it. Otherwise its peers wait for it in the
+        first call. The ranks of a node share the compiling. Do it before other calls: a
         kernel may be loaded only when the GPU has nothing to do, as in each first call.
 
         Args:

@@ -1,7 +1,7 @@
 """Requests: messages that run beside all other calls, and are waited for later.
 
-Each direction of each pair of ranks has a stream of its own, so a request waits only
-for requests of its own direction, which are matched in their order anyway. They have a
+Each direction of each pair of ranks has a stream of its own. So a request waits only
+for requests of its own direction, which match in their order anyway. They have a
 workspace of their own, too, so no other call follows them.
 """
 

@@ -1,8 +1,8 @@
 """Arrays with gaps: a call works on contiguous memory in their place.
 
 A kernel packs such an array before the call, and another one unpacks an output after
-it. An output is packed, too, because a call may not write all of it: a message that is
-shorter, ranges that leave elements out, or a call that fails.
+it. An output is packed, too, because a call may not write all of it. A message may be
+shorter, ranges may leave elements out, and a call may fail.
 
 The memory is the communicator's. Its calls follow one another, also those of different
 streams, so one call after another may use the same memory. It is kept until the

@@ -1,7 +1,7 @@
 """How a rank waits for others: it polls, and never blocks within MPI.
 
-So Python's signal handlers run during a wait, a wait can have a deadline and can name
-the ranks that it waits for, and MPI makes progress with the program's own messages.
+So Python's signal handlers run during a wait, and MPI progresses with the program's own
+messages. A wait can have a deadline, and can name the ranks that it waits for.
 """
 
 import copy

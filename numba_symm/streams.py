@@ -101,9 +101,9 @@ def _in_capture(stream: Any) -> tuple[int, Place]:
 class StreamOrder:
     """Orders the calls of one communicator on any streams.
 
-    Its kernels share state, so each call must follow the previous one: an eager call
-    the latest eager call, a call in a capture the latest call of that capture. The
-    caller orders a graph's replays against other calls.
+    Its kernels share state, so each call must follow the previous one. An eager call
+    follows the latest eager call, and a call in a capture the latest call of that
+    capture. The caller orders a graph's replays against other calls.
 
     Args:
         events: the number of events that a call's side stream needs.

@@ -1,5 +1,5 @@
 """The operations of a communicator of several islands.
 
-Each is made of steps that are enqueued one after another: kernels within the island,
+Each consists of steps, which are enqueued one after another: kernels within the island,
 exchanges by the engine, and kernels that combine what has arrived.
 """

@@ -1,7 +1,7 @@
 """Collectives that move data between several islands.
 
-What every rank of an island needs crosses the network once for that island: along a
-rail, and from there to the others by the island's own kernels.
+What every rank of an island needs crosses the network once for that island, along a
+rail. The island's own kernels send it on to the other ranks.
 """
 
 import itertools

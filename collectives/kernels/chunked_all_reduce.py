@@ -1,26 +1,26 @@
 """All-reduce in two phases through slots with flags: for large messages of any type.
 
-As ``two_shot.py``, but a block moves a chunk of several tiles at a time and signals it
-with one flag a rank, so that only data crosses the links. A block's stages overlap:
-while it reduces a chunk, the next one is in transit, as are the results of the one
-before.
+As ``two_shot.py``, but a block moves a chunk of several tiles at a time, and signals it
+with one flag a rank. So the links carry neither marks nor packets. A block's stages
+overlap: while it reduces a chunk, the next one is in transit, as are the results of the
+one before.
 
 Memory order. ``sync_block_or`` and a fence put the whole block's stores before its
-flags; each flag is acquired by one thread, and ``sync_block_or`` extends that to the
+flags. Each flag is acquired by one thread, and ``sync_block_or`` extends that to the
 whole block. Chunks alternate between two halves. A rank scatters chunk k+2 into the
-half of chunk k after it has received the results of chunk k from every rank, each of
-which had read its shard of chunk k then. A rank sends results of chunk k+2 into the
-half of chunk k after it has received its shard of chunk k+2 from every rank, each of
-which sends it after it has read the results of chunk k.
+half of chunk k after it has received the results of chunk k from every rank. Each of
+these had read its shard of chunk k before it sent them. A rank sends results of chunk
+k+2 into the half of chunk k after it has received its shard of chunk k+2 from every
+rank. Each of these sends it after it has read the results of chunk k.
 
-Between calls, of this kernel and the others that have these slots, flags and epochs
-(``chunked_broadcast.py``, ``chunked_reduce.py``, ``chunked_exchange.py``): a
-call's first chunk is stored in the half that follows from its first epoch, of which
-every rank has read everything by then. A rank stores anything else after all ranks'
-flags of this call, which they raised after they had left the previous call. Here a call
-ends before a rank knows that the others have read the last chunk's results; the next
-one begins in the other half. The flags of results have epochs of their own: the other
-kernels raise none of them, and a flag 2**31 epochs old would seem to be ahead.
+This kernel shares its slots, flags and epochs with ``chunked_broadcast.py``,
+``chunked_reduce.py`` and ``chunked_exchange.py``. A call's first chunk is stored in the
+half that follows from the call's first epoch. Every rank has read everything in that
+half by then. A rank stores anything else after all ranks' flags of this call, which
+they raised after they had left the previous call. Here a call ends before a rank knows
+that the others have read the last chunk's results, so the next one begins in the other
+half. The flags of results have epochs of their own. The other kernels raise none of
+them, and a flag 2**31 epochs old would seem to be ahead.
 
 Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
 rank without an output, in a reduction to one rank, stores nothing.

@@ -1,8 +1,8 @@
 """Conversion of an array to another type, and the division of an average.
 
-Between islands, elements are carried in the type in which they accumulate. So before
-the first reduction they are widened, and after the last one they are finished: divided
-by the number of ranks for an average, and converted back. Each thread reads and writes
+Between islands, elements are carried in the type in which they accumulate. So they are
+widened before the first reduction, and finished after the last one: divided by the
+number of ranks for an average, and converted back. Each thread reads and writes
 elements of its own; no other rank takes part.
 """
 

@@ -32,7 +32,7 @@ this rank's own chunk of that shard.
 
 After a failure, the kernels store nothing, but nothing stops copies that have been
 enqueued. They overwrite slots only. A rank that is still in such a call may then store
-wrong words in its own output; its next check raises.
+wrong words in its own output, and its next call raises.
 """
 
 import functools

@@ -2,7 +2,7 @@
 
 The message is divided into a shard for each rank but the root, its owner. An owner
 reads its shard in the root's array and stores it in its own and in the other owners',
-vector by vector: so the root sends the message once, each other rank receives it once,
+vector by vector. So the root sends the message once, each other rank receives it once,
 and no thread waits between the first vector and the last. The arrays must be symmetric:
 ``handshake.py`` explains how the ranks exchange their addresses, and what happens
 otherwise.

@@ -2,8 +2,8 @@
 
 Each rank owns a shard. It loads its shard of all ranks' inputs, reduces it in rank
 order, and stores the result, vector by vector. So no thread waits between the first
-vector and the last, and each link carries two shards in each direction in an
-all-reduce, one in a reduce-scatter.
+vector and the last. In each direction, a link carries two shards in an all-reduce, and
+one in a reduce-scatter.
 
     all_reduce       stores the result in every rank's output, its own included; the
                      inputs and outputs of all ranks must be symmetric
@@ -15,7 +15,7 @@ happens if one is not symmetric.
 
 Memory order: that of ``handshake.py``, which orders the streams' earlier work before
 this kernel, and this kernel before what follows on any rank's stream. In the kernel, no
-thread depends on another one, in place neither:
+thread depends on another one, not even in place:
 
 - In an all-reduce, one thread of one rank loads a vector of all inputs, and then stores
   that vector of all outputs. No other thread accesses it, so any ranks may be in place.

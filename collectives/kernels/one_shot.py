@@ -1,15 +1,15 @@
 """One exchange of every rank with every other: for small messages.
 
 Every thread posts a vector to the thread of the same index on every other rank, and
-receives the vectors that these post. The operations (``exchanges.py``) differ in what a
-rank sends, the same to all ranks or a shard to each, and in what it does with the
-vectors of all ranks: it stores them, or reduces them in rank order.
+receives the vectors that these post. The operations (``exchanges.py``) differ in two
+things. A rank sends the same vectors to all ranks, or a shard to each. It stores the
+vectors of all ranks, or reduces them in rank order.
 
 ``mailboxes.py`` explains why that needs no barrier, and the order of memory accesses.
-In every epoch, thread 0 of each block exchanges with all ranks, both ways: only so may
-the mailboxes be used again. Where a rank needs no data of another one, thread 0
-receives a digest of that rank's call. It fails if the digest differs, or arrives
-instead of data: otherwise, ranks with different roots would fill mailboxes that no rank
+In every epoch, thread 0 of each block exchanges with all ranks, both ways. Otherwise
+the mailboxes could not be used again. Where a rank needs no data of another one, thread
+0 receives a digest of that rank's call. It fails if the digest differs, or arrives
+instead of data. Otherwise, ranks with different roots would fill mailboxes that no rank
 empties.
 
 In place is safe: a thread has loaded whatever it overwrites.

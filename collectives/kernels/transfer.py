@@ -1,14 +1,13 @@
 """Messages between pairs of ranks: any number at a time, of any sizes, by one kernel.
 
-All calls that are not an exchange of every rank with every other consist of these:
-sends and receives, their groups, and the collectives whose ranks send different
-amounts.
+Sends and receives, their groups, and the collectives whose ranks send different amounts
+consist of messages.
 
 Each ordered pair of ranks has channels, with a block at each end. A message is divided
 into chunks, which are distributed over the channels cyclically. Both ends number a
-channel's chunks from 1 on indefinitely, and in the same way, because a chunk's size and
-channel follow from the bytes of its message alone. Chunk e uses slot e % DEPTH at the
-receiver:
+channel's chunks from 1 on, through all calls. They number them in the same way, because
+a chunk's size and channel follow from the bytes of its message alone. Chunk e uses slot
+e % DEPTH at the receiver:
 
     sender      waits for the credit of chunk e - DEPTH, stores chunk e in the slot,
                 raises the slot's flag: e, and how many bytes the message has
@@ -16,11 +15,11 @@ receiver:
 
 A receiver may permit shorter messages. It does not know then which channels the message
 uses. But every message has a chunk in channel 0. So the block of that channel learns
-the bytes from the first flag, and passes them on to the receiver's other blocks of the
+the bytes from the first flag. It passes them on to the receiver's other blocks of the
 pair, through a word of the workspace for each block and message. Each block clears its
-word before the launch ends. Blocks wait for a block before them only, never for a later
-one. At launch, the host has the unit of the message's length, not the length, so the
-kernel accesses the end of an array element by element.
+word before the launch ends. A block waits only for a block before it, never for a later
+one. At launch, the host knows only the unit of the message's length. So the kernel
+accesses the end of an array element by element.
 
 Nothing else synchronizes the ranks: a sender may be DEPTH chunks of each channel ahead.
 All pairs of a launch progress side by side, because each end of a channel has a block

@@ -1,10 +1,10 @@
 """All-reduce in two phases: each rank reduces a shard, and sends the result to all.
 
 For medium messages. The input is divided into one shard a rank. Every thread posts a
-vector of every shard to that shard's owner (scatter), reduces what it receives of its
-own rank's shard, posts the result to every other rank, and stores the results that it
-receives (gather). ``mailboxes.py`` explains why that needs no barrier, and the order of
-memory accesses: both phases of an epoch are exchanges of each pair, both ways.
+vector of every shard to that shard's owner (scatter). It reduces what it receives of
+its own rank's shard, and posts the result to every other rank. It stores the results
+that it receives (gather). ``mailboxes.py`` explains why that needs no barrier, and the
+order of memory accesses: both phases of an epoch are exchanges of each pair, both ways.
 
 Each element is reduced by one rank, in rank order, so all ranks get the same bits. A
 rank without an output, in a reduction to one rank, stores nothing.

@@ -7,7 +7,7 @@ once, and each other rank receives it once.
 
 ``mailboxes.py`` explains why that needs no barrier, and the order of memory accesses.
 In the scatter, thread 0 of each block exchanges with all ranks, both ways, as in
-``one_shot.py``: where no data is due, it receives a digest of the call.
+``one_shot.py``. Where no data is due, it receives a digest of the call.
 
 In place is safe: the root only reads its array, and the others only store in theirs.
 """

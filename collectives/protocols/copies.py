@@ -5,7 +5,7 @@ multiprocessors free. Nothing can stop a copy that has been enqueued, so no copy
 write another rank's array. An all-reduce copies into the other ranks' workspaces
 (``copied_reductions.py``). In an exchange, each rank copies from the other ranks'
 arrays into its own. So after a failure, a late rank changes its own output only, and
-its next check raises.
+its next call raises.
 
 An exchange by copy engines is a call between the ranks' own arrays (``handshake.py``)
 whose second launch is a series of copies. The host enqueues them, so it must know

@@ -1,6 +1,6 @@
 """One exchange between all ranks: what a rank sends, and what it does with vectors.
 
-Each operation of ``operations.py`` has an :class:`Exchange`. In one, a rank sends the
+Each operation of ``operations.py`` has an :class:`Exchange`, in which a rank sends the
 same vectors to all ranks, or a shard to each. An :class:`Output` is what it does with
 the vectors of all ranks.
 """

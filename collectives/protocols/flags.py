@@ -2,7 +2,7 @@
 
 Memory order. ``raise_flags`` begins with ``sync_block_or`` and a fence, so the whole
 block's earlier loads and stores happen before its flags. ``await_flags`` ends with an
-acquire by one thread for each rank and ``sync_block_or``, so the earlier stores of
+acquire by one thread for each rank and ``sync_block_or``. So the earlier stores of
 every rank's block are visible to the whole block.
 
 A block raises no flag after a failure of one of its threads, so no peer reads its data

@@ -27,8 +27,8 @@ after a long wait. A failure while the last rank's packets are in transit is fou
 late. After a failure, the third launch does nothing, either.
 
 A mailbox is used again in the next call. A rank begins that call only after all others
-have read the mailbox: the third launch ends by waiting for them, by its own flags or by
-those of the kernel that does the call.
+have read the mailbox. The third launch ends by waiting for them: by its own flags, or
+by those of the kernel that does the call.
 """
 
 import functools

@@ -9,15 +9,15 @@ keeps its bits. The sender continues with what it sent, so that all ranks have t
 bits of a NaN, too. The receiver stores the ones again. For floats; integers have no
 value to spare.
 
-``marked``: the same, but a word of 64 one bits is sent as zeros, and a word of 4 bytes
+``marked``: the same, but a word of 64 one bits is sent as zeros. A word of 4 bytes
 beside each vector marks which of its two words were ones. Marks that are all ones have
 not arrived. Every type arrives bit by bit, at a quarter more traffic. The address of
 the marks follows from the calling thread's index, which is that of its mailbox.
 
 ``ll``: packets with a flag, the epoch, beside each 4 bytes of data. For every type, at
 twice the traffic, but without a store by the receiver. Epochs are 32 bits wide and
-overflow: a mailbox that only large messages use could then hold a packet of the same
-epoch from 2**32 epochs ago, so the last two epochs each clear their half.
+overflow. A mailbox that only large messages use could then hold a packet of the same
+epoch from 2**32 epochs ago. So the last two epochs each clear their half.
 
 Only accesses of up to 8 bytes are assumed to be atomic, as in PTX's memory model for
 each element of a vector. So a vector and its marks may arrive in any order, and each of

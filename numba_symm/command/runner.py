@@ -3,7 +3,7 @@
     python runner.py JOB RANKS [-m] PROGRAM [ARGUMENTS]
 
 This module does not see a program's ordinary output. An error that several ranks raise
-is shown once, with their numbers: the first rank that fails collects the errors of the
+is shown once, with their numbers. The first rank that fails collects the errors of the
 others for a moment, prints them, and ends the job. As under ``python -m mpi4py``, a
 rank that fails ends the job, because others may wait for it in MPI.
 

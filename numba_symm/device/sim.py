@@ -3,7 +3,7 @@
 Addresses are host addresses, the ranks' memory is shared between processes, and the
 ranks' threads are operating-system threads. Aligned loads and stores of up to 8 bytes
 are single host instructions. x86-64 keeps a core's stores in order, and its loads in
-order, which is all that the protocols need of acquire and release.
+order. The protocols need no more of acquire and release.
 
 Device functions are plain Python. They use no ``cuda.*`` name, so the simulator need
 not replace ``cuda`` while they run (which is not safe between threads).

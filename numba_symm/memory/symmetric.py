@@ -158,9 +158,9 @@ class SymmetricMemory:
 
         Not collective. May be captured. The target is
         ``get_buffer(rank, x.shape, x.dtype, storage_offset)``. Announce the copy by a
-        :meth:`put_signal` or :meth:`barrier` on the same stream: the data is visible to
-        the peer after it has taken that signal. Until then, ``x`` must not change, and
-        the target must not be used.
+        :meth:`put_signal` or :meth:`barrier` on the same stream. The peer sees the data
+        after it has waited for that signal. Until then, ``x`` must not change, and the
+        target must not be used.
 
         Args:
             x: a device array of this rank's GPU, in C order, of any dtype.

@@ -1,11 +1,11 @@
 """Messages of device arrays: envelopes by MPI, which matches them, and data by copies.
 
-A send copies its data to memory of its process (``rooms.py``), waits for that copy,
-and sends an envelope with its place by MPI, with the tag of the message. So source,
-tag, order and wildcards are MPI's. The receive copies the data from there, on a stream
-of its own, so it may run beside the program's kernels. When the copy is done, it sends
-a receipt, after which the sender reuses the memory. To a rank of another island, the
-data is a message of MPI, through host memory. Envelopes, receipts and data have
+A send copies its data to memory of its process (``rooms.py``), and waits for that copy.
+Then it sends an envelope with the data's place by MPI, with the tag of the message. So
+source, tag, order and wildcards are MPI's. The receive copies the data from there, on a
+stream of its own, so it may run beside the program's kernels. When the copy is done, it
+sends a receipt, after which the sender reuses the memory. To a rank of another island,
+the data is a message of MPI, through host memory. Envelopes, receipts and data have
 communicators of their own, so host messages do not meet them.
 """
 

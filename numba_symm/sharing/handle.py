@@ -26,8 +26,8 @@ class SharedHandle:
     """Names a shared array. Small; can be pickled and copied.
 
     Made by :func:`numba_symm.sharing.share`. Dropping or pickling a handle changes no
-    reference. If others can write to the file or queue that carries it, send the bytes
-    of :meth:`to_bytes`, because reading a pickle may run any code.
+    reference. Reading a pickle may run any code. So if others can write to the file or
+    queue that carries the handle, send the bytes of :meth:`to_bytes`.
 
     Attributes:
         producer: the address at which the producer answers requests.

@@ -142,8 +142,8 @@ class RefCounterFile(CounterFile):
         again.
 
         Counts all slots again if a consumer has ended, because it may have been killed
-        with arrays open, or during a change; or if another process has damaged the
-        list.
+        with arrays open, or during a change. Does so too if another process has damaged
+        the list.
 
         Raises:
             ExchangeError: another process keeps the lock.
