@@ -285,11 +285,11 @@ class Communicator(Persistent):
         and the same ``algorithm``. All ranks get identical bits. Asynchronous.
 
         Args:
-            x: a device array of any shape, with gaps or without, symmetric or not, of
-                bool, integers of 8 to 64 bits, floats of 8 (e4m3fn and e5m2, from
-                compute capability 8.9 on) to 64 bits, bfloat16, complex64 or
-                complex128. Floats of fewer than 32 bits accumulate in float32 and are
-                rounded once.
+            x: a device array of any shape, with gaps or without, symmetric or not. Its
+                type is bool, an integer of 8 to 64 bits, a float of 8 to 64 bits,
+                bfloat16, complex64 or complex128. Floats of 8 bits (e4m3fn and e5m2)
+                need compute capability 8.9 or higher. Floats of fewer than 32 bits
+                accumulate in float32 and are rounded once.
                 Integers wrap around, and "sum" of bool is "lor", as in NumPy.
             op: one of
 
@@ -302,9 +302,10 @@ class Communicator(Persistent):
                 - ``"band"``, ``"bor"``, ``"bxor"``: bit by bit, for bool and integers.
                 - ``"land"``, ``"lor"``, ``"lxor"``: 0 or 1 in x's type; NaN is true.
                   Not for complex numbers.
-                - ``"minloc"``, ``"maxloc"``: of pairs of a value and an index, in a
-                  structured dtype of 8 or 16 bytes or in two columns, the one with the
-                  least or greatest value; of equal values, that of the lowest index.
+                - ``"minloc"``, ``"maxloc"``: of pairs of a value and an index, the one
+                  with the least or greatest value; of equal values, that of the lowest
+                  index. Pairs are of a structured dtype of 8 or 16 bytes, or in two
+                  columns.
                 - the MPI.Op of one of these names.
                 - a function of two scalars of the type in which x accumulates, plain or
                   decorated by ``cuda.jit(device=True)``. Its result is cast to that
@@ -574,9 +575,9 @@ class Communicator(Persistent):
             algorithm: ``"one_shot_sentinel"`` and ``"two_shot_sentinel"`` (floats),
                 ``"one_shot_ll"``, ``"one_shot_marked"``, ``"two_shot_marked"``,
                 ``"chunked"``, ``"direct"`` (between symmetric arrays of this
-                communicator, the root's ``out`` among them; if one is not, as
-                ``"chunked"``) or ``"copy_engine"`` (of more than 2 ranks, as
-                ``"chunked"``). None: the fastest.
+                communicator, the root's ``out`` among them) or ``"copy_engine"`` (of 2
+                ranks). Calls that do not meet such a condition are as ``"chunked"``.
+                None: the fastest.
 
         Returns:
             On the root ``out``, or the new array, of x's shape, with the bits of
@@ -605,10 +606,11 @@ class Communicator(Persistent):
                 and written on the other ranks.
             root: the rank whose contents are sent.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"one_shot_marked"``, ``"two_shot_marked"`` (of 2 ranks, as
-                ``"chunked"``), ``"chunked"``, ``"direct"`` (between symmetric arrays of
-                this communicator; if one is not, or of 2 ranks, as ``"chunked"``) or
-                ``"copy_engine"``. None: the fastest.
+            algorithm: ``"one_shot_marked"``, ``"two_shot_marked"`` (of 3 ranks or
+                more), ``"chunked"``, ``"direct"`` (between symmetric arrays of this
+                communicator, of 3 ranks or more) or ``"copy_engine"`` (of 2 ranks).
+                Calls that do not meet such a condition are as ``"chunked"``. None: the
+                fastest.
 
         Returns:
             ``x``.

@@ -1,8 +1,8 @@
 """Releases that finalizers defer.
 
-The garbage collector runs finalizers at any moment and in any thread: while a stream is
-being captured, which a wait for the GPU would invalidate; within another call, which
-peers wait for; or between two steps of a look-up of memory.
+The garbage collector runs finalizers at any moment and in any thread. A stream may be
+being captured, and a wait for the GPU would invalidate the capture. A call may be under
+way that peers wait for. Or memory is being looked up.
 """
 
 import warnings

@@ -216,7 +216,7 @@ def make_chunked_all_reduce(
                 chunk = guard.rank + 1, vector, tiles, share, count, share
                 collect(slot, target, chunk, low, high)
             if stage == 1:  # explore: wait
-                # Then all ranks have left the previous call.
+                # After it, all ranks have left the previous call.
                 epoch = (before + stage) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
                 failed = await_flags(guard, flag, block, epoch, failed)

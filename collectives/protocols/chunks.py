@@ -23,10 +23,13 @@ from numba_symm.device.lanes import Load, Store
 class Chunks(NamedTuple):
     """Device functions that move a chunk of the shards of all other ranks.
 
-    ``chunk`` is ``(next_owner, vector, tiles, share, count, vectors)``: the shard of
-    the next rank along the ring, the index in each shard of the thread's first vector,
-    the tiles of the chunk, the vectors of a shard, and the elements and vectors of the
-    array. ``low`` and ``high`` are local arrays.
+    ``low`` and ``high`` are local arrays. ``chunk`` is ``(next_owner, vector, tiles,
+    share, count, vectors)``:
+
+    - the shard of the next rank along the ring,
+    - the index in each shard of the thread's first vector,
+    - the tiles of the chunk, the vectors of a shard,
+    - and the elements and vectors of the array.
 
     Attributes:
         inside: ``(owner, at, share, vectors)`` returns whether vector ``at`` of a shard

@@ -41,10 +41,10 @@ NUMBER = (1 << NUMBER_BITS) - 1
 def end_of(place: int, rank: int, others: int) -> Any:
     """Return whether a block sends, and its peer, from its place in its channel.
 
-    The blocks of a channel are in the order of (source, target) on all ranks, so that
-    they could even run one after another, as the simulator's do, where all ranks'
-    messages are in one launch each. (Where they are not, large messages may wait for
-    each other there, around three ranks, that a GPU delivers.)
+    The blocks of a channel are in the order of (source, target) on all ranks. So they
+    could even run one after another, as the simulator's do, if each rank's messages are
+    in one launch. If they are in several, large messages between three ranks may wait
+    for each other in the simulator, but not on a GPU.
     """
     sending = rank <= place < rank + others
     peer = place if place < rank else place - others + 1
@@ -169,10 +169,13 @@ def make_learn(most: int) -> Callable[..., int]:
     """Return a device function by which a block learns the bytes of a message.
 
     ``(guard, end, epoch, flags, lengths, expected, failed)`` returns them; ABSENT if
-    the block has failed. ``end`` is ``(peer, channel, launched)``, with the number of
-    channels of the launch; ``flags`` is where the flags of the channel begin, and
-    ``epoch`` the number of its last chunk; ``expected`` is ``(room, count_at, shift,
-    inverse)``.
+    the block has failed.
+
+    - ``end`` is ``(peer, channel, launched)``, with the number of channels of the
+      launch.
+    - ``epoch`` is the number of the channel's last chunk.
+    - ``flags`` is where the channel's flags begin.
+    - ``expected`` is ``(room, count_at, shift, inverse)``.
 
     Args:
         most: how many words for lengths a channel has; ``lengths`` is the address of

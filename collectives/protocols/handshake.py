@@ -143,8 +143,8 @@ def make_handshake(size: int) -> Any:
                 mail = ring[k] + slots + mirror(k) * _BOX
                 post_packets(mail, VECTOR, first[k], second[k], epoch)
                 post_packets(mail + 2 * VECTOR, VECTOR, digest, 0, epoch)
-        # The board is far away, so it is read while the packets are in transit. If the
-        # others sent theirs long ago and gave up since, it has changed by now.
+        # A read of the board crosses PCIe, so it is made while the packets are in
+        # transit. If others sent theirs long ago and gave up since, it shows that.
         if thread < others and not failed:
             failed = ld_relaxed_sys_u64(guard.board + 8 * guard.rank) != 0
         k = thread

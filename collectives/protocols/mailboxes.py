@@ -263,9 +263,10 @@ class Mailboxes(NamedTuple):
         post_one: ``(ring, k, box, low, high, epoch)`` sends a vector to the k-th;
             ``box`` is its mailbox 0.
         receive: ``(guard, box, epoch, block, low, high, wanted)`` waits for a vector
-            of the others, from the address of mailbox 0, fills two local arrays from
-            index 1 on, and makes the mailboxes ready for the next vector; False if it
-            gave up. Bit k of ``wanted``: whether the k-th of the ring sends one.
+            of the others, from the address of mailbox 0. It fills two local arrays from
+            index 1 on, and makes the mailboxes ready for the next vector. It returns
+            False if it gave up. Bit k of ``wanted``: whether the k-th of the ring sends
+            one.
         wipe: ``(workspace, block, epoch, thread)`` clears a thread's mailboxes of an
             epoch that has ended, when the epochs overflow.
         between_epochs: ``(failed)`` returns whether any thread of the block has failed;

@@ -249,8 +249,8 @@ class NcclEngine:
     def _translated(self, operation: str) -> Iterator[None]:
         """Raise errors of NCCL's functions as errors of this library.
 
-        The block takes the lock, and this method needs it released: a look takes the
-        watchdog's lock, and the watchdog takes this one while it holds its own.
+        The block takes the engine's lock, and releases it before ``_look`` is called:
+        ``_look`` takes the watchdog's, whose holder may wait for the engine's.
         """
         try:
             yield

@@ -95,7 +95,7 @@ class Post:
     def free(self) -> None:
         """Free the duplicates. Collective.
 
-        First take what the peers sent: an envelope or a receipt that arrived later
+        First take what the peers sent. An envelope or a receipt that arrived later
         would be taken for one of a new communicator, to which MPI gives the same
         number. So ends also a send that waits for its receive, of which there is none.
         """
