@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from numba_symm import streams
+from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
 from numba_symm.mpi import buffers
 from numba_symm.mpi.channels import Channel
@@ -72,6 +74,15 @@ class Crossing:
     def synchronize(self) -> None:
         """Wait until the copy has ended."""
         waited(self.query, self._check)
+
+
+def on_host(room: Room, nbytes: int, stream: int) -> Any:
+    """Return a copy of a room in host memory, when it has ended."""
+    data = np.empty(nbytes, np.uint8)
+    streams.copy_to_host(data.ctypes.data, room.address, nbytes, stream)
+    if not SIMULATED:
+        streams.synchronize(stream)
+    return data
 
 
 _PART = 1 << 30  # bytes of data in one message of MPI, whose counts are C's int

@@ -14,7 +14,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Concatenate
+from typing import Any, Concatenate, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -28,12 +28,12 @@ from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing, rooms
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.channels import MOST, Channel, Receipts
-from numba_symm.mpi.crossings import Copying, Crossing, Data
+from numba_symm.mpi.copies import Copies
+from numba_symm.mpi.crossings import Copying, Crossing, Data, on_host
 from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.requests import PAUSE
-from numba_symm.mpi.rooms import Room, opened, rooms_of
-from numba_symm.streams import SideStream
+from numba_symm.mpi.rooms import Room, Rooms, opened, rooms_of
 
 _MOST = 4096  # bytes of an envelope, at most
 
@@ -49,6 +49,24 @@ def _alone(
             return method(post, *args, **options)
 
     return locked
+
+
+class Staged(NamedTuple):
+    """A message that is being copied to its room.
+
+    Attributes:
+        dest: the rank to which it is sent.
+        tag: its tag.
+        nbytes: its size.
+        room: the room; None if the message is empty.
+        stream: of the copy.
+    """
+
+    dest: int
+    tag: int
+    nbytes: int
+    room: Room | None
+    stream: int
 
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
@@ -84,9 +102,8 @@ class Post:
         self._lock = threading.RLock()
         self._stream = stream
         self.check = check
-        self._side: SideStream | None = None  # of the copies to arrays
+        self.copies = Copies()
         self._copying: list[Copying] = []
-        self._events: list[Event] = []  # which are not in use
         self._numbers = itertools.count()
         self._probed: list[Envelope] = []
         self._open: set[Posted] = set()
@@ -103,7 +120,7 @@ class Post:
             self.check()
             self.reap()
             time.sleep(PAUSE)
-        self.settle()
+        self.copies.settle()
         self.reap()  # sends the last receipts
         channels = self._envelopes, self._receipts, self._data
         wanted = [sum(each.comm.alltoall(each.sent)) for each in channels]
@@ -155,6 +172,13 @@ class Post:
             The request of the envelope. If ``matched``, it is done when a receive has
             matched it.
         """
+        return self.announce(self.stage(found, dest, tag), matched)
+
+    def stage(self, found: buffers.Message, dest: int, tag: int) -> Staged:
+        """Start the copy of a message to its room.
+
+        :meth:`announce` or :meth:`drop` follows.
+        """
         self._check_open("Send")
         if not 0 <= dest < len(self.islands):
             raise refusal(
@@ -168,56 +192,9 @@ class Post:
                 f"Send: expected a tag from 0 to {self._tags - 1}, got {tag}",
             )
         nbytes, stream = found.nbytes, self.stream_of(found.array, "Send")
-        room = self._stage(found, nbytes, stream) if nbytes else None
-        data = None
-        if room is not None and self.islands[dest] != self.islands[self._rank]:
-            self.reap()  # lets go of earlier data
-            data, room = self._on_host(room, nbytes, stream), None
-        return self._announce(nbytes, room, data, dest, tag, matched)
-
-    @_alone
-    def _announce(
-        self,
-        nbytes: int,
-        room: Room | None,
-        data: Any,
-        dest: int,
-        tag: int,
-        matched: bool,
-    ) -> MPI.Request:
-        """Send the envelope of a message, which is in a room or in host memory."""
-        number = next(self._numbers)
-        if data is not None:
-            self._data.send_parts(data, dest, number)  # first: it may fail
-        place = (0, b"") if room is None else (room.offset, room.handle)
-        text = HEADER.pack(number, nbytes, place[0]) + place[1]
-        try:
-            request = self._envelopes.send(text, dest, tag, matched)
-        except BaseException:
-            self._give_back(room)
-            raise
-        if room is not None:
-            self._receipts.unread[number] = room
-        return request
-
-    @_alone
-    def has_ended(self, request: MPI.Request) -> bool:
-        """Return whether a send has ended; two threads must not ask MPI at a time."""
-        return request.Test()
-
-    def _on_host(self, room: Room, nbytes: int, stream: int) -> Any:
-        """Return a copy of a room in host memory, and give the room back."""
-        try:
-            data = np.empty(nbytes, np.uint8)
-            streams.copy_to_host(data.ctypes.data, room.address, nbytes, stream)
-            if not SIMULATED:
-                streams.synchronize(stream)
-        finally:
-            self._give_back(room)
-        return data
-
-    def _stage(self, found: buffers.Message, nbytes: int, stream: int) -> Room:
-        room = self._room_for(nbytes)
+        room = self._room_for(nbytes) if nbytes else None
+        if room is None:
+            return Staged(dest, tag, 0, None, stream)
         try:
             if found.layout.runs is None:
                 streams.copy(room.address, found.address, nbytes, stream)
@@ -225,20 +202,70 @@ class Post:
                 memory = Memory(room.address, nbytes, room.memory)
                 packed = memory.array(nbytes, np.dtype(np.uint8))
                 packing.pack(found, packed)(stream)
-            if not SIMULATED:
-                streams.synchronize(stream)
         except BaseException:
             self._give_back(room)
             raise
-        return room
+        return Staged(dest, tag, nbytes, room, stream)
+
+    def announce(self, staged: Staged, matched: bool = False) -> MPI.Request:
+        """Wait for the copy of a message, and send its envelope; see :meth:`send`."""
+        dest, tag, nbytes, room, stream = staged
+        data = None
+        if room is not None:
+            self._wait(staged)
+            if self.islands[dest] != self.islands[self._rank]:
+                try:
+                    self.reap()  # lets go of earlier data
+                    data = on_host(room, nbytes, stream)
+                finally:
+                    self._give_back(room)
+                room = None
+        offset, handle = (0, b"") if room is None else (room.offset, room.handle)
+        with self._lock:
+            number = next(self._numbers)
+            if data is not None:
+                self._data.send_parts(data, dest, number)  # first: it may fail
+            if room is not None:
+                self._receipts.unread[number] = room
+            text = HEADER.pack(number, nbytes, offset) + handle
+            try:
+                return self._envelopes.send(text, dest, tag, matched)
+            except Exception:
+                self._give_back(self._receipts.unread.pop(number, None))
+                raise
+
+    def _wait(self, staged: Staged) -> None:
+        """Wait for the copy of a message; if that fails, give its room back."""
+        try:
+            if not SIMULATED:
+                streams.synchronize(staged.stream)
+        except BaseException:
+            self._give_back(staged.room)
+            raise
+
+    def drop(self, staged: Staged) -> None:
+        """Give the room of a message back, which is not sent."""
+        if staged.room is not None:
+            self._wait(staged)
+            self._give_back(staged.room)
+
+    @_alone
+    def has_ended(self, request: MPI.Request) -> bool:
+        """Return whether a send has ended; two threads must not ask MPI at a time."""
+        return request.Test()
+
+    @functools.cached_property
+    def _rooms(self) -> Rooms:
+        assert self.allocator is not None
+        return rooms_of(self.allocator)
 
     def _room_for(self, nbytes: int) -> Room:
         """Return room; look for receipts before it takes more memory."""
-        assert self.allocator is not None
-        known = rooms_of(self.allocator)
-        if not known.has(nbytes):
+        found = self._rooms.take_free(nbytes)
+        if found is None:
             self.reap()
-        return known.take(nbytes)
+            found = self._rooms.take(nbytes)
+        return found
 
     @_alone
     def reap(self) -> None:
@@ -253,16 +280,16 @@ class Post:
         for room in self._receipts.take():
             self._give_back(room)
 
-    @_alone
     def end(self, copying: Copying) -> None:
         """Note that a copy has ended; its event may be used again."""
-        if copying in self._copying:
-            self._ended(copying)
-        # Copies end in order; requests that were given up may have started some.
-        while self._copying and self._copying[0].done.query():
-            self._ended(self._copying[0])
-        if isinstance(copying.done, Event):
-            self._events.append(copying.done)
+        with self._lock:
+            if copying in self._copying:
+                self._ended(copying)
+            # Copies end in order; requests that were given up may have started some.
+            while self._copying and self._copying[0].done.query():
+                self._ended(self._copying[0])
+            if isinstance(copying.done, Event):
+                self.copies.reuse(copying.done)
 
     def _ended(self, copying: Copying) -> None:
         self._copying.remove(copying)
@@ -271,18 +298,14 @@ class Post:
 
     def _give_back(self, room: Room | None) -> None:
         if room is not None:
-            assert self.allocator is not None
-            rooms_of(self.allocator).give_back(room)
+            self._rooms.give_back(room)
 
-    def room(self, spec: Any) -> tuple[buffers.Message, int]:
-        """Return the items that a receive writes, and the stream of their array.
-
-        It refuses the receive before it is posted.
-        """
+    def room(self, spec: Any) -> buffers.Message:
+        """Return the items that a receive writes, or refuse it before it is posted."""
         self._check_open("Recv")
         found = message(spec)
         check_writable(found.view, "Recv")
-        return found, self.stream_of(found.array, "Recv")
+        return found
 
     @_alone
     def receive(self, source: int, tag: int) -> "Posted":
@@ -373,22 +396,15 @@ class Post:
         return posted.envelope
 
     @_alone
-    def event(self, stream: int) -> Event:
-        """Return the end of a stream's work so far."""
-        found = self._events.pop() if self._events else Event()
-        found.record(stream)
-        return found
-
-    @_alone
     def deliver(
-        self, envelope: Envelope, into: buffers.Message, after: Event
+        self, envelope: Envelope, into: buffers.Message, after: Event | None
     ) -> Copying:
         """Start the copy of a message to its array; :meth:`end` follows it.
 
         Args:
             envelope: the message.
             into: the array's items.
-            after: what the copy follows.
+            after: what the copy follows, if anything.
         """
         if len(self._copying) >= MOST:  # perhaps of requests that were given up
             self.reap()
@@ -404,7 +420,7 @@ class Post:
             else:
                 block = opened(envelope.handle) if envelope.nbytes else None
                 source = 0 if block is None else block.address + envelope.offset
-                done = self._begin(envelope, source, block, into, after)
+                done = self.copies.begin(into, source, envelope.nbytes, block, after)
                 found = Copying(done, envelope, into, block)
         except BaseException:
             self._give_back(room)
@@ -419,7 +435,7 @@ class Post:
         self,
         envelope: Envelope,
         into: buffers.Message,
-        after: Event,
+        after: Event | None,
         room: Room,
         requests: list[MPI.Request],
         data: Any,
@@ -427,45 +443,12 @@ class Post:
         """Copy data from another island when it has arrived in host memory."""
 
         def begin() -> Event:
-            host, stream = data.ctypes.data, self._side_stream()
-            streams.copy_from_host(room.address, host, envelope.nbytes, stream)
-            return self._begin(envelope, room.address, room.memory, into, after)
+            host, address, nbytes = data.ctypes.data, room.address, envelope.nbytes
+            streams.copy_from_host(address, host, nbytes, self.copies.stream)
+            return self.copies.begin(into, address, nbytes, room.memory, after)
 
         done = Crossing(requests, begin, self.check, self._lock)
         return Copying(done, envelope, into, None, room)
-
-    def _side_stream(self) -> int:
-        if self._side is None:
-            self._side = SideStream(0)
-        return self._side.stream
-
-    def _begin(
-        self,
-        envelope: Envelope,
-        source: int,
-        owner: Any,
-        into: buffers.Message,
-        after: Event,
-    ) -> Event:
-        """Start the copy from an address; return its end."""
-        stream = self._side_stream()
-        after.wait(stream)
-        if envelope.nbytes and into.layout.runs is None:
-            streams.copy(into.address, source, envelope.nbytes, stream)
-        elif envelope.nbytes:
-            memory = Memory(source, envelope.nbytes, owner)
-            packed = memory.array(envelope.nbytes, np.dtype(np.uint8))
-            packing.unpack(into, packed)(stream)
-        self._events.append(after)
-        return self.event(stream)
-
-    def settle(self) -> None:
-        """Wait for the copies to arrays; later ones have a new stream."""
-        if self._side is not None:
-            if not SIMULATED:
-                streams.synchronize(self._side.stream)
-            self._side.close()
-            self._side = None
 
     def _acknowledge(self, envelope: Envelope) -> None:
         """Let the sender reuse the memory of a message, if it has any."""
@@ -480,4 +463,4 @@ def _nothing() -> None:
 def settle_all() -> None:
     """Wait for all copies to arrays, for the end of the program."""
     for post in _posts:
-        post.settle()
+        post.copies.settle()

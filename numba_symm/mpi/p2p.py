@@ -1,10 +1,12 @@
 """mpi4py's sends, receives and probes."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from mpi4py import MPI
 
+from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import message, on_device
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Post
@@ -48,7 +50,10 @@ class Messages:
             return Done()
         if not on_device(buf):
             return self.host.Isend(buf, dest, tag)
-        self.post.send(message(buf), dest, tag)
+        return self._send(message(buf), dest, tag)
+
+    def _send(self, found: buffers.Message, dest: int, tag: int) -> Done:
+        self.post.send(found, dest, tag)
         return Done()
 
     Ibsend = Irsend = Isend
@@ -60,7 +65,10 @@ class Messages:
             return Done()
         if not on_device(buf):
             return self.host.Issend(buf, dest, tag)
-        matched = self.post.send(message(buf), dest, tag, matched=True)
+        return self._send_matched(message(buf), dest, tag)
+
+    def _send_matched(self, found: buffers.Message, dest: int, tag: int) -> Sending:
+        matched = self.post.send(found, dest, tag, matched=True)
         return Sending(partial(self.post.has_ended, matched), self.post.check)
 
     @translated
@@ -89,7 +97,10 @@ class Messages:
             return Done(NOBODY)
         if not on_device(buf):
             return self.host.Irecv(buf, source, tag)
-        into, stream = self.post.room(buf)
+        return self._receive(self.post.room(buf), source, tag)
+
+    def _receive(self, into: buffers.Message, source: int, tag: int) -> Receiving:
+        stream = self.post.stream_of(into.array, "Recv")
         return Receiving(self.post, self.post.receive(source, tag), into, stream)
 
     @translated
@@ -105,7 +116,25 @@ class Messages:
     ) -> None:
         """Send a message and receive one."""
         given = sendbuf, dest, sendtag, recvbuf, source, recvtag
-        _complete(self.Isendrecv(*given), status)
+        if NOBODY in (dest, source) or not (on_device(sendbuf) and on_device(recvbuf)):
+            _complete(self.Isendrecv(*given), status)
+            return
+        into = self.post.room(recvbuf)
+        stream = self.post.stream_of(into.array, "Recv")
+        staged = self.post.stage(message(sendbuf), dest, sendtag)
+        try:  # while the send's copy runs
+            posted = self.post.receive(source, recvtag)
+        except BaseException:
+            self.post.drop(staged)
+            raise
+        try:
+            self.post.announce(staged)
+        except BaseException:
+            self.post.withdraw(posted)
+            raise
+        idle = stream == staged.stream and staged.room is not None
+        receives = Receiving(self.post, posted, into, None if idle else stream)
+        _complete(receives, status)
 
     @translated
     def Isendrecv(
@@ -169,7 +198,7 @@ class Messages:
         """Prepare a send."""
         if not on_device(buf):
             return self.host.Send_init(buf, dest, tag)
-        return Prequest(partial(self.Isend, buf, dest, tag))
+        return self._prepared(self._send, buf, dest, tag)
 
     Rsend_init = Send_init
 
@@ -178,14 +207,14 @@ class Messages:
         """Prepare a send."""
         if not on_device(buf):
             return self.host.Bsend_init(buf, dest, tag)
-        return Prequest(partial(self.Isend, buf, dest, tag))
+        return self._prepared(self._send, buf, dest, tag)
 
     @translated
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Prepare a send that is done when a receive has matched it."""
         if not on_device(buf):
             return self.host.Ssend_init(buf, dest, tag)
-        return Prequest(partial(self.Issend, buf, dest, tag))
+        return self._prepared(self._send_matched, buf, dest, tag)
 
     @translated
     def Recv_init(
@@ -194,7 +223,17 @@ class Messages:
         """Prepare a receive."""
         if not on_device(buf):
             return self.host.Recv_init(buf, source, tag)
-        return Prequest(partial(self.Irecv, buf, source, tag))
+        if source == NOBODY:
+            return Prequest(partial(Done, NOBODY))
+        return Prequest(partial(self._receive, self.post.room(buf), source, tag))
+
+    def _prepared(
+        self, start: Callable[..., Request], buf: Any, dest: int, tag: int
+    ) -> Prequest:
+        """Return a send whose argument is read now."""
+        if dest == NOBODY:
+            return Prequest(Done)
+        return Prequest(partial(start, message(buf), dest, tag))
 
     # Probes.
 
@@ -263,9 +302,8 @@ class Together(Request):
         super().__init__()
         self._receives, self._sends = receives, sends
 
-    def _progress(self) -> None:
-        if isinstance(self._receives, Request):
-            self._receives._progress()
+    def _progress(self) -> bool:
+        return not isinstance(self._receives, Request) or self._receives._progress()
 
     def _withdraw(self) -> None:
         if isinstance(self._receives, Request):

@@ -20,15 +20,17 @@ class Receiving(Request):
         post: of its communicator.
         posted: its envelope.
         into: the items that it writes.
-        stream: the stream of their array; see :meth:`Post.room`.
+        stream: the stream of their array; None: its work has ended.
     """
 
-    def __init__(self, post: Post, posted: Posted, into: buffers.Message, stream: int):
+    def __init__(
+        self, post: Post, posted: Posted, into: buffers.Message, stream: int | None
+    ):
         super().__init__()
         self._post, self._posted, self._into = post, posted, into
         # The copy follows what is enqueued before the receive, not what is later.
         try:
-            self._after = post.event(stream)
+            self._after = None if stream is None else post.copies.event(stream)
         except BaseException:
             post.withdraw(posted)
             raise
@@ -61,10 +63,15 @@ class Receiving(Request):
             self._active = False
             raise copying.done.error
 
-    def _progress(self) -> None:
-        if self._active and self._ended is None and self._posted.test():
-            self._refuse_capture()
-            self._start(None)
+    def _progress(self) -> bool:
+        if not self._active or self._ended is not None or self._copying is not None:
+            return True
+        self._refuse_capture()
+        if not self._posted.test():
+            self._post.check()
+            return False
+        self._start(None)
+        return True
 
     def _withdraw(self) -> None:
         if self._active and self._copying is None:
@@ -169,7 +176,8 @@ class Message(MPI.Message):
         if self._envelope is None:
             return super().Irecv(buf)
         assert self._post is not None
-        into, stream = self._post.room(buf)
+        into = self._post.room(buf)
+        stream = self._post.stream_of(into.array, "Recv")
         envelope, self._envelope = self._envelope, None
         return Receiving(self._post, Posted(envelope=envelope), into, stream)
 

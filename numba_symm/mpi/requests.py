@@ -83,8 +83,9 @@ class Request:
         """Return whether the call is done, and describe it if so. Never wait."""
         raise NotImplementedError
 
-    def _progress(self) -> None:
-        """Start what can be started now. Never wait."""
+    def _progress(self) -> bool:
+        """Start what can be started now; return whether all was. Never wait."""
+        return True
 
     def _withdraw(self) -> None:
         """End a receive whose call raises, without a message; nothing for others."""
@@ -151,15 +152,16 @@ class Request:
     free = Free
 
     @classmethod
+    @translated
     def Waitall(
         cls,
         requests: Sequence[Any],
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Wait for all requests."""
-        for request in requests:
-            if isinstance(request, Request):
-                request._progress()
+        own = [request for request in requests if isinstance(request, Request)]
+        if len(own) > 1:  # start all copies before any is waited for
+            waited(lambda: all([each._progress() for each in own]), lambda: None)
         for index, request in enumerate(requests):
             request.Wait(_status(statuses, index))
         return True
@@ -356,9 +358,8 @@ class Prequest(Request):
         for request in requests:
             request.Start()
 
-    def _progress(self) -> None:
-        if self._running is not None:
-            self._running._progress()
+    def _progress(self) -> bool:
+        return self._running is None or self._running._progress()
 
     def Wait(self, status: MPI.Status | None = None) -> bool:
         """Wait for the call; return immediately if it was not started."""

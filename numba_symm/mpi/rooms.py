@@ -62,18 +62,24 @@ class Rooms:
         self._free: dict[int, list[Room]] = {}
         self._shared: list[SharedHandle] = []
 
-    def has(self, nbytes: int) -> bool:
-        """Return whether room for ``nbytes`` is free; else :meth:`take` allocates."""
-        return bool(self._free.get(_size(nbytes)))
+    def take_free(self, nbytes: int) -> Room | None:
+        """Return room for at least ``nbytes``, or None if none is free."""
+        free = self._free.get(_size(nbytes))
+        try:
+            return free.pop() if free else None
+        except IndexError:  # another thread took it
+            return None
 
     def take(self, nbytes: int) -> Room:
-        """Return room for at least ``nbytes``."""
+        """Return room for at least ``nbytes``, which may be new."""
         size = _size(nbytes)
         with _lock:
             free = self._free.setdefault(size, [])
-            if not free:
-                free += self._made(size)
-            return free.pop()
+            while True:
+                try:
+                    return free.pop()
+                except IndexError:
+                    free += self._made(size)
 
     def give_back(self, room: Room) -> None:
         """Reuse a room, whose message was received."""

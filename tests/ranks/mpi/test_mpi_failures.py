@@ -59,7 +59,7 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 comm.Recv(out, left, tag)
     with monkeypatch.context() as patch:
-        patch.setattr(comm.post, "event", interrupted)
+        patch.setattr(comm.post.copies, "event", interrupted)
         for tag in (2, 5):
             with pytest.raises(KeyboardInterrupt):
                 comm.Irecv(out, left, tag)
@@ -104,7 +104,10 @@ def test_data_for_other_islands(world, monkeypatch):
 
 
 def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
+    comm = comm.Dup()
     comm.Sendrecv(array(1), comm.rank, 1, array(1), comm.rank, 1)
+    while comm.post._receipts.unread:
+        comm.post.reap()
     free = rooms_of(comm.post.allocator)._free[LEAST]
     before = len(free)
 
@@ -116,12 +119,22 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
         with pytest.raises(MemoryError):
             comm.Send(array(1), comm.rank, 1)
     assert len(free) == before
-    room = rooms_of(comm.post.allocator).take(4)
     with monkeypatch.context() as patch:
         patch.setattr(messages.streams, "copy_to_host", failing)
-        with pytest.raises(MemoryError):  # as a message to another island
-            comm.post._on_host(room, 4, 0)
+        patch.setattr(comm.post, "islands", [*range(comm.size)])
+        patch.setattr(comm.post, "_rank", -1)  # of the last island
+        with pytest.raises(MemoryError):
+            comm.Send(array(1), 0, 1)
     assert len(free) == before
+    with monkeypatch.context() as patch:
+        patch.setattr(comm.post._envelopes, "send", failing)
+        with pytest.raises(MemoryError):
+            comm.Send(array(1), comm.rank, 1)
+    with pytest.raises(MPI.Exception):
+        comm.Sendrecv(array(1), comm.rank, 1, array(1), comm.size, 1)
+    assert len(free) == before
+    assert not comm.post._open
+    comm.Free()
 
 
 def test_messages_ask_no_event_during_a_capture(comm, monkeypatch):

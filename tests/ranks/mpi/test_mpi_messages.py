@@ -11,7 +11,7 @@ from numba import cuda
 from numba_symm import mpi as MPI
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
-from numba_symm.mpi import messages
+from numba_symm.mpi import copies, messages
 from numba_symm.mpi.p2p import Together
 from numba_symm.mpi.rooms import BLOCK, LEAST, rooms_of
 from tests.ranks.helpers import needs_peers, of_one_island
@@ -270,7 +270,7 @@ def test_a_receive_is_done_when_its_copy_is(comm, monkeypatch):
         def query(self):
             return bool(ended)
 
-    monkeypatch.setattr(messages, "Event", Event)
+    monkeypatch.setattr(copies, "Event", Event)
     comm = comm.Dup()
     outs = [room(1) for _ in range(2)]
     requests = [comm.Irecv(out, left, tag) for tag, out in enumerate(outs)]

@@ -5,6 +5,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.mpi import copies, messages, p2p
 from numba_symm.mpi.channels import MOST, SMALL
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.rooms import BLOCK, rooms_of
@@ -83,3 +84,48 @@ def test_a_message_that_nobody_waits_for_is_received(own, monkeypatch):
     assert not own.post._copying
     assert [out.copy_to_host()[0] for out in outs] == [0, 1]
     MPI.Request.Waitall([given_up])
+
+
+def test_waitall_starts_all_copies_before_it_waits_for_one(own, monkeypatch):
+    copying = []
+
+    class Event:
+        def record(self, stream):
+            pass
+
+        wait = record
+
+        def query(self):
+            return True
+
+        def synchronize(self):
+            copying.append(len(own.post._copying))
+
+    def late():
+        if not sent:
+            sent.append(own.Isend(x, own.rank, 1))
+
+    monkeypatch.setattr(copies, "Event", Event)
+    x, sent = cuda.to_device(np.arange(3)), []
+    outs = [cuda.device_array_like(x) for _ in range(2)]
+    prepared = own.Recv_init(outs[0], own.rank, 0)
+    prepared.Start()
+    requests = [prepared, own.Isendrecv(x, own.rank, 0, outs[1], own.rank, 1)]
+    monkeypatch.setattr(own.post, "check", late)
+    MPI.Request.Waitall(requests)
+    assert copying[0] == 2
+    assert all(out.copy_to_host().tolist() == [0, 1, 2] for out in outs)
+
+
+def test_persistent_messages_read_their_arguments_once(own, monkeypatch):
+    x, out = cuda.to_device(np.arange(3)), cuda.to_device(np.zeros(3, int))
+    for prepare in (own.Send_init, own.Ssend_init, own.Bsend_init, own.Recv_init):
+        with pytest.raises(MPI.Exception, match="smaller count"):
+            prepare([x, 4, MPI.INT64_T], own.rank)
+        assert prepare(x, MPI.PROC_NULL)
+    requests = own.Recv_init(out, own.rank, 1), own.Send_init(x, own.rank, 1)
+    monkeypatch.delattr(p2p, "message")
+    monkeypatch.delattr(messages, "message")
+    MPI.Prequest.Startall(requests)
+    MPI.Request.Waitall(requests)
+    assert out.copy_to_host().tolist() == [0, 1, 2]

@@ -1,0 +1,75 @@
+"""Copies of messages to their arrays, on a stream of their own."""
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from numba_symm import streams
+from numba_symm.arrays import Memory
+from numba_symm.environment import SIMULATED
+from numba_symm.events import Event
+from numba_symm.mpi import packing
+from numba_symm.mpi.buffers import Message
+from numba_symm.streams import SideStream
+
+
+class Copies:
+    """The stream of one communicator's copies, which may run beside the program's work.
+
+    Its events are used again, because to make one takes longer than to record it.
+    """
+
+    def __init__(self) -> None:
+        self._side: SideStream | None = None
+        self._events: list[Event] = []  # which are not in use
+        self._lock = threading.Lock()
+
+    def event(self, stream: int) -> Event:
+        """Return the end of a stream's work so far."""
+        with self._lock:
+            found = self._events.pop() if self._events else Event()
+        found.record(stream)
+        return found
+
+    def reuse(self, event: Event) -> None:
+        """Take an event back, which nobody will ask any more."""
+        self._events.append(event)
+
+    @property
+    def stream(self) -> int:
+        """The stream of the copies."""
+        if self._side is None:
+            self._side = SideStream(0)
+        return self._side.stream
+
+    def begin(
+        self, into: Message, source: int, nbytes: int, owner: Any, after: Event | None
+    ) -> Event:
+        """Start a copy to an array; return its end.
+
+        Args:
+            into: the array's items.
+            source: the address of the data.
+            nbytes: its size.
+            owner: keeps the data.
+            after: what the copy follows, if anything.
+        """
+        stream = self.stream
+        if after is not None:
+            after.wait(stream)
+            self.reuse(after)
+        if nbytes and into.layout.runs is None:
+            streams.copy(into.address, source, nbytes, stream)
+        elif nbytes:
+            packed = Memory(source, nbytes, owner).array(nbytes, np.dtype(np.uint8))
+            packing.unpack(into, packed)(stream)
+        return self.event(stream)
+
+    def settle(self) -> None:
+        """Wait for all copies; later ones have a new stream."""
+        if self._side is not None:
+            if not SIMULATED:
+                streams.synchronize(self._side.stream)
+            self._side.close()
+            self._side = None
