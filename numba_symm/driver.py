@@ -12,12 +12,12 @@ def call(name: str, *args: Any) -> Any:
     Raises:
         DriverError: the call failed; the text has its name and the driver's reason.
     """
-    status, *results = function(name)(*args)
-    if status:
-        raise failure(name, status)
-    if not results:
+    found = function(name)(*args)
+    if found[0]:
+        raise failure(name, found[0])
+    if len(found) == 1:
         return None
-    return results[0] if len(results) == 1 else tuple(results)
+    return found[1] if len(found) == 2 else found[1:]
 
 
 @functools.cache

@@ -82,7 +82,8 @@ class Posted:
 
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until it has arrived or was cancelled."""
-        waited(self.test, check)
+        if not self.test():
+            waited(self.test, check)
 
     def test(self) -> bool:
         """Return whether it has arrived or was cancelled."""
@@ -107,8 +108,7 @@ class Posted:
             ended(self)
         if self.cancelled:
             return
-        data = bytes(self._room[: status.Get_count(MPI.BYTE)])
-        number, nbytes, offset = HEADER.unpack_from(data)
-        handle = data[HEADER.size :]
+        number, nbytes, offset = HEADER.unpack_from(self._room)
+        handle = bytes(self._room[HEADER.size : status.Get_count(MPI.BYTE)])
         source, tag = status.source, status.tag
         self._envelope = Envelope(source, tag, number, nbytes, offset, handle)

@@ -307,14 +307,14 @@ class Post:
         check_writable(found.view, "Recv")
         return found
 
-    @_alone
     def receive(self, source: int, tag: int) -> "Posted":
         """Post a receive."""
-        found = self._first_probed(source, tag)
-        if found is not None:
-            self._probed.remove(found)
-            return Posted(envelope=found)
-        return self._posted(source, tag)
+        with self._lock:
+            found = self._first_probed(source, tag)
+            if found is not None:
+                self._probed.remove(found)
+                return Posted(envelope=found)
+            return self._posted(source, tag)
 
     def _posted(self, source: int, tag: int) -> "Posted":
         """Post a receive of MPI, which writes its room even if a program drops it."""
@@ -324,10 +324,10 @@ class Post:
         self._open.add(posted)
         return posted
 
-    @_alone
     def _read(self, posted: "Posted") -> None:
-        self._open.discard(posted)
-        self._envelopes.taken += not posted.cancelled
+        with self._lock:
+            self._open.discard(posted)
+            self._envelopes.taken += not posted.cancelled
 
     @_alone
     def withdraw(self, posted: "Posted") -> None:
