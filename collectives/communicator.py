@@ -186,10 +186,10 @@ class Communicator(Persistent):
     def rendezvous(self, array: Any) -> SymmetricMemory:
         """Return the symmetric memory that begins at ``array``.
 
-        Collective: every rank passes an array at the same offset of the same block. It
-        is an array of :meth:`empty` or ``comm.allocator``, or memory of cudaMalloc,
-        which this call registers. Calls for one block share its mappings and its signal
-        pad.
+        Collective: every rank passes an array at the same offset of the same
+        allocation. It is an array of :meth:`empty` or ``comm.allocator``, or memory of
+        cudaMalloc, which this call registers. Calls for one allocation share its
+        mappings and its signal pad.
 
         Raises:
             ArgumentError, BackendError: on all ranks.

@@ -1,1 +1,1 @@
-"""One file an algorithm: the kernel above, its host wrapper below."""
+"""One file an algorithm: the kernel above, its host code below."""

@@ -1,4 +1,4 @@
-"""This process' part of symmetric memory: blocks, found by any pointer into them."""
+"""This process' allocations of symmetric memory, found by any pointer into them."""
 
 import bisect
 import functools
@@ -61,7 +61,7 @@ class Block:
 
 
 class SymmetricMemoryAllocator:
-    """Allocates memory that peers can map, and finds blocks by their addresses.
+    """Allocates memory that peers can map, and finds allocations by their addresses.
 
     Its methods are not collective, except :meth:`rendezvous`. ``comm.allocator`` is the
     allocator of a communicator. Communicators of one GPU and backend share it.
@@ -94,7 +94,7 @@ class SymmetricMemoryAllocator:
         return self.allocate(nbytes).address
 
     def allocate(self, nbytes: int, ranks: int = 1) -> Block:
-        """Return a new block; ``ranks`` processes of the node allocate as much."""
+        """Return a new allocation; ``ranks`` processes of the node allocate as much."""
         what = "a number of bytes from 0 to 2**63 - 1"
         nbytes = arguments.integer(
             nbytes, "alloc", what, 0, 2**63 - 1, "pass how many are needed"
@@ -115,10 +115,10 @@ class SymmetricMemoryAllocator:
         return block
 
     def free(self, ptr: int) -> None:
-        """Free the block that begins at ``ptr``.
+        """Free the allocation that begins at ``ptr``.
 
         Peers keep their mappings. The memory is freed when no communicator has the
-        block mapped.
+        allocation mapped.
         """
         ptr = arguments.address(ptr, "free")
         block = self._blocks.get(ptr)
@@ -129,7 +129,7 @@ class SymmetricMemoryAllocator:
         self.release(block)
 
     def release(self, block: Block) -> None:
-        """Free a block. Idempotent."""
+        """Free an allocation. Idempotent."""
         with self._lock:
             if block.dropped:
                 return
@@ -139,7 +139,7 @@ class SymmetricMemoryAllocator:
         block.drop()
 
     def find(self, ptr: int) -> Block | None:
-        """Return the block that contains ``ptr``, or None."""
+        """Return the allocation that contains ``ptr``, or None."""
         ptr = arguments.address(ptr, "find")
         with self._lock:
             index = bisect.bisect_right(self._starts, ptr) - 1
@@ -150,20 +150,20 @@ class SymmetricMemoryAllocator:
         return block if inside else None
 
     def get_alloc_size(self, ptr: int) -> int:
-        """Return the requested size of the block that contains ``ptr``."""
+        """Return the requested size of the allocation that contains ``ptr``."""
         ptr = arguments.address(ptr, "get_alloc_size")
         block = self.find(ptr)
         if block is None:
             raise ArgumentError(
-                "get_alloc_size: expected an address within a block of this allocator, "
+                "get_alloc_size: expected an address within an allocation, "
                 f"got {ptr:#x}"
             )
         return block.nbytes
 
     def rendezvous(self, ptr: int, comm: "Mapper") -> SymmetricMemory:
-        """Map the block that contains ``ptr`` on all ranks of ``comm``. Collective.
+        """Map the allocation of ``ptr`` on all ranks of ``comm``. Collective.
 
-        Every rank passes a pointer at the same offset of a block of the same size.
+        Every rank passes a pointer at the same offset of an allocation of equal size.
         """
         if isinstance(comm, type) or not isinstance(comm, Mapper):
             raise ArgumentError(
@@ -173,7 +173,7 @@ class SymmetricMemoryAllocator:
         return comm._rendezvous(ptr)
 
     def is_rendezvous_completed(self, ptr: int) -> bool:
-        """Return whether the block that contains ``ptr`` is mapped on all ranks."""
+        """Return whether the allocation of ``ptr`` is mapped on all ranks."""
         block = self.find(arguments.address(ptr, "is_rendezvous_completed"))
         return block is not None and block.mapped > 0
 
@@ -195,6 +195,6 @@ def allocator_of(name: str, ordinal: int) -> SymmetricMemoryAllocator:
 
 
 def block_around(ptr: int) -> Block | None:
-    """Return the block that contains ``ptr``, of any communicator, or None."""
+    """Return the allocation that contains ``ptr``, of any communicator, or None."""
     found = (allocator.find(ptr) for allocator in _allocators)
     return next((block for block in found if block is not None), None)

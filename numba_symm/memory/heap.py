@@ -1,4 +1,4 @@
-"""The symmetric memory of a communicator: the blocks that all its ranks have mapped."""
+"""The symmetric memory of a communicator: what all its ranks have mapped."""
 
 import math
 import weakref
@@ -20,12 +20,12 @@ from numba_symm.memory.symmetric import SymmetricMemory
 
 @dataclass
 class _Entry:
-    """A block that is mapped on all ranks of one communicator.
+    """An allocation that is mapped on all ranks of one communicator.
 
     Attributes:
-        number: its number among the communicator's blocks, equal on all ranks.
-        block: this rank's block.
-        peers: every rank's block, mapped here.
+        number: its number among the communicator's allocations, equal on all ranks.
+        block: this rank's allocation.
+        peers: every rank's allocation, mapped here.
         pad: its signal pad, after a rendezvous.
         owner: returns the object that keeps this rank's memory: an array's Memory (by a
             weak reference, so that the array may be dropped), or a registered array.
@@ -48,11 +48,11 @@ class _Pad:
 
 
 class Place(NamedTuple):
-    """The addresses of a part of a symmetric block.
+    """The addresses of a part of a symmetric allocation.
 
     Attributes:
-        addresses: by rank, the address here of that part of the rank's block.
-        seen: by rank, the address there of that part of this rank's block.
+        addresses: by rank, the address here of that part of the rank's allocation.
+        seen: by rank, the address there of that part of this rank's allocation.
     """
 
     addresses: tuple[int, ...]
@@ -145,7 +145,7 @@ class Heap:
         return entry
 
     def reclaim(self) -> None:
-        """Free the blocks that every rank has dropped."""
+        """Free the allocations that every rank has dropped."""
         deferred.give_back()
         mine = [entry.number for entry in self._entries.values() if entry.block.dropped]
         dropped = self.island.exchange.all_gather(mine, "dropped memory")
@@ -162,11 +162,11 @@ class Heap:
         self._free_pads += [entry.pad for entry in entries if entry.pad is not None]
 
     def rendezvous(self, address: int, array: Any = None) -> SymmetricMemory:
-        """Return the symmetric memory at ``address``. Map its block if needed.
+        """Return the symmetric memory at ``address``. Map its allocation if needed.
 
         Args:
-            address: the address of its first byte, at the same offset of its block on
-                all ranks.
+            address: the address of its first byte, at the same offset of its allocation
+                on all ranks.
             array: the object that keeps memory of another library; kept until close.
         """
         exchange, what = self._whole.exchange, "rendezvous"
@@ -177,7 +177,7 @@ class Heap:
         offset = address - block.address
         number = entry.number if entry else "new"
         exchange.agree_equal(
-            f"block {number} of {block.nbytes} bytes ({block.backend.name}), "
+            f"allocation {number} of {block.nbytes} bytes ({block.backend.name}), "
             f"offset {offset}",
             what,
         )
@@ -220,9 +220,9 @@ class Heap:
     def place(self, address: int, nbytes: int) -> Place | None:
         """Return the addresses of symmetric memory on all ranks.
 
-        Not collective: they are those of the same part of the other ranks' blocks, and
-        other ranks may have passed another part. None: the bytes from ``address`` on
-        are not in one block that is kept as long as it is mapped.
+        Not collective: they are those of the same part of the other ranks' allocations.
+        Other ranks may have passed another part. None: the bytes from ``address`` on
+        are not in one allocation that is kept as long as it is mapped.
         """
         for entry in self._entries.values():
             offset = address - entry.block.address
@@ -249,7 +249,7 @@ class Heap:
         return pad
 
     def close(self) -> None:
-        """Unmap all peers. Free blocks that no array views; free the others later."""
+        """Unmap all peers. Free what no array views; free the rest later."""
         entries = self._forget()
         with self.island.exchange.agreed("closing: unmapping peers"):
             _unmap(entries)

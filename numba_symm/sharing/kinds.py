@@ -1,7 +1,7 @@
 """Kinds of memory: how a process exports each, and how another one maps it.
 
 ``ipc``   ``cudaMalloc``, by a legacy handle of 64 bytes
-``vmm``   blocks of this library, by a file descriptor
+``vmm``   allocations of this library, by a file descriptor
 ``pool``  stream-ordered memory of an exportable pool: a descriptor for the pool, 64
           bytes for the allocation
 ``host``  under Numba's simulator: shared host memory, by a file descriptor

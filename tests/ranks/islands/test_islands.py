@@ -352,7 +352,7 @@ def test_a_rendezvous_fails_on_all_islands_or_on_none(world):
             world,
             ns.ArgumentError,
             lambda: comm.allocator.rendezvous(pointer, comm),
-            "block new of 100 bytes",
+            "allocation new of 100 bytes",
         )
         assert not comm.allocator.is_rendezvous_completed(pointer)
         comm.allocator.free(pointer)

@@ -176,8 +176,8 @@ def test_a_rendezvous_needs_one_size_on_all_ranks(comm, everywhere, last):
     everywhere(
         ns.ArgumentError,
         lambda: allocator.rendezvous(pointer, comm),
-        "block new of 100 bytes",
-        "block new of 200 bytes",
+        "allocation new of 100 bytes",
+        "allocation new of 200 bytes",
     )
     assert not allocator.is_rendezvous_completed(pointer)
     allocator.free(pointer)
