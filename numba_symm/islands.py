@@ -4,6 +4,8 @@ Within an island, memory and kernels work as they do in a communicator of one. A
 moves bytes between islands, and MPI carries what hosts agree on.
 """
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -312,19 +314,32 @@ class _Across:
         try:
             islands.look()
             with waiting.watching(_looking(islands, wait, islands.look)):
-                lost = _looking(islands, wait, self._look_for_lost)
+                lost = _looking(islands, wait, self._loss())
                 waiting.gate(islands.comm, wait, said, lost)
         except CollectiveError as error:
             islands.fail(error)
             return islands.board.failure()
         return None
 
-    def _look_for_lost(self) -> None:
-        """Raise if a rank has left. Other failures end no wait for its answer."""
-        self._islands.watch()
-        failure = self._islands.board.failure()
-        if failure is not None and failure.error is RankLeft:
-            raise failure.exception()
+    def _loss(self) -> Callable[[], None]:
+        """Return what raises if a rank has left that gives no answer.
+
+        A rank that answers first and leaves then has continued, as all others must. Its
+        answer may arrive after the report that it has left. Other failures end no wait.
+        """
+        known = math.inf
+
+        def look() -> None:
+            nonlocal known
+            self._islands.watch()
+            failure = self._islands.board.failure()
+            if failure is None or failure.error is not RankLeft:
+                return
+            known = min(known, time.monotonic())
+            if time.monotonic() - known >= _ANSWERED:
+                raise failure.exception()
+
+        return look
 
     def look(self) -> None:
         """Raise CollectiveError if the communicator has failed."""
@@ -345,6 +360,7 @@ class _Across:
         self._islands.abandon(cause, operation)
 
 
+_ANSWERED = 1.0  # seconds after a report, in which an answer from before it arrives
 _UNSURE = 0.01  # seconds between two checks whether the ranks of this island live
 
 

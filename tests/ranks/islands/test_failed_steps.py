@@ -25,21 +25,30 @@ def comm(world, monkeypatch):
         yield comm
 
 
+def receiving(number, received):
+    """Replace what an all-gather of this number receives. Returns a context."""
+    numbers, all_gather = itertools.count(), waiting.all_gather
+
+    def replaced(*given):
+        if next(numbers) != number:
+            return all_gather(*given)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(waiting, "_received", received)
+            return all_gather(*given)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(waiting, "all_gather", replaced)
+    stack = contextlib.ExitStack()
+    stack.callback(patch.undo)
+    return stack
+
+
 def fail_in(comm, number):
     """Make a rank see a failure in its all-gather of this number, after its sends.
 
     The other ranks have all messages by then. Returns a context.
     """
-    numbers = itertools.count()
-    all_gather, received = waiting.all_gather, waiting._received
-    island = comm._calls.island
-
-    def failing(rank_comm, value, wait):
-        if next(numbers) != number:
-            return all_gather(rank_comm, value, wait)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(waiting, "_received", fail_once)
-            return all_gather(rank_comm, value, wait)
+    received, island = waiting._received, comm._calls.island
 
     def fail_once(*given):
         if not island.failed:
@@ -48,11 +57,7 @@ def fail_in(comm, number):
             return {}
         return received(*given)
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(waiting, "all_gather", failing)
-    stack = contextlib.ExitStack()
-    stack.callback(patch.undo)
-    return stack
+    return receiving(number, fail_once)
 
 
 def test_all_ranks_begin_a_call_or_none_does(world, comm):
@@ -65,6 +70,26 @@ def test_all_ranks_begin_a_call_or_none_does(world, comm):
     except ns.CollectiveError as error:
         said = str(error)
     assert world.allgather((began, "broken" in said)) == [(False, True)] * world.size
+
+
+def test_a_rank_that_answers_and_leaves_lets_the_others_begin(world, comm):
+    """Its report may arrive before its answer."""
+    received, island = waiting._received, comm._calls.island
+    began = False
+
+    def after_the_report(*given):
+        return received(*given) if island.failed else {}
+
+    late = contextlib.nullcontext()
+    if world.rank == 0:
+        late = receiving(1, after_the_report)
+    leaving = contextlib.suppress(RuntimeError, ns.RankLeft)
+    with leaving, late, comm._calls.set_up("zeros"):
+        began = True
+        while world.rank < world.size - 1:
+            island.look()
+        raise RuntimeError
+    assert world.allgather(began) == [True] * world.size
 
 
 def test_a_failure_at_any_step_of_a_split_leaves_no_rank_waiting(world, monkeypatch):
