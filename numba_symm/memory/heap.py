@@ -2,8 +2,8 @@
 
 import math
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -92,11 +92,30 @@ class Heap:
                 memory, _ = self.allocate(math.prod(shape) * dtype.itemsize, what)
             return memory.array(shape, dtype)
 
-    def _of_islands(self, what: str) -> AbstractContextManager[None]:
-        """Return a block of work within islands, which fails on all or on none."""
+    @contextmanager
+    def _of_islands(self, what: str) -> Iterator[None]:
+        """Do work within islands, which fails on all or on none.
+
+        A failure removes the block that was mapped. Blocks have equal numbers on all
+        islands, of which only some may need more signal pads.
+        """
         if self._whole is self.island:
-            return nullcontext()
-        return self._whole.within(what)
+            yield
+            return
+        first = self._count
+        try:
+            with self._whole.within(what):
+                yield
+        except BaseException as error:
+            if self._whole.exchange.is_everybodys(error):
+                undoing = f"{what}: unmapping what another island could not map"
+                with self._whole.within(undoing):
+                    arenas = {arena.number for arena in self._arenas}
+                    new = [n for n in self._entries if n >= first and n not in arenas]
+                    self._remove(new, undoing)
+            raise
+        finally:
+            self._count = first + _MOST_BLOCKS
 
     def allocate(self, nbytes: int, what: str) -> tuple[Memory, Peers]:
         """Return zeroed memory and its mappings on all ranks.
@@ -150,11 +169,15 @@ class Heap:
         mine = [entry.number for entry in self._entries.values() if entry.block.dropped]
         dropped = self.island.exchange.all_gather(mine, "dropped memory")
         numbers = sorted(set(mine).intersection(*map(set, dropped)))
+        self._remove(numbers, "unmapping dropped memory")
+
+    def _remove(self, numbers: Sequence[int], what: str) -> None:
+        """Unmap blocks. Collective within the island."""
         if not numbers:
             return
         self.generation += 1
         entries = [self._entries.pop(number) for number in numbers]
-        with self.island.exchange.agreed("unmapping dropped memory"):
+        with self.island.exchange.agreed(what):
             _unmap(entries)
         # Every rank has unmapped them, so memory of every kind may be freed.
         for entry in entries:
@@ -284,6 +307,7 @@ class Heap:
         return entries
 
 
+_MOST_BLOCKS = 2  # that a call maps: an array's and one of signal pads
 _never_freed: list[_Entry] = []
 
 
