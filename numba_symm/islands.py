@@ -7,7 +7,7 @@ moves bytes between islands, and MPI carries what hosts agree on.
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from numba_symm import engines, environment, forks
@@ -61,7 +61,7 @@ class Islands(Island):
     ):
         self._known = parts
         self.watchdog: Watchdog | None = None
-        self._control: ranks.Comm | None = None  # carries the watchdog's messages
+        self._shared = ExitStack()  # what all ranks free together
         self.operation = "Communicator"
         self.sent = 0
         super().__init__(comm, device, timeout, own)
@@ -87,6 +87,7 @@ class Islands(Island):
             self.inner = Island(comm, *given, own=True, names=mine)
             # Here, because another island may fail in this step.
             self._undo.callback(self.inner.close_locally)
+            self._shared.callback(self.inner.close)
         self.inner.note = (
             f"; these are {ranks.name_ranks(mine)} of the communicator, because "
             "symmetric memory is of an island"
@@ -102,10 +103,11 @@ class Islands(Island):
     def _start_watchdog(self) -> None:
         exchange = self.exchange
         what = "the watchdog's messages"
-        self._control = exchange.together(what, lambda: ranks.duplicate(self.comm))
+        comm = exchange.together(what, lambda: ranks.duplicate(self.comm))
+        self._shared.callback(ranks.release, comm)
         with exchange.agreed("Communicator"):
             peers, _ = engines.partners(self)
-            given = self._control, self.board, peers, self.world.node
+            given = comm, self.board, peers, self.world.node
             self.watchdog = Watchdog(*given)
             self._undo.callback(self.watchdog.stop)
 
@@ -119,20 +121,15 @@ class Islands(Island):
             SymmError: on all ranks: they have no common engine, or it does not work.
         """
         assert self.watchdog is not None
-        engine = None
         try:
             engine = self.engine = engines.choose(self, multiprocessors)
+            self._shared.callback(engine.close)
             self._undo.callback(engine.abort)
             self.watchdog.ask(engine)
             engines.prove(self, engine)
         except CollectiveError as error:
             self.fail(error)
             self.board.look()
-            raise
-        except BaseException as error:
-            if engine is not None and self.exchange.is_everybodys(error):
-                self.watchdog.stop()
-                engine.close()
             raise
 
     def _bind(self, device: int | None) -> None:
@@ -236,7 +233,7 @@ class Islands(Island):
         """Undo what was made, after the construction has failed."""
         super().give_up(error)
         if self.exchange.is_everybodys(error):
-            ranks.release(self._control)
+            self._shared.close()
 
     def close(self) -> None:
         """Close the engine and the island, and free what belongs to all ranks."""
@@ -244,9 +241,7 @@ class Islands(Island):
         self._undo.pop_all()
         assert self.watchdog is not None
         self.watchdog.stop()
-        ranks.release(self._control)
-        self.engine.close()
-        self.inner.close()
+        self._shared.close()
         ranks.release(self.comm)
 
     def close_locally(self) -> None:

@@ -354,14 +354,18 @@ def test_a_split_that_returns_no_communicator_is_refused(world, last):
 def test_a_child_that_cannot_be_made_fails_on_all_ranks(
     either, world, last, made, monkeypatch
 ):
-    def refuse(multiprocessors):
+    def refuse(*_):
         raise ns.BackendError("no such grid")
 
     before = len(lifetime._open)
-    for call in (lambda: either.split(world.rank % 2), either.dup):
+    for call, step in (
+        (lambda: either.split(world.rank % 2), "_multiprocessors"),
+        (either.dup, "_multiprocessors"),
+        (either.dup, "_fill_sentinels"),  # after an engine has started
+    ):
         with monkeypatch.context() as patch:
             if last:
-                patch.setattr(lifetime, "_multiprocessors", refuse)
+                patch.setattr(lifetime, step, refuse)
             refused(world, ns.BackendError, call, "no such grid")
         gc.collect()
         assert len(lifetime._open) == before
