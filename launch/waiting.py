@@ -298,6 +298,11 @@ def _sent_to_others(comm: Any, value: object) -> list[Any]:
     return [comm.isend(value, rank, TAG) for rank in others]
 
 
+def has_sent(comm: Comm, rank: int) -> bool:
+    """Return whether a rank's message of the next :func:`all_gather` has arrived."""
+    return bool(is_mpi(comm) and cast(Any, comm).iprobe(rank, TAG))
+
+
 def _received(comm: Any, rank: int) -> dict[int, Any]:
     """Return a rank's message, by rank; empty if none has arrived."""
     message = comm.improbe(rank, TAG)

@@ -281,9 +281,11 @@ class _Across:
 
     def __init__(self, islands: Islands):
         self._islands = islands
+        self._ahead: dict[int, float] = {}  # since when, by rank
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's bytes, or raise CollectiveError. Collective."""
+        self._ahead.clear()
         try:
             return gather(self._islands, data, wait)
         except CollectiveTimeout as error:
@@ -341,8 +343,11 @@ class _Across:
         self._islands.board.look()
 
     def is_ahead(self, rank: int) -> bool:
-        """Return False: the steps of other islands' ranks are unknown."""
-        return False
+        """Return whether a rank has sent its message of a later step a while ago."""
+        if not waiting.has_sent(self._islands.comm, rank):
+            return False
+        first = self._ahead.setdefault(rank, time.monotonic())
+        return time.monotonic() - first >= _ANSWERED
 
     def late(self, wait: Wait, absent: Sequence[int]) -> CollectiveError:
         """Make the communicator fail because ranks are late. Return the error."""
@@ -355,7 +360,7 @@ class _Across:
         self._islands.abandon(cause, operation)
 
 
-_ANSWERED = 1.0  # seconds after a report, in which an answer from before it arrives
+_ANSWERED = 1.0  # seconds after a message, in which those sent before it arrive
 _UNSURE = 0.01  # seconds between two checks whether the ranks of this island live
 
 

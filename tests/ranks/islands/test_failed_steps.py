@@ -11,6 +11,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import engines
+from numba_symm.collectives.islands import construction
 from numba_symm.launch import waiting
 from numba_symm.launch.waiting import Wait
 from tests.ranks.helpers import needs_peers, refused
@@ -150,6 +151,20 @@ def test_a_rank_that_gives_up_the_construction_tells_all_islands(
     if isinstance(error, Enough):
         told = f"RankLeft: rank {last} left Communicator by Enough"
     assert all(each.startswith(told) for each in said[:last]), said
+
+
+def test_a_rank_that_does_not_begin_a_child_leaves_nobody_waiting(world, comm):
+    """The others wait for it by messages of the child."""
+
+    def broken(*_, **__):
+        raise RuntimeError("before it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:
+            patch.setattr(construction, "Islands", broken)
+        refused(world, ns.SymmError, lambda: comm.split(0), "RuntimeError: before it")
+    with comm.split(0) as part:
+        part.barrier()
 
 
 def test_an_error_between_steps_of_an_island_is_every_ranks(world, monkeypatch):
