@@ -147,7 +147,9 @@ def test_a_window_of_messages_is_right(world, shown):
 def test_a_barrier_is_timed(shown):
     assert bench.main(["barrier", *SMALL]) == 0
     (text, *_) = shown()
-    row, _ = (line.split() for line in text.out.splitlines() if " none " in line[:50])
+    row, _, *_ = (
+        line.split() for line in text.out.splitlines() if " none " in line[:50]
+    )
     assert row[:4] == ["0", "0", "float", "none"]
     assert float(row[4]) > 0 < float(row[8])
 
