@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from numba_symm.collectives.binder import Binder, Placing
-from numba_symm.collectives.islands import moves, reductions, scatters
+from numba_symm.collectives.islands import moves, own, reductions, scatters
 from numba_symm.collectives.islands.site import Site
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import OPERATIONS, Operation
@@ -55,7 +55,8 @@ class IslandsBinder(Binder):
         """
         if operation.reduces and isinstance(call.op, UserOperator):
             self._refuse_interleaved(operation.name)
-        return Series(*STEPS[operation.name](self._site, call))
+        found = own.call(self._site, operation, call)
+        return found or Series(*STEPS[operation.name](self._site, call))
 
     def _refuse_interleaved(self, what: str) -> None:
         """Raise ArgumentError if an island's ranks are not consecutive."""

@@ -1,7 +1,7 @@
 """This rank's site: its place among the islands, and the steps of calls."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from numba_symm.collectives.operations import ALL_GATHER, BROADCAST, Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
 from numba_symm.collectives.protocols.workspace import HELD, VECTOR, divide_up
 from numba_symm.dtypes import Element, Op, UserOperator
-from numba_symm.engines.protocol import Parcel
+from numba_symm.engines.protocol import Collective, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CollectiveError
 from numba_symm.islands import Islands
@@ -169,7 +169,23 @@ class Site:
         """
         if not sends and not receives:
             return [*beside]
-        return [_Exchange(self, what, sends, receives, beside)]
+        engine, order = self.islands.engine, self.end.order
+        given = tuple(sends), tuple(receives)
+        work = Series(*beside) if beside else None
+
+        def enqueue(stream: int) -> None:
+            engine.exchange(*given, stream, work, order)
+
+        nbytes = sum(each.nbytes for each in sends)
+        return [_ByEngine(self, what, nbytes, enqueue)]
+
+    def collective(self, work: Collective, nbytes: int) -> Enqueue:
+        """Return a collective of the engine's, in which this rank sends some bytes."""
+        enqueue = self.islands.engine.collectives[work.name]
+        order = self.end.order
+        return _ByEngine(
+            self, work.name, nbytes, lambda stream: enqueue(work, stream, order)
+        )
 
     def messages(
         self, sends: Sequence[Message], receives: Sequence[Message]
@@ -355,21 +371,14 @@ def fitting(site: Site, pieces: float, width: int) -> int:
     return most // unit * unit
 
 
-class _Exchange:
-    """An exchange of parcels by the engine."""
+class _ByEngine:
+    """Work of the engine."""
 
     def __init__(
-        self,
-        site: Site,
-        what: str,
-        sends: Sequence[Parcel],
-        receives: Sequence[Parcel],
-        beside: Sequence[Enqueue],
+        self, site: Site, what: str, nbytes: int, enqueue: Callable[[int], None]
     ):
-        self._islands, self._order, self._what = site.islands, site.end.order, what
-        self._beside = Series(*beside) if beside else None
-        self._sends, self._receives = tuple(sends), tuple(receives)
-        self._nbytes = sum(each.nbytes for each in sends)
+        self._islands, self._what = site.islands, what
+        self._nbytes, self._enqueue = nbytes, enqueue
 
     def __call__(self, stream: int) -> None:
         """Enqueue it."""
@@ -377,9 +386,7 @@ class _Exchange:
         self._islands.operation = self._what
         self._islands.sent += self._nbytes
         try:
-            self._islands.engine.exchange(
-                self._sends, self._receives, stream, self._beside, self._order
-            )
+            self._enqueue(stream)
         except CollectiveError as error:
             raise self._islands.failed_by(error) from None
         except ArgumentError:

@@ -15,7 +15,7 @@ from numba_symm.engines.mpi import (
     Room,
     reads_gpu_memory,
 )
-from numba_symm.engines.protocol import Engine, Parcel
+from numba_symm.engines.protocol import Collective, Engine, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError
 from numba_symm.launch import ranks
@@ -169,6 +169,9 @@ def partners(islands: Joined) -> tuple[list[int], list[int]]:
 def prove(islands: Joined, engine: Engine) -> None:
     """Send a message along the rails, and check what arrives. Collective.
 
+    Between islands of one rank, use each of the engine's collectives, too: otherwise,
+    hosts would wait for each other in the first calls.
+
     Raises:
         SymmError: on all ranks, if a step failed or a byte is wrong on any.
     """
@@ -195,10 +198,27 @@ def prove(islands: Joined, engine: Engine) -> None:
                         f"expected {_pattern(peer).hex()}, which rank {peer} sent, got "
                         f"{found.hex()}"
                     )
+            if max(map(len, islands.parts)) == 1:
+                _connect(engine, block.address, rank)
+                islands.look()
         except BaseException:
             engine.keep(block)  # which it may still use, so that it is not freed
             raise
         backend.free(block)
+
+
+def _connect(engine: Engine, address: int, rank: int) -> None:
+    """Use each collective, on 8 bytes of each rank at an address, in place."""
+    own = address + 8 * rank
+    places = {"all_gather": (own, address), "reduce_scatter": (address, own)}
+    for name, enqueue in engine.collectives.items():
+        source, target = places.get(name, (address, address))
+        op = "" if name in ("all_gather", "broadcast") else "max"
+        kind, number = ("int64", 1) if op else ("uint8", 8)
+        work = Collective(name, source, target, number, kind, op, 0)
+        enqueue(work, LEGACY_DEFAULT, None)
+    if not SIMULATED:
+        streams.synchronize(LEGACY_DEFAULT)
 
 
 def _pattern(source: int) -> bytes:

@@ -8,14 +8,15 @@ otherwise the bytes pass through pinned host memory, in chunks.
 
 import ctypes
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from threading import Thread
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from numba_symm import driver, streams, waits
-from numba_symm.engines.protocol import Parcel
+from numba_symm.engines.protocol import Enqueue, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CallMismatch
 from numba_symm.launch import ranks
@@ -155,6 +156,7 @@ class MpiEngine:
     name = "mpi"
     capturable = False
     multiprocessors = 0
+    collectives: Mapping[str, Enqueue] = MappingProxyType({})
 
     def __init__(
         self,

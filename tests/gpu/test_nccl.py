@@ -121,6 +121,41 @@ def test_graphs(islands, stream, mode, count):
             assert (z.copy_to_host() == comm.size - 1 + replay).all()
 
 
+@pytest.mark.parametrize("count", [1, 1000, 3 << 20])
+def test_collectives_of_nccl_itself(islands, count):
+    comm = islands
+    last, part = comm.size - 1, slice(comm.rank * count, (comm.rank + 1) * count)
+    inputs = [
+        np.random.default_rng(rank).standard_normal(count * comm.size, np.float32)
+        for rank in range(comm.size)
+    ]
+    whole = inputs[0]
+    for each in inputs[1:]:
+        whole = whole + each
+    x = to_device(inputs[comm.rank])
+    y = to_device(inputs[comm.rank][:count])
+    total, shard = comm.all_reduce(x), comm.reduce_scatter(x)
+    gathered = comm.all_gather(y)
+    rooted = comm.reduce(x, root=last)
+    comm.broadcast(y, root=last)
+    comm.synchronize()
+    assert (total.copy_to_host() == whole).all()
+    assert (shard.copy_to_host() == whole[part]).all()
+    wanted = np.concatenate([each[:count] for each in inputs])
+    assert (gathered.copy_to_host().ravel() == wanted).all()
+    assert (y.copy_to_host() == inputs[last][:count]).all()
+    if comm.rank == last:
+        assert (rooted.copy_to_host() == whole).all()
+    comm.all_reduce(x, out=x)
+    comm.all_gather(gathered[comm.rank], out=gathered)
+    comm.reduce_scatter(x, out=x[part])
+    comm.synchronize()
+    whole[part] = whole[part] * comm.size if comm.size == 2 else whole[part]
+    assert (gathered.copy_to_host().ravel() == wanted).all()
+    if comm.size == 2:  # more sums are rounded
+        assert (x.copy_to_host() == whole).all()
+
+
 def test_the_default_stream_of_a_thread(islands):
     comm = islands
     x = to_device(np.full(1000, comm.rank + 1, np.float32))

@@ -35,27 +35,51 @@ def test_the_engine_is_what_all_ranks_have(asked, founds, shared, wanted):
     assert wanted in str(error.value)
 
 
+def trial(monkeypatch, exchange, parts=((0,), (1,))):
+    """Let rank 0 try an engine; return what it freed, kept and used of collectives."""
+    monkeypatch.setattr(streams, "synchronize", lambda stream: None)
+    freed, kept, used = [], [], []
+    peer = parts[1][0]
+    backend = types.SimpleNamespace(
+        allocate=lambda nbytes: types.SimpleNamespace(address=800),
+        write=lambda address, data: None,
+        read=lambda address, nbytes: engines._pattern(peer),
+        free=freed.append,
+    )
+    joined = types.SimpleNamespace(
+        **{"backend": backend, "parts": parts, "index": 0, "local": 0},
+        exchange=types.SimpleNamespace(rank=0, agreed=contextlib.nullcontext),
+        look=lambda: None,
+    )
+    names = "all_gather", "broadcast", "reduce", "reduce_scatter"
+    engine = types.SimpleNamespace(
+        name="nccl",
+        exchange=exchange,
+        keep=kept.append,
+        collectives=dict.fromkeys(names, lambda work, *given: used.append(work)),
+    )
+    with contextlib.suppress(ns.CollectiveTimeout):
+        engines.prove(joined, engine)
+    return freed, kept, used
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_trial_that_fails_frees_nothing_that_the_engine_may_use(monkeypatch, fails):
-    monkeypatch.setattr(streams, "synchronize", lambda stream: None)
-    freed, kept = [], []
-
     def exchange(*given):
         if fails:
             raise ns.CollectiveTimeout("rank 1 is late")
 
-    backend = types.SimpleNamespace(
-        allocate=lambda nbytes: types.SimpleNamespace(address=0),
-        write=lambda address, data: None,
-        read=lambda address, nbytes: engines._pattern(1),
-        free=freed.append,
-    )
-    joined = types.SimpleNamespace(
-        **{"backend": backend, "parts": ((0,), (1,)), "index": 0, "local": 0},
-        exchange=types.SimpleNamespace(rank=0, agreed=contextlib.nullcontext),
-        look=lambda: None,
-    )
-    engine = types.SimpleNamespace(name="nccl", exchange=exchange, keep=kept.append)
-    with pytest.raises(ns.CollectiveTimeout) if fails else contextlib.nullcontext():
-        engines.prove(joined, engine)
+    freed, kept, _ = trial(monkeypatch, exchange)
     assert (len(freed), len(kept)) == ((0, 1) if fails else (1, 0))
+
+
+def test_a_trial_uses_each_collective_between_islands_of_one(monkeypatch):
+    """In place, so that no host waits for another one in a first call."""
+    _, _, used = trial(monkeypatch, lambda *given: None)
+    assert used == [
+        ("all_gather", 800, 800, 8, "uint8", "", 0),
+        ("broadcast", 800, 800, 8, "uint8", "", 0),
+        ("reduce", 800, 800, 1, "int64", "max", 0),
+        ("reduce_scatter", 800, 800, 1, "int64", "max", 0),
+    ]
+    assert not trial(monkeypatch, lambda *given: None, ((0, 1), (2,)))[2]

@@ -9,7 +9,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import islands, watchdog
 from numba_symm.board import Failure
-from numba_symm.collectives.islands.site import _Exchange
+from numba_symm.collectives.islands.site import Site
 from numba_symm.engines.protocol import Parcel
 from numba_symm.launch import ranks
 from numba_symm.watchdog import Watchdog, abroad
@@ -93,8 +93,9 @@ def test_other_islands_hear_of_a_failure_before_their_connections_end(job):
 def exchange_of(job):
     joined = islands.Islands.__new__(islands.Islands)
     joined.engine, joined.sent, joined.abandon = job, 0, job.abandon
-    site = types.SimpleNamespace(islands=joined, end=types.SimpleNamespace(order=None))
-    return _Exchange(site, "all_reduce", [Parcel(1, 10, 8)], [], [])
+    site = Site(joined, types.SimpleNamespace(order=None), 0)
+    (found,) = site.between("all_reduce", [Parcel(1, 10, 8)], [])
+    return found
 
 
 def test_no_exchange_begins_after_mpi_was_finalized(job):
