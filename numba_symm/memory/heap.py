@@ -96,7 +96,7 @@ class Heap:
     def _of_islands(self, what: str) -> Iterator[None]:
         """Do work within islands, which fails on all or on none.
 
-        A failure removes the block that was mapped. Blocks have equal numbers on all
+        A failure removes what was mapped. Allocations have equal numbers on all
         islands, of which only some may need more signal pads.
         """
         if self._whole is self.island:
@@ -115,7 +115,7 @@ class Heap:
                     self._remove(new, undoing)
             raise
         finally:
-            self._count = first + _MOST_BLOCKS
+            self._count = first + _MOST
 
     def allocate(self, nbytes: int, what: str) -> tuple[Memory, Peers]:
         """Return zeroed memory and its mappings on all ranks.
@@ -172,7 +172,7 @@ class Heap:
         self._remove(numbers, "unmapping dropped memory")
 
     def _remove(self, numbers: Sequence[int], what: str) -> None:
-        """Unmap blocks. Collective within the island."""
+        """Unmap allocations. Collective within the island."""
         if not numbers:
             return
         self.generation += 1
@@ -307,7 +307,7 @@ class Heap:
         return entries
 
 
-_MOST_BLOCKS = 2  # that a call maps: an array's and one of signal pads
+_MOST = 2  # allocations that a call maps: of an array and of signal pads
 _never_freed: list[_Entry] = []
 
 
