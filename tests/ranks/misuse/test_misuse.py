@@ -151,7 +151,7 @@ def test_a_rendezvous_needs_one_place_on_all_ranks(comm, everywhere, last):
     said = everywhere(
         ns.ArgumentError, lambda: comm.rendezvous(x[3:] if last else x), "offset 0"
     )
-    assert f"rank {here} has block" in said
+    assert f"rank {here} has allocation" in said
     assert "offset 12" in said
     everywhere(
         ns.ArgumentError,
