@@ -4,8 +4,10 @@
 
 An all-reduce, and a message to the next rank with one from the rank before: by
 Sendrecv, by Irecv, Isend and Waitall, and by persistent requests. Each call returns
-when its result may be used. The rows are interleaved. ``/ ours`` is the ratio to a call
-of the communicator and its synchronization.
+when its result may be used. The last rows are what a message costs without the host's
+other work: a copy on this GPU and the host's wait for it, an exchange of 500 bytes by
+MPI, and a copy from the peer's GPU with the wait. The rows are interleaved. ``/ ours``
+is the ratio to a call of the communicator and its synchronization.
 """
 
 import argparse
@@ -18,13 +20,15 @@ from mpi4py import MPI
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import mpi
+from numba_symm import arrays, mpi, streams
 from numba_symm.bench import facts
 from numba_symm.bench.host import Row, sampled
 from numba_symm.environment import SIMULATED
+from numba_symm.mpi import buffers
 
 OURS, SPELLED, STAGED = "ours", "mpi4py's spelling", "through the host"
 REQUESTS, PREPARED = "with requests", "with persistent ones"
+PARTS = "copy to a room", "envelope", "copy from a room"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -119,8 +123,41 @@ def _passed(spelled: Any, nbytes: int) -> list[Row]:
         mpi.Prequest.Startall(prepared)
         mpi.Request.Waitall(prepared)
 
-    spelled_rows = Row(REQUESTS, requested), Row(PREPARED, started)
-    return [Row(OURS, ours), Row(SPELLED, called), *spelled_rows, Row(STAGED, staged)]
+    return [
+        Row(OURS, ours),
+        Row(SPELLED, called),
+        Row(REQUESTS, requested),
+        Row(PREPARED, started),
+        Row(STAGED, staged),
+        *_parts(spelled, x, y, left),
+    ]
+
+
+def _parts(spelled: Any, x: Any, y: Any, left: int) -> list[Row]:
+    """Return what a message costs without the host's other work. Collective."""
+    comm: ns.Communicator = spelled.communicator
+    theirs = comm.rendezvous(x).get_buffer(left, x.shape, x.dtype)
+    right = (comm.rank + 1) % comm.size
+    envelope, room = bytes(500), bytearray(500)
+    copies, into = spelled.post.copies, buffers.message(y)
+    here, there = (arrays.view(array, "x").address for array in (x, theirs))
+
+    def copied(handle: int | None) -> None:
+        streams.copy(into.address, here, into.nbytes, streams.LEGACY_DEFAULT)
+        if not SIMULATED:
+            streams.synchronize(streams.LEGACY_DEFAULT)
+
+    def exchanged(handle: int | None) -> None:
+        spelled.host.Sendrecv(envelope, right, 0, room, left)
+
+    def fetched(handle: int | None) -> None:
+        done = copies.begin(into, there, into.nbytes, theirs, None)
+        done.synchronize()
+        copies.reuse(done)
+
+    return [
+        Row(*each) for each in zip(PARTS, (copied, exchanged, fetched), strict=True)
+    ]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,8 @@ class Receiving(Request):
     def _finish(self, status: MPI.Status | None) -> None:
         self._refuse_capture()
         self._posted.wait(self._post.check)
-        self._start(status)
+        self._describe(status)
+        self._start()
         if self._copying is not None:
             self._copying.done.synchronize()
             self._finished(self._copying)
@@ -49,7 +50,8 @@ class Receiving(Request):
         if not self._posted.test():
             self._post.check()
             return False
-        self._start(status)
+        self._describe(status)
+        self._start()
         if self._copying is not None:
             if not self._copying.done.query():
                 return False
@@ -70,7 +72,7 @@ class Receiving(Request):
         if not self._posted.test():
             self._post.check()
             return False
-        self._start(None)
+        self._start()
         return True
 
     def _withdraw(self) -> None:
@@ -82,19 +84,25 @@ class Receiving(Request):
         """Raise within a capture; the request stays active."""
         self._post.stream_of(self._into.array, "Recv")
 
-    def _start(self, status: MPI.Status | None) -> None:
-        """Describe the message that has arrived, and start its copy once."""
+    def _start(self) -> None:
+        """Start the copy of the message that has arrived, once."""
+        if self._copying is not None or self._posted.cancelled:
+            return
+        found = self._posted.envelope
+        try:
+            self._copying = self._post.deliver(found, self._into, self._after)
+        except BaseException:
+            self._active = False
+            raise
+
+    def _describe(self, status: MPI.Status | None) -> None:
+        if status is None:
+            return
         if self._posted.cancelled:
             describe(status, cancelled=True)
             return
         found = self._posted.envelope
         describe(status, found.source, found.tag, min(found.nbytes, self._into.nbytes))
-        if self._copying is None:
-            try:
-                self._copying = self._post.deliver(found, self._into, self._after)
-            except BaseException:
-                self._active = False
-                raise
 
     def Cancel(self) -> None:
         """Cancel the receive, unless a message has matched it."""
