@@ -310,7 +310,16 @@ def _fields(array: Any, datatype: Any) -> arrays.Fields:
 
 def _whole(array: Any, given: arrays.Fields, datatype: Any) -> Message:
     """Return a message of no items at the beginning of an array."""
-    view = arrays.dense(ArrayView(*given), "message")
+    view = ArrayView(*given)
+    if view.order is None:
+        raise refusal(
+            MPI.ERR_ARG,
+            f"message: expected a contiguous array, got one with gaps of shape "
+            f"{view.shape}; pass the whole array and a derived datatype, such as [x, 1,"
+            " MPI.DOUBLE.Create_vector(rows, 1, columns).Commit()], or a contiguous "
+            "copy",
+        )
+    arrays.check_aligned(view, "message")
     if datatype is None:
         found = datatypes.dense(view.dtype)
     else:

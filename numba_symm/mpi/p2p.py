@@ -115,8 +115,8 @@ class Messages:
         status: MPI.Status | None = None,
     ) -> None:
         """Send a message and receive one."""
-        given = sendbuf, dest, sendtag, recvbuf, source, recvtag
         if NOBODY in (dest, source) or not (on_device(sendbuf) and on_device(recvbuf)):
+            given = sendbuf, dest, sendtag, recvbuf, source, recvtag
             _complete(self.Isendrecv(*given), status)
             return
         into = self.post.room(recvbuf)
@@ -147,6 +147,8 @@ class Messages:
         recvtag: int = MPI.ANY_TAG,
     ) -> Any:
         """Send a message and receive one; return a request."""
+        if NOBODY not in (dest, source):
+            on_device(sendbuf, recvbuf)  # refuses one of each kind
         receives = self.Irecv(recvbuf, source, recvtag)
         try:
             sends = self.Isend(sendbuf, dest, sendtag)

@@ -76,9 +76,15 @@ class Receiving(Request):
         return True
 
     def _withdraw(self) -> None:
-        if self._active and self._copying is None:
-            self._active = False
+        if self.give_up():
             self._post.withdraw(self._posted)
+
+    def give_up(self) -> bool:
+        """End a receive whose copy was not started; return whether that is so."""
+        given_up = self._active and self._copying is None
+        if given_up:
+            self._active = False
+        return given_up
 
     def _refuse_capture(self) -> None:
         """Raise within a capture; the request stays active."""
@@ -175,8 +181,15 @@ class Message(MPI.Message):
         """Receive the message."""
         if self._envelope is None:
             super().Recv(buf, status)
-        else:
-            self.Irecv(buf).Wait(status)
+            return
+        envelope = self._envelope
+        receives: Receiving = self.Irecv(buf)
+        try:
+            receives.Wait(status)
+        except BaseException:
+            if receives.give_up():  # by an interrupt, for example
+                self._envelope = envelope
+            raise
 
     @translated
     def Irecv(self, buf: Any) -> Any:

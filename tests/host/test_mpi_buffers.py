@@ -53,6 +53,11 @@ def test_items_of_a_specification(spec, blocks, first, number):
     assert (found.first, found.number) == (first, number)
 
 
+def test_arrays_with_gaps_are_refused():
+    with pytest.raises(ValueError, match="and a derived datatype"):
+        buffers.message(X[::2])
+
+
 def test_a_specification_is_read_once(monkeypatch):
     """Of the same memory and a type that cannot change, whatever array names it."""
     spec, other = [X, 3, MPI.INT], X[:]
