@@ -291,7 +291,7 @@ class Messages:
 def _complete(request: Request, status: MPI.Status | None) -> None:
     """Wait for a request that the program does not get, so it cannot wait again."""
     try:
-        request.Wait(status)
+        request._finish(status)
     except BaseException:
         request._withdraw()
         raise

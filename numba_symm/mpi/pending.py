@@ -34,6 +34,7 @@ class Receiving(Request):
         except BaseException:
             post.withdraw(posted)
             raise
+        self._started = False
         self._copying: Copying | None = None
 
     def _finish(self, status: MPI.Status | None) -> None:
@@ -66,7 +67,7 @@ class Receiving(Request):
             raise copying.done.error
 
     def _progress(self) -> bool:
-        if not self._active or self._ended is not None or self._copying is not None:
+        if not self._active or self._started:
             return True
         self._refuse_capture()
         if not self._posted.test():
@@ -81,7 +82,7 @@ class Receiving(Request):
 
     def give_up(self) -> bool:
         """End a receive whose copy was not started; return whether that is so."""
-        given_up = self._active and self._copying is None
+        given_up = self._active and not self._started
         if given_up:
             self._active = False
         return given_up
@@ -92,10 +93,11 @@ class Receiving(Request):
 
     def _start(self) -> None:
         """Start the copy of the message that has arrived, once."""
-        if self._copying is not None or self._posted.cancelled:
+        if self._started or self._posted.cancelled:
             return
         found = self._posted.envelope
         try:
+            self._started = True
             self._copying = self._post.deliver(found, self._into, self._after)
         except BaseException:
             self._active = False

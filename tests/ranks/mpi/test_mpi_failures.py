@@ -73,6 +73,12 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
             with pytest.raises(KeyboardInterrupt):
                 comm.Irecv(out, source, tag)
     comm.Recv(out, comm.rank, 2)
+    comm.Send(array(1), comm.rank, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(comm.post, "end", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            comm.Recv(out, comm.rank, 2)
+    assert not comm.Iprobe(comm.rank, 2)  # it was copied, so it is not there again
     assert not comm.post._open
     found = []
     for _ in range(2):
