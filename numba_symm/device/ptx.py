@@ -13,13 +13,16 @@ Sources: `ld
 <https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model>`_.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import numpy as np
 from llvmlite import ir
 from numba import cuda
+from numba.core.errors import NumbaError
 from numba.cuda import types
 from numba.cuda.compiler import compile_cuda
 from numba.cuda.core.ir_utils import alias_func_extensions
@@ -76,7 +79,7 @@ class _DeviceFunction(CUDADispatcher):  # type: ignore[misc]
         if args not in self.overloads:
             if is_stopped.get()():
                 raise Stopped
-            with self._compiling_counter:
+            with _failing_once((self, args)), self._compiling_counter:
                 compiled = compile_cuda(
                     self.py_func,
                     return_type,
@@ -90,6 +93,33 @@ class _DeviceFunction(CUDADispatcher):  # type: ignore[misc]
                 compiled.entry_point, compiled.fndesc, [compiled.library]
             )
         return self.overloads[args]
+
+
+_failures: ContextVar[dict[Any, NumbaError] | None] = ContextVar(
+    "_failures", default=None
+)
+
+
+@contextmanager
+def _failing_once(key: Any) -> Iterator[None]:
+    """Compile a device function unless that has failed within the same caller.
+
+    Numba compiles each callee twice before it reports an error: 1024 times, ten
+    functions deep.
+    """
+    failures = _failures.get()
+    token = _failures.set({}) if failures is None else None
+    try:
+        if failures and key in failures:
+            raise copy.copy(failures[key])
+        yield
+    except NumbaError as error:
+        if failures is not None:
+            failures[key] = copy.copy(error)  # the callers extend its text
+        raise
+    finally:
+        if token is not None:
+            _failures.reset(token)
 
 
 def device_function(function: F) -> F:

@@ -28,6 +28,7 @@ from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
 from numba_symm.collectives.requests import Requests
 from numba_symm.collectives.transfers import Transfers
+from numba_symm.device import ptx
 from numba_symm.errors import ArgumentError
 from numba_symm.kernels import Kernel, listed
 from numba_symm.waits import BARRIER
@@ -318,10 +319,19 @@ def test_a_users_operator_that_numba_cannot_compile_is_named(monkeypatch):
     def spelled(a, b):
         return a.spelled + b
 
+    tried = []
+    compile_cuda = ptx.compile_cuda
+
+    def compile_one(function, *args, **options):
+        tried.append(function.__name__)
+        return compile_cuda(function, *args, **options)
+
     kernels = listing("all_reduce", op=spelled)
     monkeypatch.setattr(Kernel, "load", lambda kernel: kernel.ptx((9, 0)))
+    monkeypatch.setattr(ptx, "compile_cuda", compile_one)
     with pytest.raises(ArgumentError, match=r"prepare: expected a function.*spelled"):
         kernel_set.load(kernels, 0, 1, "prepare")
+    assert tried.count("spelled") == 2  # 1024 times, if each of its callers tried twice
 
 
 def test_a_type_that_the_gpu_cannot_convert_is_refused():
