@@ -4,6 +4,7 @@ A plain pytest leaves ranks/ and gpu/ alone; test_mpirun.py starts their files. 
 hand: ``numba-symm run -n 3 -m pytest tests/ranks``.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -60,6 +61,15 @@ def pytest_collection_modifyitems(items):
     items.sort(
         key=lambda item: (item.path.stem != "test_mpirun", item.path.parent != here)
     )
+
+
+def pytest_collection_finish():
+    """Have the garbage collector leave out what importing all tests has made.
+
+    It looked through a million objects whenever a test called it.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_configure(config):

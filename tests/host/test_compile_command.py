@@ -177,7 +177,8 @@ def test_a_process_that_is_killed_is_an_error(cache, printed):
 
 def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache):
     main = "import sys; from numba_symm.command.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", main, "compile", *HERE, "--jobs", "2"]
+    many = "signals", "barrier", "--ranks", *map(str, range(2, 20)), "--cc", "9.0"
+    command = [sys.executable, "-c", main, "compile", *many, "--jobs", "2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 
     def allow_interrupts():  # a shell ignores them in what it starts in the background

@@ -33,17 +33,21 @@ def compiled(monkeypatch):
     return found
 
 
+def compile_functions(kernel):
+    kernel.compile_functions(is_stopped=lambda: False)
+
+
 def reduced_by(op, transport="sentinel", kind=ALL):
     return one_shot.kernel(5, FLOAT32, op, False, transport, 1, kind)
 
 
 def test_kernels_of_two_operators_share_all_but_the_operator(compiled):
-    reduced_by("prod").ptx((9, 0))
+    compile_functions(reduced_by("prod"))
     assert "mailboxes.receive" in compiled
     instructions = {name for name in compiled if name.startswith("ptx.")}
     assert not instructions  # each function takes milliseconds, intrinsics do not
     compiled.clear()
-    reduced_by("min").ptx((9, 0))
+    compile_functions(reduced_by("min"))
     apart = {name.partition(".")[0] for name in compiled}
     assert "dtypes._min" in compiled
     assert apart <= {"dtypes", "arithmetic", "lanes", "order", "exchanges", "one_shot"}
@@ -51,10 +55,10 @@ def test_kernels_of_two_operators_share_all_but_the_operator(compiled):
 
 
 def test_kernels_of_two_algorithms_share_what_has_no_constants(compiled):
-    reduced_by("max").ptx((9, 0))
+    compile_functions(reduced_by("max"))
     compiled.clear()
-    two_shot.kernel(5, FLOAT32, "max", False, "sentinel", 1).ptx((9, 0))
-    chunked_all_reduce.kernel(5, FLOAT32, "max", False).ptx((9, 0))
+    compile_functions(two_shot.kernel(5, FLOAT32, "max", False, "sentinel", 1))
+    compile_functions(chunked_all_reduce.kernel(5, FLOAT32, "max", False))
     assert "mailboxes.receive" in compiled
     assert "mailboxes.poll" not in compiled
     assert "workspace.keep" not in compiled  # their regions are constants of calls
@@ -62,12 +66,12 @@ def test_kernels_of_two_algorithms_share_what_has_no_constants(compiled):
 
 
 def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
-    chunked_all_reduce.kernel(5, FLOAT32, "max", False).ptx((9, 0))
-    reduced_by("max", "marked").ptx((9, 0))
+    compile_functions(chunked_all_reduce.kernel(5, FLOAT32, "max", False))
+    compile_functions(reduced_by("max", "marked"))
     compiled.clear()
-    chunked_all_reduce.kernel(5, INT64, "max", False).ptx((9, 0))
-    chunked_exchange.kernel(5, INT64, "max", False, SCAN).ptx((9, 0))
-    one_shot.kernel(5, INT64, "max", False, "marked", 1, SCAN).ptx((9, 0))
+    compile_functions(chunked_all_reduce.kernel(5, INT64, "max", False))
+    compile_functions(chunked_exchange.kernel(5, INT64, "max", False, SCAN))
+    compile_functions(one_shot.kernel(5, INT64, "max", False, "marked", 1, SCAN))
     assert "order.total" in compiled
     shared = {"flags.raise_flags", "flags.await_flags_of", "chunks.scatter"}
     shared |= {"chunks.collect", "mailboxes.poll", "mailboxes.receive_of"}
@@ -78,8 +82,8 @@ def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
 def test_operations_with_the_same_output_share_what_stores_it(compiled):
     gather, to_all = (OPERATIONS[n].exchange for n in ("all_gather", "all_to_all"))
     for kind in (gather, to_all):
-        chunked_exchange.kernel(5, INT64, "sum", False, kind).ptx((9, 0))
-        one_shot.kernel(5, INT64, "sum", False, "marked", 1, kind).ptx((9, 0))
+        compile_functions(chunked_exchange.kernel(5, INT64, "sum", False, kind))
+        compile_functions(one_shot.kernel(5, INT64, "sum", False, "marked", 1, kind))
     assert compiled.count("chunked_exchange.use") == 1
     assert compiled.count("one_shot.use") == 1
 
