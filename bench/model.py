@@ -3,7 +3,8 @@
     python -m numba_symm.bench.model --plot model.png
 
 It prints tables in Markdown. It takes the same chunks at the same ticks as the library
-does, and adds, tick by tick, the longer one of the exchange and the work beside it.
+does. Of each tick, it adds the time of the exchange or of the work beside it, whichever
+is longer.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Make random calls for minutes, on several communicators at once, and check each.
+"""Make random calls for minutes, on communicators side by side, and check each.
 
     numba-symm run -n 4 -m numba_symm.bench.soak --seconds 600
 

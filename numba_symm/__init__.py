@@ -1,7 +1,7 @@
 """Collectives between GPUs, written as Numba CUDA kernels over symmetric memory.
 
-Every rank allocates the same buffer and maps every peer's copy into its own address
-space; kernels then load, store and signal across NVLink directly::
+Every rank allocates the same memory, and maps that of every peer into its own address
+space. Kernels then access peers' memory directly, over NVLink or PCIe::
 
     from mpi4py import MPI
     import numpy as np

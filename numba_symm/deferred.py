@@ -1,8 +1,8 @@
 """Releases that finalizers defer.
 
 The garbage collector runs finalizers at any moment and in any thread. A stream may be
-being captured, and a wait for the GPU would invalidate the capture. A call may be under
-way that peers wait for. Or memory is being looked up.
+in a capture, which a wait for the GPU would invalidate. Peers may wait for the call in
+which it runs. Or a look-up of memory may be half done.
 """
 
 import warnings

@@ -1,10 +1,10 @@
 """The deadline of exchanges that the GPU waits in, and the host does not.
 
 Kernels of another library wait without a deadline, also in the replay of a graph, which
-the host does not see. So the stream stores an exchange's number into a word of host
-memory before the exchange, and 0 after it. Each of these stores clears the word's other
-half, which the watchdog sets. If that half is still set after the timeout, the exchange
-has lasted as long.
+the host does not see. So a kernel stores an exchange's number into a word of host
+memory before the exchange, and another one stores 0 after it. Each of these stores
+clears the word's other half, which the watchdog sets. If that half is still set after
+the timeout, the exchange has lasted longer than that.
 """
 
 import ctypes

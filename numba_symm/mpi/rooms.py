@@ -2,7 +2,7 @@
 
 A sender copies a message here, and the receiver copies it from here. So a send never
 waits for its receiver, whatever its size, and the receiver needs nothing of the sender.
-Each block is shared once (:func:`numba_symm.share`), and opened once by each peer.
+Each allocation is shared once (:func:`numba_symm.share`), and opened once by each peer.
 """
 
 import atexit
