@@ -64,18 +64,20 @@ def random(name, count, seed):
     return lot.integers(0, 256, count * kind.itemsize, np.uint8).view(kind.dtype)
 
 
-def in_order(function, inputs):
-    """Reduce all ranks' inputs: within each island in rank order, then the islands.
+def in_order(function, inputs, first=0):
+    """Reduce ranks' inputs: within each island in rank order, then the islands.
 
-    Islands are those that NUMBA_SYMM_ISLAND_SIZE pretends.
+    Islands are those that NUMBA_SYMM_ISLAND_SIZE pretends; ``first`` is the number of
+    the first of these ranks.
     """
-    size = int(os.environ.get("NUMBA_SYMM_ISLAND_SIZE", len(inputs)))
-    islands = [inputs[at : at + size] for at in range(0, len(inputs), size)]
+    size = int(os.environ.get("NUMBA_SYMM_ISLAND_SIZE", first + len(inputs)))
+    ranks = itertools.groupby(enumerate(inputs, first), lambda each: each[0] // size)
+    islands = [[array for _, array in island] for _, island in ranks]
     return reduce(function, [reduce(function, island) for island in islands])
 
 
-def wanted(inputs, op):
-    """Return the reduction of all ranks' inputs, rounded once; see ``in_order``."""
+def wanted(inputs, op, first=0):
+    """Return the reduction of ranks' inputs, rounded once; see ``in_order``."""
     dtype = inputs[0].dtype
     kind = dtypes.element(dtype, "test")
     # NumPy's integers wrap around as they are; an average must not.
@@ -86,7 +88,7 @@ def wanted(inputs, op):
         function = _product if kind.complex and op == "prod" else NUMPYS[op]
         if op in ("min", "max"):
             function = _first_of(op)
-        total = in_order(function, inputs)
+        total = in_order(function, inputs, first)
         if op == "avg":
             total = _divided(total, len(inputs), kind)
         if op in dtypes.LOGICAL:

@@ -43,7 +43,8 @@ def wanted_of(name, inputs, op, rank):
         "reverse_scan": inputs[rank:],
     }[name]
     if used:
-        return operators.wanted(used, op)
+        first = rank if name == "reverse_scan" else 0
+        return operators.wanted(used, op, first)
     dtype = inputs[0].dtype
     return np.full(inputs[0].shape, dtypes.identity(op, dtype), dtype)
 
