@@ -17,7 +17,7 @@ from numba_symm.collectives import tuned
 from numba_symm.collectives.operations import ALL_REDUCE, Operation
 from numba_symm.collectives.select import ALL, Choice, Step
 from numba_symm.environment import SIMULATED
-from tests.ranks.helpers import bits, get, needs_peers, put
+from tests.ranks.helpers import bits, get, needs_peers, of_one_island, put
 
 SMALL = ["-n", "2", "-w", "1", "-G", "2", "--against", "mpi"]
 
@@ -387,6 +387,7 @@ def gpu_of(world):
         return comm.device.name
 
 
+@of_one_island
 def test_measured_limits_are_used_if_they_are_rank_0s_and_of_this_node(
     world, folder, shown, monkeypatch
 ):
