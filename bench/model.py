@@ -101,6 +101,10 @@ class Nodes:
         """Return the microseconds of the reduction of parts of so many bytes."""
         return LAUNCH + (parts + 1) * nbytes / MEMORY
 
+    def packed(self, parts: int, nbytes: float) -> float:
+        """Return the microseconds of copies of parts of so many bytes."""
+        return parts * (LAUNCH + 2 * nbytes / MEMORY) if self.gpus > 1 else 0.0
+
     def all_reduce(self, nbytes: int) -> float:
         """Return the microseconds of an all-reduce, by the bytes of its message."""
         m, away = self.number, self.number - 1
@@ -133,9 +137,14 @@ class Nodes:
                 return self.overlapped([[(m - 1) * shard]], [[m * each, last[1]]])
             works = [*[[each, 0.0]] * (m - 1), last]
             return self.overlapped([*[[shard]] * (m - 1), [0.0]], works)
-        chunks = divided(shard, 1, int(STAGING / 2 / ((2 * m + 1) * WIDTH)))
+        most = int(STAGING / 2 / ((2 * m - 1 + self.gpus) * WIDTH))
+        chunks = divided(shard, 1, most)
         works = [
-            [size * self.inside("reduce", chunk), self.combined(m, chunk)]
+            [
+                m * self.inside("reduce_scatter", self.gpus * chunk)
+                + self.packed(size, chunk),
+                self.combined(m, chunk),
+            ]
             for chunk in chunks
         ]
         return self.overlapped([[(m - 1) * chunk] for chunk in chunks], works)

@@ -32,6 +32,8 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
     ranges = 2 * m - 1 + (carried.element != call.element) * len(site.mine)
     if site.even and ranges * padded(call.count * width) <= STAGING:
         return _scatter_by_islands(site, carried)
+    if site.even:
+        return _scatter_packed(site, carried)
     # The shards for a rail's ranks, those from all islands, and a widened one.
     most = divide_up(site.largest, site.smallest)
     fits = several(call.count, 1, width, fitting(site, m * most + m + 1, width))
@@ -111,3 +113,67 @@ def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
         chunks = [Stages([each, []], [exchange]) for each, exchange in pairs]
         chunks.append(Stages([mine, last], [([], [])]))
     return overlapped(site, "reduce_scatter", chunks)
+
+
+def _scatter_packed(site: Site, carried: Carried) -> list[Enqueue]:
+    """Return the steps of a reduce-scatter in chunks, which are parts of all shards.
+
+    The parts of an island's shards are copied next to each other, so that its
+    reduce-scatter reduces them all.
+    """
+    call, m, mine = carried.call, len(site.parts), len(site.mine)
+    width, kind = carried.width, (carried.element, carried.op)
+    most = fitting(site, 2 * m - 1 + mine, width)
+    fits = several(call.count, 1, width, most)
+    site = site.beside
+    chunks: list[Stages] = []
+    for first, count in site.chunks(call.count, fits):
+        stage, steps = Stage(site, len(chunks)), list[Enqueue]()
+        nbytes = count * width
+        packed, stride = stage.take(mine * nbytes), padded(nbytes)
+        slots, partials = stage.take(m * stride), stage.take((m - 1) * stride)
+        own = slots + site.index * stride
+        exchange: Parcels = ([], [])
+        for number in range(m):
+            island = (site.index + 1 + number) % m  # this one is the last
+            starts = [rank * call.count + first for rank in site.parts[island]]
+            packing, source = _packed(site, carried, starts, packed, count)
+            target = own if island == site.index else partials + number * stride
+            steps += packing
+            steps.append(site.within(REDUCE_SCATTER, source, target, count, *kind))
+            if island != site.index:
+                peer = site.on_rail(island, site.local)
+                exchange[0].append(Parcel(peer, target, nbytes))
+                exchange[1].append(Parcel(peer, slots + island * stride, nbytes))
+        last = site.combined(slots, stride, site.index, m, *kind)
+        result = call.target + first * call.element.itemsize
+        last += site.finished(carried, own, result, count)
+        chunks.append(Stages([steps, last], [exchange]))
+    return overlapped(site, "reduce_scatter", chunks)
+
+
+def _packed(
+    site: Site, carried: Carried, starts: list[int], target: int, count: int
+) -> tuple[list[Enqueue], int]:
+    """Return the steps that store ranges of the input next to each other.
+
+    Args:
+        site: this rank's site.
+        carried: the call, as whose carried elements they are stored.
+        starts: the first element of each range.
+        target: the address of the first one, if they are stored.
+        count: the number of elements of each.
+
+    Returns:
+        The steps, and the address of the first range.
+    """
+    element = carried.call.element
+    steps: list[Enqueue] = []
+    for number, start in enumerate(starts):
+        source = carried.call.source + start * element.itemsize
+        at = target + number * count * carried.width
+        widened, found = site.widened(carried, source, at, count)
+        if len(starts) == 1:
+            return widened, found
+        steps += widened or site.copy(at, found, count * carried.width)
+    return steps, target

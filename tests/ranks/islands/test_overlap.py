@@ -7,9 +7,11 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import streams
+from numba_symm.collectives.islands.site import Site
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import nodes
-from tests.ranks.helpers import array_of, get, needs_peers
+from tests import operators
+from tests.ranks.helpers import array_of, get, needs_peers, wait_for_all
 
 pytestmark = needs_peers
 
@@ -98,3 +100,26 @@ def test_islands_exchange_one_after_another(world, monkeypatch):
         for kind, op in ((np.int64, "max"), (np.float16, "avg")):  # of 8 and 4 KiB
             x = array_of(comm, one.astype(kind), symmetric=False)
             assert (get(comm.reduce_scatter(x, op=op)) == one[mine]).all()
+
+
+@pytest.mark.parametrize(("kind", "op"), [("float32", "sum"), ("float16", "avg")])
+def test_shards_that_do_not_fit_are_reduced_together(world, monkeypatch, kind, op):
+    if world.size == 3:
+        pytest.skip("needs islands of equally many ranks")
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", str(world.size // 2))
+    within, names, count = Site.within, set(), 25_001
+
+    def recorded(site, operation, *given):
+        names.add(operation.name)
+        return within(site, operation, *given)
+
+    monkeypatch.setattr(Site, "within", recorded)
+    many = count * world.size
+    inputs = [operators.random(kind, many, [7, rank]) for rank in range(world.size)]
+    mine = slice(count * world.rank, count * (world.rank + 1))
+    with ns.Communicator(world, timeout=60) as comm:
+        x = array_of(comm, inputs[comm.rank], symmetric=False)
+        found = get(comm.reduce_scatter(x, op=op))
+        assert operators.same(found, operators.wanted(inputs, op)[mine]).all()
+        assert names == {"reduce_scatter"}
+        wait_for_all(comm, world)
