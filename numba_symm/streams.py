@@ -264,8 +264,10 @@ def copy(target: int, source: int, nbytes: int, stream: int) -> None:
     """Enqueue a copy between addresses of this process, by a copy engine."""
     if SIMULATED:
         ctypes.memmove(target, source, nbytes)
-    else:
-        driver.call("cuMemcpyDtoDAsync", target, source, nbytes, stream)
+        return
+    (status,) = driver.function("cuMemcpyDtoDAsync")(target, source, nbytes, stream)
+    if status:
+        raise driver.failure("cuMemcpyDtoDAsync", status)
 
 
 def copy_to_host(target: int, source: int, nbytes: int, stream: int) -> None:

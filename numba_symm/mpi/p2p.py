@@ -99,9 +99,13 @@ class Messages:
             return self.host.Irecv(buf, source, tag)
         return self._receive(self.post.room(buf), source, tag)
 
-    def _receive(self, into: buffers.Message, source: int, tag: int) -> Receiving:
+    def _receive(
+        self, into: buffers.Message, source: int, tag: int, idle: int | None = None
+    ) -> Receiving:
+        """Post a receive; the work of the stream ``idle`` ends before its copy."""
         stream = self.post.stream_of(into.array, "Recv")
-        return Receiving(self.post, self.post.receive(source, tag), into, stream)
+        after = None if stream == idle else stream
+        return Receiving(self.post, self.post.receive(source, tag), into, after)
 
     @translated
     def Sendrecv(
@@ -119,21 +123,18 @@ class Messages:
             given = sendbuf, dest, sendtag, recvbuf, source, recvtag
             _complete(self.Isendrecv(*given), status)
             return
-        into = self.post.room(recvbuf)
-        stream = self.post.stream_of(into.array, "Recv")
         staged = self.post.stage(message(sendbuf), dest, sendtag)
-        try:  # while the send's copy runs
-            posted = self.post.receive(source, recvtag)
+        try:  # what the host can do while the send's copy runs
+            into, idle = self.post.room(recvbuf), staged.stream if staged.room else None
+            receives = self._receive(into, source, recvtag, idle)
         except BaseException:
             self.post.drop(staged)
             raise
         try:
-            self.post.announce(staged)
+            self.post.announce(staged)  # when its copy has ended
         except BaseException:
-            self.post.withdraw(posted)
+            receives._withdraw()
             raise
-        idle = stream == staged.stream and staged.room is not None
-        receives = Receiving(self.post, posted, into, None if idle else stream)
         _complete(receives, status)
 
     @translated
