@@ -1,4 +1,4 @@
-"""A progress bar, if the output goes to a terminal."""
+"""A progress bar, if the output is a terminal."""
 
 import os
 import sys
@@ -50,7 +50,7 @@ def hidden(progress: Progress) -> Iterator[None]:
 
 
 def terminal() -> TextIO | None:
-    """Return the standard stream of this process that goes to a terminal, or None.
+    """Return the standard stream of this process that is a terminal, or None.
 
     Standard output is preferred: the rows go there, and mpirun does not keep the order
     between two streams.

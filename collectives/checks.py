@@ -27,7 +27,7 @@ def check_rank(rank: Any, size: int, what: str, also: str = "") -> int:
 
 
 def check_peer(peer: Any, size: int, what: str) -> int | None:
-    """Return the other rank of a message, or None for nobody, or refuse the value."""
+    """Return the other rank of a message, or None for no rank, or refuse the value."""
     if peer is None:
         return None
     # Without this import, no caller has MPI's constant.

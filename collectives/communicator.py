@@ -974,7 +974,7 @@ class Communicator(Persistent):
             x: a device array in C order; those of neighbours have equal size and dtype.
             sources: ranks to receive from. A rank may be in the list several times: its
                 messages match in order. It may be this rank. None or MPI.PROC_NULL:
-                nobody; that part of out keeps its contents.
+                no rank; that part of out keeps its contents.
             destinations: ranks to send to; None: the sources.
             out: the output, an array of shape ``(len(sources), *x.shape)``, which does
                 not overlap x. None: a new array of ordinary device memory.
@@ -1038,7 +1038,7 @@ class Communicator(Persistent):
 
         Args:
             x: a device array of any shape and dtype.
-            dst: the rank to send to, not this rank. None or MPI.PROC_NULL: nobody.
+            dst: the rank to send to, not this rank. None or MPI.PROC_NULL: no rank.
             stream: as for :meth:`all_reduce`.
 
         Raises:
@@ -1066,11 +1066,11 @@ class Communicator(Persistent):
             out: a device array with the number of bytes of the message;
                 with ``count``, with room for it, and of its element type. Otherwise
                 later calls of all ranks raise CallMismatch, and out keeps its contents.
-            src: the rank to receive from, not this rank. None or MPI.PROC_NULL: nobody;
-                ``out`` keeps its contents.
+            src: the rank to receive from, not this rank. None or MPI.PROC_NULL: no
+                rank; ``out`` keeps its contents.
             count: a device array of one int64, apart from out. With it, the message may
                 be shorter than out. The call stores there how many elements arrived; 0
-                from nobody. None: the message has the size of out.
+                from no rank. None: the message has the size of out.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -1100,10 +1100,10 @@ class Communicator(Persistent):
 
         Args:
             x: as for :meth:`send`.
-            dst: the rank to send to; may be this rank. None or MPI.PROC_NULL: nobody.
+            dst: the rank to send to; may be this rank. None or MPI.PROC_NULL: no rank.
             out: as for :meth:`recv`; does not overlap x.
             src: the rank to receive from; may be this rank. None or MPI.PROC_NULL:
-                nobody; ``out`` keeps its contents.
+                no rank; ``out`` keeps its contents.
             count: as for :meth:`recv`, apart from x and out.
             stream: as for :meth:`all_reduce`; None: as for ``x``.
 

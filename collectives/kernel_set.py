@@ -113,7 +113,7 @@ def kernels(
         names: the calls, some of ``NAMES``.
         given: the dtypes of their arrays.
         ops: the operators of those that reduce.
-        end: an end of the communicator; where its symmetric memory lies is not asked.
+        end: an end of the communicator; the place of its symmetric memory is not used.
         what: who asks, for errors.
         binder: binds the calls of a communicator of several islands.
 

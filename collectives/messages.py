@@ -112,7 +112,7 @@ def request(calls: Calls, what: str, call: Prepared) -> Request:
         )
     transfers = call.transfers
     messages = [*transfers.sends, *transfers.receives]
-    if not messages:  # to or from nobody
+    if not messages:  # to or from no rank
         start(calls, what, call)
         done = end_of(handle)
     else:
@@ -244,14 +244,14 @@ def _check_count(
 
 
 def _sends(peer: int | None, x: ArrayView) -> list[Message]:
-    """Return the message of an array to a rank: none if it is nobody."""
+    """Return the message of an array to a rank, if there is one."""
     return [] if peer is None else [Message(peer, x.address, x.nbytes)]
 
 
 def _receives(
     peer: int | None, out: ArrayView, count: ArrayView | None
 ) -> list[Message]:
-    """Return the message from a rank: none if it is nobody."""
+    """Return the message from a rank, if there is one."""
     if peer is None:
         return []
     counted = () if count is None else (count.address, out.dtype.itemsize)

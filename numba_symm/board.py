@@ -34,7 +34,7 @@ from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 
-_WORDS = 512  # bytes of each rank's text, which says why it leaves
+_WORDS = 512  # bytes of each rank's text, the reason why it leaves
 _NAMES = 200  # of them: the numbers of ranks, as many as fit
 _PIECE = 2048  # bytes that a rank passes at a time, with the total number first
 _LOCKS = 1 << 40  # beyond the file's end: one byte for each rank, locked while it lives

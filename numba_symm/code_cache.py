@@ -158,7 +158,7 @@ def _close(descriptor: int | None, byte: int) -> None:
 
 
 def _await_entry(key: bytes, descriptor: int) -> None:
-    """Wait until the key has an entry, nobody compiles it, or it has taken too long."""
+    """Wait until the key has an entry, no process compiles it, or it took too long."""
     byte = _byte(key)
     last = time.monotonic() + LONGEST_WAIT
     while load(key) is None and locks.is_locked(descriptor, byte):
@@ -172,7 +172,7 @@ def _await_entry(key: bytes, descriptor: int) -> None:
 
 
 def _byte(key: bytes) -> int:
-    """Return the byte of the file that is the key's; it lies beyond the file's end."""
+    """Return the byte of the file that is the key's; it is beyond the file's end."""
     return int.from_bytes(key[:7])  # a file has 2**63
 
 

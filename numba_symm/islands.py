@@ -1,8 +1,7 @@
 """Ranks of several islands: what one communicator of all of them needs.
 
 Within an island, memory and kernels work as they do in a communicator of one. An engine
-moves bytes between islands, and MPI carries what the ranks' hosts
-agree on.
+moves bytes between islands, and MPI carries what the ranks' hosts agree on.
 """
 
 import math

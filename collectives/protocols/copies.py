@@ -9,7 +9,7 @@ its next call raises.
 
 An exchange by copy engines is a call between the ranks' own arrays (``handshake.py``)
 whose second launch is a series of copies. The host enqueues them, so it must know
-beforehand where the other ranks' arrays are. It assumes that they lie at the same place
+beforehand where the other ranks' arrays are. It assumes that they are at the same place
 of the same allocation as its own. If the handshake finds an array elsewhere, all ranks
 refuse the call. The copies run nevertheless, into the rank's own output, which the
 third launch then overwrites with the result.

@@ -84,7 +84,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """Where each protocol's state lies in a workspace of ``size`` ranks.
+    """Where each protocol's state is in a workspace of ``size`` ranks.
 
     Before all of them are ``_MARKS`` lines, each of which begins with a uint32: not 0
     once the rank has failed.

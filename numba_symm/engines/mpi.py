@@ -393,7 +393,7 @@ class _Receive(_Move):
 
 
 def reads_gpu_memory() -> bool:
-    """Return whether MPI says that it reads and writes the memory of GPUs itself."""
+    """Return whether MPI reports that it reads and writes the memory of GPUs itself."""
     if SIMULATED:
         return True  # whose memory is the host's
     mpi = ranks.mpi()

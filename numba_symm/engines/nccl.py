@@ -276,7 +276,7 @@ class NcclEngine:
     def _is_early(self, state: int) -> bool:
         """Return whether a state may have a cause that another rank still reports.
 
-        A rank that aborts NCCL has told why, but its connections may end sooner.
+        A rank that aborts NCCL reports why, but its connections may end sooner.
         """
         if state != _REMOTE_ERROR:
             return False

@@ -1,4 +1,4 @@
-"""What a sender tells of its message, the receives of it, and of its data."""
+"""Envelopes, which announce messages, and the receives of them and of the data."""
 
 import struct
 from collections.abc import Callable
