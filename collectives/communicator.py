@@ -320,7 +320,8 @@ class Communicator(Persistent):
             algorithm: ``"one_shot_sentinel"`` and ``"two_shot_sentinel"`` (floats),
                 ``"one_shot_marked"``, ``"two_shot_marked"``, ``"one_shot_ll"``,
                 ``"chunked"``, ``"direct"`` (between symmetric arrays of this
-                communicator) or ``"copy_engine"``. None: the fastest.
+                communicator) or ``"copy_engine"`` (of 2 to 4 ranks). Calls that do not
+                meet such a condition are as ``"chunked"``. None: the fastest.
 
         Returns:
             ``out``, or the new array, of x's shape.

@@ -18,7 +18,7 @@ from numba_symm.collectives.islands.pipeline import (
 )
 from numba_symm.collectives.islands.site import (
     Site,
-    Stage,
+    Staging,
     fitting,
     of_island,
     padded,
@@ -170,12 +170,12 @@ def all_to_all(site: Site, call: Call) -> list[Enqueue]:
     for first, count in site.chunks(call.count, fits):
         nbytes = count * width
         stride = padded(nbytes)
-        stage = Stage(site).take(site.size * stride)
+        staging = Staging(site).take(site.size * stride)
         source = call.source + first * width
-        steps += _exchanged(site, source, stage, nbytes, call.nbytes, stride)
+        steps += _exchanged(site, source, staging, nbytes, call.nbytes, stride)
         for rank in range(site.size):
             at = source + rank * call.nbytes
-            steps += site.copy(at, stage + rank * stride, nbytes)
+            steps += site.copy(at, staging + rank * stride, nbytes)
     return steps
 
 
@@ -218,8 +218,8 @@ def messages(
 
 def barrier(site: Site) -> list[Enqueue]:
     """Return the steps of a barrier: in each island before and after a message."""
-    stage = Stage(site)
-    token, into = stage.take(1), stage.take(len(site.parts))
+    staging = Staging(site)
+    token, into = staging.take(1), staging.take(len(site.parts))
     steps: list[Enqueue] = [barriers.bind(site.end)]
     if site.local == 0:
         peers = {j: site.parts[j][0] for j in site.others}

@@ -24,7 +24,7 @@ from numba_symm.collectives.islands.pipeline import (
 from numba_symm.collectives.islands.site import (
     Carried,
     Site,
-    Stage,
+    Staging,
     fitting,
     padded,
 )
@@ -87,10 +87,10 @@ def reduce(site: Site, call: Call) -> list[Enqueue]:
 def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
     """Return the fewest steps: each rank gets what every island has."""
     call, m = carried.call, len(site.parts)
-    stage = Stage(site)
+    staging = Staging(site)
     stride = padded(call.count * carried.width)
-    wide = stage.take(stride)
-    slots = stage.take(m * stride)
+    wide = staging.take(stride)
+    slots = staging.take(m * stride)
     steps, source = site.widened(carried, call.source, wide, call.count)
     own = slots + site.index * stride
     given = source, own, call.count, carried.element, carried.op
@@ -162,7 +162,7 @@ class _Chunk:
         call = carried.call
         self.source = call.source + first * call.element.itemsize
         self.target = call.target + first * call.element.itemsize
-        self.stage = Stage(site, number)
+        self.staging = Staging(site, number)
         each = count // shards
         self.shards = [_Shard(k, k * each, each) for k in range(shards)]
         self.results: dict[_Shard, int] = {}  # addresses of those for the root
@@ -183,7 +183,7 @@ class _Chunk:
         site, carried = self.site, self.carried
         wide = 0
         if carried.element != carried.call.element:
-            wide = self.stage.take(self.count * carried.width)
+            wide = self.staging.take(self.count * carried.width)
         steps, source = site.widened(carried, self.source, wide, self.count)
         mine = [
             shard
@@ -198,7 +198,7 @@ class _Chunk:
         part = divide_up(divide_up(count, m), lanes) * lanes if apart else count
         stride = divide_up(part * width, VECTOR) * VECTOR
         rails = [
-            _Rail(self, shard, self.stage.take(m * stride), stride, part)
+            _Rail(self, shard, self.staging.take(m * stride), stride, part)
             for shard in mine
         ]
         steps += self._reduced(source, rails)
@@ -288,7 +288,7 @@ class _Rail:
         m = len(self.site.parts)
         self.partial = slots + self.site.index * stride
         if self.apart:
-            self.partial = chunk.stage.take(m * stride)
+            self.partial = chunk.staging.take(m * stride)
         self.peers = {j: chunk.owner(j, shard) for j in self.site.others}
 
     def _bounds(self, island: int) -> tuple[int, int]:
@@ -332,7 +332,7 @@ class _Rail:
             steps += site.combined(self.slots, self.stride, site.index, many, *given)
         target = chunk.at(self.shard) + start * element.itemsize
         if chunk.root is not None and site.rank != chunk.root:
-            target = chunk.stage.take(count * element.itemsize)
+            target = chunk.staging.take(count * element.itemsize)
             chunk.results[self.shard] = target
         return steps + site.finished(carried, own, target, count)
 
@@ -364,10 +364,10 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     some_use_none = any(not output.used(rank, site.size, 0) for rank in site.mine)
     chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
-        stage, steps = Stage(site, len(chunks)), list[Enqueue]()
+        staging, steps = Staging(site, len(chunks)), list[Enqueue]()
         stride = padded(count * width)
-        wide, inclusive = stage.take(stride), stage.take(stride)
-        slots = stage.take((len(site.parts) + 1) * stride)
+        wide, inclusive = staging.take(stride), staging.take(stride)
+        slots = staging.take((len(site.parts) + 1) * stride)
         at = {j: slots + k * stride for k, j in enumerate(order)}
         own = at.get(site.index, slots + len(order) * stride)
         at_source = call.source + first * itemsize
@@ -388,7 +388,7 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
         receives = [
             Parcel(used[j], at[j], count * width) for j in order if j != site.index
         ]
-        identity = stage.take(count * itemsize)
+        identity = staging.take(count * itemsize)
         if some_use_none:
             # With the identity of the call's own type, which may have no infinity.
             given_here = at_source, identity, count, call.element, carried.op

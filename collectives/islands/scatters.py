@@ -12,7 +12,7 @@ from numba_symm.collectives.islands.site import (
     STAGING,
     Carried,
     Site,
-    Stage,
+    Staging,
     fitting,
     padded,
 )
@@ -41,9 +41,9 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
         site = site.beside
     chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
-        stage, steps = Stage(site, len(chunks)), list[Enqueue]()
+        staging, steps = Staging(site, len(chunks)), list[Enqueue]()
         stride = padded(count * width)
-        wide, slots = stage.take(stride), stage.take(m * stride)
+        wide, slots = staging.take(stride), staging.take(m * stride)
         own = slots + site.index * stride
         sends: list[Parcel] = []
         for rank in range(site.size):
@@ -55,7 +55,7 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
             if rank == site.rank:
                 partial = own
             elif owner == site.local and island != site.index:
-                partial = stage.take(stride)
+                partial = staging.take(stride)
                 sends.append(Parcel(rank, partial, count * width))
             given = source, partial, count, carried.element, carried.op, owner
             steps += [*widened, site.within(REDUCE, *given)]
@@ -76,13 +76,13 @@ def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
     Each island reduces the shards of one island after another, by a reduce-scatter.
     """
     call, m, index = carried.call, len(site.parts), site.index
-    nbytes, stage = call.count * carried.width, Stage(site, None)
+    nbytes, staging = call.count * carried.width, Staging(site, None)
     stride, kind = padded(nbytes), (carried.element, carried.op)
-    slots = stage.take(m * stride)
-    partials = stage.take((m - 1) * stride)
+    slots = staging.take(m * stride)
+    partials = staging.take((m - 1) * stride)
     own, wide = slots + index * stride, 0
     if carried.element != call.element:
-        wide = stage.take(len(site.mine) * stride)
+        wide = staging.take(len(site.mine) * stride)
     inner = site if nbytes < CHUNK else site.beside
 
     def reduced(island: int, target: int) -> list[Enqueue]:
@@ -128,10 +128,10 @@ def _scatter_packed(site: Site, carried: Carried) -> list[Enqueue]:
     site = site.beside
     chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
-        stage, steps = Stage(site, len(chunks)), list[Enqueue]()
+        staging, steps = Staging(site, len(chunks)), list[Enqueue]()
         nbytes = count * width
-        packed, stride = stage.take(mine * nbytes), padded(nbytes)
-        slots, partials = stage.take(m * stride), stage.take((m - 1) * stride)
+        packed, stride = staging.take(mine * nbytes), padded(nbytes)
+        slots, partials = staging.take(m * stride), staging.take((m - 1) * stride)
         own = slots + site.index * stride
         exchange: Parcels = ([], [])
         for number in range(m):

@@ -324,7 +324,7 @@ class Carried:
         return self.element.itemsize
 
 
-class Stage:
+class Staging:
     """Addresses in the staging memory, one range after another.
 
     Args:
