@@ -35,6 +35,7 @@ PRELOADED = [
     "numba_symm.sharing",
     "numba_symm.simulator",
     "tests.sharing.work",
+    "tests.frozen",
 ]
 """What the server has imported that simulated ranks are forked from."""
 
