@@ -222,6 +222,7 @@ class Post:
                 room = None
         offset, handle = (0, b"") if room is None else (room.offset, room.handle)
         with self._lock:
+            self._data.reap()
             number = next(self._numbers)
             if data is not None:
                 self._data.send_parts(data, dest, number)  # first: it may fail
@@ -283,6 +284,7 @@ class Post:
     def end(self, copying: Copying) -> None:
         """Note that a copy has ended; its event may be used again."""
         with self._lock:
+            self._data.reap()
             if copying in self._copying:
                 self._ended(copying)
             # Copies end in order; requests that were given up may have started some.

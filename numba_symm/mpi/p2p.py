@@ -7,7 +7,7 @@ from typing import Any
 from mpi4py import MPI
 
 from numba_symm.mpi import buffers
-from numba_symm.mpi.buffers import message, on_device
+from numba_symm.mpi.buffers import array_in, message, on_device
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import Done, Message, Receiving, Sending
@@ -99,13 +99,9 @@ class Messages:
             return self.host.Irecv(buf, source, tag)
         return self._receive(self.post.room(buf), source, tag)
 
-    def _receive(
-        self, into: buffers.Message, source: int, tag: int, idle: int | None = None
-    ) -> Receiving:
-        """Post a receive; the work of the stream ``idle`` ends before its copy."""
+    def _receive(self, into: buffers.Message, source: int, tag: int) -> Receiving:
         stream = self.post.stream_of(into.array, "Recv")
-        after = None if stream == idle else stream
-        return Receiving(self.post, self.post.receive(source, tag), into, after)
+        return Receiving(self.post, self.post.receive(source, tag), into, stream)
 
     @translated
     def Sendrecv(
@@ -123,15 +119,19 @@ class Messages:
             given = sendbuf, dest, sendtag, recvbuf, source, recvtag
             _complete(self.Isendrecv(*given), status)
             return
-        staged = self.post.stage(message(sendbuf), dest, sendtag)
+        post = self.post
+        stream = post.stream_of(array_in(recvbuf), "Recv")  # refuses a capture first
+        staged = post.stage(message(sendbuf), dest, sendtag)
         try:  # what the host can do while the send's copy runs
-            into, idle = self.post.room(recvbuf), staged.stream if staged.room else None
-            receives = self._receive(into, source, recvtag, idle)
+            into = post.room(recvbuf)
+            idle = staged.room is not None and staged.stream == stream
+            posted = post.receive(source, recvtag)
+            receives = Receiving(post, posted, into, None if idle else stream)
         except BaseException:
-            self.post.drop(staged)
+            post.drop(staged)
             raise
         try:
-            self.post.announce(staged)  # when its copy has ended
+            post.announce(staged)  # when its copy has ended
         except BaseException:
             receives._withdraw()
             raise
