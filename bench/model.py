@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from numba_symm.bench.contenders.ours import NAME
@@ -243,53 +244,56 @@ def of_eight() -> list[Nodes]:
     return [Nodes(number, 8, within, NETWORK) for number in NUMBERS]
 
 
-SOCKETS = {
-    1 << 10: 34.5,
-    1 << 14: 41.7,
-    1 << 18: 166.0,
-    1 << 20: 453.0,
-    1 << 23: 3632.0,
-    1 << 25: 15015.0,
-}
-"""Microseconds of a grouped send and receive over sockets of the loopback interface, by
-bytes of one rank: bench/results/2026-11-23-h200-2-islands-nccl.txt."""
+MARKS = 2.0
+"""Microseconds that the marks of an exchange take."""
 
-ONE_WAY = {
-    1 << 10: 22.5,
-    1 << 14: 24.0,
-    1 << 18: 109.0,
-    1 << 20: 338.0,
-    1 << 23: 2372.0,
-    1 << 25: 9028.0,
-}
-"""The same of a send to one rank."""
 
-MARKS = 8.4
-"""Microseconds that the marks of an exchange took in the runs of ``RECORDED``."""
+def recorded(column: str) -> dict[str, dict[int, float]]:
+    """Return by operation and bytes what calls over two islands of one GPU took.
 
-RECORDED = {
-    "all_gather": {1 << 10: 42.71, 1 << 14: 46.08, 1 << 18: 106.21, 1 << 20: 340.71}
-    | {1 << 22: 957.90, 1 << 24: 3923.9, 1 << 26: 16388.1},
-    "all_reduce": {1 << 10: 45.96, 1 << 14: 53.00, 1 << 16: 81.57, 1 << 18: 186.19},
-    "reduce_scatter": {1 << 10: 47.30, 1 << 14: 50.06, 1 << 18: 109.06}
-    | {1 << 20: 341.82, 1 << 22: 998.24, 1 << 24: 3969.4},
-    "broadcast": {1 << 10: 22.76, 1 << 14: 23.79, 1 << 18: 88.26, 1 << 20: 302.84}
-    | {1 << 22: 1228.0},
-}
-"""By operation and bytes, what runs over two islands of one GPU took, in the same
-file."""
+    Microseconds, over sockets of the loopback interface, the mean of two runs.
+
+    Args:
+        column: ``steps``, by exchanges; ``bare``, sends and receives of the same bytes
+            by NCCL alone.
+    """
+    found: dict[str, dict[int, list[float]]] = {}
+    sockets = False
+    path = RESULTS / "2026-11-23-h200-2-islands-own.txt"
+    for line in path.read_text().splitlines():
+        words = line.split()
+        if line.startswith("## "):
+            sockets = "over sockets" in line
+        elif sockets and words[2:3] == ["K"]:
+            time = float(words[words.index(column) + 1])
+            times = found.setdefault(words[0], {})
+            times.setdefault(int(words[1]), []).append(time)
+    return {
+        operation: {nbytes: sum(each) / len(each) for nbytes, each in times.items()}
+        for operation, times in found.items()
+    }
 
 
 def checks() -> dict[str, dict[int, float]]:
     """Return by operation and bytes the model's time ÷ the recorded one."""
-    both, one_way = interpolated(SOCKETS), interpolated(ONE_WAY)
-    found = {}
-    for operation, times in RECORDED.items():
-        link = one_way if operation == "broadcast" else lambda n: both(n) + MARKS
-        nodes = Nodes(2, 1, {}, link)
-        model = getattr(nodes, operation)
+    alone, found = recorded("bare"), {}
+    for operation, times in recorded("steps").items():
+        if operation not in BOUNDS:
+            continue
+        curve = interpolated(alone[operation if operation == "broadcast" else BOTH])
+        link = partial(marked, curve)
+        model = getattr(Nodes(2, 1, {}, link), operation)
         found[operation] = {n: model(n) / time for n, time in times.items()}
     return found
+
+
+BOTH = "all_reduce"
+"""In whose calls a rank sends a message's bytes, and receives as many."""
+
+
+def marked(curve: Curve, nbytes: float) -> float:
+    """Return the microseconds of an exchange with its marks."""
+    return curve(nbytes) + MARKS
 
 
 def table(operation: str, nodes: Sequence[Nodes]) -> list[str]:
