@@ -106,7 +106,7 @@ def _reader(kind: str) -> Callable[[int], Any]:
 
 
 def _replacing(lowest: bool) -> Callable[..., bool]:
-    """Return a device function: whether the second pair replaces the first one.
+    """Return a device function that checks whether the second pair wins.
 
     NaN is less, and greater, than all numbers, as in NumPy's argmin and argmax. Of
     equal values, the one with the lower index remains.

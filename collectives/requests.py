@@ -245,7 +245,7 @@ class Requests:
                 self._unfreed.close()
 
     def close(self) -> None:
-        """Wait for the requests, which have ended or will end soon; then let go."""
+        """Wait for the requests, which have ended or will end soon, and forget them."""
         with self._settling, self._unfreed:
             while self._lanes:
                 self._lanes.popitem()[1].close()
@@ -256,7 +256,7 @@ class Requests:
 class _Lane:
     """The requests of one direction, one after another.
 
-    In the simulator, in which launches block, a thread has the part of the stream.
+    In the simulator, in which launches block, a thread replaces the stream.
     """
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class _Lane:
         return done
 
     def idle(self) -> bool:
-        """Let go of the requests that are done, and return whether all are."""
+        """Forget the requests that are done, and return whether all are."""
         while self._entries and self._entries[0].ended():
             self._entries.popleft()
         return not self._entries

@@ -481,7 +481,7 @@ def _own_copy(
 
 
 def check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
-    """Refuse an output that has not ``count`` elements."""
+    """Refuse an output that does not have ``count`` elements."""
     if out.size != count:
         raise ArgumentError(
             f"{what}: expected out of {count} elements, as x has {x.size}, got "

@@ -17,8 +17,8 @@ from numba_symm.collectives.islands.pipeline import (
     several,
 )
 from numba_symm.collectives.islands.site import (
+    Ranges,
     Site,
-    Staging,
     fitting,
     of_island,
     padded,
@@ -170,7 +170,7 @@ def all_to_all(site: Site, call: Call) -> list[Enqueue]:
     for first, count in site.chunks(call.count, fits):
         nbytes = count * width
         stride = padded(nbytes)
-        staging = Staging(site).take(site.size * stride)
+        staging = Ranges(site).take(site.size * stride)
         source = call.source + first * width
         steps += _exchanged(site, source, staging, nbytes, call.nbytes, stride)
         for rank in range(site.size):
@@ -218,7 +218,7 @@ def messages(
 
 def barrier(site: Site) -> list[Enqueue]:
     """Return the steps of a barrier: in each island before and after a message."""
-    staging = Staging(site)
+    staging = Ranges(site)
     token, into = staging.take(1), staging.take(len(site.parts))
     steps: list[Enqueue] = [barriers.bind(site.end)]
     if site.local == 0:

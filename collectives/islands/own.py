@@ -29,7 +29,7 @@ OPERATORS = {"sum", "prod", "min", "max"}
 def call(site: Site, operation: Operation, work: Call) -> Enqueue | None:
     """Return a call by the engine's own collective, or None if its steps are better.
 
-    All ranks find the same. For listing kernels, the steps are: other sizes need them.
+    All ranks choose the same. None for listing kernels: other sizes need the steps'.
     """
     name = operation.name
     if site.largest > 1 or site.listing or name not in site.islands.engine.collectives:

@@ -23,8 +23,8 @@ from numba_symm.collectives.islands.pipeline import (
 )
 from numba_symm.collectives.islands.site import (
     Carried,
+    Ranges,
     Site,
-    Staging,
     fitting,
     padded,
 )
@@ -87,7 +87,7 @@ def reduce(site: Site, call: Call) -> list[Enqueue]:
 def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
     """Return the fewest steps: each rank gets what every island has."""
     call, m = carried.call, len(site.parts)
-    staging = Staging(site)
+    staging = Ranges(site)
     stride = padded(call.count * carried.width)
     wide = staging.take(stride)
     slots = staging.take(m * stride)
@@ -162,7 +162,7 @@ class _Chunk:
         call = carried.call
         self.source = call.source + first * call.element.itemsize
         self.target = call.target + first * call.element.itemsize
-        self.staging = Staging(site, number)
+        self.staging = Ranges(site, number)
         each = count // shards
         self.shards = [_Shard(k, k * each, each) for k in range(shards)]
         self.results: dict[_Shard, int] = {}  # addresses of those for the root
@@ -350,7 +350,7 @@ class _Rail:
 
 
 def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
-    """Return the steps of a scan: of those ranks of each island that this one uses."""
+    """Return the steps of a scan: each island reduces the ranks that this one uses."""
     carried = Carried(call)
     width, itemsize = carried.width, call.element.itemsize
     fits = several(call.count, 1, width, fitting(site, len(site.parts) + 4, width))
@@ -364,7 +364,7 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     some_use_none = any(not output.used(rank, site.size, 0) for rank in site.mine)
     chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
-        staging, steps = Staging(site, len(chunks)), list[Enqueue]()
+        staging, steps = Ranges(site, len(chunks)), list[Enqueue]()
         stride = padded(count * width)
         wide, inclusive = staging.take(stride), staging.take(stride)
         slots = staging.take((len(site.parts) + 1) * stride)
@@ -406,9 +406,10 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
 
 
 def _used(output: Output, site: Site, rank: int) -> tuple[Operation, dict[int, int]]:
-    """Return a scan, and the islands of the ranks that a rank's result reduces.
+    """Return a scan and, by island, the rank whose result another rank uses.
 
-    By island, the rank whose result of that scan within it reduces exactly these ranks.
+    Its result of that scan within the island reduces exactly those of the island's
+    ranks that the result of ``rank`` reduces.
     """
     first_ranks = 0 in output.used(site.size - 1, site.size, 0)
     scan, last = (SCAN, max) if first_ranks else (REVERSE_SCAN, min)

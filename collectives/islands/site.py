@@ -88,7 +88,7 @@ class Site:
 
     @property
     def even(self) -> bool:
-        """Whether all islands have as many ranks, which are consecutive."""
+        """Whether all islands have equally many ranks, which are consecutive."""
         return all(
             len(part) == len(self.mine) and _consecutive(part) for part in self.parts
         )
@@ -324,7 +324,7 @@ class Carried:
         return self.element.itemsize
 
 
-class Staging:
+class Ranges:
     """Addresses in the staging memory, one range after another.
 
     Args:
