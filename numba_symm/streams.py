@@ -77,8 +77,8 @@ def _identity(stream: Any) -> int:
     """Return a number that no other stream of this process has, then or later.
 
     A handle is not unique: 2 is another stream in each thread, and a new stream may get
-    the handle of one that was destroyed. Asked during its capture, the driver
-    invalidates that.
+    the handle of one that was destroyed. During a capture of
+    the stream, this query invalidates the capture.
     """
     status, number = driver.function("cuStreamGetId")(stream)
     if status:

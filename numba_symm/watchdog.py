@@ -151,9 +151,9 @@ def _fall_silent_before_finalize() -> None:
 
 
 def fall_silent_at_exit() -> None:
-    """Stop using MPI at the exit of Python, before MPI can call no Python any more.
+    """Stop using MPI at the exit of Python, while MPI can still call Python.
 
-    Whoever registers reports for the exit registers this function before.
+    A module that registers a report for the exit registers this function first.
     """
     while _keys:
         key = _keys.pop()
