@@ -143,8 +143,8 @@ def test_a_failed_send_keeps_no_memory(comm, monkeypatch):
     assert len(free) == before
     with monkeypatch.context() as patch:
         patch.setattr(messages.streams, "copy_to_host", failing)
-        patch.setattr(comm.post, "islands", [*range(comm.size)])
-        patch.setattr(comm.post, "_rank", -1)  # of the last island
+        patch.setattr(comm.post, "islands", [*range(comm.size), -1])
+        patch.setattr(comm.post, "_rank", -1)  # in an island of its own
         with pytest.raises(MemoryError):
             comm.Send(array(1), 0, 1)
     assert len(free) == before
