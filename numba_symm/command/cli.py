@@ -103,7 +103,14 @@ def _parser() -> argparse.ArgumentParser:
         "numba-symm run -n 4 --bind-to core -- program.py",
         allow_abbrev=False,
     )
-    run.add_argument("-n", dest="ranks", type=_positive, required=True, metavar="RANKS")
+    run.add_argument(
+        "-n",
+        dest="ranks",
+        type=_positive,
+        required=True,
+        metavar="RANKS",
+        help="how many ranks to start",
+    )
     run.add_argument(
         "--simulate", action="store_true", help="use the simulator instead of GPUs"
     )

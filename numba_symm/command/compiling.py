@@ -101,7 +101,7 @@ def parser() -> argparse.ArgumentParser:
     counts = f"a GPU's; default: this node's, or {MULTIPROCESSORS}"
     add("--multiprocessors", **_MANY, type=_positive, help=counts)
     add("--jobs", metavar="N", type=_positive, default=cores, help="default: all cores")
-    add("--dry-run", action="store_true", help="only say how many, and how long")
+    add("--dry-run", action="store_true", help="only count the kernels, and the time")
     return made
 
 
