@@ -68,7 +68,7 @@ class Channel:
 
 
 class Receipts(Channel):
-    """Receipts: after that of a message, its sender reuses the message's memory.
+    """Receipts: a sender that has one of a message reuses the message's memory.
 
     Attributes:
         unread: the memory of this rank's messages without a receipt, by number.

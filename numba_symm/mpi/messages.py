@@ -114,7 +114,7 @@ class Post:
 
         First take what the peers sent. An envelope or a receipt that arrived later
         would be taken for one of a new communicator, to which MPI gives the same
-        number. So ends also a send that waits for its receive, of which there is none.
+        number. A send without a receive ends, too.
         """
         while self._copying:
             self.check()

@@ -143,7 +143,7 @@ def give_back_all() -> None:
 
 
 def end_all() -> None:
-    """End the sharing of this process' blocks, after all peers have unmapped them."""
+    """End the sharing of this process' rooms, after all peers have unmapped them."""
     for rooms in _of.values():
         rooms.end()
 

@@ -217,7 +217,7 @@ class Stats:
     """The numbers of things that this process shares and has open.
 
     Attributes:
-        limbo: allocations that were dropped here while references to them remain.
+        limbo: shared arrays that were dropped here while references to them remain.
         mappings: allocations of other processes that are mapped here.
         counters: arrays that this process shares, dropped or not.
         events: inter-process events in use, at most 1000.

@@ -27,22 +27,22 @@ from numba_symm.sharing.handle import SharedHandle
 from numba_symm.sharing.ref_counters import RefCounterFile
 
 LIMBO_WARNING = 1000
-"""The number of blocks in limbo above which a warning is given."""
+"""The number of entries in limbo above which a warning is given."""
 
 EVENTS = 1000
 """The most inter-process events in use; CUDA limits their number."""
 
 
 class SentData:
-    """A block of memory that other processes may open, and its counter.
+    """An entry: memory that other processes may open, and its counter.
 
     Attributes:
         handle: the name of the counter file.
         offset: the slot in the file.
         serial: the number of this use of the slot.
         counter_ptr: the counter's address, an int64 in memory that processes share.
-        device: the ordinal of the block's GPU.
-        original_ptr: the object that keeps the block's memory.
+        device: the ordinal of the memory's GPU.
+        original_ptr: the object that keeps the memory.
         event: the event that consumers wait for, or None.
         event_sync_required: whether consumers have to wait.
         nbytes: the bytes that the array spans.
@@ -81,7 +81,7 @@ class SentData:
     def set_original_ptr(self, keeper: Any, array: Any = None) -> None:
         """Set the object that keeps the memory, and the owner's array.
 
-        When the owner has dropped ``array``, the block is in limbo. Without an array,
+        When the owner has dropped ``array``, the entry is in limbo. Without an array,
         it is in limbo from the beginning.
         """
         self.original_ptr = keeper
@@ -136,9 +136,9 @@ class SentData:
 
 
 class Limbo:
-    """Blocks that their owner has dropped while references to them remained.
+    """Entries that their owner has dropped while references to them remained.
 
-    Source: ``CudaIPCSentDataLimbo`` of PyTorch, which scans all blocks whenever one is
+    Source: ``CudaIPCSentDataLimbo`` of PyTorch, which scans all of them whenever one is
     dropped. Here, :meth:`collect` can be restricted to candidates.
     """
 
@@ -146,14 +146,14 @@ class Limbo:
         self._blocks: dict[tuple[int, int], SentData] = {}
 
     def add(self, block: SentData) -> None:
-        """Keep a block until all references to it were given back."""
+        """Keep an entry until all references to it were given back."""
         self._blocks[block.key] = block
 
     def collect(self, candidates: Iterable[SentData] | None = None) -> list[SentData]:
-        """Remove and return the blocks that have no references.
+        """Remove and return the entries that have no references.
 
         Args:
-            candidates: the blocks to check; None: all.
+            candidates: the entries to check; None: all.
         """
         found = list(self._blocks.values() if candidates is None else candidates)
         free = [
@@ -166,7 +166,7 @@ class Limbo:
         return free
 
     def size(self) -> int:
-        """Return the number of blocks."""
+        """Return the number of entries."""
         return len(self._blocks)
 
 
@@ -271,7 +271,7 @@ class Producer:
         return kept
 
     def note_dropped(self) -> None:
-        """Move blocks that their owners have dropped to limbo. Under the guard."""
+        """Move entries that their owners have dropped to limbo. Under the guard."""
         while self.dropped:
             key, serial = self.dropped.popleft()
             block = self.sent.get(key)
@@ -292,7 +292,7 @@ class Producer:
                 self.retire(block)
 
     def warn(self) -> None:
-        """Warn if many blocks are in limbo; again only after they became fewer."""
+        """Warn if many entries are in limbo; again only after they became fewer."""
         size = self.limbo.size()
         if size > LIMBO_WARNING and not self._warned:
             self._warned = True
@@ -340,7 +340,7 @@ producer = Producer()
 
 
 def new_ref_counted_sent_data(keeper: Any, device: int, opens: int = 1) -> SentData:
-    """Return a new entry for a block of memory, its counter at ``opens``.
+    """Return a new entry for memory, its counter at ``opens``.
 
     Args:
         keeper: the object that keeps the memory.
