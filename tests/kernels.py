@@ -33,6 +33,7 @@ def every_call():
     }
 
 
+@functools.cache
 def every_kernel():
     """Return the names of all factories that kernels are made of."""
     found = set()
