@@ -149,7 +149,7 @@ def test_a_backend_that_is_asked_for_is_taken(world, monkeypatch, name):
 
 
 @needs_peers
-def test_ranks_on_two_hosts_are_two_islands(world, last, monkeypatch):
+def test_ranks_on_two_nodes_are_two_islands(world, last, monkeypatch):
     with monkeypatch.context() as patch:
         patch.delenv("NUMBA_SYMM_ISLAND_SIZE", raising=False)
         if last:
