@@ -55,7 +55,6 @@ from numba_symm.collectives.protocols.workspace import (
 )
 from numba_symm.device.intrinsics import (
     block_index,
-    block_index_of_thread,
     device_function,
     fence_acq_rel_sys,
 )
@@ -75,19 +74,20 @@ def mailboxes_of(size: int, transport: str, operation: int) -> tuple[int, Mailbo
 
 @functools.cache
 def make_load_own(
-    load: Load, tiles: int, kind: Exchange, sent: Callable[[int, int], Any]
+    load: Load, batch: int, kind: Exchange, sent: Callable[[int, int], Any]
 ) -> Callable[..., None]:
-    """Return a device function that loads this rank's vectors of all tiles.
+    """Return a device function that loads this rank's vectors of ``batch`` tiles.
 
-    ``(call, low, high)``; ``call`` is ``(array, start, stride, vectors, count)``.
+    ``(call, first, low, high)``: from the tile ``first`` on. ``call`` is ``(array,
+    start, stride, vectors, count)``.
     """
     # All ranks reduce the same vectors, so each uses its own as the others receive it.
     same_bits = kind.output is Output.REDUCED and not kind.sends_shards
 
     @device_function
-    def load_own(call: Any, low: Any, high: Any) -> None:
+    def load_own(call: Any, first: int, low: Any, high: Any) -> None:
         array, start, stride, vectors, count = call
-        for tile in range(tiles):
+        for tile in range(first, first + batch):
             vector = start + tile * stride
             if vector < vectors:
                 words = load(array, vector, count)
@@ -175,12 +175,16 @@ def make_use(
     return use
 
 
-def _block_index(
-    size: int, ragged: bool, tiles: int, rooted: bool
-) -> Callable[[], int]:
-    # Where registers suffice, the first loads do not wait for another lane.
-    suffice = size <= 4 and not (ragged or rooted) and tiles <= 2
-    return block_index_of_thread if suffice else block_index
+def _send_order(tiles: int, kind: Exchange) -> tuple[int, bool]:
+    """Return how many tiles are loaded before they are posted, and whether it is late.
+
+    If so, epoch and failure, two words from memory, are used after a batch's loads. No
+    load needs them otherwise, either. But the compiler puts loads and branches in
+    another order, with up to 6 % of difference in time (bench/README.md).
+    """
+    # A post makes the next load wait for it. Of more than two tiles, each is posted
+    # before the next is loaded, because many stores at a time congest the links.
+    return tiles if tiles <= 2 else 1, kind.sends_shards or kind.output.rooted
 
 
 def make_one_shot(
@@ -200,11 +204,11 @@ def make_one_shot(
     epochs, mail = mailboxes_of(size, transport, kind.operation)
     next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
     sends_shards, rooted = kind.sends_shards, kind.output.rooted
-    load_own = make_load_own(lanes.load, tiles, kind, sent)
+    batch, late = _send_order(tiles, kind)
+    load_own = make_load_own(lanes.load, batch, kind, sent)
     post = make_post(size, lanes.load, sends_shards, rooted, post_one)
     use = make_use(size, element, op, lanes, kind.output)
     digests_match = make_digests_match(size)
-    own_block_index = _block_index(size, ragged, tiles, rooted)
 
     def one_shot(
         guard: Any,
@@ -223,7 +227,7 @@ def make_one_shot(
         digest: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = own_block_index()
+        block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)
@@ -237,26 +241,27 @@ def make_one_shot(
         stride = grid * THREADS
         epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
-        mine = source + guard.rank * shard_bytes if sends_shards else source
+        rank = guard.rank
+        mine = source + rank * shard_bytes if sends_shards else source
         # While the block's first thread has a vector: all synchronize in between.
         while start - thread < vectors:
-            epoch = next_epoch(epoch)
-            # All tiles' loads, before a post makes the next load wait for it.
+            if not late:
+                epoch = next_epoch(epoch)
             call = mine, start, stride, vectors, count
-            load_own(call, own_low, own_high)
-            if not failed:
-                for tile in range(tiles):
-                    vector = start + tile * stride
-                    if vector < vectors:
-                        boxes = box(block, epoch, 0, 0, tile, thread)
-                        words = own_low[tile], own_high[tile]
-                        shard = source, shard_bytes, vector, count
-                        to = post_to, sent_to, digest
-                        post(
-                            guard.rank, ring, boxes, epoch, shard, words, to, low, high
-                        )
-            # All threads have read the epoch before it changes. Here, because the
-            # packets take longer to arrive.
+            for first in range(0, tiles, batch):
+                load_own(call, first, own_low, own_high)
+                if late and first == 0:
+                    epoch = next_epoch(epoch)
+                if not (late and failed):
+                    for tile in range(first, first + batch):
+                        vector = start + tile * stride
+                        if vector < vectors and (late or not failed):
+                            boxes = box(block, epoch, 0, 0, tile, thread)
+                            words = own_low[tile], own_high[tile]
+                            shard = source, shard_bytes, vector, count
+                            to = post_to, sent_to, digest
+                            post(rank, ring, boxes, epoch, shard, words, to, low, high)
+            # All have read the epoch before it changes. The packets take longer.
             sync_block()  # explore: resumed
             for tile in range(tiles):
                 vector = start + tile * stride
@@ -267,10 +272,9 @@ def make_one_shot(
                         failed = not digests_match(guard, digest, due_from, low, high)
                     if failed:  # explore: give-up
                         break
-                    low[0] = own_low[tile]
-                    high[0] = own_high[tile]
+                    low[0], high[0] = own_low[tile], own_high[tile]
                     shard = target, shard_bytes, vector, count
-                    use(guard.rank, shard, taken, low, high, spare)
+                    use(rank, shard, taken, low, high, spare)
             if not failed:
                 wipe(own, block, epoch, thread)
             start += tiles * stride

@@ -356,29 +356,21 @@ _of_first_lane = _emit(
 )
 
 
-def _block_index(once_a_warp: bool) -> Any:
-    """Return the intrinsic for the index of the thread's logical block.
+@intrinsic  # type: ignore[untyped-decorator]
+def block_index(typingctx: Any) -> Any:
+    """Return the index of the thread's logical block among those of the launch.
 
     A logical block is the threads of a thread block with the same y index: whole warps.
-
-    Args:
-        once_a_warp: whether it is taken from one lane. Then the compiler keeps it, and
-            what follows from it, once a warp, which can save 12 registers. But the
-            kernel's first loads wait for that lane.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # From one lane, so that the compiler keeps it, and what follows from it, once
+        # a warp. Otherwise kernels need up to 12 registers more.
         x, held, y = (call_sreg(builder, r) for r in ("ctaid.x", "ntid.y", "tid.y"))
         block = builder.add(builder.mul(x, held), y)
-        if not once_a_warp:
-            return block
         return _of_first_lane(context, builder, signature, [block])
 
-    return intrinsic(lambda typingctx: (types.int32(), codegen))
-
-
-block_index = _block_index(True)
-block_index_of_thread = _block_index(False)
+    return types.int32(), codegen
 
 
 @device_function

@@ -232,9 +232,6 @@ def block_index() -> int:
     return thread.blockIdx.x * held + thread.threadIdx.y  # type: ignore[no-any-return]
 
 
-block_index_of_thread = block_index
-
-
 def block_size() -> int:
     """Return the number of threads in a block."""
     return math.prod(_thread()._manager._block_dim)

@@ -169,9 +169,6 @@ def block_index() -> int:
     return scheduler.current.block
 
 
-block_index_of_thread = block_index
-
-
 def block_size() -> int:
     return scheduler.machine.threads
 

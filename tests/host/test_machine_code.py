@@ -7,6 +7,7 @@ the grid before, ``PREEXIT`` lets the next one start.
 """
 
 import functools
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -363,20 +364,24 @@ def test_one_shot_posts_a_vector_to_each_other_rank(case, cc):
     assert len(marks) == ("marked" in case[0]) * (case[1] - 1)
 
 
+@pytest.mark.parametrize("tiles", [2, 4])
 @pytest.mark.parametrize("transport", ["sentinel", "marked"])
-def test_all_steps_are_loaded_before_any_is_posted(transport):
-    kernel = one_shot.kernel(2, element("float32"), "sum", False, transport, 4, ALL)
+def test_two_tiles_are_loaded_before_a_post_and_more_one_at_a_time(transport, tiles):
+    kernel = one_shot.kernel(2, element("float32"), "sum", False, transport, tiles, ALL)
     code = Code(kernel, (9, 0))
-    post = code.find(r"STG\.E\.128\.STRONG\.SYS")[0]
-    before = code.between(-1, post)
-    assert len(opcodes(before, r"LDG\.E\.128(\.CONSTANT)?")) == 4
+    posts = code.find(r"STG\.E\.128\.STRONG\.SYS")[:tiles]
+    edges = [-1, *posts]
+    loads = [
+        len(opcodes(code.between(*each), r"LDG\.E\.128(\.CONSTANT)?"))
+        for each in itertools.pairwise(edges)
+    ]
+    assert loads == {2: [2, 0], 4: [1, 1, 1, 1]}[tiles]
     assert int(code.usage["STACK"]) == 0
 
 
 @on(ONE_SHOT)
-def test_the_loads_wait_for_another_lane_only_to_save_registers(case, cc):
-    scarce = case[1] > 4 or case[0] in ROOTED
-    assert len(compiled(case, cc).find(r"SHFL\.IDX")) == scarce
+def test_a_block_takes_its_index_once_a_warp(case, cc):
+    assert len(compiled(case, cc).find(r"SHFL\.IDX")) == 1
 
 
 @on(MAILBOXES)
