@@ -179,6 +179,21 @@ def test_a_message_follows_the_streams_of_its_arrays(comm, torch):
     assert (y.cpu() == left + 0.5).all()
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_sendrecv_follows_the_streams_of_its_arrays(comm, number):
+    right, left = around(comm)
+    used = [cuda.stream() for _ in range(number)]
+    x = cuda.device_array(1000, np.float32, stream=used[0])
+    y = cuda.device_array(1000, np.float32, stream=used[-1])
+    for _ in range(2):
+        fill(x, comm.rank, used[0], LATE)
+        fill(y, -1, used[-1], 2 * LATE)
+        comm.Sendrecv(x, right, 6, y, left, 6)
+        assert streams.is_done(streams.handle_of(used[-1]))
+        cuda.synchronize()
+        assert (y.copy_to_host() == left).all()
+
+
 def test_many_messages_and_calls_between_them(comm):
     """No message waits for a collective, and no collective for a message."""
     right, left = around(comm)
@@ -274,6 +289,7 @@ def test_what_can_be_captured_and_what_cannot(comm, world):
         lambda: made.Send(x, right),
         lambda: made.Isend(x, right),
         lambda: made.Irecv(y),
+        lambda: made.Sendrecv(x, right, 0, y),
         lambda: win.Put([x, 1], right),
         win.Fence,
     ]
