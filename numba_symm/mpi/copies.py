@@ -1,6 +1,5 @@
 """Copies of messages to their arrays, on a stream of their own."""
 
-import threading
 from typing import Any
 
 import numpy as np
@@ -23,12 +22,13 @@ class Copies:
     def __init__(self) -> None:
         self._side: SideStream | None = None
         self._events: list[Event] = []  # which are not in use
-        self._lock = threading.Lock()
 
     def event(self, stream: int) -> Event:
         """Return the end of a stream's work so far."""
-        with self._lock:
-            found = self._events.pop() if self._events else Event()
+        try:
+            found = self._events.pop()
+        except IndexError:
+            found = Event()
         found.record(stream)
         return found
 
