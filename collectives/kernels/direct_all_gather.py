@@ -1,7 +1,7 @@
 """All-gather between the ranks' own arrays, by loads.
 
-Each rank loads every other rank's input and stores it in its own output, vector by
-vector, without the workspace in between. The inputs must be symmetric: see
+Each rank loads every other rank's input and stores it in its own output, a few vectors
+at a time, without the workspace in between. The inputs must be symmetric: see
 ``handshake.py`` for the exchange of their addresses, and for what happens otherwise.
 
 Memory order: that of ``handshake.py``, which orders the streams' earlier work before
@@ -36,6 +36,8 @@ from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
 from numba_symm.waits import ALL_GATHER
 
+LOADS = 6  # vectors that a thread loads before it stores them
+
 
 def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
@@ -43,6 +45,8 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
     load, store = lanes.load, lanes.store
     refused, where = make_refused(size), make_where(size)
     others = size - 1
+    batch = max(1, LOADS // size)
+    held = batch * size
 
     def direct_all_gather(
         guard: Any,
@@ -60,23 +64,26 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
         block = block_index()
         if block >= grid or refused(own):
             return
-        low = cuda.local.array(size, types.int64)
-        high = cuda.local.array(size, types.int64)
-        theirs = cuda.local.array(others, types.int64)
+        low = cuda.local.array(held, types.int64)
+        high = cuda.local.array(held, types.int64)
+        inputs = cuda.local.array(size, types.int64)
         for k in range(others):
-            theirs[k], _ = ld_v2_u64(own + where(k))
-        mine = target + guard.rank * shard_bytes
-        vector = block * THREADS + cuda.threadIdx.x
-        while vector < vectors:
-            for k in range(others):
-                low[k], high[k] = load(word_of(theirs[k]), vector, count)
-            low[others], high[others] = load(source, vector, count)
-            for k in range(others):
-                there = target + (guard.rank + 1 + k) % size * shard_bytes
-                store(there, vector, count, low[k], high[k])
-            if source != mine:
-                store(mine, vector, count, low[others], high[others])
-            vector += grid * THREADS
+            inputs[k], _ = ld_v2_u64(own + where(k))
+        inputs[others] = source
+        stride = grid * THREADS
+        start = block * THREADS + cuda.threadIdx.x
+        while start < vectors:
+            for i in range(held):
+                vector = start + i // size * stride
+                if vector < vectors:
+                    words = load(word_of(inputs[i % size]), vector, count)
+                    low[i], high[i] = words
+            for i in range(held):
+                vector = start + i // size * stride
+                there = target + (guard.rank + 1 + i % size) % size * shard_bytes
+                if vector < vectors and there != source:
+                    store(there, vector, count, low[i], high[i])
+            start += batch * stride
 
     return direct_all_gather
 

@@ -22,6 +22,7 @@ from numba_symm.collectives.kernels import (
     chunked_reduce,
     convert,
     copied_reductions,
+    direct_all_gather,
     direct_broadcast,
     direct_reduce,
     direct_shards,
@@ -81,6 +82,7 @@ ALGORITHMS = {
     "reduce_of_two": lambda *a: chunked_exchange.kernel(*a, False, REDUCE),
     "reduce_direct": lambda *a: direct_reduce.kernel(*a, False),
     "broadcast_direct": lambda n, e, op: direct_broadcast.kernel(n, e, False),
+    "gather_direct": lambda n, e, op: direct_all_gather.kernel(n, e, False),
     "all_reduce_direct": lambda *a: direct_shards.kernel(*a, False, True),
     "scatter_direct": lambda *a: direct_shards.kernel(*a, False, False),
     "finish": lambda n, e, op: convert.kernel(e, e, op, n),
@@ -163,6 +165,8 @@ DIRECT = [
     if case[0] > 2 or name == "reduce_direct"
 ]
 DIRECT += SHARDS
+GATHERS = cases("gather_direct")
+DIRECT += GATHERS
 COPIED = [
     (name, *case) for name in ("reduce_copied", "store_copied") for case in FLOATS
 ]
@@ -433,6 +437,16 @@ def test_a_shard_of_all_ranks_is_loaded_before_any_is_reduced(case, cc):
     assert not branches(code.between(loads[0], loads[-1]))
     assert not opcodes(code.between(loads[0], loads[-1]), r"[FH](ADD|FMA)\d*\b.*")
     assert len(stores) == batch * (size if name == "all_reduce_direct" else 1)
+    assert loads[-1] < stores[0]
+
+
+@on(GATHERS)
+def test_a_batch_of_all_inputs_is_loaded_before_any_is_stored(case, cc):
+    code = compiled(case, cc)
+    loads, stores = code.find(r"LDG\.E\.128"), code.find(r"STG\.E\.128")
+    batch = {2: 3, 4: 1, 8: 1}[case[1]]
+    assert len(loads) == len(stores) == batch * case[1]
+    assert not branches(code.between(loads[0], loads[-1]))
     assert loads[-1] < stores[0]
 
 

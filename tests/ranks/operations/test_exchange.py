@@ -6,7 +6,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.collectives import operations
-from numba_symm.collectives.kernels.direct_shards import LOADS
+from numba_symm.collectives.kernels import direct_all_gather, direct_shards
 from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.workspace import CHUNKED, ONE_SHOT, THREADS
 from numba_symm.environment import SIMULATED
@@ -39,7 +39,8 @@ def edges(dtype, algorithm, size, blocks):
     lanes = 16 // dtype.itemsize
     if algorithm == "direct":  # a vector for each thread, and a batch
         unit, grid = THREADS, min(blocks, handshake.BLOCKS)
-        most = (grid, grid * max(1, LOADS // size))
+        held = {each.LOADS for each in (direct_all_gather, direct_shards)}
+        most = (grid, *(grid * max(1, loads // size) for loads in sorted(held)))
     elif not algorithm.startswith("one_shot"):
         unit, most = CHUNKED.tiles(size) * THREADS, (blocks, 5 * blocks)
     else:
