@@ -104,7 +104,7 @@ def test_islands_exchange_one_after_another(world, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "op"), [("float32", "sum"), ("float16", "avg")])
 def test_shards_that_do_not_fit_are_reduced_together(world, monkeypatch, kind, op):
-    if world.size == 3:
+    if world.size % 2:
         pytest.skip("needs islands of equally many ranks")
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", str(world.size // 2))
     within, names, count = Site.within, set(), 25_001
