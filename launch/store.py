@@ -152,12 +152,13 @@ class StoreExchange:
         else:
             waiting.leave(self._comm, cause, self.call)
 
-    def all_gather(self, value: T, what: str) -> list[T]:
+    def all_gather(self, value: T, what: str, wait: Wait | None = None) -> list[T]:
         """Return every rank's ``value``, in rank order. Collective.
 
         Args:
             value: anything small that can be pickled.
             what: the step's name, the same on all ranks.
+            wait: the wait; None: a new one.
 
         Raises:
             ExchangeError: on all ranks, if they are not at the same step, now or in
@@ -169,7 +170,7 @@ class StoreExchange:
         mine = _Message(self.prefix, self._step, what, value)
         self._step += 1
         try:
-            messages = self._gathered(mine, self.wait(what))
+            messages = self._gathered(mine, wait or self.wait(what))
         except BaseException as error:
             if not isinstance(error, SymmError):  # of this rank only, within the step
                 self.leave(error)

@@ -138,15 +138,29 @@ class Islands(Island):
         comm = self._part(names.index(self.world.node))
         with exchange.agreed("Communicator"):
             local = StoreExchange(comm, "node", exchange.timeout)
-            local.call = exchange.call
-            self.gpu = devices.bind(local, device)
-            reach, _ = devices.peer_access(local, self.gpu)
+            try:
+                local.call = exchange.call
+                with waiting.watching(self._left()):
+                    self.gpu = devices.bind(local, device)
+                    reach, _ = devices.peer_access(local, self.gpu)
+            except BaseException as error:
+                # The ranks of this node would wait for this one, and it for all.
+                if not local.is_everybodys(error):
+                    local.leave(error)
+                raise
         ranks.release(comm)
         here = [rank for rank, name in enumerate(names) if name == self.world.node]
         row: list[bool | None] = [False] * len(names)
         for other, access in zip(here, reach[self.world.local_rank], strict=True):
             row[other] = access
         self.peer_access = exchange.all_gather(row, "peer access")
+
+    def _left(self) -> Callable[[], bool]:
+        """Return what says whether a rank of this node has left a step of the node."""
+        ahead, mine = _Ahead(self.comm), self.world.rank
+        here = [r for r, name in enumerate(self.nodes) if name == self.world.node]
+        others = [rank for rank in here if rank != mine]
+        return lambda: any(map(ahead, others))
 
     def _part(self, color: int) -> ranks.Comm:
         """Return a communicator of the ranks that pass the same color. Collective."""
@@ -181,6 +195,17 @@ class Islands(Island):
         return _NamedWait(self.nodes, what, self.world.rank, self.timeout, limit)
 
     def _gate(self, wait: Wait) -> Failure | None:
+        failure = self.board.failure()
+        if failure is not None:
+            return failure
+        try:
+            # What a gate sends has no name, and would end a step of another call.
+            self.exchange.all_gather(None, wait.what, wait)
+        except CollectiveError:
+            failure = self.board.failure()
+            if failure is None:
+                raise
+            return failure
         return self._across.gate(wait)
 
     def fail(self, error: CollectiveError) -> None:
@@ -281,11 +306,11 @@ class _Across:
 
     def __init__(self, islands: Islands):
         self._islands = islands
-        self._ahead: dict[int, float] = {}  # since when, by rank
+        self._ahead = _Ahead(islands.comm)
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's bytes, or raise CollectiveError. Collective."""
-        self._ahead.clear()
+        self._ahead = _Ahead(self._islands.comm)
         try:
             return gather(self._islands, data, wait)
         except CollectiveTimeout as error:
@@ -344,10 +369,7 @@ class _Across:
 
     def is_ahead(self, rank: int) -> bool:
         """Return whether a rank has sent its message of a later step a while ago."""
-        if not waiting.has_sent(self._islands.comm, rank):
-            return False
-        first = self._ahead.setdefault(rank, time.monotonic())
-        return time.monotonic() - first >= _ANSWERED
+        return self._ahead(rank)
 
     def late(self, wait: Wait, absent: Sequence[int]) -> CollectiveError:
         """Make the communicator fail because ranks are late. Return the error."""
@@ -358,6 +380,20 @@ class _Across:
     def abandon(self, cause: BaseException, operation: str) -> None:
         """Report to all ranks that this one leaves a call by an exception."""
         self._islands.abandon(cause, operation)
+
+
+class _Ahead:
+    """Tells whether a rank has sent its message of a later step a while ago."""
+
+    def __init__(self, comm: ranks.Comm):
+        self._comm = comm
+        self._since: dict[int, float] = {}  # by rank
+
+    def __call__(self, rank: int) -> bool:
+        if not waiting.has_sent(self._comm, rank):
+            return False
+        first = self._since.setdefault(rank, time.monotonic())
+        return time.monotonic() - first >= _ANSWERED
 
 
 _ANSWERED = 1.0  # seconds after a message, in which those sent before it arrive

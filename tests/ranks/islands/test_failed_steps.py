@@ -61,10 +61,11 @@ def fail_in(comm, number):
     return receiving(number, fail_once)
 
 
-def test_all_ranks_begin_a_call_or_none_does(world, comm):
+@pytest.mark.parametrize("step", [0, 1])
+def test_all_ranks_begin_a_call_or_none_does(world, comm, step):
     began, said = False, ""
     last = world.rank == world.size - 1
-    failing = fail_in(comm, 0) if last else contextlib.nullcontext()
+    failing = fail_in(comm, step) if last else contextlib.nullcontext()
     try:
         with failing, comm._calls.set_up("zeros"):
             began = True
@@ -83,7 +84,7 @@ def test_a_rank_that_answers_and_leaves_lets_the_others_begin(world, comm):
 
     late = contextlib.nullcontext()
     if world.rank == 0:
-        late = receiving(1, after_the_report)
+        late = receiving(2, after_the_report)
     leaving = contextlib.suppress(RuntimeError, ns.RankLeft)
     with leaving, late, comm._calls.set_up("zeros"):
         began = True
@@ -91,6 +92,15 @@ def test_a_rank_that_answers_and_leaves_lets_the_others_begin(world, comm):
             island.look()
         raise RuntimeError
     assert world.allgather(began) == [True] * world.size
+
+
+def test_a_rank_that_closes_during_a_call_of_another_is_told(world, comm):
+    rank, last = world.rank, world.size - 1
+    call = comm.close if rank == last else lambda: comm.zeros(3)
+    # An ExchangeError, or that the rank left by it.
+    refused(world, ns.SymmError, call, "is at 'close'", "at 'zeros'")
+    with contextlib.suppress(ns.SymmError):
+        comm.close()  # of this rank alone
 
 
 def test_a_failure_at_any_step_of_a_split_leaves_no_rank_waiting(world, monkeypatch):
