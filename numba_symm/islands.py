@@ -84,7 +84,8 @@ class Islands(Island):
         comm = self._part(self.index)
         with exchange.agreed("Communicator"):
             given = self.gpu.ordinal, self.timeout
-            self.inner = Island(comm, *given, own=True, names=mine)
+            with waiting.watching(self._left(mine)):
+                self.inner = Island(comm, *given, own=True, names=mine)
             # Here, because another island may fail in this step.
             self._undo.callback(self.inner.close_locally)
             self._shared.callback(self.inner.close)
@@ -136,11 +137,12 @@ class Islands(Island):
         """Bind this rank to a GPU of its node, and find which GPUs reach each other."""
         exchange, names = self.exchange, self.nodes
         comm = self._part(names.index(self.world.node))
+        here = [rank for rank, name in enumerate(names) if name == self.world.node]
         with exchange.agreed("Communicator"):
             local = StoreExchange(comm, "node", exchange.timeout)
             try:
                 local.call = exchange.call
-                with waiting.watching(self._left()):
+                with waiting.watching(self._left(here)):
                     self.gpu = devices.bind(local, device)
                     reach, _ = devices.peer_access(local, self.gpu)
             except BaseException as error:
@@ -149,17 +151,15 @@ class Islands(Island):
                     local.leave(error)
                 raise
         ranks.release(comm)
-        here = [rank for rank, name in enumerate(names) if name == self.world.node]
         row: list[bool | None] = [False] * len(names)
         for other, access in zip(here, reach[self.world.local_rank], strict=True):
             row[other] = access
         self.peer_access = exchange.all_gather(row, "peer access")
 
-    def _left(self) -> Callable[[], bool]:
-        """Return what says whether a rank of this node has left a step of the node."""
-        ahead, mine = _Ahead(self.comm), self.world.rank
-        here = [r for r, name in enumerate(self.nodes) if name == self.world.node]
-        others = [rank for rank in here if rank != mine]
+    def _left(self, members: Sequence[int]) -> Callable[[], bool]:
+        """Return what says whether one of some ranks has left a step of these ranks."""
+        ahead = _Ahead(self.comm)
+        others = [rank for rank in members if rank != self.world.rank]
         return lambda: any(map(ahead, others))
 
     def _part(self, color: int) -> ranks.Comm:

@@ -10,7 +10,7 @@ import time
 import pytest
 
 import numba_symm as ns
-from numba_symm import engines
+from numba_symm import engines, islands
 from numba_symm.collectives.islands import construction
 from numba_symm.launch import waiting
 from numba_symm.launch.waiting import Wait
@@ -175,6 +175,27 @@ def test_a_rank_that_does_not_begin_a_child_leaves_nobody_waiting(world, comm):
         refused(world, ns.SymmError, lambda: comm.split(0), "RuntimeError: before it")
     with comm.split(0) as part:
         part.barrier()
+
+
+def test_a_rank_that_does_not_begin_its_island_leaves_nobody_waiting(
+    world, monkeypatch
+):
+    """Its island would wait for the rank, and the rank for all others."""
+    if world.size == 2:
+        pytest.skip("needs an island of two ranks, and a rank outside")
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "2")
+    monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "30")
+
+    def broken(*_, **__):
+        raise RuntimeError("before it")
+
+    began = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        if world.rank == 0:
+            patch.setattr(islands, "Island", broken)
+        text = "rank 0: RuntimeError: before it"
+        refused(world, ns.SymmError, lambda: ns.Communicator(world), text)
+    assert time.monotonic() - began < 20
 
 
 def test_an_error_between_steps_of_an_island_is_every_ranks(world, monkeypatch):
