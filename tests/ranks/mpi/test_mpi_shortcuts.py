@@ -54,14 +54,14 @@ def test_calls_that_repeat_follow_the_memory(comm):
     """Addresses of symmetric memory may mean other memory of the peers later."""
     heap, made = comm.communicator._calls.heap, []
     for step in range(4):
-        x, y = (comm.communicator.empty((12,), np.float32) for _ in range(2))
-        x.copy_to_device(np.full(12, step + 1.0, np.float32))
+        x, y = (comm.communicator.empty((60,), np.float32) for _ in range(2))
+        x.copy_to_device(np.full(60, step + 1.0, np.float32))
         for _ in range(2):
             comm.Allreduce(x, y)
-            comm.Gather(y[: 12 // comm.size], x)
+            comm.Gather(y[: 60 // comm.size], x)
             assert set(y.copy_to_host()) == {(step + 1) * comm.size}
             assert comm.rank or x[0] == (step + 1) * comm.size
-            x.copy_to_device(np.full(12, step + 1.0, np.float32))
+            x.copy_to_device(np.full(60, step + 1.0, np.float32))
         made.append(heap.generation)
         del x, y
     assert len(set(made)) > 1
