@@ -251,7 +251,8 @@ def described(error: BaseException) -> str:
     """Return the text of an exception, with the program's own frames only.
 
     It omits the frames before the program's. If numba_symm raised the error on purpose,
-    it also omits the frames inside numba_symm: the text contains the advice.
+    it also omits the frames inside numba_symm, and an error of numba_symm that this one
+    repeats: the text contains the advice.
     """
     shown = traceback.TracebackException.from_exception(error, compact=True)
     frames = shown.stack
@@ -259,9 +260,13 @@ def described(error: BaseException) -> str:
         del frames[0]
     ours = sys.modules.get("numba_symm")
     if ours is not None and isinstance(error, ours.SymmError):
-        inside = f"{Path(ours.__file__ or '').parent}{os.sep}"
+        # The library's own with blocks raise through contextlib.
+        inside = f"{Path(ours.__file__ or '').parent}{os.sep}", contextlib.__file__
         while frames and frames[-1].filename.startswith(inside):
             del frames[-1]
+        cause = error.__cause__
+        if isinstance(cause, ours.SymmError) and str(cause) in str(error):
+            shown.__cause__ = None
     return "".join(shown.format()).rstrip("\n")
 
 

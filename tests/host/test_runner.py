@@ -162,6 +162,38 @@ def test_a_trace_shows_the_programs_frames(tmp_path):
     assert len([line for line in lines if line.startswith("  File ")]) == 1
 
 
+AGREES = """
+import numba_symm as ns
+from numba_symm.launch.store import StoreExchange
+
+class Comm:
+    rank, size, barrier = 0, 1, lambda self: None
+    allgather = lambda self, value: [value]
+
+with StoreExchange(Comm(), "test").agreed("step"):
+    raise {kind}("wrong")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "traces", "text"),
+    [("ns.ArgumentError", 1, "wrong"), ("OSError", 2, "OSError: wrong")],
+)
+def test_a_trace_omits_the_error_that_all_ranks_agreed_on(tmp_path, kind, traces, text):
+    script = tmp_path / "script.py"
+    script.write_text(AGREES.format(kind=kind))
+    with pytest.raises(ns.SymmError) as raised:
+        runner.runpy.run_path(str(script))
+    error = raised.value
+    error.__traceback__ = error.__traceback__.tb_next  # this test's own frame
+    lines = runner.described(error).splitlines()
+    starts = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+    assert len(starts) == traces
+    frames = [line for line in lines[starts[-1] :] if line.startswith("  File ")]
+    assert frames == [f'  File "{script}", line 9, in <module>']
+    assert lines[-1] == f"  rank 0: {text}"
+
+
 @pytest.mark.parametrize(
     ("code", "text", "status"),
     [
