@@ -188,8 +188,10 @@ def _tune(options: argparse.Namespace) -> int:
 def _info() -> int:
     from numba_symm.command import compiling, job  # import many packages
 
-    console = Console()
-    if ranks.launched_size() < 2 or ranks.launched_rank() == 0:
+    alone = ranks.launched_size() < 2
+    # Open MPI's ranks have a terminal even if their output goes to a file.
+    console = Console(force_terminal=None if alone else False)
+    if alone or ranks.launched_rank() == 0:
         info.report(console)
         compiling.report(console)
     job.report(console)

@@ -28,4 +28,4 @@ def report(console: Console) -> None:
     except SymmError as error:
         text = f"none: {error}"
     if world.rank == 0:
-        console.print(f"[bold]Islands[/]  {escape(text)}")
+        console.print(f"[bold]Islands[/]  {escape(text)}", soft_wrap=True)

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import numba_symm
-from numba_symm.command import cli
+from numba_symm.command import cli, compiling, job
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch import info
 from numba_symm.launch.devices import GPU
@@ -267,6 +267,23 @@ def test_info_without_a_gpu(monkeypatch, capsys):
     for words in ("numba-cuda", "Some MPI 1.0", "simulator", "NUMBA_SYMM_TIMEOUT=12"):
         assert words in shown
     assert "Wrong" not in shown
+
+
+def test_info_of_a_job_has_no_codes_of_a_terminal(monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr(info, "report", lambda console: console.print("[bold]one[/]"))
+    monkeypatch.setattr(compiling, "report", shown.append)
+    monkeypatch.setattr(job, "report", shown.append)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # as Open MPI gives ranks
+    monkeypatch.setenv("TERM", "xterm")
+    assert cli.main(["info"]) == 0
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    assert cli.main(["info"]) == 0
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    assert cli.main(["info"]) == 0
+    assert capsys.readouterr().out == "\x1b[1mone\x1b[0m\none\n"
+    assert len(shown) == 5
 
 
 @pytest.mark.parametrize(
