@@ -174,6 +174,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
             "compiles nothing"
         )
     jobs = wanted(options).jobs()
+    _check_compilers()
     missing = [job for job in jobs if not _is_stored(job)]
     processes = max(1, min(options.jobs, -(-len(missing) // _BATCH)))
     console.print(
@@ -193,6 +194,24 @@ def run(options: argparse.Namespace, console: Console) -> None:
     begun = time.monotonic()
     _compile_all(missing, processes, console)
     console.print(f"{len(missing)} compiled in {time.monotonic() - begun:.0f} s")
+
+
+def _check_compilers() -> None:
+    """Raise :class:`SymmError` if a library of CUDA that compiles is missing."""
+    from cuda.bindings import nvjitlink, nvrtc, nvvm
+
+    needed = {"libNVVM": nvvm.version, "NVRTC": nvrtc.nvrtcVersion}
+    if not visible_gpus():  # with a GPU, the driver can link
+        needed["nvJitLink"] = nvjitlink.version
+    for name, version in needed.items():
+        try:
+            version()
+        except RuntimeError as error:  # not found
+            raise SymmError(
+                f"compile: expected CUDA's compiler libraries, but {name} is missing; "
+                'pip install ".[cu13]" in the repository, or ".[cu12]" for a driver '
+                "for CUDA 12"
+            ) from error
 
 
 def _is_stored(job: Job) -> bool:

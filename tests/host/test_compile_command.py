@@ -90,6 +90,27 @@ def test_what_cannot_be_compiled_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("function", "name", "gpus"),
+    [
+        ("nvvm.version", "libNVVM", [gpu(0)]),
+        ("nvrtc.nvrtcVersion", "NVRTC", [gpu(0)]),
+        ("nvjitlink.version", "nvJitLink", []),
+    ],
+)
+def test_without_cudas_compilers_the_command_says_how_to_install_them(
+    cache, printed, monkeypatch, function, name, gpus
+):
+    def missing():
+        raise RuntimeError("not found")
+
+    monkeypatch.setattr(compiling, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(compiling, "_multiprocessors", lambda gpus: [132])
+    monkeypatch.setattr(f"cuda.bindings.{function}", missing)
+    with pytest.raises(SymmError, match=rf"{name} is missing; pip install .*\[cu13\]"):
+        compiling.run(parsed("signals", *HERE, "--dry-run"), printed)
+
+
+@pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (("--cc", "7.5"), "8.0 or higher, got '7.5'"),
