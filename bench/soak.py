@@ -284,10 +284,10 @@ def _parser() -> argparse.ArgumentParser:
         "python -m numba_symm.bench.soak",
         description="Make random calls on four communicators, and check every result.",
     )
-    parser.add_argument(
-        "--seconds", type=float, default=600, help="begin rounds so long"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="determines the calls")
+    seconds = "for how long it begins rounds (default 600)"
+    parser.add_argument("--seconds", type=float, default=600, help=seconds)
+    seed = "determines the calls (default 0)"
+    parser.add_argument("--seed", type=int, default=0, help=seed)
     return parser
 
 
