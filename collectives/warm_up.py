@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 
@@ -51,9 +51,10 @@ def while_constructing(size: int) -> Iterator[None]:
         undo.callback(_alone.release)
         undo.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(_INTERVAL)
-        thread.start()
-        undo.callback(thread.join)
-        undo.callback(stop.set)
+        with suppress(RuntimeError):  # no thread is left; other ranks need this one
+            thread.start()
+            undo.callback(thread.join)
+            undo.callback(stop.set)
         yield
     for error in errors:
         warnings.warn(

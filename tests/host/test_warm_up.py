@@ -125,6 +125,23 @@ def test_it_ends_with_a_construction_that_fails(waiting, monkeypatch):
     assert sys.getswitchinterval() == interval
 
 
+def test_a_process_without_threads_is_constructed(waiting, monkeypatch):
+    """Other ranks would wait for it."""
+    interval, done = sys.getswitchinterval(), []
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with while_constructing(2):
+            done.append(1)
+    assert done
+    assert sys.getswitchinterval() == interval
+    with while_constructing(2):  # the next one may have a thread
+        wait_until(lambda: waiting)
+
+
 def test_one_thread_runs_at_a_time(waiting):
     with while_constructing(2):
         wait_until(lambda: waiting)
