@@ -138,7 +138,7 @@ class Islands(Island):
         exchange, names = self.exchange, self.nodes
         comm = self._part(names.index(self.world.node))
         here = [rank for rank, name in enumerate(names) if name == self.world.node]
-        with exchange.agreed("Communicator"):
+        with self._freeing(comm), exchange.agreed("Communicator"):
             local = StoreExchange(comm, "node", exchange.timeout)
             try:
                 local.call = exchange.call
@@ -150,11 +150,21 @@ class Islands(Island):
                 if not local.is_everybodys(error):
                     local.leave(error)
                 raise
-        ranks.release(comm)
         row: list[bool | None] = [False] * len(names)
         for other, access in zip(here, reach[self.world.local_rank], strict=True):
             row[other] = access
         self.peer_access = exchange.all_gather(row, "peer access")
+
+    @contextmanager
+    def _freeing(self, comm: ranks.Comm) -> Iterator[None]:
+        """Free a communicator after the block, unless only this rank gives up."""
+        try:
+            yield
+        except BaseException as error:
+            if self.exchange.is_everybodys(error):
+                ranks.release(comm)
+            raise
+        ranks.release(comm)
 
     def _left(self, members: Sequence[int]) -> Callable[[], bool]:
         """Return what says whether one of some ranks has left a step of these ranks."""

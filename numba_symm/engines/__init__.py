@@ -178,33 +178,37 @@ def prove(islands: Joined, engine: Engine) -> None:
     exchange, backend = islands.exchange, islands.backend
     rank, what = exchange.rank, f"trying engine {engine.name!r}"
     targets, sources = partners(islands)
-    with exchange.agreed(what):
-        block = backend.allocate(8 * (1 + len(sources)))
-        try:
+    with ExitStack() as undo:
+        with exchange.agreed(what):  # before other ranks wait for this one's message
+            block = backend.allocate(8 * (1 + len(sources)))
+            undo.callback(backend.free, block)
             backend.write(block.address, _pattern(rank))
-            places = [block.address + 8 * (1 + k) for k in range(len(sources))]
-            engine.exchange(
-                [Parcel(peer, block.address, 8) for peer in targets],
-                [Parcel(*each, 8) for each in zip(sources, places, strict=True)],
-                LEGACY_DEFAULT,
-            )
-            if not SIMULATED:
-                streams.synchronize(LEGACY_DEFAULT)
-            islands.look()  # the watchdog may have ended the exchange
-            for peer, place in zip(sources, places, strict=True):
-                found = backend.read(place, 8)
-                if found != _pattern(peer):
-                    raise BackendError(
-                        f"expected {_pattern(peer).hex()}, which rank {peer} sent, got "
-                        f"{found.hex()}"
-                    )
+        try:
+            with exchange.agreed(what):
+                places = [block.address + 8 * (1 + k) for k in range(len(sources))]
+                engine.exchange(
+                    [Parcel(peer, block.address, 8) for peer in targets],
+                    [Parcel(*each, 8) for each in zip(sources, places, strict=True)],
+                    LEGACY_DEFAULT,
+                )
+                if not SIMULATED:
+                    streams.synchronize(LEGACY_DEFAULT)
+                islands.look()  # the watchdog may have ended the exchange
+                for peer, place in zip(sources, places, strict=True):
+                    found = backend.read(place, 8)
+                    if found != _pattern(peer):
+                        raise BackendError(
+                            f"expected {_pattern(peer).hex()}, which rank {peer} sent, "
+                            f"got {found.hex()}"
+                        )
             if max(map(len, islands.parts)) == 1:
-                _connect(engine, block.address, rank)
-                islands.look()
+                with exchange.agreed(what):  # after all ranks have checked the bytes
+                    _connect(engine, block.address, rank)
+                    islands.look()
         except BaseException:
+            undo.pop_all()
             engine.keep(block)  # which it may still use, so that it is not freed
             raise
-        backend.free(block)
 
 
 def _connect(engine: Engine, address: int, rank: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import engines, islands
 from numba_symm.collectives.islands import construction
-from numba_symm.launch import waiting
+from numba_symm.launch import devices, ranks, waiting
 from numba_symm.launch.waiting import Wait
 from tests.ranks.helpers import needs_peers, refused
 
@@ -134,6 +134,41 @@ def test_a_rank_that_waits_for_answers_has_no_deadline(world, monkeypatch):
     waiting.gate(comm, Wait("dup", world.rank, 1.0))
     assert next(numbers) == 2
     comm.Free()
+
+
+def test_a_construction_that_all_give_up_waits_for_no_deadline(world, monkeypatch):
+    """And it leaves no communicator of MPI's, although it may be tried again."""
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    last, made, connected = world.rank == world.size - 1, [], []
+
+    def broken(*_):
+        raise ns.BackendError("no memory")
+
+    def noting(make):
+        def call(*given):
+            made.append(make(*given))
+            return made[-1]
+
+        return call
+
+    for module, name in ((ranks, "split"), (ranks, "duplicate")):
+        monkeypatch.setattr(module, name, noting(getattr(module, name)))
+    monkeypatch.setattr(waiting, "duplicate", noting(waiting.duplicate))
+    monkeypatch.setattr(engines, "_connect", lambda *given: connected.append(given))
+    began = time.monotonic()
+    for module, name, part in (
+        (devices, "visible_gpus", broken),  # before the ranks are divided
+        (engines, "_pattern", broken),  # before other ranks wait for its message
+        (engines, "_pattern", lambda rank: b"wrong!!!"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            if last:
+                patch.setattr(module, name, part)
+            given = world, ns.SymmError, lambda: ns.Communicator(world, timeout=30)
+            refused(*given, "" if part is not broken else "no memory")
+        assert not any(made), (name, made)
+    assert not connected
+    assert time.monotonic() - began < 20
 
 
 class Enough(BaseException):
