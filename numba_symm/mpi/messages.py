@@ -311,6 +311,7 @@ class Post:
 
     def receive(self, source: int, tag: int) -> "Posted":
         """Post a receive."""
+        self._check_open("Recv")  # also of a request that was prepared before
         with self._lock:
             found = self._first_probed(source, tag)
             if found is not None:
@@ -408,6 +409,7 @@ class Post:
             into: the array's items.
             after: what the copy follows, if anything.
         """
+        self._check_open("Recv")  # after which the sender reuses the memory
         if len(self._copying) >= MOST:  # perhaps of requests that were given up
             self.reap()
         crosses = envelope.nbytes > 0 and not envelope.handle

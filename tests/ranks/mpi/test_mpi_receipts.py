@@ -86,6 +86,22 @@ def test_a_message_that_nobody_waits_for_is_received(own, monkeypatch):
     MPI.Request.Waitall([given_up])
 
 
+def test_no_message_is_copied_after_free(comm):
+    """Its sender reuses the memory."""
+    own, out = comm.Dup(), cuda.to_device(np.full(1, -1, "i4"))
+    right, left = around(own)
+    matched = own.Irecv(out, left, 1)
+    for tag in range(3):
+        own.Send(cuda.to_device(np.full(1, tag, "i4")), right, tag)
+    own.Probe(left, 2)  # takes all from MPI
+    prepared = [own.Recv_init(out, left, tag) for tag in (0, 3)]
+    own.Free()
+    for call in (matched.Wait, *(each.Start for each in prepared)):
+        with pytest.raises(MPI.Exception, match="Free was called"):
+            call()
+    assert out.copy_to_host()[0] == -1
+
+
 def test_waitall_starts_all_copies_before_it_waits_for_one(own, monkeypatch):
     copying = []
 
