@@ -159,6 +159,7 @@ class Request:
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Wait for all requests."""
+        requests = list(requests)  # of an iterator, too, which ends after one pass
         own = [request for request in requests if isinstance(request, Request)]
         if len(own) > 1:  # start all copies before any is waited for
             waited(lambda: all([each._progress() for each in own]), lambda: None)
@@ -173,6 +174,7 @@ class Request:
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Return whether all requests are done; until then, all stay active."""
+        requests = list(requests)
         if not all([request.Get_status() for request in requests]):
             return False
         return cls.Waitall(requests, statuses)

@@ -129,7 +129,7 @@ def test_requests_stay_active_until_all_are_done(comm):
     comm.Barrier()
     comm.Recv(room(1), left, 3)
     comm.Send(array(2, 3), right, 1)
-    while not MPI.Request.Testall(requests, statuses):
+    while not MPI.Request.Testall(iter(requests), statuses):
         pass
     found = [(each.source, each.tag, each.Get_count(MPI.INT)) for each in statuses]
     assert found == [(left, 0, 1), (left, 1, 2), (left, 0, 1), (left, 4, 2)]

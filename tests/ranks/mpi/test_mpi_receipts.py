@@ -136,5 +136,5 @@ def test_persistent_messages_read_their_arguments_once(own, monkeypatch):
     monkeypatch.delattr(p2p, "message")
     monkeypatch.delattr(messages, "message")
     MPI.Prequest.Startall(requests)
-    MPI.Request.Waitall(requests)
+    MPI.Request.Waitall(iter(requests))  # which ends after one pass
     assert out.copy_to_host().tolist() == [0, 1, 2]
