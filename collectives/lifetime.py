@@ -398,16 +398,18 @@ atexit.register(watchdog.fall_silent_at_exit)  # the last registered runs first
 def _warn_of_open() -> None:
     """Warn of communicators that are still open; the exit code does not change.
 
-    A record on the board ends the waits of the other ranks, and names the reason.
+    A record on the board ends the waits of the other ranks, and names the reason. After
+    an exception there is no warning: the program did not get as far as ``close``.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     for calls in list(_open):
         if not calls.when_dropped.alive:
             continue  # in a forked child, the parent's
         calls.island.abandon(error or "ended without closing the communicator")
-        warnings.warn(
-            f"{calls!r} was still open at exit: call close() on every rank, or use a "
-            "with statement",
-            RuntimeWarning,
-            stacklevel=1,
-        )
+        if error is None:
+            warnings.warn(
+                f"{calls!r} was still open at exit: call close() on every rank, or use "
+                "a with statement",
+                RuntimeWarning,
+                stacklevel=1,
+            )
