@@ -28,6 +28,7 @@ from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TypeGuard
 
 from mpi4py.run import set_abort_status
 
@@ -251,23 +252,28 @@ def described(error: BaseException) -> str:
     """Return the text of an exception, with the program's own frames only.
 
     It omits the frames before the program's. If numba_symm raised the error on purpose,
-    it also omits the frames inside numba_symm, and an error of numba_symm that this one
+    it also omits the frames inside numba_symm, and errors of numba_symm that this one
     repeats: the text contains the advice.
     """
     shown = traceback.TracebackException.from_exception(error, compact=True)
     frames = shown.stack
     while frames and frames[0].filename in LAUNCHER:
         del frames[0]
-    ours = sys.modules.get("numba_symm")
-    if ours is not None and isinstance(error, ours.SymmError):
+    if is_ours(error):
         # The library's own with blocks raise through contextlib.
-        inside = f"{Path(ours.__file__ or '').parent}{os.sep}", contextlib.__file__
+        ours = Path(sys.modules["numba_symm"].__file__ or "").parent
+        inside = f"{ours}{os.sep}", contextlib.__file__
         while frames and frames[-1].filename.startswith(inside):
             del frames[-1]
         cause = error.__cause__
-        if isinstance(cause, ours.SymmError) and str(cause) in str(error):
-            shown.__cause__ = None
+        while shown.__cause__ and is_ours(cause) and str(cause) in str(error):
+            cause, shown.__cause__ = cause.__cause__, shown.__cause__.__cause__
     return "".join(shown.format()).rstrip("\n")
+
+
+def is_ours(error: BaseException | None) -> TypeGuard[BaseException]:
+    """Return whether the error is of a class of numba_symm, or of its ``mpi``."""
+    return type(error).__module__.partition(".")[0] == "numba_symm"
 
 
 def run(program: Sequence[str]) -> None:
