@@ -22,7 +22,7 @@ from numba_symm.collectives import kernel_set
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.environment import SIMULATED
-from numba_symm.kernels import Kernel, listed, were_compiled
+from numba_symm.kernels import Kernel, listed, were_compiled, without_collecting
 from numba_symm.launch.nodes import MOST_RANKS
 
 _INTERVAL = 1e-4
@@ -65,10 +65,15 @@ def while_constructing(size: int) -> Iterator[None]:
 
 
 def _compile(size: int, stop: threading.Event, errors: list[Exception]) -> None:
-    """Compile the device functions of the first kernel of many programs."""
+    """Compile the device functions of the first kernel of many programs.
+
+    The garbage collector would call finalizers of the program's objects in this thread,
+    which has no CUDA context and may not be allowed to use MPI.
+    """
     try:
-        if not were_compiled():
-            first_kernel(min(size, MOST_RANKS)).compile_functions(stop.is_set)
+        with without_collecting():
+            if not were_compiled():
+                first_kernel(min(size, MOST_RANKS)).compile_functions(stop.is_set)
     except Exception as error:  # of Numba; the first call raises it again
         errors.append(error)
 

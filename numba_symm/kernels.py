@@ -129,7 +129,7 @@ class Kernel:
             output="ptx",
             launch_bounds=(threads, REGISTERS // self.registers // threads),
         )
-        with _without_collecting():
+        with without_collecting():
             text, _ = _with_room(compile_it)
         text = _TRUTH_AS_FLOAT.sub(_selected, str(text))
         if cc < (9, 0):  # GPUs without early launches
@@ -146,8 +146,7 @@ class Kernel:
         compile_it = functools.partial(caller.compile_device, self.signature)
         token = ptx.is_stopped.set(is_stopped)
         try:
-            with _without_collecting():
-                _with_room(compile_it)
+            _with_room(compile_it)
         except ptx.Stopped:
             pass
         finally:
@@ -202,7 +201,7 @@ def _mark() -> bytes:
 
 
 @contextmanager
-def _without_collecting() -> Iterator[None]:
+def without_collecting() -> Iterator[None]:
     """Disable the garbage collector, which takes a fifth of the compiler's time."""
     enabled = gc.isenabled()
     gc.disable()

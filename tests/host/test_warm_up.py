@@ -1,8 +1,10 @@
 """The thread that compiles device functions while a communicator is constructed."""
 
+import gc
 import sys
 import threading
 import time
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -140,6 +142,26 @@ def test_a_process_without_threads_is_constructed(waiting, monkeypatch):
     assert sys.getswitchinterval() == interval
     with while_constructing(2):  # the next one may have a thread
         wait_until(lambda: waiting)
+
+
+def test_the_thread_calls_no_finalizers_of_the_program(cache, monkeypatch):
+    class Cyclic:
+        def __init__(self):
+            self.itself = self
+
+    called = []
+
+    def allocate():
+        weakref.finalize(Cyclic(), lambda: called.append(threading.current_thread()))
+        kept = [[] for _ in range(100 * gc.get_threshold()[0])]
+        return bool(kept)
+
+    monkeypatch.setattr(warm_up, "were_compiled", allocate)
+    with while_constructing(2):
+        pass
+    assert gc.isenabled()
+    gc.collect()
+    assert called == [threading.current_thread()]
 
 
 def test_one_thread_runs_at_a_time(waiting):
