@@ -92,8 +92,8 @@ class Receipts(Channel):
             self._give(source)
 
     def _give(self, source: int) -> None:
-        self.send(np.array(self._owed[source], np.int64), source)
-        del self._owed[source]
+        numbers = self._owed.pop(source)  # first: an interrupt must not send them again
+        self.send(np.array(numbers, np.int64), source)
 
     def take(self) -> list[Room]:
         """Return the memory of the messages whose receipts have arrived."""

@@ -53,6 +53,24 @@ def test_small_messages_have_receipts_together(own):
     assert receipts.sent[left] == sent + 2
 
 
+def test_an_interrupt_sends_no_receipt_again(own, monkeypatch):
+    x, receipts = cuda.to_device(np.zeros(1, "i4")), own.post._receipts
+    own.Sendrecv(x, own.rank, 1, x, own.rank, 1)
+
+    def sent(*given):
+        monkeypatch.undo()
+        receipts.send(*given)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(receipts, "send", sent)
+    with pytest.raises(KeyboardInterrupt):
+        own.post.reap()
+    while receipts.unread:
+        own.post.reap()
+    own.Sendrecv(x, own.rank, 1, x, own.rank, 1)
+    own.post.reap()
+
+
 def test_a_sender_looks_for_receipts_before_it_allocates(own):
     right, left = around(own)
     x, out = (cuda.device_array(BLOCK + 1, "u1") for _ in range(2))
