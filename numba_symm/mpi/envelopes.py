@@ -72,6 +72,7 @@ class Posted:
     ):
         self._request, self._room, self._ended = request, room, ended
         self._envelope = envelope
+        self._status = MPI.Status()
         self.cancelled = False
 
     @property
@@ -89,26 +90,25 @@ class Posted:
         """Return whether it has arrived or was cancelled."""
         if self._request is None:
             return True
-        status = MPI.Status()
-        if not self._request.Test(status):
+        # MPI tells once. An interrupt may have come before that was read.
+        if self._request and not self._request.Test(self._status):
             return False
-        self._read(status)
+        self._read()
         return True
 
     def cancel(self) -> None:
         """Cancel the receive, unless a message has matched it."""
-        if self._request is not None:
+        if self._request:
             self._request.Cancel()
 
-    def _read(self, status: MPI.Status) -> None:
-        self._request = None
+    def _read(self) -> None:
+        status = self._status
         self.cancelled = status.Is_cancelled()
-        ended, self._ended = self._ended, None
-        if ended is not None:
-            ended(self)
-        if self.cancelled:
-            return
-        number, nbytes, offset = HEADER.unpack_from(self._room)
-        handle = bytes(self._room[HEADER.size : status.Get_count(MPI.BYTE)])
-        source, tag = status.source, status.tag
-        self._envelope = Envelope(source, tag, number, nbytes, offset, handle)
+        if not self.cancelled:
+            number, nbytes, offset = HEADER.unpack_from(self._room)
+            handle = bytes(self._room[HEADER.size : status.Get_count(MPI.BYTE)])
+            source, tag = status.source, status.tag
+            self._envelope = Envelope(source, tag, number, nbytes, offset, handle)
+        if self._ended is not None:
+            self._ended(self)
+        self._request = self._ended = None  # last, so that an interrupt loses nothing

@@ -329,8 +329,9 @@ class Post:
 
     def _read(self, posted: "Posted") -> None:
         with self._lock:
-            self._open.discard(posted)
-            self._envelopes.taken += not posted.cancelled
+            if posted in self._open:
+                self._envelopes.taken += not posted.cancelled
+                self._open.discard(posted)
 
     @_alone
     def withdraw(self, posted: "Posted") -> None:

@@ -101,7 +101,8 @@ class Messages:
 
     def _receive(self, into: buffers.Message, source: int, tag: int) -> Receiving:
         stream = self.post.stream_of(into.array, "Recv")
-        return Receiving(self.post, self.post.receive(source, tag), into, stream)
+        begin = partial(self.post.receive, source, tag)
+        return Receiving(self.post, into, stream, begin)
 
     @translated
     def Sendrecv(
@@ -125,8 +126,8 @@ class Messages:
         try:  # what the host can do while the send's copy runs
             into = post.room(recvbuf)
             idle = staged.room is not None and staged.stream == stream
-            posted = post.receive(source, recvtag)
-            receives = Receiving(post, posted, into, None if idle else stream)
+            begin = partial(post.receive, source, recvtag)
+            receives = Receiving(post, into, None if idle else stream, begin)
         except BaseException:
             post.drop(staged)
             raise

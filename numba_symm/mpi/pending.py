@@ -1,6 +1,7 @@
 """Messages of device arrays that were started: requests, and what probes found."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
@@ -18,24 +19,25 @@ class Receiving(Request):
 
     Args:
         post: of its communicator.
-        posted: its envelope.
         into: the items that it writes.
         stream: the stream of their array; None: its work has ended.
+        begin: posts the receive of its envelope.
     """
 
     def __init__(
-        self, post: Post, posted: Posted, into: buffers.Message, stream: int | None
+        self,
+        post: Post,
+        into: buffers.Message,
+        stream: int | None,
+        begin: Callable[[], Posted],
     ):
         super().__init__()
-        self._post, self._posted, self._into = post, posted, into
+        self._post, self._into = post, into
         # The copy follows what is enqueued before the receive, not what is later.
-        try:
-            self._after = None if stream is None else post.copies.event(stream)
-        except BaseException:
-            post.withdraw(posted)
-            raise
+        self._after = None if stream is None else post.copies.event(stream)
         self._started = False
         self._copying: Copying | None = None
+        self._posted = begin()  # last: what raises before takes no message
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._refuse_capture()
@@ -201,8 +203,10 @@ class Message(MPI.Message):
         assert self._post is not None
         into = self._post.room(buf)
         stream = self._post.stream_of(into.array, "Recv")
-        envelope, self._envelope = self._envelope, None
-        return Receiving(self._post, Posted(envelope=envelope), into, stream)
+        begin = partial(Posted, envelope=self._envelope)
+        receives = Receiving(self._post, into, stream, begin)
+        self._envelope = None
+        return receives
 
     @classmethod
     def Probe(

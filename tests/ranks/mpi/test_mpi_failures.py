@@ -13,7 +13,7 @@ from numba_symm import mpi as MPI
 from numba_symm.errors import RankLeft
 from numba_symm.mpi import crossings, jobs, messages
 from numba_symm.mpi.crossings import Copying
-from numba_symm.mpi.envelopes import Envelope
+from numba_symm.mpi.envelopes import Envelope, Posted
 from numba_symm.mpi.pending import Receiving
 from numba_symm.mpi.rooms import LEAST, rooms_of
 from tests.ranks.helpers import needs_peers, of_one_island
@@ -67,12 +67,27 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
     matched.Recv(out)
     assert out.copy_to_host()[0] == 1
     comm.Send(array(1), comm.rank, 2)
+    matched = comm.Mprobe(comm.rank, 2)
+    comm.Send(array(2), comm.rank, 2)
     with monkeypatch.context() as patch:
         patch.setattr(comm.post.copies, "event", interrupted)
         for source, tag in ((comm.rank, 2), (left, 5)):
             with pytest.raises(KeyboardInterrupt):
                 comm.Irecv(out, source, tag)
+        with pytest.raises(KeyboardInterrupt):
+            matched.Irecv(out)
+    matched.Recv(out)
+    with monkeypatch.context() as patch:
+
+        def interrupted_once(_):
+            patch.undo()
+            raise KeyboardInterrupt
+
+        patch.setattr(Posted, "_read", interrupted_once)
+        with pytest.raises(KeyboardInterrupt):
+            comm.Recv(out, comm.rank, 2)
     comm.Recv(out, comm.rank, 2)
+    assert out.copy_to_host()[0] == 2
     comm.Send(array(1), comm.rank, 2)
     with monkeypatch.context() as patch:
         patch.setattr(comm.post, "end", interrupted)
