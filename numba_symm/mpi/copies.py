@@ -58,13 +58,15 @@ class Copies:
         stream = self.stream
         if after is not None:
             after.wait(stream)
-            self.reuse(after)
         if nbytes and into.layout.runs is None:
             streams.copy(into.address, source, nbytes, stream)
         elif nbytes:
             packed = Memory(source, nbytes, owner).array(nbytes, np.dtype(np.uint8))
             packing.unpack(into, packed)(stream)
-        return self.event(stream)
+        done = self.event(stream)
+        if after is not None:  # last: after an interrupt, a crossing begins again
+            self.reuse(after)
+        return done
 
     def settle(self) -> None:
         """Wait for all copies; later ones have a new stream."""

@@ -7,9 +7,11 @@ from numba import cuda
 from numba_symm import events
 from numba_symm import mpi as MPI
 from numba_symm.mpi import copies, messages, p2p
+from numba_symm.mpi.buffers import message
 from numba_symm.mpi.channels import MOST, SMALL
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.rooms import BLOCK, rooms_of
+from numba_symm.streams import LEGACY_DEFAULT
 from tests.ranks.helpers import of_one_island
 
 pytestmark = of_one_island  # of messages of device arrays
@@ -69,6 +71,24 @@ def test_an_interrupt_sends_no_receipt_again(own, monkeypatch):
         own.post.reap()
     own.Sendrecv(x, own.rank, 1, x, own.rank, 1)
     own.post.reap()
+
+
+def test_an_event_is_used_again_once(monkeypatch):
+    """Also if an interrupt ends a copy, which then begins again."""
+    made, x = copies.Copies(), cuda.to_device(np.zeros(1, "i4"))
+    into, after = message(x), made.event(LEGACY_DEFAULT)
+    given = into, into.address, into.nbytes, x, after
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(copies.streams, "copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.begin(*given)
+    done = made.begin(*given)
+    assert made.event(LEGACY_DEFAULT) is not done
+    made.settle()
 
 
 def test_a_sender_looks_for_receipts_before_it_allocates(own):
