@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.launch import devices
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import collectives, jobs, messages, reductions, rooms, shortcuts
 from numba_symm.mpi.errors import FREED, MPIError, refusal, translated
@@ -49,7 +50,8 @@ class Device(Messages):
         self.shortcuts = Cache(shortcuts.MOST)
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
-        self.post = Post(self.host, allocator, options.get("stream"), self._check)
+        stream = options.get("stream")
+        self.post = Post(self.host, allocator, stream, self._check, self._enter)
 
     @property
     def communicator(self) -> Communicator:
@@ -73,6 +75,10 @@ class Device(Messages):
         """Raise if the library's communicator has failed."""
         if self._made is not None:
             self._made.check()
+
+    def _enter(self, what: str) -> None:
+        """Make the rank's GPU current in this thread, or raise."""
+        devices.enter_thread(self._options["device"], what)
 
     def _wrapped(self, comm: Any) -> Any:
         """Return a new communicator of mpi4py as one of this module."""

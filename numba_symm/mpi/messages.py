@@ -80,6 +80,7 @@ class Post:
         allocator: allocates the memory through which messages pass.
         stream: the stream of arrays that name none.
         check: raises if the communicator has failed.
+        enter: makes the rank's GPU current in this thread, for a named call.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Post:
         allocator: SymmetricMemoryAllocator | None,
         stream: Any,
         check: Callable[[], None],
+        enter: Callable[[str], None],
     ):
         # Not every communicator has this attribute in Open MPI.
         most: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
@@ -101,7 +103,8 @@ class Post:
         self._rank: int = host.rank
         self._lock = threading.RLock()
         self._stream = stream
-        self.check = check
+        self.check, self._enter = check, enter
+        self._threads = threading.local()  # has ``ready`` where the GPU is current
         self.copies = Copies()
         self._copying: list[Copying] = []
         self._numbers = itertools.count()
@@ -148,8 +151,12 @@ class Post:
             channel.comm.Free()
 
     def _check_open(self, what: str) -> None:
+        """Begin a call: refuse it after Free, and make the GPU current."""
         if self._freed:
             raise MPIError(MPI.ERR_COMM, f"{what}: {FREED}")
+        if not hasattr(self._threads, "ready"):
+            self._enter(what)
+            self._threads.ready = True
 
     def stream_of(self, array: Any, what: str) -> int:
         """Return the stream for copies of an array."""

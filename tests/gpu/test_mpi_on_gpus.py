@@ -1,5 +1,7 @@
 """mpi4py's spelling on GPUs: other libraries' arrays, streams, captures, windows."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 from cuda.core import Device
@@ -38,6 +40,16 @@ def torch(comm):
 @pytest.fixture
 def cupy(comm):
     return optional("cupy")
+
+
+def test_messages_of_a_new_thread_are_on_the_ranks_gpu(comm, world):
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+    x = to_device(np.full(4, comm.rank + 1, np.int32))
+    out = to_device(np.zeros(4, np.int32))
+    with ThreadPoolExecutor(1) as threads:  # in a new thread, no GPU is current
+        threads.submit(comm.Sendrecv, x, right, 0, out, left).result()
+    assert (out.copy_to_host() == left + 1).all()
 
 
 def around(comm):

@@ -44,11 +44,30 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_what_the_thread_has_compiled_is_not_compiled_again(cache, compiled):
+def test_what_the_thread_has_compiled_is_not_compiled_again(
+    cache, compiled, monkeypatch
+):
+    stopped, join, compile_one = (
+        threading.Event(),
+        threading.Thread.join,
+        ptx.compile_cuda,
+    )
+    main = threading.current_thread()
+
+    def joined(thread, *timeout):
+        stopped.set()
+        join(thread, *timeout)
+
+    def held(*given, **options):
+        if len(compiled) >= 5 and threading.current_thread() is not main:
+            assert stopped.wait(60)
+        return compile_one(*given, **options)
+
+    monkeypatch.setattr(threading.Thread, "join", joined)
+    monkeypatch.setattr(ptx, "compile_cuda", held)
     with while_constructing(RANKS):
         wait_until(lambda: len(compiled) >= 5)
-        before = len(compiled)
-    assert len(compiled) <= before + 2  # one that had begun, or ended meanwhile
+    assert len(compiled) < 15  # one had begun, and compiles those that it calls
     first = len(compiled)
     first_kernel(RANKS).compile_functions(lambda: len(compiled) >= first + 5)
     threads, functions, args = zip(*compiled, strict=True)

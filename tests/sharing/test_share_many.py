@@ -1,6 +1,7 @@
 """Many arrays: in a row, alive simultaneously, from many threads; nothing may grow."""
 
 import threading
+import time
 import warnings
 
 import numba_symm as ns
@@ -23,13 +24,23 @@ THREADS = 4
 EACH = 40
 
 
+def settled():
+    """Return the resources when threads have closed the files of their latest work."""
+    found = resources()
+    while True:
+        time.sleep(0.02)
+        if (again := resources())["files"] == found["files"]:
+            return again
+        found = again
+
+
 def shares_in_a_row(comm):
     """Share arrays of two allocations alternately; a consumer opens and drops each."""
     mine = [numbers(100), numbers(100, 50)]
     before, right = None, True
     for turn in range(IN_A_ROW // AT_A_TIME):
         if turn == 4:
-            before = resources()
+            before = settled()
         if comm.rank == 0:
             comm.allgather([ns.share(mine[i % 2]) for i in range(AT_A_TIME)])
             comm.barrier()
@@ -42,7 +53,7 @@ def shares_in_a_row(comm):
                 del x
             comm.barrier()
     sharing.collect()
-    after = resources()
+    after = settled()
     comm.barrier()
     return right, growth(before, after), nothing_is_shared()
 

@@ -3,6 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.errors import RankLeft
+from numba_symm.launch import devices
 from numba_symm.mpi import crossings, jobs, messages
 from numba_symm.mpi.crossings import Copying
 from numba_symm.mpi.envelopes import Envelope, Posted
@@ -219,6 +221,28 @@ def test_two_threads(comm, monkeypatch):
         ]:
             each.result()
     assert len(asked) == 3
+
+
+def test_the_gpu_is_current_in_each_thread(comm, monkeypatch):
+    entered, x, out = [], array(7), array(0)
+    comm.Sendrecv(x, comm.rank, 0, out, comm.rank)
+    monkeypatch.setattr(
+        devices, "enter_thread", lambda *given: entered.append((*given, get_ident()))
+    )
+    sent = comm.Isend(x, comm.rank)
+    received = comm.Irecv(out, comm.rank)
+    assert not entered  # this thread has called before
+
+    def play():
+        MPI.Request.Waitall([received, sent])
+        comm.Sendrecv(x, comm.rank, 0, out, comm.rank)
+        return get_ident()
+
+    with ThreadPoolExecutor(1) as threads:
+        thread = threads.submit(play).result()
+    ordinal = comm.communicator.device.ordinal
+    assert entered == [(ordinal, "Recv", thread)]
+    assert out.copy_to_host()[0] == 7
 
 
 @needs_peers
