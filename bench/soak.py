@@ -47,6 +47,8 @@ PRODUCTS, PAUSES = 0.1, 0.02
 
 LONGEST_PAUSE = 1e-3  # seconds
 
+_SHOWN = 5  # seconds between two lines of the output
+
 KINDS = (
     ("float", "sum"),
     ("float", "max"),
@@ -72,8 +74,8 @@ class Drawn(NamedTuple):
         words: describe it, for a report of wrong elements.
         operation: its name.
         stream: the number of its stream in the lane.
-        enqueue: fills the arrays, makes the call and compares the result, on the
-            stream with the given handle.
+        enqueue: fills the arrays, makes the call and compares them, on the stream
+            with the given handle.
     """
 
     words: str
@@ -194,7 +196,9 @@ class Lane:
         poison = self._on_device(
             ("poison", dtype.itemsize), Tiled(ones.view(target.dtype), 0, PERIOD)
         )
-        wanted, first = [], 0
+        # An input must stay as it is.
+        wanted = [] if in_place else [(source, *given)]
+        first = 0
         for index, part in enumerate(expected):
             array = target[first : first + part.count]
             wanted.append((array, *self._on_device((*key, index), part)))
@@ -255,6 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         made: Counter[str] = Counter()
         wrong, rounds, begun = 0, 0, time.monotonic()
+        shown = begun
         while world.bcast(not rounds or time.monotonic() - begun < asked.seconds):
             rounds += 1
             for lane in lanes:
@@ -266,15 +271,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = world.allgather([words for lane in lanes for words in lane.wrong()])
             for rank, each in enumerate(found):
                 wrong += len(each)
-                for words in each if world.rank == 0 else []:
-                    print(f"rank {rank}, round {rounds}: {words}", flush=True)
-            if world.rank == 0:
-                print(
-                    f"{time.monotonic() - begun:.0f} s: {rounds} rounds, "
-                    f"{made.total()} calls of rank 0, wrong {wrong}",
-                    flush=True,
-                )
+                for what in each if world.rank == 0 else []:
+                    print(f"rank {rank}, round {rounds}: {what}", flush=True)
+            seconds = time.monotonic() - begun
+            words = f"{rounds} rounds, {made.total()} calls of rank 0, wrong {wrong}"
+            if world.rank == 0 and time.monotonic() - shown > _SHOWN:
+                shown = time.monotonic()
+                print(f"{seconds:.0f} s: {words}", flush=True)
     if world.rank == 0:
+        print(f"{seconds:.0f} s: {words}")
         print(", ".join(f"{name} {number}" for name, number in sorted(made.items())))
     return int(wrong > 0)
 
