@@ -23,14 +23,19 @@ from numba_symm.collectives.protocols.binding import (
     Endpoint,
     Enqueue,
 )
-from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
+from numba_symm.collectives.protocols.handshake import (
+    make_load_batch,
+    make_refused,
+    make_where,
+    offered,
+)
 from numba_symm.collectives.protocols.partition import is_ragged, moved_as
 from numba_symm.collectives.protocols.workspace import (
     THREADS,
     divide_up,
     follow_previous_grid,
 )
-from numba_symm.device.intrinsics import block_index, ld_v2_u64, word_of
+from numba_symm.device.intrinsics import block_index, ld_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
@@ -42,11 +47,12 @@ LOADS = 6  # vectors that a thread loads before it stores them
 def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
     lanes = make_lanes(element, "sum", ragged, size)
-    load, store = lanes.load, lanes.store
+    store = lanes.store
     refused, where = make_refused(size), make_where(size)
     others = size - 1
     batch = max(1, LOADS // size)
     held = batch * size
+    load_batch = make_load_batch(size, batch, lanes.load)
 
     def direct_all_gather(
         guard: Any,
@@ -73,11 +79,7 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
         stride = grid * THREADS
         start = block * THREADS + cuda.threadIdx.x
         while start < vectors:
-            for i in range(held):
-                vector = start + i // size * stride
-                if vector < vectors:
-                    words = load(word_of(inputs[i % size]), vector, count)
-                    low[i], high[i] = words
+            load_batch(inputs, start, stride, vectors, count, low, high)
             for i in range(held):
                 vector = start + i // size * stride
                 there = target + (guard.rank + 1 + i % size) % size * shard_bytes

@@ -31,6 +31,7 @@ from numba_symm.collectives.protocols.binding import (
 )
 from numba_symm.collectives.protocols.handshake import (
     make_find_inputs,
+    make_load_batch,
     make_refused,
     make_where,
     offered,
@@ -42,7 +43,7 @@ from numba_symm.collectives.protocols.workspace import (
     divide_up,
     follow_previous_grid,
 )
-from numba_symm.device.intrinsics import block_index, ld_v2_u64, word_of
+from numba_symm.device.intrinsics import block_index, ld_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
@@ -54,8 +55,7 @@ LOADS = 8  # vectors that a thread loads before it reduces them
 def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
-    load, store = lanes.load, lanes.store
-    total = make_total(size, lanes)
+    store, total = lanes.store, make_total(size, lanes)
     refused, where = make_refused(size), make_where(size)
     find_inputs = make_find_inputs(size)
     others = size - 1
@@ -63,6 +63,7 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
     after_owner = others if size > 2 else size
     batch = max(1, LOADS // size)
     held = batch * size
+    load_batch = make_load_batch(size, batch, lanes.load)
 
     def direct_reduce(
         guard: Any,
@@ -87,24 +88,20 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
         high = cuda.local.array(held, types.int64)
         inputs = cuda.local.array(size, types.int64)
         first = owner * share
-        mine = min(share, vectors - first)
+        end = min(first + share, vectors)
         into = target
         if size > 2:
             _, into = ld_v2_u64(own + where(mirror(owner)))  # explore: into
         find_inputs(own, guard.rank, source, 0, inputs)
         stride = grid * THREADS
-        start = block * THREADS + cuda.threadIdx.x
-        while start < mine:
-            for i in range(held):
-                vector = start + i // size * stride
-                if vector < mine:
-                    array = word_of(inputs[i % size])
-                    low[i], high[i] = load(array, first + vector, count)
+        start = first + block * THREADS + cuda.threadIdx.x
+        while start < end:
+            load_batch(inputs, start, stride, end, count, low, high)
             for i in range(batch):
                 vector = start + i * stride
-                if vector < mine:
+                if vector < end:
                     words = total(low, high, i * size)
-                    store(into, first + vector, count, words[0], words[1])
+                    store(into, vector, count, words[0], words[1])
             start += batch * stride
 
     return direct_reduce

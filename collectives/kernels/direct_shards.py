@@ -43,6 +43,7 @@ from numba_symm.collectives.protocols.binding import (
 )
 from numba_symm.collectives.protocols.handshake import (
     make_find_inputs,
+    make_load_batch,
     make_refused,
     make_where,
     offered,
@@ -80,13 +81,13 @@ def make_direct_shards(
         everywhere: whether all ranks get the result, else this one.
     """
     lanes = make_lanes(element, op, ragged, size)
-    load, store = lanes.load, lanes.store
-    total = make_total(size, lanes)
+    store, total = lanes.store, make_total(size, lanes)
     refused, where = make_refused(size), make_where(size)
     find_inputs = make_find_inputs(size)
     others = size - 1
     batch = max(1, LOADS // size)
     held = batch * size
+    load_batch = make_load_batch(size, batch, lanes.load)
 
     def direct_shards(
         guard: Any,
@@ -116,11 +117,7 @@ def make_direct_shards(
         stride = grid * THREADS
         start = block * THREADS + cuda.threadIdx.x
         while start < vectors:
-            for i in range(held):
-                vector = start + i // size * stride
-                if vector < vectors:
-                    words = load(word_of(inputs[i % size]), vector, count)
-                    low[i], high[i] = words
+            load_batch(inputs, start, stride, vectors, count, low, high)
             for i in range(batch):
                 if start + i * stride < vectors:
                     # What was loaded there is reduced by now.

@@ -67,7 +67,9 @@ from numba_symm.device.intrinsics import (
     ld_v2_u64,
     st_v2_u64,
     thread_index_x,
+    word_of,
 )
+from numba_symm.device.lanes import Load
 from numba_symm.device.polling import (
     fail,
     is_time_to_check,
@@ -214,6 +216,28 @@ def make_find_inputs(size: int) -> Callable[[int, int, int, int, Any], None]:
                 inputs[r] = there + offset
 
     return find_inputs
+
+
+@functools.cache
+def make_load_batch(size: int, batch: int, load: Load) -> Callable[..., None]:
+    """Return a device function for ``size`` ranks, for the second launch.
+
+    ``(inputs, start, stride, end, count, low, high)`` loads ``batch`` vectors of every
+    array in the local array ``inputs``: those at ``start``, ``start + stride`` …,
+    before ``end``. It fills the local arrays ``low`` and ``high`` with the words of the
+    first vector of each array, then of the second. ``load`` is ``Lanes.load``.
+    """
+
+    @device_function
+    def load_batch(
+        inputs: Any, start: int, stride: int, end: int, count: int, low: Any, high: Any
+    ) -> None:
+        for i in range(batch * size):
+            vector = start + i // size * stride
+            if vector < end:
+                low[i], high[i] = load(word_of(inputs[i % size]), vector, count)
+
+    return load_batch
 
 
 @functools.cache

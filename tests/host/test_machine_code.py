@@ -156,14 +156,11 @@ BLOCK_FLAGS = [
 BLOCK_FLAGS += [(f"reduce_of_two{left}", 2, "int64", "prod") for left in ("", "_left")]
 BLOCK_FLAGS += [("barrier", 2), ("barrier", 8)]
 SHARDS = [
-    (name, *case) for name in ("all_reduce_direct", "scatter_direct") for case in FLOATS
-]
-DIRECT = [
     (name, *case)
-    for name in ("reduce_direct", "broadcast_direct")
+    for name in ("all_reduce_direct", "scatter_direct", "reduce_direct")
     for case in FLOATS
-    if case[0] > 2 or name == "reduce_direct"
 ]
+DIRECT = [("broadcast_direct", *case) for case in FLOATS if case[0] > 2]
 DIRECT += SHARDS
 GATHERS = cases("gather_direct")
 DIRECT += GATHERS
