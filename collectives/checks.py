@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView
 from numba_symm.errors import ArgumentError
 
@@ -21,7 +22,7 @@ def check_rank(rank: Any, size: int, what: str, also: str = "") -> int:
     """Return a rank as a Python int, or refuse a value that is not a rank."""
     if not is_integer(rank) or not 0 <= rank < size:
         raise ArgumentError(
-            f"{what}: expected a rank from 0 to {size - 1}{also}, got {rank!r}"
+            f"{what}: expected a rank from 0 to {size - 1}{also}, got {shown(rank)}"
         )
     return int(rank)
 

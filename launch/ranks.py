@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any, Protocol, cast
 
 from numba_symm import forks
+from numba_symm.arguments import shown
 from numba_symm.environment import warn_once
 from numba_symm.errors import ArgumentError
 
@@ -34,13 +35,13 @@ def checked(comm: object) -> Comm:
     """Return ``comm``. Raise :class:`ArgumentError` if it is not a communicator."""
     if comm is None or (is_mpi(comm) and not comm):  # MPI.COMM_NULL
         raise ArgumentError(
-            f"expected a communicator, got {comm!r}; pass one that this process "
+            f"expected a communicator, got {shown(comm)}; pass one that this process "
             "belongs to, such as MPI.COMM_WORLD"
         )
     if is_mpi(comm) and _mpi_is_the_parents:
         raise ArgumentError(
-            f"{comm!r} cannot be used, because this process was forked from one that "
-            f"uses MPI; {forks.ADVICE}"
+            f"{shown(comm)} cannot be used, because this process was forked from one "
+            f"that uses MPI; {forks.ADVICE}"
         )
     if is_mpi(comm) and sys.modules["mpi4py.MPI"].Is_finalized():
         raise ArgumentError(
@@ -51,7 +52,7 @@ def checked(comm: object) -> Comm:
     lacking = [name for name in members if not hasattr(comm, name)]
     if lacking:
         raise ArgumentError(
-            f"expected a communicator, got {comm!r}, which has no "
+            f"expected a communicator, got {shown(comm)}, which has no "
             f"{', '.join(lacking)}; pass an mpi4py communicator or any object with "
             "rank, size, allgather and barrier"
         )
@@ -60,7 +61,7 @@ def checked(comm: object) -> Comm:
     if not (are_integers(rank, size) and 0 <= rank < size):
         raise ArgumentError(
             f"expected a communicator whose rank is an integer from 0 to size - 1, got "
-            f"{comm!r} with rank {rank!r} of size {size!r}"
+            f"{shown(comm)} with rank {rank!r} of size {size!r}"
         )
     if getattr(comm, "is_inter", False):
         raise ArgumentError(
@@ -164,7 +165,7 @@ def _checked_int(value: Any, least: int, name: str, what: str) -> int:
     except Exception:  # whatever an object's own method raises
         number = _MPI_INTS
     if not least <= number < _MPI_INTS:
-        raise ArgumentError(f"split: {name}={value!r}: expected {what}")
+        raise ArgumentError(f"split: {name}={shown(value)}: expected {what}")
     return number
 
 

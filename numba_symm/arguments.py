@@ -1,9 +1,26 @@
 """Checks of arguments; each raises ArgumentError for a wrong value."""
 
+import contextlib
 import operator
+import re
 from typing import Any
 
 from numba_symm.errors import ArgumentError
+
+
+def shown(value: Any) -> str:
+    """Return an argument for an error's text: MPI's constants by name, no address."""
+    if type(value).__module__ == "mpi4py.MPI":
+        with contextlib.suppress(Exception):  # a communicator without a name raises
+            name = value.__reduce__()
+            if isinstance(name, str):
+                return f"MPI.{name}"
+    return without_addresses(repr(value))
+
+
+def without_addresses(text: str) -> str:
+    """Return a text without addresses, which differ between ranks."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def integer(value: Any, call: str, what: str, least: int, most: int, do: str) -> int:
@@ -22,7 +39,7 @@ def integer(value: Any, call: str, what: str, least: int, most: int, do: str) ->
     except Exception:  # an object's own method may raise anything
         number = least - 1
     if not least <= number <= most:
-        raise ArgumentError(f"{call}: expected {what}, got {value!r}; {do}")
+        raise ArgumentError(f"{call}: expected {what}, got {shown(value)}; {do}")
     return number
 
 
@@ -38,6 +55,6 @@ def flag(value: Any, call: str, name: str) -> bool:
         return bool(value)
     except Exception as error:  # an object's own method may raise anything
         raise ArgumentError(
-            f"{call}: expected {name} to be True or False, got {value!r} ({error}); "
-            "pass True or False"
+            f"{call}: expected {name} to be True or False, got {shown(value)} "
+            f"({without_addresses(str(error))}); pass True or False"
         ) from error

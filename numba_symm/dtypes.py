@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from numba_symm.arguments import shown, without_addresses
 from numba_symm.errors import ArgumentError
 
 
@@ -103,8 +104,8 @@ def checked(dtype: Any, what: str) -> np.dtype[Any]:
         found: np.dtype[Any] = np.dtype(dtype)
     except Exception as error:  # NumPy raises errors of many classes
         raise ArgumentError(
-            f"{what}: expected a dtype, got dtype={dtype!r} ({error}); pass NumPy's, "
-            "such as 'float32'"
+            f"{what}: expected a dtype, got dtype={shown(dtype)} "
+            f"({without_addresses(str(error))}); pass NumPy's, such as 'float32'"
         ) from error
     if found.hasobject:
         raise ArgumentError(
@@ -293,8 +294,8 @@ def reduction(op: Any, what: str) -> Op:
             f"write {what}(x, out=y) for an output"
         )
     raise ArgumentError(
-        f"{what}: expected an operator, got op={op!r}; pass one of {known}, the MPI.Op "
-        "of that name, or a function of two scalars"
+        f"{what}: expected an operator, got op={shown(op)}; pass one of {known}, the "
+        "MPI.Op of that name, or a function of two scalars"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from numba import cuda
 
 from numba_symm import driver, environment
+from numba_symm.arguments import shown
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, DriverError
 
@@ -48,8 +49,8 @@ def _found_in(stream: Any) -> int:
         found = None
     if found is None or not 0 <= found < 1 << 64:
         raise ArgumentError(
-            f"expected a stream, got {stream!r}; pass a stream of Numba, cuda.core, "
-            "CuPy or torch, or its handle as an int"
+            f"expected a stream, got {shown(stream)}; pass a stream of Numba, "
+            "cuda.core, CuPy or torch, or its handle as an int"
         )
     return found
 

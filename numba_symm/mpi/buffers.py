@@ -17,6 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from numba_symm import arrays
+from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView
 from numba_symm.mpi import datatypes
 from numba_symm.mpi.datatypes import Layout
@@ -332,7 +333,7 @@ def _datatype(given: Any) -> MPI.Datatype:
         return MPI.Datatype.fromcode(given)
     if not isinstance(given, MPI.Datatype):
         raise refusal(
-            MPI.ERR_TYPE, f"message: expecting an MPI.Datatype, got {given!r}"
+            MPI.ERR_TYPE, f"message: expecting an MPI.Datatype, got {shown(given)}"
         )
     return given
 

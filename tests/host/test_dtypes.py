@@ -271,7 +271,7 @@ def test_an_mpi_op_has_its_reductions_name(mpi, name):
 
 
 def test_an_mpi_op_without_a_reduction_is_refused(mpi):
-    with pytest.raises(ArgumentError, match=r"^here: .*, got op=<.*Op object"):
+    with pytest.raises(ArgumentError, match=r"^here: .*, got op=<.*Op object>;"):
         dtypes.reduction(mpi.REPLACE, "here")
 
 

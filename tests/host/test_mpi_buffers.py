@@ -6,8 +6,9 @@ Host arrays stand for arrays of the device: nothing here looks at their contents
 import numpy as np
 import pytest
 
-from numba_symm import arrays, errors
+from numba_symm import arrays, dtypes, errors
 from numba_symm import mpi as MPI
+from numba_symm.launch import ranks
 from numba_symm.mpi import buffers, datatypes
 from numba_symm.mpi.errors import MPIError, as_mpi, translated
 
@@ -110,12 +111,33 @@ def test_items_of_each_rank(spec, counts, displs):
         ([X, 4, VECTOR], "within the array's 48 bytes"),
         ([MPI.BOTTOM, 1, MPI.INT], "pass the array itself"),
         ([X, 1, 1, 1, 1], "2 to 4 items"),
+        ([X, 1, MPI.SUM], r"got MPI\.SUM \("),
         (X[::2], "contiguous"),
     ],
 )
 def test_refused_specifications(spec, words):
     with pytest.raises(ValueError, match=words):
         buffers.message(spec)
+
+
+def test_constants_of_mpi_are_named_in_texts_and_no_text_has_an_address():
+    """Texts of several ranks are equal where their reasons are."""
+    own = MPI.Op.Create(lambda *_: None)
+    for op, name in (
+        (MPI.REPLACE, "MPI.REPLACE"),
+        (MPI.OP_NULL, "MPI.OP_NULL"),
+        (own, "<mpi4py.MPI.Op object>"),
+    ):
+        with pytest.raises(errors.ArgumentError, match=f"got op={name}; pass one of"):
+            dtypes.reduction(op, "here")
+    own.Free()
+    with pytest.raises(errors.ArgumentError) as raised:
+        dtypes.checked(MPI.INT, "here")
+    assert "dtype=MPI.INT" in str(raised.value)
+    assert " at 0x" not in str(raised.value)
+    for comm, name in ((MPI.COMM_NULL, "MPI.COMM_NULL"), (object(), "<object object>")):
+        with pytest.raises(errors.ArgumentError, match=f"communicator, got {name}"):
+            ranks.checked(comm)
 
 
 def test_counts_that_do_not_divide():
