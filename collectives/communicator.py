@@ -10,6 +10,7 @@ import numpy as np
 
 from numba_symm import arrays, environment, streams
 from numba_symm.collectives import (
+    checks,
     kernel_set,
     lifetime,
     messages,
@@ -1228,6 +1229,7 @@ class Communicator(Persistent):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        checks.note_keywords(error, Communicator)
         lifetime.leave(self._calls, error)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""A plain call is checked again unless a checked one had equal arrays."""
+"""The host's part of a plain call: what is checked, and what is remembered."""
 
 import inspect
 from types import SimpleNamespace
@@ -51,6 +51,35 @@ def calls(monkeypatch, bound, launched):
     island = SimpleNamespace(check=nothing, check_open=nothing, gpu=gpu)
     heap = SimpleNamespace(generation=0)
     return Calls(island, heap, order, end, None, False, None)
+
+
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [
+        (
+            lambda comm: comm.all_reduce(1, "sum"),
+            "all_reduce: expected op, out, stream, algorithm by keyword, got one by "
+            "position; write all_reduce(x, op='sum')",
+        ),
+        (
+            lambda comm: comm.send(1, 1, stream=2),
+            "send: expected dst, stream by keyword, got one by position; "
+            "write send(x, dst=…)",
+        ),
+        (lambda comm: comm.recv(1, 1), "recv: expected src, count, stream by keyword,"),
+        (lambda comm: comm.split(1, 2, 3), None),
+        (lambda comm: comm.send(1), None),
+        (lambda comm: int([]), None),
+    ],
+)
+def test_who_passes_by_position_is_told_what_to_write(calls, write, words):
+    calls.island.closed = True
+    made = Communicator.__new__(Communicator)
+    made._calls = calls
+    with pytest.raises(TypeError) as raised, made as comm:
+        write(comm)
+    notes = getattr(raised.value, "__notes__", [])
+    assert [note[: len(words)] for note in notes] == ([words] if words else [])
 
 
 def array(address, shape=(8, 4), dtype="f4", order="C"):
