@@ -124,7 +124,8 @@ class Communicator(Persistent):
         multiprocessors: int | None = None,
         requests: bool = False,
     ):
-        environment.warn_of_unknown()
+        if ranks.launched_rank() == 0:  # the others have the same variables
+            environment.warn_of_unknown()
         ranks.warn_if_alone(comm)
         given = stream, debug, multiprocessors, requests
         self._become(construction.begin(comm, device, timeout, *given))

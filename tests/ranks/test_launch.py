@@ -40,12 +40,14 @@ def test_what_is_wrong_with_the_environment_is_warned_of_once(world, monkeypatch
         for _ in "12":
             ns.Communicator(world, timeout=60).close()
     texts = [str(each.message) for each in found]
-    wanted = ["NUMBA_SYMM_TIMEOT is not known; there are NUMBA_SYMM_BACKEND,"]
+    wanted = []
+    if world.rank == 0:
+        wanted += ["NUMBA_SYMM_TIMEOT is not known; there are NUMBA_SYMM_BACKEND,"]
     if world.size == 1:
         wanted += ["OMPI_COMM_WORLD_SIZE=9"]
     for text, part in zip(texts, wanted, strict=True):
         assert part in text
-    assert {each.filename for each in found} == {__file__}
+    assert {each.filename for each in found} <= {__file__}
 
 
 # Multiprocessors
