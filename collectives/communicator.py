@@ -34,7 +34,7 @@ from numba_symm.collectives.persistent import Persistent
 from numba_symm.collectives.plans import Plan, plan
 from numba_symm.collectives.requests import Request
 from numba_symm.environment import SIMULATED
-from numba_symm.launch import ranks
+from numba_symm.launch import devices, ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.memory.symmetric import SymmetricMemory
@@ -91,8 +91,9 @@ class Communicator(Persistent):
         multiprocessors: the most multiprocessors of a GPU that this communicator's
             kernels occupy at any time, at least 1, equal on all ranks. Messages, and
             the collectives made of them, take at least one for four other ranks. None:
-            ``NUMBA_SYMM_MULTIPROCESSORS``, else two less than a quarter. So the kernels
-            of four communicators leave some to the program's own.
+            ``NUMBA_SYMM_MULTIPROCESSORS``, else two less than a quarter, divided by the
+            number of this communicator's ranks that share the GPU. So the kernels of
+            four communicators leave some to the program's own.
         requests: whether :meth:`isend` and :meth:`irecv` may be called, equal on all
             ranks. They have memory of their own, and up to two of these multiprocessors
             for each other rank, which all other calls then leave to them.
@@ -129,6 +130,8 @@ class Communicator(Persistent):
         ranks.warn_if_alone(comm)
         given = stream, debug, multiprocessors, requests
         self._become(construction.begin(comm, device, timeout, *given))
+        if self.rank == 0:
+            devices.warn_if_sliced(self._calls.island.gpus)
 
     def _become(self, calls: Calls) -> None:
         self._calls = calls

@@ -37,7 +37,7 @@ from numba_symm.errors import (
     SymmError,
 )
 from numba_symm.island import Island
-from numba_symm.launch import ranks, waiting
+from numba_symm.launch import devices, ranks, waiting
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
 
@@ -118,8 +118,14 @@ def agreed_settings(
         limit = _multiprocessors(asked)
     given = f"multiprocessors={asked}, debug={debug}, requests={requests}"
     exchange.agree_equal(given, "Communicator")
-    limit = min(exchange.all_gather(limit, "limits of multiprocessors"))
-    return Settings(debug, requests, limit)
+    limits = exchange.all_gather(limit, "limits of multiprocessors")
+    if asked is None and not SIMULATED:  # whose ranks share nothing
+        ranks_of = devices.sharers(island.gpus)
+        limits = [
+            max(1, each // ranks_of[gpu.uuid])
+            for each, gpu in zip(limits, island.gpus, strict=True)
+        ]
+    return Settings(debug, requests, min(limits))
 
 
 def joined(
@@ -307,7 +313,8 @@ def limit_of(multiprocessors: int) -> int:
     """Return how many multiprocessors of a GPU a communicator occupies by default.
 
     Less than a quarter. So the blocks of four communicators of a process can wait
-    simultaneously, and leave multiprocessors to the kernels that they wait for.
+    simultaneously, and leave multiprocessors to the kernels that they wait for. Ranks
+    that share a GPU divide this number, because MPS runs their kernels simultaneously.
     """
     return max(1, multiprocessors // 4 - 2)
 

@@ -11,7 +11,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from numba_symm.environment import SIMULATED, allow_overlapping_devices
+from numba_symm.environment import (
+    SIMULATED,
+    allow_overlapping_devices,
+    warn_once,
+)
 from numba_symm.errors import ArgumentError, DeviceError, PeerAccessError
 from numba_symm.launch.ranks import name_ranks
 from numba_symm.launch.store import StoreExchange
@@ -30,6 +34,8 @@ class GPU:
         pci_bus_id: its address on the bus, as ``nvidia-smi`` prints it.
         compute_capability: major and minor number.
         multicast: whether it supports multicast, which the library does not use.
+        mps: whether MPS runs the kernels of several processes simultaneously. None: the
+            driver does not tell.
     """
 
     ordinal: int
@@ -38,6 +44,7 @@ class GPU:
     pci_bus_id: str
     compute_capability: tuple[int, int]
     multicast: bool
+    mps: bool | None
 
 
 @dataclass(frozen=True)
@@ -84,33 +91,35 @@ def bind(exchange: StoreExchange, device: int | None = None) -> GPU:
     return gpu
 
 
-def check_peer_access(exchange: StoreExchange, gpu: GPU) -> Matrix:
+def check_peer_access(
+    exchange: StoreExchange, gpu: GPU
+) -> tuple[Matrix, tuple[GPU, ...]]:
     """Return which rank's GPU can access which other's memory. Collective.
 
     Returns:
-        The matrix of :func:`peer_access`.
+        The matrix and the GPUs of :func:`peer_access`.
 
     Raises:
         PeerAccessError: on all ranks; the text names the pairs without access.
     """
-    matrix, uuids = peer_access(exchange, gpu)
-    refuse_missing_access(matrix, uuids)
-    return matrix
+    matrix, gpus = peer_access(exchange, gpu)
+    refuse_missing_access(matrix, [each.uuid for each in gpus])
+    return matrix, gpus
 
 
-def peer_access(exchange: StoreExchange, gpu: GPU) -> tuple[Matrix, list[str]]:
+def peer_access(exchange: StoreExchange, gpu: GPU) -> tuple[Matrix, tuple[GPU, ...]]:
     """Return which rank's GPU can access which other's memory. Collective.
 
     Returns:
         ``matrix[r][s]``: whether rank r's GPU can access rank s's. None if rank r's
         process does not see the other GPU, so that the driver cannot answer. And the
-        UUIDs of the ranks' GPUs.
+        ranks' GPUs.
     """
-    uuids = exchange.all_gather(gpu.uuid, "GPUs of all ranks")
+    gpus = tuple(exchange.all_gather(gpu, "GPUs of all ranks"))
     with exchange.agreed("checking peer access"):
         ordinals = {seen.uuid: seen.ordinal for seen in visible_gpus()}
-        row = [_access(gpu.ordinal, ordinals.get(peer)) for peer in uuids]
-    return exchange.all_gather(row, "peer access"), uuids
+        row = [_access(gpu.ordinal, ordinals.get(peer.uuid)) for peer in gpus]
+    return exchange.all_gather(row, "peer access"), gpus
 
 
 def assign(
@@ -161,6 +170,22 @@ def refuse_missing_access(matrix: Matrix, uuids: Sequence[str]) -> None:
             + "\n".join(pairs)
             + "\nchoose GPUs that `nvidia-smi topo -p2p r` marks OK, by device= or "
             "CUDA_VISIBLE_DEVICES"
+        )
+
+
+def sharers(gpus: Sequence[GPU]) -> Counter[str]:
+    """Return how many ranks have each GPU, by UUID."""
+    return Counter(gpu.uuid for gpu in gpus)
+
+
+def warn_if_sliced(gpus: Sequence[GPU]) -> None:
+    """Warn, once in a process, if ranks take turns on a GPU, which is slow."""
+    ranks = sharers(gpus)
+    if any(ranks[gpu.uuid] > 1 and gpu.mps is False for gpu in gpus):
+        warn_once(
+            "ranks share a GPU without MPS, so the GPU runs one of them at a time, and "
+            "a call takes milliseconds; start MPS on the node before the job: "
+            "nvidia-cuda-mps-control -d"
         )
 
 
@@ -254,7 +279,8 @@ def _too_few(choices: Sequence[Sequence[str]], tried: set[str]) -> str:
         f"{len(choices)} ranks cannot have a GPU each: {name_ranks(contenders)} can "
         f"only have {len(tried)} GPU(s), {', '.join(sorted(tried))} (by "
         "CUDA_VISIBLE_DEVICES, device= or a CUDA context in use); start fewer ranks, "
-        "or for tests set NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1 on all"
+        "or let ranks share GPUs under MPS: NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1 on "
+        "all ranks, and nvidia-cuda-mps-control -d before the job"
     )
 
 
@@ -267,7 +293,8 @@ def _simulated_gpu() -> GPU:
         "Numba CUDA simulator",
         "",
         (0, 0),
-        False,
+        multicast=False,
+        mps=None,
     )
 
 
@@ -299,7 +326,19 @@ def _facts(ordinal: int) -> GPU:
         pci_bus_id=device.pci_bus_id,
         compute_capability=(major, minor),
         multicast=device.properties.multicast_supported,
+        mps=_mps(ordinal),
     )
+
+
+def _mps(ordinal: int) -> bool | None:
+    from cuda.bindings import driver
+
+    mps = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+    _, device = driver.cuDeviceGet(ordinal)
+    code, value = driver.cuDeviceGetAttribute(mps, device)
+    if code != driver.CUresult.CUDA_SUCCESS:  # an old driver
+        return None
+    return bool(value)
 
 
 def _current_ordinal() -> int | None:

@@ -153,6 +153,7 @@ def _gpu_table(gpus: Sequence[GPU]) -> Table:
         capability = "compute capability {}.{}".format(*gpu.compute_capability)
         facts = [gpu.name, capability, f"PCI {gpu.pci_bus_id}"]
         facts += ["multicast"] if gpu.multicast else []
+        facts += ["MPS"] if gpu.mps else []
         table.add_row(str(gpu.ordinal), gpu.uuid, "\n".join(facts))
     return table
 

@@ -52,6 +52,7 @@ class Island:
         exchange: exchanges small values between the ranks.
         channel: sends file descriptors between the ranks.
         gpu: this rank's GPU.
+        gpus: by rank, its GPU.
         peer_access: which GPU can access which, by rank; None where it is unknown.
         backend: allocates and maps memory.
         refused: why better backends were not used, by name.
@@ -101,7 +102,8 @@ class Island:
         exchange.meet_at(self.board)
         self.gpu = devices.bind(exchange, device)
         try:
-            self.peer_access = devices.check_peer_access(exchange, self.gpu)
+            found = devices.check_peer_access(exchange, self.gpu)
+            self.peer_access, self.gpus = found
         except PeerAccessError as error:
             raise Apart(str(error)) from error
         with exchange.agreed("letting the GPU reach the status board"):

@@ -153,7 +153,9 @@ class Islands(Island):
         row: list[bool | None] = [False] * len(names)
         for other, access in zip(here, reach[self.world.local_rank], strict=True):
             row[other] = access
-        self.peer_access = exchange.all_gather(row, "peer access")
+        found = exchange.all_gather((row, self.gpu), "peer access")
+        self.peer_access = [each for each, _ in found]
+        self.gpus = tuple(gpu for _, gpu in found)
 
     @contextmanager
     def _freeing(self, comm: ranks.Comm) -> Iterator[None]:

@@ -270,8 +270,9 @@ def simulation_needed(ranks: int, *, ask: bool = False) -> bool:
     if 0 < gpus < ranks and not allow_overlapping_devices():
         raise DeviceError(
             f"run: expected {ranks} GPUs for {ranks} ranks, got {gpus}; "
-            "start fewer ranks, pass --simulate, or set "
-            "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1 to let ranks share GPUs"
+            "start fewer ranks, pass --simulate, or let ranks share GPUs under MPS: "
+            "NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES=1, and nvidia-cuda-mps-control -d "
+            "before the job"
         )
     return gpus == 0
 

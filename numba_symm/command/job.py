@@ -1,4 +1,4 @@
-"""What ``numba-symm info`` shows of a job of several ranks: its islands."""
+"""What ``numba-symm info`` shows of a job of several ranks: islands, shared GPUs."""
 
 from rich.console import Console
 from rich.markup import escape
@@ -6,11 +6,13 @@ from rich.markup import escape
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.errors import SymmError
 from numba_symm.islands import Islands
-from numba_symm.launch import ranks
+from numba_symm.launch import devices, ranks
 
 
 def report(console: Console) -> None:
-    """Print the islands of the job's ranks, on rank 0. Collective.
+    """Print the islands of the job's ranks, and whether they share GPUs. Collective.
+
+    Rank 0 prints.
 
     Does nothing in a process that no launcher has started on several ranks.
     """
@@ -25,6 +27,8 @@ def report(console: Console) -> None:
             text = f"one, {ranks.name_ranks(range(comm.size))}"
             if isinstance(islands, Islands):
                 text = islands.described()
+            most = max(devices.sharers(islands.gpus).values())
+            text += f"; up to {most} ranks on a GPU" if most > 1 else ""
     except SymmError as error:
         text = f"none: {error}"
     if world.rank == 0:

@@ -101,15 +101,19 @@ def test_children_on_streams_of_their_own_run_at_once(comm):
             assert (y.copy_to_host() == value).all()
 
 
-@pytest.mark.parametrize("most", [None, 24])
+@pytest.mark.parametrize("fewer", [0, 7])  # multiprocessors than the default
 @pytest.mark.parametrize("number", [2, 4])
-def test_communicators_and_a_product_before_each_call(world, number, most):
+def test_communicators_and_a_product_before_each_call(world, number, fewer):
     """A product needs a whole multiprocessor.
 
     Each rank calls the communicators in an order of its own, with a product before each
     call. So on some rank, a call waits for one that is behind a product elsewhere.
     """
     torch = optional("torch")
+    most = None
+    if fewer:
+        with ns.Communicator(world) as comm:
+            most = max(1, comm.multiprocessors - fewer)
     with ExitStack() as stack:
         comms = [
             stack.enter_context(ns.Communicator(world, timeout=8, multiprocessors=most))

@@ -21,7 +21,8 @@ sys.exit(5 if rank == 1 and "fail" in sys.argv else 0)
 
 
 def gpu(ordinal):
-    return GPU(ordinal, f"GPU-{ordinal}", "A GPU", "0000:01:00.0", (9, 0), True)
+    facts = "A GPU", "0000:01:00.0", (9, 0), True
+    return GPU(ordinal, f"GPU-{ordinal}", *facts, mps=ordinal == 1)
 
 
 def start(*arguments, **environ):
@@ -323,6 +324,7 @@ def test_info_shows_gpus_and_peer_access(monkeypatch, capsys):
     shown = capsys.readouterr().out
     for words in ("GPU-1", "9.0", "580.65.06", "vmm", "yes", "no"):
         assert words in shown
+    assert shown.count("MPS") == 1
 
 
 def test_info_names_the_variable_that_selects_the_backend(monkeypatch):

@@ -1,8 +1,10 @@
 import threading
+from types import SimpleNamespace
 
 import pytest
 from cuda.bindings import driver
 
+from numba_symm.collectives import lifetime
 from numba_symm.errors import ArgumentError, DeviceError, PeerAccessError
 from numba_symm.launch import devices
 from numba_symm.launch.devices import GPU, assign
@@ -59,7 +61,7 @@ def test_too_few_gpus_are_refused_with_both_numbers():
         in (str(raised.value))
     )
     assert "start fewer ranks" in str(raised.value)
-    assert f"{SHARING}=1" in str(raised.value)
+    assert f"under MPS: {SHARING}=1" in str(raised.value)
 
 
 def test_the_ranks_that_contend_are_named_where_others_have_plenty():
@@ -92,8 +94,8 @@ def test_gpus_are_shared_evenly_where_allowed(visible, preferred, dealt):
     assert deal(visible, preferred, share=True) == list(dealt)
 
 
-def gpu(ordinal, uuid, name="NVIDIA H200"):
-    return GPU(ordinal, uuid, name, "0000:00:00.0", (9, 0), True)
+def gpu(ordinal, uuid, name="NVIDIA H200", mps=None):
+    return GPU(ordinal, uuid, name, "0000:00:00.0", (9, 0), True, mps)
 
 
 @pytest.mark.parametrize(
@@ -250,7 +252,9 @@ def peers(n, play_as=None):
 
 
 def test_the_peer_matrix_says_what_the_driver_says(machine):
-    assert peers(3) == [[[True] * 3] * 3] * 3
+    for matrix, gpus in peers(3):
+        assert matrix == [[True] * 3] * 3
+        assert [gpu.uuid for gpu in gpus] == ["GPU-0", "GPU-1", "GPU-2"]
 
 
 def test_gpus_that_a_process_does_not_see_are_left_open(machine, monkeypatch):
@@ -261,12 +265,76 @@ def test_gpus_that_a_process_does_not_see_are_left_open(machine, monkeypatch):
         return process.gpu
 
     monkeypatch.setattr(devices, "visible_gpus", lambda: [process.gpu])
-    assert peers(2, own) == [[[True, None], [None, True]]] * 2
+    assert [matrix for matrix, _ in peers(2, own)] == [[[True, None], [None, True]]] * 2
 
 
 def test_ranks_on_one_gpu_reach_each_other(machine):
     machine.apart = {(0, 0)}
-    assert peers(2, lambda rank: gpu(0, "GPU-0")) == [[[True, True]] * 2] * 2
+    found = peers(2, lambda rank: gpu(0, "GPU-0"))
+    assert [matrix for matrix, _ in found] == [[[True, True]] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("uuids", "numbers", "asked", "limit"),
+    [
+        ("ab", [132, 132], None, 31),
+        ("aa", [132, 132], None, 15),
+        ("aaba", [132] * 4, None, 10),  # every rank's limit is that of the fullest GPU
+        ("a" * 8, [132] * 8, None, 3),
+        ("a" * 32, [132] * 32, None, 1),
+        ("aab", [132, 132, 40], None, 8),  # or of the smallest
+        ("aa", [66, 66], None, 7),  # of which MPS gives each rank a half
+        ("aa", [132, 132], 132, 132),  # each rank has what the program asks for
+    ],
+)
+def test_ranks_that_share_a_gpu_divide_its_limit(
+    monkeypatch, uuids, numbers, asked, limit
+):
+    gpus = tuple(gpu(0, uuid) for uuid in uuids)
+    rank = threading.local()
+
+    def current_device():
+        number = numbers[rank.number]
+        return SimpleNamespace(properties=SimpleNamespace(multiprocessor_count=number))
+
+    def settle(comm):
+        rank.number = comm.rank
+        island = SimpleNamespace(exchange=StoreExchange(comm, "test"), gpus=gpus)
+        return lifetime.agreed_settings(island, None, False, asked, False).limit
+
+    monkeypatch.delenv("NUMBA_SYMM_MULTIPROCESSORS", raising=False)
+    monkeypatch.setattr("cuda.core.Device", current_device)
+    assert outcomes(len(uuids), settle) == [limit] * len(uuids)
+    if asked is None:  # each process simulates a device of its own
+        monkeypatch.setattr(lifetime, "SIMULATED", True)
+        whole = lifetime.MAX_BLOCKS // lifetime.HELD
+        assert outcomes(len(uuids), settle) == [whole] * len(uuids)
+
+
+@pytest.mark.parametrize(
+    ("uuids", "mps", "warned"),
+    [("ab", False, 0), ("aba", False, 1), ("aa", True, 0), ("aa", None, 0)],
+)
+def test_ranks_that_take_turns_on_a_gpu_are_warned(monkeypatch, uuids, mps, warned):
+    texts = []
+    monkeypatch.setattr(devices, "warn_once", texts.append)
+    devices.warn_if_sliced([gpu(0, uuid, mps=mps) for uuid in uuids])
+    assert len(texts) == warned
+    assert all("nvidia-cuda-mps-control -d" in text for text in texts)
+
+
+@pytest.mark.parametrize(("value", "mps"), [(1, True), (0, False), (None, None)])
+def test_the_driver_tells_whether_mps_is_on(monkeypatch, value, mps):
+    def attribute(name, device):
+        assert (name, device) == (mps_enabled, "device 3")
+        return (ok, value) if value is not None else (invalid, None)
+
+    mps_enabled = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MPS_ENABLED
+    ok = driver.CUresult.CUDA_SUCCESS
+    invalid = driver.CUresult.CUDA_ERROR_INVALID_VALUE
+    monkeypatch.setattr(driver, "cuDeviceGet", lambda at: (ok, f"device {at}"))
+    monkeypatch.setattr(driver, "cuDeviceGetAttribute", attribute)
+    assert devices._mps(3) is mps
 
 
 def test_pairs_without_access_are_named_on_all_ranks(machine):

@@ -40,6 +40,8 @@ def test_what_is_wrong_with_the_environment_is_warned_of_once(world, monkeypatch
         for _ in "12":
             ns.Communicator(world, timeout=60).close()
     texts = [str(each.message) for each in found]
+    # Ranks that share a GPU, as these may, are slow but not wrong.
+    texts = [text for text in texts if "share a GPU without MPS" not in text]
     wanted = []
     if world.rank == 0:
         wanted += ["NUMBA_SYMM_TIMEOT is not known; there are NUMBA_SYMM_BACKEND,"]

@@ -383,6 +383,7 @@ def test_info_shows_the_islands_of_a_job(world, monkeypatch):
         said = console.file.getvalue()
         assert (words in said) == (world.rank == 0)
         assert (" between them" in said) == (world.rank == 0 and size == "1")
+        assert not (SIMULATED and "on a GPU" in said)  # each rank has its own
 
 
 def test_prepare(world, monkeypatch):

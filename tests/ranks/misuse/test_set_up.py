@@ -2,15 +2,20 @@
 
 import dataclasses
 import gc
+import io
 import itertools
 import os
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import numba_symm as ns
 from numba_symm import deferred, environment
+from numba_symm.collectives import lifetime
+from numba_symm.command import job
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import devices, nodes
 from numba_symm.memory import allocator as allocators
@@ -183,6 +188,32 @@ def test_two_ranks_on_one_gpu_are_refused(
     )
     assert "can only have 1 GPU(s)" in said
     monkeypatch.undo()
+
+
+@needs_peers
+def test_ranks_that_share_a_gpu(world, one_gpu, monkeypatch):
+    monkeypatch.setenv(SHARING, "1")
+    monkeypatch.delenv("NUMBA_SYMM_MULTIPROCESSORS", raising=False)
+    seen = [dataclasses.replace(gpu, mps=False) for gpu in devices.visible_gpus()]
+    monkeypatch.setattr(devices, "visible_gpus", lambda: seen)
+    environment.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        with ns.Communicator(world, one_gpu, timeout=60) as comm:
+            limit = lifetime._multiprocessors(None)
+            if not SIMULATED:  # whose ranks share nothing
+                limit = max(1, limit // world.size)
+            assert comm.multiprocessors == limit
+            check_works(comm)
+            with comm.split(comm.rank) as alone:  # beside those of the other ranks
+                assert alone.multiprocessors == limit
+        ns.Communicator(world, one_gpu, timeout=60).close()
+    warned = [each for each in found if "share a GPU without MPS" in str(each.message)]
+    assert [each.filename for each in warned] == [__file__] * (world.rank == 0)
+    console = Console(file=io.StringIO(), width=1000)
+    job.report(console)
+    words = f"up to {world.size} ranks on a GPU"
+    assert (words in console.file.getvalue()) == (world.rank == 0)
 
 
 @needs_peers
