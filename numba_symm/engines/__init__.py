@@ -1,7 +1,7 @@
 """Engines: libraries that move bytes between the GPUs of different islands."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 from numba_symm import environment, streams
@@ -17,7 +17,7 @@ from numba_symm.engines.mpi import (
 )
 from numba_symm.engines.protocol import Collective, Engine, Parcel
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import BackendError
+from numba_symm.errors import BackendError, CollectiveError
 from numba_symm.launch import ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.launch.islands import Parts
@@ -40,6 +40,8 @@ class Joined(Protocol):
     timeout: float
 
     def look(self) -> None: ...  # noqa: D102
+
+    def abandon(self, cause: BaseException, operation: str) -> None: ...  # noqa: D102
 
     @property
     def operation(self) -> str: ...  # noqa: D102
@@ -183,17 +185,15 @@ def prove(islands: Joined, engine: Engine) -> None:
             block = backend.allocate(8 * (1 + len(sources)))
             undo.callback(backend.free, block)
             backend.write(block.address, _pattern(rank))
+        places = [block.address + 8 * (1 + k) for k in range(len(sources))]
         try:
-            with exchange.agreed(what):
-                places = [block.address + 8 * (1 + k) for k in range(len(sources))]
+            with _tried(islands, what):
                 engine.exchange(
                     [Parcel(peer, block.address, 8) for peer in targets],
                     [Parcel(*each, 8) for each in zip(sources, places, strict=True)],
                     LEGACY_DEFAULT,
                 )
-                if not SIMULATED:
-                    streams.synchronize(LEGACY_DEFAULT)
-                islands.look()  # the watchdog may have ended the exchange
+            with exchange.agreed(what):
                 for peer, place in zip(sources, places, strict=True):
                     found = backend.read(place, 8)
                     if found != _pattern(peer):
@@ -202,13 +202,30 @@ def prove(islands: Joined, engine: Engine) -> None:
                             f"got {found.hex()}"
                         )
             if max(map(len, islands.parts)) == 1:
-                with exchange.agreed(what):  # after all ranks have checked the bytes
+                with _tried(islands, what):  # after all ranks have checked the bytes
                     _connect(engine, block.address, rank)
-                    islands.look()
         except BaseException:
             undo.pop_all()
             engine.keep(block)  # which it may still use, so that it is not freed
             raise
+
+
+@contextmanager
+def _tried(islands: Joined, what: str) -> Iterator[None]:
+    """Wait for what the block enqueues. Collective.
+
+    If it fails on a rank, it ends on all ranks: their engines may wait for that rank.
+    """
+    try:
+        yield
+        if not SIMULATED:
+            streams.synchronize(LEGACY_DEFAULT)
+        islands.look()  # the watchdog may have ended it
+    except CollectiveError:
+        raise
+    except BaseException as error:
+        islands.abandon(error, what)
+        raise
 
 
 def _connect(engine: Engine, address: int, rank: int) -> None:
@@ -221,8 +238,6 @@ def _connect(engine: Engine, address: int, rank: int) -> None:
         kind, number = ("int64", 1) if op else ("uint8", 8)
         work = Collective(name, source, target, number, kind, op, 0)
         enqueue(work, LEGACY_DEFAULT, None)
-    if not SIMULATED:
-        streams.synchronize(LEGACY_DEFAULT)
 
 
 def _pattern(source: int) -> bytes:

@@ -159,6 +159,29 @@ def test_the_deadline_counts_from_the_latest_message(world, engine):
     assert found.all()
 
 
+@pytest.mark.parametrize("kind", [ns.BackendError, KeyboardInterrupt])
+def test_a_trial_that_fails_on_one_rank_ends_on_all(world, monkeypatch, kind):
+    """At once: the engines of the others wait for that rank."""
+
+    def fail(*given):
+        raise kind("broken")
+
+    monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    with monkeypatch.context() as patch:
+        if world.rank == 0:
+            patch.setattr(MpiEngine, "exchange", fail)
+        began = time.monotonic()
+        with pytest.raises((kind, ns.RankLeft), match="broken") as error:
+            ns.Communicator(world, timeout=60)
+        if world.rank > 0:
+            text = f"rank 0 left trying engine 'mpi' by {kind.__name__}: broken"
+            assert text in str(error.value)
+        assert time.monotonic() - began < 30
+    with ns.Communicator(world, timeout=60) as comm:
+        check_works(comm)
+
+
 def test_ranks_agree_how_mpi_gets_the_bytes(world, pinned, monkeypatch):
     monkeypatch.setattr(engines, "reads_gpu_memory", lambda: world.rank != 0)
     if SIMULATED:
