@@ -7,6 +7,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import streams
+from numba_symm.collectives.islands.pipeline import CHUNK
 from numba_symm.collectives.islands.site import Site
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import nodes
@@ -46,7 +47,7 @@ def test_work_is_done_while_the_bytes_of_another_chunk_cross(
             yield
 
     monkeypatch.setattr(engine, "_running", first)
-    count = 4000 * (comm.size if name == "reduce_scatter" else 1)
+    count = CHUNK * (comm.size if name == "reduce_scatter" else 1)  # eight chunks
     x = array_of(comm, np.full(count, comm.rank + 1), symmetric=False)
     out = getattr(comm, name)(x)
     comm.synchronize()

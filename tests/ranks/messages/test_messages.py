@@ -441,6 +441,10 @@ def test_bad_messages(comm, world):
 def test_another_number_of_bytes_is_an_error(world):
     """Of all ranks, also those that were not in it."""
     comm = ns.Communicator(world, timeout=60)
+    engine = getattr(comm._calls.island, "engine", None)
+    if engine is not None and engine.name == "nccl":
+        comm.close()
+        pytest.skip("NCCL does not compare the numbers of bytes")
     x = comm.zeros(10)
     if comm.rank == 0:
         comm.send(x, dst=1)

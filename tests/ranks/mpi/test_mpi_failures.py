@@ -226,9 +226,13 @@ def test_two_threads(comm, monkeypatch):
 def test_the_gpu_is_current_in_each_thread(comm, monkeypatch):
     entered, x, out = [], array(7), array(0)
     comm.Sendrecv(x, comm.rank, 0, out, comm.rank)
-    monkeypatch.setattr(
-        devices, "enter_thread", lambda *given: entered.append((*given, get_ident()))
-    )
+    enter = devices.enter_thread
+
+    def noted(*given):
+        entered.append((*given, get_ident()))
+        enter(*given)
+
+    monkeypatch.setattr(devices, "enter_thread", noted)
     sent = comm.Isend(x, comm.rank)
     received = comm.Irecv(out, comm.rank)
     assert not entered  # this thread has called before
