@@ -225,13 +225,19 @@ class Island:
             limit = f"timeout: {self.timeout:g} s"
             wait = Wait(what, self.world.rank, seconds, limit)
         failure = self._gate(wait)
-        return None if failure is None else self._error(failure)
+        if failure is None:
+            return None
+        return self._error(failure, "This communicator is closed now")
 
     def _gate(self, wait: Wait) -> Failure | None:
         """Wait for every rank; see :meth:`Board.gate`. Collective."""
         return self.board.gate(wait)
 
-    def _error(self, failure: Failure) -> CollectiveError:
+    def _error(
+        self,
+        failure: Failure,
+        advice: str = "Close this communicator and make a new one",
+    ) -> CollectiveError:
         """Return the exception to raise, and remember its failure."""
         self.known_failure = failure
         limit = f"timeout: {self.timeout:g} s"  # an engine's text has it
@@ -240,8 +246,7 @@ class Island:
             failure = failure._replace(limit=limit)
         hint = f". {failure.hint}" if failure.hint else ""
         return failure.exception(
-            "; results since the last check are undefined. Close this communicator "
-            f"and make a new one{hint}"
+            f"; results since the last check are undefined. {advice}{hint}"
         )
 
     def abandon(self, cause: BaseException | str, operation: str = "") -> None:

@@ -1,6 +1,8 @@
 """mpi4py's communicators, whose buffer calls take device arrays."""
 
+import atexit
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +10,7 @@ from mpi4py import MPI
 
 from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.errors import CollectiveError
 from numba_symm.launch import devices
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import collectives, jobs, messages, reductions, rooms, shortcuts
@@ -290,6 +293,7 @@ def add_kind(kind: type[Device]) -> None:
     _KINDS[kind._plain] = kind
 
 
+@atexit.register
 def _close_all() -> None:
     """Close what is open, in reverse order, as MPI does at the end of a program.
 
@@ -300,8 +304,8 @@ def _close_all() -> None:
     messages.settle_all()
     rooms.give_back_all()
     for comm in reversed(list(_open)):  # which waits for all of its ranks
-        comm._close()
-    rooms.end_all()
-
-
-rooms.at_end(_close_all)
+        try:
+            comm._close()
+        except CollectiveError as error:
+            text = f"at the end of the program: {error}"
+            warnings.warn(text, RuntimeWarning, stacklevel=1)

@@ -5,11 +5,9 @@ waits for its receiver, whatever its size, and the receiver needs nothing of the
 Each allocation is shared once (:func:`numba_symm.share`), and opened once by each peer.
 """
 
-import atexit
 import functools
 import itertools
 import threading
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +15,7 @@ import numpy as np
 from numba_symm.arrays import Memory, view
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.sharing import SharedHandle, open_shared, share
+from numba_symm.sharing.sent import leave_out
 
 LEAST = 1 << 12
 """Bytes of the smallest room; others are twice as large, and so on."""
@@ -60,7 +59,6 @@ class Rooms:
     def __init__(self, allocator: SymmetricMemoryAllocator):
         self._allocator = allocator
         self._free: dict[int, list[Room]] = {}
-        self._shared: list[SharedHandle] = []
 
     def take_free(self, nbytes: int) -> Room | None:
         """Return room for at least ``nbytes``, or None if none is free."""
@@ -85,19 +83,12 @@ class Rooms:
         """Reuse a room, whose message was received."""
         self._free[room.nbytes].append(room)
 
-    def end(self) -> None:
-        """End the sharing of all blocks, for the end of the program."""
-        while self._shared:
-            self._shared.pop().cancel()
-
     def _made(self, size: int) -> list[Room]:
         nbytes = max(size, BLOCK)
         block = self._allocator.allocate(nbytes)
         memory = Memory(block.address, nbytes, block)
         shared = share(memory.array(nbytes, _BYTE), opens=_OPENS)
-        self._shared.append(shared)
-        for step in _at_end:
-            _run_first(step)
+        leave_out(shared)  # the program does not know of it
         handle = shared.to_bytes()
         starts = itertools.count(0, size)
         return [
@@ -109,21 +100,6 @@ class Rooms:
 def _size(nbytes: int) -> int:
     """Return the size of the room for a message."""
     return max(LEAST, 1 << (nbytes - 1).bit_length())
-
-
-_at_end: list[Callable[[], None]] = []
-
-
-def at_end(step: Callable[[], None]) -> None:
-    """Run a step at the end of the program, before sharing reports what is shared."""
-    _at_end.append(step)
-    _run_first(step)
-
-
-def _run_first(step: Callable[[], None]) -> None:
-    """Run a step before those that were registered earlier."""
-    atexit.unregister(step)
-    atexit.register(step)
 
 
 _of: dict[SymmetricMemoryAllocator, Rooms] = {}
@@ -140,12 +116,6 @@ def rooms_of(allocator: SymmetricMemoryAllocator) -> Rooms:
 def give_back_all() -> None:
     """Unmap the blocks of other processes, for the end of the program."""
     opened.cache_clear()
-
-
-def end_all() -> None:
-    """End the sharing of this process' rooms, after all peers have unmapped them."""
-    for rooms in _of.values():
-        rooms.end()
 
 
 class Opened(NamedTuple):

@@ -48,6 +48,7 @@ class SentData:
         nbytes: the bytes that the array spans.
         export: returns a new file descriptor of the memory, if its kind needs one.
         digest: the digest by which handles are checked.
+        reported: whether the process reports it if it ends while it is shared.
 
     Source: ``CudaIPCSentData`` of PyTorch.
     """
@@ -59,6 +60,7 @@ class SentData:
         self.counter_ptr = file.address(offset)
         self.device = device
         self.digest = b""
+        self.reported = True
         self.original_ptr: Any = None
         self.event: Event | None = None
         self.event_sync_required = False
@@ -367,6 +369,11 @@ def new_sent_data(keeper: Any, device: int, opens: int) -> Iterator[SentData]:
         raise
 
 
+def leave_out(handle: SharedHandle) -> None:
+    """Leave an array out of what the process reports when it ends."""
+    producer.guard.do(lambda: setattr(producer.checked(handle), "reported", False))
+
+
 def collect_sent() -> bool:
     """Free memory without references. Return whether any was freed.
 
@@ -400,7 +407,8 @@ def _free_memory() -> None:
 
 def _tell_what_is_shared() -> None:
     kept = producer.guard.do(producer.settle)
-    left = [block for block in [*producer.sent.values()] if block.counter_value()]
+    sent = [block for block in [*producer.sent.values()] if block.reported]
+    left = [block for block in sent if block.counter_value()]
     del kept
     if left:
         log.warning(

@@ -1,6 +1,7 @@
 """Messages and collectives in mpi4py's spelling that fail on one rank."""
 
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from threading import get_ident
@@ -13,11 +14,13 @@ from numba import cuda
 from numba_symm import mpi as MPI
 from numba_symm.errors import RankLeft
 from numba_symm.launch import devices
+from numba_symm.mpi import comm as comm_of_mpi
 from numba_symm.mpi import crossings, jobs, messages
 from numba_symm.mpi.crossings import Copying
 from numba_symm.mpi.envelopes import Envelope, Posted
 from numba_symm.mpi.pending import Receiving
 from numba_symm.mpi.rooms import LEAST, rooms_of
+from numba_symm.sharing import sent
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island  # of messages of device arrays
@@ -280,6 +283,31 @@ def test_a_copy_that_fails_is_reported_by_its_request(world, monkeypatch):
     assert not requests[0]
     assert len(rooms._free[LEAST]) == before
     comm.Free()
+
+
+@needs_peers
+def test_the_end_of_a_program_after_another_ranks_failure(world, monkeypatch):
+    """It warns of the failure only, not of memory that the program does not know."""
+    made, reports = MPI.Comm(world, timeout=20), []
+    made.Send(array(1), made.rank, 1)
+    assert sent.producer.sent
+    last = made.rank == made.size - 1
+    if last:
+        made.communicator._calls.island.abandon(ValueError("7"), "Recv")
+    monkeypatch.setattr(comm_of_mpi, "_open", [made])
+    monkeypatch.setattr(sent.log, "warning", lambda *given: reports.append(given))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        comm_of_mpi._close_all()
+    sent._tell_what_is_shared()
+    assert not reports
+    if not last:
+        text = str(found.pop().message)
+        assert text.startswith("at the end of the program: rank ")
+        assert "left Recv by ValueError: 7; results since" in text
+        assert text.endswith("are undefined. This communicator is closed now")
+    assert not found
+    made.Free()
 
 
 @needs_peers
