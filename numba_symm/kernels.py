@@ -281,6 +281,15 @@ class Launch:
         if status:
             raise driver.failure("cuLaunchKernelEx", status)
 
+    def replace(self, node: int) -> None:
+        """Give these arguments to a launch of the same kernel in a graph, by its node.
+
+        CUDA permits this while the graph is being captured.
+        """
+        found = driver.call("cuGraphKernelNodeGetParams", node)
+        found.kernelParams = self._packed.address
+        driver.call("cuGraphKernelNodeSetParams", node, found)
+
 
 class _NotLoaded(Launch):
     """What a kernel is bound to while kernels are only listed."""

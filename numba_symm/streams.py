@@ -93,8 +93,8 @@ Place = int | frozenset[int]
 """A stream's identity; in a capture, the graph nodes that its next one follows."""
 
 
-def _in_capture(stream: Any) -> tuple[int, Place]:
-    """Return the number of a stream's capture, and its place there."""
+def in_capture(stream: Any) -> tuple[int, frozenset[int]]:
+    """Return the number of a stream's capture, and the stream's place there."""
     found = driver.call("cuStreamGetCaptureInfo", stream)
     return int(found[1]), frozenset(int(node) for node in found[3])
 
@@ -144,7 +144,7 @@ class StreamOrder:
             # cuda-bindings convert an int in every call, and this in none.
             asked = driver.function("CUstream")(stream)
             if _captures(asked):
-                capture, place = _in_capture(asked)
+                capture, place = in_capture(asked)
                 trail = self._of_capture(capture)
             else:
                 trail, place = self._eager, _identity(asked)
@@ -223,7 +223,7 @@ class _Trail:
         if status:
             raise driver.failure("cuEventRecord", status)
         if self._captured:
-            _, self._last = _in_capture(self._stream)
+            _, self._last = in_capture(self._stream)
 
     def close(self) -> None:
         """Destroy the event and the side streams."""

@@ -5,6 +5,8 @@ the host does not see. So a kernel stores an exchange's number into a word of ho
 memory before the exchange, and another one stores 0 after it. Each of these stores
 clears the word's other half, which the watchdog sets. If that half is still set after
 the timeout, the exchange has lasted longer than that.
+
+A graph in which an exchange directly follows another one has one kernel between them.
 """
 
 import ctypes
@@ -16,7 +18,7 @@ from typing import NamedTuple
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import driver
+from numba_symm import driver, streams
 from numba_symm.device.intrinsics import st_relaxed_sys_u64
 from numba_symm.kernels import Kernel, Launch
 
@@ -71,19 +73,35 @@ class Deadline:
         self._word = (ctypes.c_uint32 * 2).from_address(self._memory)
         self._word[:] = [0, 0]
         self._marks: dict[int, Launch] = {}
+        # In a capture: the place right after the latest end, which is its graph node.
+        self._end: tuple[int, frozenset[int]] | None = None
         self._mark(0)
 
-    def begin(self, exchange: Exchange, stream: int) -> None:
-        """Enqueue the begin of an exchange."""
+    def begin(self, exchange: Exchange, stream: int, captured: bool) -> None:
+        """Enqueue the begin of an exchange.
+
+        In a capture, the end of an exchange that it directly follows becomes its begin.
+
+        Args:
+            exchange: the exchange.
+            stream: the handle of the stream.
+            captured: whether the stream is being captured.
+        """
         number = self._numbers.get(exchange)
         if number is None:
             number = self._numbers[exchange] = len(self._exchanges)
             self._exchanges.append(exchange)
-        self._mark(number)(stream)
+        mark = self._mark(number)
+        if captured and streams.in_capture(stream) == self._end:
+            (node,) = self._end[1]
+            mark.replace(node)
+        else:
+            mark(stream)
 
-    def end(self, stream: int) -> None:
+    def end(self, stream: int, captured: bool) -> None:
         """Enqueue the end of the exchange."""
         self._mark(0)(stream)
+        self._end = streams.in_capture(stream) if captured else None
 
     def _mark(self, number: int) -> Launch:
         """Return the launch that stores a number."""

@@ -228,8 +228,9 @@ class NcclEngine:
         if not work.peers:
             return
         exchange = Exchange(self._operation(), work.peers)
-        self._captured = self._captured or streams.is_capturing(stream)
-        self._deadline.begin(exchange, stream)
+        captured = streams.is_capturing(stream)
+        self._captured = self._captured or captured
+        self._deadline.begin(exchange, stream, captured)
         with self._translated(exchange.operation):
             with self._lock:
                 comm = self._usable()
@@ -240,7 +241,7 @@ class NcclEngine:
                     self._nccl.group_end()
             self._finish(exchange, not work.connections <= self._connected)
         self._connected |= work.connections
-        self._deadline.end(stream)
+        self._deadline.end(stream, captured)
 
     def _usable(self) -> Any:
         """Return NCCL's communicator. The caller holds the lock.

@@ -204,13 +204,13 @@ def test_mpi_cannot_be_captured(world, stream):
         check_works(comm)
 
 
-def late(world, comm, rank):
+def late(world, comm, rank, operation="all_reduce"):
     """Check that every rank raises that a rank is late, and close."""
     for _ in range(500):
         if comm._calls.island.failed:
             break
         time.sleep(0.01)
-    said = rf"waited for ranks? .*{rank} on .* in all_reduce \(timeout: 2 s\)"
+    said = rf"waited for ranks? .*{rank} on .* in {operation} \(timeout: 2 s\)"
     with pytest.raises(ns.CollectiveTimeout, match=said):
         comm.check()
     assert context_is_alive()
@@ -250,7 +250,31 @@ def test_a_replay_that_one_rank_does_not_make(world, stream):
     late(world, comm, away)
 
 
-def test_work_before_a_call_does_not_count(world):
+def test_a_rank_that_leaves_a_replay_after_its_first_call(world, stream):
+    """The second call follows the first one, so one mark is between them."""
+    comm, away = made(world, timeout=2), world.size - 1
+    x = to_device(np.ones(1000, np.float32))
+    comm.all_reduce(x, stream=stream)  # compiled
+    comm.broadcast(x, root=away, stream=stream)
+    with capturing(stream) as (builder, graphs):
+        comm.all_reduce(x, out=x, stream=builder.stream)
+        comm.broadcast(x, root=away, stream=builder.stream)
+    graphs[0].launch(stream)
+    comm.synchronize(stream)
+    assert (x.copy_to_host() == world.size).all()
+    world.barrier()
+    began = time.monotonic()
+    if comm.rank == away:
+        comm.all_reduce(x, out=x, stream=stream)
+    else:
+        graphs[0].launch(stream)
+    stream.sync()
+    if comm.rank != away:
+        assert 1.9 < time.monotonic() - began < 6
+    late(world, comm, away, "broadcast")
+
+
+def test_work_before_a_call_does_not_count(world, stream):
     """The deadline begins with the exchange, not when it is enqueued."""
     with made(world, timeout=1) as comm:
         x = to_device(np.ones(1000, np.float32))
@@ -260,6 +284,14 @@ def test_work_before_a_call_does_not_count(world):
         y = comm.all_reduce(x)
         comm.synchronize()
         assert (y.copy_to_host() == comm.size).all()
+        with capturing(stream) as (builder, graphs):
+            on = builder.stream
+            comm.all_reduce(x, out=y, stream=on)
+            fill(x, 2, on, milliseconds=2500)
+            comm.all_reduce(x, out=y, stream=on)
+        graphs[0].launch(stream)
+        comm.synchronize(stream)
+        assert (y.copy_to_host() == 2 * comm.size).all()
 
 
 def test_ranks_that_disagree_are_refused(world, monkeypatch):

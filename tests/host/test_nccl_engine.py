@@ -10,52 +10,15 @@ import types
 import pytest
 
 import numba_symm as ns
-from numba_symm import driver, engines, streams
-from numba_symm.engines import deadline, nccl
-from numba_symm.engines.deadline import Deadline, Exchange
+from numba_symm import engines, streams
+from numba_symm.engines import nccl
+from numba_symm.engines.deadline import Deadline
 from numba_symm.engines.nccl import CURE, Found
 from numba_symm.engines.protocol import Collective, Parcel
 from numba_symm.launch.waiting import Wait
 
 STREAM, SIDE = 77, 88
 SUCCESS, REMOTE_ERROR, IN_PROGRESS = 0, 6, 7
-
-
-class Gpu:
-    """Has the host memory of the marks, into which they are stored immediately."""
-
-    def __init__(self):
-        self.memory = ctypes.create_string_buffer(b"\xff" * 8)
-        self.stored = []
-
-    def kernel(self):
-        return self
-
-    def bind(self, grid, address, number):
-        assert address == ctypes.addressof(self.memory)
-
-        def mark(stream):
-            self.stored.append((stream, number))
-            ctypes.c_uint64.from_address(address).value = number
-
-        return mark
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    gpu = Gpu()
-    monkeypatch.setattr(driver, "call", lambda *_: ctypes.addressof(gpu.memory))
-    monkeypatch.setattr(deadline, "kernel", gpu.kernel)
-    monkeypatch.setattr(streams, "is_capturing", lambda stream: False)
-    return gpu
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = types.SimpleNamespace(now=100.0)
-    clock.monotonic = lambda: clock.now
-    monkeypatch.setattr(deadline, "time", clock)
-    return clock
 
 
 class NCCLError(Exception):
@@ -175,6 +138,13 @@ def test_messages_are_one_group_between_two_marks(engine, fake, gpu):
         ("group_end",),
     ]
     assert gpu.stored == [(STREAM, 1), (STREAM, 0)]
+
+
+def test_a_graph_has_one_mark_between_two_exchanges(engine, gpu):
+    gpu.captured = {STREAM: 7}
+    for peer in (1, 2):
+        engine.exchange([Parcel(peer, 10, 8)], [], STREAM)
+    assert gpu.nodes == [1, 2, 0]
 
 
 def test_no_bytes_are_no_group(engine, fake, gpu):
@@ -374,9 +344,9 @@ def test_an_abort_at_the_exit_of_python_starts_no_thread(engine, monkeypatch):
 
 @pytest.mark.parametrize("captured", [False, True])
 def test_a_close_waits_for_nccl_unless_a_graph_may_have_its_kernels(
-    engine, fake, monkeypatch, captured
+    engine, fake, gpu, captured
 ):
-    monkeypatch.setattr(streams, "is_capturing", lambda stream: captured)
+    gpu.captured = {STREAM: 7} if captured else {}
     engine.exchange([Parcel(1, 10, 8)], [], STREAM)
     graph_is_dropped = threading.Event()
 
@@ -389,55 +359,6 @@ def test_a_close_waits_for_nccl_unless_a_graph_may_have_its_kernels(
     assert ("aborted" in fake.calls) == (not captured)
     graph_is_dropped.set()
     assert "aborted" in ended(fake)
-
-
-class TestDeadline:
-    @pytest.fixture
-    def watched(self, gpu, clock):
-        return Deadline(2)
-
-    def test_counts_from_the_first_look_within_an_exchange(self, watched, clock):
-        exchange = Exchange("broadcast", (1, 2))
-        assert watched.late() is None
-        clock.now += 9
-        watched.begin(exchange, STREAM)
-        for _ in range(3):
-            assert watched.late() is None
-            clock.now += 0.9
-        assert watched.late() == exchange
-        watched.end(STREAM)
-        clock.now += 9
-        assert watched.late() is watched.running is None
-
-    def test_begins_anew_with_every_exchange(self, watched, clock):
-        """As in the replay of a graph, between two looks."""
-        exchange = Exchange("broadcast", (1,))
-        for _ in range(5):
-            watched.begin(exchange, STREAM)
-            assert watched.late() is None
-            clock.now += 1.5
-            watched.end(STREAM)
-
-    def test_a_look_that_came_too_late_is_not_of_the_next_one(self, watched, clock):
-        watched.begin(Exchange("broadcast", (1,)), STREAM)
-        watched.end(STREAM)
-        watched._word[1] = 1  # by a look that had seen the exchange
-        clock.now += 9
-        watched.begin(Exchange("reduce", (1,)), STREAM)
-        assert watched.late() is None
-
-    def test_0_is_indefinitely(self, gpu, clock):
-        watched = Deadline(0)
-        watched.begin(Exchange("broadcast", (1,)), STREAM)
-        watched.late()
-        clock.now += 1e6
-        assert watched.late() is None
-
-    def test_equal_exchanges_share_a_number(self, watched, gpu):
-        for peer in (1, 2, 1):
-            watched.begin(Exchange("a message", (peer,)), STREAM)
-            assert watched.running == Exchange("a message", (peer,))
-        assert [value for _, value in gpu.stored] == [1, 2, 1]
 
 
 def test_what_is_missing_is_named(fake, monkeypatch):

@@ -202,8 +202,8 @@ def test_a_mark_is_stored_for_the_host(engine):
         return
     watched, exchange = Deadline(60), Exchange("all_reduce", (1,))
     for mark, running in (
-        (lambda: watched.begin(exchange, default), exchange),
-        (lambda: watched.end(default), None),
+        (lambda: watched.begin(exchange, default, False), exchange),
+        (lambda: watched.end(default, False), None),
     ):
         watched._word[1] = 1
         mark()

@@ -1,0 +1,85 @@
+"""The deadline of exchanges between islands: when one begins, ends and is late."""
+
+import pytest
+
+from numba_symm.engines.deadline import Deadline, Exchange
+
+STREAM, SIDE = 77, 88
+
+
+@pytest.fixture
+def watched(gpu, clock):
+    return Deadline(2)
+
+
+def test_counts_from_the_first_look_within_an_exchange(watched, clock):
+    exchange = Exchange("broadcast", (1, 2))
+    assert watched.late() is None
+    clock.now += 9
+    watched.begin(exchange, STREAM, False)
+    for _ in range(3):
+        assert watched.late() is None
+        clock.now += 0.9
+    assert watched.late() == exchange
+    watched.end(STREAM, False)
+    clock.now += 9
+    assert watched.late() is watched.running is None
+
+
+def test_begins_anew_with_every_exchange(watched, clock):
+    """As in the replay of a graph, between two looks."""
+    exchange = Exchange("broadcast", (1,))
+    for _ in range(5):
+        watched.begin(exchange, STREAM, False)
+        assert watched.late() is None
+        clock.now += 1.5
+        watched.end(STREAM, False)
+
+
+def test_a_look_that_came_too_late_is_not_of_the_next_one(watched, clock):
+    watched.begin(Exchange("broadcast", (1,)), STREAM, False)
+    watched.end(STREAM, False)
+    watched._word[1] = 1  # by a look that had seen the exchange
+    clock.now += 9
+    watched.begin(Exchange("reduce", (1,)), STREAM, False)
+    assert watched.late() is None
+
+
+def test_0_is_indefinitely(gpu, clock):
+    watched = Deadline(0)
+    watched.begin(Exchange("broadcast", (1,)), STREAM, False)
+    watched.late()
+    clock.now += 1e6
+    assert watched.late() is None
+
+
+def test_exchanges_that_follow_each_other_in_a_capture(watched, gpu):
+    """One mark is the end of one and the begin of the next."""
+    exchanges = [Exchange(name, (1,)) for name in ("reduce", "broadcast", "reduce")]
+
+    def captured(stream, *each):
+        for exchange in each:
+            watched.begin(exchange, stream, True)
+            gpu.add(stream, exchange.operation)
+            watched.end(stream, True)
+
+    gpu.captured = {STREAM: 7, SIDE: 8}
+    captured(STREAM, *exchanges)
+    wanted = [1, "reduce", 2, "broadcast", 1, "reduce", 0]
+    assert gpu.nodes == wanted
+    gpu.places[SIDE] = gpu.places[STREAM]  # in another graph
+    captured(SIDE, exchanges[1])
+    assert gpu.nodes == (wanted := [*wanted, 2, "broadcast", 0])
+    gpu.add(SIDE, "a kernel")
+    captured(SIDE, exchanges[1])
+    assert gpu.nodes == (wanted := [*wanted, "a kernel", 2, "broadcast", 0])
+    gpu.places[SIDE] |= {4}  # it waits for another stream, too
+    captured(SIDE, exchanges[1])
+    assert gpu.nodes == [*wanted, 2, "broadcast", 0]
+
+
+def test_equal_exchanges_share_a_number(watched, gpu):
+    for peer in (1, 2, 1):
+        watched.begin(Exchange("a message", (peer,)), STREAM, False)
+        assert watched.running == Exchange("a message", (peer,))
+    assert [value for _, value in gpu.stored] == [1, 2, 1]
