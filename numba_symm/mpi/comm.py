@@ -177,12 +177,21 @@ class Device(Messages):
 
     @translated
     def Free(self) -> None:
-        """Close the communicator. Collective.
+        """Close the communicator. Collective; after a failure it waits for nobody.
 
         The communicator that was passed to ``Comm`` is not freed.
         """
-        self._freed = True
-        self._close()
+        if self._freed:
+            raise MPIError(MPI.ERR_COMM, FREED)
+        self._freed, made = True, self._made
+        try:
+            self._close()
+        finally:
+            failed = made is not None and made._calls.island.known_failure is not None
+            if failed:
+                self.post.give_up()
+        if failed:
+            return
         self.post.free()
         if self._owned:
             self._plain.Free(self)

@@ -12,18 +12,18 @@ communicators of their own, so host messages do not meet them.
 import functools
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm import arrays, streams
+from numba_symm import arrays, environment, streams
 from numba_symm.arrays import Memory
 from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
+from numba_symm.launch.waiting import Wait
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing, rooms
 from numba_symm.mpi.buffers import message
@@ -32,7 +32,7 @@ from numba_symm.mpi.copies import Copies
 from numba_symm.mpi.crossings import Copying, Crossing, Data, on_host
 from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
-from numba_symm.mpi.requests import PAUSE
+from numba_symm.mpi.requests import waited
 from numba_symm.mpi.rooms import Room, Rooms, opened, rooms_of
 
 _MOST = 4096  # bytes of an envelope, at most
@@ -118,27 +118,42 @@ class Post:
         First take what the peers sent. An envelope or a receipt that arrived later
         would be taken for one of a new communicator, to which MPI gives the same
         number. A send without a receive ends, too.
+
+        Raises:
+            CollectiveTimeout: a rank did not come within the set-up timeout.
         """
-        while self._copying:
-            self.check()
+        wait = Wait("Free", self._rank, environment.chosen_setup_timeout())
+
+        def check() -> None:
+            if wait.look(()):
+                raise wait.error(())
+
+        def copied() -> bool:
             self.reap()
-            time.sleep(PAUSE)
+            return not self._copying
+
+        waited(copied, check)
         self.copies.settle()
         self.reap()  # sends the last receipts
         channels = self._envelopes, self._receipts, self._data
-        wanted = [sum(each.comm.alltoall(each.sent)) for each in channels]
+        sent = np.array([each.sent for each in channels]).T.copy()  # a row each rank
+        wanted = np.empty_like(sent)
+        request = self._receipts.comm.Ialltoall(sent, wanted)
+        self._receipts.keep(request, (sent, wanted))
+        waited(request.Test, check)
         for posted in list(self._open):
             posted.cancel()
             posted.wait(_nothing)
-        while any(
-            each.sends or each.taken < number
-            for each, number in zip(channels, wanted, strict=True)
-        ):
+
+        def taken() -> bool:
             while self._envelopes.comm.Iprobe():
                 self._arrived(MPI.ANY_SOURCE, MPI.ANY_TAG)
             self._data.drop()
             self.reap()
-            time.sleep(PAUSE)
+            numbers = zip(channels, wanted.sum(0), strict=True)
+            return not any(each.sends or each.taken < some for each, some in numbers)
+
+        waited(taken, check)
         for room in self._receipts.unread.values():  # which nobody will read
             self._give_back(room)
         self._receipts.unread.clear()
@@ -146,9 +161,14 @@ class Post:
         self._freed = True
         if not _posts:
             rooms.give_back_all()
-        self._receipts.comm.Barrier()  # after which the peers may end
+        waited(self._receipts.comm.Ibarrier().Test, check)  # then the peers may end
         for channel in channels:
             channel.comm.Free()
+
+    def give_up(self) -> None:
+        """End without the peers, after a failure. MPI keeps the duplicates."""
+        self.copies.settle()
+        self._freed = True  # but kept: MPI may still write to the room of a receive
 
     def _check_open(self, what: str) -> None:
         """Begin a call: refuse it after Free, and make the GPU current."""

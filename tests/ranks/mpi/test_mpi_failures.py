@@ -12,7 +12,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
-from numba_symm.errors import RankLeft
+from numba_symm.errors import CollectiveTimeout, RankLeft
 from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
 from numba_symm.mpi import crossings, jobs, messages
@@ -308,6 +308,35 @@ def test_the_end_of_a_program_after_another_ranks_failure(world, monkeypatch):
         assert text.endswith("are undefined. This communicator is closed now")
     assert not found
     made.Free()
+
+
+@needs_peers
+def test_free_waits_for_no_rank_that_has_left(world, comm, monkeypatch):
+    made, other = MPI.Comm(world, timeout=20), comm.Dup()
+    stays = made.rank < made.size - 1
+    if not stays:
+        made.communicator._calls.island.abandon(ValueError("7"), "Recv")
+    else:
+        with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7"):
+            made.Recv(array(1), made.size - 1)
+        made.Free()
+        with pytest.raises(MPI.Exception, match="Free was called"):
+            made.Free()
+    # No rank can know that a rank has left a communicator without collectives.
+    monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "0.1")
+    late = r"waited for other ranks in Free \(set-up timeout: 0.1 s\)"
+    if stays:
+        pending = SimpleNamespace(query=lambda: other.rank)  # of a rank that has ended
+        envelope = Envelope(other.rank, 0, 0, 0, 0, b"")
+        other.post._copying.append(Copying(pending, envelope, None, None))
+        with pytest.raises(MPI.Exception, match=late) as found:
+            other.Free()
+        assert isinstance(found.value.__cause__, CollectiveTimeout)
+    world.Barrier()
+    if not stays:
+        made.Free()
+        with pytest.raises(MPI.Exception, match=late):
+            other.Free()
 
 
 @needs_peers
