@@ -29,7 +29,7 @@ from numba_symm.errors import (
     RankLeft,
     left,
 )
-from numba_symm.launch import locks
+from numba_symm.launch import locks, waiting
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
@@ -147,9 +147,10 @@ class Board:
         """Map the records for this process' kernels. Local, on the current GPU."""
         self.address = ctypes.addressof(self._records)
         if not SIMULATED:
-            with ExitStack() as undo:
-                self.address = _register(self.address, undo)
-                self._undo.push(undo.pop_all())
+            # A page that stays mapped could not be mapped for the next board.
+            self.address = waiting.undisturbed(
+                lambda: _register(self.address, self._undo)
+            )
 
     def failure(self) -> Failure | None:
         """Return why the communicator has failed, or None if it has not."""

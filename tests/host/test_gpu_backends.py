@@ -1,6 +1,8 @@
 """The backends on GPUs, over a driver that fails at one call after another."""
 
+import contextlib
 import ctypes
+import signal
 
 import pytest
 from cuda.bindings import driver as binding
@@ -9,6 +11,7 @@ from numba_symm import driver
 from numba_symm.backends.ipc import IpcBackend, allocation_around
 from numba_symm.backends.protocol import Allocation
 from numba_symm.backends.vmm import VmmBackend
+from numba_symm.board import Board
 from numba_symm.errors import BackendError, DriverError
 
 MIB = 1 << 20
@@ -19,6 +22,7 @@ UNDO = {
     "cuMemMap": "cuMemUnmap",
     "cuMemAlloc": "cuMemFree",
     "cuIpcOpenMemHandle": "cuIpcCloseMemHandle",
+    "cuMemHostRegister": "cuMemHostUnregister",
 }
 RESULTS = {
     "cuMemGetAllocationGranularity": 2 * MIB,
@@ -28,6 +32,7 @@ RESULTS = {
     "cuMemAlloc": 0xB0000000,
     "cuIpcOpenMemHandle": 0xC0000000,
     "cuMemExportToShareableHandle": 33,
+    "cuMemHostGetDevicePointer": 0xD0000000,
 }
 
 
@@ -227,3 +232,20 @@ def test_memory_that_has_no_handle_is_refused_with_what_to_do(fake):
     fake.fail = lambda name, number: name == "cuMemGetAddressRange"
     with pytest.raises(BackendError, match=r"^here: memory at 0x10 cannot be shared"):
         allocation_around(0x10, "here")
+
+
+def test_an_interrupt_leaves_no_page_of_a_board_mapped(fake, monkeypatch):
+    made, call = Board.__new__(Board), fake.call
+    made._records, made._undo = (ctypes.c_uint64 * 2)(), contextlib.ExitStack()
+
+    def interrupted(name, *args):
+        result = call(name, *args)
+        if name == "cuMemHostRegister":
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(driver, "call", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made.register()
+    made._undo.close()
+    assert not fake.held
