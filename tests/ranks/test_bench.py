@@ -426,7 +426,7 @@ def test_several_islands_have_no_limits(world, folder, monkeypatch):
     monkeypatch.setenv("XDG_DATA_HOME", str(folder))
     text = f"tune: expected ranks of one island, got {world.size} islands"
     with pytest.raises(ns.ArgumentError, match=text):
-        tune.main(["--largest", "512"])
+        tune.main(["--largest", "1K"])
     assert not tuned.file().exists()
 
 

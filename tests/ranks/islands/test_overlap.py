@@ -7,6 +7,7 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import streams
+from numba_symm.collectives.islands.moves import ONE_RAIL
 from numba_symm.collectives.islands.pipeline import CHUNK
 from numba_symm.collectives.islands.site import Site
 from numba_symm.environment import SIMULATED
@@ -60,7 +61,7 @@ def test_work_is_done_while_the_bytes_of_another_chunk_cross(
 
 
 def test_every_rail_carries_a_shard_of_a_broadcast(world, comm):
-    count = 6000
+    count = ONE_RAIL  # of eight bytes each
     x = array_of(comm, np.full(count, comm.rank), symmetric=False)
     before = comm._calls.island.sent
     comm.broadcast(x, root=1)
