@@ -408,7 +408,9 @@ class _Ahead:
         return time.monotonic() - first >= _ANSWERED
 
 
-_ANSWERED = 1.0  # seconds after a message, in which those sent before it arrive
+# Seconds after a message, in which those sent before it arrive. If a rank stops for
+# longer between the sends of one step, some ranks may raise because others are ahead.
+_ANSWERED = 1.0
 _UNSURE = 0.01  # seconds between two checks whether the ranks of this island live
 
 
