@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from numba_symm.cache import UNKNOWN
 from numba_symm.mpi import shortcuts
+from numba_symm.mpi.buffers import array_in, on_device
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.jobs import Job, wait
 from numba_symm.mpi.requests import Prequest, Started
@@ -59,7 +60,8 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
         job = build(self, *given, **kept)
         if job is None:
             return getattr(self.host, f"{name}_init")(*args, **options)
-        return Prequest(functools.partial(_started, self, job))
+        used = [array_in(spec) for spec in (*given, *kept.values()) if on_device(spec)]
+        return Prequest(functools.partial(_started, self, job), used)
 
     return (
         _named(blocking, name, build, ""),

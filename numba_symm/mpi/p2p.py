@@ -229,7 +229,8 @@ class Messages:
             return self.host.Recv_init(buf, source, tag)
         if source == NOBODY:
             return Prequest(partial(Done, NOBODY))
-        return Prequest(partial(self._receive, self.post.room(buf), source, tag))
+        into = self.post.room(buf)
+        return Prequest(partial(self._receive, into, source, tag), [into.array])
 
     def _prepared(
         self, start: Callable[..., Request], buf: Any, dest: int, tag: int
@@ -237,7 +238,8 @@ class Messages:
         """Return a send whose argument is read now."""
         if dest == NOBODY:
             return Prequest(Done)
-        return Prequest(partial(start, message(buf), dest, tag))
+        found = message(buf)
+        return Prequest(partial(start, found, dest, tag), [found.array])
 
     # Probes.
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from mpi4py import MPI
 
+from numba_symm import arrays
 from numba_symm.mpi.errors import refusal, translated, unsupported
 
 PAUSE = 20e-6
@@ -323,15 +324,22 @@ class Started(Request):
         return True
 
 
+def _place(array: Any) -> tuple[Any, ...]:
+    """Return the address and the shape of a device array."""
+    return arrays.fields(array, "Start")[:2]
+
+
 class Prequest(Request):
     """A call that was prepared, to be started many times.
 
     Args:
         begin: starts the call, and returns its request.
+        used: the device arrays of the call, which has their addresses.
     """
 
-    def __init__(self, begin: Callable[[], Request]):
+    def __init__(self, begin: Callable[[], Request], used: Sequence[Any] = ()):
         super().__init__()
+        self._used = [(array, _place(array)) for array in used]
         self._begin: Callable[[], Request] | None = begin
         self._running: Request | None = None
 
@@ -351,6 +359,13 @@ class Prequest(Request):
                 MPI.ERR_REQUEST,
                 "Start: expected a persistent request that is not active; wait for it "
                 "first",
+            )
+        # torch can replace the memory of a tensor, by set_ or resize_ for example.
+        if any(_place(array) != place for array, place in self._used):
+            raise refusal(
+                MPI.ERR_BUFFER,
+                "Start: expected arrays of the addresses and shapes that they had when "
+                "the request was prepared, got others; prepare it again",
             )
         self._running = self._begin()
 

@@ -219,7 +219,16 @@ def test_synchronous_and_persistent_messages(comm):
     with pytest.raises(MPI.Exception, match="not active"):
         recv.Start()
     send.Start()
-    recv.Wait()
+    MPI.Request.Waitall([send, recv])
+    reduce = comm.Allreduce_init(MPI.IN_PLACE, recvbuf=x)
+    replaced = room(1)
+    for attribute in ("_ary", "gpu_data"):  # in the simulator, and on a GPU
+        if hasattr(x, attribute):
+            setattr(x, attribute, getattr(replaced, attribute))
+    for request in (send, reduce):
+        with pytest.raises(MPI.Exception, match="Start: expected arrays of the addr"):
+            request.Start()
+        assert not request.is_active
     comm.Barrier()
 
 
