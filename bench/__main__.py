@@ -154,7 +154,7 @@ class _Run:
                 "rows": rows,
             }
             _save(run, asked.json, asked.plot)
-        for each in others:  # not after an error: close waits for the other ranks
+        for each in others:  # not after an error, as close waits for all ranks
             each.close()
         return wrong_elements(rows)
 

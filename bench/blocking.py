@@ -136,7 +136,7 @@ def _passed(spelled: Any, nbytes: int) -> list[Row]:
 def _parts(spelled: Any, x: Any, y: Any, left: int) -> list[Row]:
     """Return what a message costs without the host's other work. Collective.
 
-    Between islands, nothing: no rank reads a GPU of another island.
+    Between islands, nothing, because no rank reads a GPU of another island.
     """
     comm: ns.Communicator = spelled.communicator
     if len(comm.islands) > 1:

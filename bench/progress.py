@@ -52,8 +52,8 @@ def hidden(progress: Progress) -> Iterator[None]:
 def terminal() -> TextIO | None:
     """Return the standard stream of this process that is a terminal, or None.
 
-    Standard output is preferred: the rows go there, and mpirun does not keep the order
-    between two streams.
+    Standard output is preferred, because the rows go there, and mpirun does not keep
+    the order between two streams.
     """
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         if _at_terminal(number, stream):

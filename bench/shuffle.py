@@ -1,7 +1,7 @@
 """Random calls: sizes, types, reductions and algorithms are drawn for each.
 
 The host enqueues a batch without waiting between the calls. Hosts do not synchronize
-with each other: a rank may begin its next batch while a peer checks the previous one.
+with each other, so a rank may begin its next batch while a peer checks the last one.
 Each call has its own buffers, so that every result can be checked.
 """
 

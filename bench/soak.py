@@ -56,7 +56,7 @@ KINDS = (
     ("int32", "min"),
     ("int64", "sum"),
 )
-"""Types with reductions: few, or compiling would take most of the time."""
+"""Types with reductions. With more, compiling would take most of the time."""
 
 GRID, BLOCK = (1, 1) if SIMULATED else (512, 256)
 
@@ -218,7 +218,7 @@ class Lane:
     def _view(self, rooms: Any, count: int, dtype: np.dtype[Any]) -> Any:
         """Return elements anywhere in a symmetric or an ordinary array.
 
-        Each rank draws for itself: no peer needs to know where its arrays are.
+        Each rank draws for itself, because no peer needs to know where its arrays are.
         """
         own, nbytes = self._own, count * dtype.itemsize
         shift = int(own.integers(MISALIGNED)) * dtype.itemsize

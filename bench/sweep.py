@@ -271,7 +271,7 @@ class Sweep:
             fill(lane, inputs)
             self._timer.replay(graph)
             return self._wrong(lane, results)
-        # In place, a buffer's calls reduce each other's results: one call a buffer.
+        # One call a buffer, because in place a buffer's calls reduce earlier results.
         single = self._timer.capture(lane, len(lane.calls))
         fill(lane, inputs)
         self._timer.replay(single)

@@ -466,7 +466,7 @@ class Calls:
     def give_up_unless_refused(self, error: BaseException, what: str) -> None:
         """Make the communicator fail after an error before anything was enqueued.
 
-        It does not fail after an argument error: the rank may repeat the call.
+        It does not fail after an argument error, because the rank may repeat the call.
         """
         if not isinstance(error, REFUSALS):
             self.give_up(error, what)

@@ -353,8 +353,8 @@ class Communicator(Persistent):
         :meth:`group` with several messages from a rank to the same rank.
 
         Not collective, but every rank calls it. Otherwise its peers wait for it in the
-        first call. The ranks of a node share the compiling. Do it before other calls: a
-        kernel may be loaded only when the GPU has nothing to do, as in each first call.
+        first call. The ranks of a node share the compiling. Do it before other calls,
+        because loading may wait until the GPU has nothing to do, as in a first call.
 
         Args:
             *calls: the names of methods, such as ``"all_reduce"`` or ``"send"``;
@@ -1126,7 +1126,7 @@ class Communicator(Persistent):
     def isend(self, x: Any, *, dst: int | None, stream: Any = None) -> Request:
         """Start to send ``x`` to rank ``dst``, which calls :meth:`irecv`.
 
-        No later call waits for it: it runs beside them, on a stream of its own. The
+        No later call waits for it, because it runs on a stream of its own. The
         communicator was made with ``requests=True``. Requests between two ranks match
         in the order in which they are started, and never match :meth:`recv`.
 
@@ -1175,8 +1175,8 @@ class Communicator(Persistent):
         collectives follow, in the order of their calls. After an exception within the
         block, no call is started.
 
-        Not collective. Ranks may group their messages differently: messages of two
-        ranks match in the order of their calls. But if one rank makes another
+        Not collective. Ranks may group their messages differently, because messages of
+        two ranks match in the order of their calls. But if one rank makes another
         collective call within a group, every rank makes it within a group.
 
         Raises:

@@ -283,7 +283,7 @@ def leave(calls: Calls, error: BaseException | None) -> None:
     if error is None:
         close(calls)
     elif not island.closed:
-        # The other ranks may still be within the statement: do not wait for them.
+        # Do not wait for the other ranks, which may still be within the statement.
         island.abandon(error)
         try:
             with calls.alone("close"):
@@ -405,8 +405,9 @@ atexit.register(watchdog.fall_silent_at_exit)  # the last registered runs first
 def _warn_of_open() -> None:
     """Warn of communicators that are still open; the exit code does not change.
 
-    A record on the board ends the waits of the other ranks, and names the reason. After
-    an exception there is no warning: the program did not get as far as ``close``.
+    It does not warn after an exception, because then the program never reached
+    ``close``. A record on the board ends the waits of the other ranks, and names the
+    reason.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     for calls in list(_open):

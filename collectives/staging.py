@@ -48,7 +48,7 @@ class Staging:
             self._apart = False
 
     def begin(self) -> None:
-        """Let the memory be used from its start: a call begins, or a group."""
+        """Use the memory from its start again, because a call or a group begins."""
         self._used = 0
 
     def take(

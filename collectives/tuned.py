@@ -2,8 +2,8 @@
 
 They are in one file of the user, of one GPU model and version of the library, by
 number of ranks. Where these differ, the built-in limits are used, with a warning. Rank
-0's file decides for all ranks: if two ranks chose different algorithms, both would
-wait.
+0's file decides for all ranks, because two ranks that chose different algorithms would
+wait for each other.
 """
 
 import json
@@ -156,7 +156,7 @@ def write(gpu: str, size: int, choices: Choices) -> None:
         for name, choice in choices.items()
     }
     place.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed when it is complete: other processes may be reading the old one.
+    # Renamed when it is complete, because other processes may read the old one.
     handle, path = tempfile.mkstemp(dir=place.parent)
     with os.fdopen(handle, "w") as written:
         json.dump(content, written, indent=1)

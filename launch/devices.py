@@ -1,6 +1,6 @@
 """The assignment of GPUs to ranks, by UUID, and the peer access between GPUs.
 
-An ordinal is valid in one process only: if each rank sees one GPU, its ordinal is 0 on
+An ordinal is valid in one process only. If each rank sees one GPU, its ordinal is 0 on
 every rank. A UUID names the same GPU in all processes.
 """
 

@@ -139,7 +139,7 @@ class IpcChannel:
             self._exchange.look(wait, [dst])
             if self._exchange.is_ahead(dst):
                 raise ExchangeError(f"{self._unsent(dst)}, which is at a later step")
-            # The peer may also be waiting to send to this rank: make room.
+            # Make room, because the peer may also be waiting to send to this rank.
             self._receive(_RETRY_SECONDS)
 
     def recv_fd(self, src: int) -> int:
@@ -210,8 +210,8 @@ class IpcChannel:
     def discard(self) -> None:
         """Close all descriptors that have arrived and that no call returned. Local.
 
-        For a failed collective: when every rank has left it, none is in transit. After
-        ``close`` there are none.
+        Call it after a failed collective that every rank has left, because then none is
+        in transit. After ``close`` there are none.
         """
         more = True
         while more:
@@ -227,7 +227,7 @@ class IpcChannel:
         self._close_stashed()
 
     def disown(self) -> None:
-        """Close a forked child's copies of the sockets: they are its parent's."""
+        """Close a forked child's copies of the sockets, which its parent owns."""
         self.close()
 
     def __enter__(self) -> Self:

@@ -61,7 +61,7 @@ def discover(exchange: StoreExchange) -> World:
 
 
 MOST_RANKS = 64
-"""The most ranks of an island: kernels use one bit of a word for each rank."""
+"""The most ranks of an island, because kernels use one bit of a word for each."""
 
 
 def refuse_too_many(size: int) -> None:

@@ -228,7 +228,8 @@ os.register_at_fork(after_in_child=_leave_mpi_to_the_parent)
 
 def is_mpi(comm: object) -> bool:
     """Return whether ``comm`` is a communicator of mpi4py's."""
-    # Do not import mpi4py.MPI, which calls MPI_Init: its communicators imply it.
+    # Do not import mpi4py.MPI, because that calls MPI_Init. Whoever has one of its
+    # communicators has imported it.
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and isinstance(comm, mpi.Comm)
 

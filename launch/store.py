@@ -113,7 +113,7 @@ class StoreExchange:
         forks.watch(self)
 
     def disown(self) -> None:
-        """Refuse steps of a forked child: the rank is its parent."""
+        """Refuse steps of a forked child, because the rank is its parent."""
         self._astray = (
             f"this process was forked from rank {self.rank} and cannot exchange values "
             f"with the other ranks; {forks.ADVICE}"
@@ -165,7 +165,7 @@ class StoreExchange:
                 an earlier call.
             CollectiveError: a rank did not arrive in time, has left, or has ended.
         """
-        if self._astray:  # others may have given up: do not wait for them
+        if self._astray:  # do not wait for others, which may have given up
             raise ExchangeError(self._astray)
         mine = _Message(self.prefix, self._step, what, value)
         self._step += 1
@@ -237,8 +237,8 @@ class StoreExchange:
     def agreed(self, what: str) -> Iterator[None]:
         """Agree at the end of the block whether it succeeded on every rank.
 
-        Collective. The block contains local work only: a rank that fails leaves it
-        early, and would miss an exchange in it.
+        Collective. The block contains local work only, because a rank that fails leaves
+        it early, and would miss an exchange in it.
 
         Raises:
             SymmError: on all ranks, if the block failed on any, with the text of each

@@ -96,13 +96,13 @@ class Board:
         undo: ExitStack,
         names: Sequence[int] | None = None,
     ):
-        # Before others rely on it: when it is closed, they see that this rank has left.
+        # Before others rely on it, because its close shows that this rank has left.
         undo.callback(self.close)
         self._undo = ExitStack()
         self._rank = exchange.rank
         self._size = exchange.size
         self._names = names
-        # Reentrant: a finalizer may report, too.
+        # Reentrant, because a finalizer may report, too.
         self._reporting = threading.RLock()
         self._step = 0
         self._turn = 0
@@ -197,7 +197,7 @@ class Board:
             raise
         finally:
             self._steps[self._rank] = vote
-        # Who votes to stop does not wait: a rank that has left never votes.
+        # Who votes to stop does not wait, because a rank that has left never votes.
         voted = vote == go and self._reached(go, wait, heed=False)
         if voted and stop not in list(self._steps):
             return None
@@ -216,7 +216,7 @@ class Board:
         longest, start = 1, 0
         while start < longest:
             # Pieces alternate between two places. When this one is stored, all ranks
-            # have read the one before the last: they have reached the step of the last.
+            # have reached the step of the last one, so they have read the one before.
             piece = data[start : start + room]
             at = self._place(self._rank)
             self._pieces[at : at + 8] = len(data).to_bytes(8, "little")
@@ -360,10 +360,10 @@ class Board:
         self._undo.close()
 
     def disown(self) -> None:
-        """Write nothing more, in a forked child: the board is its parent's.
+        """Write nothing more, in a forked child, because its parent owns the board.
 
-        Close the lock file, too: the child must not keep the lock of a parent that
-        ends.
+        Close the lock file, too. Otherwise the child would keep the lock of a parent
+        that has ended.
         """
         self._reporting = threading.RLock()  # another thread may have held it
         self._let_go()

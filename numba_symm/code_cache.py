@@ -8,7 +8,7 @@ the work. One process locks a byte of a file in the cache's folder, and compiles
 Linux kernel releases the lock when the process ends. The other processes wait for the
 entry. If the lock is released and there is none, or after ``LONGEST_WAIT``, each of
 them compiles, without a lock. So does a process that cannot lock. No process loads code
-on a GPU under a lock: loading may wait for a peer, which may be waiting for the lock.
+on a GPU under a lock, because loading may wait for a peer that waits for the lock.
 """
 
 import functools
@@ -149,7 +149,8 @@ def _opened() -> int:
 def _close(descriptor: int | None, byte: int) -> None:
     """Close the file of locks, and release the lock if this process holds it.
 
-    Closing is not enough: a child that was forked meanwhile has the description, too.
+    Closing is not enough, because a child that was forked meanwhile has the
+    description, too.
     """
     if descriptor is not None:
         with suppress(OSError):  # no locks here

@@ -35,7 +35,7 @@ def defer(step: Callable[..., object], *args: object) -> None:
 def give_back() -> None:
     """Run the steps that finalizers have deferred.
 
-    For calls that may wait for the GPU. If that is impossible now, nothing is run:
+    For calls that may wait for the GPU. If that is impossible now, nothing is run, so
     memory that cannot be unmapped safely stays mapped.
     """
     steps = _queue.steps

@@ -142,7 +142,7 @@ class Island:
             raise Apart(f"NUMBA_SYMM_ISLAND_SIZE={self._most} divides the ranks")
 
     def disown(self) -> None:
-        """Give everything up, in a forked child: it is the parent's."""
+        """Give everything up, in a forked child, because the parent owns it."""
         self.closed = True
         self.why_closed = (
             f"this process was forked from rank {self.world.rank} and cannot use its "
@@ -252,7 +252,7 @@ class Island:
     def abandon(self, cause: BaseException | str, operation: str = "") -> None:
         """Make the communicator fail on every rank; see :meth:`Board.abandon`.
 
-        Later calls of this rank need not report this failure: it knows the cause.
+        Later calls of this rank need not report this failure, whose cause it knows.
         """
         if not self.failed:
             self.board.abandon(cause, operation)

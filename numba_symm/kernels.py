@@ -108,8 +108,8 @@ class Kernel:
     def load(self) -> Any:
         """Return the kernel on the current device, as a ``CUfunction``.
 
-        Loading at the first launch could deadlock: it may wait for the device, which
-        may be waiting for this kernel on a peer.
+        Loading at the first launch could deadlock, because it may wait for the device,
+        which may be waiting for this kernel on a peer.
         """
         from cuda.core import Device
 
@@ -216,8 +216,8 @@ def _with_room(call: Callable[[], T]) -> T:
     """Call a function within one chunk of memory for the frames of Python functions.
 
     CPython keeps frames in chunks of 16 KiB, and maps and unmaps a chunk whenever a
-    call crosses the end of the one before. The compiler works hundreds of frames deep:
-    where a loop of it crosses an end, it takes up to three times as long. This function
+    call crosses the end of the one before. The compiler works hundreds of frames deep.
+    Where a loop of it crosses an end, it takes up to three times as long. This function
     claims a frame of 512 KiB, so CPython maps a chunk of 1 MiB. What the function calls
     has its other half.
     """
@@ -372,7 +372,7 @@ def _versions() -> str:
 
 
 def _version(name: str) -> str | None:
-    # By name: a list of all distributions reads the metadata of each, for 40 ms.
+    # By name, because a list of all distributions reads the metadata of each (40 ms).
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -204,8 +204,8 @@ class _Trail:
     def enter(self, stream: Any, place: Place) -> None:
         """Make ``stream`` wait for the latest call, unless it follows that anyway.
 
-        In a capture, an unnecessary wait also costs the early launch: the stream's next
-        kernel would follow the whole latest call.
+        In a capture, an unnecessary wait also costs the early launch, because the
+        stream's next kernel would follow the whole latest call.
 
         Args:
             stream: its handle, as the driver takes it.
@@ -250,7 +250,8 @@ def _captures(stream: Any) -> bool:
 def spoil_capture(stream: int) -> bool:
     """Invalidate the stream's capture. Return whether there was one.
 
-    For a call that fails in part: the part that was captured must not be replayed.
+    For a call that fails in part, because the part that was captured must not be
+    replayed.
     """
     if SIMULATED or stream in _LEGACY_DEFAULTS:
         return False
@@ -357,8 +358,8 @@ class SideStream:
     def joined(self, stream: int) -> Iterator[None]:
         """Make ``stream`` follow all work of this one if the ``with`` block fails.
 
-        For the steps between :meth:`follow` and :meth:`lead`: work on this stream may
-        write an array that the program uses again after the error.
+        For the steps between :meth:`follow` and :meth:`lead`, because work on this
+        stream may write an array that the program uses again after the error.
         """
         try:
             yield

@@ -205,8 +205,8 @@ class _Bfloat16:
         return device
 
     def __dlpack__(self, *, stream: int | None = None, **options: Any) -> Any:
-        # max_version is not passed on: only an unversioned capsule begins with its
-        # DLTensor, which is edited here.
+        # max_version is not passed on, because only an unversioned capsule begins with
+        # its DLTensor, which is edited here.
         capsule = self._bits.__dlpack__(stream=stream)
         tensor = _pointer_of(capsule, b"dltensor")
         ctypes.c_uint8.from_address(tensor + _TYPE_CODE).value = _BFLOAT16

@@ -29,7 +29,8 @@ OPERATORS = {"sum", "prod", "min", "max"}
 def call(site: Site, operation: Operation, work: Call) -> Enqueue | None:
     """Return a call by the engine's own collective, or None if its steps are better.
 
-    All ranks choose the same. None for listing kernels: other sizes need the steps'.
+    All ranks choose the same. Return None to a caller that lists kernels, because other
+    sizes need those of the steps.
     """
     name = operation.name
     if site.largest > 1 or site.listing or name not in site.islands.engine.collectives:

@@ -126,7 +126,7 @@ class Site:
     def beside(self) -> "Site":
         """The same for steps beside an exchange: without the engine's multiprocessors.
 
-        It is used for a step on all ranks or on none: its grid is smaller.
+        It is used for a step on all ranks or on none, because its grid is smaller.
         """
         if self.shares:
             return self
@@ -392,7 +392,7 @@ class _ByEngine:
         except ArgumentError:
             raise  # before the engine has begun
         except BaseException as error:
-            # In a capture, too: the engine of another rank may wait to be connected.
+            # Also in a capture, because the engine of another rank may wait to connect.
             self._islands.abandon(error, self._what)
             raise
 

@@ -8,8 +8,8 @@ Each rank copies its shards from the other ranks' arrays directly into its outpu
     broadcast    the arrays of two ranks
 
 A rank for which this does not hold refuses in the handshake, and the kernel in chunks
-does the call. A broadcast to more than one rank never uses copy engines: its root would
-send the message once for each rank.
+does the call. A broadcast to more than one rank never uses copy engines, because its
+root would send the message once for each rank.
 """
 
 from typing import NamedTuple

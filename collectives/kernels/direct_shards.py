@@ -128,8 +128,8 @@ def make_direct_shards(
                     store(target, vector, count, low[i], high[i])
             if everywhere:
                 for k in range(others):
-                    # Loaded again: with a vector of each of eight ranks, not all
-                    # addresses fit into the registers.
+                    # Loaded again, because the registers cannot hold all addresses
+                    # beside a vector of each of eight ranks.
                     _, there = ld_v2_u64(own + where(k))  # explore: into
                     outputs[k] = there + offset  # explore: whose
                 # Along the ring, so that the ranks do not all store at the same one.

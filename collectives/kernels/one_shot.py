@@ -12,7 +12,7 @@ the mailboxes could not be used again. Where a rank needs no data of another one
 instead of data. Otherwise, ranks with different roots would fill mailboxes that no rank
 empties.
 
-In place is safe: a thread has loaded whatever it overwrites.
+Calls may be in place, because a thread has loaded whatever it overwrites.
 
 Source: the one-shot all-reduces of NCCL (LL), MSCCL++ and TensorRT-LLM (Lamport).
 """
@@ -243,7 +243,7 @@ def make_one_shot(
         start = block * THREADS + thread
         rank = guard.rank
         mine = source + rank * shard_bytes if sends_shards else source
-        # While the block's first thread has a vector: all synchronize in between.
+        # While the block's first thread has a vector, because all synchronize here.
         while start - thread < vectors:
             if not late:
                 epoch = next_epoch(epoch)

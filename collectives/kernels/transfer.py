@@ -21,7 +21,8 @@ word before the launch ends. A block waits only for a block before it, never for
 one. At launch, the host knows only the unit of the message's length. So the kernel
 accesses the end of an array element by element.
 
-Nothing else synchronizes the ranks: a sender may be DEPTH chunks of each channel ahead.
+Nothing else synchronizes the ranks, so a sender may be DEPTH chunks of each channel
+ahead.
 All pairs of a launch progress side by side, because each end of a channel has a block
 of its own.
 
@@ -278,7 +279,7 @@ def make_transfer(
             # A small message is divided into thin chunks, for all channels.
             tiles = max(1, min(room, (vectors + across - 1) // across))
             first = channel * tiles * THREADS
-            # An empty one is a chunk, too: the receiver may expect another size.
+            # An empty one is a chunk, because the receiver may expect another size.
             last = 1 if nbytes == 0 else vectors
             size_word = word_of(nbytes << NUMBER_BITS)
             while first < last and not stopped:

@@ -86,8 +86,7 @@ def make_two_shot(
         stride = grid * THREADS
         epoch, failed = resume(own, epochs, block)
         start = block * THREADS + thread
-        # As long as the block's first thread has a vector: the block synchronizes
-        # in between.
+        # While the block's first thread has a vector, because all synchronize here.
         while start - thread < share:
             epoch = next_epoch(epoch)
             for group in range(0, tiles, batch):

@@ -9,7 +9,8 @@ once, and each other rank receives it once.
 In the scatter, thread 0 of each block exchanges with all ranks, both ways, as in
 ``one_shot.py``. Where no data is due, it receives a digest of the call.
 
-In place is safe: the root only reads its array, and the others only store in theirs.
+Calls may be in place, because the root only reads its array, and the others only store
+in theirs.
 """
 
 import functools

@@ -18,7 +18,7 @@ Memory order. In an exchange, a rank's copies begin after its handshake, so afte
 everything that any rank's stream did before that rank's handshake. The third launch, in
 which all ranks wait for each other, begins after the copies. So no array changes while
 another rank copies from it. Copies follow one another on the call's stream, from the
-next rank on: several simultaneous ones share the links badly.
+next rank on, because several simultaneous ones share the links badly.
 """
 
 from typing import Any, NamedTuple

@@ -171,8 +171,8 @@ def make_reduced(
 
     @device_function
     def of_root(rank: int, taken: int, low: Any, high: Any, spare: Any) -> Any:
-        # By masks: the compiler would make an index from branches, and put the arrays
-        # into memory.
+        # By masks, because the compiler would make an index from branches, and put the
+        # arrays into memory.
         first, second = 0, 0
         for k in range(1, size):
             mask = -word_of(k == taken)

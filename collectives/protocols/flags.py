@@ -67,7 +67,7 @@ def _make_raise(size: int) -> Callable[..., bool]:
         failed = sync_block_or(failed)  # explore: synchronize
         thread = thread_index_x()
         if thread < size - 1:
-            # One fence for all flags: the threads of a warp execute it together.
+            # One fence suffices for all flags: a warp's threads execute it together.
             fence_acq_rel_sys()  # explore: fence
         for k in range(size - 1):
             if thread == k % THREADS and not failed:

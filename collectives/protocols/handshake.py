@@ -20,11 +20,11 @@ the second one has stored and loaded. So what follows on a rank's stream follows
 second launches of all ranks.
 
 A digest of the call is sent with the addresses, because a call writes other ranks'
-arrays: ranks whose calls differ fail together, before any array is written. A rank that
-is late, after others have given up, writes nothing either, nor does a rank that waited
-for it. For that, each rank reads the board after it has sent its packets, and again
-after a long wait. A failure while the last rank's packets are in transit is found too
-late. After a failure, the third launch does nothing, either.
+arrays. So ranks whose calls differ fail together, before any array is written. A rank
+that is late, after others have given up, writes nothing either, nor does a rank that
+waited for it. For that, each rank reads the board after it has sent its packets, and
+again after a long wait. A failure while the last rank's packets are in transit is found
+too late. After a failure, the third launch does nothing, either.
 
 A mailbox is used again in the next call. A rank begins that call only after all others
 have read the mailbox. The third launch ends by waiting for them: by its own flags, or
@@ -82,8 +82,11 @@ from numba_symm.kernels import Kernel
 from numba_symm.waits import CALL_MISMATCH
 
 BLOCKS = 120
-"""Most blocks of the second launch: more simultaneous loads only congest the links, and
-a grid of 15 multiprocessors may be early (``binding.launch``)."""
+"""The most blocks of the second launch.
+
+More simultaneous loads only congest the links. A grid of 15 multiprocessors may be
+early (``binding.launch``).
+"""
 
 _BOX = 4 * VECTOR  # two vectors as packets
 
@@ -283,7 +286,7 @@ def make_needs_fallback(
         if block == 0:
             epoch, failed = resume(own, epochs, 0)
             epoch = (epoch + 1) & 0xFFFFFFFF
-            # After a refusal, too: flags must not be 2**31 calls old.
+            # Also after a refusal, because flags must not be 2**31 calls old.
             # explore: signal
             failed = raise_flags(ring, flags, guard.rank, epoch, failed)
             if not found:

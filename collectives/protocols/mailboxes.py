@@ -308,8 +308,8 @@ def make_poll(size: int, peek: Any) -> Callable[..., bool]:
         arrived = False
         given_up = False
         while not arrived and not given_up:
-            # All mailboxes are loaded before any is compared: a branch on one would
-            # make the next load wait for it.
+            # All mailboxes are loaded before any is compared, because a branch on one
+            # would make the next load wait for it.
             missing = 0
             for k in range(others):
                 low[k + 1], high[k + 1], gap = peek(first + k * rank_stride, epoch)

@@ -38,7 +38,7 @@ def make_in_rank_order(size: int) -> Callable[[int, Any, Any, Any], None]:
 
     @device_function
     def rotate(rank: int, words: Any, spare: Any) -> None:
-        # By 1, 2, 4 … places, so that every index is a constant: registers need that.
+        # By 1, 2, 4 … places, so that every index is a constant, as registers need.
         for bit in range(shifts):
             rotating = rank >> bit & 1 != 0  # explore: rotating
             for r in range(size):

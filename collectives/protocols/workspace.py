@@ -27,7 +27,7 @@ from numba_symm.device.intrinsics import (
 from numba_symm.environment import SIMULATED
 
 THREADS = 8 if SIMULATED else 128
-"""Threads of a block in every protocol. Slots' addresses depend on it: a constant.
+"""Threads of a block in every protocol, a constant: slots' addresses depend on it.
 Few, so that a small message is spread over many multiprocessors. The simulator's
 threads are operating-system threads; a few show every race.
 
@@ -198,7 +198,7 @@ _ARGUMENTS = 3584  # bytes of a kernel's arguments that may be messages, of 4096
 def most_messages(size: int, counted: bool = False) -> int:
     """Return how many messages a pair may have in a launch, each way.
 
-    A group with more is refused, not divided: a second launch would wait for the first
+    A group with more is refused, not divided. A second launch would wait for the first
     one, whose messages may wait, through other ranks, for those of the second.
 
     Args:
@@ -344,8 +344,8 @@ def resume(own: int, epochs: int, block: int) -> Any:
     its own launch has found, but not the other threads of its own block. So the block
     has to agree before a branch that all its threads must take together.
     """
-    # A word, which the caller compares: here, the comparison would make the kernel's
-    # first loads wait for it.
+    # The caller compares the word. A comparison here would make the kernel's first
+    # loads wait for it.
     failed = load_failure(own, block)  # explore: failed
     return word_of(ld_u32(own + epochs + 4 * block)), failed
 

@@ -283,7 +283,7 @@ def find_mpirun() -> str:
     Raises:
         SymmError: there is none.
     """
-    # sys.executable is not resolved: in a virtual environment, python is a link.
+    # sys.executable is not resolved, because it is a link in a virtual environment.
     beside = Path(sys.executable).parent
     found = shutil.which("mpirun", path=str(beside)) or shutil.which("mpirun")
     if found is None:

@@ -7,7 +7,7 @@ is shown once, with their numbers. The first rank that fails collects the errors
 others for a moment, prints them, and ends the job. As under ``python -m mpi4py``, a
 rank that fails ends the job, because others may wait for it in MPI.
 
-The file is run by its path and imports nothing of numba_symm: a program may set
+The file is run by its path and imports nothing of numba_symm, because a program may set
 variables that Numba reads when it is imported.
 """
 
@@ -252,8 +252,8 @@ def described(error: BaseException) -> str:
     """Return the text of an exception, with the program's own frames only.
 
     It omits the frames before the program's. If numba_symm raised the error on purpose,
-    it also omits the frames inside numba_symm, and errors of numba_symm that this one
-    repeats: the text contains the advice.
+    it also omits the frames inside numba_symm, because the text has the advice, and
+    errors of numba_symm that this one repeats.
     """
     shown = traceback.TracebackException.from_exception(error, compact=True)
     frames = shown.stack

@@ -126,7 +126,7 @@ def make_wait(has_arrived: Callable[[int, int], bool]) -> Callable[..., bool]:
 
 @device_function
 def _has_reached(flag: int, epoch: int) -> bool:
-    # Epochs only grow, modulo 2**32: a peer may be ahead, never 2**31 ahead.
+    # Epochs only grow, modulo 2**32. A peer may be ahead, but never by 2**31.
     # explore: await-epoch
     return (ld_acquire_sys_u32(flag) - epoch) & 0xFFFFFFFF < 0x80000000
 

@@ -1,9 +1,9 @@
 """The instructions that a kernel may use, named after their PTX.
 
-Addresses are ``int64``: device addresses fit, and Numba makes a float of ``uint64 +
-int64``. Flags are ``uint32``. Data words are ``int64`` bit patterns. A ``.sys`` access
-is atomic and ordered with accesses by every GPU and the host. ``sim.py`` has the same
-names for Numba's simulator.
+Addresses are ``int64``. Device addresses fit, and Numba would make a float of
+``uint64 + int64``. Flags are ``uint32``. Data words are ``int64`` bit patterns. A
+``.sys`` access is atomic and ordered with accesses by every GPU and the host.
+``sim.py`` has the same names for Numba's simulator.
 
 Sources: `ld
     <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld>`_,
@@ -67,13 +67,13 @@ class _DeviceFunction(CUDADispatcher):  # type: ignore[misc]
     """A device function that Numba compiles without a GPU.
 
     Numba's own asks the current GPU for its compute capability. Of all capabilities
-    from ``OLDEST`` on, the result is the same: LLVM's code, compiled with the kernel.
+    from ``OLDEST`` on, the result is the same code of LLVM, compiled with the kernel.
     """
 
     def compile_device(self, args: Any, return_type: Any = None) -> Any:
         """Compile the function for arguments of these types, once in a process.
 
-        A constant's value is not part of its type here: LLVM finds it when it inlines.
+        A constant's value is not part of its type here. LLVM finds it when it inlines.
         """
         args = tuple(map(types.unliteral, args))
         if args not in self.overloads:
@@ -135,7 +135,7 @@ def device_function(function: F) -> F:
 def array_function(function: F) -> F:
     """Make ``function``, which returns a new array, callable from kernels.
 
-    Numba inlines it: in Numba, a call returns only arrays that were passed to it.
+    Numba inlines it, because a call in Numba returns no arrays but its arguments.
     """
     return cuda.jit(device=True, inline="always")(function)  # type: ignore[no-any-return]
 
@@ -258,8 +258,8 @@ globaltimer = _instruction("mov.u64 $0, %globaltimer;", _I64)
 def _rounded_to(kind: str) -> Any:
     """Return what rounds a float32 to 16 bits.
 
-    As one of a pair: where the float is a predicate's 0 or 1, ptxas (13.0) loses the
-    conversion of one alone, and stores the integer's bits.
+    It is converted as one of a pair. Where a float is a predicate's 0 or 1, ptxas
+    (13.0) loses the conversion of one alone, and stores the integer's bits.
     """
     return _instruction(
         "{.reg .b32 pair; .reg .b16 high;"
@@ -295,7 +295,8 @@ def _f32x2_of(kind: str) -> Any:
 def _of_f32x2(kind: str) -> Any:
     """Return what rounds two floats, the lower one first; from sm_89 on.
 
-    What is too large becomes the largest number: the instruction has no other mode.
+    What is too large becomes the largest number, because the instruction has no other
+    mode.
     """
     asm = f"cvt.rn.satfinite.{kind}x2.f32 $0, $2, $1;"
     return _instruction(asm, _I16, _F32, _F32)
@@ -304,8 +305,8 @@ def _of_f32x2(kind: str) -> Any:
 f32x2_of_e4m3x2, f32x2_of_e5m2x2 = _f32x2_of("e4m3"), _f32x2_of("e5m2")
 e4m3x2_of_f32x2, e5m2x2_of_f32x2 = _of_f32x2("e4m3"), _of_f32x2("e5m2")
 
-# Products that are rounded before they are added to, as NumPy's are: with ``.rn`` a
-# compiler makes no fused multiply-add of them, which might differ between kernels.
+# Products that are rounded before they are added to, as NumPy's are. With ``.rn``, no
+# compiler makes a fused multiply-add of them, which might differ between kernels.
 mul_rn_f32 = _instruction("mul.rn.f32 $0, $1, $2;", _F32, _F32, _F32)
 mul_rn_f64 = _instruction("mul.rn.f64 $0, $1, $2;", _F64, _F64, _F64)
 

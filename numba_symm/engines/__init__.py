@@ -171,7 +171,7 @@ def partners(islands: Joined) -> tuple[list[int], list[int]]:
 def prove(islands: Joined, engine: Engine) -> None:
     """Send a message along the rails, and check what arrives. Collective.
 
-    Between islands of one rank, use each of the engine's collectives, too: otherwise,
+    Between islands of one rank, use each of the engine's collectives, too. Otherwise,
     hosts would wait for each other in the first calls.
 
     Raises:
@@ -214,7 +214,8 @@ def prove(islands: Joined, engine: Engine) -> None:
 def _tried(islands: Joined, what: str) -> Iterator[None]:
     """Wait for what the block enqueues. Collective.
 
-    If it fails on a rank, it ends on all ranks: their engines may wait for that rank.
+    If it fails on a rank, it ends on all ranks, because their engines may wait for that
+    rank.
     """
     try:
         yield

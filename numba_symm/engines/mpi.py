@@ -351,7 +351,7 @@ class _Move:
         raise NotImplementedError
 
     def give_up(self) -> Any:
-        """Return the request: MPI may still read or write its buffer."""
+        """Return the request, because MPI may still read or write its buffer."""
         with suppress(Exception):
             self.request.Cancel()
         return self.request

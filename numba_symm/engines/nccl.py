@@ -142,7 +142,7 @@ class NcclEngine:
         self._captured = False
         self._alone = math.inf  # when NCCL's word that a rank has left is the cause
         self._connected: set[tuple[Any, ...]] = set()
-        # Reentrant: a finalizer may abort, too.
+        # Reentrant, because a finalizer may abort, too.
         self._lock = threading.RLock()  # NCCL takes one call at a time
         self._ending: threading.Thread | None = None
         self._nccl = _functions()
@@ -168,7 +168,7 @@ class NcclEngine:
     ) -> None:
         """Enqueue the exchange. See :class:`Engine`.
 
-        The first exchange with a rank waits for it on the host: NCCL connects to it.
+        The first exchange with a rank waits on the host until NCCL has connected to it.
         """
         sends = [each for each in sends if each.nbytes]
         receives = [each for each in receives if each.nbytes]
@@ -301,8 +301,8 @@ class NcclEngine:
     def _translated(self, operation: str) -> Iterator[None]:
         """Raise errors of NCCL's functions as errors of this library.
 
-        The block takes the engine's lock, and releases it before ``_look`` is called:
-        ``_look`` takes the watchdog's, whose holder may wait for the engine's.
+        The block takes the engine's lock, and releases it before it calls ``_look``.
+        ``_look`` takes the watchdog's lock, whose holder may wait for the engine's.
         """
         try:
             yield

@@ -79,7 +79,7 @@ class SymmetricMemoryAllocator:
         forks.watch(self)
 
     def disown(self) -> None:
-        """Free nothing that a forked child has inherited: its parent frees it."""
+        """Free nothing that a forked child has inherited, because its parent does."""
         self._lock = threading.RLock()
         for block in self._blocks.values():
             block.own = False

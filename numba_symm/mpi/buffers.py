@@ -153,7 +153,7 @@ _Items = tuple[ArrayView, int, int, Layout]
 
 
 def _is_remembered(count: Any, displ: Any, datatype: Any) -> bool:
-    """Return whether these always mean the same: a derived type may be freed."""
+    """Return whether these always mean the same; a derived type may be freed."""
     return (
         (count is None or type(count) is int)
         and (displ is None or type(displ) is int)

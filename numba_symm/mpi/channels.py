@@ -68,7 +68,7 @@ class Channel:
 
 
 class Receipts(Channel):
-    """Receipts: a sender that has one of a message reuses the message's memory.
+    """Receipts, after which the sender of a message reuses the message's memory.
 
     Attributes:
         unread: the memory of this rank's messages without a receipt, by number.

@@ -255,8 +255,8 @@ class Comm(Device, MPI.Intracomm):  # type: ignore[misc]
     with host arrays or with objects, and has all other methods. Construction is
     collective; it binds this rank to a GPU.
 
-    Blocking calls return when their arrays may be used: they wait for the stream that
-    the array names, else for ``stream``. Within a capture they return immediately.
+    Blocking calls wait for the stream that the array names, else for ``stream``. So
+    their arrays may be used when they return. Within a capture they return immediately.
 
     Args:
         comm: the communicator of mpi4py.
@@ -306,7 +306,8 @@ def add_kind(kind: type[Device]) -> None:
 def _close_all() -> None:
     """Close what is open, in reverse order, as MPI does at the end of a program.
 
-    After an exception nothing is closed: the other ranks get an error that names it.
+    It closes nothing after an exception, because the other ranks may not come. They get
+    an error that names the exception.
     """
     if getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
         return

@@ -204,7 +204,7 @@ class Job:
         """Make the communicator fail if this rank cannot make the call.
 
         Else the other ranks, which make it, would wait until the deadline. It does not
-        fail after a refusal: the rank may repeat the call.
+        fail after a refusal, because the rank may repeat the call.
         """
         try:
             yield

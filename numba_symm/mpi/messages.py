@@ -489,7 +489,7 @@ class Post:
 
 
 def _nothing() -> None:
-    """Check nothing: the communicator ends."""
+    """Check nothing, where MPI ends the wait in any case."""
 
 
 def settle_all() -> None:

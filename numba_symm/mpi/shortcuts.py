@@ -1,6 +1,6 @@
 """Blocking calls that are one call of the communicator on the caller's own arrays.
 
-Such a call is known by its arguments: the next one with arrays at the same places does
+Such a call is known by its arguments. The next one with arrays at the same places does
 not read its specifications again.
 """
 

@@ -122,7 +122,7 @@ class Broker:
             return None
         except OSError as error:
             log.warning("a request for a shared array was lost: %s", error)
-            time.sleep(0.1)  # there may be too many open files: wait for a close
+            time.sleep(0.1)  # perhaps until one of too many files is closed
             return None
         caller.setblocking(False)
         if credentials(caller).uid == os.geteuid():
@@ -194,8 +194,8 @@ def _exchange(name: bytes, request: bytes, received: list[_Received]) -> None:
         broker.send(request)
         space = socket.CMSG_SPACE(4)
         flags = socket.MSG_CMSG_CLOEXEC
-        # No Python function between the receipt and the list: a signal handler could
-        # raise there, and the descriptor would be lost.
+        # No Python function between the receipt and the list, because a signal handler
+        # could raise there, and the descriptor would be lost.
         received.extend(map(broker.recvmsg, [_TEXT_BYTES], [space], [flags]))
 
 

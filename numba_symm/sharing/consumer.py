@@ -169,7 +169,7 @@ class Consumer:
             reference.mapped = self.mapped[key] = mapped
         except SymmError:
             raise
-        except BaseException:  # of a signal handler: the memory may be mapped
+        except BaseException:  # of a signal handler, so the memory may be mapped
             reference.lost = handle.kind not in kinds.GOING_WITH_ARRAYS
             raise
         return mapped
@@ -182,7 +182,7 @@ class Consumer:
             del self.mapped[mapped.key]
 
     def unmap_unused(self) -> None:
-        """Unmap closing mappings. Not under the guard: it waits for the device."""
+        """Unmap closing mappings. Not under the guard, because it waits for the GPU."""
         if not self.closing:
             return
         me = threading.get_ident()

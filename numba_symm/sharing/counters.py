@@ -6,8 +6,8 @@ open-file-description locks, which the Linux kernel releases when the process th
 them ends, in whatever way. Each open of an array locks a byte of its own. A byte that
 is marked as open, but not locked, belongs to a process that has ended.
 
-Values that other processes can write are checked before they are used: a process that
-writes wrong values must not hang or end this one.
+Values that other processes can write are checked before they are used, because a
+process that writes wrong values must not hang or end this one.
 
 Source: the reference-counter file of PyTorch's ``CudaIPCTypes``.
 """
@@ -283,7 +283,7 @@ class CounterFile:
                 end = now if self.stuck else now + PATIENCE
             if now >= end:
                 raise self._keeps_the_lock()
-            time.sleep(pause)  # 0 at first: the lock is held for microseconds
+            time.sleep(pause)  # 0 at first, as the lock is held for microseconds
             pause = min(pause + 5e-5, 1e-3)
         self._holder[0] = self._process
         self.stuck = False

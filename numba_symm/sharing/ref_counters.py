@@ -124,7 +124,7 @@ class RefCounterFile(CounterFile):
         The description holds a lock for the consumer. The lock is released when the
         consumer has ended. May be called in any thread.
         """
-        # Not os.dup: locks belong to the description, which a duplicate would share.
+        # Not by os.dup: locks belong to the description, which a duplicate would share.
         fd = locks.reopened(self._fd)
         try:
             number = next(self._numbers)
