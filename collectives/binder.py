@@ -22,10 +22,12 @@ class Binder:
 
     Attributes:
         end: this rank's end of its island, for kernels.
+        end_of_messages: the same for the kernel of messages.
     """
 
-    def __init__(self, end: Endpoint):
+    def __init__(self, end: Endpoint, end_of_messages: Endpoint | None = None):
         self.end = end
+        self.end_of_messages = end_of_messages or end
 
     def placing(self, places: Callable[[int], Placing]) -> "Binder":
         """Return a binder of the same ranks, with other places of symmetric memory.
@@ -43,7 +45,7 @@ class Binder:
         self, sends: Sequence[Message], receives: Sequence[Message]
     ) -> Enqueue:
         """Bind messages to and from other ranks, which start together."""
-        return transfer.bind(self.end, sends, receives)
+        return transfer.bind(self.end_of_messages, sends, receives)
 
     def barrier(self) -> Enqueue:
         """Bind a barrier of all ranks."""

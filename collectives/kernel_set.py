@@ -137,7 +137,7 @@ def kernels(
             elif name == SIGNALS:
                 _bind_signals(binder.end.size)
             elif binder.end.size > 1:
-                _bind_messages(numpy_dtypes, binder.end, name)
+                _bind_messages(numpy_dtypes, binder.end_of_messages, name)
     return list(found)
 
 

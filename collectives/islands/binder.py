@@ -39,7 +39,7 @@ class IslandsBinder(Binder):
     """
 
     def __init__(self, site: Site):
-        super().__init__(site.end)
+        super().__init__(site.end, site.beside.end)
         self._site = site
 
     def placing(self, places: Callable[[int], Placing]) -> "IslandsBinder":

@@ -399,10 +399,17 @@ def test_prepare(world, monkeypatch):
     monkeypatch.setattr(
         kernels.Kernel, "bind", lambda k, *a, **o: (bound.add(k), bind(k, *a, **o))[1]
     )
+    # As NCCL's: kernels beside an exchange differ from those alone.
+    monkeypatch.setattr(mpi.MpiEngine, "multiprocessors", 2)
     with in_pairs(world) as comm:
         loaded = {*bound}  # by the engine's trial
-        comm.prepare("all_to_all", "send", "barrier", "signals")
-        names = "reduce", "broadcast", "reduce_scatter"
+        comm.prepare("sendrecv", "barrier", "signals")
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for count in (40, 333):
+            x = comm.zeros(count * comm.size, np.float32)
+            comm.sendrecv(x, dst=right, out=comm.zeros(x.size), src=left)
+        assert bound <= listed | loaded  # by other calls it would be listed, too
+        names = "all_to_all", "reduce", "broadcast", "reduce_scatter"
         comm.prepare(*names, dtypes=[np.float32], ops=["sum"])
         for count in (40, 333):
             x = comm.zeros(count * comm.size, np.float32)
