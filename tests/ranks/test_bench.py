@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import types
 
 import numpy as np
 import pytest
@@ -365,6 +366,15 @@ def test_a_soak_checks_random_calls(world, shown, monkeypatch):
     for each in wrong:
         assert ", round 1: " in each
         assert " int32 (min), " in each
+
+
+def test_every_lane_of_a_soak_has_equally_many_steps():
+    """Or ranks of other lanes make their calls in another order, and wait forever."""
+    lane = object.__new__(soak.Lane)
+    lane._random, lane._graph = np.random.default_rng(0), None
+    lane._streams = [types.SimpleNamespace(handle=0)] * 2
+    lane._drawn = [soak.Drawn("", "reduce", 1, lambda handle: None)] * soak.CALLS
+    assert len([*lane.steps()]) == (soak.CALLS + 1) * soak.REPEATS
 
 
 def used(world):
