@@ -33,6 +33,7 @@ from numba_symm.dtypes import Element, element, moved
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.kernels import Kernel, listed
+from numba_symm.launch import devices
 
 LARGEST = "4K" if SIMULATED else "256M"
 SMALLEST = "512" if SIMULATED else "1K"
@@ -379,14 +380,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = options.same_on_all(ranks, lambda: parse(argv))
     with ns.Communicator(ranks) as comm:
         islands = len(comm.islands)
-        if islands == 1:
+        gpus = _gpus(comm)
+        if islands == 1 and gpus == ranks.size:
             _tune(comm, ranks, asked)
+    if gpus < ranks.size:  # whose bytes cross no link
+        raise ArgumentError(
+            f"tune: expected a GPU for each rank, got {gpus} for {ranks.size} ranks; "
+            "start as many ranks as there are GPUs"
+        )
     if islands > 1:  # whose calls choose algorithms within each island
         raise ArgumentError(
             f"tune: expected ranks of one island, got {islands} islands; start as many "
             "ranks as one has, on one node"
         )
     return 0
+
+
+def _gpus(comm: ns.Communicator) -> int:
+    """Return how many GPUs the ranks have."""
+    if SIMULATED:  # one for each rank, which all have the same name
+        return comm.size
+    return len(devices.sharers(comm._calls.island.gpus))
 
 
 def _tune(comm: ns.Communicator, ranks: Any, asked: argparse.Namespace) -> None:

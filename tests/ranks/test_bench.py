@@ -407,6 +407,14 @@ def test_measured_limits_are_used_if_they_are_rank_0s_and_of_this_node(
             tune.main([])
         return
     monkeypatch.setenv("XDG_DATA_HOME", str(folder / str(world.rank)))
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "_gpus", lambda comm: 1)
+        with pytest.raises(
+            ns.ArgumentError, match=f"GPU for each rank, got 1 for {world.size}"
+        ):
+            tune.main(["--largest", tune.SMALLEST])
+    assert not tuned.file().exists()
+    monkeypatch.setattr(tune, "_gpus", lambda comm: comm.size)
     assert tune.main(["--largest", tune.SMALLEST]) == 0
     text = shown()[0].out
     assert "all_reduce, floats: " in text
