@@ -38,7 +38,7 @@ from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
 from numba_symm.collectives.protocols.chunks import make_chunks
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_needs_fallback
+from numba_symm.collectives.protocols.handshake import make_is_done
 from numba_symm.collectives.protocols.order import (
     make_in_rank_order,
     make_mirror,
@@ -156,9 +156,7 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
     return reduce
 
 
-def make_chunked_all_reduce(
-    size: int, element: Element, op: Op, ragged: bool, fallback_for: int
-) -> Any:
+def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
     epochs = layout(size).chunked.epochs
@@ -168,7 +166,7 @@ def make_chunked_all_reduce(
     held = size * min(CHUNKED.tiles(size), max(1, LOADS // size))
 
     raise_flags, await_flags = make_flags(size, waits.CHUNKED)
-    needs_fallback = make_needs_fallback(size, fallback_for)
+    is_done = make_is_done(size)
 
     def chunked_all_reduce(
         guard: Any,
@@ -182,14 +180,14 @@ def make_chunked_all_reduce(
         share: int,
         tiles: int,
         chunks: int,
+        fallback_for: int,
     ) -> None:
         thread = cuda.threadIdx.x
         block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)
-        # explore: fallback
-        if fallback_for != 0 and not needs_fallback(guard, ring, own, block):
+        if is_done(guard, ring, own, block, fallback_for):  # explore: fallback
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -256,12 +254,10 @@ def make_chunked_all_reduce(
 
 
 @functools.cache
-def kernel(
-    size: int, element: Element, op: Op, ragged: bool, fallback_for: int = 0
-) -> Kernel:
+def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged, fallback_for)
-    arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
+    constants = (size, element, op, ragged)
+    arguments = (ADDRESS, ADDRESS, *5 * (types.int64,))
     return binding.make_kernel(make_chunked_all_reduce, constants, *arguments)
 
 
@@ -278,6 +274,7 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
     grid, tiles, chunks = chunks_of(share, end.size, end.max_blocks)
     ragged = is_ragged(call, share, end.size)
     return binding.launch(
-        kernel(end.size, call.element, call.op, ragged, fallback_for),
+        kernel(end.size, call.element, call.op, ragged),
         *(end, grid, call.source, call.target, call.count, share, tiles, chunks),
+        fallback_for,
     )

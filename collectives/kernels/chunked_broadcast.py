@@ -22,7 +22,7 @@ from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, Enqueue
 from numba_symm.collectives.protocols.chunks import make_chunks
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_needs_fallback
+from numba_symm.collectives.protocols.handshake import make_is_done
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.partition import (
     chunks_of,
@@ -50,7 +50,7 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
-from numba_symm.waits import BROADCAST_COPIES, BROADCAST_DIRECT, CHUNKED_BROADCAST
+from numba_symm.waits import CHUNKED_BROADCAST
 
 
 def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
@@ -68,9 +68,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     relayed = min(room, LOADS)
     lag = 2 if size > 2 else 1
     raise_flags, await_flags = make_flags(size, CHUNKED_BROADCAST)
-    needs_fallback = make_needs_fallback(
-        size, BROADCAST_DIRECT if size > 2 else BROADCAST_COPIES
-    )
+    is_done = make_is_done(size)
 
     def chunked_broadcast(
         guard: Any,
@@ -92,8 +90,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         if block >= grid:
             return
         follow_previous_grid(early)
-        # explore: fallback
-        if fallback_for != 0 and not needs_fallback(guard, ring, own, block):
+        if is_done(guard, ring, own, block, fallback_for):  # explore: fallback
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -175,5 +172,5 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
     return binding.launch(
         kernel(end.size, moved_as(call, ragged), ragged),
         *(end, grid, call.root, call.target, call.count, call.vectors),
-        *(share, tiles, chunks, int(fallback_for != 0)),
+        *(share, tiles, chunks, fallback_for),
     )

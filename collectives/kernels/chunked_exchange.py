@@ -34,7 +34,7 @@ from numba_symm.collectives.protocols.exchanges import (
     of_none,
 )
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_needs_fallback
+from numba_symm.collectives.protocols.handshake import make_is_done
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, moved_as
 from numba_symm.collectives.protocols.slots import after, make_place
@@ -127,10 +127,10 @@ def make_use(
 
 
 def make_chunked_exchange(
-    size: int, element: Element, op: Op, ragged: bool, kind: Exchange, fallback_for: int
+    size: int, element: Element, op: Op, ragged: bool, kind: Exchange
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
-    needs_fallback = make_needs_fallback(size, fallback_for)
+    is_done = make_is_done(size)
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     raise_flags, await_flags = make_flags(size, kind.operation)
@@ -164,14 +164,14 @@ def make_chunked_exchange(
         taken: int,
         tiles: int,
         chunks: int,
+        fallback_for: int,
     ) -> None:
         thread = cuda.threadIdx.x
         block = block_index()
         if block >= grid:
             return
         follow_previous_grid(early)
-        # explore: fallback
-        if fallback_for != 0 and not needs_fallback(guard, ring, own, block):
+        if is_done(guard, ring, own, block, fallback_for):  # explore: fallback
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -229,17 +229,10 @@ def make_chunked_exchange(
 
 
 @functools.cache
-def kernel(
-    size: int,
-    element: Element,
-    op: Op,
-    ragged: bool,
-    kind: Exchange,
-    fallback_for: int = 0,
-) -> Kernel:
+def kernel(size: int, element: Element, op: Op, ragged: bool, kind: Exchange) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    constants = (size, element, op, ragged, kind, fallback_for)
-    arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
+    constants = (size, element, op, ragged, kind)
+    arguments = (ADDRESS, ADDRESS, *7 * (types.int64,))
     return binding.make_kernel(make_chunked_exchange, constants, *arguments)
 
 
@@ -252,7 +245,8 @@ def bind(kind: Exchange, end: Endpoint, call: Call, fallback_for: int = 0) -> La
     ragged = is_ragged(call)
     element = call.element if kind.output.reduces else moved_as(call, ragged)
     return binding.launch(
-        kernel(end.size, element, call.op, ragged, kind, fallback_for),
+        kernel(end.size, element, call.op, ragged, kind),
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
-        *(kind.output.taken(end.rank, end.size, call.root), tiles, chunks),
+        kind.output.taken(end.rank, end.size, call.root),
+        *(tiles, chunks, fallback_for),
     )

@@ -35,7 +35,7 @@ from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
 from numba_symm.collectives.protocols.chunks import make_chunks, make_load_all
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_needs_fallback
+from numba_symm.collectives.protocols.handshake import make_is_done
 from numba_symm.collectives.protocols.order import make_mirror, make_total
 from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, shard
 from numba_symm.collectives.protocols.slots import after, make_place
@@ -54,7 +54,7 @@ from numba_symm.device.intrinsics import block_index, st_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import CHUNKED_REDUCE, REDUCE_DIRECT
+from numba_symm.waits import CHUNKED_REDUCE
 
 
 def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
@@ -64,7 +64,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
     _, scatter, collect = make_chunks(size, lanes.load, lanes.store, size - 1, False)
     total = make_total(size, lanes)
     raise_flags, await_flags = make_flags(size, CHUNKED_REDUCE)
-    needs_fallback = make_needs_fallback(size, REDUCE_DIRECT)
+    is_done = make_is_done(size)
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
@@ -97,8 +97,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         if block >= grid:
             return
         follow_previous_grid(early)
-        # explore: fallback
-        if fallback_for != 0 and not needs_fallback(guard, ring, own, block):
+        if is_done(guard, ring, own, block, fallback_for):  # explore: fallback
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -175,5 +174,5 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
         kernel(end.size, call.element, call.op, ragged),
         *(end, grid, call.source, call.target, call.count, share),
         *((end.rank - call.root - 1) % end.size, tiles, chunks),
-        int(fallback_for != 0),
+        fallback_for,
     )

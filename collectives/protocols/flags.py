@@ -47,7 +47,7 @@ def make_flags(size: int, operation: int) -> Flags:
         size: number of ranks.
         operation: the number in ``waits.py`` for a wait that is given up.
     """
-    await_flags_of = _make_await(size)
+    await_flags_of = make_await(size)
 
     @device_function
     def await_flags(
@@ -55,11 +55,11 @@ def make_flags(size: int, operation: int) -> Flags:
     ) -> bool:
         return await_flags_of(guard, operation, flags, block, epoch, failed)
 
-    return Flags(_make_raise(size), await_flags)
+    return Flags(make_raise(size), await_flags)
 
 
 @functools.cache
-def _make_raise(size: int) -> Callable[..., bool]:
+def make_raise(size: int) -> Callable[..., bool]:
     """Return ``Flags.raise_flags``, which Numba types once for all operations."""
 
     @device_function
@@ -78,7 +78,7 @@ def _make_raise(size: int) -> Callable[..., bool]:
 
 
 @functools.cache
-def _make_await(size: int) -> Callable[..., bool]:
+def make_await(size: int) -> Callable[..., bool]:
     """Return ``Flags.await_flags`` with the operation as an argument."""
 
     @device_function

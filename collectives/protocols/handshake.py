@@ -48,7 +48,7 @@ from numba_symm.collectives.protocols.binding import (
     along_ring,
     digest_of,
 )
-from numba_symm.collectives.protocols.flags import make_flags
+from numba_symm.collectives.protocols.flags import make_await, make_raise
 from numba_symm.collectives.protocols.mailboxes import peek_packets, post_packets
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
@@ -265,38 +265,42 @@ def make_refused(size: int) -> Callable[[int], bool]:
 
 
 @functools.cache
-def make_needs_fallback(
-    size: int, operation: int
-) -> Callable[[Any, Any, int, int], bool]:
+def make_is_done(size: int) -> Callable[[Any, Any, int, int, int], bool]:
     """Return a device function for ``size`` ranks, for the third launch.
 
-    ``(guard, ring, own, block)`` returns whether a rank refused, so that this launch
-    has to do the call. If not, the ranks' first blocks have waited for each other.
-    After a failure, no block waits here, and the launch stores nothing
-    (``workspace.resume``). The whole block calls it.
+    ``(guard, ring, own, block, fallback_for)`` returns whether the second launch has
+    done the call, because no rank refused. Then the ranks' first blocks have waited for
+    each other; ``fallback_for`` is the number in ``waits.py`` for a wait that is given
+    up. If it is 0, this launch is the only one, and has to do the call. After a
+    failure, no block waits here, and the launch stores nothing (``workspace.resume``).
+    The whole block calls it.
     """
     region = layout(size).direct
     epochs, flags = region.epochs, region.flags
     refused = make_refused(size)
-    raise_flags, await_flags = make_flags(size, operation)
+    raise_flags, await_flags = make_raise(size), make_await(size)
 
     @device_function
-    def needs_fallback(guard: Any, ring: Any, own: int, block: int) -> bool:
+    def is_done(guard: Any, ring: Any, own: int, block: int, fallback_for: int) -> bool:
+        if fallback_for == 0:
+            return False
         found = refused(own)
         if block == 0:
-            epoch, failed = resume(own, epochs, 0)
+            epoch, failed = resume(own, epochs, block)
             epoch = (epoch + 1) & 0xFFFFFFFF
             # Also after a refusal, because flags must not be 2**31 calls old.
             # explore: signal
             failed = raise_flags(ring, flags, guard.rank, epoch, failed)
             if not found:
                 # explore: wait
-                failed = await_flags(guard, own + flags, 0, epoch, failed)
+                failed = await_flags(
+                    guard, fallback_for, own + flags, block, epoch, failed
+                )
             # All threads have resumed before they raise flags.
-            keep(own, epochs, 0, epoch, failed)
-        return found
+            keep(own, epochs, block, epoch, failed)
+        return not found
 
-    return needs_fallback
+    return is_done
 
 
 @functools.cache
@@ -322,7 +326,7 @@ def bind(
 
     Args:
         bind_fallback: binds the third one, which does the call if a rank refused. It
-            calls ``needs_fallback`` first.
+            first asks for that (``make_is_done``).
         end: this rank's end.
         call: the call.
         operation: the number in ``waits.py`` for a wait that is given up.

@@ -6,17 +6,17 @@ from explore.markers import removed, replaced, within
 from explore.scenarios import breaks, by_anything_and_by_result, calls_on_own_arrays
 from explore.source import device_code
 
-LEFT = "needs_fallback(guard, ring, own, block)"
+DONE = "is_done(guard, ring, own, block, fallback_for)"
 
 
 def left_undone(module):
     """Return the edit by which the third launch does nothing."""
-    return within(module, "fallback", LEFT, f"({LEFT} and False)")
+    return within(module, "fallback", DONE, f"({DONE} or fallback_for != 0)")
 
 
 def done_always(module):
     """Return the edit by which the third launch does the call again."""
-    return within(module, "fallback", LEFT, f"({LEFT} or True)")
+    return within(module, "fallback", DONE, f"({DONE} and False)")
 
 
 BROKEN = {

@@ -185,7 +185,7 @@ def test_calls_by_copies(ranks):
 
 
 OF_TWO = "a reduce of two ranks whose chunks share their slots"
-LEFT = "needs_fallback(guard, ring, own, block)"
+DONE = "is_done(guard, ring, own, block, fallback_for)"
 BROKEN = {
     "an input at another place not noticed": within(
         "handshake", "elsewhere", "theirs != known[k]", "False"
@@ -198,7 +198,7 @@ BROKEN = {
     "a barrier before the rank's own copies": removed("copied_reductions", "copied"),
     "copies before a barrier": removed("copied_reductions", "follow"),
     "no fallback of an exchange after a refusal": within(
-        "chunked_exchange", "fallback", LEFT, f"({LEFT} and False)"
+        "chunked_exchange", "fallback", DONE, f"({DONE} or fallback_for != 0)"
     ),
     "a rank that does not wait for the others' copies": removed("handshake", "wait"),
     OF_TWO: within("copied_reductions", "sets", "i % SETS", "0"),

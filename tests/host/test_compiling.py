@@ -6,6 +6,7 @@ import pytest
 from numba_symm import dtypes
 from numba_symm.collectives.kernels import (
     chunked_all_reduce,
+    chunked_broadcast,
     chunked_exchange,
     one_shot,
     two_shot,
@@ -56,12 +57,14 @@ def test_kernels_of_two_operators_share_all_but_the_operator(compiled):
 
 def test_kernels_of_two_algorithms_share_what_has_no_constants(compiled):
     compile_functions(reduced_by("max"))
+    compile_functions(chunked_broadcast.kernel(5, FLOAT32, False))
     compiled.clear()
     compile_functions(two_shot.kernel(5, FLOAT32, "max", False, "sentinel", 1))
     compile_functions(chunked_all_reduce.kernel(5, FLOAT32, "max", False))
     assert "mailboxes.receive" in compiled
     assert "mailboxes.poll" not in compiled
     assert "workspace.keep" not in compiled  # their regions are constants of calls
+    assert "handshake.is_done" not in compiled
     assert "order.total" not in compiled
 
 

@@ -26,6 +26,8 @@ from numba_symm.collectives.kernel_set import (
 from numba_symm.collectives.kernels import barrier, pack, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import OPERATIONS, REDUCE_SHARD
+from numba_symm.collectives.protocols.binding import Call
+from numba_symm.collectives.protocols.handshake import make_handshake
 from numba_symm.collectives.requests import Requests
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.device import ptx
@@ -224,6 +226,27 @@ def test_whole_vectors_of_all_types_are_moved_by_the_same_kernels(name):
     assert sum(not ragged(kernel) for kernel in one) > 3
     for others in (two, three):
         assert all(map(ragged, one ^ others))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("algorithm", ["direct", "copy_engine"])
+def test_a_handshake_is_followed_by_the_kernel_of_calls_without_one(algorithm, size):
+    def bound(operation, algorithm):
+        target = 0 if operation.in_place else 1 << 30
+        float32 = dtypes.element(np.dtype("float32"), "test")
+        call = Call(0, target, size << 22, float32, "sum")  # several chunks
+        with listed() as found:
+            operation.bind(algorithm, endpoint(size), call)
+        return found.keys()
+
+    moved = 0
+    for operation in OPERATIONS.values():
+        if algorithm in operation.algorithms:
+            found = bound(operation, algorithm)
+            if any(kernel.factory is make_handshake for kernel in found):
+                assert bound(operation, "chunked") < found
+                moved += 1
+    assert moved >= 2
 
 
 def test_kernels_that_several_calls_need_are_listed_once():

@@ -78,7 +78,6 @@ ALGORITHMS = {
     "scan_signalled": lambda *a: chunked_exchange.kernel(*a, False, SCAN),
     "reduce_signalled": lambda *a: chunked_reduce.kernel(*a, False),
     "broadcast_signalled": lambda n, e, op: chunked_broadcast.kernel(n, e, False),
-    "reduce_of_two_left": lambda *a: chunked_all_reduce.kernel(*a, False, True),
     "reduce_of_two": lambda *a: chunked_exchange.kernel(*a, False, REDUCE),
     "reduce_direct": lambda *a: direct_reduce.kernel(*a, False),
     "broadcast_direct": lambda n, e, op: direct_broadcast.kernel(n, e, False),
@@ -153,7 +152,7 @@ BLOCK_FLAGS = [
     for case in cases("chunked", *SIGNALLED)
     if case[0] != "reduce_signalled" or case[1] > 2
 ]
-BLOCK_FLAGS += [(f"reduce_of_two{left}", 2, "int64", "prod") for left in ("", "_left")]
+BLOCK_FLAGS += [("reduce_of_two", 2, "int64", "prod")]
 BLOCK_FLAGS += [("barrier", 2), ("barrier", 8)]
 SHARDS = [
     (name, *case)

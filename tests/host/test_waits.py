@@ -68,7 +68,7 @@ OF_OPERATIONS |= {
 
 
 CARRIERS = ("operation", "fallback_for")
-"""Parameters for a number of the table; ``fallback_for`` may be 0 or a bool."""
+"""Parameters for a number of the table; ``fallback_for`` may be 0."""
 
 
 def carried(module):
