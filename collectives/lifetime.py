@@ -262,6 +262,7 @@ def close(calls: Calls) -> None:
             calls.heap.close()
             island.close()
         except BaseException as error:
+            failure = None  # its traceback has this frame, whose objects it would keep
             close_locally(calls, error, "close")
             if not isinstance(error, CollectiveError) or island.known_failure != known:
                 raise

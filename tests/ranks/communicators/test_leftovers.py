@@ -4,6 +4,7 @@ import contextlib
 import gc
 import mmap
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -306,3 +307,18 @@ def test_a_close_after_a_failure_unmaps_what_was_dropped_before(world):
     with contextlib.suppress(ns.RankLeft):  # of the rank that was first
         failed.close()
     assert not deferred._queue.steps
+
+
+def test_a_failed_communicator_does_not_wait_for_the_garbage_collector(world):
+    comm = ns.Communicator(world, timeout=60)
+    world.barrier()
+    comm._calls.island.abandon("left for a test")
+    gc.disable()
+    try:
+        with contextlib.suppress(ns.RankLeft):  # of the rank that was first
+            comm.close()
+        calls = weakref.ref(comm._calls)
+        del comm
+        assert calls() is None
+    finally:
+        gc.enable()
