@@ -294,6 +294,7 @@ def forget_served() -> None:
     for kept in list(_given_up):
         if all(map(_has_ended, kept.requests)):
             _given_up.remove(kept)
+            kept.objects.clear()  # of an engine that waits for the garbage collector
 
 
 def _has_ended(request: Any) -> bool:

@@ -130,12 +130,15 @@ def test_memory_is_kept_until_every_request_on_it_has_ended(monkeypatch):
     alone, buffer = MPI.COMM_SELF, bytearray(4)
     fails, pending = alone.Irecv(buffer, 0, 6), alone.Irecv(bytearray(4), 0, 5)
     alone.Send(bytes(8), 0, 6)
-    mpi._given_up.append(mpi._Kept([fails, pending], [buffer]))
+    kept = mpi._Kept([fails, pending], [buffer])
+    mpi._given_up.append(kept)
     mpi.forget_served()
     assert mpi._given_up
+    assert kept.objects
     alone.Send(bytes(4), 0, 5)
     mpi.forget_served()
     assert not mpi._given_up
+    assert not kept.objects
 
 
 def test_the_deadline_counts_from_the_latest_message(world, engine):
