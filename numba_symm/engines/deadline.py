@@ -73,14 +73,14 @@ class Deadline:
         self._word = (ctypes.c_uint32 * 2).from_address(self._memory)
         self._word[:] = [0, 0]
         self._marks: dict[int, Launch] = {}
-        # In a capture: the place right after the latest end, which is its graph node.
+        # In a capture: the place right after the latest end mark, its graph node.
         self._end: tuple[int, frozenset[int]] | None = None
         self._mark(0)
 
     def begin(self, exchange: Exchange, stream: int, captured: bool) -> None:
-        """Enqueue the begin of an exchange.
+        """Enqueue the mark before an exchange.
 
-        In a capture, the end of an exchange that it directly follows becomes its begin.
+        In a capture, the mark after the exchange that it directly follows becomes this.
 
         Args:
             exchange: the exchange.
@@ -99,7 +99,7 @@ class Deadline:
             mark(stream)
 
     def end(self, stream: int, captured: bool) -> None:
-        """Enqueue the end of the exchange."""
+        """Enqueue the mark after the exchange."""
         self._mark(0)(stream)
         self._end = streams.in_capture(stream) if captured else None
 
