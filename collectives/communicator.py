@@ -132,6 +132,8 @@ class Communicator(Persistent):
         self._become(construction.begin(comm, device, timeout, *given))
         if self.rank == 0:
             devices.warn_if_sliced(self._calls.island.gpus)
+            if requests:
+                devices.warn_if_queues_are_few(self._calls.island.gpus)
 
     def _become(self, calls: Calls) -> None:
         self._calls = calls

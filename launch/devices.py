@@ -15,6 +15,7 @@ from numba_symm.environment import (
     SIMULATED,
     allow_overlapping_devices,
     warn_once,
+    work_queues,
 )
 from numba_symm.errors import ArgumentError, DeviceError, PeerAccessError
 from numba_symm.launch.ranks import name_ranks
@@ -173,6 +174,9 @@ def refuse_missing_access(matrix: Matrix, uuids: Sequence[str]) -> None:
         )
 
 
+_MOST_QUEUES = 32
+
+
 def sharers(gpus: Sequence[GPU]) -> Counter[str]:
     """Return how many ranks have each GPU, by UUID."""
     return Counter(gpu.uuid for gpu in gpus)
@@ -186,6 +190,22 @@ def warn_if_sliced(gpus: Sequence[GPU]) -> None:
             "ranks share a GPU without MPS, so the GPU runs one of them at a time, and "
             "a call takes milliseconds; start MPS on the node before the job: "
             "nvidia-cuda-mps-control -d"
+        )
+
+
+def warn_if_queues_are_few(gpus: Sequence[GPU]) -> None:
+    """Warn, once in a process, if requests to and from all ranks lack work queues.
+
+    Args:
+        gpus: those of a communicator with requests, by rank.
+    """
+    directions = min(2 * (len(gpus) - 1), _MOST_QUEUES)
+    queues = work_queues(mps=any(gpu.mps for gpu in gpus))
+    if not SIMULATED and directions > queues:
+        warn_once(
+            f"requests=True: a process has {queues} work queues, but requests to and "
+            f"from {len(gpus) - 1} ranks may need {directions}, and may otherwise wait "
+            f"for each other; set CUDA_DEVICE_MAX_CONNECTIONS={directions} on all ranks"
         )
 
 

@@ -83,6 +83,16 @@ def zero_is_per_thread() -> bool:
     return value not in ("", "0")
 
 
+def work_queues(*, mps: bool) -> int:
+    """Return through how many queues a process launches the kernels of its streams.
+
+    Args:
+        mps: whether it runs under MPS.
+    """
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    return int(given) if given.isdecimal() else 2 if mps else 8
+
+
 DEFAULT_TIMEOUT = 300.0
 
 

@@ -381,3 +381,22 @@ def test_a_driver_that_does_not_start_is_told_by_its_own_word(monkeypatch):
         DeviceError, match="cuInit returned CUDA_ERROR_SYSTEM_NOT_READY"
     ):
         devices.visible_gpus()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mps", "given", "wanted"),
+    [
+        *((5, False, "", 0), (6, None, "", 10), (2, True, "", 0), (3, True, "", 4)),
+        *((3, True, "4", 0), (4, True, "4", 6), (4, False, "4", 6)),
+        *((40, False, "8", 32), (40, True, "32", 0)),
+    ],
+)
+def test_requests_without_a_queue_each_are_warned_of(
+    monkeypatch, ranks, mps, given, wanted
+):
+    texts = []
+    monkeypatch.setattr(devices, "warn_once", texts.append)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    devices.warn_if_queues_are_few([gpu(0, "a", mps=mps)] * ranks)
+    cure = f"set CUDA_DEVICE_MAX_CONNECTIONS={wanted} on all ranks"
+    assert [cure in text for text in texts] == [True] * bool(wanted)
