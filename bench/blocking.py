@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m numba_symm.bench.blocking",
-        description="Measure the microseconds of a blocking calls with float32.",
+        description="Measure the microseconds of blocking calls with float32.",
     )
     sizes = [8192, 1 << 20]
     parser.add_argument(

@@ -89,11 +89,11 @@ class Communicator(Persistent):
             slow: the hosts wait for all ranks, as in set-up calls. ``timeout`` applies
             to kernels only.
         multiprocessors: the most multiprocessors of a GPU that this communicator's
-            kernels occupy at any time, at least 1, equal on all ranks. Messages, and
-            the collectives made of them, take at least one for four other ranks. None:
-            ``NUMBA_SYMM_MULTIPROCESSORS``, else two less than a quarter, divided by the
-            number of this communicator's ranks that share the GPU. So the kernels of
-            four communicators leave some to the program's own.
+            kernels of one rank occupy at any time, at least 1, equal on all ranks.
+            Messages, and the collectives made of them, take at least one for each four
+            other ranks. None: ``NUMBA_SYMM_MULTIPROCESSORS``, else two less than a
+            quarter, divided by the number of this communicator's ranks that share the
+            GPU. So the kernels of four communicators leave some to the program's own.
         requests: whether :meth:`isend` and :meth:`irecv` may be called, equal on all
             ranks. They have memory of their own, and up to two of these multiprocessors
             for each other rank, which all other calls then leave to them.

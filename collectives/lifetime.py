@@ -313,7 +313,7 @@ def _fill_sentinels(island: Island, workspace: int) -> None:
 def limit_of(multiprocessors: int) -> int:
     """Return how many multiprocessors of a GPU a communicator occupies by default.
 
-    Less than a quarter. So the blocks of four communicators of a process can wait
+    It is less than a quarter, so the blocks of four communicators of a process can wait
     simultaneously, and leave multiprocessors to the kernels that they wait for. Ranks
     that share a GPU divide this number, because MPS runs their kernels simultaneously.
     """

@@ -36,7 +36,7 @@ class GPU:
         compute_capability: major and minor number.
         multicast: whether it supports multicast, which the library does not use.
         mps: whether MPS runs the kernels of several processes simultaneously. None: the
-            driver does not tell.
+            driver does not report it.
     """
 
     ordinal: int

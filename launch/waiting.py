@@ -209,8 +209,8 @@ def all_gather(comm: Comm, value: T, wait: Wait) -> list[T]:
 def undisturbed(call: Callable[[], T]) -> T:
     """Return ``call()``. Python's signal handlers run after it, not during it.
 
-    For calls that block in MPI until every rank makes them, which all are about to do,
-    and for what cannot be undone if it is interrupted.
+    It is for calls that block in MPI until every rank makes them, if all ranks are
+    about to do so. It is also for what cannot be undone if it is interrupted.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()  # no handler runs here

@@ -2,7 +2,7 @@
 
 ========================================== =================================
 ``NUMBA_SYMM_BACKEND``                     ``vmm``, ``ipc`` or ``host``
-``NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES``   ``1``: ranks may share a GPU, under MPS
+``NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES``   ``1``: ranks may share a GPU
 ``NUMBA_SYMM_TIMEOUT``                     seconds a kernel waits for a peer
 ``NUMBA_SYMM_SETUP_TIMEOUT``               seconds a set-up call waits for a peer
 ``NUMBA_SYMM_MULTIPROCESSORS``             the most that a communicator occupies

@@ -143,7 +143,7 @@ _keys: list[int] = []
 
 
 def _fall_silent_before_finalize() -> None:
-    """Stop using MPI at the begin of MPI_Finalize."""
+    """Stop using MPI when MPI_Finalize begins."""
     if not _keys:
         mpi = ranks.mpi()
         _keys.append(mpi.Comm.Create_keyval(delete_fn=_silence_all))

@@ -22,9 +22,8 @@ one. At launch, the host knows only the unit of the message's length. So the ker
 accesses the end of an array element by element.
 
 Nothing else synchronizes the ranks, so a sender may be DEPTH chunks of each channel
-ahead.
-All pairs of a launch progress side by side, because each end of a channel has a block
-of its own.
+ahead. All pairs of a launch progress side by side, because each end of a channel has a
+block of its own.
 
 Memory order. The flag's release follows the whole block's stores of the chunk, and the
 receiver's acquire precedes its whole block's loads. The credit's release follows the

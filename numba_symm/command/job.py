@@ -10,9 +10,7 @@ from numba_symm.launch import devices, ranks
 
 
 def report(console: Console) -> None:
-    """Print the islands of the job's ranks, and whether they share GPUs. Collective.
-
-    Rank 0 prints.
+    """Print, on rank 0, the job's islands and how many ranks share a GPU. Collective.
 
     Does nothing in a process that no launcher has started on several ranks.
     """

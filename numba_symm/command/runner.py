@@ -252,8 +252,8 @@ def described(error: BaseException) -> str:
     """Return the text of an exception, with the program's own frames only.
 
     It omits the frames before the program's. If numba_symm raised the error on purpose,
-    it also omits the frames inside numba_symm, because the text has the advice, and
-    errors of numba_symm that this one repeats.
+    it also omits errors of numba_symm that this one repeats, and the frames inside
+    numba_symm. The error's text has the advice.
     """
     shown = traceback.TracebackException.from_exception(error, compact=True)
     frames = shown.stack

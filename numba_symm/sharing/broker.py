@@ -122,7 +122,7 @@ class Broker:
             return None
         except OSError as error:
             log.warning("a request for a shared array was lost: %s", error)
-            time.sleep(0.1)  # perhaps until one of too many files is closed
+            time.sleep(0.1)  # too many files may be open, and one may be closed now
             return None
         caller.setblocking(False)
         if credentials(caller).uid == os.geteuid():

@@ -6,8 +6,8 @@ open-file-description locks, which the Linux kernel releases when the process th
 them ends, in whatever way. Each open of an array locks a byte of its own. A byte that
 is marked as open, but not locked, belongs to a process that has ended.
 
-Values that other processes can write are checked before they are used, because a
-process that writes wrong values must not hang or end this one.
+Values that other processes can write are checked before use, because a process that
+writes wrong values must not hang or end this one.
 
 Source: the reference-counter file of PyTorch's ``CudaIPCTypes``.
 """

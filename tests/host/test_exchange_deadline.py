@@ -54,7 +54,7 @@ def test_0_is_indefinitely(gpu, clock):
 
 
 def test_exchanges_that_follow_each_other_in_a_capture(watched, gpu):
-    """One mark is the end of one and the begin of the next."""
+    """One mark ends an exchange and begins the next one."""
     exchanges = [Exchange(name, (1,)) for name in ("reduce", "broadcast", "reduce")]
 
     def captured(stream, *each):

@@ -164,7 +164,7 @@ def test_the_deadline_counts_from_the_latest_message(world, engine):
 
 @pytest.mark.parametrize("kind", [ns.BackendError, KeyboardInterrupt])
 def test_a_trial_that_fails_on_one_rank_ends_on_all(world, monkeypatch, kind):
-    """At once: the engines of the others wait for that rank."""
+    """It ends immediately, because the others' engines wait for that rank."""
 
     def fail(*given):
         raise kind("broken")
