@@ -268,8 +268,9 @@ class Islands(Island):
 
     def give_up(self, error: BaseException) -> None:
         """Undo what was made, after the construction has failed."""
+        everybodys = self.exchange.is_everybodys(error)
         super().give_up(error)
-        if self.exchange.is_everybodys(error):
+        if everybodys:
             self._shared.close()
 
     def close(self) -> None:

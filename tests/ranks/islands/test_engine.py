@@ -16,6 +16,7 @@ from numba_symm.engines.deadline import Deadline, Exchange
 from numba_symm.engines.mpi import MpiEngine, Staged
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
+from numba_symm.launch import ranks
 from numba_symm.launch.waiting import Wait
 from tests.ranks.helpers import check_works, needs_peers
 
@@ -169,11 +170,14 @@ def test_a_trial_that_fails_on_one_rank_ends_on_all(world, monkeypatch, kind):
     def fail(*given):
         raise kind("broken")
 
+    released = []
     monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     with monkeypatch.context() as patch:
         if world.rank == 0:
             patch.setattr(MpiEngine, "exchange", fail)
+        patch.setattr(MpiEngine, "close", lambda engine: released.append("engine"))
+        patch.setattr(ranks, "release", lambda _: released.append("communicator"))
         began = time.monotonic()
         with pytest.raises((kind, ns.RankLeft), match="broken") as error:
             ns.Communicator(world, timeout=60)
@@ -181,6 +185,8 @@ def test_a_trial_that_fails_on_one_rank_ends_on_all(world, monkeypatch, kind):
             text = f"rank 0 left trying engine 'mpi' by {kind.__name__}: broken"
             assert text in str(error.value)
         assert time.monotonic() - began < 30
+    # What all ranks free together, none frees now: the others may not take part.
+    assert world.allgather(released) == [released] * world.size
     with ns.Communicator(world, timeout=60) as comm:
         check_works(comm)
 
