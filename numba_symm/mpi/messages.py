@@ -96,7 +96,8 @@ class Post:
         self._tags: int = most + 1
         self._envelopes, self._receipts = Channel(host), Receipts(host)
         self._data = Data(host, self._tags)
-        self._freed = False
+        self.freed = False
+        """Whether the communicator was freed, so that no request will be done."""
         self.allocator = allocator
         self.islands = [0] * host.size
         """The number of each rank's island; ``Comm`` finds them."""
@@ -158,7 +159,7 @@ class Post:
             self._give_back(room)
         self._receipts.unread.clear()
         _posts.discard(self)
-        self._freed = True
+        self.freed = True
         if not _posts:
             rooms.give_back_all()
         waited(self._receipts.comm.Ibarrier().Test, check)  # then the peers may end
@@ -168,11 +169,11 @@ class Post:
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
         self.copies.settle()
-        self._freed = True  # but kept: MPI may still write to the room of a receive
+        self.freed = True  # but kept: MPI may still write to the room of a receive
 
     def _check_open(self, what: str) -> None:
         """Begin a call: refuse it after Free, and make the GPU current."""
-        if self._freed:
+        if self.freed:
             raise MPIError(MPI.ERR_COMM, f"{what}: {FREED}")
         if not hasattr(self._threads, "ready"):
             self._enter(what)
@@ -298,7 +299,7 @@ class Post:
     @_alone
     def reap(self) -> None:
         """Send the receipts of messages, and reuse the memory of those received."""
-        if self._freed:
+        if self.freed:
             return
         for each in [each for each in self._copying if each.done.query()]:
             self._ended(each)
