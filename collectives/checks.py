@@ -22,7 +22,7 @@ def note_keywords(error: BaseException | None, methods: type) -> None:
     text = rf"{methods.__name__}\.(\w+)\(\) takes .* positional argument"
     found = re.match(text, str(error)) if isinstance(error, TypeError) else None
     method = getattr(methods, found[1], None) if found else None
-    if error is None or method is None:
+    if error is None or not inspect.isfunction(method):
         return
     _, *others = inspect.signature(method).parameters.values()  # without self
     first = [each.name for each in others if each.kind is each.POSITIONAL_OR_KEYWORD]

@@ -1235,8 +1235,8 @@ class Communicator(Persistent):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        checks.note_keywords(error, Communicator)
         lifetime.leave(self._calls, error)
+        checks.note_keywords(error, Communicator)
 
     def __repr__(self) -> str:
         return repr(self._calls)

@@ -53,6 +53,13 @@ def calls(monkeypatch, bound, launched):
     return Calls(island, heap, order, end, None, False, None)
 
 
+def stream():
+    """A method of a program's own class of that name, which has a property here."""
+
+
+stream.__qualname__ = "Communicator.stream"
+
+
 @pytest.mark.parametrize(
     ("write", "words"),
     [
@@ -70,6 +77,7 @@ def calls(monkeypatch, bound, launched):
         (lambda comm: comm.split(1, 2, 3), None),
         (lambda comm: comm.send(1), None),
         (lambda comm: int([]), None),
+        (lambda comm: stream(comm), None),
     ],
 )
 def test_who_passes_by_position_is_told_what_to_write(calls, write, words):
@@ -78,6 +86,7 @@ def test_who_passes_by_position_is_told_what_to_write(calls, write, words):
     made._calls = calls
     with pytest.raises(TypeError) as raised, made as comm:
         write(comm)
+    assert raised.value.__context__ is None  # it is Python's error
     notes = getattr(raised.value, "__notes__", [])
     assert [note[: len(words)] for note in notes] == ([words] if words else [])
 
