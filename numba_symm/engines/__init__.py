@@ -116,7 +116,7 @@ def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
             undo.callback(deadline.close)
             mine = nccl.unique_id() if exchange.rank == 0 else b""
         unique = exchange.all_gather(mine, what)[0]
-        with exchange.agreed(what):
+        with _tried(islands, what):
             engine = nccl.NcclEngine(
                 unique,
                 exchange.rank,
@@ -128,6 +128,7 @@ def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
                 deadline,
             )
             undo.callback(engine.abort)
+        exchange.barrier(what)  # or a rank has failed, so that all undo it
         undo.pop_all()
     return engine
 
@@ -212,7 +213,7 @@ def prove(islands: Joined, engine: Engine) -> None:
 
 @contextmanager
 def _tried(islands: Joined, what: str) -> Iterator[None]:
-    """Wait for what the block enqueues. Collective.
+    """Use the engine in the block, and wait for what that enqueues. Collective.
 
     If it fails on a rank, it ends on all ranks, because their engines may wait for that
     rank.

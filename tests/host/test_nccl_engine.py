@@ -389,17 +389,24 @@ def test_a_start_that_fails_on_another_rank_leaves_nothing(
     gpu, fake, ranks, monkeypatch, number
 ):
     """Neither the word of the marks nor NCCL's communicator."""
-    steps, freed = iter(range(9)), []
+    freed = []
+
+    def step(failing):
+        if number == failing:
+            raise ns.BackendError("rank 1 failed")
 
     @contextlib.contextmanager
     def agreed(what):
         yield
-        if next(steps) == number:
-            raise ns.BackendError("rank 1 failed")
+        step(0)
 
     monkeypatch.setattr(Deadline, "close", lambda self: freed.append(self))
     exchange = types.SimpleNamespace(
-        rank=0, size=4, agreed=agreed, all_gather=lambda value, what: [value]
+        rank=0,
+        size=4,
+        agreed=agreed,
+        all_gather=lambda value, what: [value],
+        barrier=lambda what: step(1),
     )
     fake.get_unique_id = lambda: b"identifier"
     given = {"exchange": exchange, "timeout": 2, "operation": ""}

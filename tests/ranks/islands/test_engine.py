@@ -14,6 +14,7 @@ from numba_symm import engines, streams
 from numba_symm.engines import deadline, mpi
 from numba_symm.engines.deadline import Deadline, Exchange
 from numba_symm.engines.mpi import MpiEngine, Staged
+from numba_symm.engines.nccl import Found
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import ranks
@@ -164,29 +165,42 @@ def test_the_deadline_counts_from_the_latest_message(world, engine):
 
 
 @pytest.mark.parametrize("kind", [ns.BackendError, KeyboardInterrupt])
-def test_a_trial_that_fails_on_one_rank_ends_on_all(world, monkeypatch, kind):
+@pytest.mark.parametrize("step", ["trying engine 'mpi'", "starting engine 'nccl'"])
+def test_an_engine_that_fails_on_one_rank_ends_on_all(world, monkeypatch, step, kind):
     """It ends immediately, because the others' engines wait for that rank."""
 
     def fail(*given):
         raise kind("broken")
 
+    def start(unique, rank, size, most, wait, look, *given):
+        if rank == 0:
+            fail()
+        waited = wait("Communicator")
+        while not waited.pause([0]):
+            look()
+        raise waited.error([0])
+
     released = []
-    monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
+    monkeypatch.setenv("NUMBA_SYMM_ENGINE", step.split("'")[1])
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     with monkeypatch.context() as patch:
         if world.rank == 0:
             patch.setattr(MpiEngine, "exchange", fail)
+        patch.setattr(engines, "Deadline", lambda _: types.SimpleNamespace(close=int))
+        patch.setattr(engines.nccl, "found", lambda: Found("NCCL 2.28.9", ""))
+        patch.setattr(engines.nccl, "unique_id", bytes)
+        patch.setattr(engines.nccl, "NcclEngine", start)
         patch.setattr(MpiEngine, "close", lambda engine: released.append("engine"))
         patch.setattr(ranks, "release", lambda _: released.append("communicator"))
         began = time.monotonic()
         with pytest.raises((kind, ns.RankLeft), match="broken") as error:
             ns.Communicator(world, timeout=60)
         if world.rank > 0:
-            text = f"rank 0 left trying engine 'mpi' by {kind.__name__}: broken"
-            assert text in str(error.value)
+            assert f"rank 0 left {step} by {kind.__name__}: broken" in str(error.value)
         assert time.monotonic() - began < 30
     # What all ranks free together, none frees now: the others may not take part.
     assert world.allgather(released) == [released] * world.size
+    monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
     with ns.Communicator(world, timeout=60) as comm:
         check_works(comm)
 
