@@ -2,12 +2,13 @@
 
     numba-symm run -n 2 -m numba_symm.bench.blocking --bytes 8192 1048576
 
-An all-reduce, and a message to the next rank with one from the rank before: by
-Sendrecv, by Irecv, Isend and Waitall, and by persistent requests. Each call returns
-when its result may be used. The last rows are what a message costs without the host's
-other work: a copy on this GPU and the host's wait for it, an exchange of 500 bytes by
-MPI, and a copy from the peer's GPU with the wait. The rows are interleaved. ``/ ours``
-is the ratio to a call of the communicator and its synchronization.
+It times an all-reduce, and a message to the next rank with one from the rank before.
+The messages are by Sendrecv, by Irecv, Isend and Waitall, and by persistent requests.
+Each call returns when its result may be used. The last rows are what a message costs
+without the host's other work: a copy on this GPU with the host's wait for it, an
+exchange of 500 bytes by MPI, and a copy from the peer's GPU with the wait. The rows are
+interleaved. ``/ ours`` is the ratio to a call of the communicator and its
+synchronization.
 """
 
 import argparse

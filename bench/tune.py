@@ -39,8 +39,10 @@ LARGEST = "4K" if SIMULATED else "256M"
 SMALLEST = "512" if SIMULATED else "1K"
 
 LASTING = math.log(1.02)
-"""An algorithm is taken for a range of sizes only if that saves this much, as the
-logarithm of the ratio of times, added over the sizes."""
+"""The least saving for which a range of sizes gets an algorithm of its own.
+
+A saving is the logarithm of the ratio of two times. Those of all sizes are added.
+"""
 
 SURE = 1.5
 """How many times as long as necessary an algorithm must take to be left out."""
@@ -147,8 +149,8 @@ def _crossing(
 def is_out(times: Times, name: str) -> bool:
     """Return whether an algorithm cannot be the fastest for twice the latest size.
 
-    It takes at least as long for that as for the latest size, and the algorithm that is
-    the fastest there takes about twice as long at most.
+    For twice the size, it takes at least as long. The algorithm that is the fastest
+    for the latest size then takes about twice as long at most.
     """
     latest = {each: row[-1] for each, row in times.items() if row}
     return name in latest and latest[name] > SURE * 2 * min(latest.values())

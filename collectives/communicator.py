@@ -1171,20 +1171,20 @@ class Communicator(Persistent):
         """Start the calls within a ``with`` block together, at its end.
 
         Before the end, no call has started, and no result may be used. Messages, and
-        the collectives made of them (``gather``, ``scatter``, ``gather_v``,
-        ``scatter_v``, ``all_gather_v``, ``all_to_all_v``), proceed side by side in one
-        kernel and on one stream, in any order. So two ranks may both send first. Other
-        collectives follow, in the order of their calls. After an exception within the
-        block, no call is started.
+        the collectives made of them, proceed side by side in one kernel and on one
+        stream, in any order. So two ranks may both send first. Those collectives are
+        ``gather``, ``scatter``, ``gather_v``, ``scatter_v``, ``all_gather_v`` and
+        ``all_to_all_v``. Other collectives follow, in the order of their calls. After
+        an exception within the block, no call is started.
 
         Not collective. Ranks may group their messages differently, because messages of
         two ranks match in the order of their calls. But if one rank makes another
         collective call within a group, every rank makes it within a group.
 
         Raises:
-            ArgumentError: the block is within another group. At a call: the messages
-                are on several streams, or there are too many between two ranks (more
-                than 16 with 8 ranks, or 64 with 2).
+            ArgumentError: the block is within another group. A call raises it if the
+                messages are on several streams, or if there are too many between two
+                ranks (more than 16 with 8 ranks, or 64 with 2).
             CollectiveError, ClosedError: as for any call.
         """
         return messages.group(self._calls)

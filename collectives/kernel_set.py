@@ -254,8 +254,8 @@ def _counts(
     """Yield numbers of elements between which no other kernels are needed.
 
     In the range of an algorithm, what a kernel depends on changes at most once in a
-    factor of 2: so its ends and two sizes in each factor show all. At each, the message
-    has whole vectors or not, and equal shards or not.
+    factor of 2. So the ends of the range and two sizes in each factor need all kernels.
+    At each, the message has whole vectors or not, and equal shards or not.
     """
     ends = select.limits(operation.limits_of, size, element, choices)
     last = 4 * max(ends, default=16 * VECTOR) // VECTOR

@@ -67,8 +67,8 @@ def while_constructing(size: int) -> Iterator[None]:
 def _compile(size: int, stop: threading.Event, errors: list[Exception]) -> None:
     """Compile the device functions of the first kernel of many programs.
 
-    The garbage collector would call finalizers of the program's objects in this thread,
-    which has no CUDA context and may not be allowed to use MPI.
+    It runs without the garbage collector. That would call finalizers of the program's
+    objects in this thread, which has no CUDA context, and may not use MPI.
     """
     try:
         with without_collecting():

@@ -4,10 +4,10 @@ A kernel that gives up a wait stores what it waited for into every rank's record
 host reads its own record by a plain load, which costs nothing. Kernels that wait read
 their rank's record regularly, so all of them end soon after the first.
 
-Only hosts use the rest of the board: the text of a rank that leaves, each rank's step
-in calls that all ranks make, and the small values that they exchange. So a rank that
-waits in such a call sees which rank has failed, left or ended, and need not wait in
-MPI.
+Only hosts use the rest of the board. It has the text of a rank that leaves, each rank's
+step in calls that all ranks make, and the small values that they exchange. So a rank
+that waits in such a call sees which rank has failed, left or ended, and need not wait
+in MPI.
 """
 
 import ctypes

@@ -235,8 +235,8 @@ class UserOperator:
 def _digest_of(function: FunctionType) -> str:
     """Return a digest of what a function computes, equal on ranks that agree.
 
-    It covers the code, its constants, and the values and functions that it refers to;
-    of values that are neither scalars nor arrays, the type only.
+    It covers the code, its constants, and the values and functions that it refers to.
+    Of values that are neither scalars nor arrays, it covers the type only.
     """
     words: list[str] = []
     seen: set[int] = set()

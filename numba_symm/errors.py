@@ -48,9 +48,9 @@ class CollectiveError(SymmError):
     The CUDA context is usable. Results since the last successful check are undefined.
 
     Attributes:
-        ranks: the ranks that the text names. For a timeout, the one that waited and
-            those it waited for; for a mismatch, the two whose calls differ; for a
-            rank that left, that one.
+        ranks: the ranks that the text names. After a timeout, they are the one that
+            waited and those it waited for. After a mismatch, they are the two whose
+            calls differ. If a rank left, it is that one.
         operation: the operation that the text names, such as ``"all_reduce
             (one_shot_ll)"`` or ``"zeros"``; ``""`` if it is unknown.
     """

@@ -236,8 +236,8 @@ _ONES = {"32": "0f3F800000", "64": "0d3FF0000000000000"}
 def _selected(found: re.Match[str]) -> str:
     """Return PTX that selects 1.0 or 0.0 instead of converting a selected 1 or 0.
 
-    In kernels that reduce, the assembler (ptxas and nvJitLink 13.0 and 13.5) drops such
-    a conversion to float32, so it stores the bits of the integer.
+    In kernels that reduce, the assembler drops such a conversion to float32, so it
+    stores the bits of the integer (ptxas and nvJitLink 13.0 and 13.5).
     """
     integer, predicate, bits, target = found.groups()
     one = _ONES[bits]

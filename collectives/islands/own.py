@@ -17,10 +17,12 @@ FASTER = {
     "reduce": (0, 0),
     "broadcast": (0, 0),
 }
-"""By operation, up to and from how many bytes (of a shard, if a rank has several) the
-engine's is faster: on two H200 between which NCCL used sockets of the loopback
-interface, see bench/results/README.md, "islands of one by NCCL". Over NVLink, it is
-faster at almost every size."""
+"""By operation, up to and from how many bytes the engine's collective is faster.
+
+The bytes are those of a shard, if a rank has several. They were measured on two H200,
+where NCCL used sockets of the loopback interface: see bench/results/README.md,
+"islands of one by NCCL". Over NVLink, the engine's is faster at almost every size.
+"""
 
 INTEGERS = {"int8", "uint8", "int32", "uint32", "int64", "uint64"}
 OPERATORS = {"sum", "prod", "min", "max"}

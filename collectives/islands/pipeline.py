@@ -63,8 +63,8 @@ def overlapped(site: Site, what: str, chunks: Sequence[Stages]) -> list[Enqueue]
 def ticks(exchanges: Sequence[int]) -> list[tuple[list[Place], list[Place]]]:
     """Return the stages at each tick: what is one exchange, and the work beside it.
 
-    The first exchange of a chunk is at the tick of the chunk's number, the second one
-    two ticks later; work is beside the exchange between.
+    The first exchange of chunk c is at tick c, and its second one at tick c + 2. The
+    work between the two is at tick c + 1, beside the exchange of another chunk.
 
     Args:
         exchanges: of each chunk, how many it has.

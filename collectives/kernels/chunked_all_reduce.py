@@ -100,10 +100,10 @@ def make_places(size: int) -> tuple[Callable[..., int], Callable[..., int]]:
 def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
     """Return a device function that reduces this rank's shard of a chunk.
 
-    It reads what the others scattered from the address ``here`` on, stores the result
-    in its array, and in the slots of all others from the offset ``slot`` on. ``chunk``
-    begins with the rank's number, but is ``chunks.py``'s otherwise; ``of_vector`` are
-    three local arrays of ``size`` words.
+    It reads what the others scattered, from the address ``here`` on. It stores the
+    result in its array, and in the slots of all others, from the offset ``slot`` on.
+    ``chunk`` begins with the rank's number, but is ``chunks.py``'s otherwise.
+    ``of_vector`` are three local arrays of ``size`` words.
     """
     load, store, total = lanes.load, lanes.store, make_total(size, lanes)
     room = CHUNKED.tiles(size)

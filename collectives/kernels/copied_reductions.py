@@ -8,8 +8,8 @@ not symmetric, at any address. Each shard is divided into chunks:
     gather    it copies the result to all other ranks
     store     each rank stores the results that have arrived in its output
 
-A reduce of two ranks has one shard, which the root owns, and ends with the reduction:
-on the other rank, the kernels have nothing to reduce.
+A reduce of two ranks has one shard, which the root owns, and ends with the reduction.
+The kernels of the other rank have nothing to reduce.
 
 A *move* is a scatter or a gather, with the kernel that reads what has arrived. Moves
 use two sets of slots in turn, so the copies of one are under way while the kernel of
@@ -17,9 +17,10 @@ the one before runs:
 
     scatter 0, scatter 1, gather 0, scatter 2, gather 1, …
 
-Copies are on the side stream, one after another, from the next rank on: simultaneous
-ones share the links badly. A copy's beginning costs 3 µs, so chunks are large. But the
-last chunks are shorter, because no copy hides how long the last kernel takes.
+Copies are on the side stream, one after another, from the next rank on, because
+simultaneous ones share the links badly. A copy's beginning costs 3 µs, so chunks are
+large. But the last chunks are shorter, because no copy hides how long the last kernel
+takes.
 
 Memory order. A barrier (``barrier.py``) precedes each kernel, and another one follows
 it. A rank enters the first one after its copies of the move. So the kernel follows the

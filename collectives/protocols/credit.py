@@ -159,8 +159,8 @@ def _learn_bytes(
 
 @device_function
 def _fits_not(nbytes: int, room: int, shift: int, elements: int) -> bool:
-    # If it is not a multiple of an element, it has lower bits, or the number of
-    # elements is negative or beyond any room (see transfer._divisor).
+    # A number of bytes that is not a multiple of an element has lower bits, or makes
+    # ``elements`` negative or larger than any room (see transfer._divisor).
     whole = nbytes >> shift << shift == nbytes and 0 <= elements <= nbytes
     return nbytes > room or not whole  # explore: room
 

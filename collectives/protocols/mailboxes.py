@@ -27,11 +27,11 @@ Memory order. A mailbox belongs to (block, half, source, tile, thread); its half
 epoch's parity. In every epoch of a block, its thread 0 exchanges with every peer, both
 ways. A rank posts epoch k+2 into the half of epoch k only after it has received epoch
 k+1 from every peer. A peer posts epoch k+1 only after all threads of its block have
-read epoch k and stored the ones again: kernels end in between, or ``between_epochs``
-ensures the same order. So two halves suffice, however few of the other threads post.
-(A thread that receives from fewer ranks than thread 0 relies on what thread 0 has
-received. In a kernel with such threads and several epochs, thread 0 also executes a
-fence before ``between_epochs``.)
+read epoch k and stored the ones again. Either a kernel ends in between, or
+``between_epochs`` ensures the same order. So two halves suffice, however few of the
+other threads post. (A thread that receives from fewer ranks than thread 0 relies on
+what thread 0 has received. In a kernel with such threads and several epochs, thread 0
+also executes a fence before ``between_epochs``.)
 
 After a failure. A thread that gives up clears nothing, posts nothing and stores no
 result. Its block agrees on that between epochs (``between_epochs``) and at the end of

@@ -444,8 +444,8 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
 def _escapes(array: str, args: Any, aliases: Any, reachable: set[str]) -> None:
     """Mark an array that was made from an address as visible outside of the kernel.
 
-    Without that, Numba assumes that only the kernel reads an array that the kernel has
-    made, and drops stores that the kernel does not read back.
+    Otherwise, Numba assumes that only the kernel reads an array that the kernel has
+    made. It then drops stores that the kernel does not read back.
     """
     reachable.add(array)
 

@@ -2,8 +2,8 @@
 
 A signal pad has one ``uint32`` slot for each channel and source rank, at
 ``world_size * channel + source``. A slot is a mailbox with one writer on each side, so
-no atomic operation is needed: the sender waits for 0 and stores 1, the receiver waits
-for 1 and stores 0. Each signal returns its slot to 0, so a captured graph can be
+no atomic operation is needed. The sender waits for 0 and stores 1, and the receiver
+waits for 1 and stores 0. Each signal returns its slot to 0, so a captured graph can be
 replayed. The 0 shows that the signal was taken, not that any data was read. Each
 channel of a pair of ranks has one user at a time.
 

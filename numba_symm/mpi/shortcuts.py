@@ -37,8 +37,8 @@ def key_of(
 ) -> tuple[Any, list[Any]]:
     """Return what determines a call, None if it is not of a plain form; its arrays.
 
-    Its arguments are arrays, pairs of an array and a type, operators, roots and
-    MPI.IN_PLACE; an array is read anew, because it may have other memory now.
+    The arguments of a plain form are arrays, pairs of an array and a type, operators,
+    roots and MPI.IN_PLACE. An array is read anew, because its memory may differ now.
     """
     found: list[Any] = []
     if name in _OF_ALL_RANKS:

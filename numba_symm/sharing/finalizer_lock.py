@@ -1,7 +1,7 @@
 """A lock that finalizers may take, and that no signal leaves held.
 
 A signal handler may raise, as that of Ctrl-C does. CPython runs handlers in the main
-thread, at three places only: when a function written in Python starts, when a call
+thread only, and at three places: when a function written in Python starts, when a call
 ends, and at the end of each pass of a loop. So, here and in the counters,
 
 - the first call in a ``finally``, of a C function, undoes what must be undone;
