@@ -216,14 +216,23 @@ def undisturbed(call: Callable[[], T]) -> T:
         return call()  # no handler runs here
     came: list[int] = []
     handlers: dict[int, Any] = {}
+    done = False
+
+    def later(number: int, frame: Any) -> None:
+        if done:  # a handler raised before this one's was restored
+            handlers[number](number, frame)
+        else:
+            came.append(number)
+
     try:
         for number in map(int, signal.valid_signals()):
             handler = signal.getsignal(number)
             if callable(handler):
                 handlers[number] = handler
-                signal.signal(number, lambda number, frame: came.append(number))
+                signal.signal(number, later)
         return call()
     finally:
+        done = True
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number in came:

@@ -1,4 +1,5 @@
 import dataclasses
+import signal
 import socket
 import sys
 import warnings
@@ -310,3 +311,33 @@ def test_without_mpi_there_is_no_undefined_color(monkeypatch):
 def test_what_cannot_be_split_is_refused():
     with pytest.raises(ArgumentError, match="has no method split; give it split"):
         ranks.checked_split(Alone(), 0, 0)
+
+
+def test_no_signal_is_lost_after_a_handler_that_raises(monkeypatch):
+    """It may come at any moment, also while the handlers are restored."""
+    heard, replace = [], signal.signal
+    numbers = signal.SIGUSR1, signal.SIGUSR2
+
+    def handler(number, frame):
+        heard.append(number)
+        raise KeyboardInterrupt
+
+    def interrupted(number, handler):
+        replace(number, handler)
+        if waits_over and number == numbers[0]:
+            signal.raise_signal(number)
+
+    waits_over = []
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                waiting.undisturbed(lambda: waits_over.append(1))
+        assert heard == [numbers[0]]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(numbers[1])
+        assert heard == [*numbers]
+    finally:
+        for number, each in zip(numbers, before, strict=True):
+            signal.signal(number, each)
