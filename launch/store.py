@@ -267,20 +267,11 @@ class StoreExchange:
         """Return whether every rank raises ``error`` at this step, or none an error.
 
         If so, the ranks are still in step, and may undo together what they did. If
-        only this rank raises it, the others will not take part. Nor will they after a
-        failure, such as an error that this rank has reported to them.
+        only this rank raises it, the others will not take part.
         """
         if isinstance(error, SymmError):
-            return not isinstance(error, CollectiveError) and not self._has_failed()
+            return not isinstance(error, CollectiveError)
         return error is None or error.__dict__.get(_MET_BY) is self._comm
-
-    def _has_failed(self) -> bool:
-        if self._meeting is not None:
-            try:
-                self._meeting.look()
-            except CollectiveError:
-                return True
-        return False
 
 
 _MET_BY = "_met_by_all_of"  # an exception's attribute

@@ -265,13 +265,17 @@ class Island:
             error: the cause. If only this rank raises it, the rank reports it to the
                 others, and undoes nothing that needs all ranks.
         """
-        everybodys = self.exchange.is_everybodys(error)
+        everybodys = self._is_everybodys(error)
         if not everybodys:
             self.exchange.leave(error)  # what is closed reports nothing
         self.closed = True
         self._undo.close()
         if everybodys:
             ranks.release(self.comm)
+
+    def _is_everybodys(self, error: BaseException) -> bool:
+        """Return whether all ranks give up by an error, and undo things together."""
+        return self.exchange.is_everybodys(error)
 
     def keep(self, *objects: Any) -> None:
         """Keep objects of a call that has failed if MPI may still use their memory."""

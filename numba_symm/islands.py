@@ -268,10 +268,15 @@ class Islands(Island):
 
     def give_up(self, error: BaseException) -> None:
         """Undo what was made, after the construction has failed."""
-        everybodys = self.exchange.is_everybodys(error)
+        everybodys = self._is_everybodys(error)
         super().give_up(error)
         if everybodys:
             self._shared.close()
+
+    def _is_everybodys(self, error: BaseException) -> bool:
+        # An error of the engine may be this rank's only, which has reported it.
+        failed = self.watchdog is not None and self.failed
+        return not failed and super()._is_everybodys(error)
 
     def close(self) -> None:
         """Close the engine and the island, and free what belongs to all ranks."""
