@@ -62,10 +62,10 @@ class Direct:
     free = sent
 
     def received(self, slot: int, address: int, nbytes: int) -> None:
-        """Do nothing: the bytes are where they belong."""
+        """Do nothing, because the bytes are where they belong."""
 
     def close(self) -> None:
-        """Do nothing: the arrays are the caller's."""
+        """Do nothing, because the arrays are the caller's."""
 
 
 class Staged:

@@ -97,7 +97,7 @@ def _derived(datatype: MPI.Datatype) -> Layout:
     bases = {base for base, offsets in runs if len(offsets)}
     if len(bases) == 1:
         (base,) = bases
-    else:  # as bytes: they can be moved, not reduced
+    else:  # as bytes, which can be moved, not reduced
         base = np.dtype(np.uint8)
         runs = [
             (base, np.add.outer(offsets, np.arange(of.itemsize)).ravel())

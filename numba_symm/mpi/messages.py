@@ -253,7 +253,7 @@ class Post:
             self._data.reap()
             number = next(self._numbers)
             if data is not None:
-                self._data.send_parts(data, dest, number)  # first: it may fail
+                self._data.send_parts(data, dest, number)  # first, as it may fail
             if room is not None:
                 self._receipts.unread[number] = room
             text = HEADER.pack(number, nbytes, offset) + handle
