@@ -75,11 +75,9 @@ class Device(Messages):
         return self._side
 
     def _check(self) -> None:
-        """Raise if the library's communicator has failed, also after its Free."""
+        """Raise if the library's communicator has failed."""
         if self._made is not None:
             self._made.check()
-        elif self.post.freed:
-            raise MPIError(MPI.ERR_COMM, FREED)
 
     def _enter(self, what: str) -> None:
         """Make the rank's GPU current in this thread, or raise."""

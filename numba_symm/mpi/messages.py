@@ -96,15 +96,14 @@ class Post:
         self._tags: int = most + 1
         self._envelopes, self._receipts = Channel(host), Receipts(host)
         self._data = Data(host, self._tags)
-        self.freed = False
-        """Whether the communicator was freed, so that no request will be done."""
+        self._freed = False
         self.allocator = allocator
         self.islands = [0] * host.size
         """The number of each rank's island; ``Comm`` finds them."""
         self._rank: int = host.rank
         self._lock = threading.RLock()
         self._stream = stream
-        self.check, self._enter = check, enter
+        self._check, self._enter = check, enter
         self._threads = threading.local()  # has ``ready`` where the GPU is current
         self.copies = Copies()
         self._copying: list[Copying] = []
@@ -159,7 +158,7 @@ class Post:
             self._give_back(room)
         self._receipts.unread.clear()
         _posts.discard(self)
-        self.freed = True
+        self._freed = True
         if not _posts:
             rooms.give_back_all()
         waited(self._receipts.comm.Ibarrier().Test, check)  # then the peers may end
@@ -169,11 +168,17 @@ class Post:
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
         self.copies.settle()
-        self.freed = True  # but kept: MPI may still write to the room of a receive
+        self._freed = True  # but kept: MPI may still write to the room of a receive
+
+    def check(self) -> None:
+        """Raise if the communicator has failed, also after it was freed."""
+        if self._freed:
+            raise MPIError(MPI.ERR_COMM, FREED)
+        self._check()
 
     def _check_open(self, what: str) -> None:
         """Begin a call: refuse it after Free, and make the GPU current."""
-        if self.freed:
+        if self._freed:
             raise MPIError(MPI.ERR_COMM, f"{what}: {FREED}")
         if not hasattr(self._threads, "ready"):
             self._enter(what)
@@ -299,7 +304,7 @@ class Post:
     @_alone
     def reap(self) -> None:
         """Send the receipts of messages, and reuse the memory of those received."""
-        if self.freed:
+        if self._freed:
             return
         for each in [each for each in self._copying if each.done.query()]:
             self._ended(each)
@@ -385,8 +390,7 @@ class Post:
         self._check_open("Probe")
         self.stream_of(None, "Probe")  # before the events are asked
         self.reap()
-        found = self._first_probed(source, tag)
-        status = MPI.Status()
+        found, status = self._first_probed(source, tag), MPI.Status()
         if found is not None or not self._envelopes.comm.Iprobe(source, tag, status):
             return found
         # This also takes what the source sent before it. So a source's envelopes here
@@ -407,17 +411,14 @@ class Post:
             self._probed.remove(found)
             return found
         status = MPI.Status()
-        if not self._envelopes.comm.Iprobe(source, tag, status):
-            return None
-        return self._arrived(status.source, status.tag)
+        there = self._envelopes.comm.Iprobe(source, tag, status)
+        return self._arrived(status.source, status.tag) if there else None
 
     def _first_probed(self, source: int, tag: int) -> Envelope | None:
         """Return the first envelope that a probe has taken from MPI."""
         for found in self._probed:
-            if source in (found.source, MPI.ANY_SOURCE) and tag in (
-                found.tag,
-                MPI.ANY_TAG,
-            ):
+            sources, tags = (found.source, MPI.ANY_SOURCE), (found.tag, MPI.ANY_TAG)
+            if source in sources and tag in tags:
                 return found
         return None
 
