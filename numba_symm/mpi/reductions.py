@@ -51,7 +51,12 @@ def exscan(comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM) -> Job | 
     """Reduce the items of ranks 0 to r - 1, on each rank r but 0."""
     if not on_device(sendbuf, recvbuf):
         return None
-    job, x, out = _reduced(comm, "Exscan", sendbuf, recvbuf)
+    if comm.rank == 0 and in_place(sendbuf):  # MPI does not change the array there
+        found = _elements(message(recvbuf), "Exscan")
+        job, x, _ = sent(comm, "Exscan", found)
+        out = job.temporary(found.size, found.layout.base)
+    else:
+        job, x, out = _reduced(comm, "Exscan", sendbuf, recvbuf)
     _call(job, comm.communicator.exscan, x, op, out=out)
     return job
 

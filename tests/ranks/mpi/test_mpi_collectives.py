@@ -181,6 +181,7 @@ def test_reductions(both, form):
             x.copy(),
         )
         both(lambda c, x: of("Scan")(c, IN_PLACE, x), x.copy())
+        both(lambda c, x: of("Exscan")(c, IN_PLACE, x), x.copy())
     both(lambda c, x, y: of("Scan")(c, x, y, op=MPI.MIN), x, both.empty(8, dtype="f4"))
 
     def exscan(comm, x, y):
