@@ -79,6 +79,12 @@ class Win(MPI.Win):
         window is over device memory if any array is on the device.
         """
         if not isinstance(comm, Device):
+            if arrays.on_device(memory):
+                raise refusal(
+                    MPI.ERR_COMM,
+                    "Win.Create: expected a communicator of numba_symm.mpi, such as "
+                    f"comm=MPI.Comm(MPI.COMM_WORLD), for a device array, got {comm}",
+                )
             return MPI.Win.Create(memory, disp_unit, info, comm)
         nowhere = memory is None or buffers.is_bottom(memory)
         where = "nowhere" if nowhere else _where(memory)
@@ -158,7 +164,7 @@ class Win(MPI.Win):
     @property
     def attrs(self) -> tuple[int, int, int]:  # type: ignore[override]
         """The address, the bytes and the displacement unit of this rank's memory."""
-        unit = self._units[self._comm.rank]
+        unit = self._units[self.group_rank]
         if self.array is None:
             return 0, 0, unit
         view = arrays.view(self.array, "Win")
@@ -168,19 +174,28 @@ class Win(MPI.Win):
     def Free(self) -> None:
         """Free the window. Collective."""
         self._settle()
-        self._mutex.Free()
         super().Free()
         for rank, memory in enumerate(self._memory):
             if memory is not None:
                 self._memory[rank] = None
                 memory.close()
-        self._comm.host.Barrier()  # the owner may free its memory afterwards
+        self._mutex.Free()  # waits for all ranks: the owner may free its memory then
         self.array = None
 
     # Calls on the memory of a rank.
 
     def _target(self, rank: int, target: Any, origin: Message, what: str) -> Message:
         """Return the items of a target specification, of as many bytes as origin."""
+        if not self:
+            raise refusal(
+                MPI.ERR_WIN, f"{what}: Free was called on the window; make a new one"
+            )
+        if not 0 <= rank < len(self._memory):
+            raise refusal(
+                MPI.ERR_RANK,
+                f"{what}: expected a rank from 0 to {len(self._memory) - 1} or "
+                f"MPI.PROC_NULL, got {rank}",
+            )
         given = (target,) if not isinstance(target, (list, tuple)) else tuple(target)
         if len(given) > 3:
             raise refusal(MPI.ERR_ARG, "target: expecting 3 items at most")

@@ -243,6 +243,8 @@ def test_refused_calls_on_a_window(comm, win):
     calls = [
         (lambda: win.Put(x, own, 11), MPI.ERR_RMA_RANGE, "within the 48 bytes"),
         (lambda: win.Get(x, own, -1), MPI.ERR_RMA_RANGE, "within the 48 bytes"),
+        (lambda: win.Put(x, comm.size), MPI.ERR_RANK, f"{comm.size - 1} or MPI.PROC"),
+        (lambda: win.Get(x, -9), MPI.ERR_RANK, "a rank from 0 to .*, got -9"),
         (lambda: win.Put(x, own, [0, 1]), MPI.ERR_COUNT, "as many bytes"),
         (lambda: win.Put(x, own, [0, 1, MPI.INT, 1]), MPI.ERR_ARG, "3 items"),
         (lambda: win.Accumulate(x, own, op=MPI.MINLOC), MPI.ERR_OP, "pairs"),
@@ -265,11 +267,28 @@ def test_refused_calls_on_a_window(comm, win):
             call()
         assert found.value.Get_error_class() == code
     win.Unlock(own)
+    with pytest.raises(MPI.Exception, match="of numba_symm.mpi, such as comm=MPI.Comm"):
+        MPI.Win.Create(x)  # of COMM_SELF of mpi4py
     memory = array(1) if comm.rank else np.zeros(1)
     if comm.size > 1:
         with pytest.raises(MPI.Exception, match="on all, got both"):
             MPI.Win.Create(memory, 1, comm=comm)
     comm.Barrier()
+
+
+def test_a_window_outlives_its_communicator(comm):
+    made = comm.Dup()
+    win = MPI.Win.Allocate(8, 4, comm=made)
+    made.Free()
+    win.Fence()
+    win.Put(array(3, 4), (win.group_rank + 1) % win.group_size)
+    win.Fence()
+    assert contents(win) == [3, 4]
+    assert win.attrs[1:] == (8, 4)
+    win.Free()
+    with pytest.raises(MPI.Exception, match="Put: Free was called on the win") as found:
+        win.Put(array(1), 0)
+    assert found.value.Get_error_class() == MPI.ERR_WIN
 
 
 def test_temporary_arrays_live_until_the_epoch_ends(comm, win, monkeypatch):
