@@ -4,13 +4,14 @@ import atexit
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from mpi4py import MPI
 
 from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator
-from numba_symm.errors import CollectiveError
+from numba_symm.errors import ClosedError, CollectiveError
 from numba_symm.launch import devices
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import collectives, jobs, messages, reductions, rooms, shortcuts
@@ -37,6 +38,7 @@ class Device(Messages):
     _plain: type[Any] = MPI.Intracomm
     _owned = False
     _freed = False
+    _parent: "Device | None" = None  # from which it was made, if that had not failed
 
     def _begin(
         self,
@@ -75,9 +77,22 @@ class Device(Messages):
         return self._side
 
     def _check(self) -> None:
-        """Raise if the library's communicator has failed."""
+        """Raise if the library's communicator, until it is made the parent's, failed.
+
+        Otherwise a message would be waited for although its rank has left.
+        """
         if self._made is not None:
             self._made.check()
+        elif self._parent is not None:
+            with suppress(ClosedError):  # by the program, which may keep this one
+                self._parent._check()
+
+    @property
+    def _has_failed(self) -> bool:
+        """Whether this rank knows of a failure that :meth:`_check` raises."""
+        if self._made is not None:
+            return self._made._calls.island.known_failure is not None
+        return self._parent is not None and self._parent._has_failed
 
     def _enter(self, what: str) -> None:
         """Make the rank's GPU current in this thread, or raise."""
@@ -91,6 +106,7 @@ class Device(Messages):
         made: Any = kind.__new__(kind, comm)
         options, allocator = dict(self._options), self.post.allocator
         made._begin(options, self.synchronizes, owned=True, allocator=allocator)
+        made._parent = None if self._has_failed else self
         made._find_islands(self.post.islands[self.rank])
         return made
 

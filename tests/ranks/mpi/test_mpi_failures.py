@@ -313,12 +313,17 @@ def test_the_end_of_a_program_after_another_ranks_failure(world, monkeypatch):
 @needs_peers
 def test_free_waits_for_no_rank_that_has_left(world, comm, monkeypatch):
     made, other = MPI.Comm(world, timeout=20), comm.Dup()
+    grid = made.Create_cart([made.size])
+    child = grid.Dup()
     stays = made.rank < made.size - 1
     if not stays:
         made.communicator._calls.island.abandon(ValueError("7"), "Recv")
     else:
         with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7"):
             made.Recv(array(1), made.size - 1)
+        for call in (child.Recv, lambda _, rank: child.Probe(rank)):
+            with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7"):
+                call(array(1), made.size - 1)
         requests = made.Irecv(array(1)), made.Issend(array(1), made.size - 1)
         made.Free()
         for call in (made.Free, *(each.Wait for each in requests)):
@@ -339,6 +344,28 @@ def test_free_waits_for_no_rank_that_has_left(world, comm, monkeypatch):
         made.Free()
         with pytest.raises(MPI.Exception, match=late):
             other.Free()
+    monkeypatch.undo()
+    for each in (child, grid):
+        each.Free()
+
+
+def test_what_is_made_after_a_failure_works(world):
+    made = MPI.Comm(world, timeout=20)
+    made.communicator._calls.island.abandon(ValueError("7"), "Recv")
+    with pytest.raises(MPI.Exception, match="by ValueError: 7"):
+        made.Probe()
+    new = made.Dup()
+    right, left = around(new)
+    request, out = new.Irecv(array(-1), left, 1), array(-1)
+    for _ in range(3):  # it looks for the message, which is not there
+        assert not request.Test()
+    world.Barrier()
+    new.Send(array(1), right, 1)
+    new.Sendrecv(array(5), right, 2, out, left, 2)
+    request.Wait()
+    assert out.copy_to_host()[0] == 5
+    new.Free()
+    made.Free()
 
 
 @needs_peers
