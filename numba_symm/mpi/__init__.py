@@ -15,7 +15,7 @@ from typing import Any
 
 from mpi4py import MPI as _MPI
 
-from numba_symm.mpi.comm import Comm
+from numba_symm.mpi.comm import Comm, Finalize
 from numba_symm.mpi.errors import MPIError
 from numba_symm.mpi.p2p import Attach_buffer, Detach_buffer
 from numba_symm.mpi.pending import Message
@@ -29,6 +29,7 @@ __all__ = [
     "Comm",
     "Detach_buffer",
     "Distgraphcomm",
+    "Finalize",
     "Graphcomm",
     "MPIError",
     "Message",

@@ -318,6 +318,12 @@ def add_kind(kind: type[Device]) -> None:
     _KINDS[kind._plain] = kind
 
 
+def Finalize() -> None:
+    """Free all communicators, as the end of the program does, and end MPI."""
+    _close_all()
+    MPI.Finalize()
+
+
 @atexit.register
 def _close_all() -> None:
     """Close what is open, in reverse order, as MPI does at the end of a program.

@@ -310,6 +310,15 @@ def test_the_end_of_a_program_after_another_ranks_failure(world, monkeypatch):
     made.Free()
 
 
+def test_finalize_frees_first(world, monkeypatch):
+    made, seen = MPI.Comm(world, timeout=20), []
+    monkeypatch.setattr(comm_of_mpi, "_open", [made])
+    monkeypatch.setattr(comm_of_mpi.MPI, "Finalize", lambda: seen.append(made._made))
+    MPI.Finalize()
+    assert seen == [None]
+    made.Free()
+
+
 @needs_peers
 def test_free_waits_for_no_rank_that_has_left(world, comm, monkeypatch):
     made, other = MPI.Comm(world, timeout=20), comm.Dup()
