@@ -63,7 +63,7 @@ def bcast(comm: Ranks, buf: Any, root: int = 0) -> Job | None:
 
 def gather(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
     """Gather every rank's items on ``root``."""
-    check_root(comm, root, "Gather")
+    check_root(comm, root, "Gather", sendbuf)
     if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
         return None
     into = message(recvbuf, comm.size) if comm.rank == root else None
@@ -77,7 +77,7 @@ def _gathered(
 ) -> tuple[Job, Any, Any]:
     """Return the job, this rank's input and the output of a gather on ``root``."""
     if into is None:
-        return sent(comm, what, message(given(sendbuf, what)))
+        return sent(comm, what, message(sendbuf))
     job = Job(comm.communicator, what, into.array)
     whole = into._replace(number=into.number * comm.size)
     if in_place(sendbuf):
@@ -98,17 +98,19 @@ def sent(comm: Ranks, what: str, found: Message) -> tuple[Job, Any, None]:
 
 def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
     """Gather every rank's items, of any number, on ``root``."""
-    check_root(comm, root, "Gatherv")
+    check_root(comm, root, "Gatherv", sendbuf)
     if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
         return None
     if comm.rank != root:
-        job, x, _ = sent(comm, "Gatherv", message(given(sendbuf, "Gatherv")))
+        job, x, _ = sent(comm, "Gatherv", message(sendbuf))
         job.call(comm.communicator.gather_v, _as_bytes(job, x), root=root)
         return job
     parts = buffers.vector(recvbuf, comm.size).parts
     job = Job(comm.communicator, "Gatherv", parts[0].array)
     packed, counts = _room(job, parts), _counts(parts)
-    own = parts[root] if in_place(sendbuf) else message(sendbuf)
+    own = parts[root]
+    if not in_place(sendbuf):
+        own = _as_many(message(sendbuf), own, root, "Gatherv")
     x = _as_bytes(job, job.read(own))
     options = {"counts": counts, "root": root, "out": packed}
     job.call(comm.communicator.gather_v, x, **options)
@@ -118,12 +120,12 @@ def gatherv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | Non
 
 def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
     """Give each rank its items of ``root``'s array."""
-    check_root(comm, root, "Scatter")
+    check_root(comm, root, "Scatter", recvbuf)
     if not on_device(*at_root(comm, root, sendbuf), recvbuf):
         return None
     method = comm.communicator.scatter
     if comm.rank != root:
-        into = message(given(recvbuf, "Scatter"))
+        into = message(recvbuf)
         job = Job(comm.communicator, "Scatter", into.array)
         job.call(method, None, root=root, out=job.write(into))
         return job
@@ -141,12 +143,12 @@ def scatter(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | Non
 
 def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None:
     """Give each rank its items, of any number, of ``root``'s array."""
-    check_root(comm, root, "Scatterv")
+    check_root(comm, root, "Scatterv", recvbuf)
     if not on_device(*at_root(comm, root, sendbuf), recvbuf):
         return None
     method = comm.communicator.scatter_v
     if comm.rank != root:
-        into = message(given(recvbuf, "Scatterv"))
+        into = message(recvbuf)
         job = Job(comm.communicator, "Scatterv", into.array)
         job.call(method, None, root=root, out=_as_bytes(job, job.write(into)))
         return job
@@ -157,7 +159,8 @@ def scatterv(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | No
     if in_place(recvbuf):
         out = job.temporary(counts[root], np.dtype(np.uint8))
     else:
-        out = _as_bytes(job, job.write(message(recvbuf)))
+        into = _as_many(message(recvbuf), parts[root], root, "Scatterv")
+        out = _as_bytes(job, job.write(into))
     job.call(method, packed, counts=counts, root=root, out=out)
     return job
 
@@ -179,7 +182,9 @@ def allgatherv(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
     parts = buffers.vector(recvbuf, comm.size).parts
     job = Job(comm.communicator, "Allgatherv", parts[0].array)
     packed, counts = _room(job, parts), _counts(parts)
-    own = parts[comm.rank] if in_place(sendbuf) else message(sendbuf)
+    own = parts[comm.rank]
+    if not in_place(sendbuf):
+        own = _as_many(message(sendbuf), own, comm.rank, "Allgatherv")
     x = _as_bytes(job, job.read(own))
     job.call(comm.communicator.all_gather_v, x, counts=counts, out=packed)
     _spread(job, parts, packed)
@@ -231,6 +236,13 @@ def alltoallw(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
 def _exchanged(
     comm: Ranks, what: str, outgoing: list[Message], incoming: list[Message]
 ) -> Job:
+    there, here = outgoing[comm.rank].nbytes, incoming[comm.rank].nbytes
+    if there != here:
+        raise refusal(
+            MPI.ERR_COUNT,
+            f"{what}: rank {comm.rank} sends itself {there} bytes, but receives {here} "
+            "of itself; pass equal counts",
+        )
     sends, receives = [[each] for each in outgoing], [[each] for each in incoming]
     return exchanged(comm, what, sends, receives)
 
@@ -265,6 +277,17 @@ def exchanged(
     job.call(comm.communicator.all_to_all_v, packed, **options)
     _spread(job, receives, received)
     return job
+
+
+def _as_many(found: Message, part: Message, rank: int, what: str) -> Message:
+    """Return this rank's items, or refuse them if they are not those of its count."""
+    if found.nbytes != part.nbytes:
+        raise refusal(
+            MPI.ERR_COUNT,
+            f"{what}: expected {part.nbytes} bytes, which are counts[{rank}] items, got "
+            f"{found.nbytes}; pass as many",
+        )
+    return found
 
 
 def _counts(parts: list[Message]) -> list[int]:
@@ -325,25 +348,20 @@ def _as_bytes(job: Job, array: Any) -> Any:
     return memory.array(view.nbytes, np.dtype(np.uint8))
 
 
-def given(spec: Any, what: str) -> Any:
-    """Return an argument that must not be MPI.IN_PLACE."""
-    if in_place(spec):
-        raise refusal(
-            MPI.ERR_BUFFER,
-            f"{what}: MPI.IN_PLACE is for the root here; pass this rank's array",
-        )
-    return spec
-
-
 def at_root(comm: Ranks, root: int, spec: Any) -> tuple[Any, ...]:
     """Return an argument that only the root's call reads."""
     return (spec,) if comm.rank == root else ()
 
 
-def check_root(comm: Ranks, root: Any, what: str) -> None:
-    """Refuse a root that is not a rank."""
+def check_root(comm: Ranks, root: Any, what: str, own: Any = None) -> None:
+    """Refuse a root that is not a rank; MPI.IN_PLACE as ``own`` is for the root."""
     if not 0 <= root < comm.size:
         raise refusal(
             MPI.ERR_ROOT,
             f"{what}: expected a root from 0 to {comm.size - 1}, got {root}",
+        )
+    if comm.rank != root and buffers.is_constant(own, MPI.IN_PLACE):
+        raise refusal(
+            MPI.ERR_BUFFER,
+            f"{what}: MPI.IN_PLACE is for the root, rank {root}; pass an array here",
         )

@@ -8,7 +8,7 @@ from mpi4py import MPI
 from numba_symm import arrays
 from numba_symm.mpi import operators
 from numba_symm.mpi.buffers import Message, in_place, message, on_device
-from numba_symm.mpi.collectives import Ranks, at_root, check_root, given, sent
+from numba_symm.mpi.collectives import Ranks, at_root, check_root, sent
 from numba_symm.mpi.errors import refusal
 from numba_symm.mpi.jobs import Job
 
@@ -17,13 +17,13 @@ def reduce(
     comm: Ranks, sendbuf: Any, recvbuf: Any, op: Any = MPI.SUM, root: int = 0
 ) -> Job | None:
     """Reduce all ranks' items, element by element, on ``root``."""
-    check_root(comm, root, "Reduce")
+    check_root(comm, root, "Reduce", sendbuf)
     if not on_device(sendbuf, *at_root(comm, root, recvbuf)):
         return None
     if comm.rank == root:
         job, x, out = _reduced(comm, "Reduce", sendbuf, recvbuf)
     else:
-        found = _elements(message(given(sendbuf, "Reduce")), "Reduce")
+        found = _elements(message(sendbuf), "Reduce")
         job, x, out = sent(comm, "Reduce", found)
     _call(job, comm.communicator.reduce, x, op, root=root, out=out)
     return job

@@ -5,6 +5,7 @@ Every call is made twice, with host arrays by mpi4py and with device arrays by
 """
 
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -325,6 +326,19 @@ def refusals(comm, x):
     counts = [9] * comm.size
     yield lambda: comm.Reduce_scatter(x, x, counts), MPI.ERR_COUNT, "sum"
     yield lambda: comm.Gatherv(x, [x, [1]], comm.rank), MPI.ERR_COUNT, "expecting"
+    own = f"expected 4 bytes, which are counts[{comm.rank}] items, got 16"
+    ones, none = [x, [1] * comm.size], [x, [0] * comm.size]
+    yield lambda: comm.Gatherv(x, ones, comm.rank), MPI.ERR_COUNT, own
+    yield lambda: comm.Scatterv(ones, x, comm.rank), MPI.ERR_COUNT, own
+    yield lambda: comm.Allgatherv(x, ones), MPI.ERR_COUNT, own
+    yield lambda: comm.Alltoallv(ones, none), MPI.ERR_COUNT, "sends itself 4 bytes"
+    other = (comm.rank + 1) % comm.size
+    for name in ("Gather", "Gatherv", "Reduce"):
+        call = partial(getattr(comm, name), IN_PLACE, None, root=other)
+        yield call, MPI.ERR_BUFFER, f"is for the root, rank {other}"
+    for name in ("Scatter", "Scatterv"):
+        call = partial(getattr(comm, name), None, IN_PLACE, root=other)
+        yield call, MPI.ERR_BUFFER, f"is for the root, rank {other}"
     strided = x[::2]
     yield lambda: comm.Bcast(strided), MPI.ERR_ARG, "contiguous"
     long = [x, MPI.LONG_DOUBLE]
