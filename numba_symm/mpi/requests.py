@@ -354,7 +354,12 @@ class Prequest(Request):
     @translated
     def Start(self) -> None:
         """Start the call."""
-        if self._begin is None or self.is_active:
+        if self._begin is None:
+            raise refusal(
+                MPI.ERR_REQUEST,
+                "Start: Free was called on the persistent request; prepare it again",
+            )
+        if self.is_active:
             raise refusal(
                 MPI.ERR_REQUEST,
                 "Start: expected a persistent request that is not active; wait for it "

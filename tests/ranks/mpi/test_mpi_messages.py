@@ -229,6 +229,9 @@ def test_synchronous_and_persistent_messages(comm):
         with pytest.raises(MPI.Exception, match="Start: expected arrays of the addr"):
             request.Start()
         assert not request.is_active
+    recv.Free()
+    with pytest.raises(MPI.Exception, match="Free was called on the persistent req"):
+        recv.Start()
     comm.Barrier()
 
 
