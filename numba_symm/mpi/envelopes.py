@@ -2,10 +2,12 @@
 
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
+from numba_symm.errors import SymmError
 from numba_symm.mpi import buffers
 from numba_symm.mpi.errors import refusal, unsupported
 from numba_symm.mpi.requests import waited
@@ -53,6 +55,10 @@ def items_of(envelope: Envelope, into: buffers.Message) -> int | None:
     return number
 
 
+def nothing() -> None:
+    """Check nothing, where MPI ends the wait in any case or each look checks."""
+
+
 class Posted:
     """A receive of an envelope.
 
@@ -61,6 +67,8 @@ class Posted:
         room: where it arrives.
         ended: is called when it has arrived or was cancelled.
         envelope: the envelope, if it has arrived.
+        source: the rank from which it is expected.
+        tag: the tag that it should have.
     """
 
     def __init__(
@@ -69,9 +77,12 @@ class Posted:
         room: Any = None,
         ended: Callable[["Posted"], None] | None = None,
         envelope: Envelope | None = None,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
     ):
         self._request, self._room, self._ended = request, room, ended
         self._envelope = envelope
+        self._wanted = source, tag
         self._status = MPI.Status()
         self.cancelled = False
 
@@ -83,8 +94,21 @@ class Posted:
 
     def wait(self, check: Callable[[], None]) -> None:
         """Wait until it has arrived or was cancelled."""
-        if not self.test():
-            waited(self.test, check)
+        waited(partial(self.look, check), nothing)
+
+    def look(self, check: Callable[[], None]) -> bool:
+        """Return whether it has arrived or was cancelled; check if it has not."""
+        if self.test():
+            return True
+        try:
+            check()
+        except SymmError as error:
+            source, tag = self._wanted
+            rank = "any rank" if source == MPI.ANY_SOURCE else f"rank {source}"
+            which = "any tag" if tag == MPI.ANY_TAG else f"tag {tag}"
+            error.add_note(f"A receive was waiting for a message from {rank}, {which}.")
+            raise
+        return False
 
     def test(self) -> bool:
         """Return whether it has arrived or was cancelled."""

@@ -71,7 +71,10 @@ def as_mpi(error: SymmError) -> MPIError:
     if isinstance(error, ArgumentError):
         return refusal(MPI.ERR_ARG, str(error))
     code = next(code for kind, code in _CODES if isinstance(error, kind))
-    return MPIError(code, str(error))
+    made = MPIError(code, str(error))
+    for note in getattr(error, "__notes__", ()):
+        made.add_note(note)
+    return made
 
 
 def translated(method: Callable[P, T]) -> Callable[P, T]:

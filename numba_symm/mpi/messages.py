@@ -30,7 +30,7 @@ from numba_symm.mpi.buffers import message
 from numba_symm.mpi.channels import MOST, Channel, Receipts
 from numba_symm.mpi.copies import Copies
 from numba_symm.mpi.crossings import Copying, Crossing, Data, on_host
-from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of
+from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of, nothing
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.requests import waited
 from numba_symm.mpi.rooms import Room, Rooms, opened, rooms_of
@@ -143,7 +143,7 @@ class Post:
         waited(request.Test, check)
         for posted in list(self._open):
             posted.cancel()
-            posted.wait(_nothing)
+            posted.wait(nothing)
 
         def taken() -> bool:
             while self._envelopes.comm.Iprobe():
@@ -356,7 +356,7 @@ class Post:
         """Post a receive of MPI, which writes its room even if a program drops it."""
         room = bytearray(_MOST)
         request = self._envelopes.comm.Irecv(room, source, tag)
-        posted = Posted(request, room, self._read)
+        posted = Posted(request, room, self._read, source=source, tag=tag)
         self._open.add(posted)
         return posted
 
@@ -370,7 +370,7 @@ class Post:
     def withdraw(self, posted: "Posted") -> None:
         """Cancel a receive; a message that has matched it stays for another one."""
         posted.cancel()
-        posted.wait(_nothing)  # which ends whatever the peer does
+        posted.wait(nothing)  # which ends whatever the peer does
         if posted.cancelled:
             return
         found = posted.envelope
@@ -488,10 +488,6 @@ class Post:
         """Let the sender reuse the memory of a message, if it has any."""
         if envelope.handle:
             self._receipts.owe(envelope.source, envelope.number, envelope.nbytes)
-
-
-def _nothing() -> None:
-    """Check nothing, where MPI ends the wait in any case."""
 
 
 def settle_all() -> None:

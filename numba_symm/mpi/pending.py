@@ -50,8 +50,7 @@ class Receiving(Request):
 
     def _poll(self, status: MPI.Status | None) -> bool:
         self._refuse_capture()
-        if not self._posted.test():
-            self._post.check()
+        if not self._posted.look(self._post.check):
             return False
         self._describe(status)
         self._start()
@@ -72,8 +71,7 @@ class Receiving(Request):
         if not self._active or self._started:
             return True
         self._refuse_capture()
-        if not self._posted.test():
-            self._post.check()
+        if not self._posted.look(self._post.check):
             return False
         self._start()
         return True

@@ -328,8 +328,10 @@ def test_free_waits_for_no_rank_that_has_left(world, comm, monkeypatch):
     if not stays:
         made.communicator._calls.island.abandon(ValueError("7"), "Recv")
     else:
-        with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7"):
-            made.Recv(array(1), made.size - 1)
+        with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7") as found:
+            made.Recv(array(1), made.size - 1, 4)
+        awaited = f"a message from rank {made.size - 1}, tag 4."
+        assert found.value.__notes__ == [f"A receive was waiting for {awaited}"]
         for call in (child.Recv, lambda _, rank: child.Probe(rank)):
             with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7"):
                 call(array(1), made.size - 1)
