@@ -284,8 +284,8 @@ def _as_many(found: Message, part: Message, rank: int, what: str) -> Message:
     if found.nbytes != part.nbytes:
         raise refusal(
             MPI.ERR_COUNT,
-            f"{what}: expected {part.nbytes} bytes, which are counts[{rank}] items, got "
-            f"{found.nbytes}; pass as many",
+            f"{what}: expected {part.nbytes} bytes, which are counts[{rank}] items, "
+            f"got {found.nbytes}; pass as many",
         )
     return found
 

@@ -30,6 +30,7 @@ from numba_symm.mpi.one_sided import bytes_of, check_single, copied, reduced
 from numba_symm.mpi.pending import Done
 from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.kinds import locate
+from numba_symm.sharing.sent import leave_out
 
 _BYTE = np.dtype(np.uint8)
 
@@ -492,4 +493,6 @@ def _shared(memory: Any, opens: int) -> SharedHandle:
             "Win.Create: the array is in this process' private memory; under the "
             "simulator, use MPI.Win.Allocate or comm.communicator.empty",
         )
-    return share(memory, opens=opens)
+    shared = share(memory, opens=opens)
+    leave_out(shared)  # a window without Free is no concern of the end of the program
+    return shared

@@ -9,7 +9,7 @@ from numba import cuda
 
 from numba_symm import mpi as MPI
 from numba_symm.mpi import win as module
-from numba_symm.sharing import open_shared
+from numba_symm.sharing import open_shared, sent
 from tests.ranks.helpers import of_one_island
 
 pytestmark = of_one_island
@@ -237,6 +237,14 @@ def test_a_window_that_one_rank_cannot_map(comm, monkeypatch):
     win.Free()
 
 
+def test_an_open_window_is_not_reported(win, monkeypatch):
+    """It is the library that shares its memory, so the program knows nothing of it."""
+    reports = []
+    monkeypatch.setattr(sent.log, "warning", lambda *given: reports.append(given))
+    sent._tell_what_is_shared()
+    assert not reports
+
+
 def test_refused_calls_on_a_window(comm, win):
     own, x = comm.rank, array(1, 2)
     win.Lock(own)
@@ -267,7 +275,7 @@ def test_refused_calls_on_a_window(comm, win):
             call()
         assert found.value.Get_error_class() == code
     win.Unlock(own)
-    with pytest.raises(MPI.Exception, match="of numba_symm.mpi, such as comm=MPI.Comm"):
+    with pytest.raises(MPI.Exception, match=r"of numba_symm\.mpi, such as comm="):
         MPI.Win.Create(x)  # of COMM_SELF of mpi4py
     memory = array(1) if comm.rank else np.zeros(1)
     if comm.size > 1:
