@@ -3,8 +3,12 @@
 Host arrays stand for arrays of the device: nothing here looks at their contents.
 """
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
+from mpi4py import MPI as plain
 
 from numba_symm import arrays, dtypes, errors
 from numba_symm import mpi as MPI
@@ -22,6 +26,7 @@ def host_arrays(monkeypatch):
     monkeypatch.setattr(arrays, "fields", fields)
 
 
+PAGE = Path(__file__).parents[2] / "docs" / "porting-from-mpi4py.md"
 X = np.arange(12, dtype=np.int32)
 VECTOR = MPI.INT.Create_vector(2, 1, 3)
 
@@ -283,3 +288,28 @@ def test_the_names_of_mpi4py():
     assert MPI.Request is not plain.Request
     with pytest.raises(AttributeError):
         _ = MPI.COMM_WORD
+
+
+def test_the_page_on_porting_names_every_method_that_takes_an_array():
+    """Its table has those that mpi4py documents with a buffer, and only what exists."""
+    kinds = (MPI.Comm, MPI.Cartcomm, MPI.Prequest, MPI.Win, MPI.Message)
+    kinds += (plain.Op, plain.Datatype, plain.Intercomm, plain.Request, plain.Prequest)
+    table = PAGE.read_text().partition("## Every method")[2].partition("\n## ")[0]
+    cells = [line.split("|")[1] for line in table.splitlines() if line[:3] == "| `"]
+    named = {name.rpartition(".")[2] for name in re.findall("`(.+?)`", "".join(cells))}
+    groups = {name for name in named if "…" in name}
+    for name in named - groups:
+        assert any(hasattr(kind, name) for kind in (MPI, *kinds)), name
+    patterns = [name.replace("…", ".*") for name in groups - {"I…", "…_init"}]
+    buffered = [
+        name
+        for kind in kinds
+        for name in dir(kind)
+        if name[0].isupper()
+        and "Buf" in str(getattr(kind, name).__doc__).split("\n")[0]
+    ]
+    assert len(buffered) > 80
+    for name in buffered:
+        plainly = {name, name.removesuffix("_init"), name[1:].capitalize()}
+        found = any(re.fullmatch(pattern, name) for pattern in patterns)
+        assert found or named & plainly, name
