@@ -9,6 +9,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from numba_symm.board import Failure
 from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.errors import ClosedError, CollectiveError
@@ -38,7 +39,8 @@ class Device(Messages):
     _plain: type[Any] = MPI.Intracomm
     _owned = False
     _freed = False
-    _parent: "Device | None" = None  # from which it was made, if that had not failed
+    _heeded: Communicator | None = None
+    """Whose failures count while it has no communicator of the library."""
 
     def _begin(
         self,
@@ -83,16 +85,17 @@ class Device(Messages):
         """
         if self._made is not None:
             self._made.check()
-        elif self._parent is not None:
+        elif self._heeded is not None:
             with suppress(ClosedError):  # by the program, which may keep this one
-                self._parent._check()
+                self._heeded.check()
+            if self._failure is not None:  # it was closed after it
+                raise self._failure.exception()
 
     @property
-    def _has_failed(self) -> bool:
-        """Whether this rank knows of a failure that :meth:`_check` raises."""
-        if self._made is not None:
-            return self._made._calls.island.known_failure is not None
-        return self._parent is not None and self._parent._has_failed
+    def _failure(self) -> Failure | None:
+        """The failure that :meth:`_check` raises, if this rank knows of one."""
+        found = self._heeded if self._made is None else self._made
+        return None if found is None else found._calls.island.known_failure
 
     def _enter(self, what: str) -> None:
         """Make the rank's GPU current in this thread, or raise."""
@@ -106,13 +109,20 @@ class Device(Messages):
         made: Any = kind.__new__(kind, comm)
         options, allocator = dict(self._options), self.post.allocator
         made._begin(options, self.synchronizes, owned=True, allocator=allocator)
-        made._parent = None if self._has_failed else self
-        made._find_islands(self.post.islands[self.rank])
+        own, failed = self.post.islands[self.rank], self._failure is not None
+        if not made._find_islands(own, failed):
+            made._heeded = self._heeded if self._made is None else self._made
         return made
 
-    def _find_islands(self, own: int) -> None:
-        """Find the islands of all ranks, from this rank's. Collective."""
-        self.post.islands = self.host.allgather(own)
+    def _find_islands(self, own: int, failed: bool = False) -> bool:
+        """Find the islands of all ranks, from this rank's. Collective.
+
+        Return whether any rank knows of a failure. All heed the same, because a rank
+        that heeds one would leave another waiting.
+        """
+        found = self.host.allgather((own, failed))
+        self.post.islands = [each for each, _ in found]
+        return any(failed for _, failed in found)
 
     # Communicators.
 
@@ -199,16 +209,18 @@ class Device(Messages):
         """
         if self._freed:
             raise MPIError(MPI.ERR_COMM, FREED)
-        self._freed, made = True, self._made
+        self._freed = True
+        if self._made is not None:
+            self._heeded = self._made
         try:
             self._close()
+            if self._failure is None:
+                self.post.free()
         finally:
-            failed = made is not None and made._calls.island.known_failure is not None
-            if failed:
+            if self._failure is not None:
                 self.post.give_up()
-        if failed:
+        if self._failure is not None:
             return
-        self.post.free()
         if self._owned:
             self._plain.Free(self)
             self.host = self._plain()  # its handle was the same

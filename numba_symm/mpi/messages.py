@@ -125,6 +125,7 @@ class Post:
         wait = Wait("Free", self._rank, environment.chosen_setup_timeout())
 
         def check() -> None:
+            self._check()
             if wait.look(()):
                 raise wait.error(())
 
