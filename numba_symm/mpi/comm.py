@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 from mpi4py import MPI
 
@@ -123,6 +123,15 @@ class Device(Messages):
         found = self.host.allgather((own, failed))
         self.post.islands = [each for each, _ in found]
         return any(failed for _, failed in found)
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, _: Any) -> Self:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise ValueError("cannot pickle a communicator; make one in each process")
 
     # Communicators.
 

@@ -4,7 +4,9 @@ Every call is made twice, with host arrays by mpi4py and with device arrays by
 ``numba_symm.mpi``, and all arrays are compared afterwards.
 """
 
+import copy
 import os
+import pickle
 from functools import partial
 
 import numpy as np
@@ -371,6 +373,17 @@ def test_host_arrays_and_objects_are_mpi4pys(comm, world):
     assert isinstance(comm, type(world))
     assert MPI.Compute_dims(4, 2) == [2, 2]
     assert MPI.Comm.Allreduce.__name__ == "Allreduce"
+
+
+def test_copies_of_a_communicator_are_the_communicator(comm):
+    """As copies of COMM_WORLD in mpi4py, which have its handle."""
+    grid = comm.Create_cart([comm.size])
+    for each in (comm, grid):
+        assert copy.copy(each) is each
+        assert copy.deepcopy({"comm": each})["comm"] is each
+        with pytest.raises(ValueError, match="cannot pickle a communicator"):
+            pickle.dumps(each)
+    grid.Free()
 
 
 def test_an_own_function_and_avg(both):
