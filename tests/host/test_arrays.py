@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numba.cuda.cudadrv.devicearray import DeviceNDArray
 from numba.cuda.cudadrv.driver import MemoryPointer, OwnedPointer
 
-from numba_symm import arrays, streams
+from numba_symm import arguments, arrays, streams
 from numba_symm.errors import ArgumentError
 
 HOST, CUDA, ROCM = (1, 0), (2, 1), (10, 0)  # DLPack's devices
@@ -322,8 +322,8 @@ def test_an_object_that_is_not_a_stream_is_refused(rubbish):
     with pytest.raises(ArgumentError) as raised:
         streams.handle_of(rubbish)
     assert str(raised.value) == (
-        f"expected a stream, got {rubbish!r}; pass a stream of Numba, cuda.core, CuPy "
-        "or torch, or its handle as an int"
+        f"expected a stream, got {arguments.without_addresses(repr(rubbish))}; pass a "
+        "stream of Numba, cuda.core, CuPy or torch, or its handle as an int"
     )
 
 

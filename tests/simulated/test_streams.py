@@ -8,7 +8,7 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import streams
+from numba_symm import arguments, streams
 from numba_symm.errors import ArgumentError
 
 RUBBISH = ["a", 1.0, object(), [1]]
@@ -38,8 +38,8 @@ def test_an_object_that_is_not_a_stream_is_refused(rubbish):
     with pytest.raises(ArgumentError) as raised:
         streams.handle_of(rubbish)
     assert str(raised.value) == (
-        f"expected a stream, got {rubbish!r}; pass a stream of Numba, cuda.core, CuPy "
-        "or torch, or its handle as an int"
+        f"expected a stream, got {arguments.without_addresses(repr(rubbish))}; pass a "
+        "stream of Numba, cuda.core, CuPy or torch, or its handle as an int"
     )
 
 
