@@ -101,14 +101,14 @@ def on_device(*specs: Any) -> bool:
     """
     if len(specs) == 1:
         return arrays.on_device(array_in(specs[0]))
-    found = {
-        arrays.on_device(array) for array in map(array_in, specs) if not _nowhere(array)
-    }
+    given = [array for array in map(array_in, specs) if not _nowhere(array)]
+    found = {arrays.on_device(array) for array in given}
     if len(found) == 2:
+        kinds = " and ".join(type(array).__name__ for array in given)
         raise refusal(
             MPI.ERR_BUFFER,
-            "expected the arrays of a call on the device, or all on the host, got both;"
-            " copy one to where the other is",
+            "expected the arrays of a call on the device, or all on the host, got both:"
+            f" {kinds}; copy one to where the other is",
         )
     return True in found
 

@@ -315,7 +315,8 @@ def refusals(comm, x):
     yield lambda: comm.Bcast([x, 1, 2, 3, 4]), MPI.ERR_ARG, "2 to 4 items"
     yield lambda: comm.Bcast([x, MPI.DATATYPE_NULL]), MPI.ERR_TYPE, "DATATYPE_NULL"
     yield lambda: comm.Bcast([x, 1, 7]), MPI.ERR_TYPE, "MPI.Datatype"
-    yield lambda: comm.Allreduce(x, host), MPI.ERR_BUFFER, "on the device"
+    kinds = f"on the device, or all on the host, got both: {type(x).__name__} and nd"
+    yield lambda: comm.Allreduce(x, host), MPI.ERR_BUFFER, kinds
     yield lambda: comm.Allreduce(x, [x, MPI.FLOAT]), MPI.ERR_TYPE, "mismatch"
     yield lambda: comm.Allreduce(x, [x, 1]), MPI.ERR_COUNT, "mismatch"
     yield lambda: comm.Allreduce(x, x, MPI.OP_NULL), MPI.ERR_OP, "OP_NULL"
