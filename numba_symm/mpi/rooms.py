@@ -88,7 +88,7 @@ class Rooms:
         block = self._allocator.allocate(nbytes)
         memory = Memory(block.address, nbytes, block)
         shared = share(memory.array(nbytes, _BYTE), opens=_OPENS)
-        leave_out(shared)  # the program does not know of it
+        leave_out(shared)  # the program itself has not shared it
         handle = shared.to_bytes()
         starts = itertools.count(0, size)
         return [

@@ -494,5 +494,5 @@ def _shared(memory: Any, opens: int) -> SharedHandle:
             "simulator, use MPI.Win.Allocate or comm.communicator.empty",
         )
     shared = share(memory, opens=opens)
-    leave_out(shared)  # a window without Free is no concern of the end of the program
+    leave_out(shared)  # the program itself has not shared it
     return shared
