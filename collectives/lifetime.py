@@ -119,7 +119,7 @@ def agreed_settings(
     given = f"multiprocessors={asked}, debug={debug}, requests={requests}"
     exchange.agree_equal(given, "Communicator")
     limits = exchange.all_gather(limit, "limits of multiprocessors")
-    if asked is None and not SIMULATED:  # whose ranks share nothing
+    if asked is None and not SIMULATED:  # simulated ranks never share a GPU
         ranks_of = devices.sharers(island.gpus)
         limits = [
             max(1, each // ranks_of[gpu.uuid])
@@ -328,7 +328,7 @@ def multiprocessors_of(calls: Calls) -> int:
 
 def _left_by_requests(limit: int, size: int) -> int:
     """Return how many multiprocessors the other calls may occupy."""
-    if SIMULATED:  # whose blocks run one after another
+    if SIMULATED:  # blocks run one after another there, and occupy nothing
         return limit
     taken = requests_multiprocessors(size)
     if limit <= taken:

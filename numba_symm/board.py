@@ -198,7 +198,7 @@ class Board:
         finally:
             self._steps[self._rank] = vote
         # Who votes to stop does not wait, because a rank that has left never votes.
-        voted = vote == go and self._reached(go, wait, heed=False)
+        voted = vote == go and self._reached(go, wait, records=False)
         if voted and stop not in list(self._steps):
             return None
         # A rank that votes to stop has seen a record, which may not be here yet.
@@ -244,20 +244,20 @@ class Board:
         if not self._reached(self._step, wait):
             self.look()
 
-    def _reached(self, step: int, wait: Wait, *, heed: bool = True) -> bool:
+    def _reached(self, step: int, wait: Wait, *, records: bool = True) -> bool:
         """Wait for all ranks. Return whether they reached a step before a failure.
 
         Args:
             step: the number of the step.
             wait: this wait.
-            heed: whether a record on the board ends the wait. A rank that is late or
+            records: whether a record on the board ends the wait. A rank that is late or
                 has ended ends it in any case.
         """
         while True:
             absent = self._absent(step)
             if not absent:
                 return True
-            if heed and self._records[self._rank]:
+            if records and self._records[self._rank]:
                 return False
             if wait.seconds > _UNSURE and self._reports_ended(absent, step, wait):
                 return False
@@ -286,7 +286,7 @@ class Board:
         for rank in range(self._size):
             if rank == self._rank or locks.is_locked(self._alive, _LOCKS + rank):
                 continue
-            if not self._closed[rank]:  # which it stores before it drops the lock
+            if not self._closed[rank]:  # a rank stores it before it drops its lock
                 self._report(self._ended(rank), what)
 
     def _ended(self, rank: int) -> int:

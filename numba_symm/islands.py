@@ -98,7 +98,7 @@ class Islands(Island):
         self.guard = self.inner.guard
         self._across = _Across(self)
         self._start_watchdog()
-        exchange.meet_at(self._across)  # whose failures the watchdog carries
+        exchange.meet_at(self._across)  # the watchdog reports the islands' failures
         forks.watch(self)
 
     def _start_watchdog(self) -> None:

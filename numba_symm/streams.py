@@ -258,7 +258,7 @@ def spoil_capture(stream: int) -> bool:
     status, capturing = driver.function("cuStreamIsCapturing")(stream)
     if status or not capturing:
         return False
-    driver.function("cuStreamQuery")(stream)  # which invalidates a capture
+    driver.function("cuStreamQuery")(stream)  # a query invalidates a capture
     return True
 
 

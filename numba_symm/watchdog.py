@@ -147,7 +147,7 @@ def _fall_silent_before_finalize() -> None:
     if not _keys:
         mpi = ranks.mpi()
         _keys.append(mpi.Comm.Create_keyval(delete_fn=_silence_all))
-        mpi.COMM_SELF.Set_attr(_keys[0], None)  # which MPI_Finalize deletes first
+        mpi.COMM_SELF.Set_attr(_keys[0], None)  # MPI_Finalize deletes it first
 
 
 def fall_silent_at_exit() -> None:

@@ -47,7 +47,7 @@ from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel, Launch
 
 SCATTER, RELAY = 0, 1  # the two sets of mailboxes
-TRANSPORT = "marked"  # which keeps every bit
+TRANSPORT = "marked"  # marks keep every bit, as data that is not reduced needs
 
 
 def make_two_shot_broadcast(

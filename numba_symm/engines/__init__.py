@@ -128,7 +128,7 @@ def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
                 deadline,
             )
             undo.callback(engine.abort)
-        exchange.barrier(what)  # or a rank has failed, so that all undo it
+        exchange.barrier(what)  # raises on all ranks if one has failed
         undo.pop_all()
     return engine
 
@@ -207,7 +207,7 @@ def prove(islands: Joined, engine: Engine) -> None:
                     _connect(engine, block.address, rank)
         except BaseException:
             undo.pop_all()
-            engine.keep(block)  # which it may still use, so that it is not freed
+            engine.keep(block)  # the engine may still access the memory
             raise
 
 

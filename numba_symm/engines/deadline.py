@@ -80,7 +80,8 @@ class Deadline:
     def begin(self, exchange: Exchange, stream: int, captured: bool) -> None:
         """Enqueue the mark before an exchange.
 
-        In a capture, the mark after the exchange that it directly follows becomes this.
+        In a capture, if this exchange directly follows another one, no mark is added.
+        The mark after the other exchange then stores this exchange's number instead.
 
         Args:
             exchange: the exchange.

@@ -294,7 +294,7 @@ def forget_served() -> None:
     for kept in list(_given_up):
         if all(map(_has_ended, kept.requests)):
             _given_up.remove(kept)
-            kept.objects.clear()  # of an engine that waits for the garbage collector
+            kept.objects.clear()  # the engine itself may wait for a garbage collection
 
 
 def _has_ended(request: Any) -> bool:
@@ -396,7 +396,7 @@ class _Receive(_Move):
 def reads_gpu_memory() -> bool:
     """Return whether MPI reports that it reads and writes the memory of GPUs itself."""
     if SIMULATED:
-        return True  # whose memory is the host's
+        return True  # the memory of simulated GPUs is the host's
     mpi = ranks.mpi()
     kinds = mpi.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds") or ""
     if "cuda" in kinds:

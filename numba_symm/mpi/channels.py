@@ -56,7 +56,8 @@ class Channel:
 
     def keep(self, request: MPI.Request, data: Any) -> None:
         """Keep the data of a request until it is done."""
-        if len(self._kept) >= self._looks:  # which doubles, so a message costs the same
+        # The limit grows with what is kept, so a message costs the same on average.
+        if len(self._kept) >= self._looks:
             self.reap()
             self._looks = MOST + 2 * len(self._kept)
         self._kept.append((request, data))

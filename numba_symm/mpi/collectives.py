@@ -267,7 +267,7 @@ def exchanged(
     packed, received = _room(job, sends), _room(job, receives)
     there, here = (arrays.view(each, what) for each in (packed, received))
     if (there.address, there.nbytes) == (here.address, here.nbytes):
-        packed = received  # by which the communicator recognizes a call in place
+        packed = received  # for the communicator, equal arrays mean a call in place
     _collect(job, sends, packed)
     counts = [
         [sum(part.nbytes for part in parts) for parts in each]

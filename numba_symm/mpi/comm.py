@@ -39,8 +39,11 @@ class Device(Messages):
     _plain: type[Any] = MPI.Intracomm
     _owned = False
     _freed = False
-    _heeded: Communicator | None = None
-    """Whose failures count while it has no communicator of the library."""
+    _watched: Communicator | None = None
+    """The library's communicator whose failures count while this one has none.
+
+    It is the parent's, or after ``Free`` the one that was closed.
+    """
 
     def _begin(
         self,
@@ -79,22 +82,23 @@ class Device(Messages):
         return self._side
 
     def _check(self) -> None:
-        """Raise if the library's communicator, until it is made the parent's, failed.
+        """Raise if the library's communicator has failed.
 
-        Otherwise a message would be waited for although its rank has left.
+        Until it is made, the parent's counts in its place, if ``_watched`` is set.
+        Otherwise a rank would wait for a message of a rank that has left.
         """
         if self._made is not None:
             self._made.check()
-        elif self._heeded is not None:
-            with suppress(ClosedError):  # by the program, which may keep this one
-                self._heeded.check()
-            if self._failure is not None:  # it was closed after it
+        elif self._watched is not None:
+            with suppress(ClosedError):  # the program may close the parent first
+                self._watched.check()
+            if self._failure is not None:  # the parent failed before it was closed
                 raise self._failure.exception()
 
     @property
     def _failure(self) -> Failure | None:
         """The failure that :meth:`_check` raises, if this rank knows of one."""
-        found = self._heeded if self._made is None else self._made
+        found = self._watched if self._made is None else self._made
         return None if found is None else found._calls.island.known_failure
 
     def _enter(self, what: str) -> None:
@@ -111,14 +115,14 @@ class Device(Messages):
         made._begin(options, self.synchronizes, owned=True, allocator=allocator)
         own, failed = self.post.islands[self.rank], self._failure is not None
         if not made._find_islands(own, failed):
-            made._heeded = self._heeded if self._made is None else self._made
+            made._watched = self._watched if self._made is None else self._made
         return made
 
     def _find_islands(self, own: int, failed: bool = False) -> bool:
         """Find the islands of all ranks, from this rank's. Collective.
 
-        Return whether any rank knows of a failure. All heed the same, because a rank
-        that heeds one would leave another waiting.
+        Return whether any rank knows of a failure of the parent. If so, its failures
+        count on no rank, because a rank that raises would leave others waiting.
         """
         found = self.host.allgather((own, failed))
         self.post.islands = [each for each, _ in found]
@@ -212,7 +216,7 @@ class Device(Messages):
 
     @translated
     def Free(self) -> None:
-        """Close the communicator. Collective; after a failure it waits for nobody.
+        """Close the communicator. Collective. After a failure, it waits for no rank.
 
         The communicator that was passed to ``Comm`` is not freed.
         """
@@ -220,7 +224,7 @@ class Device(Messages):
             raise MPIError(MPI.ERR_COMM, FREED)
         self._freed = True
         if self._made is not None:
-            self._heeded = self._made
+            self._watched = self._made
         try:
             self._close()
             if self._failure is None:
@@ -232,7 +236,7 @@ class Device(Messages):
             return
         if self._owned:
             self._plain.Free(self)
-            self.host = self._plain()  # its handle was the same
+            self.host = self._plain()  # it had the handle that was freed
 
     Disconnect = Free
 
@@ -356,9 +360,9 @@ def _close_all() -> None:
         return
     messages.settle_all()
     rooms.give_back_all()
-    for comm in reversed(list(_open)):  # which waits for all of its ranks
+    for comm in reversed(list(_open)):
         try:
-            comm._close()
+            comm._close()  # waits for all ranks of the communicator
         except CollectiveError as error:
             text = f"at the end of the program: {error}"
             warnings.warn(text, RuntimeWarning, stacklevel=1)

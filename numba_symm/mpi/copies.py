@@ -21,7 +21,7 @@ class Copies:
 
     def __init__(self) -> None:
         self._side: SideStream | None = None
-        self._events: list[Event] = []  # which are not in use
+        self._events: list[Event] = []  # those that are not in use
 
     def event(self, stream: int) -> Event:
         """Return the end of a stream's work so far."""

@@ -155,21 +155,21 @@ class Post:
             return not any(each.sends or each.taken < some for each, some in numbers)
 
         waited(taken, check)
-        for room in self._receipts.unread.values():  # which nobody will read
+        for room in self._receipts.unread.values():  # no rank will receive these
             self._give_back(room)
         self._receipts.unread.clear()
         _posts.discard(self)
         self._freed = True
         if not _posts:
             rooms.give_back_all()
-        waited(self._receipts.comm.Ibarrier().Test, check)  # then the peers may end
+        waited(self._receipts.comm.Ibarrier().Test, check)  # the peers may end now
         for channel in channels:
             channel.comm.Free()
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
         self.copies.settle()
-        self._freed = True  # but kept: MPI may still write to the room of a receive
+        self._freed = True  # and kept, because MPI may still write a receive's room
 
     def check(self) -> None:
         """Raise if the communicator has failed, also after it was freed."""
@@ -259,7 +259,7 @@ class Post:
             self._data.reap()
             number = next(self._numbers)
             if data is not None:
-                self._data.send_parts(data, dest, number)  # first, as it may fail
+                self._data.send_parts(data, dest, number)  # first, because it may fail
             if room is not None:
                 self._receipts.unread[number] = room
             text = HEADER.pack(number, nbytes, offset) + handle
@@ -371,7 +371,7 @@ class Post:
     def withdraw(self, posted: "Posted") -> None:
         """Cancel a receive; a message that has matched it stays for another one."""
         posted.cancel()
-        posted.wait(nothing)  # which ends whatever the peer does
+        posted.wait(nothing)  # a cancelled receive ends without the peer
         if posted.cancelled:
             return
         found = posted.envelope
@@ -440,8 +440,8 @@ class Post:
             into: the array's items.
             after: what the copy follows, if anything.
         """
-        self._check_open("Recv")  # after which the sender reuses the memory
-        if len(self._copying) >= MOST:  # perhaps of requests that were given up
+        self._check_open("Recv")  # after a Free, the sender reuses the memory
+        if len(self._copying) >= MOST:  # some may belong to requests given up
             self.reap()
         crosses = envelope.nbytes > 0 and not envelope.handle
         coming = room = None
@@ -461,7 +461,7 @@ class Post:
             self._give_back(room)
             self._acknowledge(envelope)
             if crosses and coming is None:
-                self._data.receive(envelope)  # which nobody reads
+                self._data.receive(envelope)  # so that MPI does not keep the data
             raise
         self._copying.append(found)
         return found

@@ -192,7 +192,7 @@ class Messages:
         """Send an array's message, and receive another one into it; a request."""
         if not on_device(buf):
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
-        self.Send(buf, dest, sendtag)  # which has copied it
+        self.Send(buf, dest, sendtag)  # copies the array before it returns
         return self.Irecv(buf, source, recvtag)
 
     # Persistent ones.

@@ -72,7 +72,8 @@ def key_of(
 def shortcut_of(job: Job, given: list[Any]) -> Shortcut | None:
     """Return the shortcut for a job, if it is one call on these arrays."""
     found = job.only_call()
-    if found is None or job.communicator._calls.debug:  # in which all ranks prepare
+    # In debug mode, all ranks compare the call, so all must prepare it.
+    if found is None or job.communicator._calls.debug:
         return None
     method, x, options = found
     places = [id(array) for array in given]

@@ -247,7 +247,7 @@ class Win(MPI.Win):
     def _settle(self, what: str = "Win") -> None:
         """Wait for this rank's copies."""
         used, self._used = self._used, {}
-        for stream in used:  # whose steps live until then
+        for stream in used:  # ``used`` keeps the steps until their stream is done
             if not SIMULATED:
                 streams.synchronize(stream)
 
@@ -304,7 +304,7 @@ class Win(MPI.Win):
             return
         what = "Get_accumulate"
         if op == MPI.NO_OP:
-            origin = result  # which is ignored
+            origin = result  # any array serves, because it is ignored
         with (
             _Origin(self, result, written=True) as got,
             _Origin(self, origin) as found,

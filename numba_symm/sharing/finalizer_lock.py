@@ -34,7 +34,7 @@ class FinalizerLock:
     """
 
     def __init__(self, after: Callable[[], None] = lambda: None) -> None:
-        self._lock: Any = threading.RLock()  # which only its holder can release
+        self._lock: Any = threading.RLock()  # only its holder can release it
         self._jobs: deque[Callable[[], None]] = deque()
         self._after = after
 

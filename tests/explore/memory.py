@@ -132,7 +132,7 @@ class Place:
         self.address = address
         self.nbytes = nbytes
         self.first = initial
-        self.values = [Store(self, initial)]  # which happened before every access
+        self.values = [Store(self, initial)]  # the first happened before every access
         self.waiting: list[Store] = []
         # The last load of each (thread, weak): its time, and the order of the value.
         self.loads: dict[tuple[int, bool], tuple[int, float]] = {}

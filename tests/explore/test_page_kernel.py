@@ -38,7 +38,7 @@ def calls(code, *edits):
     found.SLOTS = 2, blocks, threads
 
     def a_small_integer(random):
-        return random.getrandbits(20)  # whose sums are exact in float32
+        return random.getrandbits(20)  # sums of these are exact in float32
 
     def scenario(machine):
         world, random = World(machine, code), machine.random

@@ -107,7 +107,7 @@ def test_arrays_with_gaps_and_short_messages_in_a_graph(comm, stream):
         comm.all_reduce(field[:, 2], out=field[:, 3], stream=on)
 
     add(cells, 0, stream)  # compiled
-    step(stream)  # which takes the memory
+    step(stream)  # allocates the staging memory
     with capturing(stream) as (builder, graphs):
         add(cells, 1, builder.stream)
         step(builder.stream)
@@ -373,7 +373,7 @@ def test_a_communicator_may_be_dropped_during_a_capture(comm, world, stream, mod
     comm.synchronize(stream)
     assert (y.copy_to_host() == of_ranks(comm)).all()
     assert context_is_alive()
-    with ns.Communicator(world, timeout=60) as another:  # which unmaps the lost one
+    with ns.Communicator(world, timeout=60) as another:  # unmaps the lost one's memory
         check_works(another)
     assert not deferred._queue.steps
     check_works(comm)

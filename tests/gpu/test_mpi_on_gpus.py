@@ -131,7 +131,7 @@ def test_a_request_does_not_block_a_later_call(comm):
     """Rank 0 sends after it has started the reduction, the others receive before."""
     x, y, z = (to_device(np.ones(5000, np.float32)) for _ in range(3))
     comm.Iallreduce(x, y).Wait()  # compiled
-    comm.Sendrecv(z, (comm.rank + 1) % comm.size, 0, y)  # which allocates memory
+    comm.Sendrecv(z, (comm.rank + 1) % comm.size, 0, y)  # allocates memory
     if comm.rank == 0:
         request = comm.Iallreduce(x, y)
         fill(z, 7)

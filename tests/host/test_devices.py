@@ -283,7 +283,7 @@ def test_ranks_on_one_gpu_reach_each_other(machine):
         ("a" * 8, [132] * 8, None, 3),
         ("a" * 32, [132] * 32, None, 1),
         ("aab", [132, 132, 40], None, 8),  # or of the smallest
-        ("aa", [66, 66], None, 7),  # of which MPS gives each rank a half
+        ("aa", [66, 66], None, 7),  # MPS limits each rank to a half of 132
         ("aa", [132, 132], 132, 132),  # each rank has what the program asks for
     ],
 )

@@ -274,7 +274,7 @@ def test_a_peer_that_is_gone_is_told_after_what_it_sent():
     def play(comm):
         with open_channel(comm) as channel:
             if comm.rank == 0:
-                channel.send_fd(1, 0)  # which rank 1 never takes
+                channel.send_fd(1, 0)  # rank 1 never receives it
                 comm.barrier()
             else:
                 fd = memory("rank 1's")

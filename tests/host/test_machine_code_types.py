@@ -45,7 +45,7 @@ def test_the_cases_hold_every_type_once():
 @pytest.mark.parametrize(("name", "op"), CASES)
 def test_elements_are_reduced_in_registers(name, op):
     text = in_registers(all_reduce(name, op))
-    if (name, op) == ("complex64", "prod"):  # whose bits are NumPy's
+    if (name, op) == ("complex64", "prod"):  # the result has the bits of NumPy's
         assert re.search(r"\bFMUL\b", text)
         assert not re.search(r"\bFFMA\b", text)
 

@@ -65,7 +65,7 @@ def test_sizes(name):
     [
         ("int32", "sum", True, True),
         ("uint8", "max", True, True),
-        ("int16", "sum", False, False),  # which NCCL has not
+        ("int16", "sum", False, False),  # NCCL does not have this type
         ("int64", "avg", False, False),
         ("int32", "bor", False, False),
         ("float32", "sum", True, False),

@@ -27,8 +27,11 @@ UNSIGNED[16] = np.uint64  # two of them
 
 
 def bits(array):
-    """View a host or device array as unsigned integers: Numba copies no bfloat16."""
-    if not array.shape:  # of which Numba makes no views either
+    """View a host or device array as unsigned integers.
+
+    Numba copies no bfloat16, and makes no views of arrays without axes.
+    """
+    if not array.shape:
         array = array.reshape(1)
     return array.view(UNSIGNED[array.dtype.itemsize])
 

@@ -103,7 +103,7 @@ def test_what_crosses_between_islands_is_counted(world, folder, shown, monkeypat
     if world.size == 1:
         pytest.skip("needs two islands")
     for name in ("NUMBA_SYMM_ISLAND_SIZE", "NCCL_HOSTID"):
-        monkeypatch.setenv(name, "")  # which is restored after the run
+        monkeypatch.setenv(name, "")  # so that the run's value is undone afterwards
         monkeypatch.delenv(name)
     monkeypatch.setenv("NUMBA_SYMM_ENGINE", "mpi")
     file = folder / "r.json"

@@ -54,7 +54,7 @@ def contents(array):
     steps = zip(array.shape, array.strides, strict=True)
     # Those of axes of length 1 mean nothing.
     strides = [step for n, step in steps if n > 1] if array.size else None
-    if array.dtype == np.dtype(ml_dtypes.bfloat16):  # which Numba copies as it is not
+    if array.dtype == np.dtype(ml_dtypes.bfloat16):  # Numba does not copy bfloat16
         host = array.view(np.uint16).copy_to_host().tolist()
     else:
         host = array.copy_to_host().tolist() if array.size else []

@@ -62,7 +62,7 @@ halo, sums = cuda.to_device(np.zeros(2)), cuda.to_device(np.zeros(3))
 def scalar_product(a, b, out):
     """Compute a scalar product over all ranks."""
     dot[1, 1](a, b, out)
-    cuda.synchronize()  # which mpi4py needs
+    cuda.synchronize()  # mpi4py does not wait for streams
     comm.Allreduce(MPI.IN_PLACE, out)
 
 

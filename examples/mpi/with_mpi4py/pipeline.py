@@ -35,7 +35,7 @@ for number in range(BLOCKS):
         tag = status.Get_tag()
         assert status.Get_count(MPI.DOUBLE) == COUNT
     apply[1, COUNT](block, comm.rank)
-    cuda.synchronize()  # which mpi4py needs
+    cuda.synchronize()  # mpi4py does not wait for streams
     if comm.rank < comm.size - 1:
         comm.Send(block, comm.rank + 1, tag)
     else:

@@ -46,7 +46,7 @@ for _ in range(STEPS):
     grid.Sendrecv(old[1], above, recvbuf=old[ROWS + 1], source=below)
     grid.Sendrecv(old[ROWS], below, recvbuf=old[0], source=above)
     step[1, ROWS](old, new, changes)
-    cuda.synchronize()  # which mpi4py needs
+    cuda.synchronize()  # mpi4py does not wait for streams
     grid.Allreduce(changes, change, op=MPI.MAX)
     old, new = new, old
 

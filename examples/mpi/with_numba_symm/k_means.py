@@ -61,7 +61,7 @@ comm.Bcast(centres, root=0)
 for _ in range(STEPS):
     assign[1, POINTS](points, centres, nearest)
     add_up[1, CENTRES](points, nearest, sums)
-    cuda.synchronize()  # which mpi4py needs
+    cuda.synchronize()  # mpi4py does not wait for streams
     comm.Allreduce(MPI.IN_PLACE, sums)
     move[1, CENTRES](centres, sums)
 if comm.rank == 0:

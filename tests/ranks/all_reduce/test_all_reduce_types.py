@@ -122,13 +122,13 @@ def test_an_average_divides_once_and_truncates_integers(comm, world):
     for dtype in (np.int8, np.int32, np.int64, np.uint8):
         largest = np.iinfo(dtype).max
         values = np.array([0, 1, largest] if size > 1 else [0, 1, 2], dtype)
-        if dtype != np.int64:  # which would wrap around
+        if dtype != np.int64:  # 64-bit sums would wrap around
             check(comm, world, [values] * size, "avg", values)
         mine = [np.array([1 if r == 0 else 0], dtype) for r in range(size)]
         check(comm, world, mine, "avg", np.array([1 // size], dtype))
     below = [np.array([-1 if r == 0 else 0], np.int32) for r in range(size)]
     check(comm, world, below, "avg", np.array([-(1 // size)], np.int32))
-    halves = [np.full(3, 60000, np.float16)] * size  # whose sum is infinite
+    halves = [np.full(3, 60000, np.float16)] * size  # their sum is infinite
     check(comm, world, halves, "avg", halves[0])
 
 

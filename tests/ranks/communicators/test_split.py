@@ -36,7 +36,7 @@ class ByHand:
 
 
 class Undivided(ByHand):
-    split = property()  # which hasattr does not see
+    split = property()  # a property without a getter, so hasattr is false
 
 
 @pytest.fixture(params=["mpi4py", pytest.param("by hand", marks=of_one_island)])
@@ -295,7 +295,7 @@ def made(monkeypatch):
     return found
 
 
-@of_one_island  # which makes no other communicators of MPI
+@of_one_island  # several islands duplicate MPI's communicators for their engine
 def test_mpis_communicators_are_freed(world, made):
     with ns.Communicator(world, timeout=60) as comm:
         with comm.split(0), comm.dup(), comm.split(world.rank):

@@ -97,7 +97,7 @@ def test_bytes_pass_through_slots_of_host_memory(world, engine, pinned, nbytes):
     ],
 )
 def test_another_number_of_bytes_is_an_error(world, engine, given, expected):
-    if world.rank == 0:  # which the communicator's failure would end
+    if world.rank == 0:  # in a communicator, its failure would end this exchange
         sent = np.zeros(given, np.uint8)
         sends = [Parcel(1, sent.ctypes.data, given)]
         engine.exchange(sends, [], streams.LEGACY_DEFAULT)

@@ -131,7 +131,7 @@ def test_memory_that_is_not_there_is_told(comm, everywhere):
 def test_what_the_host_has_is_all_ranks_together(comm, world, everywhere):
     """Linux would kill a rank that writes to more of it."""
     most = world.bcast(host_memory.available()) // comm.size
-    kept = comm.empty(most * 2 // 3, np.int8)  # which was never written
+    kept = comm.empty(most * 2 // 3, np.int8)  # unwritten, so Linux has no pages of it
     for nbytes in (most * 5 // 4, most * 2 // 3):
         everywhere(
             ns.BackendError,

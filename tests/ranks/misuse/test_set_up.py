@@ -201,7 +201,7 @@ def test_ranks_that_share_a_gpu(world, one_gpu, monkeypatch):
         warnings.simplefilter("always")
         with ns.Communicator(world, one_gpu, timeout=60) as comm:
             limit = lifetime._multiprocessors(None)
-            if not SIMULATED:  # whose ranks share nothing
+            if not SIMULATED:  # simulated ranks never share a GPU
                 limit = max(1, limit // world.size)
             assert comm.multiprocessors == limit
             check_works(comm)

@@ -52,7 +52,7 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
     for number, tag in enumerate((1, 2, 1)):
         comm.Send(array(number), right, tag)
     comm.Send(np.ones(1, "i4"), right, 3)
-    comm.Probe(left, 3)  # which comes after those of the device
+    comm.Probe(left, 3)  # this message, of the host, is the last one sent
     for tag in (2, MPI.ANY_TAG):
         with pytest.raises(MPI.Exception):
             comm.Sendrecv(out, comm.size, 0, out, left, tag)
@@ -123,7 +123,7 @@ def test_data_for_other_islands(world, monkeypatch):
     assert out.copy_to_host().tolist() == list(range(600))
     assert post._data.sent[right] == 3
     comm.Barrier()
-    for _ in range(1000):  # which let go of data that was sent
+    for _ in range(1000):  # later messages let go of data that was sent
         comm.Sendrecv(x, comm.rank, 1, out, comm.rank, 1)
         if not post._data._kept:
             break
@@ -139,7 +139,7 @@ def test_data_for_other_islands(world, monkeypatch):
         with pytest.raises(OverflowError):
             comm.Send(x, right, 2)
     comm.Send(np.ones(1, "i4"), right, 3)
-    comm.Probe(left, 3)  # which comes after those of the device
+    comm.Probe(left, 3)  # this message, of the host, is the last one sent
     assert not comm.Iprobe(left, 2)
     comm.Recv(np.ones(1, "i4"), left, 3)
     comm.Free()
@@ -329,7 +329,7 @@ def test_free_waits_for_no_rank_that_has_left(world, comm, monkeypatch):
         made.communicator._calls.island.abandon(ValueError("7"), "Recv")
     else:
         with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7"):
-            first.Free()  # whose failure this rank did not know
+            first.Free()  # until now, this rank did not know of its failure
         with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7") as found:
             made.Recv(array(1), made.size - 1, 4)
         awaited = f"a message from rank {made.size - 1}, tag 4."

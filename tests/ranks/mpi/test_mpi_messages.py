@@ -120,7 +120,7 @@ def test_requests_stay_active_until_all_are_done(comm):
     requests.append(Together(comm.Irecv(outs[2], left, 4), matched))
     for x, tag in ((array(1), 0), (array(4, 4), 4), (np.ones(1, "i4"), 0)):
         comm.Send(x, right, tag)
-    comm.Probe(left, 3)  # which comes after those of the device
+    comm.Probe(left, 3)  # a probe matches an Issend
     statuses = []
     while not all(requests[index].Get_status() for index in (0, 2)):
         assert not MPI.Request.Testall(requests, statuses)
@@ -290,7 +290,7 @@ def test_a_receive_is_done_when_its_copy_is(comm, monkeypatch):
         comm.Send(array(tag), right, tag)
     while len(comm.post._copying) < 2:
         assert not any([request.Test() for request in requests])
-    del requests[1]  # whose array lives until the copy has ended
+    del requests[1]  # its array lives until the copy has ended
     gc.collect()
     assert any(each.into.array is outs[1] for each in comm.post._copying)
     assert all(each.block is not None for each in comm.post._copying)
@@ -435,7 +435,7 @@ def check_crossing(comm):
         for tag in (3, 2, 1):
             comm.Send(x, right, tag)
             if count:
-                x[0] = comm.rank + tag  # which is sent with the next one
+                x[0] = comm.rank + tag  # the next message has this value
         MPI.Request.Waitall(requests)
         found = out.copy_to_host()
         assert found[1:count].tolist() == list(range(1, count))
@@ -471,7 +471,7 @@ def test_ranks_that_do_not_exist(comm):
 
 
 def test_a_refused_tag_keeps_no_memory(comm):
-    comm = comm.Dup()  # to which no receipt is on its way
+    comm = comm.Dup()  # no receipt is on its way to a new communicator
     comm.Isend(array(1), comm.rank, 1)
     free = rooms_of(comm.post.allocator)._free[LEAST]
     before = len(free)

@@ -52,7 +52,7 @@ def test_small_messages_have_receipts_together(own):
     passed(0)  # without memory, so without a receipt
     passed(1)
     assert receipts.sent[left] == sent + 1
-    passed(SMALL + 1)  # whose receipt does not wait for others
+    passed(SMALL + 1)  # the receipt of a larger message does not wait for others
     assert receipts.sent[left] == sent + 2
 
 
@@ -97,7 +97,7 @@ def test_a_sender_looks_for_receipts_before_it_allocates(own):
     x, out = (cuda.device_array(BLOCK + 1, "u1") for _ in range(2))
     for step in range(3):
         own.Sendrecv(x, right, 1, out, left, 1)
-        own.Barrier()  # after which the receipt has arrived
+        own.Barrier()  # the receipt has arrived afterwards
         if not step:
             before = stats().counters
     assert stats().counters == before
@@ -174,5 +174,5 @@ def test_persistent_messages_read_their_arguments_once(own, monkeypatch):
     monkeypatch.delattr(p2p, "message")
     monkeypatch.delattr(messages, "message")
     MPI.Prequest.Startall(requests)
-    MPI.Request.Waitall(iter(requests))  # which ends after one pass
+    MPI.Request.Waitall(iter(requests))  # an iterator ends after one pass
     assert out.copy_to_host().tolist() == [0, 1, 2]

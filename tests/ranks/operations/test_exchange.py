@@ -135,7 +135,7 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
         inputs = inputs_of(name, count, dtype, comm.size, step)
         x = on_device(inputs[comm.rank], bool(random.integers(2)), comm)
         calls.append((inputs, op, call(comm, name, x, op, algorithm=algorithm)))
-        if step % 3 == 0:  # which uses the same mailboxes and slots
+        if step % 3 == 0:  # an all-reduce uses the same mailboxes and slots
             comm.all_reduce(on_device(np.ones(count, np.float32), False, comm))
     comm.synchronize()
     for inputs, op, result in calls:
