@@ -212,7 +212,7 @@ def one_rank_stays_away(world, name):
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_a_rank_that_does_not_come(three, name):
+def test_a_rank_that_does_not_arrive(three, name):
     facts = three.run(one_rank_stays_away, name)
     _, where = OPERATIONS[name]
     where = where.replace("block 0", r"block \d")  # some run at the same time
@@ -267,7 +267,7 @@ def comes_when_the_others_have_left(world):
     return error, kept
 
 
-def test_nobody_s_array_is_written_by_a_rank_that_comes_too_late(three):
+def test_a_rank_that_arrives_too_late_writes_no_array(three):
     """Its peers may use their arrays again, because they have raised the failure."""
     for error, kept in three.run(comes_when_the_others_have_left):
         assert error.startswith("CollectiveTimeout: ")
@@ -355,7 +355,7 @@ def differing(option, alike, others, names, algorithms):
         ),
     ],
 )
-def test_calls_that_differ_are_told_and_touch_no_more_than_they_were_given(
+def test_calls_that_differ_raise_and_access_only_their_own_arrays(
     three, name, algorithm, counts, options
 ):
     facts = three.run(calls_differ, name, algorithm, counts, options)
@@ -390,7 +390,7 @@ def roots_of_two_differ(world, name, roots, op, count):
         ("reduce", (0, 0), ("sum", "max")),
     ],
 )
-def test_two_ranks_of_different_calls_are_told_by_the_next_one(two, name, roots, op):
+def test_different_calls_of_two_ranks_raise_in_the_next_one(two, name, roots, op):
     """Also calls of a single vector, in which only one thread waits."""
     for first, *later in two.run(roots_of_two_differ, name, roots, op, 3):
         errors = [error for error, _ in (first, *later)]

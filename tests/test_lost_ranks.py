@@ -229,7 +229,7 @@ def errs_as_one_that_has_left(world, debug):
 
 
 @pytest.mark.parametrize("debug", [False, True])
-def test_a_mistake_of_ones_own_is_told_after_another_has_left(debug):
+def test_an_argument_error_is_raised_after_another_rank_has_left(debug):
     """Other calls are refused before a kernel is compiled for them."""
     for rank, facts in enumerate(run_ranks(3, errs_as_one_that_has_left, debug)):
         if rank != AWAY:
@@ -380,7 +380,7 @@ def stays_away_from_a_child(world):
         return error, failed, reduced(comm)
 
 
-def test_a_rank_that_does_not_come_fails_one_child_only(three):
+def test_a_rank_that_does_not_arrive_fails_one_child_only(three):
     waited = "CollectiveTimeout: rank 1 waited for rank 0 in all_reduce"
     facts = three.run(stays_away_from_a_child)
     assert [found[2] for found in facts] == [True] * 3

@@ -199,19 +199,19 @@ def both_threads(before, after):
     return write, read
 
 
-def test_syncthreads_carries_what_its_block_knows_both_ways():
+def test_syncthreads_orders_before_a_release_and_after_an_acquire():
     assert outcomes(*both_threads(True, True), threads=2) == {(1,)}
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_without_syncthreads_a_block_does_not_know_what_its_threads_do(before):
+def test_without_syncthreads_other_threads_of_the_block_race(before):
     kernels = both_threads(before, not before)
     assert (0,) in outcomes(*kernels, threads=2, races=False)
     with pytest.raises(Finding, match="race"):
         outcomes(*kernels, threads=2)
 
 
-def test_a_kernel_knows_what_the_one_before_it_stored():
+def test_a_kernel_loads_what_the_one_before_it_stored():
     def write(x, seen):
         if thread_index() == 1:
             yield from st_u32(x, 1)
@@ -268,7 +268,7 @@ def read(x, y, seen):
         ("fences_carry", [[write_and_fence, tell], [wait_and_read]]),
     ],
 )
-def test_what_earlier_kernels_did_is_known_unless_that_is_dropped(assumption, streams):
+def test_earlier_kernels_are_visible_unless_that_is_dropped(assumption, streams):
     def seen_with(assumed):
         found = set()
         for seed in range(SCHEDULES):

@@ -69,7 +69,7 @@ NAMES = [*(kind.__name__ for kind in KINDS[:-1]), "none"]
 
 @pytest.mark.parametrize("algorithm", ALL_REDUCE.algorithms)
 @pytest.mark.parametrize("make", KINDS, ids=NAMES)
-def test_a_call_comes_between_what_is_before_and_after(comm, make, algorithm):
+def test_a_call_runs_between_earlier_and_later_work(comm, make, algorithm):
     stream = make()
     x, y = comm.empty(10_000), cuda.device_array(10_000, np.float32)
     fill(x, comm.rank + 1, stream, milliseconds=LATE)
@@ -81,7 +81,7 @@ def test_a_call_comes_between_what_is_before_and_after(comm, make, algorithm):
 
 
 @pytest.mark.parametrize("make", KINDS, ids=NAMES)
-def test_a_barrier_comes_after_what_is_before(comm, make):
+def test_a_barrier_runs_after_earlier_work(comm, make):
     stream = make()
     x = comm.empty(1000)
     memory = comm.rendezvous(x)

@@ -75,7 +75,7 @@ def test_a_replay_that_one_rank_does_not_make(world, away):
     all_fail(world, comm, [f"waited for rank {away} in all_reduce (one_shot)"])
 
 
-def test_a_signal_that_never_comes(world, away):
+def test_a_signal_that_never_arrives(world, away):
     comm = ns.Communicator(world, timeout=2)
     memory = comm.rendezvous(comm.zeros(10))
     world.barrier()

@@ -36,7 +36,7 @@ def record(operation, rank=1, peer=2, place=5, epoch=0):
 
 
 @pytest.mark.parametrize("operation", KERNELS)
-def test_a_record_says_who_waited_for_whom_and_where(operation):
+def test_a_record_names_who_waited_for_whom_and_where(operation):
     words, place = KERNELS[operation].words, KERNELS[operation].place
     text = f"rank 1 waited for rank 2 in {words}, {place} 5"
     error, found, hint, ranks, name, limit = describe(record(operation))
@@ -64,7 +64,7 @@ def test_a_record_says_who_waited_for_whom_and_where(operation):
         (waits.LATE, "its call differs from this one"),
     ],
 )
-def test_a_hint_says_what_else_it_may_have_been(operation, words):
+def test_a_hint_names_other_causes(operation, words):
     assert words in describe(record(operation)).hint
 
 
@@ -90,7 +90,7 @@ def differing(operation):
     return text
 
 
-def test_a_mismatch_says_which_ranks_differ_and_in_what():
+def test_a_mismatch_names_the_ranks_that_differ_and_in_what():
     text = differing(waits.CALL_MISMATCH)
     assert "operation, count, dtype, op or root; " in text
     assert text.endswith("Communicator(…, debug=True) reports the difference")
@@ -213,7 +213,7 @@ READS = [0, 2]  # before the words are stored, and before the record is
 @pytest.mark.usefixtures("on_the_host")
 @pytest.mark.parametrize("number", READS)
 @pytest.mark.parametrize("in_thread", [False, True])
-def test_a_report_that_another_one_overtakes_keeps_its_words(in_thread, number):
+def test_a_report_that_another_one_overtakes_keeps_its_text(in_thread, number):
     """As a finalizer, or the watchdog."""
 
     def play(made, comm):
@@ -326,7 +326,7 @@ def test_the_first_failure_stays():
 
 
 @pytest.mark.usefixtures("on_the_host")
-def test_ranks_that_all_come_meet_and_nobody_leaves_early():
+def test_all_ranks_meet_and_none_leaves_early():
     def play(made, comm):
         time.sleep(0.05 * comm.rank)
         came = time.monotonic()
@@ -338,7 +338,7 @@ def test_ranks_that_all_come_meet_and_nobody_leaves_early():
 
 
 @pytest.mark.usefixtures("on_the_host")
-def test_a_rank_that_does_not_come_is_named_at_the_deadline():
+def test_a_rank_that_does_not_arrive_is_named_at_the_deadline():
     def play(made, comm):
         failure = None
         if comm.rank != 1:
@@ -376,7 +376,7 @@ def test_a_rank_whose_process_has_ended_is_named(exchange):
 
 
 @pytest.mark.usefixtures("on_the_host")
-def test_an_interrupted_rank_tells_the_others_why_it_votes_to_stop(monkeypatch):
+def test_an_interrupted_rank_reports_why_it_votes_to_stop(monkeypatch):
     """Also if it arrives again, or another record is in transit."""
 
     def play(made, comm):

@@ -80,7 +80,7 @@ stream.__qualname__ = "Communicator.stream"
         (lambda comm: stream(comm), None),
     ],
 )
-def test_who_passes_by_position_is_told_what_to_write(calls, write, words):
+def test_an_error_for_arguments_by_position_has_the_correct_call(calls, write, words):
     calls.island.closed = True
     made = Communicator.__new__(Communicator)
     made._calls = calls

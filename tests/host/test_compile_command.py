@@ -97,7 +97,7 @@ def test_what_cannot_be_compiled_is_refused(
         ("nvjitlink.version", "nvJitLink", []),
     ],
 )
-def test_without_cudas_compilers_the_command_says_how_to_install_them(
+def test_without_cudas_compilers_the_error_has_the_command_to_install_them(
     cache, printed, monkeypatch, function, name, gpus
 ):
     def missing():

@@ -180,7 +180,7 @@ def test_the_device_asked_for_goes_before_the_context_in_use(machine):
 
 
 @pytest.mark.parametrize("wrong", [-1, 4, "cuda:0", 1.0])
-def test_a_device_that_is_none_is_told_to_all(machine, wrong):
+def test_a_device_that_does_not_exist_raises_on_all(machine, wrong):
     text = only(bound(2, device=lambda rank: wrong if rank else 0), ArgumentError)
     assert "failed on 1 of 2 ranks" in text
     assert f"rank 1: device={wrong}" in text.replace("'", "")
@@ -227,7 +227,7 @@ def test_a_mig_slice_beside_whole_gpus_is_left_out(machine):
     assert "is a MIG slice" in only(bound(2, device=lambda rank: rank), DeviceError)
 
 
-def test_a_machine_without_gpus_is_told(machine):
+def test_a_machine_without_gpus_raises(machine):
     machine.names = []
     assert "no GPU is visible to ranks 0, 1" in only(bound(2), DeviceError)
     assert "no GPU is visible" in only(bound(2, device=lambda rank: 0), DeviceError)
@@ -251,7 +251,7 @@ def peers(n, play_as=None):
     return outcomes(n, play)
 
 
-def test_the_peer_matrix_says_what_the_driver_says(machine):
+def test_the_peer_matrix_is_that_of_the_driver(machine):
     for matrix, gpus in peers(3):
         assert matrix == [[True] * 3] * 3
         assert [gpu.uuid for gpu in gpus] == ["GPU-0", "GPU-1", "GPU-2"]
@@ -315,7 +315,9 @@ def test_ranks_that_share_a_gpu_divide_its_limit(
     ("uuids", "mps", "warned"),
     [("ab", False, 0), ("aba", False, 1), ("aa", True, 0), ("aa", None, 0)],
 )
-def test_ranks_that_take_turns_on_a_gpu_are_warned(monkeypatch, uuids, mps, warned):
+def test_ranks_that_take_turns_on_a_gpu_cause_a_warning(
+    monkeypatch, uuids, mps, warned
+):
     texts = []
     monkeypatch.setattr(devices, "warn_once", texts.append)
     devices.warn_if_sliced([gpu(0, uuid, mps=mps) for uuid in uuids])
@@ -324,7 +326,7 @@ def test_ranks_that_take_turns_on_a_gpu_are_warned(monkeypatch, uuids, mps, warn
 
 
 @pytest.mark.parametrize(("value", "mps"), [(1, True), (0, False), (None, None)])
-def test_the_driver_tells_whether_mps_is_on(monkeypatch, value, mps):
+def test_the_driver_reports_whether_mps_is_on(monkeypatch, value, mps):
     def attribute(name, device):
         assert (name, device) == (mps_enabled, "device 3")
         return (ok, value) if value is not None else (invalid, None)
@@ -374,7 +376,7 @@ def test_without_a_driver_or_a_device_no_gpu_is_seen(monkeypatch, code):
     assert devices.visible_gpus() == []
 
 
-def test_a_driver_that_does_not_start_is_told_by_its_own_word(monkeypatch):
+def test_the_error_of_a_driver_that_does_not_start_names_its_code(monkeypatch):
     code = driver.CUresult.CUDA_ERROR_SYSTEM_NOT_READY
     monkeypatch.setattr(driver, "cuInit", lambda flags: (code,))
     with pytest.raises(
@@ -391,7 +393,7 @@ def test_a_driver_that_does_not_start_is_told_by_its_own_word(monkeypatch):
         *((40, False, "8", 32), (40, True, "32", 0)),
     ],
 )
-def test_requests_without_a_queue_each_are_warned_of(
+def test_too_few_work_queues_for_requests_cause_a_warning(
     monkeypatch, ranks, mps, given, wanted
 ):
     texts = []

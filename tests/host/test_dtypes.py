@@ -286,7 +286,7 @@ def test_an_unknown_operator_is_refused_with_a_list(op):
     )
 
 
-def test_an_array_in_place_of_an_operator_is_told_where_it_belongs():
+def test_the_error_for_an_array_as_operator_names_out():
     text = r"got the array op=ndarray; write all_reduce\(x, out=y\) for an output"
     with pytest.raises(ArgumentError, match=text):
         dtypes.reduction(np.zeros(3), "all_reduce")

@@ -12,7 +12,7 @@ def watched(gpu, clock):
     return Deadline(2)
 
 
-def test_counts_from_the_first_look_within_an_exchange(watched, clock):
+def test_the_deadline_counts_from_the_first_look_in_an_exchange(watched, clock):
     exchange = Exchange("broadcast", (1, 2))
     assert watched.late() is None
     clock.now += 9
@@ -26,7 +26,7 @@ def test_counts_from_the_first_look_within_an_exchange(watched, clock):
     assert watched.late() is watched.running is None
 
 
-def test_begins_anew_with_every_exchange(watched, clock):
+def test_the_deadline_begins_anew_with_every_exchange(watched, clock):
     """As in the replay of a graph, between two looks."""
     exchange = Exchange("broadcast", (1,))
     for _ in range(5):
@@ -36,7 +36,7 @@ def test_begins_anew_with_every_exchange(watched, clock):
         watched.end(STREAM, False)
 
 
-def test_a_look_that_came_too_late_is_not_of_the_next_one(watched, clock):
+def test_a_look_after_an_exchange_does_not_count_for_the_next(watched, clock):
     watched.begin(Exchange("broadcast", (1,)), STREAM, False)
     watched.end(STREAM, False)
     watched._word[1] = 1  # by a look that had seen the exchange
@@ -45,7 +45,7 @@ def test_a_look_that_came_too_late_is_not_of_the_next_one(watched, clock):
     assert watched.late() is None
 
 
-def test_0_is_indefinitely(gpu, clock):
+def test_a_timeout_of_0_is_indefinite(gpu, clock):
     watched = Deadline(0)
     watched.begin(Exchange("broadcast", (1,)), STREAM, False)
     watched.late()

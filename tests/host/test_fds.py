@@ -139,7 +139,7 @@ def test_no_tmpdir_is_needed(monkeypatch, tmpdir):
     test_one_rank_gathers_its_own_file()
 
 
-def test_a_file_that_was_lost_is_told():
+def test_a_descriptor_that_was_lost_raises():
     def play(comm):
         with open_channel(comm) as channel:
             comm.barrier()
@@ -165,7 +165,7 @@ def files_left(count):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_too_many_open_files_are_told_and_undone():
+def test_too_many_open_files_raise_and_are_undone():
     def play(comm):
         with open_channel(comm) as channel:
             fd = memory("mine")
@@ -188,7 +188,7 @@ def test_too_many_open_files_are_told_and_undone():
     run_ranks(2, play)
 
 
-def test_too_many_open_files_while_connecting_are_told(monkeypatch):
+def test_too_many_open_files_while_connecting_raise(monkeypatch):
     accept = IpcChannel._accept
 
     def without_files(self, *args):
@@ -270,7 +270,7 @@ def test_a_peer_that_never_receives_is_named_at_the_deadline():
     assert "rank 0 waited for rank 1 in send_fd" in str(error)
 
 
-def test_a_peer_that_is_gone_is_told_after_what_it_sent():
+def test_a_peer_that_has_ended_raises_after_what_it_sent():
     def play(comm):
         with open_channel(comm) as channel:
             if comm.rank == 0:
@@ -297,7 +297,7 @@ def test_a_peer_that_is_gone_is_told_after_what_it_sent():
     run_ranks(2, play)
 
 
-def test_what_is_no_descriptor_is_told():
+def test_what_is_not_a_descriptor_raises():
     def play(comm):
         with open_channel(comm) as channel:
             for dst in range(comm.size):

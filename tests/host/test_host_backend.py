@@ -219,7 +219,7 @@ def test_what_is_left_by_host_and_groups(
     assert host_memory.available() == left
 
 
-def test_too_many_open_files_are_told(backend):
+def test_too_many_open_files_raise(backend):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)  # every descriptor below it is in use
     os.close(lowest)

@@ -235,7 +235,7 @@ def test_the_entry_is_the_name_of_the_kernel(name):
     assert kernels._entry(kernel.cubin((9, 0))) == entry
 
 
-def test_the_compiler_knows_the_threads_of_a_block():
+def test_the_ptx_has_the_threads_of_a_block():
     assert ".maxntid 32" in KERNELS["put_signal"].ptx((9, 0))
 
 
@@ -244,7 +244,7 @@ def test_a_fence_is_of_system_scope():
 
 
 @pytest.mark.parametrize("registers", [64, 128])
-def test_the_compiler_knows_how_many_blocks_must_fit(registers):
+def test_the_ptx_has_the_number_of_blocks_that_must_fit(registers):
     kernel = changed(
         constants=(1, False), threads=128, registers=registers, **FOR_ONE_RANK
     )

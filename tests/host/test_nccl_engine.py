@@ -242,7 +242,7 @@ def test_a_call_that_nccl_refuses_closes_its_group(engine, fake):
     assert fake.calls[-1] == ("group_end",)
 
 
-def test_a_state_that_nccl_does_not_tell_is_an_error_of_this_library(engine, fake):
+def test_a_state_that_nccl_does_not_report_is_an_error_of_this_library(engine, fake):
     def refuse(comm):
         raise NCCLError("invalid argument")
 

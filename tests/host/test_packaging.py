@@ -88,7 +88,7 @@ def test_the_links_are_committed_as_links(folder):
 
 
 @pytest.mark.parametrize("folder", LINKED)
-def test_a_folder_imported_by_its_own_name_tells_the_right_one(folder, monkeypatch):
+def test_a_folder_imported_by_its_own_name_names_the_right_one(folder, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     with pytest.raises(ImportError, match=f"import numba_symm.{folder}, not {folder}"):
         importlib.import_module(folder)

@@ -54,7 +54,7 @@ def test_containers_of_one_node_are_one_node():
     assert world.node.startswith("a (")
 
 
-def test_without_a_boot_id_nodes_are_told_apart_by_name(monkeypatch, tmp_path):
+def test_without_a_boot_id_nodes_are_distinguished_by_name(monkeypatch, tmp_path):
     monkeypatch.setattr(nodes, "BOOT_ID", tmp_path / "missing")
     assert found(Alone()).node.startswith(f"{socket.gethostname()} (")
 
@@ -221,7 +221,7 @@ def test_an_mpi_communicator_is_duplicated_and_freed_once(mpi):
     assert comm.name == "null"
 
 
-def test_who_was_interrupted_goes_on_with_the_same_duplicate(mpi, monkeypatch):
+def test_an_interrupted_rank_continues_with_the_same_duplicate(mpi, monkeypatch):
     """MPI cannot take a call back, and the other ranks wait for this one."""
 
     def interrupted(self, absent):

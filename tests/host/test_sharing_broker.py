@@ -43,7 +43,7 @@ def caller(address):
     return made
 
 
-def test_who_asks_is_answered(address):
+def test_a_caller_gets_an_answer(address):
     assert asked(address) == ("0 1 2 3", 5)
 
 
@@ -105,7 +105,7 @@ def test_other_users_are_refused(address, monkeypatch, suspect, text):
         asked(address)
 
 
-def test_too_many_open_files_are_told(address):
+def test_too_many_open_files_raise(address):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)  # every descriptor below it is in use
     os.close(lowest)

@@ -43,7 +43,7 @@ def test_a_barrier_waits_for_the_last_rank():
     assert on_ranks(2, body) == [2, 2]
 
 
-def test_ranks_in_different_calls_are_told_what_each_does():
+def test_an_error_names_the_different_calls_of_ranks():
     def body(exchange):
         exchange.barrier("start")
         exchange.all_gather(0, "close" if exchange.rank == 0 else "rendezvous")
@@ -54,7 +54,7 @@ def test_ranks_in_different_calls_are_told_what_each_does():
     }
 
 
-def test_ranks_at_different_steps_are_told():
+def test_ranks_at_different_steps_raise():
     def body(exchange):
         if exchange.rank == 0:
             exchange._step += 1
@@ -65,7 +65,7 @@ def test_ranks_at_different_steps_are_told():
     assert "rank 1 is at 'close' (test, step 0)" in text
 
 
-def test_ranks_of_different_stores_are_told():
+def test_ranks_of_different_stores_raise():
     def play(comm):
         StoreExchange(comm, f"store {comm.rank}").barrier("close")
 
@@ -73,7 +73,7 @@ def test_ranks_of_different_stores_are_told():
     assert "rank 1 is at 'close' (store 1, step 0)" in text
 
 
-def test_a_message_of_other_code_is_told():
+def test_a_message_of_other_code_raises():
     def play(comm):
         if comm.rank == 1:
             comm.allgather("mine")
@@ -125,7 +125,7 @@ def test_one_failure_is_raised_on_every_rank():
     ]
 
 
-def test_every_failed_rank_is_told_and_the_lowest_gives_the_class():
+def test_an_error_names_all_failed_ranks_and_has_the_lowest_ones_class():
     def body(exchange):
         with exchange.agreed("binding"):
             if exchange.rank == 1:
@@ -168,7 +168,7 @@ def test_an_interrupt_passes_and_releases_the_others(kind):
     }
 
 
-def test_an_exchange_inside_an_agreed_block_that_fails_is_told():
+def test_an_exchange_inside_an_agreed_block_that_fails_raises():
     def body(exchange):
         with exchange.agreed("opening"):
             if exchange.rank == 0:
@@ -195,7 +195,7 @@ def test_ranks_that_went_astray_never_wait_for_each_other_again():
     assert "rank 0 is at 'close'" in str(error)
 
 
-def test_equal_facts_pass_and_differing_ones_are_told_to_all():
+def test_equal_facts_pass_and_differing_ones_raise_on_all():
     def body(exchange):
         exchange.agree_equal("8 float32", "all_reduce")
         count = 4096 if exchange.rank == 2 else 2048

@@ -118,7 +118,9 @@ def test_a_threads_default_stream_is_another_one_in_each_thread(waits):
     assert waits(2, 2, threads=3) == [False, False, True, False, True, False]
 
 
-def test_the_legacy_default_stream_is_known_without_asking(streams, cuda, waits, zero):
+def test_the_legacy_default_stream_is_recognized_without_a_query(
+    streams, cuda, waits, zero
+):
     handles = (1, 1) if zero == "1" else (0, 1, 0)
     assert not any(waits(*handles, threads=2))
     assert "cuStreamGetId" not in cuda.calls

@@ -80,7 +80,7 @@ def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
     assert job.done == ["cannot watch other islands (RuntimeError: no MPI)", "aborted"]
 
 
-def test_other_islands_hear_of_a_failure_before_their_connections_end(job):
+def test_a_failure_is_reported_before_connections_of_islands_end(job):
     watch = Watchdog(job, job, [2, 3], "b")
     watch.ask(job)
     job.abandon("left")

@@ -448,7 +448,7 @@ def test_several_islands_have_no_limits(world, folder, monkeypatch):
     assert not tuned.file().exists()
 
 
-def test_wrong_arguments_of_tune_are_told_once(world, shown):
+def test_wrong_arguments_of_tune_are_reported_once(world, shown):
     for words in (["--largest", "1"], ["--largest", "much"], ["--fast"]):
         if world.size > 1:
             with pytest.raises(SystemExit):

@@ -136,7 +136,7 @@ def test_an_interrupted_call_leaves_nobody_waiting(world, name):
     assert told or world.size == 1
 
 
-def test_mpi_goes_on_while_a_rank_waits(comm, world):
+def test_mpi_progresses_while_a_rank_waits(comm, world):
     """Rank 0 waits in a set-up call for one that waits for it to receive."""
     message, request = np.arange(1 << 20), None
     if world.rank == 0 and world.size > 1:

@@ -232,7 +232,7 @@ def test_a_producer_that_is_killed():
     check_consumers(ended)
 
 
-def test_a_producer_that_ends_early_says_what_was_shared():
+def test_a_producer_that_ends_early_logs_what_was_shared():
     ended = outcomes(3, loses_its_producer, "ends")
     assert ended[0].code == 0
     nbytes = 2 * SIZE * 4
@@ -251,7 +251,7 @@ def ends_well(comm):
     return True
 
 
-def test_a_producer_that_ends_in_time_says_nothing():
+def test_a_producer_that_ends_in_time_logs_nothing():
     ended = outcomes(2, ends_well)
     assert [(one.value, one.output) for one in ended] == [(True, "")] * 2
 

@@ -192,7 +192,7 @@ class Mistake(Exception):
     """A program's own."""
 
 
-def test_leaving_by_an_exception_tells_the_others(world):
+def test_leaving_by_an_exception_raises_on_the_others(world):
     before = counted(world)
     for erring in range(world.size):
         told = leave_by_an_exception(world, erring)
@@ -246,7 +246,7 @@ def drop(last):
 
 @of_one_island
 @pytest.mark.parametrize("cycle", [False, True], ids=["dropped", "in a cycle"])
-def test_a_communicator_that_nobody_closed_is_told_and_leaves_nothing(
+def test_an_unclosed_communicator_is_reported_and_leaves_nothing(
     world, monkeypatch, cycle
 ):
     """It stays mapped for now: the garbage collector may run amid a capture."""
@@ -277,7 +277,7 @@ def test_a_communicator_that_nobody_closed_is_told_and_leaves_nothing(
     live(world)
 
 
-def test_a_close_that_fails_says_nothing_of_another_communicator(world, monkeypatch):
+def test_a_close_that_fails_leaves_another_communicator_open(world, monkeypatch):
     before, kinds = counted(world), len(lifetime._in_use)
     first, second = (ns.Communicator(world, timeout=60) for _ in range(2))
 

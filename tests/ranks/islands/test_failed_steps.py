@@ -94,7 +94,7 @@ def test_a_rank_that_answers_and_leaves_lets_the_others_begin(world, comm):
     assert world.allgather(began) == [True] * world.size
 
 
-def test_a_rank_that_closes_during_a_call_of_another_is_told(world, comm):
+def test_a_rank_that_closes_during_a_call_of_another_is_named(world, comm):
     rank, last = world.rank, world.size - 1
     call = comm.close if rank == last else lambda: comm.zeros(3)
     # An ExchangeError, or that the rank left by it.
@@ -177,7 +177,7 @@ class Enough(BaseException):
 
 @pytest.mark.parametrize("error", [Enough(), ns.CollectiveTimeout("late")])
 @pytest.mark.parametrize("step", ["choose", "prove"])
-def test_a_rank_that_gives_up_the_construction_tells_all_islands(
+def test_a_rank_that_leaves_the_construction_is_named_on_all_islands(
     world, monkeypatch, step, error
 ):
     """The others would wait for it without limit."""

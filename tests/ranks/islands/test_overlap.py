@@ -60,7 +60,7 @@ def test_work_is_done_while_the_bytes_of_another_chunk_cross(
         assert len(beside) >= least
 
 
-def test_every_rail_carries_a_shard_of_a_broadcast(world, comm):
+def test_every_rail_has_a_shard_of_a_broadcast(world, comm):
     count = ONE_RAIL  # of eight bytes each
     x = array_of(comm, np.full(count, comm.rank), symmetric=False)
     before = comm._calls.island.sent

@@ -304,7 +304,7 @@ def test_nothing_works_after_close(world):
         refused(world, ns.ClosedError, call, "was closed")
 
 
-def test_nothing_works_once_the_memory_has_gone(comm, world):
+def test_no_method_works_after_the_memory_was_freed(comm, world):
     pointer = comm.allocator.alloc(64)
     memory = comm.allocator.rendezvous(pointer, comm)
     comm.allocator.free(pointer)

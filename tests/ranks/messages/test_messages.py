@@ -109,7 +109,7 @@ def test_a_sender_far_ahead_of_its_receivers(comm, world):
 
 
 @needs_peers
-def test_a_group_goes_on_together(comm, world):
+def test_messages_of_a_group_progress_together(comm, world):
     """All send first, messages that no buffer holds; each to all, in a group."""
     dtype = DTYPES[2]
     count = edges(comm.size)[-1] // 4
@@ -179,7 +179,7 @@ def test_empty_messages_are_messages(comm, world):
 
 
 @needs_peers
-def test_a_group_takes_so_many_messages_of_a_pair(comm, world):
+def test_the_messages_of_a_pair_in_a_group_have_a_limit(comm, world):
     right, left = right_and_left(comm)
     most = most_messages(comm.size)
     x, outs = comm.zeros(1), [comm.zeros(1) for _ in range(most)]
@@ -240,7 +240,7 @@ def test_what_an_open_group_refuses(comm, world):
 
 
 @needs_peers
-def test_debug_mode_tells_of_one_ranks_mistake(world):
+def test_debug_mode_reports_one_ranks_mistake(world):
     """On all ranks, whatever it is, and of calls that differ."""
     with ns.Communicator(world, timeout=60, debug=True) as comm:
         size, last = comm.size, comm.rank == comm.size - 1

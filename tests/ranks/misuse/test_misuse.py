@@ -121,7 +121,7 @@ def test_more_than_an_address_space_is_refused(comm, everywhere):
     check_works(comm)
 
 
-def test_memory_that_is_not_there_is_told(comm, everywhere):
+def test_more_memory_than_there_is_raises_on_all(comm, everywhere):
     everywhere(ns.BackendError, lambda: comm.empty(1 << 47, np.int8), "empty failed on")
     check_works(comm)
 
@@ -388,7 +388,7 @@ DIFFERENCES = {
 @needs_peers
 @pytest.mark.parametrize("difference", DIFFERENCES)
 @pytest.mark.parametrize("name", ["all_reduce", "all_reduce_init"])
-def test_debug_mode_tells_what_differs(careful, everywhere, last, name, difference):
+def test_debug_mode_reports_what_differs(careful, everywhere, last, name, difference):
     other, theirs, ours = DIFFERENCES[difference]
     count, dtype, op, algorithm = other if last else (7, "f4", "sum", None)
     x = ordinary(count, dtype)
@@ -420,7 +420,7 @@ def test_debug_mode_compares_what_functions_compute(careful, everywhere, last):
 
 
 @needs_peers
-def test_debug_mode_tells_of_differing_orders(careful, everywhere, last):
+def test_debug_mode_reports_differing_orders(careful, everywhere, last):
     x = ordinary((3, 4), np.float32, order="F" if last else "C")
     said = everywhere(ns.ArgumentError, lambda: careful.all_reduce(x), "all_reduce:")
     assert "C order" in said
@@ -430,7 +430,7 @@ def test_debug_mode_tells_of_differing_orders(careful, everywhere, last):
 
 @needs_peers
 @pytest.mark.parametrize("wrong", ["op", "array", "algorithm", "out"])
-def test_debug_mode_tells_all_of_one_ranks_error(careful, everywhere, last, wrong):
+def test_debug_mode_reports_one_ranks_error_to_all(careful, everywhere, last, wrong):
     x = ordinary(4, np.float32)
     arguments = {"x": x, "op": "sum", "algorithm": None, "out": ordinary(4, np.float32)}
     if last:

@@ -389,7 +389,9 @@ def test_what_is_made_after_a_failure_works(world):
 
 @needs_peers
 @pytest.mark.parametrize("what", ["temporary", "pack", "launch"])
-def test_a_rank_that_cannot_make_a_call_tells_the_others(world, monkeypatch, what):
+def test_a_rank_that_cannot_make_a_call_is_named_on_the_others(
+    world, monkeypatch, what
+):
     comm = MPI.Comm(world, timeout=5)
     pairs = MPI.INT.Create_vector(1, 1, 2).Create_resized(0, 8).Commit()
     out = array(*range(2 * comm.size))

@@ -269,7 +269,7 @@ def test_bad_calls(comm, world):
 
 @needs_peers
 @pytest.mark.parametrize("name", ["reduce", "reduce_init"])
-def test_debug_mode_tells_of_differing_roots(careful, world, name):
+def test_debug_mode_reports_differing_roots(careful, world, name):
     x = careful.zeros(8, np.float32)
     mine = 1 if careful.rank == careful.size - 1 else 0
     call = getattr(careful, name)
