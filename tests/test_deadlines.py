@@ -391,7 +391,7 @@ def roots_of_two_differ(world, name, roots, op, count):
     ],
 )
 def test_different_calls_of_two_ranks_raise_in_the_next_one(two, name, roots, op):
-    """Also calls of a single vector, in which only one thread waits."""
+    """Some calls have a single vector, for which only one thread waits."""
     for first, *later in two.run(roots_of_two_differ, name, roots, op, 3):
         errors = [error for error, _ in (first, *later)]
         told = [error for error in errors if error]

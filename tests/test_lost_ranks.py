@@ -274,7 +274,7 @@ def exits_with_an_open_communicator(world):
 
 
 def test_exit_with_an_open_communicator():
-    """It warns, and the others raise; the exit code does not change."""
+    """The rank warns, and the others raise. The exit code does not change."""
     ended = outcomes(2, exits_with_an_open_communicator)
     assert ended[AWAY].code == 3
     output = ended[AWAY].output

@@ -29,7 +29,7 @@ def test_only_the_import_and_the_communicator_differ(name):
 
 
 def test_both_have_the_same_results(tmp_path):
-    """To the last bit, on two ranks. The programs print floats in hexadecimal.
+    """All bits are equal on two ranks. The programs print floats in hexadecimal.
 
     On GPUs only the port runs: mpi4py's MPI may not take arrays of the device.
     """

@@ -168,7 +168,7 @@ def describe(what, ranks, folder):
     """Return what went wrong: the output of the ranks that failed, and mpirun's."""
     parts = [what]
     results = [read(folder / f"{rank}.code") for rank in range(ranks)]
-    if not all(results):  # mpirun tells which rank ended and made it kill the others
+    if not all(results):  # mpirun prints which rank ended first
         parts.append(section("mpirun", folder / "mpirun.txt"))
     for rank, result in enumerate(results):
         if result not in WELL:

@@ -34,7 +34,7 @@ class Copies:
 
 
 class Order:
-    """In the place of a rank's ``StreamOrder``."""
+    """A substitute for a rank's ``StreamOrder``."""
 
     def __init__(self, machine, rank, copies):
         self._machine, self._rank, self._copies = machine, rank, copies

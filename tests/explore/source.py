@@ -83,7 +83,7 @@ _NEVER_STOP = {"range", "len", "min", "max", "int", "word_of"}  # merely for spe
 
 
 class _Kernel:
-    """In the place of ``numba_symm.kernels.Kernel``: its launches are ours."""
+    """A substitute for ``numba_symm.kernels.Kernel``, with our launches."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class _Filled(ast.NodeTransformer):
 
 
 def _copy(target: int, source: int, nbytes: int, stream: Any) -> None:
-    """In the place of ``numba_symm.streams.copy``."""
+    """A substitute for ``numba_symm.streams.copy``."""
     stream.copy(target, source, nbytes)
 
 

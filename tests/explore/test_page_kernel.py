@@ -77,7 +77,7 @@ def test_what_is_broken_is_found(what, races, ranks):
 
 @worlds
 def test_an_epoch_that_a_thread_may_not_have_loaded_is_found(ranks):
-    """Only as a race: a block without elements stores the epoch that it has loaded."""
+    """It is only a race, because a block without elements stores what it has loaded."""
     breaks(calls(device_code(), UNORDERED), ranks)
 
 

@@ -90,7 +90,7 @@ def everything(code, late=False):
 
 
 def groups(code, epoch=0):
-    """As ``messages``, but each rank distributes them to launches of its own."""
+    """Make ``messages``, which each rank distributes to launches of its own."""
 
     def scenario(machine):
         world = World(machine, code, blocks=channels(machine, code))

@@ -419,7 +419,7 @@ def test_a_call_that_fails_in_a_capture_spoils_nothing_but_that(
     comm.check()
     assert context_is_alive()
     check_works(comm)
-    # Under another name: the first one ends the capture of its stream when it goes.
+    # Under another name, because a builder ends its capture when it is dropped.
     with capturing(stream) as (again, graphs):
         comm.broadcast(x, algorithm=algorithm, stream=again.stream)
     graphs[0].launch(stream)

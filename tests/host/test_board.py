@@ -214,7 +214,7 @@ READS = [0, 2]  # before the words are stored, and before the record is
 @pytest.mark.parametrize("number", READS)
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_a_report_that_another_one_overtakes_keeps_its_text(in_thread, number):
-    """As a finalizer, or the watchdog."""
+    """A finalizer or the watchdog may report in between."""
 
     def play(made, comm):
         other = Thread(target=made.abandon, args=("left",))
@@ -377,7 +377,7 @@ def test_a_rank_whose_process_has_ended_is_named(exchange):
 
 @pytest.mark.usefixtures("on_the_host")
 def test_an_interrupted_rank_reports_why_it_votes_to_stop(monkeypatch):
-    """Also if it arrives again, or another record is in transit."""
+    """It also does so if it arrives again, or if another record is in transit."""
 
     def play(made, comm):
         wait = Wait("zeros", comm.rank, 10)

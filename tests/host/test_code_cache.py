@@ -181,7 +181,7 @@ def no_home():
 
 
 def test_a_child_forked_meanwhile_keeps_no_lock(cache, start):
-    """It has the description of the file of locks, and outlives the compilation."""
+    """The child inherits the description of the locks, and outlives the compilation."""
     children = []
 
     def forking():

@@ -74,7 +74,7 @@ def test_a_trial_that_fails_frees_nothing_that_the_engine_may_use(monkeypatch, f
 
 
 def test_a_trial_uses_each_collective_between_islands_of_one(monkeypatch):
-    """In place, so that no host waits for another one in a first call."""
+    """They are in place, so that no host waits for another one in a first call."""
     _, _, used = trial(monkeypatch, lambda *given: None)
     assert used == [
         ("all_gather", 800, 800, 8, "uint8", "", 0),

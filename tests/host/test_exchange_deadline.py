@@ -27,7 +27,7 @@ def test_the_deadline_counts_from_the_first_look_in_an_exchange(watched, clock):
 
 
 def test_the_deadline_begins_anew_with_every_exchange(watched, clock):
-    """As in the replay of a graph, between two looks."""
+    """Replays of a graph may begin and end exchanges between two looks."""
     exchange = Exchange("broadcast", (1,))
     for _ in range(5):
         watched.begin(exchange, STREAM, False)

@@ -216,7 +216,7 @@ def test_a_silent_peer_is_named_at_the_deadline():
 
 
 def test_a_late_peer_is_waited_for_and_named_after_a_minute(monkeypatch):
-    """Without a deadline, unless the environment sets one; once a wait."""
+    """The wait has no deadline unless the environment sets one. It warns once."""
     monkeypatch.delenv("NUMBA_SYMM_SETUP_TIMEOUT", raising=False)
     monkeypatch.setattr(waiting, "PATIENCE", 0.1)
 

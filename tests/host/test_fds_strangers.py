@@ -26,7 +26,7 @@ def no_leak():
 
 @pytest.fixture
 def known_names(monkeypatch):
-    """Have channels listen by names that strangers know."""
+    """Let channels listen by names that other processes can compute."""
     monkeypatch.setattr(fds, "_name", name_of, raising=False)
 
 

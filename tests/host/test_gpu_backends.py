@@ -110,7 +110,7 @@ def test_an_error_at_any_step_leaves_nothing_behind(what, step, fake):
 
 @pytest.mark.parametrize("make", [vmm, lambda _: IpcBackend()], ids=["vmm", "ipc"])
 def test_memory_that_cannot_be_waited_for_is_not_written(make, fake):
-    """It is unmapped immediately, so a later write would be a fault."""
+    """The memory is unmapped immediately, so a later write would be a fault."""
     backend = make(fake)
     fake.fail = lambda name, number: name == "cuCtxSynchronize"  # as in a capture
     with pytest.raises(DriverError, match="cuCtxSynchronize failed"):

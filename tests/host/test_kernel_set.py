@@ -121,7 +121,7 @@ def test_messages_of_any_size_and_alignment_bind_kernels_that_are_listed(size):
 
 @pytest.mark.parametrize("counted", [False, True])
 def test_a_communicator_with_requests_has_all_their_kernels(monkeypatch, counted):
-    """Of any type and alignment: loading one may wait for another request."""
+    """They are for any type and alignment. Loading one may wait for a request."""
     loaded, chance = {}, random.Random(0)
     monkeypatch.setattr(Kernel, "load", lambda kernel: loaded.setdefault(kernel))
     end = endpoint(3)
@@ -139,7 +139,7 @@ def test_a_communicator_with_requests_has_all_their_kernels(monkeypatch, counted
 
 
 def test_arrays_with_gaps_bind_kernels_that_are_listed():
-    """Also those of more axes than a kernel has."""
+    """This includes arrays of more axes than a kernel has."""
     known, chance = set(listing(GAPS)), random.Random(0)
     for axes in range(1, 7):
         for _ in range(CALLS):

@@ -17,7 +17,7 @@ ADDRESS, STREAM = 4096, 77
 
 
 class Exporter:
-    """An array of which only DLPack knows; NumPy's memory takes the device's place."""
+    """An array with DLPack only; NumPy's memory takes the place of the device's."""
 
     refusal = None
 
@@ -66,7 +66,7 @@ class Tensor(Exporter):
 
 
 class Size(tuple):
-    """As torch's shapes, a subclass of tuple."""
+    """A subclass of tuple, as torch's shapes are."""
 
 
 class CupyArray(Exporter):

@@ -468,6 +468,6 @@ def test_halves_are_rounded_by_the_hardware(case, cc):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_a_predicates_0_or_1_is_rounded_too(dtype):
-    """Of a conversion of one float alone ptxas (13.0) keeps the predicate only."""
+    """If one float is converted alone, ptxas (13.0) keeps only the predicate."""
     code = compiled(("one_ll", 2, dtype, "land"), (9, 0))
     assert len(code.find(ROUNDS[dtype])) >= 8

@@ -65,7 +65,7 @@ def test_arrays_with_gaps_are_refused():
 
 
 def test_a_specification_is_read_once(monkeypatch):
-    """Of the same memory and a type that cannot change, whatever array names it."""
+    """This holds for the same memory and a type that cannot change."""
     spec, other = [X, 3, MPI.INT], X[:]
     first = buffers.message(spec)
     for kind, elements in ((MPI.INT, 2), (MPI.DOUBLE, 1)):

@@ -168,7 +168,7 @@ class Order:
 
 @pytest.mark.parametrize("stream", [STREAM, streams.PER_THREAD])
 def test_other_work_of_the_call_runs_beside_it(engine, fake, stream):
-    """Before NCCL, where the host may wait for a rank that waits for that work."""
+    """It is enqueued before NCCL, whose host may wait for a rank that needs it."""
 
     def work(handle):
         fake.calls.append(("work", handle))
@@ -218,7 +218,7 @@ def test_an_enqueuing_that_takes_longer_looks_for_failures(engine, fake, ranks):
 
 
 def test_a_deadline_on_the_host_is_for_connecting_only(engine, fake, ranks):
-    """To send to a rank and to receive from it are two connections."""
+    """Sending to a rank and receiving from it need two connections."""
     engine.exchange([Parcel(3, 10, 8)], [], STREAM)
     fake.states = [IN_PROGRESS] * 10**6
     with pytest.raises(ns.CollectiveTimeout, match="waited for rank 3 in all_reduce"):

@@ -84,7 +84,7 @@ def test_reductions_have_the_same_bits(kind, op, of_two, of_three):
 
 
 def test_what_is_moved_are_bytes():
-    """Of any type; a broadcast is in place on all ranks."""
+    """They have any type. A broadcast is in place on all ranks."""
     for name, source in (("all_gather", 100), ("broadcast", 200)):
         given, made = site()
         own.call(given, OPERATIONS[name], work(3, "complex64", None, 1))(7)

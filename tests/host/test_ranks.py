@@ -185,7 +185,7 @@ class FakeMPI:
             self.name = "null"
 
     class Request:
-        """Of a duplicate that is there when it is asked for the third time."""
+        """The request of a duplicate, which is done at the third test."""
 
         asked = 0
 
@@ -314,7 +314,7 @@ def test_what_cannot_be_split_is_refused():
 
 
 def test_no_signal_is_lost_after_a_handler_that_raises(monkeypatch):
-    """It may come at any moment, also while the handlers are restored."""
+    """The signal may arrive at any moment, also while the handlers are restored."""
     heard, replace = [], signal.signal
     numbers = signal.SIGUSR1, signal.SIGUSR2
 

@@ -93,7 +93,7 @@ def test_opens_take_what_is_unopened_and_then_add(file):
         there.give_back(opened)  # does nothing
     assert file.value(slot) == 0
     assert file.take_released() == [slot]
-    assert file.take_released() == [slot]  # until it is said to be returned
+    assert file.take_released() == [slot]  # until ``settled`` is called
     file.settled()
     assert file.take_released() == []
     assert there.idle

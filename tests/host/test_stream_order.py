@@ -139,7 +139,7 @@ def test_handle_0_is_what_cuda_bindings_take_it_for(streams, waits, zero):
 def test_in_a_capture_a_call_right_behind_the_last_one_does_not_wait(
     streams, cuda, waits, monkeypatch
 ):
-    """By its nodes, as the driver does not identify a stream that is captured."""
+    """Its nodes show it, because the driver cannot identify a stream in a capture."""
     nodes = {0xA0: [1], 0xB0: [1]}
     record = itertools.count(2)
 

@@ -369,7 +369,7 @@ def test_a_soak_checks_random_calls(world, shown, monkeypatch):
 
 
 def test_every_lane_of_a_soak_has_equally_many_steps():
-    """Or ranks of other lanes make their calls in another order, and wait."""
+    """Otherwise ranks of other lanes call in another order, and wait."""
     lane = object.__new__(soak.Lane)
     lane._random, lane._graph = np.random.default_rng(0), None
     lane._streams = [types.SimpleNamespace(handle=0)] * 2

@@ -53,7 +53,7 @@ def counts(comm):
     opened = [ns.open_shared(handle), ns.open_shared(pickle.loads(text))]
     comm.barrier()
     comm.barrier()
-    opened.append(ns.open_shared(handle))  # one more than was said
+    opened.append(ns.open_shared(handle))  # one more than ``opens``
     facts["mappings"] = sharing.stats().mappings
     comm.barrier()
     comm.barrier()

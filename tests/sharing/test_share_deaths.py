@@ -97,7 +97,7 @@ def is_killed_while_busy(comm):
     if comm.rank == 0:
         x = numbers(SIZE)
         handle = ns.share(x, opens=comm.size)
-        # Before the others, who open it more often than they may: then it is gone.
+        # After the others, it cannot be opened, because they open it too often.
         mine = ns.open_shared(handle)
         say(comm, handle)
         del x

@@ -159,7 +159,7 @@ def altered(handle, others, chance):
     names = [each.name for each in dataclasses.fields(SharedHandle)]
     if kind == 1:  # something odd
         return dataclasses.replace(handle, **{chance.choice(names): chance.choice(ODD)})
-    if kind == 2:  # what another handle says
+    if kind == 2:  # fields of another handle
         other = chance.choice(others)
         some = chance.sample(names, chance.randint(1, 4))
         changes = {name: getattr(other, name) for name in some}

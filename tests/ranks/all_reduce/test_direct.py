@@ -206,7 +206,7 @@ def test_any_rank_may_have_any_input(comm, world, name, what):
 
 @each_operation
 def test_one_after_another_without_the_host(comm, world, name):
-    """In place on the same arrays, among calls through the same flags and slots."""
+    """The calls are in place on the same arrays, and share flags and slots."""
     random = np.random.default_rng(6)
     count = 60 if SIMULATED else 100_003
     x = comm.empty(count * comm.size, np.int64)

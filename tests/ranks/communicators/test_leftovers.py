@@ -249,7 +249,7 @@ def drop(last):
 def test_an_unclosed_communicator_is_reported_and_leaves_nothing(
     world, monkeypatch, cycle
 ):
-    """It stays mapped for now: the garbage collector may run amid a capture."""
+    """It stays mapped for now, because the garbage collector may run in a capture."""
     before = counted(world)
     comm = ns.Communicator(world, timeout=60)
     unmapped, backend = [], type(comm.allocator._backend)

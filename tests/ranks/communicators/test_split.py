@@ -234,7 +234,7 @@ def test_a_failure_is_its_communicators_alone(comm, world):
         child._calls.island.abandon(Mistake("child"))
     world.barrier()
     if world.rank % 2 == 0:
-        wait_for(lambda: child._calls.island.failed)  # other islands hear of it later
+        wait_for(lambda: child._calls.island.failed)  # later on other islands
         with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
             child.check()
         with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):

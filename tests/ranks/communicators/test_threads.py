@@ -160,7 +160,7 @@ def test_a_call_amid_another_threads_is_refused(comm, world, held, monkeypatch, 
 
 
 def test_an_interrupt_between_calls_leaves_no_mark(comm):
-    """Not for this thread: an interrupt may come right after a call has marked it."""
+    """An interrupt may arrive right after a call has marked its thread."""
     comm._calls._within[None] = threading.get_ident()
     check_works(comm)
     Caller(lambda: check_works(comm)).finish()

@@ -121,7 +121,7 @@ def test_a_rank_that_sends_nothing_is_late(world, engine):
 
 
 def test_memory_is_kept_until_every_request_on_it_has_ended(monkeypatch):
-    """One that has failed says nothing of the others, unlike in a test of all."""
+    """If one request has failed, MPI's test of all does not show which have ended."""
 
     def fail(requests):  # MPI may, while others are pending
         raise MPI.Exception(MPI.ERR_IN_STATUS)
@@ -167,7 +167,7 @@ def test_the_deadline_counts_from_the_latest_message(world, engine):
 @pytest.mark.parametrize("kind", [ns.BackendError, KeyboardInterrupt])
 @pytest.mark.parametrize("step", ["trying engine 'mpi'", "starting engine 'nccl'"])
 def test_an_engine_that_fails_on_one_rank_ends_on_all(world, monkeypatch, step, kind):
-    """It ends immediately, because the others' engines wait for that rank."""
+    """It ends immediately on the others, because their engines wait for that rank."""
 
     def fail(*given):
         raise kind("broken")

@@ -137,7 +137,7 @@ def test_a_rank_that_waits_for_answers_has_no_deadline(world, monkeypatch):
 
 
 def test_a_construction_that_all_give_up_waits_for_no_deadline(world, monkeypatch):
-    """And it leaves no communicator of MPI's, although it may be tried again."""
+    """It leaves no communicator of MPI's, although it may be tried again."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     last, made, connected = world.rank == world.size - 1, [], []
 

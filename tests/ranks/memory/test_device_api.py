@@ -339,7 +339,7 @@ def one_shot():
 
 
 def test_a_pages_all_reduce(comm, finished, one_shot):
-    """Of any size, in place or not, while another rank is late each time."""
+    """Calls have any size, in place or not, and another rank is late in each."""
     launch = one_shot["all_reduce"][one_shot["BLOCKS"], one_shot["THREADS"]]
     memory = comm.rendezvous(comm.empty(one_shot["SLOTS"], np.float32))
     epochs = device(np.zeros(one_shot["BLOCKS"], np.int64))

@@ -11,13 +11,13 @@ DTYPES += [np.dtype(np.complex128), TWELVE]
 
 
 def content(count, dtype, *seed):
-    """Return elements of any bits, which all ranks can tell."""
+    """Return elements of any bits, which all ranks can compute."""
     random = np.random.default_rng([*seed, count])
     return random.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
 
 
 class Part:
-    """Elements in the middle of device memory whose rest nobody may touch."""
+    """Elements in the middle of device memory. Calls must not change the rest of it."""
 
     def __init__(self, comm, count, dtype, host=None, symmetric=False, offset=0):
         self.dtype = dtype

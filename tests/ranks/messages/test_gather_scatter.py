@@ -103,7 +103,7 @@ def test_gather_and_scatter_in_place(comm, world):
 
 
 def test_what_only_the_root_has_is_ignored_on_other_ranks(comm, world):
-    """As MPI does: programs pass the same to all."""
+    """MPI ignores it, too, because programs pass the same arguments on all ranks."""
     root, counts = comm.size - 1, [2] * comm.size
     whole, out = comm.zeros(2 * comm.size), comm.zeros(2)
     put(whole, np.full(2 * comm.size, comm.rank, np.float32))

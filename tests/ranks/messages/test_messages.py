@@ -203,7 +203,7 @@ def test_the_messages_of_a_pair_in_a_group_have_a_limit(comm, world):
 
 @needs_peers
 def test_numpys_integers_are_ranks(comm, world):
-    """Also unsigned ones, whose differences would overflow."""
+    """Unsigned ones are, too, although their differences would overflow."""
     right, left = (np.uint8(rank) for rank in right_and_left(comm))
     x, out = comm.zeros(5), comm.zeros(5)
     put(x, np.full(5, comm.rank, np.float32))
@@ -241,7 +241,7 @@ def test_what_an_open_group_refuses(comm, world):
 
 @needs_peers
 def test_debug_mode_reports_one_ranks_mistake(world):
-    """On all ranks, whatever it is, and of calls that differ."""
+    """All ranks raise, for any mistake and for calls that differ."""
     with ns.Communicator(world, timeout=60, debug=True) as comm:
         size, last = comm.size, comm.rank == comm.size - 1
         x, odd = comm.zeros(2 * size), comm.zeros(3 * size + 1)
@@ -439,7 +439,7 @@ def test_bad_messages(comm, world):
 
 @needs_peers
 def test_another_number_of_bytes_is_an_error(world):
-    """Of all ranks, also those that were not in it."""
+    """It is an error on all ranks, also on those that were not in the message."""
     comm = ns.Communicator(world, timeout=60)
     engine = getattr(comm._calls.island, "engine", None)
     if engine is not None and engine.name == "nccl":
@@ -454,7 +454,7 @@ def test_another_number_of_bytes_is_an_error(world):
         with contextlib.suppress(ns.CallMismatch):
             comm.synchronize()
     world.barrier()
-    wait_for(lambda: comm._calls.island.failed)  # other islands hear of it later
+    wait_for(lambda: comm._calls.island.failed)  # later on other islands
     text = "rank 1 receives another number of bytes than rank 0 sends"
     refused(world, ns.CallMismatch, comm.synchronize, text)
     comm.close()  # every rank has raised the failure

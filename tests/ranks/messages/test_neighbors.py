@@ -11,7 +11,7 @@ from tests.ranks.messages.contents import right_and_left
 
 
 def test_a_ring_of_neighbours(comm, world):
-    """With one rank, or two, the neighbours on both sides are the same one."""
+    """With one rank or two, both neighbours of a rank are the same rank."""
     right, left = right_and_left(comm)
     sides = {"sources": [left, right], "destinations": [right, left]}
     x, pair = comm.zeros((2, 3)), comm.zeros((4, 3))
@@ -51,7 +51,7 @@ def test_a_line_of_neighbours_has_ends(comm, world, nobody):
 
 
 def test_a_graph_of_neighbours(comm, world):
-    """Every rank sends to rank 0 twice, and rank 0 to nobody but itself."""
+    """Every rank sends to rank 0 twice, and rank 0 sends only to itself."""
     size, first = comm.size, comm.rank == 0
     sources = [r for r in range(size) for _ in range(2)] if first else []
     x = comm.zeros(4)

@@ -29,7 +29,7 @@ def a_count(value=-1):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_messages_of_any_length_in_rooms_of_any_length(comm, world, together):
-    """Of any type and alignment, after and beside others of a known length."""
+    """They have any type and alignment, and run among others of known length."""
     right, left = right_and_left(comm)
     lot = random.Random(7 + together)
     sizes, calls = edges(comm.size), []

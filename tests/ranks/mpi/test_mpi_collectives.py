@@ -377,7 +377,7 @@ def test_host_arrays_and_objects_are_mpi4pys(comm, world):
 
 
 def test_copies_of_a_communicator_are_the_communicator(comm):
-    """As copies of COMM_WORLD in mpi4py, which have its handle."""
+    """In mpi4py, copies of COMM_WORLD have its handle, too."""
     grid = comm.Create_cart([comm.size])
     for each in (comm, grid):
         assert copy.copy(each) is each
@@ -475,7 +475,7 @@ def test_arrays_in_fortran_order_and_of_no_axis(both):
 
 
 def test_enqueued_calls(world):
-    """With ``synchronize=False`` the arrays may be used on the stream only."""
+    """With ``synchronize=False``, only work of the stream may use the arrays."""
     made = MPI.Comm(world, timeout=20, synchronize=False)
     x = cuda.to_device(np.ones(4))
     made.Allreduce(MPI.IN_PLACE, x)

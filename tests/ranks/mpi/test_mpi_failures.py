@@ -35,7 +35,7 @@ def around(comm):
 
 
 def test_a_failed_call_takes_no_message(comm, monkeypatch):
-    """Neither one that comes later nor one that has matched its receive."""
+    """A later receive gets the message, even if it had matched the failed call."""
     right, left = around(comm)
     out, status = array(-1), MPI.Status()
     for host in (False, True):
@@ -113,7 +113,7 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
 
 @needs_peers
 def test_data_for_other_islands(world, monkeypatch):
-    """It is sent in parts, and before its envelope, which says that it is there."""
+    """It is sent in parts, before the envelope that announces it."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     monkeypatch.setattr(crossings, "_PART", 1000)
     comm = MPI.Comm(world, timeout=20)
@@ -287,7 +287,7 @@ def test_a_copy_that_fails_is_reported_by_its_request(world, monkeypatch):
 
 @needs_peers
 def test_the_end_of_a_program_after_another_ranks_failure(world, monkeypatch):
-    """It warns of the failure only, not of memory that the program does not know."""
+    """The warning names the failure, and not memory that the library allocated."""
     made, reports = MPI.Comm(world, timeout=20), []
     made.Send(array(1), made.rank, 1)
     assert sent.producer.sent
@@ -366,7 +366,7 @@ def test_free_waits_for_no_rank_that_has_left(world, comm, monkeypatch):
 
 
 def test_what_is_made_after_a_failure_works(world):
-    """Also if not all ranks know of the failure."""
+    """It works although only some ranks know of the failure."""
     made = MPI.Comm(world, timeout=20)
     if made.rank == 0:
         made.communicator._calls.island.abandon(ValueError("7"), "Recv")
@@ -383,7 +383,7 @@ def test_what_is_made_after_a_failure_works(world):
     request.Wait()
     assert out.copy_to_host()[0] == 5
     new.Free()
-    with suppress(MPI.Exception):  # of a rank that did not know
+    with suppress(MPI.Exception):  # it raises on ranks that did not know the failure
         made.Free()
 
 

@@ -238,7 +238,7 @@ def test_a_window_that_one_rank_cannot_map(comm, monkeypatch):
 
 
 def test_an_open_window_is_not_reported(comm, monkeypatch):
-    """It is the library that shares its memory, so the program knows nothing of it."""
+    """The library itself has shared its memory, so the program is not warned of it."""
     reports = []
     monkeypatch.setattr(sent.log, "warning", lambda *given: reports.append(given))
 

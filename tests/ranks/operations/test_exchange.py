@@ -148,7 +148,7 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
     "algorithm", ["one_shot_ll", "one_shot_marked", "chunked", "copy_engine"]
 )
 def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
-    """Also a NaN of 64 ones, which means "empty" in other algorithms."""
+    """The data has a NaN of 64 one bits, which means "empty" in other algorithms."""
     host = np.full(100, -1, np.int64).view(np.float64)
     x = comm.empty(100, np.float64)
     put(x, host)
