@@ -161,9 +161,9 @@ def _bench(argv: Sequence[str]) -> int:
 
 
 def _compile(argv: Sequence[str]) -> int:
-    from numba_symm.command import compiling  # imports many packages
-
     try:
+        from numba_symm.command import compiling  # imports many packages
+
         compiling.run(compiling.parser().parse_args(argv), Console())
     except KeyboardInterrupt:
         _tell("numba-symm compile: interrupted; the compiled kernels are in the cache")

@@ -6,9 +6,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -225,9 +226,14 @@ def _compile_all(jobs: Sequence[Job], processes: int, console: Console) -> None:
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
     spawn = multiprocessing.get_context("spawn")  # a fork may break a CUDA context
-    with ProcessPoolExecutor(processes, spawn, initializer=_ignore_interrupts) as pool:
-        futures = {pool.submit(_compile, batch): len(batch) for batch in batches}
+    ended = spawn.RawValue("b", 0)  # without a lock, which a killed process could keep
+    pool = ProcessPoolExecutor(processes, spawn, _share, (ended,))
+    with pool:
         try:
+            with _inherited_mask():
+                futures = {
+                    pool.submit(_compile, batch): len(batch) for batch in batches
+                }
             with bar:
                 task = bar.add_task("", total=len(jobs))
                 for future in as_completed(futures):
@@ -239,16 +245,36 @@ def _compile_all(jobs: Sequence[Job], processes: int, console: Console) -> None:
                 "--jobs"
             ) from error
         finally:
+            ended.value = 1
             pool.shutdown(cancel_futures=True)
 
 
-def _ignore_interrupts() -> None:
-    """Leave Ctrl-C to the parent, which cancels what has not begun."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@contextmanager
+def _inherited_mask() -> Iterator[None]:
+    """Block interrupts in processes that start meanwhile, also while they import.
+
+    So Ctrl-C reaches only the parent, and is delivered there afterwards.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_ended: Any = None
+"""In a process that compiles: its value is 1 from when the parent wants no more."""
+
+
+def _share(ended: Any) -> None:
+    global _ended
+    _ended = ended
 
 
 def _compile(batch: Sequence[Job]) -> None:
     for job in batch:
+        if _ended is not None and _ended.value:
+            return  # the pool has queued more than it can cancel
         kernel, capability = job
         try:
             kernel.code(capability)
