@@ -364,10 +364,11 @@ class Communicator(Persistent):
                 methods of :class:`SymmetricMemory`.
             dtypes: the dtypes of their arrays.
             ops: the operators of those that reduce, as for :meth:`all_reduce`. An
-                operator is skipped for a dtype that lacks it.
+                operator is skipped for a dtype or a call that lacks it.
 
         Raises:
-            ArgumentError: a name, dtype or operator is unknown, or no call can have it.
+            ArgumentError: a name, dtype or operator is unknown, or none of the calls
+                can have it.
             CollectiveError, ClosedError: as :meth:`check`.
         """
         self.check()

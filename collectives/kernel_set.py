@@ -119,17 +119,29 @@ def kernels(
 
     Raises:
         ArgumentError: a name, dtype or operator is unknown, or an operator is one that
-            no call can have with any of the dtypes.
+            none of the calls can have with any of the dtypes.
     """
     _check_names(names, what)
     numpy_dtypes = [dtypes.checked(each, what) for each in _several(given, what)]
     operators = [dtypes.reduction(op, what) for op in _several(ops, what)]
     binder = (binder or Binder(end)).placing(_anywhere)
+    refused: list[list[ArgumentError | None]] = []  # of each reduction, by operator
     with listed() as found:
         for name in names:
             if name in _OPERATIONS:
-                given_here = numpy_dtypes, operators, end.size, binder
-                _bind_operation(_OPERATIONS[name], *given_here)
+                operation, given_here = (
+                    _OPERATIONS[name],
+                    (numpy_dtypes, end.size, binder),
+                )
+                if operation.reduces:
+                    refused.append(
+                        [
+                            _bind_reduction(operation, op, *given_here)
+                            for op in operators
+                        ]
+                    )
+                else:
+                    _bind_movement(operation, *given_here)
             elif name == "barrier":
                 binder.barrier()
             elif name == GAPS:
@@ -138,6 +150,9 @@ def kernels(
                 _bind_signals(binder.end.size)
             elif binder.end.size > 1:
                 _bind_messages(numpy_dtypes, binder.end_of_messages, name)
+    for errors in zip(*refused, strict=True):
+        if errors[0] and all(errors):
+            raise errors[0]
     return list(found)
 
 
@@ -163,31 +178,33 @@ def _several(values: Any, what: str) -> list[Any]:
     return members
 
 
-def _bind_operation(
+def _bind_movement(
+    operation: Operation, given: list[np.dtype[Any]], size: int, binder: Binder
+) -> None:
+    """Bind calls of all sizes that reduce nothing."""
+    for dtype in given:
+        element, _ = dtypes.moved(dtype, 1)
+        _bind_sizes(operation, element, "sum", size, binder)
+
+
+def _bind_reduction(
     operation: Operation,
+    op: Op,
     given: list[np.dtype[Any]],
-    ops: list[Op],
     size: int,
     binder: Binder,
-) -> None:
-    """Bind calls of all sizes."""
-    if not operation.reduces:
-        for dtype in given:
-            element, _ = dtypes.moved(dtype, 1)
-            _bind_sizes(operation, element, "sum", size, binder)
-        return
-    for op in ops:
-        operation.check(op)
-        errors = []
-        for dtype in given:
-            try:
-                element, found = _reduced(operation, dtype, op)
-            except ArgumentError as error:
-                errors.append(error)
-            else:
-                _bind_sizes(operation, element, found, size, binder)
-        if len(errors) == len(given):
-            raise errors[0]
+) -> ArgumentError | None:
+    """Bind calls of all sizes, or return why no dtype can have the operator."""
+    errors = []
+    for dtype in given:
+        try:
+            operation.check(op)
+            element, found = _reduced(operation, dtype, op)
+        except ArgumentError as error:
+            errors.append(error)
+        else:
+            _bind_sizes(operation, element, found, size, binder)
+    return errors[0] if len(errors) == len(given) else None
 
 
 def _reduced(operation: Operation, dtype: np.dtype[Any], op: Op) -> tuple[Element, Op]:

@@ -296,6 +296,7 @@ def listing_launch():
         (["all_reduce"], ["float32"], ["plus"], "pass one of 'sum', 'prod'"),
         (["all_reduce"], ["float32"], ["sum", "band"], "of float32, got op='band'"),
         (["scan"], ["float32"], ["avg"], "op='avg' is not defined"),
+        (["broadcast", "scan"], ["float32"], ["sum", "avg"], "scan: op='avg' is not"),
     ],
 )  # fmt: skip
 def test_what_no_call_can_have_is_refused(names, given, ops, text):
@@ -318,6 +319,14 @@ def test_an_operator_of_one_of_the_dtypes_is_listed_for_that():
     )
     assert {each.constants[2] for each in floats} == {"sum"}
     assert {each.constants[2] for each in integers} == {"sum", "band"}
+
+
+def test_an_operator_of_one_of_the_calls_is_listed_for_that():
+    def kernels(names, ops):
+        return set(kernel_set.kernels(names, ["float32"], ops, endpoint(2), "test"))
+
+    both = kernels(["scan", "all_reduce"], ["sum", "avg"])
+    assert both == kernels(["scan"], ["sum"]) | kernels(["all_reduce"], ["sum", "avg"])
 
 
 class Loaded:
