@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 import numba_symm
+from numba_symm import environment
 from numba_symm.environment import SIMULATED, allow_overlapping_devices
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch import info, ranks
@@ -161,6 +162,8 @@ def _bench(argv: Sequence[str]) -> int:
 
 
 def _compile(argv: Sequence[str]) -> int:
+    for text in environment.unknown():
+        _tell(f"numba-symm: {escape(text)}")
     try:
         from numba_symm.command import compiling  # imports many packages
 

@@ -34,7 +34,6 @@ SECONDS, START = 0.8, 3.0
 
 _MOST_RANKS = 64
 _OLDEST = (8, 0)
-_MANY: dict[str, Any] = {"nargs": "+", "metavar": "…"}
 _BATCH = 4  # kernels that a process takes at a time; neighbours share device functions
 
 Capability = tuple[int, int]
@@ -77,15 +76,17 @@ class Wanted(NamedTuple):
                 end = kernel_set.endpoint(size, limit, choices)
                 given = self.calls, list(self.dtypes), list(self.ops), end, "compile"
                 found |= dict.fromkeys(kernel_set.kernels(*given))
-        for capability in self.capabilities:
+        capabilities = dict.fromkeys(self.capabilities)
+        for capability in capabilities:
             kernel_set.check_capability(list(found), capability, "compile")
-        return [(kernel, each) for each in self.capabilities for kernel in found]
+        return [(kernel, each) for each in capabilities for kernel in found]
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command's options."""
     made = argparse.ArgumentParser(
         prog="numba-symm compile",
+        usage="numba-symm compile [CALL ...] [options]",
         description="Compile kernels into the disk cache, so that programs need not: "
         "in a container's build, on a login node or before a job. Kernels that are in "
         "the cache are not compiled again.",
@@ -94,16 +95,46 @@ def parser() -> argparse.ArgumentParser:
     )
     add: Callable[..., Any] = made.add_argument
     cores = len(os.sched_getaffinity(0))
-    add("calls", nargs="*", metavar="CALL", help="a method's name; default: all")
-    add("--ranks", **_MANY, type=_ranks, help="ranks; default: the number of GPUs")
-    add("--dtypes", **_MANY, default=DTYPES, help=f"default: {' '.join(DTYPES)}")
-    add("--ops", **_MANY, default=OPS, help=f"operators; default: {' '.join(OPS)}")
-    add("--cc", **_MANY, type=_capability, help="such as 9.0; default: the GPUs'")
-    counts = f"a GPU's; default: this node's, or {MULTIPROCESSORS}"
-    add("--multiprocessors", **_MANY, type=_positive, help=counts)
+    add(
+        "calls",
+        nargs="*",
+        metavar="CALL",
+        help="a method, gaps or signals; default: all",
+    )
+    for option, metavar, parse, text in (
+        ("--ranks", "N", _ranks, "ranks; default: the number of GPUs"),
+        ("--dtypes", "TYPE", str, f"of arrays; default: {' '.join(DTYPES)}"),
+        ("--ops", "OP", str, f"operators; default: {' '.join(OPS)}"),
+        ("--cc", "X.Y", _capability, "compute capabilities; default: the GPUs'"),
+        (
+            "--multiprocessors",
+            "N",
+            _positive,
+            f"a GPU's; default: this node's, or {MULTIPROCESSORS}",
+        ),
+    ):
+        several = {"nargs": "+", "action": "extend", "metavar": metavar}
+        add(option, type=_one(parse), help=text, **several)
     add("--jobs", metavar="N", type=_positive, default=cores, help="default: all cores")
     add("--dry-run", action="store_true", help="only count the kernels, and the time")
     return made
+
+
+def _one(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a parser of one of several values."""
+
+    def value(text: str) -> Any:
+        if "," in text:
+            raise argparse.ArgumentTypeError(
+                f"expected one value, got {text!r}; separate several by spaces"
+            )
+        if text in kernel_set.NAMES:
+            raise argparse.ArgumentTypeError(
+                f"expected a value, got the call {text!r}; write calls before options"
+            )
+        return parse(text)
+
+    return value
 
 
 def _positive(text: str) -> int:
@@ -123,7 +154,8 @@ def _capability(text: str) -> Capability:
     capability = (int(found[1]), int(found[2])) if found else (0, 0)
     if capability < _OLDEST:
         raise argparse.ArgumentTypeError(
-            f"expected a compute capability of 8.0 or higher, got {text!r}"
+            f"expected a compute capability of 8.0 or higher, got {text!r}; write one "
+            "as 9.0"
         )
     return capability
 
@@ -142,8 +174,8 @@ def wanted(options: argparse.Namespace) -> Wanted:
         )
     return Wanted(
         calls=options.calls or kernel_set.NAMES,
-        dtypes=options.dtypes,
-        ops=options.ops,
+        dtypes=options.dtypes or DTYPES,
+        ops=options.ops or OPS,
         ranks=options.ranks or [len(gpus)],
         capabilities=options.cc or _capabilities(gpus),
         multiprocessors=options.multiprocessors or _multiprocessors(gpus),
@@ -174,8 +206,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
             "compile: expected NUMBA_ENABLE_CUDASIM to be unset, got 1; the simulator "
             "compiles nothing"
         )
-    jobs = wanted(options).jobs()
+    asked = wanted(options)
+    jobs = asked.jobs()
     _check_compilers()
+    _check_capabilities(asked.capabilities)
     missing = [job for job in jobs if not _is_stored(job)]
     processes = max(1, min(options.jobs, -(-len(missing) // _BATCH)))
     console.print(
@@ -213,6 +247,21 @@ def _check_compilers() -> None:
                 'pip install ".[cu13]" in the repository, or ".[cu12]" for a driver '
                 "for CUDA 12"
             ) from error
+
+
+def _check_capabilities(capabilities: Sequence[Capability]) -> None:
+    """Raise :class:`SymmError` if CUDA's compiler does not know one of them."""
+    from cuda.bindings import nvrtc
+
+    _, numbers = nvrtc.nvrtcGetSupportedArchs()
+    known = [divmod(number, 10) for number in numbers]
+    unknown = [each for each in capabilities if each not in known]
+    if unknown:
+        names = ["{}.{}".format(*each) for each in known if each >= _OLDEST]
+        raise SymmError(
+            "compile: expected compute capabilities that CUDA's compiler knows, got "
+            f"--cc {'{}.{}'.format(*unknown[0])}; pass some of {' '.join(names)}"
+        )
 
 
 def _is_stored(job: Job) -> bool:

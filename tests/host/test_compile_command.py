@@ -80,6 +80,10 @@ def test_a_dry_run_counts_and_estimates_and_compiles_nothing(
             ("--dtypes", "float8_e5m2", "--ranks", "2", "--cc", "8.0"),
             "expected compute capability 8.9 or higher",
         ),
+        (
+            ("barrier", "--ranks", "2", "--cc", "9.0", "13.9", "--dry-run"),
+            "that CUDA's compiler knows, got --cc 13.9; pass some of 8.0 8.6",
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(
@@ -119,12 +123,31 @@ def test_without_cudas_compilers_the_error_has_the_command_to_install_them(
         (("--ranks", "65"), "expected 1 to 64, got '65'"),
         (("--ranks", "0"), "expected 1 to 64, got '0'"),
         (("--jobs", "0"), "expected a positive integer, got '0'"),
+        (("--cc", "9.0,8.0"), "--cc: expected one value, got '9.0,8.0'; separate"),
+        (("--dtypes", "f4,i4"), "--dtypes: expected one value, got 'f4,i4'; separate"),
+        (
+            ("--ops", "sum", "barrier"),
+            "--ops: expected a value, got the call 'barrier'",
+        ),
     ],
 )
 def test_arguments_out_of_range_are_refused(capsys, arguments, text):
     with pytest.raises(SystemExit):
         cli.main(["compile", *arguments])
     assert text in capsys.readouterr().err
+
+
+def test_an_option_given_twice_has_the_values_of_both():
+    twice = parsed("barrier", "--ranks", "2", "--ranks", "4", *("--cc", "9.0") * 2)
+    asked = compiling.wanted(twice)
+    assert (asked.ranks, asked.capabilities) == ([2, 4], [(9, 0), (9, 0)])
+    assert len(asked.jobs()) == 2
+
+
+def test_a_misspelt_variable_is_named(cache, capsys, monkeypatch):
+    monkeypatch.setenv("NUMBA_SYMM_MULTIPROCESSOR", "8")
+    assert cli.main(["compile", "barrier", *HERE, "--dry-run"]) == 0
+    assert "NUMBA_SYMM_MULTIPROCESSOR is not known" in capsys.readouterr().err
 
 
 def test_by_default_what_this_host_has_is_compiled(monkeypatch):
