@@ -29,14 +29,14 @@ def make_barrier(size: int, operation: int) -> Any:
         operation: the number in ``waits.py`` for a wait that is given up.
     """
     epochs, flags = layout(size).barrier.epochs, layout(size).barrier.flags
-    raise_flags, await_flags = make_flags(size, operation)
+    raise_flags, await_flags = make_flags(size)
 
     def barrier(guard: Any, early: bool, ring: Any, own: int, grid: int) -> None:
         follow_previous_grid(early)
         epoch, failed = resume(own, epochs, 0)
         epoch = (epoch + 1) & 0xFFFFFFFF
         failed = raise_flags(ring, flags, guard.rank, epoch, failed)
-        failed = await_flags(guard, own + flags, 0, epoch, failed)
+        failed = await_flags(guard, operation, own + flags, 0, epoch, failed)
         keep(own, epochs, 0, epoch, failed)
 
     return barrier

@@ -165,7 +165,8 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
     reduce = make_reduce(size, lanes)
     held = size * min(CHUNKED.tiles(size), max(1, LOADS // size))
 
-    raise_flags, await_flags = make_flags(size, waits.CHUNKED)
+    raise_flags, await_flags = make_flags(size)
+    operation = waits.CHUNKED
     is_done = make_is_done(size)
 
     def chunked_all_reduce(
@@ -205,7 +206,7 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
             if stage >= 2:  # explore: gather
                 epoch = (results_before + stage - 1) & 0xFFFFFFFF
                 flag = own + flag_place(block, REDUCED)
-                failed = await_flags(guard, flag, block, epoch, failed)
+                failed = await_flags(guard, operation, flag, block, epoch, failed)
                 if failed:
                     break
                 epoch = (before + stage - 1) & 0xFFFFFFFF
@@ -217,7 +218,7 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
                 # After it, all ranks have left the previous call.
                 epoch = (before + stage) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
-                failed = await_flags(guard, flag, block, epoch, failed)
+                failed = await_flags(guard, operation, flag, block, epoch, failed)
                 if failed:
                     break
             epoch = (before + stage + 1) & 0xFFFFFFFF
@@ -234,7 +235,7 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
             if 1 <= stage <= chunks:  # explore: reduce
                 epoch = (before + stage) & 0xFFFFFFFF
                 flag = own + flag_place(block, SCATTERED)
-                failed = await_flags(guard, flag, block, epoch, failed)
+                failed = await_flags(guard, operation, flag, block, epoch, failed)
                 if failed:
                     break
                 here = own + place(block, epoch, SCATTERED) + VECTOR * thread

@@ -67,7 +67,8 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     held = max(min(room, max(1, LOADS // size)) * others, LOADS)
     relayed = min(room, LOADS)
     lag = 2 if size > 2 else 1
-    raise_flags, await_flags = make_flags(size, CHUNKED_BROADCAST)
+    raise_flags, await_flags = make_flags(size)
+    operation = CHUNKED_BROADCAST
     is_done = make_is_done(size)
 
     def chunked_broadcast(
@@ -113,7 +114,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                 scatter(ring, slot, array, chunk, low, high)
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
-                failed = await_flags(guard, own + flag, block, last, failed)
+                failed = await_flags(guard, operation, own + flag, block, last, failed)
                 if failed:
                     break
             if 1 <= stage <= chunks and not is_root:

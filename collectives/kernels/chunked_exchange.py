@@ -133,22 +133,22 @@ def make_chunked_exchange(
     is_done = make_is_done(size)
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
-    raise_flags, await_flags = make_flags(size, kind.operation)
+    raise_flags, await_flags = make_flags(size)
+    sends_shards, output, operation = kind
+    stores_shards, at_root = output is Output.SHARDS, output is Output.AT_ROOT
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = make_place(size)
     room, others = CHUNKED.tiles(size), size - 1
     rank_stride = room * TILE_BYTES
     mirror = make_mirror(size)
-    sends_shards, stores_shards = kind.sends_shards, kind.output is Output.SHARDS
-    at_root = kind.output is Output.AT_ROOT
-    use = make_use(size, element, op, lanes, kind.output)
+    use = make_use(size, element, op, lanes, output)
     # The vectors of a thread of one tile: of the other ranks' shards, or one for all;
     # and its own vector, which is the last.
     sent = max(1, others * sends_shards + (stores_shards or not sends_shards))
     batch_out = min(room, max(1, LOADS // sent))
-    batch_in = min(room, max(1, LOADS // received_of(size, kind.output)))
-    held = max(batch_out * sent, batch_in * received_of(size, kind.output))
+    batch_in = min(room, max(1, LOADS // received_of(size, output)))
+    held = max(batch_out * sent, batch_in * received_of(size, output))
 
     def chunked_exchange(
         guard: Any,
@@ -211,7 +211,7 @@ def make_chunked_exchange(
                                 store(there, at, count, low[j], high[j])
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
-                failed = await_flags(guard, own + flag, block, last, failed)
+                failed = await_flags(guard, operation, own + flag, block, last, failed)
                 if failed:
                     break
             if stage >= 1 and not (at_root and taken == 0):

@@ -63,7 +63,8 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
     load_all = make_load_all(size, lanes.load)
     _, scatter, collect = make_chunks(size, lanes.load, lanes.store, size - 1, False)
     total = make_total(size, lanes)
-    raise_flags, await_flags = make_flags(size, CHUNKED_REDUCE)
+    raise_flags, await_flags = make_flags(size)
+    operation = CHUNKED_REDUCE
     is_done = make_is_done(size)
     at = layout(size).chunked
     epochs, flags = at.epochs, at.flags
@@ -119,7 +120,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                 scatter(ring, slot, source, chunk, low, high)
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
-                failed = await_flags(guard, own + flag, block, last, failed)
+                failed = await_flags(guard, operation, own + flag, block, last, failed)
                 if failed:
                     break
             if 1 <= stage <= chunks and number < others:

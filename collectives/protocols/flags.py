@@ -30,37 +30,19 @@ class Flags(NamedTuple):
         raise_flags: ``(ring, flags, rank, epoch, failed)`` raises this rank's flag at
             all others, unless a thread of the block passes ``failed``; returns whether
             one does. ``flags`` is the offset of the block's flags in a workspace.
-        await_flags: ``(guard, flags, block, epoch, failed)`` waits for all others'
-            flags, which begin at the address ``flags``. Returns whether a thread of the
-            block gave up its wait, or passes ``failed``.
+        await_flags: ``(guard, operation, flags, block, epoch, failed)`` waits for all
+            others' flags, which begin at the address ``flags``. Returns whether a
+            thread of the block gave up its wait, or passes ``failed``. ``operation`` is
+            the number in ``waits.py`` for a wait that is given up.
     """
 
     raise_flags: Callable[[Any, int, int, int, bool], bool]
-    await_flags: Callable[[Any, int, int, int, bool], bool]
+    await_flags: Callable[[Any, int, int, int, int, bool], bool]
 
 
 @functools.cache
-def make_flags(size: int, operation: int) -> Flags:
-    """Return the device functions for ``size`` ranks.
-
-    Args:
-        size: number of ranks.
-        operation: the number in ``waits.py`` for a wait that is given up.
-    """
-    await_flags_of = make_await(size)
-
-    @device_function
-    def await_flags(
-        guard: Any, flags: int, block: int, epoch: int, failed: bool
-    ) -> bool:
-        return await_flags_of(guard, operation, flags, block, epoch, failed)
-
-    return Flags(make_raise(size), await_flags)
-
-
-@functools.cache
-def make_raise(size: int) -> Callable[..., bool]:
-    """Return ``Flags.raise_flags``, which Numba types once for all operations."""
+def make_flags(size: int) -> Flags:
+    """Return the device functions for ``size`` ranks."""
 
     @device_function
     def raise_flags(ring: Any, flags: int, rank: int, epoch: int, failed: bool) -> bool:
@@ -74,15 +56,8 @@ def make_raise(size: int) -> Callable[..., bool]:
                 st_relaxed_sys_u32(ring[k] + flags + 4 * rank, epoch)  # explore: raise
         return failed
 
-    return raise_flags
-
-
-@functools.cache
-def make_await(size: int) -> Callable[..., bool]:
-    """Return ``Flags.await_flags`` with the operation as an argument."""
-
     @device_function
-    def await_flags_of(
+    def await_flags(
         guard: Any, operation: int, flags: int, block: int, epoch: int, failed: bool
     ) -> bool:
         peer = thread_index_x()
@@ -94,4 +69,4 @@ def make_await(size: int) -> Callable[..., bool]:
             peer += THREADS
         return sync_block_or(failed)  # explore: agree
 
-    return await_flags_of
+    return Flags(raise_flags, await_flags)

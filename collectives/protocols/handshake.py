@@ -48,7 +48,7 @@ from numba_symm.collectives.protocols.binding import (
     along_ring,
     digest_of,
 )
-from numba_symm.collectives.protocols.flags import make_await, make_raise
+from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.mailboxes import peek_packets, post_packets
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
@@ -278,7 +278,7 @@ def make_is_done(size: int) -> Callable[[Any, Any, int, int, int], bool]:
     region = layout(size).direct
     epochs, flags = region.epochs, region.flags
     refused = make_refused(size)
-    raise_flags, await_flags = make_raise(size), make_await(size)
+    raise_flags, await_flags = make_flags(size)
 
     @device_function
     def is_done(guard: Any, ring: Any, own: int, block: int, fallback_for: int) -> bool:

@@ -44,8 +44,8 @@ EXCHANGE_BROKEN = {
     "a wait for the previous chunk": within(
         "chunked_exchange",
         "wait",
-        "await_flags(guard, own + flag, block, last, failed)",
-        "await_flags(guard, own + flag, block, last - 1, failed)",
+        "await_flags(guard, operation, own + flag, block, last, failed)",
+        "await_flags(guard, operation, own + flag, block, last - 1, failed)",
     ),
     "signalled before it is read": moved("chunked_exchange", "signal", before="wait"),
 }

@@ -76,7 +76,7 @@ def test_kernels_of_two_types_and_operations_share_what_moves_data(compiled):
     compile_functions(chunked_exchange.kernel(5, INT64, "max", False, SCAN))
     compile_functions(one_shot.kernel(5, INT64, "max", False, "marked", 1, SCAN))
     assert "order.total" in compiled
-    shared = {"flags.raise_flags", "flags.await_flags_of", "chunks.scatter"}
+    shared = {"flags.raise_flags", "flags.await_flags", "chunks.scatter"}
     shared |= {"chunks.collect", "mailboxes.poll", "mailboxes.receive_of"}
     shared |= {"mailboxes.box", "mailboxes.post_one", "one_shot.post"}
     assert not shared & set(compiled)
