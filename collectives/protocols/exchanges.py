@@ -202,7 +202,6 @@ def digest_word(call: str) -> int:
 
 
 @functools.cache
-@functools.cache
 def make_digests_match(size: int) -> Callable[..., bool]:
     """Return a device function that checks the digests of the others' calls.
 
