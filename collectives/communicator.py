@@ -85,9 +85,9 @@ class Communicator(Persistent):
         stream: the stream of calls whose array names none. None: the legacy default
             stream.
         debug: whether to compare the arguments of every collective call between the
-            ranks before it starts. A difference is then an error on every rank. It is
-            slow: the hosts wait for all ranks, as in set-up calls. ``timeout`` applies
-            to kernels only.
+            ranks before it starts. A difference is then an error on every rank. This is
+            slow, because the hosts wait for all ranks, as in set-up calls. ``timeout``
+            applies to kernels only.
         multiprocessors: the most multiprocessors of a GPU that this communicator's
             kernels of one rank occupy at any time, at least 1, equal on all ranks.
             Messages, and the collectives made of them, take at least one for each four
@@ -95,21 +95,21 @@ class Communicator(Persistent):
             quarter, divided by the number of this communicator's ranks that share the
             GPU. So the kernels of four communicators leave some to the program's own.
         requests: whether :meth:`isend` and :meth:`irecv` may be called, equal on all
-            ranks. They have memory of their own, and up to two of these multiprocessors
-            for each other rank, which all other calls then leave to them.
+            ranks. If so, they have memory of their own, and up to two of the
+            multiprocessors for each other rank. All other calls use the rest.
 
     Attributes:
         rank: this rank, from 0.
         size: the number of ranks.
         device: this rank's GPU (name, UUID, ordinal …).
         backend: the backend: ``"vmm"``, ``"ipc"`` or ``"host"``.
-        refused_backends: the reasons against better backends, by name.
+        refused_backends: by name, the reasons against the backends tried before it.
         peer_access: which rank's GPU can access which other's; None where it is
             unknown.
         islands: the ranks of each island. There is one, unless the ranks are on several
             nodes, or their GPUs do not all reach each other.
         timeout: the seconds that a kernel waits for a peer.
-        multiprocessors: the most that its kernels occupy, of all ranks' GPUs the least.
+        multiprocessors: the most that its kernels occupy: the least limit of any rank.
 
     Raises:
         ArgumentError, DeviceError, BackendError, ExchangeError: on all ranks.
@@ -351,7 +351,7 @@ class Communicator(Persistent):
         """Load the kernels that calls will need, so that these calls load none.
 
         Afterwards, such calls of any size and alignment neither compile nor load a
-        kernel. Two kinds of calls may: those that name an ``algorithm``, and a
+        kernel. There are two exceptions: calls that name an ``algorithm``, and a
         :meth:`group` with several messages from a rank to the same rank.
 
         Not collective, but every rank calls it. Otherwise its peers wait for it in the
@@ -951,8 +951,8 @@ class Communicator(Persistent):
                 None: one rank's after another's.
             recv_displs: the index in ``out`` at which the elements from each rank
                 begin; None: one rank's after another's.
-            out: the output, which does not overlap x, or x itself: then the call sends
-                a copy of x. None: a new array of one axis.
+            out: the output, which does not overlap x, or x itself, of which the call
+                then sends a copy. None: a new array of one axis.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -981,8 +981,8 @@ class Communicator(Persistent):
 
         Args:
             x: a device array in C order; those of neighbours have equal size and dtype.
-            sources: ranks to receive from. A rank may be in the list several times: its
-                messages match in order. It may be this rank. None or MPI.PROC_NULL:
+            sources: ranks to receive from. A rank, also this one, may be in the list
+                several times, and its messages match in order. None or MPI.PROC_NULL:
                 no rank; that part of out keeps its contents.
             destinations: ranks to send to; None: the sources.
             out: the output, an array of shape ``(len(sources), *x.shape)``, which does
@@ -1072,14 +1072,14 @@ class Communicator(Persistent):
         Rank ``src`` calls :meth:`send`.
 
         Args:
-            out: a device array with the number of bytes of the message;
-                with ``count``, with room for it, and of its element type. Otherwise
-                later calls of all ranks raise CallMismatch, and out keeps its contents.
+            out: a device array of as many bytes as the message. With ``count``, it may
+                have more, but has the message's element type. Otherwise later calls of
+                all ranks raise CallMismatch, and out keeps its contents.
             src: the rank to receive from, not this rank. None or MPI.PROC_NULL: no
                 rank; ``out`` keeps its contents.
-            count: a device array of one int64, apart from out. With it, the message may
-                be shorter than out. The call stores there how many elements arrived; 0
-                from no rank. None: the message has the size of out.
+            count: a device array of one int64, apart from out, in which the call stores
+                how many elements arrived (0 if ``src`` is no rank). The message may
+                then be shorter than out. None: the message has the size of out.
             stream: as for :meth:`all_reduce`.
 
         Returns:
@@ -1104,8 +1104,8 @@ class Communicator(Persistent):
     ) -> Any:
         """Send ``x`` to rank ``dst``, and receive into ``out`` from rank ``src``.
 
-        Asynchronous. Matches :meth:`send`, :meth:`recv` and :meth:`sendrecv` of other
-        ranks.
+        Asynchronous. It matches :meth:`send`, :meth:`recv` and :meth:`sendrecv` of
+        other ranks.
 
         Args:
             x: as for :meth:`send`.
@@ -1129,9 +1129,9 @@ class Communicator(Persistent):
     def isend(self, x: Any, *, dst: int | None, stream: Any = None) -> Request:
         """Start to send ``x`` to rank ``dst``, which calls :meth:`irecv`.
 
-        No later call waits for it, because it runs on a stream of its own. The
-        communicator was made with ``requests=True``. Requests between two ranks match
-        in the order in which they are started, and never match :meth:`recv`.
+        No later call waits for it, because it runs on a stream of its own. It needs a
+        communicator with ``requests=True``. Requests between two ranks match in the
+        order in which they are started, and never match :meth:`recv`.
 
         Args:
             x: as for :meth:`send`. Do not write it before the request is done.

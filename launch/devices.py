@@ -112,9 +112,9 @@ def peer_access(exchange: StoreExchange, gpu: GPU) -> tuple[Matrix, tuple[GPU, .
     """Return which rank's GPU can access which other's memory. Collective.
 
     Returns:
-        ``matrix[r][s]``: whether rank r's GPU can access rank s's. None if rank r's
-        process does not see the other GPU, so that the driver cannot answer. And the
-        ranks' GPUs.
+        The matrix and the ranks' GPUs. ``matrix[r][s]``: whether rank r's GPU can
+        access rank s's. None if rank r's process does not see the other GPU, so that
+        the driver cannot answer.
     """
     gpus = tuple(exchange.all_gather(gpu, "GPUs of all ranks"))
     with exchange.agreed("checking peer access"):
@@ -203,9 +203,9 @@ def warn_if_queues_are_few(gpus: Sequence[GPU]) -> None:
     queues = work_queues(mps=any(gpu.mps for gpu in gpus))
     if not SIMULATED and directions > queues:
         warn_once(
-            f"requests=True: a process has {queues} work queues, but requests to and "
-            f"from {len(gpus) - 1} ranks may need {directions}, and may otherwise wait "
-            f"for each other; set CUDA_DEVICE_MAX_CONNECTIONS={directions} on all ranks"
+            f"requests=True: a process has {queues} work queues, with which requests "
+            f"to and from {len(gpus) - 1} ranks may wait for each other; set "
+            f"CUDA_DEVICE_MAX_CONNECTIONS={directions} on all ranks"
         )
 
 

@@ -365,8 +365,8 @@ def block_index(typingctx: Any) -> Any:
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # From one lane, so that the compiler keeps it, and what follows from it, once
-        # a warp. Otherwise kernels need up to 12 registers more.
+        # It is read from one lane, so that the compiler keeps it, and what follows from
+        # it, once a warp. Otherwise kernels need up to 12 registers more.
         x, held, y = (call_sreg(builder, r) for r in ("ctaid.x", "ntid.y", "tid.y"))
         block = builder.add(builder.mul(x, held), y)
         return _of_first_lane(context, builder, signature, [block])

@@ -58,7 +58,7 @@ def choose(islands: Joined, multiprocessors: int) -> Engine:
 
     Raises:
         SymmError: on all ranks: ``NUMBA_SYMM_ENGINE`` is wrong or differs between
-            ranks, or the ranks have not the same engine.
+            ranks, or not all ranks have the same engine.
     """
     exchange = islands.exchange
     with exchange.agreed("reading NUMBA_SYMM_ENGINE"):
@@ -151,10 +151,10 @@ def _start_mpi(islands: Joined) -> Engine:
 
 
 def partners(islands: Joined) -> tuple[list[int], list[int]]:
-    """Return whom this rank sends to on its rail, and whom it receives from there.
+    """Return the ranks that this one sends to on its rail, and those it receives from.
 
-    A rank sends to one rank of each other island: the one with its own number there,
-    or its remainder in an island of fewer ranks.
+    A rank sends to one rank of each other island. That rank has the same number there,
+    modulo the number of the island's ranks.
     """
     parts, own, local = islands.parts, islands.index, islands.local
     others = [part for index, part in enumerate(parts) if index != own]

@@ -26,11 +26,11 @@ _FOR_KERNELS = 0x03  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 
 
 class Exchange(NamedTuple):
-    """What a rank waits in.
+    """An exchange in which the GPU waits for other ranks.
 
     Attributes:
-        operation: the call.
-        peers: the ranks that it is with.
+        operation: the call to which it belongs.
+        peers: the other ranks of the exchange.
     """
 
     operation: str
@@ -73,7 +73,7 @@ class Deadline:
         self._word = (ctypes.c_uint32 * 2).from_address(self._memory)
         self._word[:] = [0, 0]
         self._marks: dict[int, Launch] = {}
-        # In a capture: the place right after the latest end mark, its graph node.
+        # In a capture, the place right after the latest mark at an exchange's end.
         self._end: tuple[int, frozenset[int]] | None = None
         self._mark(0)
 

@@ -119,7 +119,7 @@ class Staged:
 
 
 class Pinned(Staged):
-    """Slots of the driver, and a stream that waits for no other one's work."""
+    """Slots in memory that the driver pins, and a stream that follows no other one."""
 
     def __init__(self) -> None:
         self._stream = driver.call("cuStreamCreate", 1)  # CU_STREAM_NON_BLOCKING
@@ -306,7 +306,7 @@ def _has_ended(request: Any) -> bool:
 
 
 class _Move:
-    """One parcel on its way, as messages one after another.
+    """A parcel that MPI moves by messages, one after another.
 
     The last one is shorter than the others, and may be empty. So a receiver that
     expects another number of bytes finds another length, whatever it expects.

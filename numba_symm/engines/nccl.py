@@ -34,7 +34,7 @@ _BYTES = _KINDS["uint8"]
 _OPERATORS = {"sum": 0, "prod": 1, "max": 2, "min": 3}  # ncclRedOp_t
 _COLLECTIVES = "all_gather", "all_reduce", "broadcast", "reduce", "reduce_scatter"
 _GRACE = 0.06  # seconds: three looks of the watchdog
-_POLLS = 200  # of NCCL's state, before a wait that looks for failures
+_POLLS = 200  # polls of NCCL's state, before a wait that looks for failures
 
 
 class Found(NamedTuple):
@@ -140,7 +140,7 @@ class NcclEngine:
         self._wait, self._look, self._operation = wait, look, operation
         self._deadline = deadline
         self._captured = False
-        self._alone = math.inf  # when NCCL's word that a rank has left is the cause
+        self._alone = math.inf  # from when on NCCL's error counts as the cause
         self._connected: set[tuple[Any, ...]] = set()
         # Reentrant, because a finalizer may abort, too.
         self._lock = threading.RLock()  # NCCL takes one call at a time
@@ -275,9 +275,10 @@ class NcclEngine:
             raise self._error(state, exchange)
 
     def _is_early(self, state: int) -> bool:
-        """Return whether a state may have a cause that another rank still reports.
+        """Return whether a state may have a cause that another rank will still report.
 
-        A rank that aborts NCCL reports why, but its connections may end sooner.
+        A rank that aborts NCCL reports the reason to the other ranks. Its connections
+        may end before that report arrives.
         """
         if state != _REMOTE_ERROR:
             return False
@@ -301,7 +302,7 @@ class NcclEngine:
     def _translated(self, operation: str) -> Iterator[None]:
         """Raise errors of NCCL's functions as errors of this library.
 
-        The block takes the engine's lock, and releases it before it calls ``_look``.
+        The block releases the engine's lock before this calls ``_look``, because
         ``_look`` takes the watchdog's lock, whose holder may wait for the engine's.
         """
         try:

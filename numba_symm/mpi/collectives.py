@@ -354,7 +354,7 @@ def at_root(comm: Ranks, root: int, spec: Any) -> tuple[Any, ...]:
 
 
 def check_root(comm: Ranks, root: Any, what: str, own: Any = None) -> None:
-    """Refuse a root that is not a rank; MPI.IN_PLACE as ``own`` is for the root."""
+    """Refuse a root that is not a rank, and MPI.IN_PLACE as ``own`` of other ranks."""
     if not 0 <= root < comm.size:
         raise refusal(
             MPI.ERR_ROOT,

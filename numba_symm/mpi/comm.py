@@ -339,7 +339,7 @@ _KINDS: dict[type, Any] = {MPI.Intracomm: Comm}
 
 
 def add_kind(kind: type[Device]) -> None:
-    """Return communicators of mpi4py's class as objects of ``kind``."""
+    """From now on, wrap communicators of mpi4py's class as objects of ``kind``."""
     _KINDS[kind._plain] = kind
 
 

@@ -114,7 +114,7 @@ class Posted:
         """Return whether it has arrived or was cancelled."""
         if self._request is None:
             return True
-        # MPI tells once. An interrupt may have come before that was read.
+        # MPI reports the end once. An interrupt may have prevented that it was read.
         if self._request and not self._request.Test(self._status):
             return False
         self._read()

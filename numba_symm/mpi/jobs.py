@@ -203,8 +203,8 @@ class Job:
     def _all_or_none(self, stream: int) -> Iterator[None]:
         """Make the communicator fail if this rank cannot make the call.
 
-        Else the other ranks, which make it, would wait until the deadline. It does not
-        fail after a refusal, because the rank may repeat the call.
+        Otherwise the other ranks, which make it, would wait until the deadline. It does
+        not fail after a refusal, because the rank may repeat the call.
         """
         try:
             yield

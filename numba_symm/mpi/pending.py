@@ -37,7 +37,7 @@ class Receiving(Request):
         self._after = None if stream is None else post.copies.event(stream)
         self._started = False
         self._copying: Copying | None = None
-        self._posted = begin()  # last: what raises before takes no message
+        self._posted = begin()  # last, so that an error above receives no message
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._refuse_capture()

@@ -89,7 +89,7 @@ class Request:
         return True
 
     def _withdraw(self) -> None:
-        """End a receive whose call raises, without a message; nothing for others."""
+        """End a receive without a message. Do nothing for other calls."""
 
     @translated
     def Wait(self, status: MPI.Status | None = None) -> bool:
@@ -130,7 +130,7 @@ class Request:
         return True
 
     def _tell(self, status: MPI.Status | None) -> None:
-        """Hand out the status of a call that is done."""
+        """Store the status of a call that is done, for one caller only."""
         assert self._ended is not None
         _copy(self._ended, status)
         self._ended, self._active = None, False
@@ -144,7 +144,7 @@ class Request:
         return self.Test(status), None
 
     def Cancel(self) -> None:
-        """Cancel a receive that no message has matched; nothing for other calls."""
+        """Cancel a receive that no message has matched. Do nothing for other calls."""
 
     def Free(self) -> None:
         """Give the request up; its call is completed."""

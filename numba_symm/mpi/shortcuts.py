@@ -17,7 +17,7 @@ MOST = 1024
 """The number of calls that a communicator remembers, at most."""
 
 
-_OF_ALL_RANKS = ("Reduce_scatter",)  # without recvcounts, it asks the other ranks
+_OF_ALL_RANKS = ("Reduce_scatter",)  # without recvcounts, ranks exchange their counts
 
 
 class Shortcut(NamedTuple):
@@ -35,7 +35,7 @@ class Shortcut(NamedTuple):
 def key_of(
     name: str, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Any, list[Any]]:
-    """Return what determines a call, None if it is not of a plain form; its arrays.
+    """Return the key of a call, None if it is not of a plain form, and its arrays.
 
     The arguments of a plain form are arrays, pairs of an array and a type, operators,
     roots and MPI.IN_PLACE. An array is read anew, because its memory may differ now.

@@ -229,7 +229,7 @@ class Win(MPI.Win):
 
     @contextmanager
     def _atomic(self, rank: int) -> Iterator[None]:
-        """Hold the lock of a target's accumulates; wait for the work before it ends."""
+        """Hold the lock of a target's accumulates until the block's work has ended."""
         self._mutex.Lock(rank)
         try:
             yield
