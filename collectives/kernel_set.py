@@ -114,7 +114,7 @@ def kernels(
         given: the dtypes of their arrays.
         ops: the operators of those that reduce.
         end: an end of the communicator; the place of its symmetric memory is not used.
-        what: who asks, for errors.
+        what: the caller, for errors.
         binder: binds the calls of a communicator of several islands.
 
     Raises:

@@ -93,7 +93,7 @@ def _operator(op: str, value: str, index: str, size: int) -> UserOperator:
 
 
 def _reader(kind: str) -> Callable[[int], Any]:
-    """Return a device function from a word, whose lowest bits are a number, to it."""
+    """Return a device function that returns the number in a word's lowest bits."""
     number, _ = CODECS[kind]
     width = 8 * np.dtype(kind).itemsize
     mask = (1 << width) - 1 if width < 64 else -1

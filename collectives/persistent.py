@@ -216,10 +216,10 @@ class Persistent:
     def group_init(self) -> AbstractContextManager[Plan]:
         """Prepare the calls within a ``with`` block to be started together many times.
 
-        No call is started, neither in the block nor at its end. The ``with`` statement
-        gives the plan, ``with comm.group_init() as plan:``, which is called after it.
-        Its messages are one launch. Such a plan returns None, and in debug mode its
-        calls are compared when the plan is made, not when it is called.
+        No call is started, neither in the block nor at its end. The plan is ``plan`` in
+        ``with comm.group_init() as plan:``, and may be called after the block. Its
+        messages are one launch. Calling it returns None. In debug mode, its calls are
+        compared when the plan is made, not when it is called.
 
         A plan that is called within the block is one of its calls. Otherwise, calls
         and ranks are as for :meth:`group`.

@@ -18,7 +18,7 @@ Start = Callable[..., None]
 class Plan:
     """A call whose arguments were checked and packed: each call only launches.
 
-    Made by ``comm.all_reduce_init`` and the other ``_init`` methods. It keeps its
+    ``comm.all_reduce_init`` and the other ``_init`` methods make it. It keeps its
     arrays. ``plan()``, or ``plan(stream=…)``, enqueues it and returns its output array.
     Every rank calls the plans of collectives in the same order.
     """

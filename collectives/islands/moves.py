@@ -72,10 +72,10 @@ def all_gather(site: Site, call: Call) -> list[Enqueue]:
 def broadcast(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a broadcast.
 
-    A small message crosses along the root's rail. Of a large one, the root's island
-    gets the whole, a shard crosses along each rail, and the others gather the shards.
-    If there are many chunks, each island sends them to the next one, and no rank sends
-    a byte twice.
+    A small message crosses along the root's rail. A large one is first distributed
+    within the root's island. Then one shard of it crosses along each rail, and the
+    other islands gather the shards. If there are many chunks, each island sends them to
+    the next one, and no rank sends a byte twice.
     """
     shards = site.largest
     if shards == 1 or call.nbytes * (len(site.parts) - 1) <= ONE_RAIL:
@@ -96,8 +96,9 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
 def chained(chunks: int, islands: int) -> bool:
     """Return whether chunks take less time from island to island than from one to all.
 
-    In ticks of one chunk on a link: the last chunk arrives after two more for each
-    island of the chain.
+    A tick is the time of one chunk on a link. In a chain, the last chunk needs two more
+    ticks for each island after the root's. From one to all, each chunk needs as many
+    ticks as there are other islands.
     """
     others = islands - 1
     return chunks + 2 * others < chunks * others

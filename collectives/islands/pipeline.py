@@ -1,4 +1,4 @@
-"""Chunks of a message that overlap: some cross between islands, kernels work on others.
+"""The overlap of chunks: some cross between islands while kernels work on others.
 
 While the engine moves the bytes of a chunk, the kernels of the chunk before it and of
 the chunk after it run on another stream, one after another. So they need one workspace,

@@ -115,8 +115,9 @@ def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
 def _in_shards(site: Site, carried: Carried, root: int | None) -> list[Enqueue]:
     """Return the steps of an all-reduce; with a root, of a reduce."""
     call, m, shards = carried.call, len(site.parts), site.largest
-    # A chunk itself, if its type differs; for each shard that a rank owns, what it has
-    # reduced and what it receives; a root's result.
+    # The staging memory has the chunk itself, if its type differs. For each shard that
+    # the rank owns, it has the reduced shard and what other islands send. With a root,
+    # it also has the result.
     owned = divide_up(shards, site.smallest)
     rooted = root is not None
     each = (m if rooted or m == 2 else 2) + rooted
@@ -390,7 +391,7 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
         ]
         identity = staging.take(count * itemsize)
         if some_use_none:
-            # With the identity of the call's own type, which may have no infinity.
+            # The identity is that of the call's own type, which may have no infinity.
             given_here = at_source, identity, count, call.element, carried.op
             steps.append(site.within(operation, *given_here))
         last: list[Enqueue] = []

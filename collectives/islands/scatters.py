@@ -34,7 +34,8 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
         return _scatter_by_islands(site, carried)
     if site.even:
         return _scatter_packed(site, carried)
-    # The shards for a rail's ranks, those from all islands, and a widened one.
+    # The staging memory has the shards for a rail's ranks, those from all islands, and
+    # a widened one.
     most = divide_up(site.largest, site.smallest)
     fits = several(call.count, 1, width, fitting(site, m * most + m + 1, width))
     if fits < call.count:
