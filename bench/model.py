@@ -347,8 +347,12 @@ def draw(nodes: Sequence[Nodes], image: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; draw the plot, if one is asked for."""
-    parser = argparse.ArgumentParser(description="Model calls over several nodes.")
-    parser.add_argument("--plot", type=Path, metavar="FILE")
+    parser = argparse.ArgumentParser(
+        "python -m numba_symm.bench.model",
+        description="Compute what calls over several nodes should take.",
+    )
+    words = "draw how close each operation is to its bound, into a file such as r.png"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=words)
     asked = parser.parse_args(argv)
     nodes = of_eight()
     for operation in BOUNDS:

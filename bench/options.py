@@ -39,7 +39,7 @@ def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
         The run that ``plot`` draws is in ``run``.
     """
     parser = argparse.ArgumentParser(name, description=DESCRIPTION)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="OPERATION", required=True)
     operations = {name: _add(commands, each) for name, each in OPERATIONS.items()}
     plot = commands.add_parser("plot", help="draw a recorded run")
     plot.add_argument("json", type=Path, help="a file written by --json")
@@ -232,8 +232,8 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
         "--overlap",
         action="store_true",
         help="time the calls on a stream of the highest priority beside a matrix "
-        "product of about the same time: each alone, both together, and both / the "
-        "longer; the product is torch's if torch is installed",
+        "product that takes about as long, each alone and both together; the product "
+        "is torch's if torch is installed",
     )
     add(
         "--leave",
@@ -252,9 +252,9 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
     add(
         "--cold",
         action="store_true",
-        help="instead, time a program's first calls with an empty kernel cache: the "
-        "first call after the communicator is made, then 400 calls of ten operations "
-        "in sizes from -b to -e",
+        help="instead of calls by size, time a program's first calls with an empty "
+        "kernel cache: the first call after the communicator is made, then 400 calls "
+        "of ten operations in sizes from -b to -e",
     )
     add(
         "--cache",

@@ -339,9 +339,9 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     made = argparse.ArgumentParser(
         prog="numba-symm tune",
-        description="Measure on this node from which size on which algorithm is the "
-        "fastest. Communicators of as many ranks use these limits from then on, until "
-        "the GPUs or the library's version change.",
+        description="Measure the sizes from which on each algorithm is the fastest on "
+        "this node. Communicators of as many ranks use these limits from then on, "
+        "until the GPUs or the library's version change.",
         allow_abbrev=False,
     )
     made.add_argument(
@@ -352,7 +352,7 @@ def parser() -> argparse.ArgumentParser:
         help="the largest message, such as 64M (default %(default)s)",
     )
     made.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw the times, such as to r.png"
+        "--plot", type=Path, metavar="FILE", help="draw the times, such as into r.png"
     )
     return made
 

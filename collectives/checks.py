@@ -62,7 +62,7 @@ def check_peer(peer: Any, size: int, what: str) -> int | None:
     null = getattr(sys.modules.get("mpi4py.MPI"), "PROC_NULL", None)
     if is_integer(peer) and peer == null:
         return None
-    return check_rank(peer, size, what, ", or None or MPI.PROC_NULL for nobody")
+    return check_rank(peer, size, what, ", or None or MPI.PROC_NULL for no rank")
 
 
 def check_writable(view: ArrayView, what: str) -> None:

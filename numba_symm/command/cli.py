@@ -127,10 +127,10 @@ def _parser() -> argparse.ArgumentParser:
     tune = commands.add_parser(
         "tune",
         help="measure which algorithms are the fastest on this node, and use these",
-        description="Measure on this node from which size on which algorithm is the "
-        "fastest. It takes a few minutes, with nothing else on the GPUs. Communicators "
-        "of as many ranks use these limits from then on, until the GPUs or the "
-        "library's version change.",
+        description="Measure the sizes from which on each algorithm is the fastest on "
+        "this node. It takes a few minutes, with nothing else on the GPUs. "
+        "Communicators of as many ranks use these limits from then on, until the GPUs "
+        "or the library's version change.",
         allow_abbrev=False,
     )
     tune.add_argument(
@@ -146,7 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument(
         "--largest", metavar="SIZE", help="the largest message (default 256M)"
     )
-    tune.add_argument("--plot", metavar="FILE", help="draw the times, such as to r.png")
+    tune.add_argument(
+        "--plot", metavar="FILE", help="draw the times, into r.png for example"
+    )
     commands.add_parser(
         "bench",
         help="measure collectives on the ranks of the mpirun that started it; "

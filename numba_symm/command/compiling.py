@@ -87,9 +87,9 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="numba-symm compile",
         usage="numba-symm compile [CALL ...] [options]",
-        description="Compile kernels into the disk cache, so that programs need not: "
-        "in a container's build, on a login node or before a job. Kernels that are in "
-        "the cache are not compiled again.",
+        description="Compile kernels into the disk cache, so that programs need not "
+        "compile them. Run this when a container is built, on a login node or before a "
+        "job. Kernels that are in the cache are not compiled again.",
         epilog="numba-symm compile all_reduce all_gather --ranks 4 8 --cc 9.0",
         allow_abbrev=False,
     )
@@ -102,21 +102,22 @@ def parser() -> argparse.ArgumentParser:
         help="a method, gaps or signals; default: all",
     )
     for option, metavar, parse, text in (
-        ("--ranks", "N", _ranks, "ranks; default: the number of GPUs"),
-        ("--dtypes", "TYPE", str, f"of arrays; default: {' '.join(DTYPES)}"),
+        ("--ranks", "N", _ranks, "numbers of ranks; default: the number of GPUs"),
+        ("--dtypes", "TYPE", str, f"element types; default: {' '.join(DTYPES)}"),
         ("--ops", "OP", str, f"operators; default: {' '.join(OPS)}"),
         ("--cc", "X.Y", _capability, "compute capabilities; default: the GPUs'"),
         (
             "--multiprocessors",
             "N",
             _positive,
-            f"a GPU's; default: this node's, or {MULTIPROCESSORS}",
+            f"multiprocessors of a GPU; default: this node's, or {MULTIPROCESSORS}",
         ),
     ):
         several = {"nargs": "+", "action": "extend", "metavar": metavar}
         add(option, type=_one(parse), help=text, **several)
     add("--jobs", metavar="N", type=_positive, default=cores, help="default: all cores")
-    add("--dry-run", action="store_true", help="only count the kernels, and the time")
+    words = "compile nothing; print how many kernels there are, and the time they need"
+    add("--dry-run", action="store_true", help=words)
     return made
 
 

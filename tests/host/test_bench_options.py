@@ -127,7 +127,7 @@ def test_each_run_has_its_own_seed_by_default():
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("", "arguments are required: command"),
+        ("", "arguments are required: OPERATION"),
         ("all_reduced", "invalid choice: 'all_reduced'"),
         ("all_reduce -b 1X", "16M or 1G, got '1X'"),
         ("all_reduce -b 2K -e 1K", "-b of at most -e, got -b 2048 -e 1024"),

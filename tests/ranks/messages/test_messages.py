@@ -390,7 +390,7 @@ def test_bad_messages(comm, world):
         ),
         (
             lambda: comm.sendrecv(x, dst=0, out=out, src=-9),
-            ("or None or MPI.PROC_NULL for nobody", "got -9"),
+            ("or None or MPI.PROC_NULL for no rank", "got -9"),
         ),
         (
             lambda: comm.reduce_scatter_v(
