@@ -89,7 +89,7 @@ def _operator(op: str, value: str, index: str, size: int) -> UserOperator:
     function = cast(FunctionType, of_word if size == 8 else of_words)
     # The ranks compare it; the digest of the body has only the types of what it calls.
     function.__qualname__ = f"{op} of {value} and {index}"
-    return UserOperator(function)
+    return UserOperator(function, commutative=True)
 
 
 def _reader(kind: str) -> Callable[[int], Any]:

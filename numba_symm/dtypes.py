@@ -219,9 +219,11 @@ class UserOperator:
     Attributes:
         function: a plain Python function of two scalars of the accumulation type,
             which returns one.
+        commutative: whether the order of the inputs has no effect on the result.
     """
 
     function: FunctionType
+    commutative: bool = False
 
     def __repr__(self) -> str:
         # The ranks compare this text, so it contains no address.

@@ -53,7 +53,7 @@ class IslandsBinder(Binder):
         Raises:
             ArgumentError: on all ranks: a function would not be applied in rank order.
         """
-        if operation.reduces and isinstance(call.op, UserOperator):
+        if isinstance(call.op, UserOperator) and not call.op.commutative:
             self._refuse_interleaved(operation.name)
         found = own.call(self._site, operation, call)
         return found or Series(*STEPS[operation.name](self._site, call))

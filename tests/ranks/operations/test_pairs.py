@@ -5,7 +5,7 @@ import pytest
 from mpi4py import MPI
 
 import numba_symm as ns
-from tests.ranks.helpers import check_works, get, ordinary, put, refused
+from tests.ranks.helpers import check_works, get, needs_peers, ordinary, put, refused
 
 PAIRS = {
     "FLOAT_INT": [("value", "f4"), ("index", "i4")],
@@ -58,6 +58,22 @@ def same(found, wanted):
 @pytest.mark.parametrize("op", ["minloc", "maxloc"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_least_and_the_greatest_pair(comm, world, name, op):
+    check_pairs(comm, world, name, op)
+
+
+@needs_peers
+@pytest.mark.parametrize("name", ["FLOAT_INT", "LONG_INT"])
+def test_pairs_over_islands_in_any_order(world, monkeypatch, name):
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", str(max(1, world.size - 1)))
+    with (
+        ns.Communicator(world) as comm,
+        comm.split(0, key=comm.rank % 2) as others_between,
+    ):
+        check_pairs(others_between, world, name, "minloc")
+
+
+def check_pairs(comm, world, name, op):
+    """Compare reductions of pairs with NumPy's. Collective."""
     dtype = np.dtype(PAIRS[name])
     inputs = inputs_of(comm.size, dtype)
     x = ordinary(COUNT, dtype)
