@@ -269,7 +269,7 @@ class Island:
         if not everybodys:
             self.exchange.leave(error)  # what is closed reports nothing
         self.closed = True
-        self._undo.close()
+        self._close_parts()
         if everybodys:
             ranks.release(self.comm)
 
@@ -286,13 +286,17 @@ class Island:
     def close(self) -> None:
         """Close the board and the channel, and free the duplicated communicator."""
         self.closed = True
-        self._undo.close()
+        self._close_parts()
         ranks.release(self.comm)
 
     def close_locally(self) -> None:
         """Close the board and the channel; freeing the duplicate is collective."""
         self.closed = True
-        self._undo.close()
+        self._close_parts()
+
+    def _close_parts(self) -> None:
+        # A part whose close was interrupted could not be closed later.
+        waiting.undisturbed(self._undo.close)
 
 
 def _patience() -> float:

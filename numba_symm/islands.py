@@ -281,16 +281,16 @@ class Islands(Island):
     def close(self) -> None:
         """Close the engine and the island, and free what belongs to all ranks."""
         self.closed = True
-        self._undo.pop_all()
         assert self.watchdog is not None
         self.watchdog.stop()
         self._shared.close()
+        self._undo.pop_all()  # not before: after an interrupt, the rest is closed by it
         ranks.release(self.comm)
 
     def close_locally(self) -> None:
         """Close what belongs to this rank; the rest needs all ranks."""
-        self.closed = self.inner.closed = True
-        self._undo.close()
+        self.inner.closed = True
+        super().close_locally()
 
 
 def _refuse_one_thread() -> None:

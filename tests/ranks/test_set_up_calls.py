@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import numba_symm as ns
 from numba_symm.launch import waiting
@@ -21,9 +22,9 @@ POINTS = 12  # lines at which a call is interrupted
 HERE = Path(ns.__file__).parent
 PLACES = ("board.py", "island.py", "memory/*.py", "launch/store.py", "launch/fds.py")
 PLACES += ("collectives/calls.py", "collectives/communicator.py")
-PLACES += ("collectives/lifetime.py",)
+PLACES += ("collectives/lifetime.py", "islands.py")
 FILES = {str(path) for place in PLACES for path in HERE.glob(place)}
-assert len(FILES) == 11
+assert len(FILES) == 12
 
 
 # Communicators that an interrupted call made and did not return.
@@ -123,6 +124,7 @@ def test_an_interrupted_call_leaves_nobody_waiting(world, name):
         for each in (child, comm):
             if isinstance(each, ns.Communicator):
                 Lines().of(each.close)
+        assert comm._calls.island.board._alive < 0  # closed
         del child
         everyone = world.allgather((first, again, time.monotonic() - began))
         shown = f"{name}, rank {away} at line {point} of {lines.count}: {everyone}"
@@ -134,6 +136,19 @@ def test_an_interrupted_call_leaves_nobody_waiting(world, name):
             assert named or not first.startswith("RankLeft"), shown
             told += named
     assert told or world.size == 1
+
+
+def test_an_interrupted_close_closes_the_board(monkeypatch):
+    """If it stayed registered, its page could not be registered for another board."""
+    monkeypatch.delenv("NUMBA_SYMM_ISLAND_SIZE", raising=False)
+    with made(MPI.COMM_SELF) as comm:
+        lines = Lines()
+        lines.of(comm.close)
+    for point in range(1, lines.count):
+        comm = made(MPI.COMM_SELF)
+        error, _ = Lines(point).of(comm.close)
+        Lines().of(comm.close)
+        assert comm._calls.island.board._alive < 0, f"line {point}: {error}"
 
 
 def test_mpi_progresses_while_a_rank_waits(comm, world):
