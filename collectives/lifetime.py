@@ -258,14 +258,20 @@ def close(calls: Calls) -> None:
             failure = island.failure_after_meeting()
             if failure is not None:
                 raise failure
-            _forget(calls)
-            calls.heap.close()
-            island.close()
+            # All ranks do this now. A rank that left it by an interrupt would report
+            # that to ranks that may have freed the communicator of the reports.
+            waiting.undisturbed(lambda: _close(calls))
         except BaseException as error:
             failure = None  # its traceback has this frame, whose objects it would keep
             close_locally(calls, error, "close")
             if not isinstance(error, CollectiveError) or island.known_failure != known:
                 raise
+
+
+def _close(calls: Calls) -> None:
+    _forget(calls)
+    calls.heap.close()
+    calls.island.close()
 
 
 def close_locally(calls: Calls, cause: BaseException, operation: str = "") -> None:
