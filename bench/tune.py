@@ -385,15 +385,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         gpus = _gpus(comm)
         if islands == 1 and gpus == ranks.size:
             _tune(comm, ranks, asked)
-    if gpus < ranks.size:  # bytes within a GPU cross no link
-        raise ArgumentError(
-            f"tune: expected a GPU for each rank, got {gpus} for {ranks.size} ranks; "
-            "start as many ranks as there are GPUs"
-        )
     if islands > 1:  # calls over islands choose algorithms within each island
         raise ArgumentError(
             f"tune: expected ranks of one island, got {islands} islands; start as many "
             "ranks as one has, on one node"
+        )
+    if gpus < ranks.size:  # bytes within a GPU cross no link
+        raise ArgumentError(
+            f"tune: expected a GPU for each rank, got {gpus} for {ranks.size} ranks; "
+            "start as many ranks as there are GPUs"
         )
     return 0
 
