@@ -22,8 +22,8 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import arrays, mpi, streams
-from numba_symm.bench import facts
-from numba_symm.bench.host import Row, sampled
+from numba_symm.bench import facts, options
+from numba_symm.bench.host import Row, add_samples, sampled
 from numba_symm.environment import SIMULATED
 from numba_symm.mpi import buffers
 
@@ -34,7 +34,8 @@ PARTS = "copy to a room", "envelope", "copy from a room"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print on all ranks, and return the exit code."""
-    asked = _parser().parse_args(argv)
+    parse = _parser().parse_args
+    asked = options.same_on_all(MPI.COMM_WORLD, lambda: parse(argv))
     spelled = mpi.Comm(MPI.COMM_WORLD)
     comm = spelled.communicator
     known = facts.facts(comm, spelled.host)
@@ -58,14 +59,17 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m numba_symm.bench.blocking",
         description="Measure the microseconds of blocking calls with float32.",
+        allow_abbrev=False,
     )
-    sizes = [8192, 1 << 20]
     parser.add_argument(
-        "--bytes", type=int, nargs="+", default=sizes, help="of the messages"
+        "--bytes",
+        metavar="SIZE",
+        type=options.float_bytes,
+        nargs="+",
+        default=[8192, 1 << 20],
+        help="of the messages (default 8K 1M)",
     )
-    calls, samples = (2, 2) if SIMULATED else (50, 40)
-    parser.add_argument("--calls", type=int, default=calls, help="of each sample")
-    parser.add_argument("--samples", type=int, default=samples, help="of each row")
+    add_samples(parser)
     return parser
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm.bench import facts
+from numba_symm.bench import facts, options
 from numba_symm.bench.contenders import Missing, attempt, imported, load, need_gpus
 from numba_symm.bench.streams import new_stream
 from numba_symm.environment import SIMULATED
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from mpi4py import MPI
 
     ranks = MPI.COMM_WORLD
-    asked = _parser().parse_args(argv)
+    asked = options.same_on_all(ranks, lambda: _parser().parse_args(argv))
     os.environ.update(facts.NVLS_OFF)  # before any library that reads them loads
     with ns.Communicator(ranks) as comm:
         others, reasons = load(["torch"], comm, ranks)
@@ -90,12 +90,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m numba_symm.bench.host",
         description="Measure the host's microseconds for an all-reduce of float32.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--bytes", type=int, default=1024, help="of each message")
-    calls, samples = (2, 2) if SIMULATED else (50, 40)
-    parser.add_argument("--calls", type=int, default=calls, help="of each sample")
-    parser.add_argument("--samples", type=int, default=samples, help="of each row")
+    parser.add_argument(
+        "--bytes",
+        metavar="SIZE",
+        type=options.float_bytes,
+        default="1K",
+        help="of each message, such as 64K (default %(default)s)",
+    )
+    add_samples(parser)
     return parser
+
+
+def add_samples(parser: argparse.ArgumentParser) -> None:
+    """Add the options that :func:`sampled` reads."""
+    calls, samples = (2, 2) if SIMULATED else (50, 40)
+    number: dict[str, Any] = {"metavar": "N", "type": options.at_least(1)}
+    of = "of each sample (default %(default)s)"
+    parser.add_argument("--calls", default=calls, help=of, **number)
+    of = "of each row (default %(default)s)"
+    parser.add_argument("--samples", default=samples, help=of, **number)
 
 
 def _ours(comm: ns.Communicator, nbytes: int) -> list[Row]:

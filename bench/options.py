@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -117,7 +118,7 @@ def _add_messages(parser: argparse.ArgumentParser, operation: Operation) -> None
         "-f",
         dest="factor",
         metavar="F",
-        type=_at_least(2),
+        type=at_least(2),
         default=4,
         help="factor from one size to the next (default %(default)s)",
     )
@@ -150,7 +151,7 @@ def _add_messages(parser: argparse.ArgumentParser, operation: Operation) -> None
         add(
             "--window",
             metavar="N",
-            type=_at_least(1),
+            type=at_least(1),
             help="messages that each rank sends in a call, in one group (default "
             "%(default)s); sizes are those of one message",
         )
@@ -163,7 +164,7 @@ def _add_repetitions(parser: argparse.ArgumentParser) -> None:
         "-n",
         dest="calls",
         metavar="N",
-        type=_at_least(1),
+        type=at_least(1),
         default=20,
         help="the least calls in a graph, and the most in an eager sample; fewer if "
         "they take more than 4 ms (default %(default)s)",
@@ -172,7 +173,7 @@ def _add_repetitions(parser: argparse.ArgumentParser) -> None:
         "-w",
         dest="warmups",
         metavar="N",
-        type=_at_least(0),
+        type=at_least(0),
         default=5,
         help="untimed calls before the timed ones (default %(default)s)",
     )
@@ -180,7 +181,7 @@ def _add_repetitions(parser: argparse.ArgumentParser) -> None:
         "-G",
         dest="replays",
         metavar="N",
-        type=_at_least(0),
+        type=at_least(0),
         default=20,
         help="timed replays of each graph; 0: eager calls only (default %(default)s)",
     )
@@ -224,7 +225,7 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
     add(
         "--islands",
         metavar="N",
-        type=_at_least(1),
+        type=at_least(1),
         help="pretend islands of at most N ranks, between which NCCL (the engine's and "
         "a contender's) uses its network transport; count the bytes between them",
     )
@@ -238,14 +239,14 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
     add(
         "--leave",
         metavar="N",
-        type=_at_least(1),
+        type=at_least(1),
         help="with --overlap and torch: the multiprocessors that the product leaves to "
         "the calls",
     )
     add(
         "--shuffle",
         metavar="N",
-        type=_at_least(1),
+        type=at_least(1),
         help="instead of timing, make N calls, each of a random size, type, reduction "
         "and algorithm, in or out of place, and check all results",
     )
@@ -263,7 +264,7 @@ def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
         help="with --cold: the kernel cache, which is kept; a second run with the same "
         "folder loads what the first one compiled",
     )
-    add("--seed", type=_at_least(0), help="seed of the random numbers (default random)")
+    add("--seed", type=at_least(0), help="seed of the random numbers (default random)")
     add("--json", type=Path, metavar="FILE", help="write all measurements to a file")
     add("--plot", type=Path, metavar="FILE", help="draw them to a file, such as r.png")
 
@@ -290,7 +291,7 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
     if options.cache and not options.cold:
         parser.error("--cache needs --cold")
     if options.json:
-        _check_folder(parser, options.json)
+        _check_file(parser, options.json)
     if options.plot:
         check_image(parser, options.plot)
     shuffled = options.shuffle is not None
@@ -337,18 +338,35 @@ def _complete_plot(
     check_image(parser, options.image)
 
 
-def _check_folder(parser: argparse.ArgumentParser, file: Path) -> None:
-    if not file.absolute().parent.is_dir():
+def _check_file(parser: argparse.ArgumentParser, file: Path) -> None:
+    """Refuse a file that cannot be written, before a run of minutes."""
+    folder = file.absolute().parent
+    if file.is_dir():
+        parser.error(f"expected a file, got the folder {file}")
+    if not folder.is_dir():
         parser.error(
             f"expected a folder for {file.name}, but {file.parent} does not exist"
         )
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        parser.error(f"expected a file that you can write, got {file}")
 
 
 def check_image(parser: argparse.ArgumentParser, image: Path) -> None:
     """Refuse an image that cannot be drawn or written."""
-    _check_folder(parser, image)
+    _check_file(parser, image)
     if importlib.util.find_spec("matplotlib") is None:
         parser.error(f"{image} needs matplotlib; pip install matplotlib")
+    known = _formats()
+    if image.suffix[1:].lower() not in known:
+        parser.error(
+            f"expected an image whose suffix is one of {', '.join(known)}, got {image}"
+        )
+
+
+def _formats() -> list[str]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    return sorted(FigureCanvasAgg.get_supported_filetypes())
 
 
 def nbytes(text: str) -> int:
@@ -362,6 +380,16 @@ def nbytes(text: str) -> int:
     return int(number) * unit
 
 
+def float_bytes(text: str) -> int:
+    """Parse the size of a message of ``float32``."""
+    number = nbytes(text)
+    if number % 4:
+        raise argparse.ArgumentTypeError(
+            f"expected a multiple of 4, the bytes of a float32, got {text!r}"
+        )
+    return number
+
+
 def sizes(options: argparse.Namespace) -> Iterator[int]:
     """Yield message sizes in bytes."""
     nbytes = options.first
@@ -370,7 +398,9 @@ def sizes(options: argparse.Namespace) -> Iterator[int]:
         nbytes = nbytes + options.step if options.step else nbytes * options.factor
 
 
-def _at_least(least: int) -> Callable[[str], int]:
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of integers from ``least`` on."""
+
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(

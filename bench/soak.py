@@ -25,6 +25,7 @@ from mpi4py import MPI
 from numba import cuda
 
 import numba_symm as ns
+from numba_symm.bench import options
 from numba_symm.bench.calls import Call
 from numba_symm.bench.data import PERIOD, POISON, Tiled
 from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS, TYPES
@@ -253,8 +254,8 @@ def _compare(array: Any, pattern: Any, start: Any, wrong: Any, number: Any) -> N
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make calls until the time is over. Collective. Return the exit code."""
-    asked = _parser().parse_args(argv)
     world = MPI.COMM_WORLD
+    asked = options.same_on_all(world, lambda: _parser().parse_args(argv))
     with ExitStack() as stack:
         lanes = list(_lanes(world, asked.seed, stack))
         product = new_product(lanes[0].comm.device.ordinal, 0)
@@ -293,11 +294,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m numba_symm.bench.soak",
         description="Make random calls on four communicators, and check every result.",
+        allow_abbrev=False,
     )
+    number: dict[str, Any] = {"metavar": "N", "type": options.at_least(0)}
     seconds = "for how long it begins rounds (default 600)"
-    parser.add_argument("--seconds", type=float, default=600, help=seconds)
+    parser.add_argument("--seconds", default=600, help=seconds, **number)
     seed = "determines the calls (default 0)"
-    parser.add_argument("--seed", type=int, default=0, help=seed)
+    parser.add_argument("--seed", default=0, help=seed, **number)
     return parser
 
 

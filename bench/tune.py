@@ -363,6 +363,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     asked = made.parse_args(argv)
     if asked.plot:
         options.check_image(made, asked.plot)
+    why = tuned.unwritable()
+    if why:
+        made.error(
+            f"expected {tuned.file()} to be a file that you can write ({why}); set "
+            "XDG_DATA_HOME to such a folder"
+        )
     return asked
 
 

@@ -1,4 +1,5 @@
 import argparse
+import os
 
 import pytest
 
@@ -141,6 +142,7 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --against rccl", "expected some of nccl, nccl-symm, torch, mpi"),
         ("all_reduce --algorithm ring", "expected some of"),
         ("all_reduce --json /not/there/r.json", "/not/there does not exist"),
+        ("all_reduce --json /", "expected a file, got the folder /"),
         ("all_reduce --shuffle 5 --plot r.png", "--shuffle records no measurements"),
         ("all_reduce --overlap --shuffle 5", "--shuffle measures no times"),
         ("all_reduce --overlap --plot r.png", "--overlap draws no plot"),
@@ -197,6 +199,30 @@ def test_plotting_without_matplotlib_is_refused_before_the_run(monkeypatch, caps
     with pytest.raises(SystemExit):  # --shuffle with --plot never needs matplotlib
         options.parse(["all_reduce", "--shuffle", "5", "--plot", "r.png"])
     assert "--shuffle records no measurements" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["r.foo", "r"])
+def test_an_image_of_an_unknown_kind_is_refused_before_the_run(name, capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit):
+        options.parse(["all_reduce", "--plot", name])
+    shown = capsys.readouterr().err
+    assert "expected an image whose suffix is one of " in shown
+    assert f"png, ps, raw, rgba, svg, svgz, tif, tiff, webp, got {name}\n" in shown
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(
+    tmp_path, monkeypatch, capsys
+):
+    asked = []
+    monkeypatch.setattr(os, "access", lambda *given: asked.append(given))
+    existing = tmp_path / "r.json"
+    existing.touch()
+    for file, checked in ((existing, existing), (tmp_path / "new.json", tmp_path)):
+        with pytest.raises(SystemExit):
+            options.parse(["all_reduce", "--json", str(file)])
+        assert f"that you can write, got {file}\n" in capsys.readouterr().err
+        assert asked.pop() == (checked, os.W_OK)
 
 
 @pytest.mark.parametrize("words", [["-h"], ["plot", "-h"]])

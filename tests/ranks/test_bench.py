@@ -448,11 +448,40 @@ def test_several_islands_have_no_limits(world, folder, monkeypatch):
     assert not tuned.file().exists()
 
 
-def test_wrong_arguments_of_tune_are_reported_once(world, shown):
-    for words in (["--largest", "1"], ["--largest", "much"], ["--fast"]):
-        if world.size > 1:
-            with pytest.raises(SystemExit):
-                tune.main(words)
-            texts = [each.err for each in shown()]
-            assert "numba-symm tune: error: " in texts[0]
-            assert not any(texts[1:])
+@pytest.mark.parametrize(
+    ("program", "words", "text"),
+    [
+        (tune, "--largest 1", "expected 1K or more, got '1'"),
+        (tune, "--largest much", "expected bytes such as 512"),
+        (tune, "--fast", "unrecognized arguments: --fast"),
+        (soak, "--seconds -1", "expected a number of at least 0, got '-1'"),
+        (soak, "--second 1", "unrecognized arguments: --second 1"),
+        (blocking, "--bytes 8 6", "expected a multiple of 4"),
+        (blocking, "--samples 0", "expected a number of at least 1, got '0'"),
+        (host, "--bytes 0", "expected bytes such as 512"),
+        (host, "--calls few", "expected a number of at least 1, got 'few'"),
+    ],
+)
+def test_wrong_arguments_are_reported_once(world, shown, program, words, text):
+    if program is tune and world.size == 1:
+        return  # it refuses one rank first
+    with pytest.raises(SystemExit) as ended:
+        program.main(words.split())
+    assert ended.value.code == 2
+    first, *others = (each.err for each in shown())
+    assert text.replace("1K", tune.SMALLEST) in first
+    assert not any(others)
+
+
+def test_limits_that_cannot_be_written_are_not_measured(
+    world, folder, shown, monkeypatch
+):
+    monkeypatch.setenv("XDG_DATA_HOME", str(folder))
+    monkeypatch.setattr(tune, "Run", None)
+    if world.size > 1:
+        if world.rank == 0:
+            tuned.file().mkdir(parents=True)
+        with pytest.raises(SystemExit):
+            tune.main([])
+        why = "to be a file that you can write (it is a folder); set XDG_DATA_HOME"
+        assert f"{tuned.file()} {why}" in shown()[0].err
