@@ -39,7 +39,10 @@ def load(file: Path) -> dict[str, Any]:
     except Exception:  # a key is missing, or a value has another type
         drawable = False
     if not drawable:
-        raise NoRun(f"{file} contains no run; pass a file that --json has written")
+        raise NoRun(
+            f"{file} contains no run; pass a file that --json has written without "
+            "--cold and --overlap"
+        )
     return run
 
 

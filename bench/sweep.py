@@ -53,7 +53,10 @@ class Row:
 
 
 def rows(operation: Operation, options: argparse.Namespace, ranks: int) -> list[Row]:
-    """Return all rows of a run: every size for every type and reduction."""
+    """Return all rows of a run: every size for every type and reduction.
+
+    Sizes that are the same number of elements have one row.
+    """
     if not operation.sized:
         return [Row(operation.shapes(1, ranks), 0, options.types[0], NO_REDUCTION)]
     found = []
@@ -65,7 +68,7 @@ def rows(operation: Operation, options: argparse.Namespace, ranks: int) -> list[
                 a, b = operation.shapes(max(1, size // itemsize), ranks)
                 nbytes = window * max(a, b) * itemsize
                 found.append(Row((window * a, window * b), nbytes, name, op, window))
-    return found
+    return list(dict.fromkeys(found))
 
 
 def stride(nbytes: int) -> int:

@@ -83,6 +83,12 @@ def test_a_barrier_has_one_call_without_a_size():
     assert (row.nbytes, row.op) == (0, "none")
 
 
+def test_sizes_of_equally_many_elements_are_one_row():
+    asked = options.parse(["all_reduce", "-b", "1", "-e", "12", "-i", "1"])
+    found = rows(OPERATIONS["all_reduce"], asked, ranks=4)
+    assert [row.nbytes for row in found] == [4, 8, 12]
+
+
 def test_the_messages_of_a_window_count_together():
     asked = options.parse(["sendrecv", "-b", "64", "-e", "256", "--window", "5"])
     found = rows(OPERATIONS["sendrecv"], asked, ranks=4)

@@ -197,7 +197,7 @@ EMPTY = {"operation": "reduce", "facts": {"ranks": 2, "devices": []}, "rows": []
         (b"", "is not JSON: Expecting value"),
         (b"# numba_symm.bench all_reduce", "is not JSON: Expecting value"),
         (b"\x89PNG\r\n", "is not JSON: 'utf-8' codec"),
-        (b"[]", "contains no run; pass a file that --json has written"),
+        (b"[]", "contains no run; pass a file that --json has written without --cold"),
         (b"3", "contains no run"),
         (b'{"name": "something else"}', "contains no run"),
         (json.dumps(RUN | {"operation": "median"}).encode(), "contains no run"),
