@@ -80,9 +80,12 @@ def read(gpu: str, size: int) -> Found:
     except (OSError, ValueError) as error:
         return Found(None, f"it cannot be read ({error}); {AGAIN}")
     try:
-        for what, wanted in (("gpu", gpu), ("version", _version())):
-            if content[what] != wanted:
-                why = f"it is of {what} {content[what]}, not of {wanted}; {AGAIN}"
+        for what, key, wanted in (
+            ("GPU", "gpu", gpu),
+            ("version", "version", _version()),
+        ):
+            if content[key] != wanted:
+                why = f"it is of {what} {content[key]}, not of {wanted}; {AGAIN}"
                 return Found(None, why)
         table = content["ranks"].get(str(size))
         if table is None:
@@ -180,14 +183,24 @@ def _finite(most: float) -> int | None:
     return None if math.isinf(most) else int(most)
 
 
-def described() -> str:
-    """Return a line on the file for ``numba-symm info``."""
+def described(gpu: str | None) -> str:
+    """Return a line on the file for ``numba-symm info``.
+
+    Args:
+        gpu: the name of this node's GPUs; None: not known.
+    """
     place = file()
     try:
         content = json.loads(place.read_text())
-        ranks, gpu = ", ".join(content["ranks"]), content["gpu"]
-        return f"{place}: {ranks} ranks, {gpu}, version {content['version']}"
     except FileNotFoundError:
         return "built in; `numba-symm tune` measures those of this node"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{place} cannot be read ({error!r}); {AGAIN}"
+    except (OSError, ValueError) as error:
+        return f"{place} is ignored: it cannot be read ({error}); {AGAIN}"
+    try:
+        of, sizes = content["gpu"], list(content["ranks"])
+        found = [read(gpu or of, int(size)).why for size in sizes]
+        text = f"{place}: {', '.join(sizes)} ranks, {of}, version {content['version']}"
+    except (KeyError, TypeError, ValueError) as error:
+        return f"{place} is ignored: it is damaged ({error!r}); {AGAIN}"
+    why = next(filter(None, found), "")
+    return f"{text}; ignored: {why}" if why else text

@@ -50,6 +50,26 @@ def folder() -> Path:
     return caches / "cuda-python" / "program-cache"
 
 
+def is_writable() -> bool:
+    """Return whether nothing is known that prevents storing an entry.
+
+    Raises:
+        RuntimeError: the user's home is unknown.
+    """
+    place = folder()
+    around = place, *place.parents
+    nearest = next(each for each in around if os.access(each, os.F_OK))
+    return nearest.is_dir() and os.access(nearest, os.W_OK)
+
+
+def refusal() -> str:
+    """Return the end of an error's text: the cache cannot be written."""
+    return (
+        f"expected a writable cache, got {folder()}; set XDG_CACHE_HOME to a writable "
+        "folder with free space"
+    )
+
+
 def compiled_once(key: bytes, compile_it: Callable[[], bytes]) -> bytes:
     """Return the code of ``key`` from the cache, or compile and store it.
 

@@ -207,6 +207,8 @@ def run(options: argparse.Namespace, console: Console) -> None:
             "compile: expected NUMBA_ENABLE_CUDASIM to be unset, got 1; the simulator "
             "compiles nothing"
         )
+    if not code_cache.is_writable():
+        raise SymmError(f"compile: {code_cache.refusal()}")
     asked = wanted(options)
     jobs = asked.jobs()
     _check_compilers()
@@ -332,10 +334,7 @@ def _compile(batch: Sequence[Job]) -> None:
             name, (major, minor) = kernel.factory.__name__, capability
             raise SymmError(f"compile: {name} for {major}.{minor}: {error}") from None
         if not _is_stored(job):
-            raise SymmError(
-                f"compile: expected a writable cache, got {code_cache.folder()}; set "
-                "XDG_CACHE_HOME to a writable folder with free space"
-            )
+            raise SymmError(f"compile: {code_cache.refusal()}")
 
 
 def report(console: Console) -> None:
@@ -343,8 +342,9 @@ def report(console: Console) -> None:
 
     The limits are those of ``numba-symm tune``.
     """
-    limits = f"[bold]Limits[/]   {escape(tuned.described())}"
-    console.print(limits, soft_wrap=True)
+    gpus = [] if SIMULATED else visible_gpus()
+    limits = escape(tuned.described(gpus[0].name if gpus else None))
+    console.print(f"[bold]Limits[/]   {limits}", soft_wrap=True)
     try:
         folder = code_cache.folder()
     except RuntimeError as error:  # no home
@@ -352,9 +352,11 @@ def report(console: Console) -> None:
         return
     nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     text = f"{escape(str(folder))}, {nbytes / 2**20:.1f} MiB"
-    gpus = [] if SIMULATED else visible_gpus()
     if gpus:
         jobs = wanted(parser().parse_args([])).jobs()
         stored = sum(map(_is_stored, jobs))
         text += f"; {stored} of the {len(jobs)} kernels of `numba-symm compile`"
     console.print(f"[bold]Cache[/]    {text}", soft_wrap=True)
+    if not code_cache.is_writable():
+        wrong = escape(code_cache.refusal())
+        console.print(f"[bold red]Wrong[/]    {wrong}", soft_wrap=True)

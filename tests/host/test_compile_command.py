@@ -195,11 +195,23 @@ def test_the_variable_of_communicators_counts_for_their_kernels(monkeypatch):
         jobs("60")
 
 
-def test_a_cache_that_cannot_be_written_is_an_error(tmp_path):
+def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, printed, monkeypatch):
     (tmp_path / "file").write_text("")
-    done = start("compile", "barrier", *HERE, XDG_CACHE_HOME=str(tmp_path / "file"))
+    folder = str(tmp_path / "file")
+    done = start("compile", "barrier", *HERE, XDG_CACHE_HOME=folder)
     assert done.returncode == 1
-    assert "expected a writable cache" in done.stderr
+    wanted = f"numba-symm: compile: expected a writable cache, got {folder}/cuda-python"
+    assert done.stderr.startswith(wanted)  # and nothing was compiled in vain
+    monkeypatch.setenv("XDG_CACHE_HOME", folder)
+    compiling.report(printed)
+    assert f"Wrong    expected a writable cache, got {folder}" in printed.export_text()
+
+
+def test_a_cache_that_is_full_is_an_error(cache, monkeypatch):
+    monkeypatch.setattr(Kernel, "code", lambda kernel, capability: b"")
+    (job,) = compiling.wanted(parsed("barrier", *HERE)).jobs()
+    with pytest.raises(SymmError, match="expected a writable cache, got"):
+        compiling._compile([job])
 
 
 def test_the_simulator_compiles_nothing():

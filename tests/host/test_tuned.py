@@ -99,13 +99,23 @@ def test_those_of_another_gpu_version_or_number_of_ranks_are_not_used(monkeypatc
     tuned.write(GPU, 2, MEASURED)
     assert tuned.read("NVIDIA A100", 2) == (
         None,
-        "it is of gpu NVIDIA H200, not of NVIDIA A100; run `numba-symm tune` again",
+        "it is of GPU NVIDIA H200, not of NVIDIA A100; run `numba-symm tune` again",
     )
     assert "it is for 2 ranks, not for 8" in tuned.read(GPU, 8).why
     monkeypatch.setattr(tuned, "_version", lambda: "99.0")
     found = tuned.read(GPU, 2)
     assert found.choices is None
     assert "not of 99.0" in found.why
+    assert tuned.described(GPU).endswith(f"; ignored: {found.why}")
+
+
+def test_info_says_whether_the_limits_are_used():
+    tuned.write(GPU, 2, MEASURED)
+    for gpu in (GPU, None):
+        assert "2 ranks, NVIDIA H200, version" in tuned.described(gpu)
+        assert "ignored" not in tuned.described(gpu)
+    of = "it is of GPU NVIDIA H200, not of NVIDIA A100"
+    assert f"; ignored: {of}; run `numba-symm tune`" in tuned.described("NVIDIA A100")
 
 
 @pytest.mark.parametrize(
@@ -128,6 +138,7 @@ def test_a_damaged_table_is_not_used(steps):
     found = tuned.read(GPU, 2)
     assert found.choices is None
     assert "it is damaged" in found.why
+    assert tuned.described(GPU).endswith(f"; ignored: {found.why}")
     tuned.write(GPU, 2, MEASURED)
     assert tuned.read(GPU, 2).choices is not None
 
@@ -138,14 +149,15 @@ def test_one_rank_needs_no_limits():
     assert tuned.read(GPU, 1) == (None, "")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{", '{"gpu": 3}'])
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b'{"gpu": 3}', b"\xff" * 500])
 def test_a_file_of_something_else_is_not_used(text):
     tuned.file().parent.mkdir()
-    tuned.file().write_text(text)
+    tuned.file().write_bytes(text)
     found = tuned.read(GPU, 2)
     assert found.choices is None
     assert found.why
-    assert "cannot be read" in tuned.described()
+    assert f"{tuned.file()} is ignored: it " in tuned.described(None)
+    assert len(tuned.described(None)) < 300
 
 
 def test_kernels_are_compiled_for_the_limits_of_this_node():

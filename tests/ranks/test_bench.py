@@ -430,7 +430,7 @@ def test_measured_limits_are_used_if_they_are_rank_0s_and_of_this_node(
         assert used(world) == name
     if world.rank == 0:
         tuned.write("another GPU", world.size, {"all_reduce": Choice(steps, steps)})
-        with pytest.warns(RuntimeWarning, match=f"of gpu another GPU, not of {gpu}"):
+        with pytest.warns(RuntimeWarning, match=f"of GPU another GPU, not of {gpu}"):
             assert used(world) == "one_shot_sentinel"
     else:
         assert used(world) == "one_shot_sentinel"
