@@ -281,7 +281,8 @@ class Board:
     def report_ended(self, what: str) -> None:
         """Make the communicator fail if a rank's process has ended without a close.
 
-        For waits that are not at this board. It does not matter where the ranks are.
+        It is for waits that are not at this board. It does not matter where the ranks
+        are.
         """
         for rank in range(self._size):
             if rank == self._rank or locks.is_locked(self._alive, _LOCKS + rank):

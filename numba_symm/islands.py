@@ -1,7 +1,7 @@
 """Ranks of several islands: what one communicator of all of them needs.
 
 Within an island, memory and kernels work as they do in a communicator of one. An engine
-moves bytes between islands, and MPI carries what the ranks' hosts agree on.
+moves bytes between islands, and the ranks' hosts agree by messages of MPI.
 """
 
 import math
@@ -146,7 +146,7 @@ class Islands(Island):
                     self.gpu = devices.bind(local, device)
                     reach, _ = devices.peer_access(local, self.gpu)
             except BaseException as error:
-                # The ranks of this node would wait for this one, and it for all.
+                # Otherwise the ranks of this node would wait for this one indefinitely.
                 if not local.is_everybodys(error):
                     local.leave(error)
                 raise
@@ -169,7 +169,7 @@ class Islands(Island):
         ranks.release(comm)
 
     def _left(self, members: Sequence[int]) -> Callable[[], bool]:
-        """Return what says whether one of some ranks has left a step of these ranks."""
+        """Return a check whether one of some ranks has left a step of these ranks."""
         ahead = _Ahead(self.comm)
         others = [rank for rank in members if rank != self.world.rank]
         return lambda: any(map(ahead, others))
@@ -191,7 +191,7 @@ class Islands(Island):
             try:
                 yield
             except BaseException as error:
-                # This rank would wait for all ranks, and its island for this rank.
+                # Otherwise this rank would wait for all, and its island for this one.
                 if not self.inner.exchange.is_everybodys(error):
                     self.abandon(error, what)
                 raise
@@ -211,7 +211,7 @@ class Islands(Island):
         if failure is not None:
             return failure
         try:
-            # What a gate sends has no name, and would end a step of another call.
+            # A gate's messages have no name, so they could end a step of another call.
             self.exchange.all_gather(None, wait.what, wait)
         except CollectiveError:
             failure = self.board.failure()
@@ -401,7 +401,7 @@ class _Across:
 
 
 class _Ahead:
-    """Tells whether a rank has sent its message of a later step a while ago."""
+    """Checks whether a rank has sent its message of a later step a while ago."""
 
     def __init__(self, comm: ranks.Comm):
         self._comm = comm

@@ -218,8 +218,8 @@ def _with_room(call: Callable[[], T]) -> T:
     CPython keeps frames in chunks of 16 KiB, and maps and unmaps a chunk whenever a
     call crosses the end of the one before. The compiler works hundreds of frames deep.
     Where a loop of it crosses an end, it takes up to three times as long. This function
-    claims a frame of 512 KiB, so CPython maps a chunk of 1 MiB. What the function calls
-    has its other half.
+    claims a frame of 512 KiB, so CPython maps a chunk of 1 MiB. The frames of the
+    called function fit into the other half.
     """
     return call()
 

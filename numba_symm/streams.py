@@ -78,8 +78,8 @@ def _identity(stream: Any) -> int:
     """Return a number that no other stream of this process has, then or later.
 
     A handle is not unique: 2 is another stream in each thread, and a new stream may get
-    the handle of one that was destroyed. During a capture of
-    the stream, this query invalidates the capture.
+    the handle of one that was destroyed. During a capture of the stream, this query
+    invalidates the capture.
     """
     status, number = driver.function("cuStreamGetId")(stream)
     if status:
@@ -250,7 +250,7 @@ def _captures(stream: Any) -> bool:
 def spoil_capture(stream: int) -> bool:
     """Invalidate the stream's capture. Return whether there was one.
 
-    For a call that fails in part, because the part that was captured must not be
+    A call that fails in part does this, because the part that was captured must not be
     replayed.
     """
     if SIMULATED or stream in _LEGACY_DEFAULTS:
@@ -358,7 +358,7 @@ class SideStream:
     def joined(self, stream: int) -> Iterator[None]:
         """Make ``stream`` follow all work of this one if the ``with`` block fails.
 
-        For the steps between :meth:`follow` and :meth:`lead`, because work on this
+        The block has the steps between :meth:`follow` and :meth:`lead`. Work on this
         stream may write an array that the program uses again after the error.
         """
         try:

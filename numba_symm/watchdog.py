@@ -1,11 +1,11 @@
-"""The watchdog: a thread that carries failures between the islands of a communicator.
-
-It asks the engine for errors and for exchanges that last too long, and aborts it after
-a failure.
+"""The watchdog: a thread that reports a communicator's failures to its other islands.
 
 Within an island, ranks see a failure on the status board. The watchdog of each rank
 sends a new failure to the ranks on its rail by MPI, and stores what it receives on its
 own board.
+
+The watchdog also queries the engine for errors and for exchanges that last too long,
+and aborts it after a failure.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class Watchdog:
     """Watches one communicator of several islands.
 
     MPI must permit calls of several threads. After MPI was finalized, the thread only
-    asks the engine.
+    queries the engine.
 
     Args:
         comm: mpi4py's communicator of all ranks, for the watchdog alone.

@@ -1,9 +1,9 @@
 """All-reduce in two phases through slots with flags: for large messages of any type.
 
-As ``two_shot.py``, but a block moves a chunk of several tiles at a time, and signals it
-with one flag a rank. So the links carry neither marks nor packets. A block's stages
-overlap: while it reduces a chunk, the next one is in transit, as are the results of the
-one before.
+The phases are those of ``two_shot.py``, but a block moves a chunk of several tiles at a
+time, and signals it with one flag a rank. So neither marks nor packets cross the links.
+A block's stages overlap: while it reduces a chunk, the next one is in transit, as are
+the results of the one before.
 
 Memory order. ``sync_block_or`` and a fence put the whole block's stores before its
 flags. Each flag is acquired by one thread, and ``sync_block_or`` extends that to the

@@ -1,7 +1,8 @@
 """All-gather, all-to-all and partial reductions in chunks, for larger messages.
 
-As ``one_shot.py``, but a block moves a chunk of several tiles at a time through the
-workspace, and signals each with one flag for every rank. In stage t each rank
+The exchange is that of ``one_shot.py``, but a block moves a chunk of several tiles at a
+time through the workspace, and signals each with one flag for every rank. In stage t,
+each rank
 
     sends     chunk t to all others
     waits     for all ranks' flags of stage t-1

@@ -1,10 +1,10 @@
 """Reduce to one rank in chunks, for larger messages of three ranks or more.
 
 Each rank but the root owns a shard. Every rank sends each owner that owner's shard; the
-owners reduce, and send the results to the root. So no link carries more than the
-message once in each direction, where ``chunked_all_reduce.py`` needs more. Both have
-the same slots, flags and epochs. (``operations.py`` has the kernels for two ranks.) A
-block moves a chunk of several tiles at a time; in stage t each rank
+owners reduce, and send the results to the root. So a link transfers the message at most
+once in each direction, where ``chunked_all_reduce.py`` transfers more. Both have the
+same slots, flags and epochs. (``operations.py`` has the kernels for two ranks.) A block
+moves a chunk of several tiles at a time. In stage t, each rank
 
     scatters  chunk t to its owners
     waits     for all ranks' flags of stage t-1

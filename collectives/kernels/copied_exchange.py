@@ -1,4 +1,4 @@
-"""All-gather, all-to-all and broadcast by the GPUs' copy engines: for the largest.
+"""All-gather, all-to-all and broadcast of the largest messages, by copy engines.
 
 Each rank copies its shards from the other ranks' arrays directly into its output.
 ``copies.py`` explains how. What the ranks copy from must be symmetric:

@@ -203,7 +203,7 @@ class _Move(NamedTuple):
 
 
 class _NoSide:
-    """In place of the side stream of a rank without copies.
+    """A substitute for the side stream of a rank without copies.
 
     In a capture, a stream without work of its own gathers dependencies on all that it
     has followed, and passes them on to all that it leads.

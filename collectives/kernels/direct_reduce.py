@@ -2,7 +2,7 @@
 
 The ranks but the root each own a shard; of two ranks the root owns all. An owner reads
 its shard in all ranks' inputs, reduces it in rank order, and stores the result in the
-root's output, vector by vector. So no link carries more than the message once in each
+root's output, vector by vector. So a link transfers the message at most once in each
 direction, and no thread waits between the first vector and the last. The inputs and the
 root's output must be symmetric: ``handshake.py`` explains how the ranks exchange their
 addresses, and what happens otherwise.

@@ -2,8 +2,8 @@
 
 Each rank owns a shard. It loads its shard of all ranks' inputs, reduces it in rank
 order, and stores the result, vector by vector. So no thread waits between the first
-vector and the last. In each direction, a link carries two shards in an all-reduce, and
-one in a reduce-scatter.
+vector and the last. In each direction, a link transfers two shards in an all-reduce,
+and one in a reduce-scatter.
 
     all_reduce       stores the result in every rank's output, its own included; the
                      inputs and outputs of all ranks must be symmetric

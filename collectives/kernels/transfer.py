@@ -31,8 +31,9 @@ whole block's loads, and the sender's acquire precedes its next stores into the 
 Each end counts chunks in its own workspace. Only the block of that channel accesses the
 count, in one launch after the other.
 
-A request may follow another call, or be followed by one, although it has a workspace
-of its own. So its blocks find and leave the marks of a failure where all others do.
+Requests have a workspace of their own, but a failure of the rank is marked in that of
+all other calls. So a request stores nothing after the failure of another call, and
+other calls store nothing after that of a request.
 
 Source: the point-to-point kernels of NCCL.
 """

@@ -6,18 +6,19 @@ shows that it has arrived, in one of three ways:
 ``sentinel``: the word of 64 one bits means "empty". As floats of any width, it contains
 NaNs only. A sender clears the top bit of such a word, which leaves NaNs: every number
 keeps its bits. The sender continues with what it sent, so that all ranks have the same
-bits of a NaN, too. The receiver stores the ones again. For floats; integers have no
-value to spare.
+bits of a NaN, too. The receiver stores the ones again. This way is for floats only,
+because integers have no value to spare.
 
 ``marked``: the same, but a word of 64 one bits is sent as zeros. A word of 4 bytes
 beside each vector marks which of its two words were ones. Marks that are all ones have
-not arrived. Every type arrives bit by bit, at a quarter more traffic. The address of
-the marks follows from the calling thread's index, which is that of its mailbox.
+not arrived. Every type arrives with all its bits, at a quarter more traffic. The
+address of the marks follows from the calling thread's index, which is that of its
+mailbox.
 
-``ll``: packets with a flag, the epoch, beside each 4 bytes of data. For every type, at
-twice the traffic, but without a store by the receiver. Epochs are 32 bits wide and
-overflow. A mailbox that only large messages use could then hold a packet of the same
-epoch from 2**32 epochs ago. So the last two epochs each clear their half.
+``ll``: packets with a flag, the epoch, beside each 4 bytes of data. This way is for
+every type, with twice the traffic, but without a store by the receiver. Epochs are 32
+bits wide and overflow. A mailbox that only large messages use could then hold a packet
+of the same epoch from 2**32 epochs ago. So the last two epochs each clear their half.
 
 Only accesses of up to 8 bytes are assumed to be atomic, as in PTX's memory model for
 each element of a vector. So a vector and its marks may arrive in any order, and each of

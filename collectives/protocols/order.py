@@ -1,8 +1,8 @@
 """The ring: how a rank numbers the others, from the next one on.
 
-So the ranks access different peers at any time, and the code for a rank's k-th
-neighbour does not depend on its own number. Vectors that are reduced in rank order give
-the same bits on every rank.
+In this order, the ranks access different peers at any time, and the code for a rank's
+k-th neighbour does not depend on the rank's number. Vectors are reduced in rank order
+nevertheless, so the result has the same bits on every rank.
 """
 
 import functools
