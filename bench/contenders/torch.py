@@ -63,7 +63,7 @@ class Torch:
         self._handle: Any = None
         torch.cuda.set_device(self._device)
         store = _store(torch, ranks)
-        # The group only carries handles; its NCCL communicator is never made.
+        # The group is only for exchanging handles; its NCCL communicator is never made.
         torch.distributed.init_process_group(
             "nccl", store=store, rank=ranks.rank, world_size=ranks.size
         )

@@ -1,6 +1,7 @@
 """Legacy CUDA IPC: memory of ``cudaMalloc``, with handles of 64 bytes.
 
-Also finds the allocation of arrays that other libraries allocated in this way.
+The module also finds the allocation of an array that another library has allocated by
+``cudaMalloc``.
 
 Source: `CUDA driver API, memory management
 <https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEM.html>`_ (``cuIpc*``).

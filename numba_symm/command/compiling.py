@@ -253,7 +253,7 @@ def _check_compilers() -> None:
 
 
 def _check_capabilities(capabilities: Sequence[Capability]) -> None:
-    """Raise :class:`SymmError` if CUDA's compiler does not know one of them."""
+    """Raise :class:`SymmError` if CUDA's compiler lacks one of them."""
     from cuda.bindings import nvrtc
 
     _, numbers = nvrtc.nvrtcGetSupportedArchs()

@@ -19,7 +19,7 @@ from numba_symm.island import Island
 class SymmetricMemory:
     """The buffers of all ranks, mapped in this process, and their signal pads.
 
-    Made by ``comm.rendezvous(array)``. Valid until the communicator is closed.
+    ``comm.rendezvous(array)`` makes it. It is valid until the communicator is closed.
 
     Attributes:
         rank: this rank.

@@ -33,7 +33,7 @@ class Copies:
         return found
 
     def reuse(self, event: Event) -> None:
-        """Take an event back, which nobody will ask any more."""
+        """Take back an event that no caller will query any more."""
         self._events.append(event)
 
     @property

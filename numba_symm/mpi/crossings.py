@@ -117,7 +117,7 @@ class Data(Channel):
         return requests, data
 
     def drop(self) -> None:
-        """Receive the data of messages that nobody has received."""
+        """Receive the data of messages without a receive."""
         status = MPI.Status()
         while self.comm.Iprobe(status=status):
             data = np.empty(status.Get_count(MPI.BYTE), np.uint8)

@@ -50,9 +50,9 @@ def _synchronizing(name: str, step: Callable[["Win", str], None]) -> Any:
 class Win(MPI.Win):
     """A window over device memory; the methods are those of ``mpi4py.MPI.Win``.
 
-    Made by :meth:`Create` of device arrays, or by :meth:`Allocate` with a communicator
-    of ``numba_symm.mpi``. Windows over host memory are mpi4py's own. Origins may be on
-    the device or on the host.
+    :meth:`Create` of device arrays makes it, or :meth:`Allocate` with a communicator of
+    ``numba_symm.mpi``. Windows over host memory are mpi4py's own. Origins may be on the
+    device or on the host.
 
     Attributes:
         array: this rank's memory: a device array, or None.

@@ -197,7 +197,7 @@ def open_shared(handle: SharedHandle, stream: Any = None) -> Any:
 def collect() -> bool:
     """Free the memory of arrays that were dropped here and have no references left.
 
-    Also takes back the references of consumers that have ended.
+    The references of consumers that have ended are given back, too.
 
     Returns:
         Whether any memory was freed.

@@ -23,11 +23,11 @@ _EXPORT_BYTES = {"ipc": 64, "pool": 64, "vmm": 0, "host": 0, "none": 0}
 
 @dataclass(frozen=True)
 class SharedHandle:
-    """Names a shared array. Small; can be pickled and copied.
+    """Names a shared array. It is small, and can be pickled and copied.
 
-    Made by :func:`numba_symm.sharing.share`. Dropping or pickling a handle changes no
+    :func:`numba_symm.sharing.share` makes it. Dropping or pickling a handle changes no
     reference. Reading a pickle may run any code. So if others can write to the file or
-    queue that carries the handle, send the bytes of :meth:`to_bytes`.
+    queue by which the handle is sent, send the bytes of :meth:`to_bytes`.
 
     Attributes:
         producer: the address at which the producer answers requests.

@@ -141,9 +141,9 @@ class RefCounterFile(CounterFile):
         Call :meth:`settled` when all were returned; otherwise the next call finds them
         again.
 
-        Counts all slots again if a consumer has ended, because it may have been killed
-        with arrays open, or during a change. Does so too if another process has damaged
-        the list.
+        All slots are counted again if a consumer has ended, because it may have been
+        killed with arrays open, or during a change. The same happens if another process
+        has damaged the list.
 
         Raises:
             ExchangeError: another process keeps the lock.

@@ -202,7 +202,7 @@ class Producer:
     def new(self, keeper: Any, device: int, opens: int, made: list[SentData]) -> None:
         """Append a new entry to ``made``, with its counter at ``opens``.
 
-        So the caller has the entry even if it is interrupted. Under the guard.
+        So the caller has the entry even after an interrupt. Under the guard.
         """
         number, file = self._file_with_room()
         file.set_counter(opens)
@@ -247,8 +247,8 @@ class Producer:
     def settle(self) -> list[Any]:
         """Retire entries that have no references left. Under the guard.
 
-        Checks only entries that have changed since the last call. Skips a file whose
-        lock a stopped process keeps, and sets ``stuck`` then.
+        Only entries that have changed since the last call are checked. A file whose
+        lock a stopped process keeps is skipped, and ``stuck`` is set then.
 
         Returns:
             The objects that kept the memory, to be dropped after the guard.
