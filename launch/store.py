@@ -87,6 +87,8 @@ class StoreExchange:
 
     Attributes:
         timeout: the seconds.
+        names: by rank, its number in texts.
+        nodes: by rank, the name of its node, for texts; empty: texts name no nodes.
         call: the user's call to which the steps belong; "" if each step is a call.
 
     Raises:
@@ -110,6 +112,7 @@ class StoreExchange:
         self.rank = comm.rank
         self.size = comm.size
         self.names = range(self.size) if names is None else _checked(names, self.size)
+        self.nodes: Sequence[str] = ()
         forks.watch(self)
 
     def disown(self) -> None:
@@ -123,10 +126,18 @@ class StoreExchange:
         """Use ``meeting`` for all later steps. Every rank calls it; no rank waits."""
         self._meeting = meeting
 
-    def wait(self, what: str) -> Wait:
-        """Start a wait, and return it."""
+    def wait(self, what: str, seconds: float | None = None, limit: str = "") -> Wait:
+        """Start a wait, and return it.
+
+        Args:
+            what: the call, where each step is a call.
+            seconds: how long it waits at most; None: ``timeout``.
+            limit: the setting that gives these seconds, as a text.
+        """
         rank = self.names[self.rank]
-        return Wait(self.call or what, rank, self.timeout, names=self.names)
+        seconds = self.timeout if seconds is None else seconds
+        given = self.call or what, rank, seconds, limit
+        return Wait(*given, self.names, self.nodes)
 
     def look(self, wait: Wait, absent: Sequence[int]) -> None:
         """Raise if the wait for ``absent`` has lasted too long, or a rank has failed.

@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+from numba_symm import waits
 from numba_symm.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -52,6 +53,8 @@ class Wait:
         seconds: how long it waits at most; 0: indefinitely.
         limit: the setting that gives these seconds, as a text.
         names: by rank, its number in texts; None: the same.
+        nodes: by rank, the name of its node; empty: texts name no nodes.
+        hint: another possible cause of a deadline, for the error.
     """
 
     def __init__(
@@ -61,9 +64,11 @@ class Wait:
         seconds: float = 0,
         limit: str = "",
         names: Sequence[int] | None = None,
+        nodes: Sequence[str] = (),
+        hint: str = waits.OTHER_CALL,
     ):
-        self.what = what
-        self._names = names
+        self.what, self.hint = what, hint
+        self._names, self._nodes = names, nodes
         self.limit = limit or f"set-up timeout: {seconds:g} s"
         self._rank = rank
         self._began = time.monotonic()
@@ -117,18 +122,23 @@ class Wait:
         return self.look(absent)
 
     def said(self, absent: Sequence[int]) -> str:
-        """Return "waited for rank 2 in zeros"."""
-        if absent and self._names is not None:
-            absent = [self._names[rank] for rank in absent]
-        whom = name_ranks(absent) if absent else "other ranks"
-        return f"waited for {whom} in {self.what}"
+        """Return "waited for rank 2 on b in zeros"."""
+        whom = name_ranks(self._named(absent)) if absent else "other ranks"
+        nodes = dict.fromkeys(self._nodes[rank] for rank in absent if self._nodes)
+        where = f" on {', '.join(nodes)}" if nodes else ""
+        return f"waited for {whom}{where} in {self.what}"
+
+    def _named(self, absent: Sequence[int]) -> Sequence[int]:
+        """Return the numbers of ranks in texts."""
+        return absent if self._names is None else [self._names[r] for r in absent]
 
     def error(self, absent: Sequence[int]) -> CollectiveTimeout:
         """Return the error for the deadline if there is no status board."""
         return CollectiveTimeout(
             f"rank {self._rank} {self.said(absent)} ({self.limit})",
-            ranks=(self._rank, *absent),
+            ranks=(self._rank, *self._named(absent)),
             operation=self.what,
+            hint=self.hint,
         )
 
 

@@ -34,7 +34,7 @@ from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 
-_WORDS = 512  # bytes of each rank's text, the reason why it leaves
+_WORDS = 1024  # bytes of each rank's text, the reason why it leaves
 _NAMES = 200  # of them: the numbers of ranks, as many as fit
 _PIECE = 2048  # bytes that a rank passes at a time, with the total number first
 _LOCKS = 1 << 40  # beyond the file's end: one byte for each rank, locked while it lives
@@ -66,18 +66,17 @@ class Failure(NamedTuple):
         """Return the exception to raise, with ``advice`` at the end of its text."""
         limit = f" ({self.limit})" if self.limit else ""
         text = f"{self.text}{limit}{advice}"
-        return self.error(text, ranks=self.ranks, operation=self.operation)
+        about = {"operation": self.operation, "hint": self.hint}
+        return self.error(text, ranks=self.ranks, **about)
 
 
 class Board:
     """The board of one communicator. Collective.
 
     Args:
-        exchange: the ranks.
+        exchange: the ranks, with their numbers and nodes in texts.
         channel: sends file descriptors between them.
         undo: closes the board, in any case.
-        names: by rank, its number in texts, where a larger communicator has these
-            ranks; None: the same.
 
     Attributes:
         address: the address of rank 0's record for this process' kernels, after
@@ -94,14 +93,13 @@ class Board:
         exchange: StoreExchange,
         channel: IpcChannel,
         undo: ExitStack,
-        names: Sequence[int] | None = None,
     ):
         # Before others rely on it, because its close shows that this rank has left.
         undo.callback(self.close)
         self._undo = ExitStack()
         self._rank = exchange.rank
         self._size = exchange.size
-        self._names = names
+        self._exchange = exchange
         # Reentrant, because a finalizer may report, too.
         self._reporting = threading.RLock()
         self._step = 0
@@ -162,7 +160,8 @@ class Board:
         if not record:
             return None
         words = self._words[record >> 48 & 0xFF].value
-        return describe(record, words.decode(errors="ignore"), self._names)
+        named = self._exchange.names, self._exchange.nodes
+        return describe(record, words.decode(errors="ignore"), *named)
 
     def look(self) -> None:
         """Raise CollectiveError if the communicator has failed."""
@@ -333,7 +332,8 @@ class Board:
         if len(named) > _NAMES:
             named = named[: named.rindex(" ", 0, _NAMES + 1)]
         # The text is last, because it may be cut off, or have several lines.
-        words = f"{error.operation}\n{type(error).__name__}\n{named}\n{error}"
+        kind = type(error).__name__
+        words = "\n".join([error.operation, kind, named, error.hint, str(error)])
         self._report(waits.AFAR << 56 | self._rank << 48, words)
 
     def _report(self, record: int, words: str = "") -> None:
@@ -395,7 +395,10 @@ def _register(address: int, undo: ExitStack) -> int:
 
 
 def describe(
-    record: int, words: str = "", names: Sequence[int] | None = None
+    record: int,
+    words: str = "",
+    names: Sequence[int] | None = None,
+    nodes: Sequence[str] = (),
 ) -> Failure:
     """Return the failure in a record, whose bits ``polling.wait_record`` describes.
 
@@ -403,24 +406,26 @@ def describe(
         record: the record of any rank.
         words: the text of the rank that stored it, see :meth:`Board.abandon`.
         names: by rank, its number in texts; None: the same.
+        nodes: by rank, the name of its node; empty: texts name no nodes.
     """
     number, rank, peer = record >> 56, record >> 48 & 0xFF, record >> 40 & 0xFF
+    where = f" on {nodes[peer]}" if nodes else ""
     if names is not None:
         rank, peer = names[rank], names[peer]
     place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
     two = (rank, peer)
     if number == waits.AFAR:
-        operation, kind, named, text = words.split("\n", 3)
+        operation, kind, named, hint, text = words.split("\n", 4)
         error = errors.named(kind)
         found = error if issubclass(error, CollectiveError) else CollectiveError
-        return Failure(found, text, "", tuple(map(int, named.split())), operation)
+        return Failure(found, text, hint, tuple(map(int, named.split())), operation)
     operation, cause, limit = [*words.split("\n"), "", ""][:3]
     if number == waits.ABANDONED:
         return Failure(RankLeft, f"rank {rank} {cause}", "", (rank,), operation)
     if number == waits.ENDED:
         text = (
-            f"rank {peer} has ended without closing the communicator; rank {rank} "
-            f"waited for it in {operation}"
+            f"rank {peer}{where} has ended without closing the communicator; "
+            f"rank {rank} waited for it in {operation}"
         )
         return Failure(RankLeft, text, "", (peer,), operation)
     _, name, kind, hint = waits.TABLE[number]
@@ -432,7 +437,7 @@ def describe(
         return Failure(CallMismatch, text, hint, two)
     signal = number in (waits.PUT_SIGNAL, waits.WAIT_SIGNAL)
     at = f"{kind} {place}" + f", epoch {epoch}" * (epoch > 0 and not signal)
-    text = f"rank {rank} waited for rank {peer} in {name}, {at}"
+    text = f"rank {rank} waited for rank {peer}{where} in {name}, {at}"
     if signal and epoch:
         hint = waits.LATER_BLOCK.format(epoch)
     return Failure(CollectiveTimeout, text, hint, two, name)

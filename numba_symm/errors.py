@@ -53,14 +53,21 @@ class CollectiveError(SymmError):
             calls differ. If a rank left, it is that one.
         operation: the operation that the text names, such as ``"all_reduce
             (one_shot_ll)"`` or ``"zeros"``; ``""`` if it is unknown.
+        hint: another possible cause; ``""`` if there is none.
     """
 
     def __init__(
-        self, text: str = "", *, ranks: tuple[int, ...] = (), operation: str = ""
+        self,
+        text: str = "",
+        *,
+        ranks: tuple[int, ...] = (),
+        operation: str = "",
+        hint: str = "",
     ):
         super().__init__(text)
         self.ranks = ranks
         self.operation = operation
+        self.hint = hint
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):

@@ -43,6 +43,7 @@ class Island:
         own: whether ``comm`` belongs to this island alone, and is not duplicated.
         names: by rank, its number in texts, where a larger communicator has these
             ranks; None: the same.
+        nodes: by rank, the name of its node, for texts; empty: texts name no nodes.
 
     Attributes:
         timeout: the seconds, checked.
@@ -72,12 +73,13 @@ class Island:
         timeout: float | None,
         own: bool = False,
         names: Sequence[int] | None = None,
+        nodes: Sequence[str] = (),
     ):
         self.closed = False
         self.why_closed = "the communicator was closed; make a new one"
         self.known_failure: Failure | None = None
         self.note = ""
-        self._own, self._names = own, names
+        self._own = own
         self._most: int | None = None
         self._undo = ExitStack()
         comm, patience = ranks.checked(comm), _patience()
@@ -85,7 +87,7 @@ class Island:
             comm = waiting.duplicate(comm, Wait("Communicator", comm.rank, patience))
         self.comm = comm
         self.exchange = StoreExchange(self.comm, "communicator", patience, names)
-        self.exchange.call = "Communicator"
+        self.exchange.call, self.exchange.nodes = "Communicator", nodes
         try:
             self._make(device, timeout)
         except BaseException as error:
@@ -98,7 +100,7 @@ class Island:
         self._refuse_several()
         nodes.refuse_too_many(self.world.size)
         self.channel = self._undo.enter_context(IpcChannel(exchange))
-        self.board = Board(exchange, self.channel, self._undo, self._names)
+        self.board = Board(exchange, self.channel, self._undo)
         exchange.meet_at(self.board)
         self.gpu = devices.bind(exchange, device)
         try:
@@ -223,7 +225,7 @@ class Island:
         seconds = self.timeout and self.timeout + _MARGIN
         if seconds and not 0 < self.exchange.timeout < seconds:
             limit = f"timeout: {self.timeout:g} s"
-            wait = Wait(what, self.world.rank, seconds, limit)
+            wait = self.exchange.wait(what, seconds, limit)
         failure = self._gate(wait)
         if failure is None:
             return None
@@ -240,10 +242,10 @@ class Island:
     ) -> CollectiveError:
         """Return the exception to raise, and remember its failure."""
         self.known_failure = failure
-        limit = f"timeout: {self.timeout:g} s"  # an engine's text has it
-        said = failure.limit or limit in failure.text
+        # The text of another island, or of an engine's wait, has its deadline.
+        said = failure.limit or "timeout: " in failure.text
         if failure.error is CollectiveTimeout and not said:
-            failure = failure._replace(limit=limit)
+            failure = failure._replace(limit=f"timeout: {self.timeout:g} s")
         hint = f". {failure.hint}" if failure.hint else ""
         return failure.exception(
             f"; results since the last check are undefined. {advice}{hint}"

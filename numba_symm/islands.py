@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from numba_symm import engines, environment, forks
+from numba_symm import engines, environment, forks, waits
 from numba_symm.board import Failure
 from numba_symm.errors import (
     ArgumentError,
@@ -24,7 +24,7 @@ from numba_symm.launch import devices, ranks, waiting
 from numba_symm.launch.islands import Parts, described, divide
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
-from numba_symm.watchdog import Watchdog, abroad
+from numba_symm.watchdog import Watchdog
 
 
 class Islands(Island):
@@ -74,6 +74,7 @@ class Islands(Island):
             self.shown = environment.show_islands() and self.world.rank == 0
         rank = self.world.rank
         self.nodes = tuple(exchange.all_gather(self.world.node, "nodes"))
+        exchange.nodes = self.nodes
         self._bind(device)
         parts = self._known or divide(self.nodes, self.peer_access, self._most)
         self.parts = exchange.all_gather(parts, "islands")[0]
@@ -83,9 +84,10 @@ class Islands(Island):
         self.local = mine.index(rank)
         comm = self._part(self.index)
         with exchange.agreed("Communicator"):
-            given = self.gpu.ordinal, self.timeout
+            given = self.gpu.ordinal, self.timeout, True
+            nodes = [self.world.node] * len(mine)
             with waiting.watching(self._left(mine)):
-                self.inner = Island(comm, *given, own=True, names=mine)
+                self.inner = Island(comm, *given, names=mine, nodes=nodes)
             # Here, because another island may fail in this step.
             self._undo.callback(self.inner.close_locally)
             self._shared.callback(self.inner.close)
@@ -108,8 +110,7 @@ class Islands(Island):
         self._shared.callback(ranks.release, comm)
         with exchange.agreed("Communicator"):
             peers, _ = engines.partners(self)
-            given = comm, self.board, peers, self.world.node
-            self.watchdog = Watchdog(*given)
+            self.watchdog = Watchdog(comm, self.board, peers)
             self._undo.callback(self.watchdog.stop)
 
     def connect(self, multiprocessors: int) -> None:
@@ -204,7 +205,9 @@ class Islands(Island):
     def wait(self, what: str) -> Wait:
         """Start a wait for other islands within a call, and return it."""
         limit = f"timeout: {self.timeout:g} s"
-        return _NamedWait(self.nodes, what, self.world.rank, self.timeout, limit)
+        given = what, self.world.rank, self.timeout, limit
+        hint = waits.OTHER_MESSAGE if what == waits.MESSAGE else waits.OTHER_CALL
+        return Wait(*given, nodes=self.nodes, hint=hint)
 
     def _gate(self, wait: Wait) -> Failure | None:
         failure = self.board.failure()
@@ -304,21 +307,6 @@ def _refuse_one_thread() -> None:
         )
 
 
-class _NamedWait(Wait):
-    """A wait whose texts name the nodes of the ranks that are absent."""
-
-    def __init__(self, names: Sequence[str], *args: Any):
-        super().__init__(*args)
-        self._nodes = names
-
-    def said(self, absent: Sequence[int]) -> str:
-        """Return "waited for rank 2 on b in all_reduce"."""
-        if not absent:
-            return super().said(absent)
-        where = ", ".join(dict.fromkeys(self._nodes[rank] for rank in absent))
-        return f"waited for {ranks.name_ranks(absent)} on {where} in {self.what}"
-
-
 class _Across:
     """Exchanges bytes between all ranks by MPI, until the communicator fails."""
 
@@ -349,7 +337,7 @@ class _Across:
                 islands.abandon(error, wait.what)
             failure = islands.board.failure()
             assert failure is not None
-            return abroad(failure, islands.world.node)
+            return failure.exception()
 
         try:
             islands.look()

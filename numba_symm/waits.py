@@ -20,6 +20,9 @@ LATER_BLOCK = (
 )
 """Replaces ``NO_COUNTERPART`` where the simulator runs that many blocks later."""
 
+MESSAGE = "a message"
+"""What an engine's wait between islands is in, unless a collective has a name."""
+
 OTHER_MESSAGE = (
     "If that rank was not late, it sends or receives something else: two ranks that "
     "both send first need sendrecv or a group; for gather, scatter and the v forms, "

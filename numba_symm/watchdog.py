@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from numba_symm import forks
-from numba_symm.board import Board, Failure
+from numba_symm.board import Board
 from numba_symm.engines.protocol import Engine
-from numba_symm.errors import CollectiveError, CollectiveTimeout, summary
+from numba_symm.errors import CollectiveError, summary
 from numba_symm.launch import ranks
 
 _PAUSE = 0.02  # seconds
@@ -34,11 +34,10 @@ class Watchdog:
         comm: mpi4py's communicator of all ranks, for the watchdog alone.
         board: the board of this rank's island.
         peers: the ranks to which this one sends failures.
-        node: the name of this rank's node, for texts.
     """
 
-    def __init__(self, comm: Any, board: Board, peers: Sequence[int], node: str):
-        self._comm, self._board, self._peers, self._node = comm, board, peers, node
+    def __init__(self, comm: Any, board: Board, peers: Sequence[int]):
+        self._comm, self._board, self._peers = comm, board, peers
         self._engine: Engine | None = None
         self._lock = threading.RLock()  # a finalizer may report, too
         self._stopping = threading.Event()
@@ -100,7 +99,7 @@ class Watchdog:
             self._told = True
             try:
                 if not self._silent:
-                    self._tell(abroad(failure, self._node))
+                    self._tell(failure.exception())
             finally:  # afterwards, because peers notice that a connection ends
                 self._abort()
 
@@ -124,16 +123,6 @@ class Watchdog:
             self._stopping.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-
-
-def abroad(failure: Failure, node: str) -> CollectiveError:
-    """Return the error that ranks of other islands raise for a failure on a node."""
-    error = failure.exception()
-    # The text of a host's wait names the nodes, and its own deadline.
-    kernels = "timeout: " not in str(error)
-    if isinstance(error, CollectiveTimeout) and kernels:
-        error.args = (f"{error} on {node}",)
-    return error
 
 
 _running: "weakref.WeakSet[Watchdog]" = weakref.WeakSet()

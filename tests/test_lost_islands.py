@@ -6,6 +6,7 @@ islands of one, unless ranks may share a GPU.
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -46,7 +47,7 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
         for rank in range(RANKS)
         if rank != LOST
     }
-    for rank, (kind, text, ranks, seconds) in found.items():
+    for kind, text, ranks, seconds in found.values():
         if how == "raises":
             assert kind == "RankLeft", text
             assert f"rank {LOST} left by ValueError: enough" in text
@@ -54,7 +55,7 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
             assert seconds < TIMEOUT  # nobody waits for the deadline
         elif how == "ended":  # where nobody has a deadline
             assert kind == "RankLeft", text
-            assert "rank 3 has ended without closing" in text
+            assert re.match(r"rank 3 on .+ has ended without closing", text), text
             assert "rank 2 waited for it in empty" in text
             assert ranks == [LOST]
         elif how == "killed" and kind == "RankLeft":  # a closed connection of NCCL
@@ -64,8 +65,8 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
             assert kind == "CollectiveTimeout", text
             assert ranks[1] in (2, LOST), text  # rank 2 waits for it in its island
             assert seconds < 3 * TIMEOUT
-            # By a wait on a rail, or from the other island: with the node.
-            assert rank == 2 or " on " in text, text
+            assert re.match(r"rank \d waited for ranks? [\d, ]+ on ", text), text
+            assert "If that rank was not late, its call differs" in text
 
 
 def test_mpi_may_be_finalized_before_the_communicator_is_closed(tmp_path):

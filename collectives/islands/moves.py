@@ -7,6 +7,7 @@ rail. The island's own kernels send it on to the other ranks.
 import itertools
 from collections.abc import Sequence
 
+from numba_symm import waits
 from numba_symm.collectives.islands.pipeline import (
     CHUNK,
     Parcels,
@@ -214,7 +215,7 @@ def messages(
     sent, out = of_island(site, sends)
     received, back = of_island(site, receives)
     given = parcels(out), parcels(back), site.messages(sent, received)
-    return site.between(what or "a message", *given)
+    return site.between(what or waits.MESSAGE, *given)
 
 
 def barrier(site: Site) -> list[Enqueue]:

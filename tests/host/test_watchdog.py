@@ -12,24 +12,7 @@ from numba_symm.board import Failure
 from numba_symm.collectives.islands.site import Site
 from numba_symm.engines.protocol import Parcel
 from numba_symm.launch import ranks
-from numba_symm.watchdog import Watchdog, abroad
-
-
-def told(text, error=ns.CollectiveTimeout, **words):
-    return str(abroad(Failure(error, text, **words), "b"))
-
-
-def test_a_timeout_of_a_kernel_names_the_node():
-    text = "rank 2 waited for rank 3 in barrier, block 0"
-    assert told(text) == f"{text} on b"
-    assert told("rank 3 left", ns.RankLeft) == "rank 3 left"
-
-
-def test_a_timeout_of_a_host_has_named_it():
-    text = "rank 2 waited for rank 0 on a in all_reduce (timeout: 2 s)"
-    assert told(text) == text
-    limit = "set-up timeout: 5 s"
-    assert told("rank 2 waited for rank 3 in empty", limit=limit).endswith(" s)")
+from numba_symm.watchdog import Watchdog
 
 
 class Job:
@@ -73,7 +56,7 @@ def job(monkeypatch):
 
 
 def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
-    watch = Watchdog(job, job, [2], "b")
+    watch = Watchdog(job, job, [2])
     watch.ask(job)
     job.breaks = True
     watch._thread.join(5)
@@ -81,7 +64,7 @@ def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
 
 
 def test_a_failure_is_reported_before_connections_of_islands_end(job):
-    watch = Watchdog(job, job, [2, 3], "b")
+    watch = Watchdog(job, job, [2, 3])
     watch.ask(job)
     job.abandon("left")
     watch.look()

@@ -5,6 +5,7 @@ A failure that one rank sees before it has every message must leave no other in 
 
 import contextlib
 import itertools
+import re
 import time
 
 import pytest
@@ -118,6 +119,22 @@ def test_a_failure_at_any_step_of_a_split_leaves_no_rank_waiting(world, monkeypa
         if not any(world.allgather(failed is not None)):
             break
     assert number > 10
+
+
+def test_a_late_rank_of_a_set_up_call_is_named_with_its_node(world, comm):
+    island, late = comm._calls.island, world.size - 1
+    island.exchange.timeout = 0.1
+    if world.rank == late:
+        while not island.failed:
+            time.sleep(0.01)
+    with pytest.raises(ns.CollectiveTimeout) as caught:
+        comm.empty(4)
+    text = str(caught.value)
+    where = re.escape(f"rank {late} on {island.nodes[late]} in empty")
+    assert re.match(rf"rank \d waited for {where} \(set-up timeout: 0.1 s\); ", text)
+    assert "its call differs from this one" in text
+    assert caught.value.ranks[1] == late
+    world.barrier()
 
 
 def test_a_rank_that_waits_for_answers_has_no_deadline(world, monkeypatch):
