@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import starmap
 from typing import Any, TypeVar, cast
 
 from numba_symm import waits
@@ -200,7 +201,7 @@ def all_gather(comm: Comm, value: T, wait: Wait) -> list[T]:
     gathered: dict[int, Any] = {comm.rank: value}
     sends: list[Any] = []
     try:
-        sends += _sent_to_others(comm, value)
+        _send_to_others(comm, value, sends)
         while len(gathered) < comm.size:
             absent = [rank for rank in range(comm.size) if rank not in gathered]
             for rank in absent:
@@ -247,6 +248,15 @@ def undisturbed(call: Callable[[], T]) -> T:
             signal.signal(number, handler)
         for number in came:
             signal.raise_signal(number)
+
+
+def begin(into: list[Any], call: Callable[..., Any], *args: Any) -> None:
+    """Start a call of MPI, and append its request to a list.
+
+    No Python function is between MPI and the list, because a signal handler could raise
+    there. The request would be lost, and MPI would use the call's memory later.
+    """
+    into.extend(starmap(call, (args,)))
 
 
 def leave(comm: Comm, cause: BaseException, what: str) -> None:
@@ -305,7 +315,7 @@ def _error_of_others(comm: Any, error: BaseException, what: str) -> CollectiveEr
 
 def _refuse(comm: Any, error: CollectiveError) -> None:
     """Make the other ranks raise an error in :func:`all_gather`. Local."""
-    _unsent.extend(_sent_to_others(comm, _Refusal(error)))
+    _send_to_others(comm, _Refusal(error), _unsent)
 
 
 @dataclass(frozen=True)
@@ -313,9 +323,11 @@ class _Refusal:
     error: CollectiveError
 
 
-def _sent_to_others(comm: Any, value: object) -> list[Any]:
-    others = (rank for rank in range(comm.size) if rank != comm.rank)
-    return [comm.isend(value, rank, TAG) for rank in others]
+def _send_to_others(comm: Any, value: object, sends: list[Any]) -> None:
+    """Start to send a value; append the requests to a list."""
+    for rank in range(comm.size):
+        if rank != comm.rank:
+            begin(sends, comm.isend, value, rank, TAG)
 
 
 def has_sent(comm: Comm, rank: int) -> bool:

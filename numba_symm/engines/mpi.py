@@ -20,7 +20,7 @@ from numba_symm.engines.protocol import Enqueue, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CallMismatch
 from numba_symm.launch import ranks
-from numba_symm.launch.waiting import Wait
+from numba_symm.launch.waiting import Wait, begin
 from numba_symm.streams import SideStream, StreamOrder
 
 _TAGS = 1 << 14  # parcels of a pair are numbered by tags, which repeat
@@ -244,7 +244,7 @@ class MpiEngine:
                 if wait.pause(absent):
                     raise wait.error(absent[:1])
         except BaseException:
-            requests = [each.give_up() for each in moves if each.request is not None]
+            requests = [each.give_up() for each in moves if each.requests]
             self._kept = _Kept(requests, [self._room])
             _given_up.append(self._kept)
             raise
@@ -318,7 +318,7 @@ class _Move:
         self._slot, self._tag = slot, tag
         self._begun = 0  # bytes of the messages that have begun
         self._last = 0  # bytes of the latest
-        self.request: Any = None
+        self.requests: list[Any] = []  # of the message in flight
 
     def advance(self) -> bool:
         """Finish the message in flight, if it is, and begin the next one.
@@ -327,16 +327,16 @@ class _Move:
             Whether all bytes have been moved.
         """
         while True:
-            if self.request is not None:
+            if self.requests:
                 if not self._finished():
                     return False
-                self.request = None
+                self.requests.clear()
                 self._engine._moved += 1
                 if self._last < self._room.most:
                     return True
             self._last = min(self._room.most, self.parcel.nbytes - self._begun)
             at = self._slot, self.parcel.address + self._begun, self._last
-            self.request = self._begin(at)
+            self._begin(at)
             self._begun += self._last
 
     @property
@@ -345,7 +345,7 @@ class _Move:
         start = self.parcel.address + self._begun - self._last
         return self._slot, start, self._last
 
-    def _begin(self, at: tuple[int, int, int]) -> Any:
+    def _begin(self, at: tuple[int, int, int]) -> None:
         raise NotImplementedError
 
     def _finished(self) -> bool:
@@ -354,29 +354,29 @@ class _Move:
     def give_up(self) -> Any:
         """Return the request, because MPI may still read or write its buffer."""
         with suppress(Exception):
-            self.request.Cancel()
-        return self.request
+            self.requests[0].Cancel()
+        return self.requests[0]
 
 
 class _Send(_Move):
-    def _begin(self, at: tuple[int, int, int]) -> Any:
-        buffer = self._room.sent(*at)
-        return self._comm.Isend([buffer, ranks.mpi().BYTE], self.parcel.peer, self._tag)
+    def _begin(self, at: tuple[int, int, int]) -> None:
+        given = [self._room.sent(*at), ranks.mpi().BYTE], self.parcel.peer, self._tag
+        begin(self.requests, self._comm.Isend, *given)
 
     def _finished(self) -> bool:
-        return bool(self.request.Test())
+        return bool(self.requests[0].Test())
 
 
 class _Receive(_Move):
-    def _begin(self, at: tuple[int, int, int]) -> Any:
-        buffer = self._room.free(*at)
-        return self._comm.Irecv([buffer, ranks.mpi().BYTE], self.parcel.peer, self._tag)
+    def _begin(self, at: tuple[int, int, int]) -> None:
+        given = [self._room.free(*at), ranks.mpi().BYTE], self.parcel.peer, self._tag
+        begin(self.requests, self._comm.Irecv, *given)
 
     def _finished(self) -> bool:
         mpi = ranks.mpi()
         status = mpi.Status()
         try:
-            if not self.request.Test(status):
+            if not self.requests[0].Test(status):
                 return False
         except mpi.Exception as error:
             if error.Get_error_class() != mpi.ERR_TRUNCATE:

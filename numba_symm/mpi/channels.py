@@ -1,10 +1,12 @@
 """Communicators of this library's own messages: envelopes, receipts and data."""
 
+import operator
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from numba_symm.launch.waiting import begin
 from numba_symm.mpi.rooms import Room
 
 SMALL = 1 << 16
@@ -32,7 +34,7 @@ class Channel:
         self.comm: Any = host.Dup()
         self.sent = [0] * host.size
         self.taken = 0
-        self._kept: list[tuple[MPI.Request, Any]] = []
+        self._kept: list[tuple[list[MPI.Request], Any]] = []
         self._looks = MOST
 
     @property
@@ -48,24 +50,46 @@ class Channel:
         Returns:
             The request. If ``matched``, it is done when a receive has matched it.
         """
+        requests: list[MPI.Request] = []
+        self.keep(requests, data)
         start = self.comm.Issend if matched else self.comm.Isend
-        request: MPI.Request = start(data, dest, tag)
-        self.sent[dest] += 1
-        self.keep(request, data)
-        return request
+        try:
+            begin(requests, start, data, dest, tag)
+        finally:  # also before an interrupt that follows
+            if requests:
+                self.sent[dest] += 1
+        return requests[0]
 
-    def keep(self, request: MPI.Request, data: Any) -> None:
-        """Keep the data of a request until it is done."""
+    def receive(
+        self, requests: list[MPI.Request], room: Any, source: int, tag: int = 0
+    ) -> None:
+        """Start to receive a message, and keep its room until it has arrived.
+
+        Its request is appended to ``requests``.
+        """
+        self.keep(requests, room)
+        number = len(requests)
+        try:
+            begin(requests, self.comm.Irecv, room, source, tag)
+        finally:  # also before an interrupt that follows
+            if requests[number:]:
+                self.taken += 1
+
+    def keep(self, requests: list[MPI.Request], data: Any) -> None:
+        """Keep the data of calls whose requests will be in a list until these end."""
         # The limit grows with what is kept, so a message costs the same on average.
         if len(self._kept) >= self._looks:
             self.reap()
             self._looks = MOST + 2 * len(self._kept)
-        self._kept.append((request, data))
+        self._kept.append((requests, data))
 
     def reap(self) -> None:
         """Let go of the data that was sent."""
         if self._kept:
-            self._kept = [each for each in self._kept if not each[0].Test()]
+            self._kept = [each for each in self._kept if not all(map(_done, each[0]))]
+
+
+_done = operator.methodcaller("Test")
 
 
 class Receipts(Channel):
@@ -101,7 +125,8 @@ class Receipts(Channel):
         found, status = [], MPI.Status()
         while self.comm.Iprobe(status=status):
             numbers = np.empty(status.Get_count(MPI.INT64_T), np.int64)
-            self.comm.Recv(numbers, status.source)
-            self.taken += 1
+            requests: list[MPI.Request] = []
+            self.receive(requests, numbers, status.source)
+            requests[0].Wait()
             found += [self.unread.pop(number) for number in numbers.tolist()]
         return found

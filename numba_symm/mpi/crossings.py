@@ -88,6 +88,22 @@ def on_host(room: Room, nbytes: int, stream: int) -> Any:
 _PART = 1 << 30  # bytes of data in one message of MPI, whose counts are C's int
 
 
+class Coming(NamedTuple):
+    """The data of a message from another island.
+
+    Attributes:
+        source: the rank that sends it.
+        tag: its tag.
+        data: where it will be.
+        requests: mpi4py's, one for each part that MPI has begun to receive.
+    """
+
+    source: int
+    tag: int
+    data: Any
+    requests: list[MPI.Request]
+
+
 class Data(Channel):
     """The data of messages to other islands, as messages of MPI.
 
@@ -105,24 +121,24 @@ class Data(Channel):
         for part in _parts(data):
             self.send([part, MPI.BYTE], dest, number % self._tags)
 
-    def receive(self, envelope: Envelope) -> tuple[list[MPI.Request], Any]:
-        """Receive the data of a message; return the requests, and where it will be."""
+    def coming(self, envelope: Envelope) -> Coming | None:
+        """Return the data that :meth:`receive_parts` receives, if MPI sends any."""
+        if envelope.handle or not envelope.nbytes:
+            return None
         data = np.empty(envelope.nbytes, np.uint8)
-        requests = []
-        for part in _parts(data):
-            tag = envelope.number % self._tags
-            requests.append(self.comm.Irecv([part, MPI.BYTE], envelope.source, tag))
-            self.taken += 1
-            self.keep(requests[-1], data)
-        return requests, data
+        return Coming(envelope.source, envelope.number % self._tags, data, [])
+
+    def receive_parts(self, coming: Coming) -> None:
+        """Start to receive the parts of data, but those that it was started for."""
+        for part in _parts(coming.data)[len(coming.requests) :]:
+            self.receive(coming.requests, [part, MPI.BYTE], coming.source, coming.tag)
 
     def drop(self) -> None:
         """Receive the data of messages without a receive."""
         status = MPI.Status()
         while self.comm.Iprobe(status=status):
             data = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            self.comm.Recv([data, MPI.BYTE], status.source, status.tag)
-            self.taken += 1
+            self.receive([], [data, MPI.BYTE], status.source, status.tag)
 
 
 def _parts(data: Any) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from numba_symm.errors import SymmError
+from numba_symm.launch.waiting import begin
 from numba_symm.mpi import buffers
 from numba_symm.mpi.errors import refusal, unsupported
 from numba_symm.mpi.requests import waited
@@ -63,8 +64,7 @@ class Posted:
     """A receive of an envelope.
 
     Args:
-        request: mpi4py's request, if it has not arrived.
-        room: where it arrives.
+        room: where it arrives; None if it has arrived.
         ended: is called when it has arrived or was cancelled.
         envelope: the envelope, if it has arrived.
         source: the rank from which it is expected.
@@ -73,18 +73,22 @@ class Posted:
 
     def __init__(
         self,
-        request: MPI.Request | None = None,
         room: Any = None,
         ended: Callable[["Posted"], None] | None = None,
         envelope: Envelope | None = None,
         source: int = MPI.ANY_SOURCE,
         tag: int = MPI.ANY_TAG,
     ):
-        self._request, self._room, self._ended = request, room, ended
+        self._requests: list[MPI.Request] = []  # mpi4py's, until it has arrived
+        self._room, self._ended = room, ended
         self._envelope = envelope
         self._wanted = source, tag
         self._status = MPI.Status()
         self.cancelled = False
+
+    def start(self, comm: Any) -> None:
+        """Start the receive. This object lives until MPI no longer writes its room."""
+        begin(self._requests, comm.Irecv, self._room, *self._wanted)
 
     @property
     def envelope(self) -> Envelope:
@@ -112,18 +116,20 @@ class Posted:
 
     def test(self) -> bool:
         """Return whether it has arrived or was cancelled."""
-        if self._request is None:
+        if not self._requests:
             return True
         # MPI reports the end once. An interrupt may have prevented that it was read.
-        if self._request and not self._request.Test(self._status):
+        if self._requests[0] and not self._requests[0].Test(self._status):
             return False
         self._read()
         return True
 
     def cancel(self) -> None:
         """Cancel the receive, unless a message has matched it."""
-        if self._request:
-            self._request.Cancel()
+        if not self._requests:
+            self.cancelled = self._envelope is None  # it was not started
+        elif self._requests[0]:
+            self._requests[0].Cancel()
 
     def _read(self) -> None:
         status = self._status
@@ -135,4 +141,5 @@ class Posted:
             self._envelope = Envelope(source, tag, number, nbytes, offset, handle)
         if self._ended is not None:
             self._ended(self)
-        self._request = self._ended = None  # last, so that an interrupt loses nothing
+        self._ended = None
+        self._requests.clear()  # last, so that an interrupt loses nothing

@@ -29,7 +29,7 @@ from numba_symm.mpi import buffers, packing, rooms
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.channels import MOST, Channel, Receipts
 from numba_symm.mpi.copies import Copies
-from numba_symm.mpi.crossings import Copying, Crossing, Data, on_host
+from numba_symm.mpi.crossings import Coming, Copying, Crossing, Data, on_host
 from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of, nothing
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.requests import waited
@@ -140,7 +140,7 @@ class Post:
         sent = np.array([each.sent for each in channels]).T.copy()  # a row each rank
         wanted = np.empty_like(sent)
         request = self._receipts.comm.Ialltoall(sent, wanted)
-        self._receipts.keep(request, (sent, wanted))
+        self._receipts.keep([request], (sent, wanted))
         waited(request.Test, check)
         for posted in list(self._open):
             posted.cancel()
@@ -355,10 +355,13 @@ class Post:
 
     def _posted(self, source: int, tag: int) -> "Posted":
         """Post a receive of MPI, which writes its room even if a program drops it."""
-        room = bytearray(_MOST)
-        request = self._envelopes.comm.Irecv(room, source, tag)
-        posted = Posted(request, room, self._read, source=source, tag=tag)
-        self._open.add(posted)
+        posted = Posted(bytearray(_MOST), self._read, source=source, tag=tag)
+        self._open.add(posted)  # first, as an interrupt may follow the start
+        try:
+            posted.start(self._envelopes.comm)
+        except BaseException:
+            self.withdraw(posted)
+            raise
         return posted
 
     def _read(self, posted: "Posted") -> None:
@@ -372,6 +375,7 @@ class Post:
         """Cancel a receive; a message that has matched it stays for another one."""
         posted.cancel()
         posted.wait(nothing)  # a cancelled receive ends without the peer
+        self._open.discard(posted)  # if it was not started
         if posted.cancelled:
             return
         found = posted.envelope
@@ -443,15 +447,14 @@ class Post:
         self._check_open("Recv")  # after a Free, the sender reuses the memory
         if len(self._copying) >= MOST:  # some may belong to requests given up
             self.reap()
-        crosses = envelope.nbytes > 0 and not envelope.handle
-        coming = room = None
+        coming, room = self._data.coming(envelope), None
         try:
             number = items_of(envelope, into)
             into = into if number is None else into._replace(number=number)
-            if crosses:
+            if coming is not None:
                 room = self._room_for(envelope.nbytes)
-                coming = self._data.receive(envelope)
-                found = self._crossing(envelope, into, after, room, *coming)
+                self._data.receive_parts(coming)
+                found = self._crossing(envelope, into, after, room, coming)
             else:
                 block = opened(envelope.handle) if envelope.nbytes else None
                 source = 0 if block is None else block.address + envelope.offset
@@ -460,8 +463,8 @@ class Post:
         except BaseException:
             self._give_back(room)
             self._acknowledge(envelope)
-            if crosses and coming is None:
-                self._data.receive(envelope)  # so that MPI does not keep the data
+            if coming is not None:
+                self._data.receive_parts(coming)  # so that MPI does not keep the rest
             raise
         self._copying.append(found)
         return found
@@ -472,17 +475,16 @@ class Post:
         into: buffers.Message,
         after: Event | None,
         room: Room,
-        requests: list[MPI.Request],
-        data: Any,
+        coming: Coming,
     ) -> Copying:
         """Copy data from another island when it has arrived in host memory."""
 
-        def begin() -> Event:
-            host, address, nbytes = data.ctypes.data, room.address, envelope.nbytes
-            streams.copy_from_host(address, host, nbytes, self.copies.stream)
-            return self.copies.begin(into, address, nbytes, room.memory, after)
+        def start() -> Event:
+            host, nbytes = coming.data.ctypes.data, envelope.nbytes
+            streams.copy_from_host(room.address, host, nbytes, self.copies.stream)
+            return self.copies.begin(into, room.address, nbytes, room.memory, after)
 
-        done = Crossing(requests, begin, self.check, self._lock)
+        done = Crossing(coming.requests, start, self.check, self._lock)
         return Copying(done, envelope, into, None, room)
 
     def _acknowledge(self, envelope: Envelope) -> None:

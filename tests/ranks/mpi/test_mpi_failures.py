@@ -21,6 +21,7 @@ from numba_symm.mpi.envelopes import Envelope, Posted
 from numba_symm.mpi.pending import Receiving
 from numba_symm.mpi.rooms import LEAST, rooms_of
 from numba_symm.sharing import sent
+from tests.interrupts import interrupted
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island  # of messages of device arrays
@@ -316,6 +317,22 @@ def test_finalize_frees_first(world, monkeypatch):
     monkeypatch.setattr(comm_of_mpi.MPI, "Finalize", lambda: seen.append(made._made))
     MPI.Finalize()
     assert seen == [None]
+    made.Free()
+
+
+def test_free_waits_for_no_message_that_an_interrupt_has_ended(world, monkeypatch):
+    made, x, out = MPI.Comm(world, timeout=20), array(1), array(-1)
+
+    def call():
+        made.Sendrecv(x, made.rank, 1, out, made.rank, 1)
+
+    def take_what_was_left():
+        while (found := made.Improbe(made.rank)) is not None:
+            found.Recv(out)
+
+    call()
+    assert interrupted(call, take_what_was_left, turns=400)
+    monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "5")
     made.Free()
 
 

@@ -1,0 +1,103 @@
+"""A signal handler that raises right after MPI has started a call loses no request.
+
+Otherwise MPI would use the call's memory after it was freed.
+"""
+
+import ctypes
+import signal
+
+import pytest
+
+from numba_symm.engines import mpi as engine_of_mpi
+from numba_symm.engines.protocol import Parcel
+from numba_symm.launch import waiting
+from numba_symm.mpi import crossings
+from numba_symm.mpi.channels import Channel
+from numba_symm.mpi.crossings import Data
+from numba_symm.mpi.envelopes import Envelope, Posted
+
+SIGNAL = signal.SIGUSR1
+
+
+class Interrupt(BaseException):
+    """What the signal's handler raises."""
+
+
+class Memory:
+    """Converts any memory of a call to the argument of C's ``raise``."""
+
+    @staticmethod
+    def from_param(given):
+        return ctypes.c_int(SIGNAL)
+
+
+CALL = ctypes.CDLL(None)["raise"]
+CALL.argtypes = [Memory, ctypes.c_int, ctypes.c_int]
+
+
+class Host:
+    """Its calls return 0, as their request. Then Python runs the signal's handler."""
+
+    rank, size = 0, 2
+    Irecv = Isend = Issend = isend = CALL
+
+    def Dup(self):
+        return self
+
+
+@pytest.fixture(autouse=True)
+def interrupting():
+    def handler(number, frame):
+        raise Interrupt
+
+    before = signal.signal(SIGNAL, handler)
+    yield
+    signal.signal(SIGNAL, before)
+
+
+def interrupted(call, *args, **options):
+    with pytest.raises(Interrupt):
+        call(*args, **options)
+
+
+def test_a_receive_of_an_envelope():
+    posted = Posted(bytearray(8), source=1, tag=1)
+    interrupted(posted.start, Host())
+    assert posted._requests == [0]
+
+
+@pytest.mark.parametrize("matched", [False, True])
+def test_a_send_is_counted_and_its_data_kept(matched):
+    channel, data = Channel(Host()), b"data"
+    interrupted(channel.send, data, 1, matched=matched)
+    assert channel._kept == [([0], data)]
+    assert channel.sent == [0, 1]
+
+
+def test_each_part_of_data_is_received_once(monkeypatch):
+    monkeypatch.setattr(crossings, "_PART", 2)
+    data = Data(Host(), tags=8)
+    coming = data.coming(Envelope(1, 0, number=3, nbytes=5, offset=0, handle=b""))
+    for number in (1, 2, 3):
+        interrupted(data.receive_parts, coming)
+        assert data.taken == len(coming.requests) == number
+    data.receive_parts(coming)
+    assert data.taken == 3
+    assert all(requests is coming.requests for requests, _ in data._kept)
+
+
+@pytest.mark.parametrize("kind", [engine_of_mpi._Send, engine_of_mpi._Receive])
+def test_an_engine_knows_what_uses_its_buffers(kind):
+    class Engine:
+        _comm, _room = Host(), engine_of_mpi.Direct()
+
+    memory = ctypes.create_string_buffer(8)
+    move = kind(Engine(), 0, Parcel(1, ctypes.addressof(memory), 8), 0)
+    interrupted(move.advance)
+    assert move.requests == [0]
+
+
+def test_a_value_for_other_ranks():
+    sends = []
+    interrupted(waiting._send_to_others, Host(), "value", sends)
+    assert sends == [0]
