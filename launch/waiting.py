@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from itertools import starmap
 from typing import Any, TypeVar, cast
 
-from numba_symm import waits
+from numba_symm import environment, waits
 from numba_symm.errors import (
     CollectiveError,
     CollectiveTimeout,
@@ -97,11 +96,9 @@ class Wait:
         now = time.monotonic()
         if now > self._word:
             self._word = math.inf
-            warnings.warn(
+            environment.warn(
                 f"rank {self._rank} has {self.said(absent)} for {PATIENCE:g} s; "
-                "NUMBA_SYMM_SETUP_TIMEOUT sets the seconds after which it gives up",
-                RuntimeWarning,
-                stacklevel=2,
+                "NUMBA_SYMM_SETUP_TIMEOUT sets the seconds after which it gives up"
             )
         # A rank may be past it because all had arrived, which this one may see later.
         before, self._forsaken = self._forsaken, any(look() for look in _watched.get())

@@ -14,13 +14,13 @@ on a GPU under a lock, because loading may wait for a peer that waits for the lo
 import functools
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from numba_symm import environment
 from numba_symm.launch import locks
 
 LONGEST_WAIT = 30.0
@@ -209,4 +209,4 @@ def _warn(text: str) -> None:
     global _warned
     if not _warned:
         _warned = True
-        warnings.warn(f"numba_symm: {text}", RuntimeWarning, stacklevel=2)
+        environment.warn(f"numba_symm: {text}")

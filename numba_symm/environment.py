@@ -19,6 +19,7 @@ stream of the handle 0.
 
 import functools
 import os
+import sys
 import warnings
 from typing import Any
 
@@ -64,8 +65,18 @@ def warn_of_unknown() -> None:
 
 @functools.cache
 def warn_once(text: str) -> None:
-    """Warn once in a process, at the line three calls above this one."""
-    warnings.warn(f"numba_symm: {text}", RuntimeWarning, stacklevel=4)
+    """Warn once in a process, as :func:`warn`."""
+    warn(f"numba_symm: {text}")
+
+
+def warn(text: str) -> None:
+    """Warn at the line of the program that called this library."""
+    frame, level, ours = sys._getframe().f_back, 2, 1
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "numba_symm":
+            ours = level  # between two of ours may be some of contextlib
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, RuntimeWarning, stacklevel=ours + 1)
 
 
 def backends_of(*, simulated: bool) -> tuple[str, ...]:

@@ -147,6 +147,7 @@ def late_for_set_up_calls(world):
         warnings.simplefilter("always")
         facts["zeros"] = attempt(lambda: comm.zeros(10))
     facts["warned"] = [str(each.message) for each in warned]
+    facts["where"] = {each.filename for each in warned}
     facts["close"] = attempt(comm.close)
     return facts
 
@@ -165,6 +166,7 @@ def test_a_deadline_of_set_up_calls():
         if rank != AWAY:
             (text,) = facts["warned"]
             assert re.match(rf"{waited}zeros for 0.3 s; NUMBA_SYMM_SETUP_TIMEOUT", text)
+            assert facts["where"] == {__file__}  # the line that waits
         assert facts["close"][0] == ""
 
 

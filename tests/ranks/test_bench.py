@@ -430,8 +430,10 @@ def test_measured_limits_are_used_if_they_are_rank_0s_and_of_this_node(
         assert used(world) == name
     if world.rank == 0:
         tuned.write("another GPU", world.size, {"all_reduce": Choice(steps, steps)})
-        with pytest.warns(RuntimeWarning, match=f"of GPU another GPU, not of {gpu}"):
+        text = f"of GPU another GPU, not of {gpu}"
+        with pytest.warns(RuntimeWarning, match=text) as warned:
             assert used(world) == "one_shot_sentinel"
+        assert [each.filename for each in warned] == [__file__]
     else:
         assert used(world) == "one_shot_sentinel"
     assert before in ALL_REDUCE.algorithms
