@@ -216,11 +216,9 @@ class Islands(Island):
         try:
             # A gate's messages have no name, so they could end a step of another call.
             self.exchange.all_gather(None, wait.what, wait)
-        except CollectiveError:
-            failure = self.board.failure()
-            if failure is None:
-                raise
-            return failure
+        except CollectiveError as error:
+            self.fail(error)  # a rank refuses before the watchdogs report why
+            return self.board.failure()
         return self._across.gate(wait)
 
     def fail(self, error: CollectiveError) -> None:

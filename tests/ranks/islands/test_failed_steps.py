@@ -121,6 +121,21 @@ def test_a_failure_at_any_step_of_a_split_leaves_no_rank_waiting(world, monkeypa
     assert number > 10
 
 
+@pytest.mark.parametrize("call", ["close", "dup"])
+def test_a_refusal_before_the_report_of_a_failure_is_that_failure(world, comm, call):
+    """As of a rank that leaves the with block by an error while others close."""
+    refusal = ns.RankLeft("rank 0 left by SystemExit: 3", ranks=(0,))
+
+    def refuses(*given):
+        raise refusal
+
+    with receiving(0, refuses), pytest.raises(ns.RankLeft) as caught:
+        getattr(comm, call)()
+    assert str(caught.value).startswith(f"{refusal}; results since the last check are")
+    assert comm._calls.island.failed
+    world.barrier()
+
+
 def test_a_late_rank_of_a_set_up_call_is_named_with_its_node(world, comm):
     island, late = comm._calls.island, world.size - 1
     island.exchange.timeout = 0.1
