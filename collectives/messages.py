@@ -29,6 +29,7 @@ from numba_symm.collectives.transfers import (
 )
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
+from numba_symm.launch.ranks import name_ranks
 
 
 def sending(
@@ -100,6 +101,13 @@ def request(calls: Calls, what: str, call: Prepared) -> Request:
     """Start a prepared ``isend`` or ``irecv``, beside all other calls."""
     requests, (handle, _) = calls.requests, call.stream
     if requests is None:
+        parts = calls.island.parts
+        if len(parts) > 1:
+            found = "; ".join(map(name_ranks, parts))
+            raise ArgumentError(
+                f"{what}: expected a communicator of one island, got the islands "
+                f"{found}; use send, recv and group"
+            )
         raise ArgumentError(
             f"{what}: expected a communicator with requests, got one without; pass "
             "requests=True to Communicator"

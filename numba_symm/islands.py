@@ -91,9 +91,11 @@ class Islands(Island):
             # Here, because another island may fail in this step.
             self._undo.callback(self.inner.close_locally)
             self._shared.callback(self.inner.close)
+        others = tuple(part for part in self.parts if part != mine)
         self.inner.note = (
-            f"; these are {ranks.name_ranks(mine)} of the communicator, because "
-            "symmetric memory is of an island"
+            "; ranks are numbered within the island of "
+            f"{described((mine,), self.nodes)}, which cannot access the memory of "
+            f"{described(others, self.nodes)}"
         )
         self.channel, self.board = self.inner.channel, self.inner.board
         self.backend, self.refused = self.inner.backend, self.inner.refused

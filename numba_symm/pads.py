@@ -45,13 +45,13 @@ def check_channel(channel: int, what: str) -> int:
     return channel
 
 
-def check_peer(peer: int, rank: int, world_size: int, what: str) -> int:
-    """Return ``peer``. Raise ArgumentError if it is not another rank."""
+def check_peer(peer: int, rank: int, world_size: int, what: str, note: str) -> int:
+    """Return ``peer``. Raise ArgumentError, with the note, if it is no other rank."""
     if not isinstance(peer, int) or not 0 <= peer < world_size or peer == rank:
-        others = [r for r in range(world_size) if r != rank]
+        own = ", which is this rank" if peer == rank else ""
         raise ArgumentError(
-            f"{what}: expected one of the other ranks {others}, got {peer!r}; a signal "
-            "to oneself orders nothing"
+            f"{what}: expected another rank from 0 to {world_size - 1}, got {peer!r}"
+            f"{own}{note}"
         )
     return peer
 

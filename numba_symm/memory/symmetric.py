@@ -279,7 +279,7 @@ class SymmetricMemory:
         ``dst`` is another rank.
         """
         pads.check_channel(channel, "put_signal")
-        pads.check_peer(dst, self.rank, self.world_size, "put_signal")
+        self._check_peer(dst, "put_signal")
         self._launch("put_signal", pads.put_signal_kernel, stream, dst, channel)
 
     def wait_signal(self, src: int, channel: int = 0, stream: Any = None) -> None:
@@ -289,8 +289,11 @@ class SymmetricMemory:
         rank.
         """
         pads.check_channel(channel, "wait_signal")
-        pads.check_peer(src, self.rank, self.world_size, "wait_signal")
+        self._check_peer(src, "wait_signal")
         self._launch("wait_signal", pads.wait_signal_kernel, stream, src, channel)
+
+    def _check_peer(self, peer: int, what: str) -> None:
+        pads.check_peer(peer, self.rank, self.world_size, what, self._island.note)
 
     def _launch(self, what: str, kernel: Any, stream: Any, *args: int) -> None:
         self._check_open()

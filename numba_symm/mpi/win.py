@@ -22,6 +22,7 @@ from numba_symm import arrays, streams
 from numba_symm.arrays import ArrayView, Memory
 from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
+from numba_symm.launch.ranks import grouped, name_ranks
 from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Message, message
 from numba_symm.mpi.comm import Device
@@ -143,11 +144,12 @@ class Win(MPI.Win):
 
     @classmethod
     def _made(cls, comm: Device, memory: Any, unit: int, info: MPI.Info) -> "Win":
-        if len(set(comm.post.islands)) > 1:
+        parts = grouped(dict(enumerate(map(str, comm.post.islands))))
+        if len(parts) > 1:
+            found = "; ".join(map(name_ranks, parts.values()))
             raise unsupported(
-                "Win: the ranks are on several islands, and no rank can map the memory "
-                "of another one; make a window of the ranks of one island, by "
-                "comm.Split"
+                "Win: expected ranks of one island, which can map each other's memory, "
+                f"got the islands {found}; make a window for each, by comm.Split"
             )
         units, mapped = _mapped(comm, memory, unit)
         # Memory of MPI's own, so that its locks need nothing of their target.
