@@ -24,6 +24,7 @@ from numba_symm.collectives.islands.moves import ONE_RAIL, chained
 from numba_symm.collectives.islands.pipeline import CHUNK, several, ticks
 from numba_symm.collectives.islands.reductions import ONE_STEP, SMALL
 from numba_symm.collectives.islands.site import STAGING
+from numba_symm.environment import SIMULATED
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -354,6 +355,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = "draw how close each operation is to its bound, into a file such as r.png"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=words)
     asked = parser.parse_args(argv)
+    if SIMULATED:
+        parser.error("the simulator has chunks of its own; unset NUMBA_ENABLE_CUDASIM")
     nodes = of_eight()
     for operation in BOUNDS:
         print(f"\n{operation}: microseconds (the slower link's ÷ them)\n")

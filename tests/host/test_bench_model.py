@@ -53,3 +53,13 @@ def test_times_between_measured_ones_are_interpolated():
         [1.0, 1.0, 2.0, 4.0, 4 * 2**0.5]
     )
     assert curve(3200) == 16.0
+
+
+def test_the_simulator_is_refused(monkeypatch, capsys):
+    """Its chunks are of a few KiB, so the tables would be wrong by tens of times."""
+    monkeypatch.setattr(model, "SIMULATED", True)
+    with pytest.raises(SystemExit):
+        model.main([])
+    streams = capsys.readouterr()
+    assert "unset NUMBA_ENABLE_CUDASIM" in streams.err
+    assert not streams.out
