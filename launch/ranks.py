@@ -234,6 +234,11 @@ def is_mpi(comm: object) -> bool:
     return mpi is not None and isinstance(comm, mpi.Comm)
 
 
+def of_job(comm: Comm) -> int:
+    """Return the number of ranks of a communicator's job, if MPI is there to ask."""
+    return max(comm.size, mpi().COMM_WORLD.size) if is_mpi(comm) else comm.size
+
+
 def mpi() -> Any:
     """Return mpi4py's module, for a communicator that is mpi4py's."""
     return sys.modules["mpi4py.MPI"]

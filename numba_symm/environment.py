@@ -221,7 +221,7 @@ def island_size(ranks: int | None = None) -> int | None:
     """Return the most ranks of a pretended island; None: islands are found.
 
     Args:
-        ranks: the number of ranks, which it must not exceed; None: unknown.
+        ranks: the number of ranks of the job, which it must not exceed; None: unknown.
 
     Raises:
         ArgumentError: the variable is not such a number.
@@ -231,7 +231,7 @@ def island_size(ranks: int | None = None) -> int | None:
         return None
     number = int(value) if value.strip().isdecimal() else 0
     if number < 1 or (ranks is not None and number > ranks):
-        most = "" if ranks is None else f" to {ranks}, the number of ranks"
+        most = "" if ranks is None else f" to {ranks}, the number of ranks of the job"
         least = "at least 1" if ranks is None else "1"
         raise ArgumentError(
             f"NUMBA_SYMM_ISLAND_SIZE={value!r}: expected an integer of {least}{most}; "

@@ -127,7 +127,8 @@ class Island:
             environment.chosen_setup_timeout()
             self.timeout = environment.chosen_timeout(timeout)
             if not self._own:
-                self._most = environment.island_size(self.world.size)
+                # A communicator of fewer ranks is made in many programs, too.
+                self._most = environment.island_size(ranks.of_job(self.comm))
         pretended = f", NUMBA_SYMM_ISLAND_SIZE={self._most}" if self._most else ""
         exchange.agree_equal(f"timeout={self.timeout:g}{pretended}", "Communicator")
         self.parts: Parts = (tuple(range(self.world.size)),)

@@ -187,6 +187,17 @@ def test_a_duplicate_works_beside_the_original(comm, world):
             check_works(each)
 
 
+@needs_peers
+def test_a_part_may_be_smaller_than_the_islands_that_are_pretended(world, monkeypatch):
+    """As the rest of rows of two, of which mpi4py's Split makes a communicator."""
+    monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", str(max(2, world.size - 1)))
+    row = world.Split(world.rank // (world.size - 1))
+    with ns.Communicator(row) as comm:
+        assert comm.islands == (tuple(range(comm.size)),)
+        check_works(comm)
+    row.Free()
+
+
 @of_one_island
 def test_a_duplicate_needs_no_method_split(world):
     with ns.Communicator(Undivided(world), timeout=60) as comm, comm.dup() as other:
