@@ -106,7 +106,7 @@ def world():
 
 @pytest.fixture
 def backend():
-    """Nothing here: a file that wants another kind of memory overrides it."""
+    """Do nothing. A file that needs another kind of memory overrides this."""
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 class AtOnce:
-    """Prints a failure when it happens: its rank may not live to see the summary."""
+    """Prints a failure when it happens, because its rank may end before the summary."""
 
     @staticmethod
     def pytest_runtest_logreport(report):

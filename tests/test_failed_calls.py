@@ -189,7 +189,7 @@ def test_a_call_that_fails_on_one_rank_fails_on_all():
 
 
 def errs_before_its_call(world):
-    """Its arguments are wrong: that is not a call, and the right one may follow."""
+    """Its arguments are wrong, which is not a call, so the right one may follow."""
     with ns.Communicator(world, timeout=PATIENT) as comm:
         x = cuda.to_device(np.full(100, comm.rank, np.float32))
         if comm.rank == AWAY:

@@ -327,7 +327,7 @@ def late(world):
 
 
 def test_a_late_rank_is_waited_for():
-    """Indefinitely if the timeout is 0, otherwise until a longer timeout."""
+    """Ranks wait indefinitely if the timeout is 0, otherwise until a longer timeout."""
     assert run_ranks(2, late) == [[True, True]] * 2
 
 

@@ -28,7 +28,7 @@ CHAIN = [name for name in ALL_REDUCE.algorithms if name not in FLOATS]
     ids=", ".join,
 )
 def test_four_communicators_in_different_orders(world, algorithms):
-    """Each rank issues to them in its own order: all four must run simultaneously."""
+    """Each rank calls them in its own order, so all four must run simultaneously."""
     with ExitStack() as stack:
         comms = [
             stack.enter_context(ns.Communicator(world, timeout=60)) for _ in range(4)
@@ -62,7 +62,7 @@ def test_four_communicators_in_different_orders(world, algorithms):
 
 
 def test_children_on_streams_of_their_own_run_at_once(comm):
-    """Each rank issues to its row, its column and all in an order of its own."""
+    """Each rank calls its row, its column and all in an order of its own."""
     colors = [comm.rank // 2, comm.rank % 2, 0]
     with ExitStack() as stack:
         children = [stack.enter_context(comm.split(color)) for color in colors]
@@ -156,7 +156,7 @@ def test_communicators_and_a_product_before_each_call(world, number, fewer):
 
 
 def test_a_thousand_mixed_calls(comm):
-    """The ranks run ahead of each other as they like; results are looked at last."""
+    """Ranks may run ahead of each other, because results are checked last."""
     lot = random.Random(5)
     streams = [None, cuda.stream(), Device().create_stream()]
     inputs = {

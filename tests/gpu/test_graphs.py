@@ -156,7 +156,7 @@ def test_exchanges_by_copy_engines_in_a_graph(comm, stream):
 def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(
     comm, stream, reducing
 ):
-    """Symmetric at first; those from ordinary arrays go through the workspace."""
+    """The first arrays are symmetric. Calls from ordinary ones use the workspace."""
     count, direct = 300_001, {"algorithm": "direct"}
     last = comm.size - 1
     for new in (comm.zeros, lambda *a: to_device(np.zeros(*a))):
@@ -178,7 +178,7 @@ def test_broadcasts_and_reductions_between_own_arrays_in_a_graph(
 
 
 def test_reductions_of_own_arrays_by_shards_in_a_graph(comm, stream):
-    """Out of place, then in place; those of ordinary arrays through the workspace."""
+    """Calls are out of place, then in place. Ordinary arrays use the workspace."""
     part, direct = 100_003, {"algorithm": "direct"}
     ranks = comm.size * (comm.size + 1) // 2
     mine = slice(comm.rank * part, (comm.rank + 1) * part)

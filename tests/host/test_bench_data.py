@@ -84,7 +84,7 @@ def test_expected_contents_are_concatenated():
 @pytest.mark.parametrize("type_", TYPES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
 def test_results_are_exact_in_any_order(type_, op, ranks):
-    """Even if partial results are rounded to the dtype."""
+    """Partial results may be rounded to the dtype."""
     dtype = TYPES[type_]
     patterns = reducible(np.random.default_rng(1), ranks, op, dtype)
     assert patterns.shape == (ranks, PERIOD)

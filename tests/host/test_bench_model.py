@@ -17,7 +17,7 @@ def test_the_docs_have_the_models_tables():
 
 
 def test_what_it_is_checked_against_is_what_was_recorded():
-    """The means of two runs over sockets, and none of NVLink's."""
+    """These are the means of two runs over sockets, and none of NVLink's."""
     steps, bare = model.recorded("steps"), model.recorded("bare")
     assert steps["all_gather"][1 << 10] == pytest.approx((40.2 + 36.1) / 2)
     assert steps["broadcast"][1 << 28] == pytest.approx((77012.4 + 71244.7) / 2)

@@ -169,7 +169,7 @@ if one.rank == 0:
 
 
 def test_communicators_outlive_mpi_and_name_a_rank_that_has_ended(tmp_path):
-    """The others see the end of the process."""
+    """The other ranks detect the end of the process."""
     script = tmp_path / "script.py"
     script.write_text(ENDS)
     ended = start("run", "-n", 2, "--simulate", script)

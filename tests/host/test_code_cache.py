@@ -210,7 +210,7 @@ def test_a_child_forked_meanwhile_keeps_no_lock(cache, start):
 def test_without_room_for_an_entry_those_who_waited_compile_together(
     cache, monkeypatch
 ):
-    """One after another, the last of many ranks would be late."""
+    """If they compiled one after another, the last of many ranks would be late."""
     monkeypatch.setattr(code_cache, "store", lambda key, code: None)
     together = threading.Barrier(4)
 

@@ -215,7 +215,7 @@ BODIES = [
 
 
 def test_functions_of_other_bodies_are_shown_as_such():
-    """Under one name: ranks that compare these texts see that they differ."""
+    """They have one name, but ranks that compare these texts find that they differ."""
     shown = {repr(dtypes.reduction(function, "here")) for function in BODIES}
     assert len(shown) == len(BODIES)
     again = function_of("op = lambda a, b: a + scale * b", scale=3)

@@ -37,7 +37,7 @@ RESULTS = {
 
 
 class Driver:
-    """Stands for the driver: what was called, what is held, what fails next."""
+    """A substitute for the driver: what was called, what is held, what fails next."""
 
     def __init__(self):
         self.calls = []

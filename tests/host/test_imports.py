@@ -115,7 +115,7 @@ def test_imports_within_functions_have_a_reason():
 
 
 def test_no_module_imports_itself_by_way_of_others():
-    """All imports count: those in functions, and those for type checkers, too."""
+    """All imports count, also those in functions and those for type checkers."""
     left = {name: at_top | within for name, (at_top, within) in GRAPH.items()}
     before = None
     while left != before:  # without those that import none of them, or no other imports

@@ -388,7 +388,7 @@ def test_a_kernel_beside_nccls_has_multiprocessors_left(all_of_them, wanted):
 def test_a_start_that_fails_on_another_rank_leaves_nothing(
     gpu, fake, ranks, monkeypatch, number
 ):
-    """Neither the word of the marks nor NCCL's communicator."""
+    """Both the word of the marks and NCCL's communicator are freed."""
     freed = []
 
     def step(failing):

@@ -222,7 +222,7 @@ def test_an_mpi_communicator_is_duplicated_and_freed_once(mpi):
 
 
 def test_an_interrupted_rank_continues_with_the_same_duplicate(mpi, monkeypatch):
-    """MPI cannot take a call back, and the other ranks wait for this one."""
+    """MPI cannot cancel the call, and the other ranks wait for this one."""
 
     def interrupted(self, absent):
         raise KeyboardInterrupt

@@ -51,7 +51,7 @@ def test_silent_callers_keep_nobody_out(address):
     silent = [caller(address) for _ in range(broker._CALLERS + 20)]
     started = time.monotonic()
     assert asked(address) == ("0 1 2 3", 5)
-    assert silent[0].recv(1) == b""  # more at a time are not suffered
+    assert silent[0].recv(1) == b""  # the broker admits no more at a time
     assert time.monotonic() - started < SOON
     silent[-1].settimeout(0.1)
     with pytest.raises(TimeoutError):

@@ -123,7 +123,7 @@ def test_a_failure_at_any_step_of_a_split_leaves_no_rank_waiting(world, monkeypa
 
 @pytest.mark.parametrize("call", ["close", "dup"])
 def test_a_refusal_before_the_report_of_a_failure_is_that_failure(world, comm, call):
-    """As of a rank that leaves the with block by an error while others close."""
+    """A rank may leave the with block by an error while others close."""
     refusal = ns.RankLeft("rank 0 left by SystemExit: 3", ranks=(0,))
 
     def refuses(*given):

@@ -179,7 +179,7 @@ def test_a_call_is_worked_out_once(comm, world, packed):
 
 @needs_peers
 def test_remembered_calls_are_distinguished(comm, world):
-    """Calls on equal addresses: by count, type, shape, peer, root, displacements."""
+    """Addresses are equal; count, type, shape, peer, root or displacements differ."""
     right, left = right_and_left(comm)
     size, rank = comm.size, comm.rank
     x, out = comm.zeros(240, np.uint8), comm.zeros(240 * size, np.uint8)
@@ -268,7 +268,7 @@ def test_wrong_arguments_that_equal_remembered_ones_are_refused(comm, world):
 @needs_peers
 @of_one_island
 def test_memory_freed_and_allocated_anew(comm, world, packed):
-    """Mostly at the same address: what is remembered is of the old memory."""
+    """It mostly has the same address, but what is remembered is of the old memory."""
     right, left = right_and_left(comm)
     out = ordinary(100, np.float32)
     for step in range(5):
@@ -287,7 +287,7 @@ def test_memory_freed_and_allocated_anew(comm, world, packed):
 
 
 def test_all_to_all_v_in_place(comm, world):
-    """Alone, as a plan, in a group beside another one, and of an array with gaps."""
+    """It works alone, as a plan, in a group beside another one, and with gaps."""
     size, rank, dtype = comm.size, comm.rank, np.dtype(np.int32)
     table = [[3 + (5 * r + 3 * s) % 7 for s in range(size)] for r in range(size)]
     sent, taken = table[rank], [row[rank] for row in table]

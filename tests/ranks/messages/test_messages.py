@@ -110,7 +110,7 @@ def test_a_sender_far_ahead_of_its_receivers(comm, world):
 
 @needs_peers
 def test_messages_of_a_group_progress_together(comm, world):
-    """All send first, messages that no buffer holds; each to all, in a group."""
+    """In a group, each rank first sends to all, by messages that no buffer holds."""
     dtype = DTYPES[2]
     count = edges(comm.size)[-1] // 4
     outs = {}
@@ -135,7 +135,7 @@ def test_messages_of_a_group_progress_together(comm, world):
 @needs_peers
 @pytest.mark.parametrize("number", [2, 3, 9])
 def test_messages_of_a_pair_match_in_order(comm, world, number):
-    """Whether their ranks group them or not."""
+    """They match whether or not their ranks group them."""
     right, left = right_and_left(comm)
     dtype, counts = DTYPES[1], [5 + 7 * (i % 4) for i in range(number)]
     xs = [ordinary(n, dtype) for n in counts]
@@ -164,7 +164,7 @@ def test_messages_of_a_pair_match_in_order(comm, world, number):
 
 @needs_peers
 def test_empty_messages_are_messages(comm, world):
-    """They keep their order; in the v forms, too, where counts are 0."""
+    """They keep their order, also in the v forms, where counts are 0."""
     right, left = right_and_left(comm)
     nothing, x, out = comm.zeros(0), comm.zeros(5), comm.zeros(5)
     put(x, np.full(5, comm.rank, np.float32))

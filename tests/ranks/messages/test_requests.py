@@ -256,7 +256,7 @@ def test_a_failed_request_fails_on_every_rank(world, how):
 
 @needs_peers
 def test_a_dropped_communicator_ends_its_requests(world):
-    """The other ranks' requests, too."""
+    """It ends the other ranks' requests, too."""
     comm = ns.Communicator(world, timeout=60, requests=True)
     out = filled(LARGE, -1)
     request = comm.irecv(out, src=(comm.rank + 1) % comm.size)

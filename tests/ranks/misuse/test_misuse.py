@@ -406,7 +406,7 @@ def test_debug_mode_reports_what_differs(careful, everywhere, last, name, differ
 
 @needs_peers
 def test_debug_mode_compares_what_functions_compute(careful, everywhere, last):
-    """Functions of one name, which refer to different values."""
+    """The functions have one name, and refer to different values."""
     factor = 2 if last else 1
     x = ordinary(3, "f4")
     said = everywhere(

@@ -76,7 +76,7 @@ def test_a_message_may_be_shorter_than_its_room(comm):
 
 
 def test_all_send_before_any_receives(comm):
-    """Large messages, too: a send never waits for its receiver."""
+    """A send never waits for its receiver, whatever its size."""
     right, left = around(comm)
     number = 2 * BLOCK // 4 + 3
     x, out = cuda.to_device(np.full(number, comm.rank, "i4")), room(number)
@@ -485,7 +485,7 @@ def test_a_refused_tag_keeps_no_memory(comm):
 
 
 def test_requests_of_mpi4py(comm):
-    """Null requests, and those of pickled objects."""
+    """They are null requests, and those of pickled objects."""
     assert MPI.Request() == MPI.REQUEST_NULL
     assert not MPI.Request()
     assert MPI.Request().Wait()

@@ -122,7 +122,7 @@ def test_moves_of_arrays_with_gaps(comm, world, kind):
 @of_one_island
 @pytest.mark.parametrize("kind", KINDS)
 def test_messages_of_arrays_with_gaps(comm, world, kind):
-    """Alone, in groups, as plans, as requests, and shorter than the room."""
+    """They work alone, in groups, as plans, as requests, and shorter than the room."""
     size, rank = comm.size, comm.rank
     right, left = (rank + 1) % size, (rank - 1) % size
     x, whole = made(kind, np.float32, of_rank(rank))

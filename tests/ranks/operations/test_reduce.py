@@ -159,7 +159,7 @@ def test_a_function_is_applied_in_rank_order(comm, world, algorithm):
 
 
 def test_one_after_another_without_the_host(comm, world):
-    """Any root after any other, among operations on the same mailboxes and slots."""
+    """Any root may follow any other, among calls on the same mailboxes and slots."""
     random = np.random.default_rng(5)
     calls = []
     for step in range(20 if SIMULATED else 200):
