@@ -95,7 +95,7 @@ class Lane:
 
     def __init__(self, comm: ns.Communicator, seed: Sequence[int]):
         self.comm = comm
-        self._random = np.random.default_rng(seed)  # of all ranks
+        self._random = np.random.default_rng(seed)  # the same on all ranks
         self._own = np.random.default_rng((*seed, comm.rank))
         self._streams = [new_stream() for _ in range(2)]
         # For each stream, inputs and outputs: symmetric arrays and ordinary ones.

@@ -246,7 +246,7 @@ class Run:
             sizes.append(case.nbytes(row, self._comm.size))
             for name, row_times in times.items():
                 if name not in taken:
-                    row_times.append(row_times[-1])  # at least
+                    row_times.append(row_times[-1])  # it takes at least that
                     continue
                 record = best(records, name)
                 assert record is not None, f"{case.operation.name} by {name}"

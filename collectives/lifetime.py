@@ -84,7 +84,7 @@ def undone(island: Island) -> Iterator[ExitStack]:
         try:
             yield undo
         except BaseException as error:
-            with ExitStack() as steps:  # in reverse
+            with ExitStack() as steps:  # run in reverse order
                 steps.callback(island.give_up, error)
                 steps.push(undo.pop_all())
             raise
@@ -277,7 +277,7 @@ def _close(calls: Calls) -> None:
 def close_locally(calls: Calls, cause: BaseException, operation: str = "") -> None:
     """Close on this rank, even if steps fail; report the cause to the other ranks."""
     island = calls.island
-    with ExitStack() as steps:  # in reverse
+    with ExitStack() as steps:  # run in reverse order
         steps.callback(island.close_locally)
         steps.callback(calls.heap.close_locally)
         steps.callback(_forget, calls)
@@ -380,7 +380,7 @@ def _drop(
     deferred, because it waits for the GPU.
     """
     island.why_closed = "the communicator was dropped; keep it until it is closed"
-    with ExitStack() as steps:  # in reverse
+    with ExitStack() as steps:  # run in reverse order
         steps.callback(warnings.warn, f"{name} was not closed", ResourceWarning)
         steps.callback(_in_use.pop, island, None)
         steps.callback(setattr, island, "closed", True)
@@ -396,7 +396,7 @@ def _undo(
     context: Any,
 ) -> None:
     """Unmap the memory of a dropped communicator."""
-    with ExitStack() as steps:  # in reverse
+    with ExitStack() as steps:  # run in reverse order
         steps.enter_context(streams.on_context(context))
         steps.callback(island.close_locally)
         steps.callback(heap.close_locally)
@@ -419,7 +419,7 @@ def _warn_of_open() -> None:
     error: BaseException | None = getattr(sys, "last_value", None)
     for calls in list(_open):
         if not calls.when_dropped.alive:
-            continue  # in a forked child, the parent's
+            continue  # the parent's, in a forked child
         calls.island.abandon(error or "ended without closing the communicator")
         if error is None:
             warnings.warn(

@@ -47,7 +47,7 @@ def while_constructing(size: int) -> Iterator[None]:
     stop = threading.Event()
     errors: list[Exception] = []
     thread = threading.Thread(target=_compile, args=(size, stop, errors))
-    with ExitStack() as undo:  # in reverse
+    with ExitStack() as undo:  # run in reverse order
         undo.callback(_alone.release)
         undo.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(_INTERVAL)
@@ -74,7 +74,7 @@ def _compile(size: int, stop: threading.Event, errors: list[Exception]) -> None:
         with without_collecting():
             if not were_compiled():
                 first_kernel(min(size, MOST_RANKS)).compile_functions(stop.is_set)
-    except Exception as error:  # of Numba; the first call raises it again
+    except Exception as error:  # Numba's error; the first call raises it again
         errors.append(error)
 
 

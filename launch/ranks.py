@@ -214,7 +214,7 @@ def sentence(texts: dict[int, str], one: str, many: str) -> str:
     )
 
 
-_mpi_is_the_parents = False  # in a child that was forked from a process of MPI
+_mpi_is_the_parents = False  # true in a child forked from a process of MPI
 
 
 def _leave_mpi_to_the_parent() -> None:

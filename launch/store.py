@@ -183,7 +183,7 @@ class StoreExchange:
         try:
             messages = self._gathered(mine, wait or self.wait(what))
         except BaseException as error:
-            if not isinstance(error, SymmError):  # of this rank only, within the step
+            if not isinstance(error, SymmError):  # only this rank raises it
                 self.leave(error)
             raise
         places = dict(zip(self.names, map(_place, messages), strict=True))

@@ -35,7 +35,7 @@ from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 
 _WORDS = 1024  # bytes of each rank's text, the reason why it leaves
-_NAMES = 200  # of them: the numbers of ranks, as many as fit
+_NAMES = 200  # of these, bytes for the numbers of ranks, as many as fit
 _PIECE = 2048  # bytes that a rank passes at a time, with the total number first
 _LOCKS = 1 << 40  # beyond the file's end: one byte for each rank, locked while it lives
 _UNSURE = 0.01  # seconds after which a waiting rank checks whether the others live
@@ -346,7 +346,7 @@ class Board:
             if begun:
                 record = begun[0]
             else:
-                self._words[self._rank].value = packed  # before a record refers to it
+                self._words[self._rank].value = packed  # a record will refer to it
             for rank in range(self._size):
                 if not self._records[rank]:
                     self._records[rank] = record

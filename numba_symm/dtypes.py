@@ -244,7 +244,7 @@ def _digest_of(function: FunctionType) -> str:
     seen: set[int] = set()
 
     def add(value: Any) -> None:
-        value = getattr(value, "py_func", value)  # of a function decorated by Numba
+        value = getattr(value, "py_func", value)  # for a function decorated by Numba
         if isinstance(value, FunctionType):
             if id(value) not in seen:
                 seen.add(id(value))
@@ -286,7 +286,7 @@ def reduction(op: Any, what: str) -> Op:
         for name in (*REDUCTIONS, *LOCATED):
             if op == getattr(mpi, name.upper(), None):  # MPI has no AVG
                 return name
-    function = getattr(op, "py_func", op)  # of a function decorated by Numba
+    function = getattr(op, "py_func", op)  # for a function decorated by Numba
     if isinstance(function, FunctionType):
         return UserOperator(function)
     known = ", ".join(repr(name) for name in (*REDUCTIONS, *LOCATED))

@@ -182,7 +182,7 @@ class Thread(simulator.BlockThread):  # type: ignore[misc]
     def run(self) -> None:
         """Run every block of the team until a thread fails."""
         # Overflow wraps or is infinite, as on a GPU.
-        np.seterr(all="ignore")  # of this thread
+        np.seterr(all="ignore")  # in this thread
         team = self._manager
         while not team.has_failed():
             self.turn.acquire()

@@ -167,7 +167,7 @@ class StreamOrder:
             self._captured.popitem()[1].close()
 
 
-_CAPTURES = 16  # of one communicator at the same time, at most
+_CAPTURES = 16  # most captures of a communicator at a time
 
 
 class _Trail:

@@ -43,7 +43,7 @@ class Watchdog:
         self._stopping = threading.Event()
         self._sent: list[Any] = []
         self._told = False
-        self._silent = False  # without MPI
+        self._silent = False  # whether it must not use MPI any more
         _fall_silent_before_finalize()
         _running.add(self)
         self._thread: threading.Thread | None = threading.Thread(
@@ -68,7 +68,7 @@ class Watchdog:
                 self._board.abandon(f"cannot watch other islands ({summary(error)})")
                 with contextlib.suppress(Exception):
                     self.look()
-            finally:  # nobody else may look before the GPU is waited for
+            finally:  # no other look may come before the wait for the GPU
                 self._abort()
 
     def _abort(self) -> None:
@@ -80,7 +80,7 @@ class Watchdog:
         """Ask the engine between the islands for errors, from now on."""
         with self._lock:
             self._engine = engine
-            if self._board.failure() is not None:  # nobody aborts it later
+            if self._board.failure() is not None:  # no later look would abort it
                 engine.abort()
 
     def look(self) -> None:

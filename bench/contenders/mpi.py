@@ -79,7 +79,7 @@ class Mpi:
         reduction = getattr(self._mpi, op.upper())
         source = x
         if x is out and more.get("root", self._ranks.rank) == self._ranks.rank:
-            source = self._mpi.IN_PLACE  # of a rooted operation on the root only
+            source = self._mpi.IN_PLACE  # in a rooted operation, only on the root
         call = partial(getattr(self._ranks, name), source, out, op=reduction, **more)
         return {"": Way(lambda stream: call())}
 

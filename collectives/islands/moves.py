@@ -143,7 +143,7 @@ def _on_all_rails(
     work: list[list[Enqueue]] = [[] for _ in range(hops + 1)]
     exchanges: list[Parcels] = [([], []) for _ in range(hops)]
     hop = min((site.index - island) % m, hops)  # the number of those before this island
-    if hop == 0 or site.listing:  # with another root, kernels of the other branch
+    if hop == 0 or site.listing:  # other roots use the other branch
         work[0] += site.spread(target, 1, shards * count, element, root)
     if hop > 0 or site.listing:
         work[max(hop, 1)] += site.spread(target, shards, count, element)

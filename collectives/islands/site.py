@@ -390,7 +390,7 @@ class _ByEngine:
         except CollectiveError as error:
             raise self._islands.failed_by(error) from None
         except ArgumentError:
-            raise  # before the engine has begun
+            raise  # the engine has not begun
         except BaseException as error:
             # Also in a capture, because the engine of another rank may wait to connect.
             self._islands.abandon(error, self._what)

@@ -330,7 +330,7 @@ def _compile(batch: Sequence[Job]) -> None:
         kernel, capability = job
         try:
             kernel.code(capability)
-        except Exception as error:  # of Numba, NVVM or the linker
+        except Exception as error:  # raised by Numba, NVVM or the linker
             name, (major, minor) = kernel.factory.__name__, capability
             raise SymmError(f"compile: {name} for {major}.{minor}: {error}") from None
         if not _is_stored(job):

@@ -39,7 +39,7 @@ OLDEST = (8, 0)
 _I16, _I32, _I64 = types.uint16, types.uint32, types.int64
 _F32, _F64 = types.float32, types.float64
 _CONSTRAINT = {_I16: "h", _I32: "r", _I64: "l", _F32: "f", _F64: "d"}
-_CONSTRAINT[types.boolean] = "r"  # of a result, 0 or 1
+_CONSTRAINT[types.boolean] = "r"  # a result is 0 or 1
 _LLVM = {
     types.boolean: ir.IntType(32),
     _I16: ir.IntType(16),

@@ -50,7 +50,7 @@ def _captures(stream: int) -> bool:
 _lingering: "list[tuple[Event, Job, ExitStack]]" = []
 """Jobs whose work may not have ended, when it has, and what is closed then."""
 
-_lock = threading.RLock()  # for the communicators of several threads
+_lock = threading.RLock()  # several threads may have communicators
 
 
 def let_go() -> None:

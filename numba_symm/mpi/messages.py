@@ -393,7 +393,7 @@ class Post:
     def probe(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope that a receive would match now, which stays there."""
         self._check_open("Probe")
-        self.stream_of(None, "Probe")  # before the events are asked
+        self.stream_of(None, "Probe")  # refuses a capture before events are queried
         self.reap()
         found, status = self._first_probed(source, tag), MPI.Status()
         if found is not None or not self._envelopes.comm.Iprobe(source, tag, status):
@@ -409,7 +409,7 @@ class Post:
     def receive_if_there(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope of a message, which no other receive gets."""
         self._check_open("Mprobe")
-        self.stream_of(None, "Mprobe")  # before the events are asked
+        self.stream_of(None, "Mprobe")  # refuses a capture before events are queried
         self.reap()
         found = self._first_probed(source, tag)
         if found is not None:

@@ -160,7 +160,7 @@ class Request:
         statuses: list[MPI.Status] | None = None,
     ) -> bool:
         """Wait for all requests."""
-        requests = list(requests)  # of an iterator, too, which ends after one pass
+        requests = list(requests)  # an iterator ends after one pass
         own = [request for request in requests if isinstance(request, Request)]
         if len(own) > 1:  # start all copies before any is waited for
             waited(lambda: all([each._progress() for each in own]), lambda: None)

@@ -130,7 +130,7 @@ class Consumer:
         if file is not None:
             raise ClosedError(broker.ENDED)
         with broker.asked(address, broker.COUNTERS, number, 0, 0) as (lent, mine):
-            fd = os.dup(lent)  # of the same description, which has the locks
+            fd = os.dup(lent)  # has the same description, and so the locks
             try:
                 file = self._files[key] = CounterFile(fd, mine)
             except BaseException:
@@ -169,7 +169,7 @@ class Consumer:
             reference.mapped = self.mapped[key] = mapped
         except SymmError:
             raise
-        except BaseException:  # of a signal handler, so the memory may be mapped
+        except BaseException:  # a signal handler raised; the memory may be mapped
             reference.lost = handle.kind not in kinds.GOING_WITH_ARRAYS
             raise
         return mapped

@@ -54,8 +54,8 @@ _REGION = 4096  # opens of one process are adjacent, so that their locks can mer
 # The meanings of the locked bytes, which are beyond the end of the file.
 _MUTEX = 1 << 40
 PRODUCER = _MUTEX + 1
-CONSUMERS = 1 << 41  # and the consumer's number
-OPEN_BYTES = 1 << 42  # and the open's number
+CONSUMERS = 1 << 41  # plus the consumer's number
+OPEN_BYTES = 1 << 42  # plus the open's number
 
 _RELEASE_MUTEX = locks.unlocking(_MUTEX)
 

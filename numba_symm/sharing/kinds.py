@@ -119,7 +119,7 @@ def _locate_in_pool(address: int) -> Place | None:
     attribute = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
     try:
         pool = int(driver.call("cuPointerGetAttribute", attribute, address) or 0)
-    except DriverError:  # of some drivers, for memory that is not in a pool
+    except DriverError:  # some drivers raise it for memory outside of pools
         return None
     if not pool:
         return None
