@@ -367,7 +367,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if why:
         made.error(
             f"expected {tuned.file()} to be a file that you can write ({why}); set "
-            "XDG_DATA_HOME to such a folder"
+            "XDG_DATA_HOME to a folder that you can write"
         )
     return asked
 

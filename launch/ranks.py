@@ -235,7 +235,7 @@ def is_mpi(comm: object) -> bool:
 
 
 def of_job(comm: Comm) -> int:
-    """Return the number of ranks of a communicator's job, if MPI is there to ask."""
+    """Return the number of ranks of the job; without MPI, of the communicator."""
     return max(comm.size, mpi().COMM_WORLD.size) if is_mpi(comm) else comm.size
 
 

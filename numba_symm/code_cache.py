@@ -51,7 +51,7 @@ def folder() -> Path:
 
 
 def is_writable() -> bool:
-    """Return whether nothing is known that prevents storing an entry.
+    """Return whether no reason is known why an entry could not be stored.
 
     Raises:
         RuntimeError: the user's home is unknown.

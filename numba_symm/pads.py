@@ -46,7 +46,7 @@ def check_channel(channel: int, what: str) -> int:
 
 
 def check_peer(peer: int, rank: int, world_size: int, what: str, note: str) -> int:
-    """Return ``peer``. Raise ArgumentError, with the note, if it is no other rank."""
+    """Return ``peer``. Raise ArgumentError with the note if it is not another rank."""
     if not isinstance(peer, int) or not 0 <= peer < world_size or peer == rank:
         own = ", which is this rank" if peer == rank else ""
         raise ArgumentError(

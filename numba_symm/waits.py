@@ -21,7 +21,7 @@ LATER_BLOCK = (
 """Replaces ``NO_COUNTERPART`` where the simulator runs that many blocks later."""
 
 MESSAGE = "a message"
-"""What an engine's wait between islands is in, unless a collective has a name."""
+"""The operation of an engine's wait between islands that is not in a collective."""
 
 OTHER_MESSAGE = (
     "If that rank was not late, it sends or receives something else: two ranks that "

@@ -262,7 +262,7 @@ def _check_capabilities(capabilities: Sequence[Capability]) -> None:
     if unknown:
         names = ["{}.{}".format(*each) for each in known if each >= _OLDEST]
         raise SymmError(
-            "compile: expected compute capabilities that CUDA's compiler knows, got "
+            "compile: expected compute capabilities that CUDA's compiler has, got "
             f"--cc {'{}.{}'.format(*unknown[0])}; pass some of {' '.join(names)}"
         )
 
@@ -315,7 +315,7 @@ def _inherited_mask() -> Iterator[None]:
 
 
 _ended: Any = None
-"""In a process that compiles: its value is 1 from when the parent wants no more."""
+"""In a process that compiles, its value becomes 1 when the process should end."""
 
 
 def _share(ended: Any) -> None:

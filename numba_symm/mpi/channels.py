@@ -55,7 +55,7 @@ class Channel:
         start = self.comm.Issend if matched else self.comm.Isend
         try:
             begin(requests, start, data, dest, tag)
-        finally:  # also before an interrupt that follows
+        finally:  # counted even if an interrupt follows the start
             if requests:
                 self.sent[dest] += 1
         return requests[0]
@@ -71,12 +71,12 @@ class Channel:
         number = len(requests)
         try:
             begin(requests, self.comm.Irecv, room, source, tag)
-        finally:  # also before an interrupt that follows
+        finally:  # counted even if an interrupt follows the start
             if requests[number:]:
                 self.taken += 1
 
     def keep(self, requests: list[MPI.Request], data: Any) -> None:
-        """Keep the data of calls whose requests will be in a list until these end."""
+        """Keep data until the requests that calls will append to a list have ended."""
         # The limit grows with what is kept, so a message costs the same on average.
         if len(self._kept) >= self._looks:
             self.reap()

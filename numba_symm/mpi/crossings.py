@@ -129,7 +129,7 @@ class Data(Channel):
         return Coming(envelope.source, envelope.number % self._tags, data, [])
 
     def receive_parts(self, coming: Coming) -> None:
-        """Start to receive the parts of data, but those that it was started for."""
+        """Start to receive the parts of data that are not being received yet."""
         for part in _parts(coming.data)[len(coming.requests) :]:
             self.receive(coming.requests, [part, MPI.BYTE], coming.source, coming.tag)
 

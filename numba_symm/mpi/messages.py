@@ -356,7 +356,7 @@ class Post:
     def _posted(self, source: int, tag: int) -> "Posted":
         """Post a receive of MPI, which writes its room even if a program drops it."""
         posted = Posted(bytearray(_MOST), self._read, source=source, tag=tag)
-        self._open.add(posted)  # first, as an interrupt may follow the start
+        self._open.add(posted)  # first, because an interrupt may follow the start
         try:
             posted.start(self._envelopes.comm)
         except BaseException:

@@ -87,7 +87,7 @@ def test_each_part_of_data_is_received_once(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", [engine_of_mpi._Send, engine_of_mpi._Receive])
-def test_an_engine_knows_what_uses_its_buffers(kind):
+def test_an_engine_keeps_what_uses_its_buffers(kind):
     class Engine:
         _comm, _room = Host(), engine_of_mpi.Direct()
 

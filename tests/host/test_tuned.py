@@ -109,7 +109,7 @@ def test_those_of_another_gpu_version_or_number_of_ranks_are_not_used(monkeypatc
     assert tuned.described(GPU).endswith(f"; ignored: {found.why}")
 
 
-def test_info_says_whether_the_limits_are_used():
+def test_info_shows_whether_the_limits_are_used():
     tuned.write(GPU, 2, MEASURED)
     for gpu in (GPU, None):
         assert "2 ranks, NVIDIA H200, version" in tuned.described(gpu)

@@ -189,7 +189,7 @@ def test_a_duplicate_works_beside_the_original(comm, world):
 
 @needs_peers
 def test_a_part_may_be_smaller_than_the_islands_that_are_pretended(world, monkeypatch):
-    """As the rest of rows of two, of which mpi4py's Split makes a communicator."""
+    """The last row of a grid may have fewer ranks than the others."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", str(max(2, world.size - 1)))
     row = world.Split(world.rank // (world.size - 1))
     with ns.Communicator(row) as comm:
