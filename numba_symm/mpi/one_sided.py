@@ -1,5 +1,6 @@
-"""The steps of one-sided calls: copies and reductions between two messages."""
+"""Parts of one-sided calls: the memory of all ranks, copies and reductions."""
 
+from collections.abc import Callable
 from operator import index
 from typing import Any
 
@@ -7,11 +8,14 @@ import numpy as np
 from mpi4py import MPI
 from numba import cuda
 
-from numba_symm import dtypes, streams
+from numba_symm import arrays, dtypes, streams
 from numba_symm.arrays import Memory
 from numba_symm.mpi import buffers, operators, packing
 from numba_symm.mpi.buffers import Message
 from numba_symm.mpi.errors import refusal
+from numba_symm.sharing import SharedHandle, open_shared, share
+from numba_symm.sharing.kinds import locate
+from numba_symm.sharing.sent import leave_out
 
 _BYTE = np.dtype(np.uint8)
 
@@ -96,3 +100,59 @@ def _itemsize(array: Any, datatype: Any) -> int:
     if isinstance(datatype, str):
         datatype = MPI.Datatype.fromcode(datatype)
     return int(datatype.Get_size())
+
+
+def mapped_by_all(
+    host: Any, make: Callable[[], Any], unit: int
+) -> tuple[Any, list[int], list[Any]]:
+    """Return this rank's memory, which ``make`` returns, and what all ranks have.
+
+    That is their displacement units, and their memory. Raise on all ranks or on none. A
+    rank that failed alone would not allocate what the other ranks allocate with it.
+    """
+    memory, own, mapped, error = None, None, [], None
+    try:
+        memory = make()
+        if memory is not None:
+            own = _shared(memory, host.size)
+    except Exception as caught:
+        error = caught
+    handle = b"" if own is None else own.to_bytes()
+    everyone = host.allgather((handle, unit, error is None))
+    try:
+        if all(fine for *_, fine in everyone):
+            for handle, *_ in everyone:
+                of = SharedHandle.from_bytes(handle) if handle else None
+                mapped.append(None if of is None else open_shared(of))
+    except Exception as caught:
+        error = caught
+    causes = host.allgather(None if error is None else str(error))
+    failed = [rank for rank, cause in enumerate(causes) if cause is not None]
+    if not failed:
+        return memory, [unit for _, unit, _ in everyone], mapped
+    for array in mapped:
+        if array is not None:
+            array.close()
+    if own is not None:
+        own.cancel()
+    if error is not None:
+        raise error
+    raise refusal(
+        MPI.ERR_WIN,
+        f"Win.Create: rank {failed[0]} cannot allocate, share or map memory: "
+        f"{causes[failed[0]]}",
+    )
+
+
+def _shared(memory: Any, opens: int) -> SharedHandle:
+    """Return the handle of an array that every rank opens once."""
+    view = arrays.dense(arrays.view(memory, "Win.Create"), "Win.Create")
+    if locate(view.address, view.nbytes) is None:
+        raise refusal(
+            MPI.ERR_BUFFER,
+            "Win.Create: the array is in this process' private memory; under the "
+            "simulator, use MPI.Win.Allocate or comm.communicator.empty",
+        )
+    shared = share(memory, opens=opens)
+    leave_out(shared)  # the program itself has not shared it
+    return shared

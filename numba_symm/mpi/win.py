@@ -27,11 +27,14 @@ from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Message, message
 from numba_symm.mpi.comm import Device
 from numba_symm.mpi.errors import refusal, translated, unsupported
-from numba_symm.mpi.one_sided import bytes_of, check_single, copied, reduced
+from numba_symm.mpi.one_sided import (
+    bytes_of,
+    check_single,
+    copied,
+    mapped_by_all,
+    reduced,
+)
 from numba_symm.mpi.pending import Done
-from numba_symm.sharing import SharedHandle, open_shared, share
-from numba_symm.sharing.kinds import locate
-from numba_symm.sharing.sent import leave_out
 
 _BYTE = np.dtype(np.uint8)
 
@@ -99,7 +102,7 @@ class Win(MPI.Win):
                 "Win.Create: expected arrays on the device on all ranks, or on the host"
                 " on all, got both; copy one to where the others are",
             )
-        return cls._made(comm, None if nowhere else memory, disp_unit, info)
+        return cls._made(comm, lambda: None if nowhere else memory, disp_unit, info)
 
     @classmethod
     @translated
@@ -117,12 +120,15 @@ class Win(MPI.Win):
         """
         if not isinstance(comm, Device):
             return MPI.Win.Allocate(size, disp_unit, info, comm)
-        memory = None
-        if size:
+
+        def allocated() -> Any:
+            if not size:
+                return None
             assert comm.post.allocator is not None
             block = comm.post.allocator.allocate(size, comm.size)
-            memory = Memory(block.address, size, block).array(size, _BYTE)
-        return cls._made(comm, memory, disp_unit, info)
+            return Memory(block.address, size, block).array(size, _BYTE)
+
+        return cls._made(comm, allocated, disp_unit, info)
 
     @classmethod
     def Allocate_shared(
@@ -143,7 +149,9 @@ class Win(MPI.Win):
         return MPI.Win.Create_dynamic(info, _plain(comm))
 
     @classmethod
-    def _made(cls, comm: Device, memory: Any, unit: int, info: MPI.Info) -> "Win":
+    def _made(
+        cls, comm: Device, make: Callable[[], Any], unit: int, info: MPI.Info
+    ) -> "Win":
         parts = grouped(dict(enumerate(map(str, comm.post.islands))))
         if len(parts) > 1:
             found = "; ".join(map(name_ranks, parts.values()))
@@ -151,7 +159,7 @@ class Win(MPI.Win):
                 "Win: expected ranks of one island, which can map each other's memory, "
                 f"got the islands {found}; make a window for each, by comm.Split"
             )
-        units, mapped = _mapped(comm, memory, unit)
+        memory, units, mapped = mapped_by_all(comm.host, make, unit)
         # Memory of MPI's own, so that its locks need nothing of their target.
         made = cls(MPI.Win.Allocate(1, 1, info, comm.host))
         made._mutex = MPI.Win.Allocate(1, 1, MPI.INFO_NULL, comm.host)
@@ -446,55 +454,3 @@ def _plain(comm: Any) -> Any:
 
 def _where(memory: Any) -> str:
     return "device" if arrays.on_device(memory) else "host"
-
-
-def _mapped(comm: Device, memory: Any, unit: int) -> tuple[list[int], list[Any]]:
-    """Return all ranks' displacement units and memory; raise on all ranks or on none.
-
-    A rank that failed alone would not allocate what the other ranks allocate with it.
-    """
-    own, mapped, error = None, [], None
-    try:
-        if memory is not None:
-            own = _shared(memory, comm.size)
-    except Exception as caught:
-        error = caught
-    handle = b"" if own is None else own.to_bytes()
-    everyone = comm.host.allgather((handle, unit, error is None))
-    try:
-        if all(fine for *_, fine in everyone):
-            for handle, *_ in everyone:
-                of = SharedHandle.from_bytes(handle) if handle else None
-                mapped.append(None if of is None else open_shared(of))
-    except Exception as caught:
-        error = caught
-    causes = comm.host.allgather(None if error is None else str(error))
-    failed = [rank for rank, cause in enumerate(causes) if cause is not None]
-    if not failed:
-        return [unit for _, unit, _ in everyone], mapped
-    for array in mapped:
-        if array is not None:
-            array.close()
-    if own is not None:
-        own.cancel()
-    if error is not None:
-        raise error
-    raise refusal(
-        MPI.ERR_WIN,
-        f"Win.Create: rank {failed[0]} cannot share or map the memory: "
-        f"{causes[failed[0]]}",
-    )
-
-
-def _shared(memory: Any, opens: int) -> SharedHandle:
-    """Return the handle of an array that every rank opens once."""
-    view = arrays.dense(arrays.view(memory, "Win.Create"), "Win.Create")
-    if locate(view.address, view.nbytes) is None:
-        raise refusal(
-            MPI.ERR_BUFFER,
-            "Win.Create: the array is in this process' private memory; under the "
-            "simulator, use MPI.Win.Allocate or comm.communicator.empty",
-        )
-    shared = share(memory, opens=opens)
-    leave_out(shared)  # the program itself has not shared it
-    return shared

@@ -8,6 +8,7 @@ import pytest
 from numba import cuda
 
 from numba_symm import mpi as MPI
+from numba_symm.mpi import one_sided
 from numba_symm.mpi import win as module
 from numba_symm.sharing import open_shared, sent
 from tests.ranks.helpers import of_one_island
@@ -222,7 +223,7 @@ def test_a_window_that_one_rank_cannot_map(comm, monkeypatch):
     memory = comm.communicator.zeros(1, np.int32)
     with monkeypatch.context() as patch:
         if comm.rank == last:
-            patch.setattr(module, "open_shared", fails)
+            patch.setattr(one_sided, "open_shared", fails)
         kind = RuntimeError if comm.rank == last else MPI.Exception
         with pytest.raises(kind, match="no room left") as found:
             MPI.Win.Create(memory, 4, comm=comm)
@@ -234,6 +235,18 @@ def test_a_window_that_one_rank_cannot_map(comm, monkeypatch):
     win.Accumulate(array(1), 0)
     win.Fence()
     assert comm.rank or memory.copy_to_host()[0] == comm.size
+    win.Free()
+
+
+def test_a_window_that_one_rank_cannot_allocate(comm):
+    """Its size may differ from that of the other ranks."""
+    last = comm.size - 1
+    nbytes = 1 << 55 if comm.rank == last else 4
+    with pytest.raises(MPI.Exception) as found:
+        MPI.Win.Allocate(nbytes, 4, comm=comm)
+    if comm.rank != last:
+        assert f"rank {last} cannot allocate" in str(found.value)
+    win = MPI.Win.Allocate(4, 4, comm=comm)
     win.Free()
 
 
