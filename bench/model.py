@@ -2,9 +2,8 @@
 
     python -m numba_symm.bench.model --plot model.png
 
-It prints tables in Markdown. It takes the same chunks at the same ticks as the library
-does. Of each tick, it adds the time of the exchange or of the work beside it, whichever
-is longer.
+It prints tables in Markdown. It has the same chunks and ticks as the library. For each
+tick, it adds the time of the exchange or of the work beside it, whichever is longer.
 """
 
 import argparse
@@ -221,7 +220,8 @@ BOUNDS: dict[str, Callable[[int], float]] = {
 def bound(operation: str, nodes: Nodes, nbytes: int) -> float:
     """Return the microseconds that the slower link needs.
 
-    That is the NICs', for what must cross, or the one within a node, for the operation.
+    They are the longer of two times: that of the NICs for the bytes that must cross,
+    and that of the operation within a node.
     """
     crossing = BOUNDS[operation](nodes.number) * nbytes / nodes.gpus
     return max(nodes.link(crossing), nodes.inside(operation, nbytes))

@@ -1,6 +1,6 @@
 """A pipeline: each rank applies its step to blocks that pass through all ranks.
 
-Messages have the number of their block as tag; the last rank takes them as
+The tag of a message is the number of its block. The last rank receives the blocks as
 they arrive.
 """
 
