@@ -195,8 +195,9 @@ class Communicator(Persistent):
 
         Collective: every rank passes an array at the same offset of the same
         allocation. It is an array of :meth:`empty` or ``comm.allocator``, or memory of
-        cudaMalloc, which this call registers. Calls for one allocation share its
-        mappings and its signal pad.
+        cudaMalloc, which this call registers. It must be contiguous, because peers'
+        kernels are given only its address. Calls for one allocation share its mappings
+        and its signal pad.
 
         Raises:
             ArgumentError, BackendError: on all ranks.
@@ -204,7 +205,7 @@ class Communicator(Persistent):
         calls = self._calls
         with calls.set_up("rendezvous"):
             with calls.island.exchange.agreed("rendezvous"):
-                view = arrays.view(array, "rendezvous")
+                view = arrays.dense(arrays.view(array, "rendezvous"), "rendezvous")
                 arrays.check_device(view, self.device.ordinal, "rendezvous")
             return calls.heap.rendezvous(view.address, array)
 
