@@ -19,6 +19,17 @@ from rich.progress import (
 STARTED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
+class _Screen(Console):
+    """A terminal whose cursor stays visible.
+
+    After Ctrl-C, mpirun ends the ranks, none of which could show it again.
+    """
+
+    def show_cursor(self, show: bool = True) -> bool:
+        """Leave the cursor as it is."""
+        return False
+
+
 def bar(*, shown: bool) -> Progress:
     """Return a progress bar, a context manager; it is drawn only by ``update``.
 
@@ -26,7 +37,7 @@ def bar(*, shown: bool) -> Progress:
         shown: true on one rank only.
     """
     stream = terminal() if shown else None
-    console = Console(file=stream or sys.stderr, force_terminal=stream is not None)
+    console = _Screen(file=stream or sys.stderr, force_terminal=stream is not None)
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

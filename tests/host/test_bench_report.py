@@ -1,3 +1,4 @@
+import io
 import json
 
 import pytest
@@ -260,6 +261,16 @@ def test_there_is_no_bar_without_a_terminal(monkeypatch, capfd):
         bar.update(task, advance=1, refresh=True)
     shown = capfd.readouterr()
     assert (shown.out, shown.err) == ("a row\n", "")
+
+
+def test_the_bar_does_not_hide_the_cursor(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(progress, "terminal", lambda: shown)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress.bar(shown=True) as bar:
+        bar.update(bar.add_task("rows", total=2), advance=1, refresh=True)
+    assert "rows" in shown.getvalue()
+    assert "\x1b[?25" not in shown.getvalue()
 
 
 # Bytes that cross when an island of 2 ranks and one of 1 exchange 12 bytes.
