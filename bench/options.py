@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from numba_symm import code_cache
 from numba_symm.bench.contenders import CONTENDERS
 from numba_symm.bench.operations import (
     NO_REDUCTION,
@@ -290,6 +291,8 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error("omit --shuffle, --overlap and --plot with --cold")
     if options.cache and not options.cold:
         parser.error("--cache needs --cold")
+    if options.cache and not code_cache.is_writable(options.cache):
+        parser.error(f"expected a folder that you can write, got {options.cache}")
     if options.json:
         _check_file(parser, options.json)
     if options.plot:

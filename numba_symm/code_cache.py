@@ -50,13 +50,8 @@ def folder() -> Path:
     return caches / "cuda-python" / "program-cache"
 
 
-def is_writable() -> bool:
-    """Return whether no reason is known why an entry could not be stored.
-
-    Raises:
-        RuntimeError: the user's home is unknown.
-    """
-    place = folder()
+def is_writable(place: Path) -> bool:
+    """Return whether a folder, which need not exist, can take entries."""
     around = place, *place.parents
     nearest = next(each for each in around if os.access(each, os.F_OK))
     return nearest.is_dir() and os.access(nearest, os.W_OK)

@@ -207,7 +207,14 @@ def run(options: argparse.Namespace, console: Console) -> None:
             "compile: expected NUMBA_ENABLE_CUDASIM to be unset, got 1; the simulator "
             "compiles nothing"
         )
-    if not code_cache.is_writable():
+    try:
+        writable = code_cache.is_writable(code_cache.folder())
+    except RuntimeError as error:  # as of a container's user without an entry
+        raise SymmError(
+            f"compile: expected a home for the cache, got none ({error}); set "
+            "XDG_CACHE_HOME to a writable folder"
+        ) from error
+    if not writable:
         raise SymmError(f"compile: {code_cache.refusal()}")
     asked = wanted(options)
     jobs = asked.jobs()
@@ -357,6 +364,6 @@ def report(console: Console) -> None:
         stored = sum(map(_is_stored, jobs))
         text += f"; {stored} of the {len(jobs)} kernels of `numba-symm compile`"
     console.print(f"[bold]Cache[/]    {text}", soft_wrap=True)
-    if not code_cache.is_writable():
+    if not code_cache.is_writable(folder):
         wrong = escape(code_cache.refusal())
         console.print(f"[bold red]Wrong[/]    {wrong}", soft_wrap=True)

@@ -157,6 +157,8 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --overlap --leave 0", "expected a number of at least 1, got '0'"),
         ("all_reduce --cold --overlap", "omit --shuffle, --overlap and --plot with"),
         ("all_reduce --cache /tmp", "--cache needs --cold"),
+        ("all_reduce --cold --cache /dev/null", "that you can write, got /dev/null"),
+        ("all_reduce --cold --cache /dev/null/new", "can write, got /dev/null/new"),
         ("barrier -b 4", "unrecognized arguments: -b 4"),
         ("barrier --shuffle 4", "barrier has no sizes; omit --shuffle"),
         ("gather --algorithm direct", "unrecognized arguments: --algorithm direct"),

@@ -207,6 +207,16 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, printed, monkeypat
     assert f"Wrong    expected a writable cache, got {folder}" in printed.export_text()
 
 
+def test_without_a_home_the_command_says_what_to_set(monkeypatch, printed):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pathlib.Path.home", no_home)
+    with pytest.raises(SymmError, match=r"compile: expected a home.*XDG_CACHE_HOME"):
+        compiling.run(parsed("barrier", *HERE), printed)
+
+
 def test_a_cache_that_is_full_is_an_error(cache, monkeypatch):
     monkeypatch.setattr(Kernel, "code", lambda kernel, capability: b"")
     (job,) = compiling.wanted(parsed("barrier", *HERE)).jobs()
