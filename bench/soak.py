@@ -3,7 +3,8 @@
     numba-symm run -n 4 -m numba_symm.bench.soak --seconds 600
 
 A *lane* is a communicator with two streams. In each round, every lane draws calls, the
-same on all its ranks, and makes each once, so that its kernels are loaded. Then each
+same on all its ranks, and makes each once. So all kernels are loaded before the lanes
+run side by side, because loading may wait for calls that wait for this rank. Then each
 rank makes the calls of all lanes many times, in an order of its own. Products, pauses
 and replays of a graph are between them. The host waits only at the end of a round. On
 the GPU, a kernel fills the arrays before a call, and another one compares the result
@@ -124,6 +125,8 @@ class Lane:
         calls = [each.enqueue for each in self._drawn if not each.stream]
         if calls:
             self._graph = self._streams[0].capture(calls, lambda _: nullcontext())
+            self._streams[0].launch(self._graph)  # its first launch may allocate
+            self.wait()
 
     def steps(self) -> Iterator[list[str]]:
         """Make the calls of a round, one or the graph's a step; yield their names.
@@ -259,6 +262,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as stack:
         lanes = list(_lanes(world, asked.seed, stack))
         product = new_product(lanes[0].comm.device.ordinal, 0)
+        for lane in lanes:  # the first product on a stream allocates
+            with product.current(lane.handle):
+                product.call(lane.handle)
+            lane.wait()
         # The simulator's calls return when they are done, so all ranks have one order.
         order = random.Random(
             asked.seed if SIMULATED else (asked.seed << 16) + world.rank
