@@ -197,14 +197,23 @@ def all_gather(comm: Comm, value: T, wait: Wait) -> list[T]:
     mpi = sys.modules["mpi4py.MPI"]
     gathered: dict[int, Any] = {comm.rank: value}
     sends: list[Any] = []
+
+    def receive() -> list[int]:
+        """Return the ranks whose messages have not arrived yet."""
+        for rank in range(comm.size):
+            if rank not in gathered:
+                gathered.update(_received(comm, rank))
+        return [rank for rank in range(comm.size) if rank not in gathered]
+
     try:
         _send_to_others(comm, value, sends)
-        while len(gathered) < comm.size:
-            absent = [rank for rank in range(comm.size) if rank not in gathered]
-            for rank in absent:
-                gathered.update(_received(comm, rank))
-            if absent and wait.pause(absent):
-                raise wait.error(absent)
+        while absent := receive():
+            try:
+                if wait.pause(absent):
+                    raise wait.error(absent)
+            except CollectiveError:  # also of a rank that left after this step
+                if receive():
+                    raise
         while not mpi.Request.testall(sends)[0]:
             if wait.pause(()):
                 raise wait.error(())
@@ -291,6 +300,7 @@ def gate(
         return
     try:
         all_gather(comm, None, wait)
+        wait.look(())  # refuse after a failure that is known, although all have arrived
     except BaseException as error:
         if not sys.modules["mpi4py.MPI"].Is_finalized():
             reason = said(error) if said else _error_of_others(comm, error, wait.what)

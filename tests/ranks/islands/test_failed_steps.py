@@ -152,6 +152,30 @@ def test_a_late_rank_of_a_set_up_call_is_named_with_its_node(world, comm):
     world.barrier()
 
 
+def test_a_step_that_all_have_reached_outlives_a_later_failure(world, monkeypatch):
+    """Otherwise this rank alone would miss what all ranks raise in that step."""
+    comm, received, failing = world.Dup(), waiting._received, [1]
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    monkeypatch.setattr(
+        *(waiting, "_received"),
+        lambda *given: {} if failing else received(*given),
+    )
+
+    def look():
+        while failing and not all(waiting.has_sent(comm, rank) for rank in others):
+            time.sleep(0.001)
+        if failing:
+            failing.clear()
+            raise ns.RankLeft("rank 0 left close")
+        return False
+
+    with waiting.watching(look):
+        found = waiting.all_gather(comm, world.rank, Wait("dup", world.rank))
+    assert found == [*range(world.size)]
+    assert not failing
+    comm.Free()
+
+
 def test_a_rank_that_waits_for_answers_has_no_deadline(world, monkeypatch):
     """All have arrived in time. A rank that left now would miss what the others do."""
     comm, numbers, all_gather = world.Dup(), itertools.count(), waiting.all_gather
