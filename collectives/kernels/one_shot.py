@@ -178,10 +178,10 @@ def make_use(
 def _send_order(tiles: int, kind: Exchange) -> tuple[int, bool]:
     """Return how many tiles are loaded before they are posted, and ``late``.
 
-    If ``late``, two words from memory, the epoch and the mark of a failure, are first
-    used after a batch's loads, else before them. No load needs them in either case. But
-    the compiler puts loads and branches in another order, with up to 6 % of difference
-    in time (bench/README.md).
+    If ``late``, the kernel uses two words from memory, the epoch and the mark of a
+    failure, only after a batch's loads. Otherwise no load needs them, either. But the
+    compiler puts loads and branches in another order, with up to 6 % of difference in
+    time (bench/README.md).
     """
     # A post makes the next load wait for it. Of more than two tiles, each is posted
     # before the next is loaded, because many stores at a time congest the links.
