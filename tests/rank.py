@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 
-class AtOnce:
+class Immediate:
     """Prints a failure when it happens, because its rank may end before the summary."""
 
     @staticmethod
@@ -62,7 +62,7 @@ def main(folder, seconds, *arguments):
         # Of its own: ranks that clear away old folders together trip over each other.
         own = f"--basetemp={Path(folder, f'tmp{rank}')}"
         bound = Bound()
-        code = int(pytest.main([own, *arguments], plugins=[AtOnce, bound]))
+        code = int(pytest.main([own, *arguments], plugins=[Immediate, bound]))
         faulthandler.cancel_dump_traceback_later()
         faulthandler.disable()
     Path(folder, f"{rank}.bound").write_text("\n".join(sorted(bound.names)))

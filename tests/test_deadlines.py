@@ -426,7 +426,7 @@ def wait_without_the_host(world):
     return seconds, error
 
 
-def test_later_kernels_leave_at_once(two):
+def test_later_kernels_end_immediately(two):
     facts = two.run(wait_without_the_host)
     (first, second), _ = facts[0]
     assert first > 2.9

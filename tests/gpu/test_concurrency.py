@@ -61,7 +61,7 @@ def test_four_communicators_in_different_orders(world, algorithms):
         assert all((y.copy_to_host() == wanted).all() for y in outputs)
 
 
-def test_children_on_streams_of_their_own_run_at_once(comm):
+def test_children_on_streams_of_their_own_run_simultaneously(comm):
     """Each rank calls its row, its column and all in an order of its own."""
     colors = [comm.rank // 2, comm.rank % 2, 0]
     with ExitStack() as stack:

@@ -41,7 +41,7 @@ def test_the_backend_asked_for_is_used(world, backend):
         check_works(comm)
 
 
-def test_two_backends_at_once(world, monkeypatch):
+def test_two_backends_simultaneously(world, monkeypatch):
     monkeypatch.setenv("NUMBA_SYMM_BACKEND", "ipc")
     with ns.Communicator(world, timeout=60) as by_ipc:
         monkeypatch.setenv("NUMBA_SYMM_BACKEND", "vmm")

@@ -101,7 +101,7 @@ def test_slow_work_before_a_call_is_waited_for(world):
             assert (x.copy_to_host() == of_ranks(comm)).all()
 
 
-def test_an_exception_leaves_the_others_at_once(world, away):
+def test_an_exception_ends_the_waits_of_the_others(world, away):
     begin = time.monotonic()
     told = ""
     try:

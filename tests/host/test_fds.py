@@ -91,7 +91,7 @@ def test_descriptors_are_taken_by_source_whatever_order_they_came_in():
     assert run_ranks(3, play)[0] == ["2a", "2b", "1a", "1b"]
 
 
-def test_two_channels_at_once_keep_apart():
+def test_two_open_channels_keep_apart():
     def play(comm):
         with open_channel(comm, name="a") as a, open_channel(comm, name="b") as b:
             fd, other = memory(f"a{comm.rank}"), memory(f"b{comm.rank}")

@@ -172,7 +172,7 @@ def test_what_was_allocated_before_counts_until_it_was_written(backend, monkeypa
     backend.free(backend.allocate(50 * page, 2))
 
 
-def test_memory_that_is_freed_amid_an_allocation_counts_no_more(backend, monkeypatch):
+def test_memory_freed_during_an_allocation_is_not_counted(backend, monkeypatch):
     """A finalizer may free it in the same thread, between any two steps."""
     blocks = [backend.allocate(1) for _ in range(2)]
     real = os.fstat

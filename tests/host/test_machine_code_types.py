@@ -85,7 +85,7 @@ def test_bytes_of_any_alignment_are_posted_in_vectors():
 
 
 @pytest.mark.parametrize("ragged", [False, True])
-def test_the_most_marked_vectors_at_once_stay_in_registers(ragged):
+def test_the_most_marked_vectors_of_a_thread_stay_in_registers(ragged):
     tiles, element = ONE_SHOT["marked"].tiles(2), ELEMENTS["int32"]
     in_registers(one_shot.kernel(2, element, "sum", ragged, "marked", tiles, ALL))
     kind = OPERATIONS["all_to_all"].exchange

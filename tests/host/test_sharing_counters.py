@@ -161,7 +161,7 @@ def test_the_references_of_the_dead_are_taken_back(file):
     alive.close()
 
 
-def test_a_death_amid_a_change_is_made_up_for(file):
+def test_a_change_that_a_death_interrupts_is_corrected(file):
     slot, serial = shared(file, 3)
     there = consumer_of(file)
     take(there, slot, serial)

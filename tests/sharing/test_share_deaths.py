@@ -170,7 +170,7 @@ def wait_until_stopped(pid):
     assert becomes(lambda: "(stopped)" in Path(f"/proc/{pid}/status").read_text())
 
 
-def test_a_consumer_that_is_stopped_amid_a_change_is_named():
+def test_a_consumer_that_is_stopped_during_a_change_is_named():
     (pid, facts), clean = run_ranks(2, is_stopped_amid_a_change)
     for call in ("collect", "open", "cancel", "again"):
         stopped = f"ExchangeError: process {pid} that uses the same shared arrays has "

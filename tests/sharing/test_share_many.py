@@ -93,7 +93,7 @@ def holds_many(comm):
     return right, clean
 
 
-def test_many_alive_at_once():
+def test_many_alive_simultaneously():
     producer, consumer = run_ranks(2, holds_many, deadline=120)
     shared, kept, limbo, texts, gone, simulated = producer
     events = 0 if simulated else sharing.sent.EVENTS

@@ -87,7 +87,7 @@ BUSY = [
 
 
 @pytest.mark.parametrize("busy", BUSY)
-def test_a_call_amid_another_threads_is_refused(comm, world, held, monkeypatch, busy):
+def test_a_call_beside_another_threads_is_refused(comm, world, held, monkeypatch, busy):
     hold, inside, go = held
     x, kept = cuda.to_device(np.ones(6, np.float32)), []
     y, z = cuda.device_array_like(x), cuda.device_array_like(x)

@@ -174,7 +174,7 @@ def test_slices_keep_the_memory(comm):
     del more
 
 
-def test_much_more_can_be_allocated_in_turn_than_at_once(comm):
+def test_much_more_can_be_allocated_in_turn_than_simultaneously(comm):
     before = len(entries(comm))
     for step in range(30):
         x = comm.empty(1000, np.float32)

@@ -170,7 +170,7 @@ def test_symmetric_arrays_may_be_sent_and_filled(comm, memory, x, finished):
     finished()
 
 
-def test_empty_arrays_are_moved_at_once(comm, memory, x, finished):
+def test_puts_and_gets_of_empty_arrays_move_nothing(comm, memory, x, finished):
     memory.put(ordinary(0, np.float32), 0, COUNT)
     assert memory.get(0, (3, 0), np.float32, COUNT).shape == (3, 0)
     finished()

@@ -77,7 +77,7 @@ def test_plans_count_what_arrives_in_each_call(comm, world):
     world.barrier()
 
 
-def test_nobody_sends_nothing_and_a_rank_to_itself(comm, world):
+def test_lengths_of_messages_of_no_rank_and_of_this_rank(comm, world):
     x, out, count, other = comm.zeros(3), comm.zeros(8), a_count(), a_count()
     put(x, np.full(3, 5, np.float32))
     comm.sendrecv(x, dst=comm.rank, out=out, src=comm.rank, count=count)

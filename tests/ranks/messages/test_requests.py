@@ -182,7 +182,7 @@ def test_lengths_of_received_requests(comm, world):
         world.barrier()
 
 
-def test_requests_with_nobody_are_done(comm, world):
+def test_requests_of_no_rank_are_done(comm, world):
     out, count = filled(3, 1), ordinary(1, np.int64)
     made = [
         comm.isend(out, dst=None),

@@ -186,7 +186,7 @@ def test_no_receive_overtakes_a_message_that_a_probe_passed(comm):
         comm.Barrier()
 
 
-def test_nobody(comm):
+def test_messages_of_no_rank(comm):
     out, status = room(1), MPI.Status()
     comm.Send(out, MPI.PROC_NULL)
     comm.Recv(out, MPI.PROC_NULL, status=status)
