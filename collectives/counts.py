@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from numba_symm.collectives.checks import is_integer
+from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.errors import ArgumentError
 from numba_symm.launch.store import StoreExchange
@@ -12,6 +13,9 @@ Counts = Sequence[int]
 
 Table = tuple[tuple[int, ...], tuple[int, ...] | None]
 """Checked counts and displacements; None: the ranges follow one another."""
+
+Lengths = tuple[int, ...]
+"""The elements of a rank's messages to, or from, one other rank, in order."""
 
 Place = tuple[int, int]
 """A rank's range: its first element, and its number of elements."""
@@ -22,6 +26,8 @@ _COUNTS = {
     "scatter": ("x.size // size", "out.size"),
     "scatter_v": ("counts[{}]", "out.size"),
     "all_to_all_v": ("send_counts[{}]", "recv_counts[{}]"),
+    "neighbor_all_gather": ("destinations", "sources"),
+    "neighbor_all_to_all": ("destinations", "sources"),
 }
 """The arguments that state how much a rank sends, and how much its peer expects."""
 
@@ -36,24 +42,42 @@ def agree_on_counts(exchange: StoreExchange, what: str, transfers: Transfers) ->
     """
     if what not in _COUNTS:  # the ranks have agreed on all counts
         return
-    sends, receives = (
-        {message.peer: message.nbytes // transfers.itemsize for message in messages}
+    mine = tuple(
+        _by_peer(messages, transfers.itemsize)
         for messages in (transfers.sends, transfers.receives)
     )
-    everyone = exchange.all_gather((sends, receives), f"{what}: counts")
+    everyone = exchange.all_gather(mine, f"{what}: counts")
+    pairs = {(rank, peer) for rank, (sends, _) in enumerate(everyone) for peer in sends}
+    pairs |= {
+        (peer, rank) for rank, (_, found) in enumerate(everyone) for peer in found
+    }
     sent_as, expected_as = _COUNTS[what]
     wrong = [
-        f"rank {rank} sends {sent} elements ({sent_as.format(peer)}) to rank {peer}, "
-        f"which expects {everyone[peer][1][rank]} ({expected_as.format(rank)})"
-        for rank, (sends, _) in enumerate(everyone)
-        for peer, sent in sends.items()
-        if sent != everyone[peer][1][rank]
+        f"rank {rank} sends {_said(sent, ' elements')} ({sent_as.format(peer)}) to "
+        f"rank {peer}, which expects {_said(expected)} ({expected_as.format(rank)})"
+        for rank, peer in sorted(pairs)
+        if (sent := everyone[rank][0].get(peer, ()))
+        != (expected := everyone[peer][1].get(rank, ()))
     ]
     if wrong:
         more = f"; and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
         raise ArgumentError(
             f"{what}: {'; '.join(wrong[:_NAMED])}{more}; pass counts that agree"
         )
+
+
+def _by_peer(messages: Sequence[Message], itemsize: int) -> dict[int, Lengths]:
+    """Return the elements of the messages to or from each rank, in order."""
+    found: dict[int, Lengths] = {}
+    for message in messages:
+        length = message.nbytes // itemsize
+        found[message.peer] = *found.get(message.peer, ()), length
+    return found
+
+
+def _said(lengths: Lengths, unit: str = "") -> str:
+    """Return "3 elements", "4 + 4 elements" or "nothing"."""
+    return " + ".join(map(str, lengths)) + unit if lengths else "nothing"
 
 
 def table_of(

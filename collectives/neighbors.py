@@ -169,7 +169,7 @@ def _moved(
             copies.append((place.address, part.address, part.nbytes))
         elif peer is not None:
             receives.append(Message(peer, place.address, place.nbytes))
-    return Transfers(sends, receives, copies, x.dtype.name)
+    return Transfers(sends, receives, copies, x.dtype.name, x.dtype.itemsize)
 
 
 _ALL_GATHER = Form(_gathered_shape, _gathered)

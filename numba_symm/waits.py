@@ -25,8 +25,8 @@ MESSAGE = "a message"
 
 OTHER_MESSAGE = (
     "If that rank was not late, it sends or receives something else: two ranks that "
-    "both send first need sendrecv or a group; for gather, scatter and the v forms, "
-    "Communicator(…, debug=True) reports the difference"
+    "both send first need sendrecv or a group; for gather, scatter, the v forms and "
+    "neighbours, Communicator(…, debug=True) reports the difference"
 )
 
 

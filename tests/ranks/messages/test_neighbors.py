@@ -97,3 +97,22 @@ def test_wrong_neighbours_are_refused(comm, world):
         refused(world, ns.ArgumentError, wrong, "neighbor_all_to_all: ", *texts)
     comm.barrier()
     comm.synchronize()
+
+
+@needs_peers
+def test_debug_mode_compares_the_lists_of_neighbours(world):
+    with ns.Communicator(world, timeout=60, debug=True) as comm:
+        right, left = right_and_left(comm)
+        x, last = comm.zeros(4), comm.rank == comm.size - 1
+        sides = {"sources": [left], "destinations": [right]}
+        fewer = {"sources": [left], "destinations": [None if last else right]}
+        longer = ordinary(5 if last else 4, "f4")
+        for wrong, sent in (
+            (lambda: comm.neighbor_all_gather(x, **fewer), "nothing"),
+            (lambda: comm.neighbor_all_to_all(longer, **sides), "5 elements"),
+        ):
+            words = f"rank {comm.size - 1} sends {sent} (destinations) to rank 0, which"
+            text = f"{words} expects 4 (sources)"
+            refused(world, ns.ArgumentError, wrong, text, "; pass counts that agree")
+        comm.neighbor_all_gather(x, **sides)
+        comm.synchronize()
