@@ -277,7 +277,7 @@ class Run:
             kinds = " and ".join(case.kinds)
             lines.append(f"{case.operation.name}, {kinds}: {', '.join(words)}")
             lines.append(
-                f"    built-in limits' time / this: {gain:.3f} (geometric mean)"
+                f"    {gain:.3f} x as fast as by the built-in limits (geometric mean)"
             )
         return lines
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import types
 
 import numpy as np
@@ -418,6 +419,7 @@ def test_measured_limits_are_used_if_they_are_rank_0s_and_of_this_node(
     assert tune.main(["--largest", tune.SMALLEST]) == 0
     text = shown()[0].out
     assert "all_reduce, floats: " in text
+    assert re.search(r"\d x as fast as by the built-in limits", text)
     assert f"written to {folder}" in text
     gpu, before = gpu_of(world), used(world)
     written = tuned.read(gpu, world.size).choices
