@@ -242,8 +242,9 @@ def test_a_process_that_is_killed_is_an_error(cache, printed):
         compiling._compile_all([(deadly, (9, 0))], 1, printed)
 
 
-@pytest.mark.parametrize("early", [True, False])
-def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache, early):
+@contextlib.contextmanager
+def started():
+    """Start the command with many kernels and two processes, and end all afterwards."""
     main = "import sys; from numba_symm.command.cli import main; sys.exit(main())"
     many = "signals", "barrier", "--ranks", *map(str, range(2, 20)), "--cc", "9.0"
     command = [sys.executable, "-c", main, "compile", *many, "--jobs", "2"]
@@ -256,27 +257,47 @@ def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache, early
         command, start_new_session=True, preexec_fn=allow_interrupts, **pipes
     ) as process:
         try:
-            deadline = time.monotonic() + 100
-            while time.monotonic() < deadline:
-                # The processes that compile, which import now, and multiprocessing's.
-                if stored(cache) or (early and len(children(process.pid)) == 3):
-                    break
-                time.sleep(0.02)
-            before = len(stored(cache))
-            os.killpg(process.pid, signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
-            assert process.returncode == 130
-            assert errors.splitlines() == [
-                "numba-symm compile: interrupted; the compiled kernels are in the cache"
-            ]
-            while is_running(process.pid):  # multiprocessing's own process ends last
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            yield process
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until(is_true):
+    deadline = time.monotonic() + 100
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache, early):
+    def has_begun():
+        # The processes that compile, which import now, and multiprocessing's.
+        return stored(cache) or (early and len(children(process.pid)) == 3)
+
+    with started() as process:
+        wait_until(has_begun)
+        before = len(stored(cache))
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert errors.splitlines() == [
+            "numba-symm compile: interrupted; the compiled kernels are in the cache"
+        ]
+        wait_until(lambda: not is_running(process.pid))  # multiprocessing's ends last
     assert early or before
     assert len(stored(cache)) - before <= 4  # each process ends after its kernel
+
+
+def test_all_processes_end_if_the_command_is_killed(cache):
+    with started() as process:
+        wait_until(lambda: stored(cache))
+        before = len(stored(cache))
+        process.kill()
+        process.wait()
+        wait_until(lambda: not is_running(process.pid))
+    assert len(stored(cache)) - before <= 4
 
 
 def children(pid):
