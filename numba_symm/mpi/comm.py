@@ -60,6 +60,8 @@ class Device(Messages):
         self.shortcuts = Cache(shortcuts.MOST)
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
+        if allocator is None:  # before MPI duplicates anything, because it may fail
+            allocator = self.communicator.allocator
         stream = options.get("stream")
         self.post = Post(self.host, allocator, stream, self._check, self._enter)
 
@@ -328,7 +330,6 @@ class Comm(Device, MPI.Intracomm):  # type: ignore[misc]
     @translated
     def __init__(self, comm: MPI.Intracomm, synchronize: bool = True, **options: Any):
         self._begin(options, synchronize, owned=False)
-        self.post.allocator = self.communicator.allocator
         parts = self.communicator.islands
         own = [number for number, part in enumerate(parts) if self.rank in part]
         self._find_islands(own[0])

@@ -86,7 +86,7 @@ class Post:
     def __init__(
         self,
         host: Any,
-        allocator: SymmetricMemoryAllocator | None,
+        allocator: SymmetricMemoryAllocator,
         stream: Any,
         check: Callable[[], None],
         enter: Callable[[str], None],
@@ -291,7 +291,6 @@ class Post:
 
     @functools.cached_property
     def _rooms(self) -> Rooms:
-        assert self.allocator is not None
         return rooms_of(self.allocator)
 
     def _room_for(self, nbytes: int) -> Room:

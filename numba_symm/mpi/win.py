@@ -124,7 +124,6 @@ class Win(MPI.Win):
         def allocated() -> Any:
             if not size:
                 return None
-            assert comm.post.allocator is not None
             block = comm.post.allocator.allocate(size, comm.size)
             return Memory(block.address, size, block).array(size, _BYTE)
 

@@ -320,6 +320,14 @@ def test_finalize_frees_first(world, monkeypatch):
     made.Free()
 
 
+def test_a_failed_construction_duplicates_nothing(world, monkeypatch):
+    before = len(messages._posts)
+    monkeypatch.setenv("NUMBA_SYMM_BACKEND", "wrong")
+    with pytest.raises(MPI.Exception, match="NUMBA_SYMM_BACKEND"):
+        MPI.Comm(world, timeout=20)
+    assert len(messages._posts) == before
+
+
 def test_free_waits_for_no_message_that_an_interrupt_has_ended(world, monkeypatch):
     made, x, out = MPI.Comm(world, timeout=20), array(1), array(-1)
 
