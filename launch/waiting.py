@@ -257,10 +257,10 @@ def undisturbed(call: Callable[[], T]) -> T:
 
 
 def begin(into: list[Any], call: Callable[..., Any], *args: Any) -> None:
-    """Start a call of MPI, and append its request to a list.
+    """Make a call of MPI, and append its result, such as a request, to a list.
 
     No Python function is between MPI and the list, because a signal handler could raise
-    there. The request would be lost, and MPI would use the call's memory later.
+    there. The result would be lost, and MPI would use a request's memory later.
     """
     into.extend(starmap(call, (args,)))
 

@@ -23,6 +23,7 @@ from numba_symm.arrays import ArrayView, Memory
 from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.ranks import grouped, name_ranks
+from numba_symm.launch.waiting import begin
 from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Message, message
 from numba_symm.mpi.comm import Device
@@ -239,12 +240,14 @@ class Win(MPI.Win):
     @contextmanager
     def _atomic(self, rank: int) -> Iterator[None]:
         """Hold the lock of a target's accumulates until the block's work has ended."""
-        self._mutex.Lock(rank)
+        held: list[None] = []
         try:
+            begin(held, self._mutex.Lock, rank)
             yield
             self._settle()
         finally:
-            self._mutex.Unlock(rank)
+            if held:
+                self._mutex.Unlock(rank)
 
     def _expose(self, what: str) -> None:
         """Wait for this rank's copies, and for its program's work on its memory."""

@@ -1,10 +1,11 @@
-"""A signal handler that raises right after MPI has started a call loses no request.
+"""A signal handler that raises right after a call of MPI loses no request and no lock.
 
-Otherwise MPI would use the call's memory after it was freed.
+Otherwise MPI would use memory after it was freed, or other ranks would wait.
 """
 
 import ctypes
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from numba_symm.mpi import crossings
 from numba_symm.mpi.channels import Channel
 from numba_symm.mpi.crossings import Data
 from numba_symm.mpi.envelopes import Envelope, Posted
+from numba_symm.mpi.win import Win
 
 SIGNAL = signal.SIGUSR1
 
@@ -32,7 +34,7 @@ class Memory:
 
 
 CALL = ctypes.CDLL(None)["raise"]
-CALL.argtypes = [Memory, ctypes.c_int, ctypes.c_int]
+CALL.argtypes = [Memory]
 
 
 class Host:
@@ -101,3 +103,13 @@ def test_a_value_for_other_ranks():
     sends = []
     interrupted(waiting._send_to_others, Host(), "value", sends)
     assert sends == [0]
+
+
+def test_the_lock_of_an_accumulate_is_released():
+    """The signal may have arrived while MPI waited for the lock."""
+    unlocked = []
+    mutex = SimpleNamespace(Lock=CALL, Unlock=unlocked.append)
+    window = SimpleNamespace(_mutex=mutex, _settle=lambda: None)
+    atomic = Win._atomic(window, 1)
+    interrupted(atomic.__enter__)
+    assert unlocked == [1]
