@@ -3,10 +3,12 @@
 import bisect
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from numba_symm import arguments, backends, deferred, forks
+from numba_symm.arrays import Memory
 from numba_symm.backends.protocol import Allocation, Backend
 from numba_symm.errors import ArgumentError, BackendError
 from numba_symm.memory.symmetric import SymmetricMemory
@@ -113,6 +115,16 @@ class SymmetricMemoryAllocator:
             bisect.insort(self._starts, block.address)
             self._blocks[block.address] = block
         return block
+
+    def memory_of(self, block: Block) -> Memory:
+        """Return the memory of a new allocation, which is freed after it was dropped.
+
+        It is freed when the library next allocates memory, or closes a communicator.
+        """
+        memory = Memory(block.address, block.nbytes, block)
+        dropping = weakref.finalize(memory, deferred.defer, self.release, block)
+        dropping.atexit = False  # the process' end frees it
+        return memory
 
     def free(self, ptr: int) -> None:
         """Free the allocation that begins at ``ptr``.

@@ -127,12 +127,8 @@ class Heap:
         """
         self.reclaim()
         entry = self._allocate(nbytes, what)
-        memory = Memory(entry.block.address, nbytes, entry.block)
+        memory = self.allocator.memory_of(entry.block)
         entry.owner = weakref.ref(memory)
-        dropping = weakref.finalize(
-            memory, deferred.defer, self.allocator.release, entry.block
-        )
-        dropping.atexit = False  # the process' end frees it
         return memory, entry.peers
 
     def _allocate(self, nbytes: int, what: str) -> _Entry:

@@ -19,7 +19,7 @@ import numpy as np
 from mpi4py import MPI
 
 from numba_symm import arrays, streams
-from numba_symm.arrays import ArrayView, Memory
+from numba_symm.arrays import ArrayView
 from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.ranks import grouped, name_ranks
@@ -125,8 +125,9 @@ class Win(MPI.Win):
         def allocated() -> Any:
             if not size:
                 return None
-            block = comm.post.allocator.allocate(size, comm.size)
-            return Memory(block.address, size, block).array(size, _BYTE)
+            allocator = comm.post.allocator
+            memory = allocator.memory_of(allocator.allocate(size, comm.size))
+            return memory.array(size, _BYTE)
 
         return cls._made(comm, allocated, disp_unit, info)
 

@@ -250,6 +250,15 @@ def test_a_window_that_one_rank_cannot_allocate(comm):
     win.Free()
 
 
+def test_a_window_frees_the_memory_that_it_allocated(comm):
+    """When the library next allocates memory, or the second time."""
+    blocks, numbers = comm.post.allocator._blocks, []
+    for _ in range(6):
+        MPI.Win.Allocate(8, 4, comm=comm).Free()
+        numbers.append(len(blocks))
+    assert numbers[-1] <= numbers[2]
+
+
 def test_an_open_window_is_not_reported(comm, monkeypatch):
     """The library itself has shared its memory, so the program is not warned of it."""
     reports = []
