@@ -369,12 +369,15 @@ class Communicator(Persistent):
 
         Raises:
             ArgumentError: a name, dtype or operator is unknown, or none of the calls
-                can have it.
+                can have it; a request without ``requests=True`` in the constructor.
             CollectiveError, ClosedError: as :meth:`check`.
         """
         self.check()
         end, gpu, binder = self._calls.end, self._calls.gpu, self._calls.binder
         found = kernel_set.kernels(calls, dtypes, ops, end, "prepare", binder)
+        for name in calls:
+            if name in kernel_set.REQUESTS:
+                messages.requests_of(self._calls, f"prepare({name!r})")
         if not SIMULATED:
             kernel_set.check_capability(found, gpu.compute_capability, "prepare")
             kernel_set.load(found, self.rank, self.size, "prepare")

@@ -18,7 +18,7 @@ from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import are_apart, check_apart, check_peer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Enqueue
-from numba_symm.collectives.requests import Request, end_of
+from numba_symm.collectives.requests import Request, Requests, end_of
 from numba_symm.collectives.transfers import (
     Copy,
     Fill,
@@ -97,21 +97,26 @@ def start(calls: Calls, what: str, call: Prepared) -> Any:
     return call.result
 
 
+def requests_of(calls: Calls, what: str) -> Requests:
+    """Return the requests of a communicator, or refuse a call that needs them."""
+    if calls.requests is not None:
+        return calls.requests
+    parts = calls.island.parts
+    if len(parts) > 1:
+        found = "; ".join(map(name_ranks, parts))
+        raise ArgumentError(
+            f"{what}: expected a communicator of one island, got the islands "
+            f"{found}; use send, recv and group"
+        )
+    raise ArgumentError(
+        f"{what}: expected a communicator with requests, got one without; pass "
+        "requests=True to Communicator"
+    )
+
+
 def request(calls: Calls, what: str, call: Prepared) -> Request:
     """Start a prepared ``isend`` or ``irecv``, beside all other calls."""
-    requests, (handle, _) = calls.requests, call.stream
-    if requests is None:
-        parts = calls.island.parts
-        if len(parts) > 1:
-            found = "; ".join(map(name_ranks, parts))
-            raise ArgumentError(
-                f"{what}: expected a communicator of one island, got the islands "
-                f"{found}; use send, recv and group"
-            )
-        raise ArgumentError(
-            f"{what}: expected a communicator with requests, got one without; pass "
-            "requests=True to Communicator"
-        )
+    requests, (handle, _) = requests_of(calls, what), call.stream
     calls.refuse_in_group(what)
     if not SIMULATED and streams.is_capturing(handle):
         raise ArgumentError(

@@ -1,6 +1,7 @@
 """Messages that run beside all other calls."""
 
 import contextlib
+import functools
 import time
 import weakref
 from types import SimpleNamespace
@@ -229,6 +230,10 @@ def test_wrong_requests_are_refused(comm, world):
     with ns.Communicator(world, timeout=60) as plain:
         wrong = lambda: plain.irecv(x, src=left)  # noqa: E731
         refused(world, ns.ArgumentError, wrong, "pass requests=True to Communicator")
+        for name in ("isend", "irecv"):
+            early = functools.partial(plain.prepare, "send", name)
+            texts = f"prepare('{name}'): expected a communicator", "pass requests=True"
+            refused(world, ns.ArgumentError, early, *texts)
     differ = lambda: ns.Communicator(world, requests=comm.rank == 0)  # noqa: E731
     refused(world, ns.ArgumentError, differ, "requests=")
 
