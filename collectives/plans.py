@@ -83,7 +83,15 @@ class Plan:
         return f"{self._name} of {self._call}"
 
     def _chosen(self, stream: Any) -> Stream | None:
-        return self._stream if stream is None else owned(stream)
+        if stream is None:
+            return self._stream
+        try:
+            return owned(stream)
+        except ArgumentError as error:
+            raise ArgumentError(
+                f"{self._name}: {error}; a plan keeps its arrays: copy into them, or "
+                "make another plan for others"
+            ) from None
 
 
 class Detached:

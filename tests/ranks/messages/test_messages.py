@@ -277,7 +277,7 @@ def test_debug_mode_reports_one_ranks_mistake(world):
             ),
             (
                 lambda: plan("no" if last else 0),
-                f"{size - 1}: expected a stream, got 'no'",
+                f"{size - 1}: all_reduce: expected a stream, got 'no'",
             ),
             *mistaken_counts(comm, x, last),
         ]

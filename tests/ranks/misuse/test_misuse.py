@@ -376,6 +376,10 @@ def test_streams_that_are_none_are_refused(comm, world):
             lambda s=stream: comm.all_reduce(x, stream=s),
             "expected a stream, got",
         )
+    plan = comm.all_reduce_init(x, out=x)
+    texts = "all_reduce: expected a stream, got ", "; a plan keeps its arrays: copy"
+    refused(world, ns.ArgumentError, lambda: plan(x), *texts)
+    assert plan() is x
     check_works(comm)
 
 
