@@ -117,9 +117,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("-m", dest="module", action="store_true", help="run a module")
     run.add_argument("program", help="a script, or with -m the name of a module")
-    run.add_argument(
+    rest = run.add_argument(
         "arguments", nargs=argparse.REMAINDER, help="the program's arguments"
     )
+    rest.required = False  # otherwise the error for no program lists it, too
     commands.add_parser("info", help="show versions, GPUs, the backend and the cache")
     commands.add_parser(
         "compile", help="compile kernels into the disk cache, with or without a GPU"

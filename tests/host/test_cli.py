@@ -234,6 +234,13 @@ def test_wrong_usage_exits_with_code_2(words, capsys):
     assert ("expected `--` after" if "-x" in words else "usage: numba-symm") in shown
 
 
+def test_run_needs_a_program_but_no_arguments(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", "-n", "2"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.endswith("arguments are required: program\n")
+
+
 def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
     started = []
     monkeypatch.setattr(cli, "visible_gpus", lambda: [gpu(0), gpu(1)])
