@@ -40,7 +40,7 @@ _SPIN = 2e-4  # seconds of a wait without sleep
 _LONGEST_PAUSE = 1e-3
 
 _watched: ContextVar[tuple[Callable[[], bool], ...]] = ContextVar("watched", default=())
-_begun: list[tuple[Any, Any, Any]] = []
+_begun: list[tuple[Comm, list[tuple[Comm, Any]]]] = []  # Idup's argument and results
 _unsent: list[Any] = []
 
 
@@ -167,19 +167,19 @@ def duplicate(comm: Comm, wait: Wait) -> Comm:
     comm = checked(comm)
     if not is_mpi(comm):
         return comm
-    index = next((i for i, (of, _, _) in enumerate(_begun) if of == comm), None)
-    if index is None:
-        made, request = cast(Any, comm).Idup()
-    else:
-        _, made, request = _begun.pop(index)
-    try:
-        while not request.Test():
-            if wait.pause(()):
-                raise wait.error(())
-    except BaseException:
-        _begun.append((comm, made, request))
-        raise
-    return cast(Comm, made)
+    begun: list[tuple[Comm, Any]] | None
+    begun = next((found for of, found in _begun if of == comm), None)
+    if begun is None:
+        begun = []
+        _begun.append((comm, begun))  # first, because an interrupt may follow the start
+    if not begun:
+        begin(begun, cast(Any, comm).Idup)
+    made, request = begun[0]
+    while not request.Test():
+        if wait.pause(()):
+            raise wait.error(())
+    _begun.remove((comm, begun))
+    return made
 
 
 def all_gather(comm: Comm, value: T, wait: Wait) -> list[T]:

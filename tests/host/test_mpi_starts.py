@@ -5,6 +5,7 @@ Otherwise MPI would use memory after it was freed, or other ranks would wait.
 
 import ctypes
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from numba_symm.engines import mpi as engine_of_mpi
 from numba_symm.engines.protocol import Parcel
 from numba_symm.launch import waiting
+from numba_symm.launch.waiting import Wait
 from numba_symm.mpi import crossings
 from numba_symm.mpi.channels import Channel
 from numba_symm.mpi.crossings import Data
@@ -103,6 +105,15 @@ def test_a_value_for_other_ranks():
     sends = []
     interrupted(waiting._send_to_others, Host(), "value", sends)
     assert sends == [0]
+
+
+def test_a_duplicate(monkeypatch):
+    monkeypatch.setattr(waiting, "checked", lambda comm: comm)
+    monkeypatch.setattr(waiting, "is_mpi", lambda comm: True)
+    monkeypatch.setattr(waiting, "_begun", [])
+    host = SimpleNamespace(Idup=partial(CALL, None))
+    interrupted(waiting.duplicate, host, Wait("Communicator", 0))
+    assert waiting._begun == [(host, [0])]
 
 
 def test_the_lock_of_an_accumulate_is_released():

@@ -232,7 +232,7 @@ def test_an_interrupted_rank_continues_with_the_same_duplicate(mpi, monkeypatch)
         patch.setattr(Wait, "pause", interrupted)
         with pytest.raises(KeyboardInterrupt):
             duplicate(world)
-    (_, begun, _) = waiting._begun[-1]
+    _, [(begun, _)] = waiting._begun[-1]
     assert duplicate(other) is not begun
     assert duplicate(world) is begun
     assert duplicate(world) is not begun
