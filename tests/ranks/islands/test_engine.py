@@ -1,5 +1,6 @@
 """The engine of MPI by itself: memory that MPI cannot read, captures, wrong lengths."""
 
+import contextlib
 import ctypes
 import time
 import types
@@ -13,7 +14,7 @@ import numba_symm as ns
 from numba_symm import engines, streams
 from numba_symm.engines import deadline, mpi
 from numba_symm.engines.deadline import Deadline, Exchange
-from numba_symm.engines.mpi import MpiEngine, Staged
+from numba_symm.engines.mpi import Direct, MpiEngine, Staged
 from numba_symm.engines.nccl import Found
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
@@ -107,6 +108,34 @@ def test_another_number_of_bytes_is_an_error(world, engine, given, expected):
         with pytest.raises(ns.CallMismatch, match="receives another number of bytes"):
             engine.exchange([], receives, streams.LEGACY_DEFAULT)
         mpi._given_up.clear()
+
+
+def test_a_message_that_is_too_long_is_not_received(world):
+    """Open MPI would write past the end of the array, which may belong to others."""
+    nbytes, more, done = 40_000, 4096, 77
+    found = np.full(nbytes + more, world.rank == 0, np.uint8)
+    parcel = Parcel(1 - world.rank, found.ctypes.data, nbytes + more * (not world.rank))
+
+    def look():
+        if world.rank == 0 and world.Iprobe(1, done):
+            raise ns.CallMismatch("rank 1 has refused")
+
+    wait = lambda: Wait("exchange", world.rank, 20)  # noqa: E731
+    direct = MpiEngine(world.Dup(), wait, look, Direct())
+    if world.rank == 0:
+        with contextlib.suppress(ns.CallMismatch):  # MPI may have taken all of it
+            direct.exchange([parcel], [], streams.LEGACY_DEFAULT)
+        world.recv(source=1, tag=done)
+    elif world.rank == 1:
+        with pytest.raises(ns.CallMismatch, match="another number of bytes than rank "):
+            direct.exchange([], [parcel], streams.LEGACY_DEFAULT)
+        assert not found.any()
+        world.send(None, 0, done)
+        direct._comm.Recv(found, 0)  # so that the send ends
+    world.barrier()
+    mpi.forget_served()
+    assert not mpi._given_up
+    direct.close()
 
 
 def test_a_rank_that_sends_nothing_is_late(world, engine):
