@@ -103,7 +103,7 @@ def _itemsize(array: Any, datatype: Any) -> int:
 
 
 def mapped_by_all(
-    host: Any, make: Callable[[], Any], unit: int
+    host: Any, what: str, make: Callable[[], Any], unit: int
 ) -> tuple[Any, list[int], list[Any]]:
     """Return this rank's memory, which ``make`` returns, and what all ranks have.
 
@@ -114,7 +114,7 @@ def mapped_by_all(
     try:
         memory = make()
         if memory is not None:
-            own = _shared(memory, host.size)
+            own = _shared(memory, host.size, what)
     except Exception as caught:
         error = caught
     handle = b"" if own is None else own.to_bytes()
@@ -139,18 +139,18 @@ def mapped_by_all(
         raise error
     raise refusal(
         MPI.ERR_WIN,
-        f"Win.Create: rank {failed[0]} cannot allocate, share or map memory: "
+        f"{what}: rank {failed[0]} cannot allocate, share or map memory: "
         f"{causes[failed[0]]}",
     )
 
 
-def _shared(memory: Any, opens: int) -> SharedHandle:
+def _shared(memory: Any, opens: int, what: str) -> SharedHandle:
     """Return the handle of an array that every rank opens once."""
-    view = arrays.dense(arrays.view(memory, "Win.Create"), "Win.Create")
+    view = arrays.dense(arrays.view(memory, what), what)
     if locate(view.address, view.nbytes) is None:
         raise refusal(
             MPI.ERR_BUFFER,
-            "Win.Create: the array is in this process' private memory; under the "
+            f"{what}: the array is in this process' private memory; under the "
             "simulator, use MPI.Win.Allocate or comm.communicator.empty",
         )
     shared = share(memory, opens=opens)

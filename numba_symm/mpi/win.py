@@ -103,7 +103,8 @@ class Win(MPI.Win):
                 "Win.Create: expected arrays on the device on all ranks, or on the host"
                 " on all, got both; copy one to where the others are",
             )
-        return cls._made(comm, lambda: None if nowhere else memory, disp_unit, info)
+        own = None if nowhere else memory
+        return cls._made(comm, "Win.Create", lambda: own, disp_unit, info)
 
     @classmethod
     @translated
@@ -129,7 +130,7 @@ class Win(MPI.Win):
             memory = allocator.memory_of(allocator.allocate(size, comm.size))
             return memory.array(size, _BYTE)
 
-        return cls._made(comm, allocated, disp_unit, info)
+        return cls._made(comm, "Win.Allocate", allocated, disp_unit, info)
 
     @classmethod
     def Allocate_shared(
@@ -151,16 +152,22 @@ class Win(MPI.Win):
 
     @classmethod
     def _made(
-        cls, comm: Device, make: Callable[[], Any], unit: int, info: MPI.Info
+        cls,
+        comm: Device,
+        what: str,
+        make: Callable[[], Any],
+        unit: int,
+        info: MPI.Info,
     ) -> "Win":
         parts = grouped(dict(enumerate(map(str, comm.post.islands))))
         if len(parts) > 1:
             found = "; ".join(map(name_ranks, parts.values()))
             raise unsupported(
-                "Win: expected ranks of one island, which can map each other's memory, "
-                f"got the islands {found}; make a window for each, by comm.Split"
+                f"{what}: expected ranks of one island, which can map each other's "
+                f"memory, got the islands {found}; make a window for each, by "
+                "comm.Split"
             )
-        memory, units, mapped = mapped_by_all(comm.host, make, unit)
+        memory, units, mapped = mapped_by_all(comm.host, what, make, unit)
         # Memory of MPI's own, so that its locks need nothing of their target.
         made = cls(MPI.Win.Allocate(1, 1, info, comm.host))
         made._mutex = MPI.Win.Allocate(1, 1, MPI.INFO_NULL, comm.host)
