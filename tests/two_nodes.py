@@ -113,9 +113,10 @@ def command(
     cases.insert(0, "#!/bin/sh\nhost=$1\nshift\ncase $host in")
     agent.write_text("\n".join([*cases, "esac\n"]))
     agent.chmod(0o755)
-    nodes = ",".join(f"{name}:{ranks // 2}" for name in NODES)
+    numbers = ranks - ranks // 2, ranks // 2
+    nodes = ",".join(f"{name}:{n}" for name, n in zip(NODES, numbers, strict=True))
     flags = ["--prtemca", "plm_ssh_agent", str(agent), "--host", nodes]
-    flags += ["--map-by", f"ppr:{ranks // 2}:node:oversubscribe"]
+    flags += ["--map-by", "slot:oversubscribe"]
     flags += ["--wdir", str(Path.cwd())]  # nsenter changes it
     for name in os.environ:
         if name.startswith(("NUMBA_", "PYTEST_", "PYTHON")):
