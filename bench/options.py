@@ -28,6 +28,27 @@ all_reduce -e 1G"""
 MODULE = "python -m numba_symm.bench"
 """The benchmark's name in its usage, unless ``numba-symm bench`` starts it."""
 
+UNUSED = {
+    "cold": ("-f", "-i", "-o", "-n", "-w", "-G", "--against", "--algorithm"),
+    "shuffle": ("-f", "-i", "-n", "-w", "-G", "-c", "--against"),
+    "overlap": ("-w",),
+}
+"""For each kind of run, the options without effect, which are refused with it."""
+
+
+class _Noted(argparse.Action):
+    """Stores a value, and adds the option's name to ``given``."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.given += (self.option_strings[0],)
+
 
 def parse(argv: Sequence[str], name: str = MODULE) -> argparse.Namespace:
     """Return the options, or show help or usage and raise SystemExit.
@@ -83,6 +104,8 @@ def _add(
         description=f"Measure {operation.name}. Sizes are in bytes, with binary "
         "suffixes K, M and G.",
     )
+    parser.register("action", None, _Noted)  # of all options below that take a value
+    parser.set_defaults(given=())
     _add_messages(parser, operation)
     _add_repetitions(parser)
     _add_ways(parser, operation)
@@ -291,6 +314,10 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         parser.error("omit --shuffle, --overlap and --plot with --cold")
     if options.cache and not options.cold:
         parser.error("--cache needs --cold")
+    for kind, unused in UNUSED.items():
+        words = " and ".join(name for name in unused if name in options.given)
+        if getattr(options, kind) and words:
+            parser.error(f"--{kind} does not use {words}; omit {words}")
     if options.cache and not code_cache.is_writable(options.cache):
         parser.error(f"expected a folder that you can write, got {options.cache}")
     if options.json:

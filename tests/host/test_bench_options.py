@@ -101,6 +101,21 @@ def test_first_calls_are_of_two_types_by_default():
     assert options.parse(["all_reduce", "--cold", "-d", "half"]).types == ("half",)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--cold -b 1K -e 1M -d half -c 0 --plain --islands 2 --seed 1",
+        "--shuffle 9 -b 1K -e 1M -d half -o max --algorithm all --plain --islands 2",
+        "--overlap -f 2 -o max -n 9 -G 1 -c 0 --against mpi --algorithm all --plain",
+    ],
+)
+def test_options_that_a_kind_of_run_uses_are_taken(line):
+    given = [word for word in line.split() if word[0] == "-"]
+    flags = {"--cold", "--overlap", "--plain"}
+    asked = options.parse(["all_reduce", *line.split()])
+    assert list(asked.given) == [name for name in given if name not in flags]
+
+
 @pytest.mark.parametrize("more", [[], ["--shuffle", "9"]])
 @pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {*REDUCING, "barrier"}))
 def test_an_operation_that_only_moves_data_has_no_reduction(name, more, capsys):
@@ -159,6 +174,14 @@ def test_each_run_has_its_own_seed_by_default():
         ("all_reduce --cache /tmp", "--cache needs --cold"),
         ("all_reduce --cold --cache /dev/null", "that you can write, got /dev/null"),
         ("all_reduce --cold --cache /dev/null/new", "can write, got /dev/null/new"),
+        ("scan --cold --agai mpi", "--cold does not use --against; omit --against"),
+        ("all_reduce --cold -f 4", "--cold does not use -f; omit -f"),
+        ("scan --cold -i 1K -n5 -w 5 -G 20", "not use -i and -n and -w and -G; omit"),
+        ("scan --cold -o sum --algorithm all", "does not use -o and --algorithm; omit"),
+        ("scan --shuffle 5 -f 2 -n 1", "--shuffle does not use -f and -n; omit -f"),
+        ("scan --shuffle 5 -c 1 -w 5 -G 0", "--shuffle does not use -w and -G and -c;"),
+        ("scan --shuffle 5 --against mpi -i 1", "not use -i and --against; omit -i"),
+        ("barrier --overlap -w 5", "--overlap does not use -w; omit -w"),
         ("barrier -b 4", "unrecognized arguments: -b 4"),
         ("barrier --shuffle 4", "barrier has no sizes; omit --shuffle"),
         ("gather --algorithm direct", "unrecognized arguments: --algorithm direct"),

@@ -202,7 +202,8 @@ def test_one_wrong_element_on_one_rank_fails_the_run_on_all(
 
 def test_calls_beside_a_product_are_right_and_recorded(world, folder, shown):
     file = folder / "r.json"
-    assert run("-b", 64, "-e", 64, *SMALL, "--overlap", "--json", file) == 0
+    small = [*SMALL[:2], *SMALL[4:]]  # nothing is warmed up
+    assert run("-b", 64, "-e", 64, *small, "--overlap", "--json", file) == 0
     (text, *_) = shown()
     by_torch, own = ("torch", "bfloat16"), ("a kernel of the benchmark", "float32")
     words = by_torch if torch_multiplies() else own
