@@ -6,6 +6,7 @@ the algorithms. Nothing is compiled or loaded, and no GPU is needed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,17 +130,11 @@ def kernels(
     with listed() as found:
         for name in names:
             if name in _OPERATIONS:
-                operation, given_here = (
-                    _OPERATIONS[name],
-                    (numpy_dtypes, end.size, binder),
-                )
+                operation = _OPERATIONS[name]
+                given_here = numpy_dtypes, end.size, binder
                 if operation.reduces:
-                    refused.append(
-                        [
-                            _bind_reduction(operation, op, *given_here)
-                            for op in operators
-                        ]
-                    )
+                    bound = partial(_bind_reduction, operation, *given_here)
+                    refused.append([bound(op) for op in operators])
                 else:
                     _bind_movement(operation, *given_here)
             elif name == "barrier":
@@ -189,10 +184,10 @@ def _bind_movement(
 
 def _bind_reduction(
     operation: Operation,
-    op: Op,
     given: list[np.dtype[Any]],
     size: int,
     binder: Binder,
+    op: Op,
 ) -> ArgumentError | None:
     """Bind calls of all sizes, or return why no dtype can have the operator."""
     errors = []
