@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba_symm as ns
+from numba_symm import code_cache
 from numba_symm.bench import options
 from numba_symm.bench.contenders import Ways
 from numba_symm.bench.contenders.ours import Ours
@@ -363,11 +364,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     asked = made.parse_args(argv)
     if asked.plot:
         options.check_image(made, asked.plot)
-    why = tuned.unwritable()
-    if why:
+    place = tuned.file()
+    if place.is_dir() or not code_cache.is_writable(place.parent):
         made.error(
-            f"expected {tuned.file()} to be a file that you can write ({why}); set "
-            "XDG_DATA_HOME to a folder that you can write"
+            f"expected a file that you can write, got {place}; set XDG_DATA_HOME to a "
+            "folder that you can write"
         )
     return asked
 

@@ -166,19 +166,6 @@ def write(gpu: str, size: int, choices: Choices) -> None:
     Path(path).replace(place)
 
 
-def unwritable() -> str:
-    """Return why :func:`write` cannot write the file, "" if it can."""
-    place = file()
-    if place.is_dir():
-        return "it is a folder"
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place.parent):
-            return ""
-    except OSError as error:
-        return str(error)
-
-
 def _finite(most: float) -> int | None:
     return None if math.isinf(most) else int(most)
 

@@ -170,16 +170,3 @@ def test_kernels_are_compiled_for_the_limits_of_this_node():
     tuned.write(GPU, 2, MEASURED)
     assert jobs(GPU) != before
     assert jobs("") == before
-
-
-def test_a_place_that_cannot_be_written_is_found_beforehand(folder):
-    assert tuned.unwritable() == ""
-    tuned.write(GPU, 2, MEASURED)
-    assert tuned.unwritable() == ""
-    tuned.file().unlink()
-    tuned.file().mkdir()
-    assert tuned.unwritable() == "it is a folder"
-    tuned.file().rmdir()
-    tuned.file().parent.rmdir()
-    tuned.file().parent.touch()
-    assert "File exists" in tuned.unwritable()

@@ -478,15 +478,18 @@ def test_wrong_arguments_are_reported_once(world, shown, program, words, text):
     assert not any(others)
 
 
+@pytest.mark.parametrize("obstacle", ["a folder in place of the file", "the reverse"])
 def test_limits_that_cannot_be_written_are_not_measured(
-    world, folder, shown, monkeypatch
+    world, folder, shown, monkeypatch, obstacle
 ):
     monkeypatch.setenv("XDG_DATA_HOME", str(folder))
     monkeypatch.setattr(tune, "Run", None)
     if world.size > 1:
-        if world.rank == 0:
+        if world.rank == 0 and obstacle == "the reverse":
+            tuned.file().parent.touch()
+        elif world.rank == 0:
             tuned.file().mkdir(parents=True)
         with pytest.raises(SystemExit):
             tune.main([])
-        why = "to be a file that you can write (it is a folder); set XDG_DATA_HOME"
-        assert f"{tuned.file()} {why}" in shown()[0].err
+        text = f"expected a file that you can write, got {tuned.file()}; set XDG_DATA"
+        assert text in shown()[0].err
