@@ -288,25 +288,22 @@ def _compile_all(jobs: Sequence[Job], processes: int, console: Console) -> None:
     spawn = multiprocessing.get_context("spawn")  # a fork may break a CUDA context
     ended = spawn.RawValue("b", 0)  # without a lock, which a killed process could keep
     pool = ProcessPoolExecutor(processes, spawn, _share, (ended,))
-    with pool:
-        try:
-            with _inherited_mask():
-                futures = {
-                    pool.submit(_compile, batch): len(batch) for batch in batches
-                }
-            with bar:
-                task = bar.add_task("", total=len(jobs))
-                for future in as_completed(futures):
-                    future.result()
-                    bar.advance(task, futures[future])
-        except BrokenProcessPool as error:
-            raise SymmError(
-                "compile: a process was killed, perhaps for want of memory; pass fewer "
-                "--jobs"
-            ) from error
-        finally:
-            ended.value = 1
-            pool.shutdown(cancel_futures=True)
+    try:
+        with _inherited_mask():
+            futures = {pool.submit(_compile, batch): len(batch) for batch in batches}
+        with bar:
+            task = bar.add_task("", total=len(jobs))
+            for future in as_completed(futures):
+                future.result()
+                bar.advance(task, futures[future])
+    except BrokenProcessPool as error:
+        raise SymmError(
+            "compile: a process was killed, perhaps for want of memory; pass fewer "
+            "--jobs"
+        ) from error
+    finally:
+        ended.value = 1
+        pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
