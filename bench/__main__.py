@@ -28,7 +28,7 @@ from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.overlap import Overlap
 from numba_symm.bench.product import Product, new_product
 from numba_symm.bench.progress import bar, hidden
-from numba_symm.bench.report import OverlapReport, Report, wrong_elements
+from numba_symm.bench.report import OverlapReport, Report, written, wrong_elements
 from numba_symm.bench.shuffle import Shuffle
 from numba_symm.bench.streams import new_stream
 from numba_symm.bench.sweep import Sweep
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["plot"]:  # needs no MPI
         asked = options.parse(argv, name)
-        plot.draw(asked.run, asked.image)
+        _save(asked.run, None, asked.image)
         return 0
     from mpi4py import MPI
 
@@ -295,8 +295,10 @@ class _Run:
 def _save(run: dict[str, Any], file: Path | None, image: Path | None) -> None:
     if file:
         file.write_text(json.dumps(run, indent=1) + "\n")
+        print(written(file))
     if image:
         plot.draw(run, image)
+        print(written(image))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from numba_symm.bench.contenders.ours import NAME
@@ -17,6 +18,11 @@ SMALL = 4 << 20
 """Largest message, in bytes, of the summary's mean of small messages."""
 
 NOTHING = "-"
+
+
+def written(file: Path) -> str:
+    """Return the line for a file that the run has written."""
+    return f"# written to {file}"
 
 
 def microseconds(record: Record) -> float:

@@ -24,7 +24,7 @@ from numba_symm.bench.measure import Timer
 from numba_symm.bench.operations import OPERATIONS, TYPES, Operation
 from numba_symm.bench.plot import COLORS, human
 from numba_symm.bench.progress import bar
-from numba_symm.bench.report import best, microseconds
+from numba_symm.bench.report import best, microseconds, written
 from numba_symm.bench.streams import new_stream
 from numba_symm.bench.sweep import Row, Sweep, rows
 from numba_symm.collectives import kernel_set, operations, select, tuned
@@ -416,9 +416,10 @@ def _tune(comm: ns.Communicator, ranks: Any, asked: argparse.Namespace) -> None:
     choices = run.choices()
     if comm.rank == 0:
         tuned.write(comm.device.name, comm.size, choices)
-        print(*run.report(choices), f"written to {tuned.file()}", sep="\n")
+        print(*run.report(choices), written(tuned.file()), sep="\n")
         if asked.plot:
             run.draw(choices, asked.plot)
+            print(written(asked.plot))
     ranks.Barrier()  # until then, another communicator would read the old limits
 
 

@@ -176,7 +176,7 @@ def test_each_type_has_its_own_line():
     assert {"numba_symm, float sum", "numba_symm, half sum"} <= set(labels)
 
 
-def test_a_recorded_run_is_drawn_without_mpi(tmp_path, monkeypatch):
+def test_a_recorded_run_is_drawn_without_mpi(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     file, image = tmp_path / "r.json", tmp_path / "r.png"
     file.write_text(json.dumps(RUN))
@@ -184,6 +184,7 @@ def test_a_recorded_run_is_drawn_without_mpi(tmp_path, monkeypatch):
     assert bench.main(["plot", str(file), str(image)]) == 0
     assert image.read_bytes().startswith(b"\x89PNG")
     assert image.stat().st_size > 10_000
+    assert capsys.readouterr().out == f"# written to {image}\n"
     assert bench.main(["plot", str(file), str(tmp_path / "r.svg")]) == 0
     drawn = (tmp_path / "r.svg").read_text()
     assert "<svg" in drawn

@@ -82,6 +82,7 @@ def test_a_small_run_is_right_and_recorded(world, folder, shown):
     ]
     assert [(row[7], row[14]) for row in rows[:2]] == [("0", "0")] * 2
     assert "# Out of bounds values : 0 OK" in texts[0].out
+    assert texts[0].out.endswith(f"\n# written to {file}\n")
     found = world.bcast(json.loads(file.read_text()) if world.rank == 0 else None)
     assert found["facts"]["ranks"] == world.size
     assert list(found["contenders"]) == ["numba_symm", "mpi"]
@@ -417,11 +418,15 @@ def test_measured_limits_are_used_if_they_are_rank_0s_and_of_this_node(
             tune.main(["--largest", tune.SMALLEST])
     assert not tuned.file().exists()
     monkeypatch.setattr(tune, "_gpus", lambda comm: comm.size)
-    assert tune.main(["--largest", tune.SMALLEST]) == 0
+    monkeypatch.setattr(tune.options, "check_image", lambda *given: None)
+    monkeypatch.setattr(tune.Run, "draw", lambda run, choices, image: image.touch())
+    image = folder / "t.png"  # not drawn: matplotlib may be missing, and is slow
+    assert tune.main(["--largest", tune.SMALLEST, "--plot", str(image)]) == 0
     text = shown()[0].out
     assert "all_reduce, floats: " in text
     assert re.search(r"\d x as fast as by the built-in limits", text)
-    assert f"written to {folder}" in text
+    limits = folder / "0" / tuned.file().relative_to(os.environ["XDG_DATA_HOME"])
+    assert text.endswith(f"\n# written to {limits}\n# written to {image}\n")
     gpu, before = gpu_of(world), used(world)
     written = tuned.read(gpu, world.size).choices
     assert (written is not None) == (world.rank == 0)
