@@ -287,7 +287,7 @@ class Islands(Island):
         assert self.watchdog is not None
         self.watchdog.stop()
         self._shared.close()
-        self._undo.pop_all()  # it closes the rest after an interrupt
+        self._undo.pop_all()  # last, because it has what an error above leaves open
         ranks.release(self.comm)
 
     def close_locally(self) -> None:
