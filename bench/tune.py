@@ -37,7 +37,7 @@ from numba_symm.kernels import Kernel, listed
 from numba_symm.launch import devices
 
 LARGEST = "4K" if SIMULATED else "256M"
-SMALLEST = "512" if SIMULATED else "1K"
+SMALLEST = "1K"
 
 LASTING = math.log(1.02)
 """The least saving for which a range of sizes gets an algorithm of its own.

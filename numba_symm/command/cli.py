@@ -179,6 +179,8 @@ def _compile(argv: Sequence[str]) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     """Start the measurement on the ranks, as ``run`` does."""
+    from numba_symm.bench import tune  # imports many packages
+
     options.ranks = options.ranks or len(visible_gpus())
     if options.ranks < 2:
         raise SymmError(
@@ -188,6 +190,7 @@ def _tune(options: argparse.Namespace) -> int:
     options.module, options.program = True, "numba_symm.bench.tune"
     given = {"--largest": options.largest, "--plot": options.plot}
     options.arguments = [f"{name}={value}" for name, value in given.items() if value]
+    tune.parse(options.arguments)  # before ranks start, which parse them again
     return _run(options, [])
 
 

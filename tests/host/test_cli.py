@@ -247,10 +247,30 @@ def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
     monkeypatch.setattr(
         cli.os, "execve", lambda file, words, env: started.append(words)
     )
-    cli.main(["tune", "--plot", "r.png"])
+    cli.main(["tune", "--largest", "1M"])
     (words,) = started
     assert words[words.index("-n") + 1] == "2"
-    assert words[-3:] == ["-m", "numba_symm.bench.tune", "--plot=r.png"]
+    assert words[-3:] == ["-m", "numba_symm.bench.tune", "--largest=1M"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--largest 1", "--largest: expected 1K or more, got '1'"),
+        ("--largest 6X", "--largest: expected bytes such as 512, 64K"),
+        ("--plot /not/there/r.png", "/not/there does not exist"),
+        ("--largest 1M", "got /dev/null/numba-symm/limits"),
+    ],
+)
+def test_what_tune_cannot_measure_or_write_is_refused_before_ranks_start(
+    words, text, monkeypatch, capsys
+):
+    monkeypatch.setenv("XDG_DATA_HOME", "/dev/null")
+    monkeypatch.setattr(cli.os, "execve", None)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["tune", "-n", "2", "--simulate", *words.split()])
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 def test_one_rank_has_nothing_to_tune(monkeypatch, capfd):

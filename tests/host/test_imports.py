@@ -10,6 +10,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 LAZY = {
     ("command.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
+    ("command.cli", "bench.tune"): "`run` and `info` need none of its libraries",
     ("command.cli", "command.compiling"): "`run` needs none of its libraries",
     ("command.cli", "command.job"): "`run` makes no communicator",
 }
