@@ -271,9 +271,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             asked.seed if SIMULATED else (asked.seed << 16) + world.rank
         )
         made: Counter[str] = Counter()
-        wrong, rounds, begun = 0, 0, time.monotonic()
-        shown = begun
-        while world.bcast(not rounds or time.monotonic() - begun < asked.seconds):
+        wrong, rounds, shown, begun = 0, 0, 0.0, time.monotonic()
+        more = True
+        while more:
             rounds += 1
             for lane in lanes:
                 lane.draw()
@@ -287,12 +287,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for what in each if world.rank == 0 else []:
                     print(f"rank {rank}, round {rounds}: {what}", flush=True)
             seconds = time.monotonic() - begun
-            words = f"{rounds} rounds, {made.total()} calls of rank 0, wrong {wrong}"
-            if world.rank == 0 and time.monotonic() - shown > _SHOWN:
-                shown = time.monotonic()
-                print(f"{seconds:.0f} s: {words}", flush=True)
+            more = world.bcast(seconds < asked.seconds)
+            if world.rank == 0 and (not more or seconds - shown > _SHOWN):
+                shown = seconds
+                words = f"{made.total()} calls of rank 0, wrong {wrong}"
+                print(f"{seconds:.0f} s: {rounds} rounds, {words}", flush=True)
     if world.rank == 0:
-        print(f"{seconds:.0f} s: {words}")
         print(", ".join(f"{name} {number}" for name, number in sorted(made.items())))
     return int(wrong > 0)
 
