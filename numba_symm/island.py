@@ -271,8 +271,7 @@ class Island:
         everybodys = self._is_everybodys(error)
         if not everybodys:
             self.exchange.leave(error)  # what is closed reports nothing
-        self.closed = True
-        self._close_parts()
+        self.close_locally()
         if everybodys:
             ranks.release(self.comm)
 
@@ -288,18 +287,17 @@ class Island:
 
     def close(self) -> None:
         """Close the board and the channel, and free the duplicated communicator."""
-        self.closed = True
-        self._close_parts()
+        self.close_locally()
         ranks.release(self.comm)
 
     def close_locally(self) -> None:
         """Close the board and the channel; freeing the duplicate is collective."""
-        self.closed = True
-        self._close_parts()
+        # What an interrupt left open could not be closed later.
+        waiting.undisturbed(self._close_parts)
 
     def _close_parts(self) -> None:
-        # A part whose close was interrupted could not be closed later.
-        waiting.undisturbed(self._undo.close)
+        self.closed = True
+        self._undo.close()
 
 
 def _patience() -> float:

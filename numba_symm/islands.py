@@ -290,11 +290,6 @@ class Islands(Island):
         self._undo.pop_all()  # last, because it has what an error above leaves open
         ranks.release(self.comm)
 
-    def close_locally(self) -> None:
-        """Close what belongs to this rank; the rest needs all ranks."""
-        self.inner.closed = True
-        super().close_locally()
-
 
 def _refuse_one_thread() -> None:
     """Raise ArgumentError if MPI does not permit calls of several threads."""
