@@ -392,21 +392,16 @@ def _nothing(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def check_slot(
-    typingctx: Any,
-    owner: Any,
-    channel: Any,
-    source: Any,
-    world_size: Any,
-    channels: Any,
+    typingctx: Any, ctx: Any, owner: Any, channel: Any, source: Any, channels: Any
 ) -> Any:
     """Check nothing, to save time on a GPU."""
-    return types.void(owner, channel, source, world_size, channels), _nothing
+    return types.void(ctx, owner, channel, source, channels), _nothing
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def check_peer(typingctx: Any, rank: Any, world_size: Any) -> Any:
+def check_peer(typingctx: Any, ctx: Any, rank: Any) -> Any:
     """Check nothing, either."""
-    return types.void(rank, world_size), _nothing
+    return types.void(ctx, rank), _nothing
 
 
 @intrinsic  # type: ignore[untyped-decorator]

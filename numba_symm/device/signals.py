@@ -10,6 +10,7 @@ channel of a pair of ranks has one user at a time.
 Every wait has a deadline: see ``polling.py``.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba_symm.device.intrinsics import (
@@ -45,7 +46,7 @@ class _Scalars(NamedTuple):
 class Context(_Scalars):
     """Symmetric memory for kernels, which take it as an ordinary argument.
 
-    Numba passes it to kernels as a named tuple. The last two attributes are for the
+    Numba passes it to kernels as a named tuple. The last three attributes are for the
     host only. ``SymmetricMemory.ctx`` keeps the memory, as an array does.
 
     Attributes:
@@ -56,10 +57,13 @@ class Context(_Scalars):
         guard: the timeout, and where a failure is reported.
         owner: the object that keeps the memory.
         buffer_size: the bytes of a buffer; None if they are unknown.
+        check_mapped: raises if the memory is no longer mapped, for the simulator, in
+            which an access would end the process; None: it always is.
     """
 
     owner: Any = None
     buffer_size: int | None = None
+    check_mapped: Callable[[], None] | None = None
 
 
 @device_function
@@ -73,7 +77,7 @@ _wait_for_slot = make_wait(_holds)
 @device_function
 def _slot(ctx: Any, owner: int, channel: int, source: int) -> int:
     """Return the address of a slot of rank ``owner``'s pad."""
-    check_slot(owner, channel, source, ctx.world_size, MAX_CHANNELS)
+    check_slot(ctx, owner, channel, source, MAX_CHANNELS)
     return ctx.pads[owner] + 4 * (ctx.world_size * channel + source)  # type: ignore[no-any-return]
 
 
@@ -149,7 +153,7 @@ def barrier(ctx: Any, channel: int) -> bool:
 @device_function
 def peer_address(ctx: Any, rank: int) -> int:
     """Return the address of rank ``rank``'s buffer in this process."""
-    check_peer(rank, ctx.world_size)
+    check_peer(ctx, rank)
     return ctx.buffers[rank]  # type: ignore[no-any-return]
 
 
@@ -166,6 +170,6 @@ def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
         shape: an int or a tuple of ints. A GPU does not check that it fits.
         dtype: a NumPy scalar type, such as ``np.float32``.
     """
-    check_peer(rank, ctx.world_size)
+    check_peer(ctx, rank)
     check_buffer(ctx, shape, dtype)
     return array_at(ctx.buffers[rank], shape, dtype)

@@ -242,25 +242,30 @@ def word_of(bits: int) -> int:
     return ((int(bits) & 0xFFFFFFFFFFFFFFFF) ^ 1 << 63) - (1 << 63)
 
 
-def check_slot(
-    owner: int, channel: int, source: int, world_size: int, channels: int
-) -> None:
-    """Refuse a signal pad's slot that does not exist."""
-    ranks = max(owner, source) < world_size and min(owner, source) >= 0
+def _check_mapped(ctx: Any) -> None:
+    if ctx.check_mapped is not None:
+        ctx.check_mapped()
+
+
+def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -> None:
+    """Refuse a signal pad's slot that does not exist, or is no longer mapped."""
+    _check_mapped(ctx)
+    ranks = max(owner, source) < ctx.world_size and min(owner, source) >= 0
     if not ranks or not 0 <= channel < channels:
         raise ArgumentError(
             f"a signal to rank {owner} from rank {source} on channel {channel}: "
-            f"expected ranks 0 to {world_size - 1} and channels 0 to {channels - 1}; a "
-            "GPU does not check this"
+            f"expected ranks 0 to {ctx.world_size - 1} and channels 0 to "
+            f"{channels - 1}; a GPU does not check this"
         )
 
 
-def check_peer(rank: int, world_size: int) -> None:
-    """Refuse a rank that does not exist."""
-    if not 0 <= rank < world_size:
+def check_peer(ctx: Any, rank: int) -> None:
+    """Refuse a rank that does not exist, or whose buffer is no longer mapped."""
+    _check_mapped(ctx)
+    if not 0 <= rank < ctx.world_size:
         raise ArgumentError(
-            f"rank {rank}'s buffer: expected ranks 0 to {world_size - 1}; a GPU does "
-            "not check this"
+            f"rank {rank}'s buffer: expected ranks 0 to {ctx.world_size - 1}; a GPU "
+            "does not check this"
         )
 
 

@@ -60,6 +60,8 @@ class SymmetricMemory:
         self._owner = owner
         self._ctx.owner = self._owner, tuple(peers.mappings)
         self._ctx.buffer_size = self.buffer_size
+        self._check_mapped = functools.partial(_check_mapped, island, peers)
+        self._ctx.check_mapped = self._check_mapped
 
     @property
     def ctx(self) -> Context:
@@ -310,10 +312,11 @@ class SymmetricMemory:
         self._island.check()
         self._check_mapped()
 
-    def _check_mapped(self) -> None:
-        self._island.check_open()
-        if self._peers.closed:
-            raise ClosedError("this symmetric memory was closed by its communicator")
+
+def _check_mapped(island: Island, peers: Peers) -> None:
+    island.check_open()
+    if peers.closed:
+        raise ClosedError("this symmetric memory was closed by its communicator")
 
 
 def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any) -> Any:

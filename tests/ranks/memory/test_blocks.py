@@ -5,9 +5,11 @@ import gc
 
 import numpy as np
 import pytest
+from numba import cuda
 
 import numba_symm as ns
 from numba_symm import arrays
+from numba_symm import device as symm
 from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import (
     check_works,
@@ -20,6 +22,23 @@ from tests.ranks.helpers import (
 from tests.ranks.memory.peeks import pattern, read
 
 pytestmark = of_one_island
+
+@cuda.jit
+def load(ctx, found):
+    found[0] = symm.ld_u32(symm.peer_address(ctx, ctx.world_size - 1))
+
+
+@cuda.jit
+def wait(ctx, found):
+    found[0] = symm.barrier(ctx, 0)
+
+
+def refused_in_kernels(world, ctx, text):
+    """Check that the simulator refuses memory that is no longer mapped."""
+    found = cuda.device_array(1, np.uint32)
+    for kernel in (load, wait) if SIMULATED else ():
+        refused(world, ns.ClosedError, lambda k=kernel: k[1, 1](ctx, found), text)
+
 
 # The allocator
 
@@ -186,7 +205,7 @@ def test_much_more_can_be_allocated_in_turn_than_simultaneously(comm):
 def test_a_block_of_the_allocator_is_unmapped_once_all_have_freed_it(comm, world):
     pointer = comm.allocator.alloc(64)
     memory = comm.allocator.rendezvous(pointer, comm)
-    before = len(entries(comm))
+    before, ctx = len(entries(comm)), memory.ctx
     comm.allocator.free(pointer)
     keep = comm.empty(1, np.int8)
     assert len(entries(comm)) == before
@@ -198,6 +217,7 @@ def test_a_block_of_the_allocator_is_unmapped_once_all_have_freed_it(comm, world
         lambda: memory.signal_pad_ptrs_dev,
     ):
         refused(world, ns.ClosedError, call, "closed")
+    refused_in_kernels(world, ctx, "closed by its communicator")
     del keep
 
 
@@ -222,7 +242,7 @@ def test_nothing_works_after_close(world):
     comm = ns.Communicator(world, timeout=60)
     x = comm.empty(5, np.float32)
     memory, pointer = comm.rendezvous(x), comm.allocator.alloc(64)
-    plan = comm.all_reduce_init(x)
+    plan, ctx = comm.all_reduce_init(x), memory.ctx
     comm.close()
     calls = [
         comm.check,
@@ -247,6 +267,7 @@ def test_nothing_works_after_close(world):
         calls += [lambda: memory.put_signal(other), lambda: memory.wait_signal(other)]
     for call in calls:
         refused(world, ns.ClosedError, call, "was closed")
+    refused_in_kernels(world, ctx, "was closed")
     comm.allocator.free(pointer)
 
 
