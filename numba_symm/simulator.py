@@ -5,9 +5,11 @@ barrier, so that each rank occupies a core. Here a team of threads is reused for
 blocks and kernels. The last thread at a barrier wakes the others. A kernel uses
 Numba's ``cuda`` module, except for what follows.
 
-Several threads of a program may launch simultaneously, as on a GPU. Numba supports one
-kernel at a time, whose ``cuda`` object it stores in the module of its function. Here
-all kernels share one such object, which returns the values of the calling thread.
+Several threads of a program may launch the library's kernels simultaneously, as on a
+GPU. Numba supports one kernel at a time, whose ``cuda`` object it stores in the module
+of its function. Here all kernels share one such object, which returns the values of the
+calling thread. Numba itself runs the program's kernels, so they are launched one at a
+time.
 """
 
 import functools
@@ -121,7 +123,16 @@ _call = simulator.FakeCUDAKernel.__call__
 
 def _called(function: Any, *args: Any) -> Any:
     """Call a function decorated by ``cuda.jit``: in our kernels, a device function."""
-    if not isinstance(threading.current_thread(), Thread):
+    thread = threading.current_thread()
+    if not isinstance(thread, Thread):
+        launch = not function._device and not isinstance(thread, simulator.BlockThread)
+        if launch and _numbas() is not None:
+            # Numba would call it as a device function, on the thread that launches it.
+            raise ArgumentError(
+                f"{function.__name__}: expected one launch of your kernels at a time "
+                "in the simulator, got a second one while a kernel of another thread "
+                "runs; launch from one thread, or guard the launches by a lock"
+            )
         return _call(function, *args)
     with simulator.swapped_cuda_module(function.fn, _CUDA):
         return function.fn(*args)

@@ -314,6 +314,27 @@ def test_threads_are_reused_by_the_next_kernel():
     assert threading.active_count() == before
 
 
+def test_a_second_thread_launches_no_kernel_of_the_program():
+    started, done = threading.Event(), threading.Event()
+    first = cuda.jit(lambda: (started.set(), done.wait(20)))
+
+    @cuda.jit
+    def second(out):
+        out[cuda.threadIdx.x] = 1
+
+    out = np.zeros(2)
+    thread = threading.Thread(target=first[1, 1])
+    thread.start()
+    assert started.wait(20)
+    with pytest.raises(ArgumentError, match="second: expected one launch"):
+        second[1, 2](out)
+    run(lambda: None, 1)  # the library's kernels run beside it
+    done.set()
+    thread.join()
+    second[1, 2](out)
+    assert out.tolist() == [1, 1]
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded")
 def test_a_forked_process_starts_its_own_threads():
     def kernel():

@@ -23,6 +23,7 @@ from tests.ranks.memory.peeks import pattern, read
 
 pytestmark = of_one_island
 
+
 @cuda.jit
 def load(ctx, found):
     found[0] = symm.ld_u32(symm.peer_address(ctx, ctx.world_size - 1))
