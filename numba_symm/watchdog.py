@@ -18,7 +18,7 @@ from numba_symm import forks
 from numba_symm.board import Board
 from numba_symm.engines.protocol import Engine
 from numba_symm.errors import CollectiveError, summary
-from numba_symm.launch import ranks
+from numba_symm.launch import ranks, waiting
 
 _PAUSE = 0.02  # seconds
 _TAG = 28290
@@ -96,20 +96,26 @@ class Watchdog:
             failure = self._board.failure()
             if failure is None or self._told:
                 return
-            self._told = True
-            try:
-                if not self._silent:
-                    self._tell(failure.exception())
-            finally:  # afterwards, because peers notice that a connection ends
-                self._abort()
+            error = failure.exception()
+            # Nothing would repeat a report that an interrupt has ended.
+            waiting.undisturbed(lambda: self._tell(error))
 
     def _tell(self, error: CollectiveError) -> None:
-        self._sent += [self._comm.isend(error, peer, _TAG) for peer in self._peers]
+        self._told = True
+        try:
+            if not self._silent:
+                for peer in self._peers:
+                    self._sent.append(self._comm.isend(error, peer, _TAG))
+        finally:  # afterwards, because peers notice that a connection ends
+            self._abort()
 
     def _hear(self) -> None:
-        mpi = ranks.mpi()
-        while (message := self._comm.improbe(mpi.ANY_SOURCE, _TAG)) is not None:
-            self._board.fail(message.recv())
+        any_rank = ranks.mpi().ANY_SOURCE
+        # What improbe returns could be lost to an interrupt, a probe's result cannot.
+        while self._comm.iprobe(any_rank, _TAG):
+            waiting.undisturbed(
+                lambda: self._board.fail(self._comm.recv(None, any_rank, _TAG))
+            )
 
     def fall_silent(self) -> None:
         """Look for the last time by MPI."""

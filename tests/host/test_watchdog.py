@@ -1,5 +1,6 @@
 """What the watchdog tells other islands, and what it does if it cannot."""
 
+import signal
 import subprocess
 import sys
 import types
@@ -20,14 +21,27 @@ class Job:
 
     def __init__(self):
         self.done, self.known = [], None
-        self.breaks = self.finalized = False
+        self.breaks = self.finalized = self.interrupts = False
+        self.arrived = []
 
-    def improbe(self, source, tag):
+    def iprobe(self, source, tag):
         if self.breaks:
             raise RuntimeError("no MPI")
+        return bool(self.arrived)
+
+    def recv(self, buffer, source, tag):
+        return self.interrupted(self.arrived.pop())
 
     def isend(self, error, peer, tag):
-        self.done.append(f"sent to {peer}")
+        self.done.append(self.interrupted(f"sent to {peer}"))
+
+    def interrupted(self, result):
+        if self.interrupts:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    def fail(self, error):
+        self.abandon(error)
 
     def failure(self):
         return self.known
@@ -71,6 +85,19 @@ def test_a_failure_is_reported_before_connections_of_islands_end(job):
     watch.look()
     watch.stop()
     assert job.done == ["left", "sent to 2", "sent to 3", "aborted"]
+
+
+def test_an_interrupt_loses_no_report(job, monkeypatch):
+    monkeypatch.setattr(watchdog, "_PAUSE", 60)  # so that its thread does not look
+    watch = Watchdog(job, job, [2, 3])
+    job.interrupts, job.arrived = True, ["left"]
+    for done in (["left"], ["left", "sent to 2", "sent to 3"]):
+        with pytest.raises(KeyboardInterrupt):
+            watch.look()
+        assert job.done == done
+    watch.look()
+    watch.stop()
+    assert job.done == done
 
 
 def exchange_of(job):
