@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, Self, TypeVar, cast
 import numpy as np
 
 from numba_symm import arrays, environment, streams
+from numba_symm.arguments import shown
 from numba_symm.collectives import (
     checks,
     kernel_set,
@@ -42,6 +43,12 @@ from numba_symm.memory.symmetric import SymmetricMemory
 P = ParamSpec("P")
 T = TypeVar("T")
 
+FIXED = (
+    *("rank", "size", "device", "backend", "refused_backends", "peer_access"),
+    *("islands", "timeout", "multiprocessors"),
+)
+"""The attributes of a communicator, which the construction sets once."""
+
 
 def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
     """Refuse other threads' calls while one is in this method of a communicator."""
@@ -73,6 +80,8 @@ class Communicator(Persistent):
     The communicator is a context manager. If a rank leaves it by an exception, it is
     closed on this rank only, and calls of the other ranks raise. The same happens if a
     call fails on one rank for another reason than its arguments.
+
+    Assigning to one of its attributes raises an AttributeError.
 
     Args:
         comm: an ``mpi4py`` communicator, which is duplicated, or any object with
@@ -146,6 +155,15 @@ class Communicator(Persistent):
         self.islands = calls.island.parts
         self.timeout = calls.island.timeout
         self.multiprocessors = lifetime.multiprocessors_of(calls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Properties or a look into __dict__ would slow every later read.
+        if name in FIXED and hasattr(self, name):
+            raise AttributeError(
+                f"{name} of a communicator: expected no assignment, which would have "
+                f"no effect, got {shown(value)}; make another communicator"
+            )
+        super().__setattr__(name, value)
 
     @staticmethod
     def _of(calls: Calls | None) -> "Communicator | None":

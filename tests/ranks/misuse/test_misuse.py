@@ -1,5 +1,8 @@
 """Every misuse raises on every rank, and the communicator works on."""
 
+import inspect
+import re
+
 import numpy as np
 import pytest
 from numba import cuda
@@ -380,6 +383,22 @@ def test_streams_that_are_none_are_refused(comm, world):
     texts = "all_reduce: expected a stream, got ", "; a plan keeps its arrays: copy"
     refused(world, ns.ArgumentError, lambda: plan(x), *texts)
     assert plan() is x
+    check_works(comm)
+
+
+def test_attributes_cannot_be_assigned_to(comm):
+    text = inspect.cleandoc(ns.Communicator.__doc__)
+    text = text.partition("\nAttributes:\n")[2].partition("\n\n")[0]
+    documented = re.findall(r"^    (\w+): ", text, re.MULTILINE)
+    assert len(documented) > 8
+    for name in (*documented, "stream", "allocator"):
+        before = getattr(comm, name)
+        with pytest.raises(AttributeError, match=rf"\b{name}\b"):
+            setattr(comm, name, 4)
+        assert getattr(comm, name) is before
+    with pytest.raises(AttributeError, match="no effect, got 4; make another comm"):
+        comm.multiprocessors = 4
+    comm.note = 4  # a program's own
     check_works(comm)
 
 
