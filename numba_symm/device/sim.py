@@ -35,19 +35,30 @@ def device_function(function: F) -> F:
 array_function = device_function
 
 
+def _refuse_misaligned(address: int, size: int) -> None:
+    raise ArgumentError(
+        f"address {address:#x}: expected a multiple of {size}; on a GPU, this access "
+        "fails, and the process cannot use the GPU any more"
+    )
+
+
 def _load(ctype: Any) -> Callable[[int], int]:
-    at = ctype.from_address
+    at, size = ctype.from_address, ctypes.sizeof(ctype)
 
     def load(address: int) -> int:
+        if address % size:
+            _refuse_misaligned(address, size)
         return at(address).value  # type: ignore[no-any-return]
 
     return load
 
 
 def _store(ctype: Any) -> Callable[[int, int], None]:
-    at = ctype.from_address
+    at, size = ctype.from_address, ctypes.sizeof(ctype)
 
     def store(address: int, value: int) -> None:
+        if address % size:
+            _refuse_misaligned(address, size)
         at(address).value = int(value)
 
     return store
@@ -68,12 +79,16 @@ _pair_at = (ctypes.c_int64 * 2).from_address
 
 def ld_v2_u64(address: int) -> tuple[int, int]:
     """Load two 8-byte words, each atomically."""
+    if address % 16:
+        _refuse_misaligned(address, 16)
     pair = _pair_at(address)
     return pair[0], pair[1]
 
 
 def st_v2_u64(address: int, words: tuple[int, int]) -> None:
     """Store two 8-byte words, each atomically, the first one first."""
+    if address % 16:
+        _refuse_misaligned(address, 16)
     pair = _pair_at(address)
     pair[0] = int(words[0])
     pair[1] = int(words[1])
@@ -308,6 +323,8 @@ def poll_pause(polls: int) -> None:
 def array_at(address: int, shape: Any, dtype: Any) -> Any:
     """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
     dtype = np.dtype(dtype)
+    if address % dtype.alignment:
+        _refuse_misaligned(address, dtype.alignment)
     nbytes = int(np.prod(shape)) * dtype.itemsize
     memory = (ctypes.c_char * nbytes).from_address(address)
     return np.frombuffer(memory, dtype).reshape(shape)

@@ -8,6 +8,7 @@ import pytest
 from numba import cuda
 
 from numba_symm.device import sim
+from numba_symm.errors import ArgumentError
 
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)
 HALVES = {
@@ -144,6 +145,29 @@ def test_a_store_writes_only_its_bytes_and_a_load_reads_them(size, names, memory
         getattr(sim, f"st_{name}")(address, value)
         assert written(array) == bytes(range(1, size + 1))
         assert getattr(sim, f"ld_{name}")(address) == value
+
+
+@pytest.mark.parametrize(
+    ("size", "access"),
+    [
+        (2, sim.ld_u16),
+        (2, lambda at: sim.st_u16(at, 0)),
+        (4, sim.ld_acquire_sys_u32),
+        (4, lambda at: sim.st_u32(at, 0)),
+        (8, sim.ld_relaxed_sys_u64),
+        (8, lambda at: sim.st_release_sys_u64(at, 0)),
+        (16, sim.ld_v2_u64),
+        (16, lambda at: sim.st_relaxed_sys_v2_u64(at, (0, 0))),
+        (4, lambda at: sim.array_at(at, 1, np.float32)),
+        (8, lambda at: sim.array_at(at, 1, np.complex128)),
+    ],
+)
+def test_an_access_at_half_its_width_is_refused(size, access, memory):
+    array, address = memory
+    with pytest.raises(ArgumentError, match=f"{address + size // 2:#x}.* of {size};"):
+        access(address + size // 2)
+    assert (array == 0xA5).all()
+    access(address)
 
 
 @pytest.mark.parametrize("name", ["u32", "u64"])
