@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 from llvmlite import ir
 from numba import cuda
-from numba.core.errors import NumbaError
+from numba.core.errors import NumbaError, TypingError
 from numba.cuda import types
 from numba.cuda.compiler import compile_cuda
 from numba.cuda.core.ir_utils import alias_func_extensions
@@ -425,7 +425,16 @@ def poll_pause(typingctx: Any, polls: Any) -> Any:
 @intrinsic  # type: ignore[untyped-decorator]
 def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
     """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
-    ndim = len(shape) if isinstance(shape, types.BaseTuple) else 1
+    lengths = shape.types if isinstance(shape, types.BaseTuple) else (shape,)
+    if not all(isinstance(types.unliteral(each), types.Integer) for each in lengths):
+        raise TypingError(
+            f"expected shape to be an int or a tuple of ints, got {shape}"
+        )
+    if not isinstance(dtype, types.DTypeSpec):
+        raise TypingError(
+            f"expected dtype to be a NumPy scalar type such as np.float32, got {dtype}"
+        )
+    ndim = len(lengths)
     array = types.Array(dtype.dtype, ndim, "C")
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -322,6 +322,16 @@ def poll_pause(polls: int) -> None:
 
 def array_at(address: int, shape: Any, dtype: Any) -> Any:
     """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
+    if not isinstance(shape, int | np.integer | tuple):
+        raise ArgumentError(
+            f"expected shape to be an int or a tuple of ints, got {shape!r}"
+        )
+    scalar = isinstance(dtype, type) and issubclass(dtype, np.generic)
+    if not scalar and not isinstance(dtype, np.dtype):
+        raise ArgumentError(
+            "expected dtype to be a NumPy scalar type such as np.float32, got "
+            f"{dtype!r}"
+        )
     dtype = np.dtype(dtype)
     if address % dtype.alignment:
         _refuse_misaligned(address, dtype.alignment)

@@ -1,10 +1,11 @@
-"""Stores into arrays made from addresses are compiled, though nothing reads them."""
+"""Arrays made from addresses: stores are kept, wrong arguments are named."""
 
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numba import cuda
+from numba.core.errors import TypingError
 from numba.cuda import types
 from numba.cuda.typing.typeof import typeof
 
@@ -37,18 +38,56 @@ def beside_a_closure(ctx, n):
     there[n - 1] = total
 
 
-@pytest.mark.parametrize(
-    "kernel", [through_module, through_name, through_address, beside_a_closure]
-)
-def test_a_store_is_kept(kernel, monkeypatch):
-    # Numba asks for the current device, for which it needs a driver.
+def with_a_list(ctx, n):
+    symm.peer_array(ctx, 1, [n], np.float32)[0] = 7
+
+
+def with_a_float(ctx, n):
+    symm.peer_array(ctx, 1, (n, 0.5 * n), np.float32)[0, 0] = 7
+
+
+def with_a_name(ctx, n):
+    symm.peer_array(ctx, 1, n, "float32")[0] = 7
+
+
+def with_pythons_type(ctx, n):
+    symm.peer_array(ctx, 1, n, float)[0] = 7
+
+
+@pytest.fixture(autouse=True)
+def compute_capability(monkeypatch):
+    """Answer Numba's question for the current device, for which it needs a driver."""
     device = SimpleNamespace(compute_capability=(9, 0))
     monkeypatch.setattr("numba.cuda.dispatcher.get_current_device", lambda: device)
+
+
+def compiled(kernel):
     ctx = Context(0, 2, (1 << 40, 2 << 40), (3, 4), Guard(5, 0, 2, 6))
     ctx.owner = object()  # of no concern to Numba
     signature = types.void(typeof(ctx), types.int64)
-    ptx, _ = cuda.compile(
+    return cuda.compile(
         kernel, signature, device=False, abi="numba", cc=(9, 0), output="ptx"
-    )
+    )[0]
+
+
+@pytest.mark.parametrize(
+    "kernel", [through_module, through_name, through_address, beside_a_closure]
+)
+def test_a_store_is_kept(kernel):
+    ptx = compiled(kernel)
     stores = [line for line in ptx.splitlines() if line.startswith("\tst.")]
     assert len(stores) == 1
+
+
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        (with_a_list, "shape to be an int or a tuple of ints, got list"),
+        (with_a_float, "shape to be an int or a tuple of ints, got Tuple"),
+        (with_a_name, "dtype to be a NumPy scalar type such as np.float32, got"),
+        (with_pythons_type, "dtype to be a NumPy scalar type such as np.float32, got"),
+    ],
+)
+def test_a_wrong_shape_or_dtype_is_named(kernel, text):
+    with pytest.raises(TypingError, match=text):
+        compiled(kernel)

@@ -207,6 +207,22 @@ def test_an_array_views_its_address():
     assert host.tolist() == [0, 1, 2, 3, 4, 60]
 
 
+@pytest.mark.parametrize(
+    ("shape", "dtype", "text"),
+    [
+        ([2], np.float32, r"shape to be an int or a tuple of ints, got \[2\]"),
+        (2.0, np.float32, "shape to be an int or a tuple of ints, got 2.0"),
+        (2, "float32", "dtype to be a NumPy scalar type .*, got 'float32'"),
+        (2, float, "dtype to be a NumPy scalar type .*, got <class 'float'>"),
+    ],
+)
+def test_what_a_gpu_cannot_compile_is_refused(shape, dtype, text):
+    host = np.zeros(2)
+    with pytest.raises(ArgumentError, match=text):
+        sim.array_at(host.ctypes.data, shape, dtype)
+    assert sim.array_at(host.ctypes.data, np.int64(2), host.dtype).tolist() == [0, 0]
+
+
 def test_threads_have_an_index_over_all_dimensions():
     @cuda.jit
     def kernel(out):
