@@ -240,7 +240,8 @@ class Stream:
     Args:
         device: the GPU's number; None: the current one.
         priority: lower numbers run first; 0 is the lowest priority. A GPU's range is
-            that of ``cuCtxGetStreamPriorityRange``, such as 0 to -5.
+            that of ``cuCtxGetStreamPriorityRange``, such as 0 to -5, which is also the
+            simulator's.
 
     Attributes:
         id: a number that this process never uses for another stream.
@@ -264,6 +265,7 @@ class Stream:
         self.priority = priority
         if SIMULATED:
             self.device_index = 0 if device is None else _checked_device(device, 1)
+            _check_priority(priority, 0, -5)  # as on a GPU
             self.id = next(self._ids)
             return
         from cuda.core import StreamOptions
@@ -271,7 +273,7 @@ class Stream:
         chosen = _device(device)
         self.device_index = int(chosen.device_id)
         with _current(chosen):
-            _check_priority(priority)
+            _check_priority(priority, *driver.call("cuCtxGetStreamPriorityRange"))
             options = StreamOptions(nonblocking=True, priority=priority)
             self._core = chosen.create_stream(options=options)
         self.id = int(driver.call("cuStreamGetId", self._core.handle))
@@ -394,8 +396,7 @@ def on_device_of(stream: int, ordinal: int) -> Iterator[None]:
         yield
 
 
-def _check_priority(priority: int) -> None:
-    least, greatest = driver.call("cuCtxGetStreamPriorityRange")
+def _check_priority(priority: int, least: int, greatest: int) -> None:
     if not greatest <= priority <= least:
         raise ArgumentError(
             f"Stream: expected a priority from {greatest} (runs first) to {least}, got "

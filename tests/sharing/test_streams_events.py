@@ -64,6 +64,7 @@ def uses_streams(comm):
     facts["empty"] = first.query()
     facts["protocol"] = streams.handle_of(first) == first.__cuda_stream__()[1]
     facts["no such device"] = error_of(ns.Stream, device=99)
+    facts["no such priority"] = [error_of(ns.Stream, priority=p) for p in (1, -99)]
     right = []
     x = to_device(np.zeros(SIZE, np.float32))
     for value, order in enumerate(["event", "stream", "raw", "mine"], 1):
@@ -104,6 +105,8 @@ def test_streams():
     assert re.match(
         r"ArgumentError: Stream: expected device .*, got 99", facts["no such device"]
     )
+    for text in facts["no such priority"]:
+        assert "Stream: expected a priority from -" in text
     assert facts["same event"]
     assert facts["ordered"] == [True] * 4
     assert facts["accepted"]
