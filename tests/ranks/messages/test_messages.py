@@ -446,12 +446,12 @@ def test_another_number_of_bytes_is_an_error(world):
         comm.close()
         pytest.skip("NCCL does not compare the numbers of bytes")
     x = comm.zeros(10)
-    if comm.rank == 0:
-        comm.send(x, dst=1)
-    elif comm.rank == 1:
-        comm.recv(x[:4], src=0)
-    if comm.rank < 2:
-        with contextlib.suppress(ns.CallMismatch):
+    with contextlib.suppress(ns.CallMismatch):  # between islands, recv raises it
+        if comm.rank == 0:
+            comm.send(x, dst=1)
+        elif comm.rank == 1:
+            comm.recv(x[:4], src=0)
+        if comm.rank < 2:
             comm.synchronize()
     world.barrier()
     wait_for(lambda: comm._calls.island.failed)  # later on other islands
