@@ -117,7 +117,7 @@ def calls(comm, world):
     found["Plan"] = comm.all_reduce_init(comm.zeros(3))
     found |= methods("Communicator", comm, leave=("close", "refuse_in_group"))
     found |= methods("SymmetricMemory", comm.rendezvous(comm.zeros(8)))
-    internal = ("allocate", "release", "free")
+    internal = ("allocate", "memory_of", "release", "free")
     found |= methods("SymmetricMemoryAllocator", comm.allocator, leave=internal)
     found |= methods("Event", recorded(), leave=("from_ipc_handle",))
     found |= methods("Stream", ns.Stream())
