@@ -1099,9 +1099,10 @@ class Communicator(Persistent):
                 all ranks raise CallMismatch, and out keeps its contents.
             src: the rank to receive from, not this rank. None or MPI.PROC_NULL: no
                 rank; ``out`` keeps its contents.
-            count: a device array of one int64, apart from out, in which the call stores
-                how many elements arrived (0 if ``src`` is no rank). The message may
-                then be shorter than out. None: the message has the size of out.
+            count: a device array of one int64, apart from out. If it is given, the
+                message may be shorter than out, and the call stores the number of
+                received elements in it. If ``src`` is None or MPI.PROC_NULL, that is 0.
+                None: the message has the size of out.
             stream: as for :meth:`all_reduce`.
 
         Returns:

@@ -57,8 +57,9 @@ class Context(_Scalars):
         guard: the timeout, and where a failure is reported.
         owner: the object that keeps the memory.
         buffer_size: the bytes of a buffer; None if they are unknown.
-        check_mapped: raises if the memory is no longer mapped, for the simulator, in
-            which an access would end the process; None: it always is.
+        check_mapped: the simulator's device functions call it before an access. It
+            raises ClosedError if the memory was unmapped, because the access would end
+            the process. None: the memory is never unmapped.
     """
 
     owner: Any = None

@@ -263,7 +263,7 @@ def _check_mapped(ctx: Any) -> None:
 
 
 def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -> None:
-    """Refuse a signal pad's slot that does not exist, or is no longer mapped."""
+    """Refuse a slot of a signal pad that does not exist or was unmapped."""
     _check_mapped(ctx)
     ranks = max(owner, source) < ctx.world_size and min(owner, source) >= 0
     if not ranks or not 0 <= channel < channels:
@@ -275,7 +275,7 @@ def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -
 
 
 def check_peer(ctx: Any, rank: int) -> None:
-    """Refuse a rank that does not exist, or whose buffer is no longer mapped."""
+    """Refuse a rank that does not exist, and a buffer that was unmapped."""
     _check_mapped(ctx)
     if not 0 <= rank < ctx.world_size:
         raise ArgumentError(

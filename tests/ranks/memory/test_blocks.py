@@ -35,7 +35,7 @@ def signal(ctx, found):
 
 
 def refused_in_kernels(world, ctx, text):
-    """Check that the simulator refuses memory that is no longer mapped."""
+    """Check that the simulator refuses memory that was unmapped."""
     found = cuda.device_array(1, np.uint32)
     for kernel in (load, signal) if SIMULATED else ():
         refused(world, ns.ClosedError, lambda k=kernel: k[1, 1](ctx, found), text)
