@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import numba_symm
+from numba_symm.bench import options
 from numba_symm.command import cli, compiling, job
 from numba_symm.errors import DeviceError, SymmError
 from numba_symm.launch import info
@@ -247,16 +248,19 @@ def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
     monkeypatch.setattr(
         cli.os, "execve", lambda file, words, env: started.append(words)
     )
-    cli.main(["tune", "--largest", "1M"])
+    monkeypatch.setattr(options, "check_image", lambda *given: None)
+    cli.main(["tune", "--largest", "1M", "--plot", "r.png"])
     (words,) = started
     assert words[words.index("-n") + 1] == "2"
-    assert words[-3:] == ["-m", "numba_symm.bench.tune", "--largest=1M"]
+    given = ["--largest=1M", "--plot=r.png"]
+    assert words[-4:] == ["-m", "numba_symm.bench.tune", *given]
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         ("--largest 1", "--largest: expected 1K or more, got '1'"),
+        ("--largest much", "--largest: expected bytes such as 512, 64K"),
         ("--largest 6X", "--largest: expected bytes such as 512, 64K"),
         ("--plot /not/there/r.png", "/not/there does not exist"),
         ("--largest 1M", "got /dev/null/numba-symm/limits"),

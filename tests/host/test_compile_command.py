@@ -263,8 +263,7 @@ def started():
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def wait_until(is_true):
-    deadline = time.monotonic() + 100
+def wait_until(deadline, is_true):
     while not is_true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -276,8 +275,9 @@ def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache, early
         # The processes that compile, which import now, and multiprocessing's.
         return stored(cache) or (early and len(children(process.pid)) == 3)
 
+    deadline = time.monotonic() + 100
     with started() as process:
-        wait_until(has_begun)
+        wait_until(deadline, has_begun)
         before = len(stored(cache))
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
@@ -285,18 +285,20 @@ def test_an_interrupt_ends_all_processes_and_keeps_what_is_compiled(cache, early
         assert errors.splitlines() == [
             "numba-symm compile: interrupted; the compiled kernels are in the cache"
         ]
-        wait_until(lambda: not is_running(process.pid))  # multiprocessing's ends last
+        # multiprocessing's own process ends last
+        wait_until(deadline, lambda: not is_running(process.pid))
     assert early or before
     assert len(stored(cache)) - before <= 4  # each process ends after its kernel
 
 
 def test_all_processes_end_if_the_command_is_killed(cache):
+    deadline = time.monotonic() + 100
     with started() as process:
-        wait_until(lambda: stored(cache))
+        wait_until(deadline, lambda: stored(cache))
         before = len(stored(cache))
         process.kill()
         process.wait()
-        wait_until(lambda: not is_running(process.pid))
+        wait_until(deadline, lambda: not is_running(process.pid))
     assert len(stored(cache)) - before <= 4
 
 
