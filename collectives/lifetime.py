@@ -14,6 +14,7 @@ from numba_symm import (
     deferred,
     environment,
     forks,
+    reserve,
     streams,
     watchdog,
 )
@@ -272,6 +273,8 @@ def _close(calls: Calls) -> None:
     _forget(calls)
     calls.heap.close()
     calls.island.close()
+    if not _open:  # no kernel of this process waits for another rank
+        reserve.release()
 
 
 def close_locally(calls: Calls, cause: BaseException, operation: str = "") -> None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from numba_symm import dtypes
+from numba_symm import dtypes, reserve
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError, GapsError
 
@@ -407,17 +407,19 @@ def _simulator_array(array: Any) -> Any:
     return kind(array)
 
 
-def _device_array(memory: Memory, shape: Any, dtype: Any, offset: int) -> Any:
+def _device_array(
+    memory: Memory, shape: Any, dtype: Any, offset: int, order: str = "C"
+) -> Any:
     """Return Numba's array, made directly because bfloat16 has no typestr."""
     from cuda.bindings import driver
     from numba.cuda.cudadrv.devicearray import DeviceNDArray
     from numba.cuda.cudadrv.driver import MemoryPointer
 
     strides = tuple(
-        int(np.prod(shape[axis + 1 :], dtype=np.int64)) * dtype.itemsize
+        math.prod(shape[axis + 1 :] if order == "C" else shape[:axis]) * dtype.itemsize
         for axis in range(len(shape))
     )
-    nbytes = max(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize, 1)
+    nbytes = max(math.prod(shape) * dtype.itemsize, 1)
     pointer = MemoryPointer(
         cuda.current_context(),
         driver.CUdeviceptr(memory.address + offset),
@@ -433,20 +435,30 @@ def empty(
     """Return a new Numba array in ordinary device memory.
 
     Raises:
+        ArgumentError: a stream is being captured.
         BackendError: there is not enough memory.
     """
+    nbytes = math.prod(shape) * dtype.itemsize
     try:
-        if shape == () and not SIMULATED:  # device_array of numba-cuda 0.30 cannot
-            from numba.cuda.cudadrv.devicearray import DeviceNDArray
-
-            return DeviceNDArray((), (), dtype)
-        return cuda.device_array(shape, dtype, order=order)
+        if SIMULATED or nbytes == 0:
+            return cuda.device_array(shape, dtype, order=order)
+        kept = reserve.current()
+        memory = _Output(*kept.take(nbytes), kept)
+        return _device_array(memory, shape, dtype, 0, order)
+    except ArgumentError as error:
+        raise ArgumentError(f"{what}: {error}") from error
     except Exception as error:  # Numba's and NumPy's have no common class
-        nbytes = math.prod(shape) * dtype.itemsize
         raise BackendError(
             f"{what}: expected room for a new output of {nbytes} bytes, got {error}; "
             "pass out=, or ask for less"
         ) from error
+
+
+class _Output(Memory):
+    """The memory of a new output, which the reserve gets back."""
+
+    def __del__(self) -> None:
+        self.owner.drop((self.address, self.nbytes))
 
 
 def checked_shape(shape: Any, dtype: np.dtype[Any], what: str) -> tuple[int, ...]:

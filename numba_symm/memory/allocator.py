@@ -7,13 +7,13 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-from numba_symm import arguments, backends, deferred, forks
+from numba_symm import arguments, backends, deferred, forks, reserve
 from numba_symm.arrays import Memory
 from numba_symm.backends.protocol import Allocation, Backend
 from numba_symm.errors import ArgumentError, BackendError
 from numba_symm.memory.symmetric import SymmetricMemory
 
-_on_failure: list[Callable[[], None]] = []
+_on_failure: list[Callable[[], None]] = [reserve.release]
 _allocators: list["SymmetricMemoryAllocator"] = []
 
 
@@ -105,8 +105,6 @@ class SymmetricMemoryAllocator:
         try:
             allocation = self._backend.allocate(nbytes, ranks)
         except BackendError:
-            if not _on_failure:
-                raise
             for callback in _on_failure:
                 callback()
             allocation = self._backend.allocate(nbytes, ranks)
