@@ -112,6 +112,7 @@ def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
     move = binding.launch(
         kernel(end.size, moved_as(call, ragged), ragged),
         *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
+        behind=handshake.MULTIPROCESSORS,
     )
     seen = offered(end, call.source, call.nbytes)
     return handshake.bind(

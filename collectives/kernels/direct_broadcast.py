@@ -119,6 +119,7 @@ def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
     move = binding.launch(
         kernel(end.size, moved_as(call, ragged), ragged),
         *(end, grid, call.target, call.count, call.vectors, share, call.root),
+        behind=handshake.MULTIPROCESSORS,
     )
     seen = offered(end, call.target, call.nbytes)
     return handshake.bind(

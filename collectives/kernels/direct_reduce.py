@@ -136,6 +136,7 @@ def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
         kernel(end.size, element, op, call.count % element.lanes != 0),
         *(end, grid, call.source, call.target),
         *(call.count, call.vectors, share, call.root),
+        behind=handshake.MULTIPROCESSORS,
     )
     return handshake.bind(
         *(bind_fallback, end, call, REDUCE_DIRECT), words, (inputs, outputs), move

@@ -65,7 +65,9 @@ from numba_symm.waits import ALL_REDUCE_DIRECT, REDUCE_SCATTER
 LOADS = 8  # vectors that a thread loads before it reduces them
 
 BLOCKS = 64
-"""Most blocks of an all-reduce. On 2 GPUs, 8 multiprocessors are within 2 % of 31."""
+"""Most blocks of an all-reduce. On 2 GPUs, thread blocks of 8 of them were within 2 %
+of smaller ones.
+"""
 
 
 def make_direct_shards(
@@ -212,4 +214,5 @@ def _launch(
     most = BLOCKS if everywhere else handshake.BLOCKS
     grid = min(divide_up(share, THREADS), end.max_blocks, most)
     of_call = kernel(end.size, call.element, call.op, ragged, everywhere)
-    return binding.launch(of_call, end, grid, *arguments)
+    behind = handshake.MULTIPROCESSORS
+    return binding.launch(of_call, end, grid, *arguments, behind=behind)

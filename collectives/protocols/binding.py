@@ -147,19 +147,29 @@ def make_kernel(
     return Kernel(factory, constants, signature, THREADS, held, registers)
 
 
-def launch(kernel: Kernel, end: Endpoint, grid: int, *arguments: Any) -> Launch:
+def launch(
+    kernel: Kernel, end: Endpoint, grid: int, *arguments: Any, behind: int | None = None
+) -> Launch:
     """Pack a launch: guard, whether it is early, ring, own workspace, grid, arguments.
 
     The ring is the other ranks' workspaces, from the next rank on, so that the ranks
     do not all access the same one first.
 
-    An early grid is launched while the one before it still runs. So it occupies at most
-    half of the endpoint's multiprocessors. A thread block holds as few blocks as that
-    allows; if it cannot hold enough, the grid is not early.
+    An early grid is launched while the one before it still runs, so both together must
+    not exceed the endpoint's multiprocessors. A thread block holds as few blocks as
+    that allows; if it cannot hold enough, the grid is not early.
+
+    Args:
+        kernel: the kernel.
+        end: this rank's end.
+        grid: the number of blocks.
+        arguments: the kernel's own arguments.
+        behind: the multiprocessors of the launch before it, if that is known. Otherwise
+            each of the two takes at most half.
     """
-    half = end.multiprocessors // 2
-    early = grid <= kernel.held * half
-    held = divide_up(grid, half if early else end.multiprocessors)
+    most = end.multiprocessors // 2 if behind is None else end.multiprocessors - behind
+    early = grid <= kernel.held * most
+    held = divide_up(grid, most if early else end.multiprocessors)
     own = end.workspaces[end.rank]
     ring = along_ring(end.rank, end.workspaces) or (own,)
     args = (end.guard, early, ring, own, grid, *arguments)

@@ -84,8 +84,12 @@ from numba_symm.waits import CALL_MISMATCH
 BLOCKS = 120
 """The most blocks of the second launch.
 
-More simultaneous loads only congest the links. A grid of 15 multiprocessors may be
-early (``binding.launch``).
+More simultaneous loads only congest the links.
+"""
+
+MULTIPROCESSORS = 1
+"""Those of the first launch. The second one may take all others and be early. The third
+one may be early, too; it waits for the second one, which waits for no rank.
 """
 
 _BOX = 4 * VECTOR  # two vectors as packets
