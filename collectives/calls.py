@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident, local
 from typing import Any, TypeVar
 
-from numba_symm import arrays, dtypes, streams
+from numba_symm import arrays, dtypes, own_arrays, streams
 from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives import staging
@@ -67,7 +67,7 @@ class Calls:
         end: Endpoint,
         stream: Any,
         debug: bool,
-        memory: arrays.Memory,
+        memory: own_arrays.Memory,
     ):
         self.island = island
         self.heap = heap
@@ -76,7 +76,7 @@ class Calls:
         self.binder: Binder = Binder(end)
         self.stream = stream
         self.debug = debug
-        self.memory: arrays.Memory | None = memory
+        self.memory: own_arrays.Memory | None = memory
         self.pending: Pending | None = None
         self.staging = staging.Staging()
         self._own = owned(stream)
@@ -415,7 +415,7 @@ class Calls:
                 f"{what}: pass out= while a stream is being captured into a "
                 "graph; memory cannot be allocated then"
             )
-        return arrays.empty(shape, like.dtype, what, like.order or "C")
+        return own_arrays.empty(shape, like.dtype, what, like.order or "C")
 
     def stream_for(self, stream: Any, array: Any) -> Stream:
         """Return the stream for work on an array."""

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from numba_symm import (
     arguments,
-    arrays,
     deferred,
     environment,
     forks,
+    own_arrays,
     reserve,
     streams,
     watchdog,
@@ -131,7 +131,7 @@ def agreed_settings(
 
 def joined(
     heap: Heap, limit: int, more: int = 0
-) -> tuple[StreamOrder, Endpoint, arrays.Memory]:
+) -> tuple[StreamOrder, Endpoint, own_arrays.Memory]:
     """Return an island's order of streams, this rank's end, and its workspace.
 
     Collective within the island.

@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from numba import cuda
 
 from numba_symm import streams
-from numba_symm.arrays import Memory
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.kernels.transfer import Message
@@ -28,6 +27,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.events import Event
 from numba_symm.island import Island
+from numba_symm.own_arrays import Memory
 from numba_symm.streams import SideStream
 
 _PAUSE = 20e-6  # seconds between two looks at requests of which none is done

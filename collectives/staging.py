@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from numba_symm import arrays, streams
-from numba_symm.arrays import ArrayView, Memory
+from numba_symm import arrays, own_arrays, streams
+from numba_symm.arrays import ArrayView
 from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.kernels import pack
 from numba_symm.collectives.operations import Operation
@@ -26,6 +26,7 @@ from numba_symm.collectives.transfers import Prepared, Stream
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, GapsError
 from numba_symm.launch.devices import GPU
+from numba_symm.own_arrays import Memory
 
 _LINE = 256  # bytes: an array in the memory begins on a multiple
 
@@ -82,7 +83,7 @@ def _new(nbytes: int, stream: int, what: str) -> Any:
             "before, while a stream is being captured into a graph; make such a call "
             "before the capture"
         )
-    return arrays.empty((nbytes,), np.dtype(np.uint8), what)
+    return own_arrays.empty((nbytes,), np.dtype(np.uint8), what)
 
 
 Bound = tuple[Enqueue | None, Any, Stream]

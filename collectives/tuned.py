@@ -23,6 +23,10 @@ from numba_symm.collectives.select import ALL, CHOICES, Choice, Choices, Step
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.store import StoreExchange
 
+_UNREADABLE = OSError, ValueError, RecursionError
+_DAMAGED = AttributeError, KeyError, TypeError, ValueError, OverflowError
+"""What a file raises that this module has not written: its text, then its content."""
+
 AGAIN = "run `numba-symm tune` again"
 
 
@@ -77,7 +81,7 @@ def read(gpu: str, size: int) -> Found:
         content = json.loads(file().read_text())
     except FileNotFoundError:
         return Found(None)
-    except (OSError, ValueError) as error:
+    except _UNREADABLE as error:
         return Found(None, f"it cannot be read ({error}); {AGAIN}")
     try:
         for what, key, wanted in (
@@ -95,7 +99,7 @@ def read(gpu: str, size: int) -> Found:
         return Found(
             dict(CHOICES) | {name: _choice(name, table[name]) for name in table}
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except _DAMAGED as error:
         return Found(None, f"it is damaged ({error!r}); {AGAIN}")
 
 
@@ -149,7 +153,7 @@ def write(gpu: str, size: int, choices: Choices) -> None:
             what: before[what] for what in ("gpu", "version")
         }.items() <= content.items():
             content["ranks"] = dict(before["ranks"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (*_UNREADABLE, *_DAMAGED):
         pass  # there is none, or it is replaced
     content["ranks"][str(size)] = {
         name: {
@@ -181,13 +185,13 @@ def described(gpu: str | None) -> str:
         content = json.loads(place.read_text())
     except FileNotFoundError:
         return "built in; `numba-symm tune` measures those of this node"
-    except (OSError, ValueError) as error:
+    except _UNREADABLE as error:
         return f"{place} is ignored: it cannot be read ({error}); {AGAIN}"
     try:
         of, sizes = content["gpu"], list(content["ranks"])
         found = [read(gpu or of, int(size)).why for size in sizes]
         text = f"{place}: {', '.join(sizes)} ranks, {of}, version {content['version']}"
-    except (KeyError, TypeError, ValueError) as error:
+    except _DAMAGED as error:
         return f"{place} is ignored: it is damaged ({error!r}); {AGAIN}"
     why = next(filter(None, found), "")
     return f"{text}; ignored: {why}" if why else text

@@ -1,4 +1,4 @@
-"""Reads a caller's device arrays, and makes Numba's.
+"""Reads a caller's device arrays.
 
 Numba's, torch's and CuPy's are read by their own attributes, which takes less time.
 cuda.core reads any other array with DLPack or ``__cuda_array_interface__``. In the
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from numba_symm import dtypes, reserve
+from numba_symm import dtypes
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import ArgumentError, BackendError, GapsError
+from numba_symm.errors import ArgumentError, GapsError
 
 
 class ArrayView(NamedTuple):
@@ -360,105 +360,6 @@ def check_aligned(array: ArrayView, what: str) -> None:
             f"{what}: expected an array aligned to its {array.dtype.itemsize}-byte "
             f"elements, got address {array.address:#x}; pass an aligned copy"
         )
-
-
-class Memory:
-    """Memory that arrays view; each of them holds a reference to it.
-
-    Attributes:
-        owner: the object that keeps the memory mapped.
-    """
-
-    def __init__(self, address: int, nbytes: int, owner: Any):
-        self.address = address
-        self.nbytes = nbytes
-        self.owner = owner
-
-    def _interface(self) -> dict[str, Any]:
-        return {
-            "data": (self.address, False),
-            "shape": (self.nbytes,),
-            "typestr": "|u1",
-            "version": 3,
-        }
-
-    def array(self, shape: Any, dtype: Any, offset: int = 0) -> Any:
-        """Return a C-contiguous Numba device array at ``offset`` bytes."""
-        dtype = np.dtype(dtype)
-        shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        if SIMULATED:
-            flat = np.asarray(_HostView(self))[offset : offset + nbytes]
-            return _simulator_array(flat.view(dtype).reshape(shape))
-        return _device_array(self, shape, dtype, offset)
-
-
-class _HostView:
-    """The array interface of host memory; NumPy's array holds a reference to it."""
-
-    def __init__(self, memory: Memory):
-        self.memory = memory
-        self.__array_interface__ = memory._interface()
-
-
-def _simulator_array(array: Any) -> Any:
-    """Return the simulator's array over host memory, without a copy."""
-    kind = type(cuda.device_array(0, np.uint8))
-    return kind(array)
-
-
-def _device_array(
-    memory: Memory, shape: Any, dtype: Any, offset: int, order: str = "C"
-) -> Any:
-    """Return Numba's array, made directly because bfloat16 has no typestr."""
-    from cuda.bindings import driver
-    from numba.cuda.cudadrv.devicearray import DeviceNDArray
-    from numba.cuda.cudadrv.driver import MemoryPointer
-
-    strides = tuple(
-        math.prod(shape[axis + 1 :] if order == "C" else shape[:axis]) * dtype.itemsize
-        for axis in range(len(shape))
-    )
-    nbytes = max(math.prod(shape) * dtype.itemsize, 1)
-    pointer = MemoryPointer(
-        cuda.current_context(),
-        driver.CUdeviceptr(memory.address + offset),
-        nbytes,
-        owner=memory,
-    )
-    return DeviceNDArray(shape, strides, dtype, gpu_data=pointer)
-
-
-def empty(
-    shape: tuple[int, ...], dtype: np.dtype[Any], what: str, order: str = "C"
-) -> Any:
-    """Return a new Numba array in ordinary device memory.
-
-    Raises:
-        ArgumentError: a stream is being captured.
-        BackendError: there is not enough memory.
-    """
-    nbytes = math.prod(shape) * dtype.itemsize
-    try:
-        if SIMULATED or nbytes == 0:
-            return cuda.device_array(shape, dtype, order=order)
-        kept = reserve.current()
-        memory = _Output(*kept.take(nbytes), kept)
-        return _device_array(memory, shape, dtype, 0, order)
-    except ArgumentError as error:
-        raise ArgumentError(f"{what}: {error}") from error
-    except Exception as error:  # Numba's and NumPy's have no common class
-        raise BackendError(
-            f"{what}: expected room for a new output of {nbytes} bytes, got {error}; "
-            "pass out=, or ask for less"
-        ) from error
-
-
-class _Output(Memory):
-    """The memory of a new output, which the reserve gets back."""
-
-    def __del__(self) -> None:
-        self.owner.drop((self.address, self.nbytes))
 
 
 def checked_shape(shape: Any, dtype: np.dtype[Any], what: str) -> tuple[int, ...]:

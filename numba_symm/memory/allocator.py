@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from numba_symm import arguments, backends, deferred, forks, reserve
-from numba_symm.arrays import Memory
 from numba_symm.backends.protocol import Allocation, Backend
 from numba_symm.errors import ArgumentError, BackendError
 from numba_symm.memory.symmetric import SymmetricMemory
+from numba_symm.own_arrays import Memory
 
 _on_failure: list[Callable[[], None]] = [reserve.release]
 _allocators: list["SymmetricMemoryAllocator"] = []

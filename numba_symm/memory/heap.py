@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from numba_symm import arguments, arrays, deferred, dtypes, pads
-from numba_symm.arrays import Memory
 from numba_symm.backends import ipc
 from numba_symm.backends.peers import Peers, map_peers
 from numba_symm.environment import SIMULATED
@@ -16,6 +15,7 @@ from numba_symm.errors import ArgumentError
 from numba_symm.island import Island
 from numba_symm.memory.allocator import Block, allocator_of
 from numba_symm.memory.symmetric import SymmetricMemory
+from numba_symm.own_arrays import Memory
 
 
 @dataclass

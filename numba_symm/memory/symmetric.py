@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numba_symm import arguments, arrays, dtypes, pads, streams
-from numba_symm.arrays import Memory
+from numba_symm import arguments, arrays, dtypes, own_arrays, pads, streams
 from numba_symm.backends.peers import Peers
 from numba_symm.device.signals import Context
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError
 from numba_symm.island import Island
+from numba_symm.own_arrays import Memory
 
 
 class SymmetricMemory:
@@ -325,7 +325,7 @@ def _new_array(shape: tuple[int, ...], dtype: np.dtype[Any], stream: Any) -> Any
             "get: pass out= while a stream is being captured into a graph; memory "
             "cannot be allocated then"
         )
-    return arrays.empty(shape, dtype, "get")
+    return own_arrays.empty(shape, dtype, "get")
 
 
 def _copy(target: int, source: int, nbytes: int, stream: Any, what: str) -> None:

@@ -13,13 +13,13 @@ import numpy as np
 from mpi4py import MPI
 
 from numba_symm import arrays, streams
-from numba_symm.arrays import Memory
 from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Message, in_place, message, on_device
 from numba_symm.mpi.errors import refusal
 from numba_symm.mpi.jobs import Job
+from numba_symm.own_arrays import Memory
 
 
 class Ranks(Protocol):

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 
 from numba_symm import streams
-from numba_symm.arrays import Memory
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
 from numba_symm.mpi import packing
 from numba_symm.mpi.buffers import Message
+from numba_symm.own_arrays import Memory
 from numba_symm.streams import SideStream
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numba_symm import arrays, streams
-from numba_symm.arrays import Memory
+from numba_symm import arrays, own_arrays, streams
 from numba_symm.collectives.calls import REFUSALS
 from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.communicator import Communicator
@@ -19,6 +18,7 @@ from numba_symm.mpi import packing
 from numba_symm.mpi.buffers import Message
 from numba_symm.mpi.errors import MPIError, unsupported
 from numba_symm.mpi.packing import Step
+from numba_symm.own_arrays import Memory
 from numba_symm.streams import SideStream
 
 Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
@@ -151,7 +151,7 @@ class Job:
             )
         self._lingers = True
         with self._all_or_none(self.stream):
-            made = arrays.empty((size,), dtype, self.what)
+            made = own_arrays.empty((size,), dtype, self.what)
         self._kept.append(made)
         return made
 

@@ -19,7 +19,6 @@ import numpy as np
 from mpi4py import MPI
 
 from numba_symm import arrays, environment, streams
-from numba_symm.arrays import Memory
 from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
@@ -34,6 +33,7 @@ from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of, nothing
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.requests import waited
 from numba_symm.mpi.rooms import Room, Rooms, opened, rooms_of
+from numba_symm.own_arrays import Memory
 
 _MOST = 4096  # bytes of an envelope, at most
 

@@ -9,10 +9,10 @@ from mpi4py import MPI
 from numba import cuda
 
 from numba_symm import arrays, dtypes, streams
-from numba_symm.arrays import Memory
 from numba_symm.mpi import buffers, operators, packing
 from numba_symm.mpi.buffers import Message
 from numba_symm.mpi.errors import refusal
+from numba_symm.own_arrays import Memory
 from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.kinds import locate
 from numba_symm.sharing.sent import leave_out

@@ -15,12 +15,12 @@ import numpy as np
 from numba import cuda
 
 from numba_symm import arrays
-from numba_symm.arrays import Memory
 from numba_symm.collectives.kernels import pack as kernel
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.device.intrinsics import device_function
 from numba_symm.environment import SIMULATED
 from numba_symm.mpi.buffers import Message
+from numba_symm.own_arrays import Memory
 
 THREADS = 128
 MOST_BLOCKS = 1024

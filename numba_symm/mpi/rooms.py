@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm.arrays import Memory, view
+from numba_symm.arrays import view
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
+from numba_symm.own_arrays import Memory
 from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.sent import leave_out
 

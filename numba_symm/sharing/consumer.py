@@ -17,10 +17,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from numba_symm import driver, streams
-from numba_symm.arrays import Memory
 from numba_symm.backends import Mapping
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ClosedError, SymmError
+from numba_symm.own_arrays import Memory
 from numba_symm.sharing import broker, kinds
 from numba_symm.sharing.counters import CounterFile, Open
 from numba_symm.sharing.finalizer_lock import FinalizerLock, log, under

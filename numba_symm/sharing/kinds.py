@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 
 from numba_symm import backends, driver
-from numba_symm.arrays import Memory
 from numba_symm.backends import Mapping, ipc
 from numba_symm.backends.host import HostBackend
 from numba_symm.environment import SIMULATED
@@ -28,6 +27,7 @@ from numba_symm.errors import ArgumentError, BackendError, DriverError
 from numba_symm.events import current_device
 from numba_symm.launch import devices
 from numba_symm.memory.allocator import block_around
+from numba_symm.own_arrays import Memory
 
 GOING_WITH_ARRAYS = ("host",)
 """Kinds whose mapping ends with its last array, without an explicit unmap."""

@@ -10,9 +10,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from numba_symm.arrays import ArrayView, Memory, strides_of
+from numba_symm.arrays import ArrayView, strides_of
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
+from numba_symm.own_arrays import Memory
 
 _LIMIT = 1 << 63  # of addresses and sizes
 _AXES = 64  # NumPy has no more

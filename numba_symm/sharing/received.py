@@ -4,10 +4,10 @@ import weakref
 from typing import Any
 
 from numba_symm import streams
-from numba_symm.arrays import Memory
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError
 from numba_symm.events import Event
+from numba_symm.own_arrays import Memory
 from numba_symm.sharing import kinds, layout
 from numba_symm.sharing.consumer import (
     CLOSED,

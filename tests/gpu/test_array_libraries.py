@@ -1,5 +1,6 @@
 """Arrays of Numba, CuPy and torch are used in place; others are refused."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numba import cuda
@@ -299,3 +300,27 @@ def test_cupy_s_managed_memory_is_refused(comm, world, cupy):
     managed = cupy.ndarray(100, "f4", memptr=memory)
     refused(world, ns.ArgumentError, lambda: comm.all_reduce(managed), "host")
     check_works(comm)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_types_without_a_buffer_format_are_copied_both_ways(comm, name):
+    """Of symmetric arrays, of their parts, and of the outputs of calls."""
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    host = (np.arange(12) % 5).astype(dtype).reshape(3, 4)
+    x = comm.empty((3, 4), dtype)
+    x.copy_to_device(host)
+    assert (x.copy_to_host() == host).all()
+    x[1].copy_to_device(host[0])
+    into = np.zeros(4, dtype)
+    assert x[1].copy_to_host(into) is into
+    assert (into == host[0]).all()
+    x.copy_to_device(host)
+    y = comm.all_reduce(x, op="max")
+    comm.synchronize()
+    assert (y.copy_to_host(np.empty_like(host)) == host).all()
+    y.copy_to_device(np.zeros_like(host))
+    with pytest.raises(TypeError, match="incompatible dtype"):
+        y.copy_to_device(np.zeros((3, 4), np.int16))
+    scalar = comm.empty((), dtype)
+    scalar.copy_to_device(np.asarray(dtype.type(3)))
+    assert scalar.copy_to_host() == 3

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from numba_symm import backends
-from numba_symm.arrays import Memory
 from numba_symm.backends import host_memory
 from numba_symm.backends.host import HostBackend
 from numba_symm.errors import ArgumentError, BackendError
+from numba_symm.own_arrays import Memory
 
 ROOT = Path(__file__).parents[2]
 PEER = """

@@ -1,0 +1,143 @@
+"""Makes Numba's device arrays: over given memory, and new ones.
+
+In the simulator, arrays are those of Numba's simulator, over host memory.
+"""
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from numba_symm import reserve
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import ArgumentError, BackendError
+
+
+class Memory:
+    """Memory that arrays view; each of them holds a reference to it.
+
+    Attributes:
+        owner: the object that keeps the memory mapped.
+    """
+
+    def __init__(self, address: int, nbytes: int, owner: Any):
+        self.address = address
+        self.nbytes = nbytes
+        self.owner = owner
+
+    def _interface(self) -> dict[str, Any]:
+        return {
+            "data": (self.address, False),
+            "shape": (self.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+    def array(self, shape: Any, dtype: Any, offset: int = 0) -> Any:
+        """Return a C-contiguous Numba device array at ``offset`` bytes."""
+        dtype = np.dtype(dtype)
+        shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if SIMULATED:
+            flat = np.asarray(_HostView(self))[offset : offset + nbytes]
+            return _simulator_array(flat.view(dtype).reshape(shape))
+        return _device_array(self, shape, dtype, offset)
+
+
+class _HostView:
+    """The array interface of host memory; NumPy's array holds a reference to it."""
+
+    def __init__(self, memory: Memory):
+        self.memory = memory
+        self.__array_interface__ = memory._interface()
+
+
+def _simulator_array(array: Any) -> Any:
+    """Return the simulator's array over host memory, without a copy."""
+    kind = type(cuda.device_array(0, np.uint8))
+    return kind(array)
+
+
+def _device_array(
+    memory: Memory, shape: Any, dtype: Any, offset: int, order: str = "C"
+) -> Any:
+    """Return Numba's array, made directly because bfloat16 has no typestr."""
+    from cuda.bindings import driver
+    from numba.cuda.cudadrv.driver import MemoryPointer
+
+    strides = tuple(
+        math.prod(shape[axis + 1 :] if order == "C" else shape[:axis]) * dtype.itemsize
+        for axis in range(len(shape))
+    )
+    nbytes = max(math.prod(shape) * dtype.itemsize, 1)
+    pointer = MemoryPointer(
+        cuda.current_context(),
+        driver.CUdeviceptr(memory.address + offset),
+        nbytes,
+        owner=memory,
+    )
+    return _class_of(dtype)(shape, strides, dtype, gpu_data=pointer)
+
+
+@functools.cache
+def _class_of(dtype: np.dtype[Any]) -> Any:
+    """Return the class of arrays of a dtype: Numba's, or one that can copy them."""
+    from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+    try:
+        memoryview(np.empty(0, dtype))  # type: ignore[arg-type]
+    except ValueError:  # a type that NumPy's buffers cannot describe, such as bfloat16
+        bits = np.dtype(f"u{dtype.itemsize}")
+    else:
+        return DeviceNDArray
+
+    class DeviceArray(DeviceNDArray):  # type: ignore[misc]
+        """A device array that is copied as integers of the same size."""
+
+        def copy_to_device(self, ary: Any, stream: Any = 0) -> None:
+            if isinstance(ary, np.ndarray) and ary.dtype == dtype:
+                self.view(bits).copy_to_device(ary.view(bits), stream)
+            else:
+                super().copy_to_device(ary, stream)
+
+        def copy_to_host(self, ary: Any = None, stream: Any = 0) -> Any:
+            if isinstance(ary, np.ndarray) and ary.dtype == dtype:
+                self.view(bits).copy_to_host(ary.view(bits), stream)
+                return ary
+            return super().copy_to_host(ary, stream)
+
+    return DeviceArray
+
+
+def empty(
+    shape: tuple[int, ...], dtype: np.dtype[Any], what: str, order: str = "C"
+) -> Any:
+    """Return a new Numba array in ordinary device memory.
+
+    Raises:
+        ArgumentError: a stream is being captured.
+        BackendError: there is not enough memory.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    try:
+        if SIMULATED or nbytes == 0:
+            return cuda.device_array(shape, dtype, order=order)
+        kept = reserve.current()
+        memory = _Output(*kept.take(nbytes), kept)
+        return _device_array(memory, shape, dtype, 0, order)
+    except ArgumentError as error:
+        raise ArgumentError(f"{what}: {error}") from error
+    except Exception as error:  # Numba's and NumPy's have no common class
+        raise BackendError(
+            f"{what}: expected room for a new output of {nbytes} bytes, got {error}; "
+            "pass out=, or ask for less"
+        ) from error
+
+
+class _Output(Memory):
+    """The memory of a new output, which the reserve gets back."""
+
+    def __del__(self) -> None:
+        self.owner.drop((self.address, self.nbytes))
