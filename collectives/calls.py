@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident, local
 from typing import Any, TypeVar
 
-from numba_symm import arrays, dtypes, own_arrays, streams
+from numba_symm import arrays, dtypes, loads, own_arrays, streams
 from numba_symm.arrays import ArrayView, Fields
 from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives import staging
@@ -352,7 +352,8 @@ class Calls:
         launch = None
         if call is not None:
             self.island.check()  # after a failure, do not compile a kernel
-            launch = self.binder.operation(operation, name, call)
+            with loads.of(what):
+                launch = self.binder.operation(operation, name, call)
         self._plans.put(key, launch)
         return launch
 
@@ -363,7 +364,8 @@ class Calls:
         try:
             chosen = self.checked(what, lambda _: what, self.default_stream, stream)
             if self._barrier is None:
-                self._barrier = self.made(what, self.binder.barrier)
+                with loads.of(what):
+                    self._barrier = self.made(what, self.binder.barrier)
             self.run(what, self._barrier, chosen)
         finally:
             self.finish()

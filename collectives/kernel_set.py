@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numba_symm import dtypes, pads
+from numba_symm import code_cache, dtypes, loads, pads
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import pairs, select
 from numba_symm.collectives.binder import Binder
@@ -34,7 +34,17 @@ from numba_symm.collectives.protocols.workspace import (
 from numba_symm.collectives.select import Choices
 from numba_symm.dtypes import Element, Op
 from numba_symm.errors import ArgumentError
-from numba_symm.kernels import Kernel, listed
+from numba_symm.kernels import (
+    Kernel,
+    key_of,
+    key_on_this_gpu,
+    listed,
+    load_cached,
+    were_compiled,
+)
+
+DTYPES = "float32", "bfloat16"
+"""The element types of the default set."""
 
 MESSAGES = (
     *("send", "recv", "sendrecv", "gather", "scatter"),
@@ -233,9 +243,28 @@ def load(found: Sequence[Kernel], rank: int, size: int, what: str) -> None:
         ArgumentError: Numba cannot compile a user's operator.
     """
     first = rank * len(found) // size
-    for kernel in (*found[first:], *found[:first]):
-        with compiling(kernel.constants, what):
-            kernel.load()
+    with loads.ahead():
+        for kernel in (*found[first:], *found[:first]):
+            with compiling(kernel.constants, what):
+                kernel.load()
+
+
+def load_default(end: Endpoint) -> None:
+    """Load kernels of calls with default arguments, as far as the disk cache has them.
+
+    Which ones these are is computed once, and kept in the cache.
+    """
+    if not were_compiled():
+        return
+    about = end.size, end.max_blocks, end.multiprocessors, sorted(end.choices.items())
+    key = key_of(f"default set of {about}")
+    known = code_cache.load(key)
+    if known is None:
+        names = [name for name in NAMES if name not in REQUESTS]
+        found = kernels(names, DTYPES, ("sum",), end, "Communicator")
+        known = "\n".join(map(key_on_this_gpu, found)).encode()
+        code_cache.store(key, known)
+    load_cached(known.decode().split())
 
 
 def _bind_sizes(

@@ -13,12 +13,13 @@ from numba_symm import (
     deferred,
     environment,
     forks,
+    loads,
     own_arrays,
     reserve,
     streams,
     watchdog,
 )
-from numba_symm.collectives import tuned
+from numba_symm.collectives import kernel_set, tuned
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.kernels import copied_reductions
 from numba_symm.collectives.protocols.binding import Endpoint
@@ -38,6 +39,7 @@ from numba_symm.errors import (
     SymmError,
 )
 from numba_symm.island import Island
+from numba_symm.kernels import load_listed
 from numba_symm.launch import devices, ranks, waiting
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
@@ -164,6 +166,10 @@ def joined(
 def opened(calls: Calls) -> Calls:
     """Return a communicator's calls, which are closed or dropped in the end."""
     island = calls.island
+    if not SIMULATED and calls.size > 1 and environment.loads_ahead():
+        with loads.ahead():
+            load_listed(ranks.of_job(island.comm))
+            kernel_set.load_default(calls.end)
     held = island, calls.heap, calls.order, calls.requests, streams.current_context()
     calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
     calls.when_dropped.atexit = False  # the end of the process frees it

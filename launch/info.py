@@ -71,6 +71,7 @@ def wrong_settings(gpus: int) -> list[str]:
         environment.requested_engine,
         environment.allow_overlapping_devices,
         environment.show_islands,
+        environment.loads_ahead,
     ):
         try:
             check()

@@ -5,20 +5,21 @@ host reads its own record by a plain load, which costs nothing. Kernels that wai
 their rank's record regularly, so all of them end soon after the first.
 
 Only hosts use the rest of the board. It has the text of a rank that leaves, each rank's
-step in calls that all ranks make, and the small values that they exchange. So a rank
-that waits in such a call sees which rank has failed, left or ended, and need not wait
-in MPI.
+step in calls that all ranks make, the small values that they exchange, and which kernel
+a rank is loading. So a rank that waits in such a call sees which rank has failed, left
+or ended, and need not wait in MPI.
 """
 
 import ctypes
 import mmap
 import os
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
-from numba_symm import driver, errors, forks, waits
+from numba_symm import driver, errors, forks, loads, waits
 from numba_symm.backends.host import memory_file
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import (
@@ -37,6 +38,7 @@ from numba_symm.launch.waiting import Wait
 _WORDS = 1024  # bytes of each rank's text, the reason why it leaves
 _NAMES = 200  # of these, bytes for the numbers of ranks, as many as fit
 _PIECE = 2048  # bytes that a rank passes at a time, with the total number first
+_NOTE = 112  # bytes of the text about what a rank loads
 _LOCKS = 1 << 40  # beyond the file's end: one byte for each rank, locked while it lives
 _UNSURE = 0.01  # seconds after which a waiting rank checks whether the others live
 _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
@@ -70,6 +72,22 @@ class Failure(NamedTuple):
         return self.error(text, ranks=self.ranks, **about)
 
 
+class _Load(ctypes.Structure):
+    """A kernel that a rank loads, or was loading when the communicator failed.
+
+    Attributes:
+        began: nanoseconds of the clock that all processes of a node share; 0: nothing.
+        ended: the same; 0: it is still being loaded.
+        what: the call and the kernel, for :func:`loads.words`.
+    """
+
+    _fields_ = (
+        ("began", ctypes.c_uint64),
+        ("ended", ctypes.c_uint64),
+        ("what", ctypes.c_char * _NOTE),
+    )
+
+
 class Board:
     """The board of one communicator. Collective.
 
@@ -87,6 +105,7 @@ class Board:
     _steps: Any
     _closed: Any
     _words: Any
+    _loads: Any
 
     def __init__(
         self,
@@ -105,11 +124,12 @@ class Board:
         self._step = 0
         self._turn = 0
         self._alive = -1
-        self._records = self._steps = self._closed = self._words = None
+        self._records = self._steps = self._closed = self._words = self._loads = None
         self._pieces = memoryview(b"")
         self.address = 0
         words_at = mmap.PAGESIZE
-        pieces_at = words_at + self._size * _WORDS
+        loads_at = words_at + self._size * _WORDS
+        pieces_at = loads_at + self._size * ctypes.sizeof(_Load)
         nbytes = pieces_at + 2 * self._size * _PIECE
         with ExitStack() as files:
             fd = -1
@@ -137,9 +157,12 @@ class Board:
                     self._closed = numbers.from_buffer(memory, 16 * self._size)
                     texts = ctypes.c_char * _WORDS * self._size
                     self._words = texts.from_buffer(memory, words_at)
+                    several = _Load * self._size
+                    self._loads = several.from_buffer(memory, loads_at)
                     self._pieces = memoryview(memory)[pieces_at:]
                 self._undo = undo_map.pop_all()
         forks.watch(self)
+        loads.watch(self)
 
     def register(self) -> None:
         """Map the records for this process' kernels. Local, on the current GPU."""
@@ -161,7 +184,39 @@ class Board:
             return None
         words = self._words[record >> 48 & 0xFF].value
         named = self._exchange.names, self._exchange.nodes
-        return describe(record, words.decode(errors="ignore"), *named)
+        failure = describe(record, words.decode(errors="ignore"), *named)
+        found = self._loading() if failure.error is CollectiveTimeout else ""
+        if not found:
+            return failure
+        return failure._replace(text=f"{failure.text}; {found}", hint="")
+
+    def _loading(self) -> str:
+        """Return which ranks load kernels, or did when the communicator failed."""
+        now, found = time.monotonic_ns(), []
+        for rank, load in enumerate(self._loads):
+            if load.began:
+                seconds = ((load.ended or now) - load.began) / 1e9
+                what = load.what.decode(errors="ignore")
+                name = f"rank {self._exchange.names[rank]}"
+                found.append(loads.words(what, name, seconds))
+        return "; ".join(found)
+
+    def note_load(self, what: str) -> None:
+        """Note that this rank is loading something. Local."""
+        if self._loads is not None and not self._records[self._rank]:
+            mine = self._loads[self._rank]
+            mine.what = what.encode(errors="replace")[: _NOTE - 1]
+            mine.ended = 0
+            mine.began = time.monotonic_ns()  # last, because it makes the note valid
+
+    def end_load(self) -> None:
+        """Clear the note, unless the communicator has failed meanwhile. Local."""
+        if self._loads is not None:
+            mine = self._loads[self._rank]
+            if not self._records[self._rank]:
+                mine.began = 0
+            elif not mine.ended:
+                mine.ended = time.monotonic_ns()
 
     def look(self) -> None:
         """Raise CollectiveError if the communicator has failed."""
@@ -373,7 +428,7 @@ class Board:
     def _let_go(self) -> None:
         """Drop the objects that prevent the mapping from being closed."""
         self._pieces.release()
-        self._records = self._steps = self._closed = self._words = None
+        self._records = self._steps = self._closed = self._words = self._loads = None
 
     def _let_go_of_lock(self) -> None:
         if self._alive >= 0:

@@ -9,6 +9,7 @@
 ``NUMBA_SYMM_ISLAND_SIZE``                 the most ranks of a pretended island
 ``NUMBA_SYMM_ENGINE``                      ``nccl`` or ``mpi``, between islands
 ``NUMBA_SYMM_SHOW_ISLANDS``                ``1``: rank 0 prints several islands
+``NUMBA_SYMM_LOAD_AHEAD``                  ``0``: calls load their kernels
 ``NUMBA_ENABLE_CUDASIM``                   ``1``: Numba's CUDA simulator
 ========================================== =================================
 
@@ -40,6 +41,7 @@ VARIABLES = (
     "NUMBA_SYMM_ISLAND_SIZE",
     "NUMBA_SYMM_ENGINE",
     "NUMBA_SYMM_SHOW_ISLANDS",
+    "NUMBA_SYMM_LOAD_AHEAD",
 )
 """The library's own variables."""
 
@@ -134,8 +136,13 @@ def show_islands() -> bool:
     return _flag("NUMBA_SYMM_SHOW_ISLANDS")
 
 
-def _flag(name: str) -> bool:
-    value = os.environ.get(name, "0")
+def loads_ahead() -> bool:
+    """Return whether the construction loads kernels that were loaded before."""
+    return _flag("NUMBA_SYMM_LOAD_AHEAD", "1")
+
+
+def _flag(name: str, default: str = "0") -> bool:
+    value = os.environ.get(name, default)
     if value not in ("", "0", "1"):
         raise ArgumentError(f"{name}={value!r}: expected 0 or 1")
     return value == "1"

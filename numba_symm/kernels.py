@@ -9,7 +9,6 @@ unrolls. A cache on disk keeps the machine code. Its key is made of:
 - the versions of the compilers and the compute capability.
 """
 
-import ctypes
 import functools
 import gc
 import hashlib
@@ -17,7 +16,7 @@ import importlib.metadata
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -26,10 +25,11 @@ from typing import Any, TypeVar
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm import code_cache, driver
+from numba_symm import code_cache, driver, loads
 from numba_symm.device.polling import Guard
 from numba_symm.dtypes import UserOperator
 from numba_symm.environment import SIMULATED
+from numba_symm.packed import Packed
 
 if SIMULATED:
     from numba_symm import simulator
@@ -77,6 +77,11 @@ class Kernel:
     def function(self) -> Callable[..., None]:
         """The Python function that runs on the device."""
         return self.factory(*self.constants)
+
+    @property
+    def name(self) -> str:
+        """Its name in texts."""
+        return self.factory.__name__.removeprefix("make_")
 
     @property
     def cacheable(self) -> bool:
@@ -197,7 +202,20 @@ def _leave_mark() -> None:
 
 def _mark() -> bytes:
     """Return the key of an entry without code, which is there if any other is."""
-    return hashlib.sha256(f"{_versions()}\0{_device_sources()}".encode()).digest()
+    return key_of("")
+
+
+def key_of(about: str) -> bytes:
+    """Return the key of an entry that is not code, of these sources and compilers."""
+    parts = about, _versions(), _device_sources()
+    return hashlib.sha256("\0".join(parts).encode()).digest()
+
+
+def key_on_this_gpu(kernel: Kernel) -> str:
+    """Return a kernel's key for the current device, in hexadecimal digits."""
+    from cuda.core import Device
+
+    return kernel.key(tuple(Device().compute_capability)).hex()
 
 
 @contextmanager
@@ -265,7 +283,7 @@ class Launch:
         self._args = args
         if not SIMULATED:
             self._function = kernel.load()
-            self._packed = _Packed(kernel.signature, args)
+            self._packed = Packed(kernel.signature, args)
             self._config = _config(blocks, kernel.threads, held, early)
             self._stream = -1
             self._launch = driver.function("cuLaunchKernelEx")
@@ -336,9 +354,47 @@ def _config(blocks: int, threads: int, held: int, early: bool) -> Any:
 @functools.cache
 def _loaded(kernel: Kernel, cc: tuple[int, int], device_id: int) -> Any:
     """Return the kernel from the cache or the compiler, loaded on a device."""
+    key = kernel.key(cc).hex() if kernel.cacheable else "-"
+    if (key, device_id) in _ahead:
+        return _ahead[key, device_id]
+    with loads.noted(kernel.name):
+        found = _function(kernel.code(cc))
+    loads.remember(key, kernel.name)
+    return found
+
+
+_ahead: dict[tuple[str, int], Any] = {}
+"""Functions that were loaded before they were needed, by key and device."""
+
+
+def load_listed(ranks: int) -> None:
+    """Load on the current device what an earlier start of the program has loaded.
+
+    Args:
+        ranks: the number of ranks of the job.
+    """
+    from cuda.core import Device
+
+    cc = tuple(Device().compute_capability)
+    load_cached(loads.begin(f"{_mark().hex()} {cc}", ranks))
+
+
+def load_cached(keys: Iterable[str]) -> None:
+    """Load kernels on the current device, as far as the disk cache has them."""
+    from cuda.core import Device
+
+    device_id = Device().device_id
+    for key in keys:
+        if (key, device_id) not in _ahead:
+            code = code_cache.load(bytes.fromhex(key))
+            if code is not None:
+                _ahead[key, device_id] = _function(code)
+
+
+def _function(code: bytes) -> Any:
+    """Return the kernel of a cubin, loaded on the current device."""
     from cuda.core import ObjectCode
 
-    code = kernel.code(cc)
     loaded = ObjectCode.from_cubin(code).get_kernel(_entry(code))
     function = driver.call("cuKernelGetFunction", loaded.handle)
     driver.call("cuFuncLoad", function)
@@ -415,35 +471,6 @@ def _device_sources() -> str:
         name = str(file.relative_to(PACKAGE))
         found.update(b"\0".join([name.encode(), file.read_bytes(), b""]))
     return found.hexdigest()
-
-
-class _Packed:
-    """Kernel arguments in memory, and the array of pointers that the driver reads.
-
-    Each member of a tuple is an argument, as in Numba.
-    """
-
-    def __init__(self, signature: tuple[Any, ...], args: tuple[Any, ...]):
-        self.values: list[Any] = []
-        for numba_type, value in zip(signature, args, strict=True):
-            self._add(numba_type, value)
-        pointers = [ctypes.addressof(value) for value in self.values]
-        self.pointers = (ctypes.c_void_p * len(pointers))(*pointers)
-        self.address = ctypes.addressof(self.pointers)
-
-    def _add(self, numba_type: Any, value: Any) -> None:
-        if isinstance(numba_type, types.BaseTuple):
-            for member_type, member in zip(numba_type, value, strict=True):
-                self._add(member_type, member)
-        else:
-            self.values.append(_CTYPES[numba_type](value))
-
-
-_CTYPES = {
-    types.boolean: ctypes.c_uint8,
-    types.int32: ctypes.c_int32,
-    types.int64: ctypes.c_int64,
-}
 
 
 def _simulate(kernel: Kernel, blocks: int, held: int, args: tuple[Any, ...]) -> None:

@@ -96,15 +96,19 @@ def _class_of(dtype: np.dtype[Any]) -> Any:
     class DeviceArray(DeviceNDArray):  # type: ignore[misc]
         """A device array that is copied as integers of the same size."""
 
+        def _bits(self) -> Any:
+            place = {"stream": self.stream, "gpu_data": self.gpu_data}
+            return DeviceNDArray(self.shape, self.strides, bits, **place)
+
         def copy_to_device(self, ary: Any, stream: Any = 0) -> None:
             if isinstance(ary, np.ndarray) and ary.dtype == dtype:
-                self.view(bits).copy_to_device(ary.view(bits), stream)
+                self._bits().copy_to_device(ary.view(bits), stream)
             else:
                 super().copy_to_device(ary, stream)
 
         def copy_to_host(self, ary: Any = None, stream: Any = 0) -> Any:
             if isinstance(ary, np.ndarray) and ary.dtype == dtype:
-                self.view(bits).copy_to_host(ary.view(bits), stream)
+                self._bits().copy_to_host(ary.view(bits), stream)
                 return ary
             return super().copy_to_host(ary, stream)
 

@@ -16,6 +16,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm import device as symm
+from numba_symm import loads
 from numba_symm.collectives import operations
 from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
 from tests.absence import AWAY, PATIENT, SOON, context_is_alive, input_of, reduced
@@ -438,3 +439,31 @@ def test_later_kernels_end_immediately(two):
         assert error.startswith(
             "CollectiveTimeout: rank 0 waited for rank 1 in wait_signal, channel 0"
         )
+
+
+def loads_too_long(world):
+    """A rank loads a kernel of another communicator's call while the others wait."""
+    with ns.Communicator(world, timeout=PATIENT) as other:
+        comm = ns.Communicator(world, timeout=0.5)
+        with loads.of("scan"), loads.noted("short"):
+            pass  # one that ended in time is not named
+        other.barrier()
+        other.synchronize()
+        if world.rank == AWAY:
+            with loads.of("all_gather"), loads.noted("one_shot"):
+                while not comm._calls.island.failed:
+                    time.sleep(0.01)
+        calls = lambda: comm.all_reduce(input_of(comm)), comm.synchronize
+        texts = [attempt(call)[0] for call in calls]
+        comm.close()
+        return texts[comm.rank != AWAY :]
+
+
+def test_an_error_names_the_kernel_that_a_rank_loads(three):
+    cause = re.compile(
+        rf"rank {AWAY} has been loading all_gather's kernel for (0\.[5-9]|1\.\d) s, "
+        r"which waits for its GPU; call comm\.prepare\('all_gather'\) before other calls"
+    )
+    for texts in three.run(loads_too_long):
+        assert all(cause.search(text) for text in texts), texts
+        assert not any("scan" in text or "was not late" in text for text in texts)

@@ -17,14 +17,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
-from numba_symm import code_cache, environment
+from numba_symm import code_cache, environment, loads
 from numba_symm.collectives import kernel_set, lifetime, select, tuned
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.kernels import Kernel
 from numba_symm.launch.devices import GPU, visible_gpus
 
-DTYPES, OPS = ("float32", "bfloat16"), ("sum",)
+DTYPES, OPS = kernel_set.DTYPES, ("sum",)
 """What is compiled unless the user names others."""
 
 MULTIPROCESSORS = 132
@@ -371,6 +371,8 @@ def report(console: Console) -> None:
         stored = sum(map(_is_stored, jobs))
         text += f"; {stored} of the {len(jobs)} kernels of `numba-symm compile`"
     console.print(f"[bold]Cache[/]    {text}", soft_wrap=True)
+    for line in loads.described():
+        console.print(f"[bold]Loads[/]    {escape(line)}", soft_wrap=True)
     if not code_cache.is_writable(folder):
         wrong = escape(code_cache.refusal())
         console.print(f"[bold red]Wrong[/]    {wrong}", soft_wrap=True)

@@ -6,7 +6,7 @@ from cuda.core import Device
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm.sharing import share
+from numba_symm.sharing.kinds import locate
 from tests.gpu.helpers import fill, to_device
 
 COUNT = 1 << 20  # float32: large enough that Numba would free some in each call
@@ -67,7 +67,7 @@ def test_an_output_can_be_registered_and_shared(comm):
     assert (there.copy_to_host() == comm.size * (comm.size + 1) / 2).all()
     comm.barrier()
     comm.synchronize()
-    assert share(y) is not None
+    assert locate(y.gpu_data.device_pointer_value, y.nbytes).kind == "ipc"
 
 
 def test_a_new_output_beside_a_capture_is_refused(comm):

@@ -33,6 +33,7 @@ from numba_symm.collectives.protocols import handshake
 from numba_symm.device import Context, Guard, signals
 from numba_symm.kernels import GUARD, Kernel
 from numba_symm.launch import locks
+from numba_symm.packed import Packed
 from numba_symm.waits import BARRIER
 
 BFLOAT16 = dtypes.element(ml_dtypes.bfloat16, "test")
@@ -281,7 +282,7 @@ def test_arguments_are_packed_member_by_member():
     guard = Guard(board=1 << 40, rank=1, world_size=2, timeout=-3)
     ctx = Context(1, 2, (10, 11), (20, 21), guard)
     signature = (pads.context_type(2), types.int32, types.boolean, types.boolean)
-    packed = kernels._Packed(signature, (ctx, -7, True, False))
+    packed = Packed(signature, (ctx, -7, True, False))
     scalars = [1, 2, 10, 11, 20, 21, 1 << 40, 1, 2, -3]
     assert stored(packed) == [
         *((8, scalar) for scalar in scalars),
@@ -292,7 +293,7 @@ def test_arguments_are_packed_member_by_member():
 @pytest.mark.parametrize("name", ["one_shot_ll", "chunked", "put_signal"])
 def test_arguments_have_the_sizes_of_the_kernels_parameters(name):
     kernel = KERNELS[name]
-    packed = kernels._Packed(kernel.signature, zeros(kernel.signature))
+    packed = Packed(kernel.signature, zeros(kernel.signature))
     bits = re.findall(r"\.param \.[a-z](\d+)", kernel.ptx((9, 0)))
     assert [8 * size for size, _ in stored(packed)] == [int(width) for width in bits]
 
@@ -310,7 +311,7 @@ def zeros(signature):
 def test_arguments_that_do_not_fit_the_signature_are_refused(args):
     signature = (types.UniTuple(types.int64, 3), types.int64)
     with pytest.raises((ValueError, TypeError)):
-        kernels._Packed(signature, args)
+        Packed(signature, args)
 
 
 @pytest.fixture(scope="module")
