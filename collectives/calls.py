@@ -379,7 +379,7 @@ class Calls:
             self.pending.add(call)
             return
         try:
-            launch = call.packed(self.binder.messages)
+            launch = call.packed(self.binder.messages, what)
         except BaseException as error:
             self.give_up_unless_refused(error, what)
             raise

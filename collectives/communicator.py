@@ -1069,7 +1069,8 @@ class Communicator(Persistent):
 
         Args:
             x: a device array of any shape and dtype.
-            dst: the rank to send to, not this rank. None or MPI.PROC_NULL: no rank.
+            dst: the rank to send to; this rank only within a group that also receives
+                the message. None or MPI.PROC_NULL: no rank.
             stream: as for :meth:`all_reduce`.
 
         Raises:
@@ -1097,8 +1098,9 @@ class Communicator(Persistent):
             out: a device array of as many bytes as the message. With ``count``, it may
                 have more, but has the message's element type. Otherwise later calls of
                 all ranks raise CallMismatch, and out keeps its contents.
-            src: the rank to receive from, not this rank. None or MPI.PROC_NULL: no
-                rank; ``out`` keeps its contents.
+            src: the rank to receive from; this rank only within a group that also
+                sends the message. None or MPI.PROC_NULL: no rank; ``out`` keeps its
+                contents.
             count: a device array of one int64, apart from out. If it is given, the
                 message may be shorter than out, and the call stores the number of
                 received elements in it. If ``src`` is None or MPI.PROC_NULL, that is 0.
@@ -1132,10 +1134,11 @@ class Communicator(Persistent):
 
         Args:
             x: as for :meth:`send`.
-            dst: the rank to send to; may be this rank. None or MPI.PROC_NULL: no rank.
+            dst: the rank to send to; may be this rank, if ``src`` is, too, or within a
+                group. None or MPI.PROC_NULL: no rank.
             out: as for :meth:`recv`; does not overlap x.
-            src: the rank to receive from; may be this rank. None or MPI.PROC_NULL:
-                no rank; ``out`` keeps its contents.
+            src: the rank to receive from; may be this rank as ``dst``. None or
+                MPI.PROC_NULL: no rank; ``out`` keeps its contents.
             count: as for :meth:`recv`, apart from x and out.
             stream: as for :meth:`all_reduce`; None: as for ``x``.
 
@@ -1158,7 +1161,7 @@ class Communicator(Persistent):
 
         Args:
             x: as for :meth:`send`. Do not write it before the request is done.
-            dst: as for :meth:`send`.
+            dst: another rank. None or MPI.PROC_NULL: no rank.
             stream: as for :meth:`all_reduce`; the request follows its work so far.
 
         Raises:
@@ -1180,7 +1183,7 @@ class Communicator(Persistent):
 
         Args:
             out: as for :meth:`recv`. Do not use it before the request is done.
-            src: as for :meth:`recv`.
+            src: another rank. None or MPI.PROC_NULL: no rank, as for :meth:`recv`.
             count: as for :meth:`recv`. Do not use it before the request is done.
             stream: as for :meth:`isend`.
 
@@ -1203,12 +1206,15 @@ class Communicator(Persistent):
 
         Not collective. Ranks may group their messages differently, because messages of
         two ranks match in the order of their calls. But if one rank makes another
-        collective call within a group, every rank makes it within a group.
+        collective call within a group, every rank makes it within a group. A rank may
+        send to itself; the group then also receives the message.
 
         Raises:
             ArgumentError: the block is within another group. A call raises it if the
                 messages are on several streams, or if there are too many between two
-                ranks (more than 16 with 8 ranks, or 64 with 2).
+                ranks (more than 16 with 8 ranks, or 64 with 2). The block's end raises
+                it if a message to this rank itself has no match, or one of another
+                size.
             CollectiveError, ClosedError: as for any call.
         """
         return messages.group(self._calls)

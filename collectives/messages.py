@@ -22,6 +22,7 @@ from numba_symm.collectives.requests import Request, Requests, end_of
 from numba_symm.collectives.transfers import (
     Copy,
     Fill,
+    Own,
     Pending,
     Prepared,
     Stream,
@@ -37,7 +38,7 @@ def sending(
 ) -> Prepared:
     """Prepare to send an array; see :meth:`Communicator.send`."""
     calls.island.check_open()
-    to = _check_other(calls, dst, f"{what}: dst")
+    to = check_peer(dst, calls.size, f"{what}: dst")
 
     def prepare(x: Any, _: Any, stream: Any) -> Prepared:
         transfers = calls.remembered(_sent, what, arrays.view(x, what), to)
@@ -56,7 +57,7 @@ def receiving(
 ) -> Prepared:
     """Prepare to receive an array; see :meth:`Communicator.recv`."""
     calls.island.check_open()
-    source = _check_other(calls, src, f"{what}: src")
+    source = check_peer(src, calls.size, f"{what}: src")
     number = _count(count, what)
 
     def prepare(_: Any, out: Any, stream: Any) -> Prepared:
@@ -124,6 +125,12 @@ def request(calls: Calls, what: str, call: Prepared) -> Request:
             "one that is; use send and recv, in a group, there"
         )
     transfers = call.transfers
+    if not transfers.complete:
+        name = "src" if transfers.own[1] else "dst"
+        raise ArgumentError(
+            f"{what}: {name}: expected another rank, got {calls.rank}, which is this "
+            "rank; use sendrecv, or send and recv in one group"
+        )
     messages = [*transfers.sends, *transfers.receives]
     if not messages:  # to or from no rank
         start(calls, what, call)
@@ -183,12 +190,16 @@ def start_group(
         keep: objects that must live until they are enqueued.
     """
     keep = (*found.kept, *keep)
+    call = None
+    if found.stream is not None:
+        steps = tuple(found.before), tuple(found.after)
+        on = stream or found.stream
+        call = Prepared(transfers_of(calls, found), on, keep, None, *steps)
+        if calls.pending is None:  # refuse it before anything is enqueued
+            calls.made("group", call.packed, calls.binder.messages, "group")
     try:
-        if found.stream is not None:
-            transfers = transfers_of(calls, found)
-            steps = tuple(found.before), tuple(found.after)
-            on = stream or found.stream
-            calls.transfer("group", Prepared(transfers, on, keep, None, *steps))
+        if call is not None:
+            calls.transfer("group", call)
         for what, launch, own in found.launches:
             calls.run(what, launch, stream or own, *keep)
     except BaseException as error:
@@ -201,18 +212,10 @@ def start_group(
 def transfers_of(calls: Calls, found: Pending) -> Transfers:
     """Return the messages of a group."""
     messages = tuple(found.sends), tuple(found.receives)
-    own = tuple(found.copies), tuple(found.fills)
-    return calls.remembered(_grouped, *messages, *own)
-
-
-def _check_other(calls: Calls, asked: Any, what: str) -> int | None:
-    peer = check_peer(asked, calls.size, what)
-    if peer == calls.rank:
-        raise ArgumentError(
-            f"{what}: expected another rank, got {peer}, which is this rank; use "
-            "sendrecv, or copy the array"
-        )
-    return peer
+    own = tuple(map(tuple, found.own))
+    return calls.remembered(
+        _grouped, *messages, tuple(found.copies), tuple(found.fills), own
+    )
 
 
 def _count(count: Any, what: str) -> ArrayView | None:
@@ -220,8 +223,7 @@ def _count(count: Any, what: str) -> ArrayView | None:
 
 
 def _sent(calls: Calls, what: str, x: ArrayView, dst: int | None) -> Transfers:
-    x = calls.usable(x, what)
-    return Transfers(_sends(dst, x), [])
+    return _made(calls, _sends(dst, calls.usable(x, what)), [], ())
 
 
 def _received(
@@ -233,8 +235,28 @@ def _received(
 ) -> Transfers:
     out = calls.usable(out, f"{what}: out", written=True)
     _check_count(calls, count, [out], what)
-    fills = _fills(count, 0) if src is None else ()
-    return Transfers([], _receives(src, out, count), fills=fills)
+    fills = _fills(count) if src is None else ()
+    return _made(calls, [], _receives(src, out, count), fills)
+
+
+def _made(
+    calls: Calls,
+    sends: Sequence[Message],
+    receives: Sequence[Message],
+    fills: Sequence[Fill],
+) -> Transfers:
+    """Return the messages of a call, those to and from this rank apart."""
+    rank = calls.rank
+    own = (
+        [each for each in sends if each.peer == rank],
+        [each for each in receives if each.peer == rank],
+    )
+    return Transfers(
+        [each for each in sends if each.peer != rank],
+        [each for each in receives if each.peer != rank],
+        fills=fills,
+        own=own,
+    )
 
 
 def _check_count(
@@ -271,8 +293,9 @@ def _receives(
     return [Message(peer, out.address, out.nbytes, *counted)]
 
 
-def _fills(count: ArrayView | None, number: int) -> list[Fill]:
-    return [] if count is None else [(count.address, number)]
+def _fills(count: ArrayView | None) -> list[Fill]:
+    """Return what stores the count of a message from no rank."""
+    return [] if count is None else [(count.address, 0)]
 
 
 def _exchanged(
@@ -283,37 +306,12 @@ def _exchanged(
     src: int | None,
     count: ArrayView | None,
 ) -> Transfers:
-    if (dst == calls.rank) != (src == calls.rank):
-        raise ArgumentError(
-            f"sendrecv: expected both dst and src to be this rank, {calls.rank}, or "
-            f"neither, got dst={dst} and src={src}; a rank receives in the same call "
-            "what it sends itself"
-        )
     x = calls.usable(x, "sendrecv")
     out = calls.usable(out, "sendrecv: out", written=True)
     check_apart(x, out, "sendrecv")
     _check_count(calls, count, [x, out], "sendrecv")
-    if dst == calls.rank:
-        return _kept(x, out, count)
-    fills = _fills(count, 0) if src is None else ()
-    return Transfers(_sends(dst, x), _receives(src, out, count), fills=fills)
-
-
-def _kept(x: ArrayView, out: ArrayView, count: ArrayView | None) -> Transfers:
-    """Return the message of a rank to itself."""
-    elements, rest = divmod(x.nbytes, out.dtype.itemsize)
-    if count is None and x.nbytes != out.nbytes:
-        raise ArgumentError(
-            f"sendrecv: expected x and out of equal size, got {x.nbytes} and "
-            f"{out.nbytes} bytes; with count=, x may be smaller"
-        )
-    if x.nbytes > out.nbytes or rest:
-        raise ArgumentError(
-            f"sendrecv: expected x of at most {out.nbytes} bytes, and whole elements "
-            f"of out, got {x.nbytes} bytes"
-        )
-    copies = [(out.address, x.address, x.nbytes)]
-    return Transfers([], [], copies, fills=_fills(count, elements))
+    fills = _fills(count) if src is None else ()
+    return _made(calls, _sends(dst, x), _receives(src, out, count), fills)
 
 
 def _grouped(
@@ -322,5 +320,6 @@ def _grouped(
     receives: Sequence[Message],
     copies: Sequence[Copy],
     fills: Sequence[Fill],
+    own: Own,
 ) -> Transfers:
-    return Transfers(sends, receives, copies, fills=fills)
+    return Transfers(sends, receives, copies, fills=fills, own=own)

@@ -163,7 +163,8 @@ def of_collective(
 
 
 def _packed(calls: Calls, what: str, call: Prepared, compared: bool) -> Plan:
-    calls.made(what, call.packed, calls.binder.messages)
+    if call.transfers.complete:  # otherwise the plan is for a group
+        calls.made(what, call.packed, calls.binder.messages, what)
     bare = call._replace(keep=(), result=None)
 
     def start(stream: Stream, *keep: Any) -> None:
@@ -196,7 +197,7 @@ def of_group(calls: Calls) -> Iterator[Plan]:
     def fill(found: Pending) -> None:
         if found.stream is not None:
             transfers = messages.transfers_of(calls, found)
-            calls.made("group", transfers.packed, calls.binder.messages)
+            calls.made("group", transfers.packed, calls.binder.messages, "group")
         made._arrays = tuple(found.kept)
         made._start = partial(messages.start_group, calls, found)
 

@@ -1,4 +1,8 @@
-"""Messages that are enqueued together, and the calls of an open group."""
+"""Messages that are enqueued together, and the calls of an open group.
+
+A message of a rank to itself is a copy on the stream. Those of one call or group match
+in the order of their calls.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,8 +18,10 @@ Stream = tuple[int, Any]
 """A stream's handle, and the object that keeps the stream."""
 
 Copy = tuple[int, int, int]
-"""A message of a rank to itself: target, source, bytes."""
+"""A copy within this rank: target, source, bytes."""
 
+Own = tuple[Sequence[Message], Sequence[Message]]
+"""What this rank sends itself, and what it receives from itself."""
 
 Fill = tuple[int, int]
 """An integer of 8 bytes that a call stores: its address, its value."""
@@ -37,6 +43,7 @@ class Transfers:
     Attributes:
         sends: to other ranks.
         receives: from other ranks.
+        own: to and from this rank.
         copies: within this rank.
         fills: the counts that are known beforehand.
         words: the arguments on which the ranks of a collective must agree.
@@ -51,32 +58,88 @@ class Transfers:
         words: str = "",
         itemsize: int = 1,
         fills: Sequence[Fill] = (),
+        own: Own = ((), ()),
     ):
         self.sends = tuple(sends)
         self.receives = tuple(receives)
+        self.own = tuple(own[0]), tuple(own[1])
         self.copies = tuple(each for each in copies if each[2] and each[0] != each[1])
         self.fills = tuple(fills)
         self.words = words
         self.itemsize = itemsize
         self._enqueue: Enqueue | None = None
+        self._is_packed = False
 
-    def packed(self, bind: BindMessages) -> Enqueue | None:
+    @property
+    def complete(self) -> bool:
+        """Whether they have both ends of each message of this rank to itself."""
+        return len(self.own[0]) == len(self.own[1])
+
+    def packed(self, bind: BindMessages, what: str) -> Enqueue | None:
         """Return the launch of the messages, or None if there are none. Packs once.
 
         Args:
             bind: packs messages between ranks.
+            what: the call.
+
+        Raises:
+            ArgumentError: the messages of this rank to itself do not match.
         """
-        work = self.sends or self.receives or self.copies or self.fills
-        if self._enqueue is None and work:
-            self._enqueue = self._pack(bind)
+        if not self._is_packed:
+            self._enqueue = self._pack(bind, what)
+            self._is_packed = True
         return self._enqueue
 
-    def _pack(self, bind: BindMessages) -> Enqueue:
-        calls: list[Enqueue] = [partial(streams.copy, *each) for each in self.copies]
-        calls += [partial(streams.fill, *each) for each in self.fills]
+    def _pack(self, bind: BindMessages, what: str) -> Enqueue | None:
+        copies, fills = matched(*self.own, what) if any(self.own) else ([], [])
+        calls: list[Enqueue] = [
+            partial(streams.copy, *each) for each in (*self.copies, *copies)
+        ]
+        calls += [partial(streams.fill, *each) for each in (*self.fills, *fills)]
         if self.sends or self.receives:
             calls.append(bind(self.sends, self.receives))
-        return calls[0] if len(calls) == 1 else Series(*calls)
+        return Series(*calls) if len(calls) > 1 else calls[0] if calls else None
+
+
+def matched(
+    sends: Sequence[Message], receives: Sequence[Message], what: str
+) -> tuple[list[Copy], list[Fill]]:
+    """Return the copies and counts of messages of a rank to itself, in order.
+
+    Raises:
+        ArgumentError: their numbers or sizes differ, or their arrays overlap.
+    """
+    if len(sends) != len(receives):
+        raise ArgumentError(
+            f"{what}: expected this rank to receive from itself what it sends itself, "
+            f"got {len(sends)} sent and {len(receives)} received; make both calls in "
+            "one group, or use sendrecv"
+        )
+    copies, fills = [], []
+    for sent, received in zip(sends, receives, strict=True):
+        if not received.count_at and sent.nbytes != received.nbytes:
+            raise ArgumentError(
+                f"{what}: expected x and out of equal size, got {sent.nbytes} and "
+                f"{received.nbytes} bytes; with count=, x may be smaller"
+            )
+        elements, rest = divmod(sent.nbytes, received.itemsize)
+        if sent.nbytes > received.nbytes or (received.count_at and rest):
+            raise ArgumentError(
+                f"{what}: expected x of at most {received.nbytes} bytes, and whole "
+                f"elements of out, got {sent.nbytes} bytes"
+            )
+        if max(sent.address, received.address) < min(
+            sent.address + sent.nbytes, received.address + received.nbytes
+        ):
+            raise ArgumentError(
+                f"{what}: expected out apart from x, which this rank sends itself, got "
+                "arrays that overlap"
+            )
+        if sent.nbytes:
+            copies.append((received.address, sent.address, sent.nbytes))
+        if received.count_at:
+            fills.append((received.count_at, elements))
+    return copies, fills
 
 
 class Prepared(NamedTuple):
@@ -98,9 +161,9 @@ class Prepared(NamedTuple):
     before: tuple[Enqueue, ...] = ()
     after: tuple[Enqueue, ...] = ()
 
-    def packed(self, bind: BindMessages) -> Enqueue | None:
+    def packed(self, bind: BindMessages, what: str) -> Enqueue | None:
         """Return the launches, or None if there are none; see ``Transfers.packed``."""
-        return self.around(self.transfers.packed(bind))
+        return self.around(self.transfers.packed(bind, what))
 
     def around(self, launch: Enqueue | None) -> Enqueue | None:
         """Return a launch of the messages with what is before and after it."""
@@ -119,6 +182,7 @@ class Pending:
     def __init__(self, size: int) -> None:
         self.sends: list[Message] = []
         self.receives: list[Message] = []
+        self.own: tuple[list[Message], list[Message]] = [], []
         self.copies: list[Copy] = []
         self.fills: list[Fill] = []
         self.before: list[Enqueue] = []
@@ -164,6 +228,8 @@ class Pending:
         self.after += call.after
         self.sends += more.sends
         self.receives += more.receives
+        for mine, others in zip(self.own, more.own, strict=True):
+            mine += others
         self.copies += more.copies
         self.fills += more.fills
 

@@ -45,13 +45,11 @@ def check_channel(channel: int, what: str) -> int:
     return channel
 
 
-def check_peer(peer: int, rank: int, world_size: int, what: str, note: str) -> int:
-    """Return ``peer``. Raise ArgumentError with the note if it is not another rank."""
-    if not isinstance(peer, int) or not 0 <= peer < world_size or peer == rank:
-        own = ", which is this rank" if isinstance(peer, int) and peer == rank else ""
+def check_peer(peer: int, world_size: int, what: str, note: str) -> int:
+    """Return ``peer``. Raise ArgumentError with the note if it is not a rank."""
+    if not isinstance(peer, int) or not 0 <= peer < world_size:
         raise ArgumentError(
-            f"{what}: expected another rank from 0 to {world_size - 1}, got {peer!r}"
-            f"{own}{note}"
+            f"{what}: expected a rank from 0 to {world_size - 1}, got {peer!r}{note}"
         )
     return peer
 

@@ -22,13 +22,17 @@ SOURCES = [
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     """Run all programs in one job; return where each rank's output is."""
-    folder = tmp_path_factory.mktemp("pages")
-    environ = environment(RANKS)
+    return outputs(RANKS, tmp_path_factory.mktemp("pages"))
+
+
+def outputs(ranks, folder):
+    """Run all programs in one job; return the folder, where each rank's output is."""
+    environ = environment(ranks)
     simulated = environ.get("NUMBA_ENABLE_CUDASIM") == "1"
     left_out = ON_GPUS if simulated else set()
     programs = [str(each) for each in PROGRAMS if each.stem not in left_out]
     runner = ["-m", "mpi4py", str(ROOT / "tests/page_programs.py"), str(folder)]
-    command = cli.mpirun_command(RANKS, [*runner, *programs], cli.find_mpirun())
+    command = cli.mpirun_command(ranks, [*runner, *programs], cli.find_mpirun())
     log = folder / "mpirun.txt"
     assert run(command, environ, log, deadline_of(environ)) == 0, log.read_text()
     return folder
@@ -41,6 +45,12 @@ def test_a_program_prints_what_its_page_shows(job, program):
         pytest.skip("no NVIDIA GPU")
     printed = [line for file in files for line in file.read_text().splitlines()]
     assert printed == program.with_suffix(".txt").read_text().splitlines()
+
+
+def test_every_program_runs_on_one_rank(tmp_path):
+    outputs(1, tmp_path)
+    assert (tmp_path / "messages.0").read_text() == "0 [0 0] [0 0]\n"
+    assert (tmp_path / "put.0").read_text() == "0 [0 0 0 0]\n"
 
 
 def test_every_program_and_its_output_are_on_a_page():

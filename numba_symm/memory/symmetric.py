@@ -278,7 +278,7 @@ class SymmetricMemory:
 
         What this rank's stream wrote before the signal is visible to ``dst`` after it
         has taken the signal. Channels, streams and errors are those of :meth:`barrier`.
-        ``dst`` is another rank.
+        ``dst`` may be this rank.
         """
         pads.check_channel(channel, "put_signal")
         self._check_peer(dst, "put_signal")
@@ -287,15 +287,15 @@ class SymmetricMemory:
     def wait_signal(self, src: int, channel: int = 0, stream: Any = None) -> None:
         """Enqueue a wait for rank ``src``'s signal, and take the signal.
 
-        Channels, streams and errors are those of :meth:`barrier`. ``src`` is another
-        rank.
+        Channels, streams and errors are those of :meth:`barrier`. ``src`` may be this
+        rank, if it has put a signal to itself before, on this stream or another one.
         """
         pads.check_channel(channel, "wait_signal")
         self._check_peer(src, "wait_signal")
         self._launch("wait_signal", pads.wait_signal_kernel, stream, src, channel)
 
     def _check_peer(self, peer: int, what: str) -> None:
-        pads.check_peer(peer, self.rank, self.world_size, what, self._island.note)
+        pads.check_peer(peer, self.world_size, what, self._island.note)
 
     def _launch(self, what: str, kernel: Any, stream: Any, *args: int) -> None:
         self._check_open()

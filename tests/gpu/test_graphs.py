@@ -207,7 +207,7 @@ def test_scans_messages_and_what_is_made_of_them_in_a_graph(comm, stream):
     count, ranks = 50_000, range(comm.size)
     left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
     x = to_device(np.full(count, comm.rank, np.int64))
-    scanned, before, received = (cuda.device_array_like(x) for _ in range(3))
+    scanned, before, received, own = (cuda.device_array_like(x) for _ in range(4))
     shard = cuda.device_array(count // comm.size, np.int64)
     gathered = cuda.device_array((comm.size, count), np.int64)
     ragged = cuda.device_array(comm.size * count, np.int64)
@@ -220,6 +220,8 @@ def test_scans_messages_and_what_is_made_of_them_in_a_graph(comm, stream):
         comm.sendrecv(x, dst=right, out=received, src=left, stream=on)
         with comm.group():
             comm.gather(x, root=0, out=gathered, stream=on)
+            comm.send(x, dst=comm.rank, stream=on)
+            comm.recv(own, src=comm.rank, stream=on)
             comm.all_gather_v(x, counts=[count] * comm.size, out=ragged, stream=on)
             comm.scatter(x[: shard.size * comm.size], root=0, out=shard, stream=on)
     for replay in range(1, 31):
@@ -230,6 +232,7 @@ def test_scans_messages_and_what_is_made_of_them_in_a_graph(comm, stream):
             assert (scanned.copy_to_host() == sum(inputs[: comm.rank + 1])).all()
             assert (before.copy_to_host() == sum(inputs[: comm.rank])).all()
             assert (received.copy_to_host() == inputs[left]).all()
+            assert (own.copy_to_host() == inputs[comm.rank]).all()
             assert (shard.copy_to_host() == inputs[0]).all()
             wanted = np.repeat(inputs, count)
             assert (ragged.copy_to_host() == wanted).all()

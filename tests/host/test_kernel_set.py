@@ -111,11 +111,11 @@ def test_messages_of_any_size_and_alignment_bind_kernels_that_are_listed(size):
                 x = an_array(chance, count, kind, 1 << 44)
                 peer = (end.rank + chance.randrange(1, size)) % size
                 message = Message(peer, x.address, x.nbytes)
-                Transfers([message], []).packed(Binder(end).messages)
-                Transfers([], [message]).packed(Binder(end).messages)
+                Transfers([message], []).packed(Binder(end).messages, "test")
+                Transfers([], [message]).packed(Binder(end).messages, "test")
                 if names[0] in ("recv", "sendrecv"):
                     counted = message._replace(count_at=8, itemsize=kind.itemsize)
-                    Transfers([], [counted]).packed(Binder(end).messages)
+                    Transfers([], [counted]).packed(Binder(end).messages, "test")
         assert not bound.keys() - set(known)
 
 

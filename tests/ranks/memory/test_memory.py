@@ -11,6 +11,7 @@ from tests.ranks.helpers import (
     get,
     needs_peers,
     of_one_island,
+    ordinary,
     put,
     refused,
     wait_for_all,
@@ -161,10 +162,20 @@ def test_channels_that_do_not_exist_are_refused(comm, world, shared):
             )
 
 
-def test_signals_to_oneself_are_refused(comm, world, shared):
+def test_a_rank_signals_itself(comm, world, shared):
+    """A copy into its own buffer, announced by a signal, works as one to a peer."""
+    for step in (1.0, 2.0):
+        x = ordinary(4, np.float32)
+        put(x, np.full(4, step, np.float32))
+        shared.put(x, comm.rank, 8)
+        shared.put_signal(comm.rank, 7)
+        shared.wait_signal(comm.rank, 7)
+        found = shared.get(comm.rank, 4, np.float32, 8)
+        wait_for_all(comm, world)
+        assert get(found).tolist() == [step] * 4
     for call in (shared.put_signal, shared.wait_signal):
-        texts = refused(world, ns.ArgumentError, lambda f=call: f(comm.rank))
-        assert f"got {comm.rank}, which is this rank" in texts[comm.rank]
+        text = f"expected a rank from 0 to {comm.size - 1}, got {comm.size}"
+        refused(world, ns.ArgumentError, lambda f=call: f(comm.size), text)
 
 
 def test_a_barrier_puts_writes_before_reads(comm, world):
