@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from numba import cuda
 
-from numba_symm import streams
+from numba_symm import streams, threads
 from numba_symm.collectives import kernel_set
 from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.kernels.transfer import Message
@@ -331,7 +331,7 @@ class _Worker(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="numba_symm requests", daemon=True)
         self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.start()
+        threads.start(self, "requests=True")
 
     def run(self) -> None:
         while (call := self._todo.get()) is not None:

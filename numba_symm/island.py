@@ -125,6 +125,8 @@ class Island:
         self.world = nodes.discover(exchange)
         with exchange.agreed("Communicator"):
             environment.chosen_setup_timeout()
+            environment.requested_engine()
+            environment.show_islands()
             self.timeout = environment.chosen_timeout(timeout)
             if not self._own:
                 # A communicator of fewer ranks is made in many programs, too.

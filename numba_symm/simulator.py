@@ -30,6 +30,7 @@ from numba.cuda.simulator import kernel as simulator
 from numba.cuda.simulator.kernelapi import FakeCUDALocal, FakeCUDAShared, GridGroup
 
 from numba_symm.errors import ArgumentError
+from numba_symm.threads import start
 
 _GRACE = 1.0  # seconds within which the threads of a failed launch should end
 _SWITCH_INTERVAL = 1e-3  # seconds that a thread runs if others want to
@@ -240,7 +241,7 @@ class Team(simulator.BlockManager):  # type: ignore[misc]
         x, y = threads
         self._threads = [Thread(self, i, j) for j in range(y) for i in range(x)]
         for thread in self._threads:
-            thread.start()
+            start(thread, "the simulator")
 
     def begin(self, grid: int) -> None:
         """Prepare for a launch of ``grid`` blocks."""

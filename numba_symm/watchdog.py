@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from numba_symm import forks
+from numba_symm import forks, threads
 from numba_symm.board import Board
 from numba_symm.engines.protocol import Engine
 from numba_symm.errors import CollectiveError, summary
@@ -49,7 +49,7 @@ class Watchdog:
         self._thread: threading.Thread | None = threading.Thread(
             target=self._run, daemon=True
         )
-        self._thread.start()
+        threads.start(self._thread, "Communicator")
         forks.watch(self)
 
     def disown(self) -> None:

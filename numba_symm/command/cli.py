@@ -48,6 +48,9 @@ OPEN_MPI = {
 They are variables, so that mpirun's flags and the user's variables override them.
 """
 
+NEEDED = 1 << 16
+"""Bytes of a job's files, at least; a full file system may still make folders."""
+
 SESSIONS = "PRTE_MCA_prte_tmpdir_base"
 """Where Open MPI 5 keeps a job's files, if not in TMPDIR."""
 
@@ -342,7 +345,8 @@ def unfit(folder: str) -> str:
     if len(os.fsencode(folder)) > LONGEST_TMPDIR:
         return f"its name has more than {LONGEST_TMPDIR} bytes"
     try:
-        with tempfile.TemporaryDirectory(dir=folder):
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            Path(made, "bytes").write_bytes(bytes(NEEDED))
             return ""
     except OSError as error:
         return error.strerror or str(error)

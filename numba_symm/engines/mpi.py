@@ -15,7 +15,7 @@ from threading import Thread
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
-from numba_symm import driver, streams, waits
+from numba_symm import driver, streams, threads, waits
 from numba_symm.engines.protocol import Enqueue, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CallMismatch
@@ -216,7 +216,8 @@ class MpiEngine:
         """
         if SIMULATED:  # launches block, so a thread has the part of the stream
             done = self._simulated = Future()
-            Thread(target=_run, args=(work, stream, done), daemon=True).start()
+            thread = Thread(target=_run, args=(work, stream, done), daemon=True)
+            threads.start(thread, "an exchange between islands")
             yield
             done.result()  # after a failure, settle() waits
             return

@@ -247,13 +247,13 @@ def typed(spec: Any, blocks: int) -> list[Message]:
             "type for each rank",
         )
     given = tuple(spec)
+    if not 2 <= len(given) <= 4:
+        raise refusal(MPI.ERR_ARG, "message: expecting 2 to 4 items")
     array, types, counts, displs = given[0], given[-1], (1,) * blocks, (0,) * blocks
     if len(given) == 3:
         counts, displs = given[1]
     elif len(given) == 4:
         counts, displs = given[1], given[2]
-    elif len(given) != 2:
-        raise refusal(MPI.ERR_ARG, "message: expecting 2 to 4 items")
     if len(types) != blocks:
         raise refusal(
             MPI.ERR_TYPE, f"message: expecting {blocks} datatypes, got {len(types)}"

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from numba_symm import threads
 from numba_symm.errors import ClosedError, ExchangeError
 from numba_symm.launch.fds import credentials
 from numba_symm.sharing.finalizer_lock import log
@@ -81,9 +82,10 @@ class Broker:
         self._socket.setblocking(False)
         self._socket.bind(self.address.name)
         self._socket.listen(_BACKLOG)
-        threading.Thread(
+        thread = threading.Thread(
             target=self._serve, name="numba_symm broker", daemon=True
-        ).start()
+        )
+        threads.start(thread, "share")
 
     def close(self) -> None:
         """Close the socket in a forked child, which does not have the thread."""

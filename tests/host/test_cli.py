@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -130,6 +131,19 @@ def test_open_mpi_does_not_use_an_unsuitable_tmpdir(folder):
     assert job["TMPDIR"] == folder
     assert job["PRTE_MCA_prte_tmpdir_base"] == "/tmp"
     assert job["OMPI_MCA_orte_tmpdir_base"] == "/tmp"
+
+
+def test_open_mpi_does_not_use_a_full_file_system(tmp_path, monkeypatch):
+    """Folders can still be made there, but nothing can be written."""
+
+    def write_bytes(path, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cli, "LONGEST_TMPDIR", 1000)
+    assert cli.unfit(str(tmp_path)) == ""
+    monkeypatch.setattr(cli.Path, "write_bytes", write_bytes)
+    assert cli.unfit(str(tmp_path)) == "No space left on device"
+    assert not list(tmp_path.iterdir())
 
 
 def test_open_mpi_without_a_folder_for_its_files_is_an_error(

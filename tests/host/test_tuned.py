@@ -1,6 +1,7 @@
 """Measured limits: from times to a table, to its file, and back."""
 
 import json
+import re
 
 import pytest
 
@@ -126,6 +127,7 @@ def test_info_shows_whether_the_limits_are_used():
         [["one_shot_ll", 10]],  # nothing for larger messages
         [["one_shot_ll", 10], ["chunked", 10], ["direct", None]],  # not rising
         [["one_shot_ll"]],
+        [["one_shot_ll", 10**400], ["chunked", None]],
         "one_shot_ll",
         None,
     ],
@@ -139,6 +141,18 @@ def test_a_damaged_table_is_not_used(steps):
     assert found.choices is None
     assert "it is damaged" in found.why
     assert tuned.described(GPU).endswith(f"; ignored: {found.why}")
+    tuned.write(GPU, 2, MEASURED)
+    assert tuned.read(GPU, 2).choices is not None
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, "{}", "[]", "1" + 5000 * "0"])
+def test_another_content_is_replaced(content):
+    tuned.file().parent.mkdir(parents=True, exist_ok=True)
+    tuned.file().write_text(content)
+    found = tuned.read(GPU, 2)
+    assert found.choices is None
+    assert re.match("it (cannot be read|is damaged) ", found.why)
+    assert " is ignored: it " in tuned.described(GPU)
     tuned.write(GPU, 2, MEASURED)
     assert tuned.read(GPU, 2).choices is not None
 

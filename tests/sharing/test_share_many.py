@@ -68,8 +68,9 @@ def test_nothing_grows_with_the_number_of_shares():
 def holds_many(comm):
     if comm.rank == 0:
         arrays = [numbers(20, i) for i in range(ALIVE)]
-        comm.allgather([ns.share(x) for x in arrays])
-        shared = sharing.stats()
+        handles = [ns.share(x) for x in arrays]
+        shared = sharing.stats()  # before the consumer may open any
+        comm.allgather(handles)
         comm.barrier()  # all opened
         kept = sharing.stats()
         arrays.clear()

@@ -153,6 +153,13 @@ def test_vector_forms(both, form):
     )
 
 
+@pytest.mark.parametrize("spec", [[], [None] * 5])
+def test_alltoallw_needs_two_to_four_items(comm, spec):
+    x = cuda.to_device(np.zeros(comm.size, np.float32))
+    with pytest.raises(ns.ArgumentError, match="expecting 2 to 4 items"):
+        comm.Alltoallw(x, spec)
+
+
 @pytest.mark.parametrize("form", range(3), ids=["blocking", "request", "persistent"])
 def test_reductions(both, form):
     def of(name):

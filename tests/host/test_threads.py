@@ -1,0 +1,17 @@
+"""Threads that this process may not start."""
+
+import threading
+
+import pytest
+
+from numba_symm import threads
+from numba_symm.errors import SymmError
+
+
+def test_an_error_names_the_limits(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(SymmError, match=r"share: .*can't start .*ulimit -v, ulimit -u"):
+        threads.start(threading.Thread(), "share")
