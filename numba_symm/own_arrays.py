@@ -3,14 +3,13 @@
 In the simulator, arrays are those of Numba's simulator, over host memory.
 """
 
-import functools
 import math
 from typing import Any
 
 import numpy as np
 from numba import cuda
 
-from numba_symm import reserve
+from numba_symm import numba_arrays, reserve
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError
 
@@ -67,52 +66,14 @@ def _device_array(
     from cuda.bindings import driver
     from numba.cuda.cudadrv.driver import MemoryPointer
 
-    strides = tuple(
-        math.prod(shape[axis + 1 :] if order == "C" else shape[:axis]) * dtype.itemsize
-        for axis in range(len(shape))
-    )
-    nbytes = max(math.prod(shape) * dtype.itemsize, 1)
     pointer = MemoryPointer(
         cuda.current_context(),
         driver.CUdeviceptr(memory.address + offset),
-        nbytes,
+        max(math.prod(shape) * dtype.itemsize, 1),
         owner=memory,
     )
-    return _class_of(dtype)(shape, strides, dtype, gpu_data=pointer)
-
-
-@functools.cache
-def _class_of(dtype: np.dtype[Any]) -> Any:
-    """Return the class of arrays of a dtype: Numba's, or one that can copy them."""
-    from numba.cuda.cudadrv.devicearray import DeviceNDArray
-
-    try:
-        memoryview(np.empty(0, dtype))  # type: ignore[arg-type]
-    except ValueError:  # a type that NumPy's buffers cannot describe, such as bfloat16
-        bits = np.dtype(f"u{dtype.itemsize}")
-    else:
-        return DeviceNDArray
-
-    class DeviceArray(DeviceNDArray):  # type: ignore[misc]
-        """A device array that is copied as integers of the same size."""
-
-        def _bits(self) -> Any:
-            place = {"stream": self.stream, "gpu_data": self.gpu_data}
-            return DeviceNDArray(self.shape, self.strides, bits, **place)
-
-        def copy_to_device(self, ary: Any, stream: Any = 0) -> None:
-            if isinstance(ary, np.ndarray) and ary.dtype == dtype:
-                self._bits().copy_to_device(ary.view(bits), stream)
-            else:
-                super().copy_to_device(ary, stream)
-
-        def copy_to_host(self, ary: Any = None, stream: Any = 0) -> Any:
-            if isinstance(ary, np.ndarray) and ary.dtype == dtype:
-                self._bits().copy_to_host(ary.view(bits), stream)
-                return ary
-            return super().copy_to_host(ary, stream)
-
-    return DeviceArray
+    strides = numba_arrays.dense_strides(shape, dtype.itemsize, order)
+    return numba_arrays.device_array(shape, strides, dtype, pointer)
 
 
 def empty(

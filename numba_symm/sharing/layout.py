@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from numba_symm import numba_arrays
 from numba_symm.arrays import ArrayView, strides_of
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
@@ -65,7 +66,7 @@ class ArrayLayout:
 
     def dense(self) -> "ArrayLayout":
         """Return the layout of a C-ordered copy, at the beginning of its memory."""
-        strides = _c_strides(self.shape, self.dtype.itemsize)
+        strides = numba_arrays.dense_strides(self.shape, self.dtype.itemsize)
         return ArrayLayout(0, self.shape, strides, self.dtype)
 
     def to_json(self) -> list[Any]:
@@ -144,16 +145,12 @@ def of(array: Any, view: ArrayView) -> ArrayLayout:
     """Return the layout of an array, with offset 0."""
     shape, itemsize = tuple(map(int, view.shape)), view.dtype.itemsize
     if view.order == "C":
-        strides = _c_strides(shape, itemsize)
+        strides = numba_arrays.dense_strides(shape, itemsize)
     elif view.order == "F":
-        strides = _c_strides(shape[::-1], itemsize)[::-1]
+        strides = numba_arrays.dense_strides(shape, itemsize, "F")
     else:
         strides = strides_of(array)
     return ArrayLayout(0, shape, tuple(map(int, strides)), view.dtype)
-
-
-def _c_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis + 1 :]) * itemsize for axis in range(len(shape)))
 
 
 def build(memory: Memory, layout: ArrayLayout) -> Any:
@@ -163,7 +160,7 @@ def build(memory: Memory, layout: ArrayLayout) -> Any:
         from numba import cuda
 
         return cuda.device_array(shape, dtype)
-    if layout.strides == _c_strides(shape, dtype.itemsize):
+    if layout.strides == numba_arrays.dense_strides(shape, dtype.itemsize):
         return memory.array(shape, dtype, layout.offset)
     low, high = layout.extent
     bytes_ = memory.array(high - low, np.uint8, layout.offset + low)
@@ -171,8 +168,6 @@ def build(memory: Memory, layout: ArrayLayout) -> Any:
         host = bytes_._ary  # the simulator's array contains a NumPy array
         strides = layout.strides
         return type(bytes_)(np.ndarray(shape, dtype, host, -low, strides))
-    from numba.cuda.cudadrv.devicearray import DeviceNDArray
-
-    return DeviceNDArray(
-        shape, layout.strides, dtype, gpu_data=bytes_.gpu_data.view(-low)
+    return numba_arrays.device_array(
+        shape, layout.strides, dtype, bytes_.gpu_data.view(-low)
     )

@@ -2,6 +2,7 @@
 
 import random as lots
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numba import cuda
@@ -138,6 +139,30 @@ def test_every_mpi_operator_is_the_named_one(comm, world):
     inputs = inputs_of("uint8", 13, comm.size, 7)
     for op in ("sum", "prod", "min", "max", "band", "bor", "bxor", "land", "lxor"):
         check(comm, world, inputs, getattr(MPI, op.upper()), wanted(inputs, op))
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_arrays_of_types_without_a_buffer_format_copy_host_arrays(comm, name):
+    """So do slices, arrays without axes, and new outputs, which bfloat16 shows.
+
+    The 8-bit floats need a recent GPU to be reduced.
+    """
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    host, found = np.arange(6).astype(dtype), np.zeros(6, dtype)
+    x, scalar = comm.empty(6, dtype), comm.empty((), dtype)
+    x.copy_to_device(host)
+    scalar.copy_to_device(host[3].reshape(()))
+    assert x.copy_to_host(found) is found
+    assert found.tobytes() == x.copy_to_host().tobytes() == host.tobytes()
+    x[2:4].copy_to_device(host[:2])
+    assert x[1:4].copy_to_host(found[:3]).tolist() == [1, 0, 1]
+    assert scalar.copy_to_host(np.zeros((), dtype)) == 3
+    if name == "bfloat16":
+        for given, wanted in ((x, [0, 1, 0, 1, 4, 5]), (scalar, 3)):
+            made = comm.all_reduce(given, op="max")
+            room = np.zeros(made.shape, dtype)
+            assert made.copy_to_host(room).tolist() == wanted
+            made.copy_to_device(room)
 
 
 def test_an_operator_that_the_dtype_lacks_is_refused_on_every_rank(comm, world):
