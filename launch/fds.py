@@ -8,6 +8,7 @@ name of a rank that has ended receives nothing.
 """
 
 import errno
+import functools
 import os
 import secrets
 import select
@@ -23,6 +24,7 @@ from typing import NamedTuple, Self
 
 from numba_symm import arguments, forks
 from numba_symm.errors import ArgumentError, ClosedError, ExchangeError
+from numba_symm.launch import waiting
 from numba_symm.launch.store import StoreExchange
 
 _GREETING = struct.Struct("=16sI")  # the listening rank's token, the caller's rank
@@ -30,6 +32,7 @@ _UCRED = struct.Struct("=iII")
 _MESSAGE = b"f"  # beside each descriptor; an empty message would mean "closed"
 _CONTROL_SPACE = socket.CMSG_SPACE(4)
 _BACKLOG = 1024
+_STRANGERS = 64  # calls beside those of ranks that are kept until ranks are known
 
 # The receiver's queue is full, or too many descriptors of this user are in transit.
 _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
@@ -87,6 +90,7 @@ class IpcChannel:
         self._closed = False
         self._stash: list[deque[int]] = [deque() for _ in range(self.size)]
         self._ends: dict[int, socket.socket] = {}  # by rank, until that end closes
+        self._callers: list[socket.socket] = []  # accepted, and not known to be ranks
         token = secrets.token_bytes(16)
         with ExitStack() as undo, ExitStack() as listening:
             undo.callback(self.close)
@@ -99,7 +103,12 @@ class IpcChannel:
                 (listener.getsockname(), token),
                 "names of the channels for file descriptors",
             )
-            with exchange.agreed("connecting channels for file descriptors"):
+            # Other processes may call, too, and fill the queue of those who wait.
+            admit = functools.partial(self._admit, listener)
+            with (
+                waiting.watching(admit),
+                exchange.agreed("connecting channels for file descriptors"),
+            ):
                 for dst in range(self.rank):
                     self._connect(dst, *names[dst])
             # After that agreement, every caller has connected and sent its greeting.
@@ -222,6 +231,7 @@ class IpcChannel:
     def close(self) -> None:
         """Close the sockets and all descriptors that no call returned. Idempotent."""
         self._closed = True
+        self._reject(self._callers)
         while self._ends:
             self._ends.popitem()[1].close()
         self._close_stashed()
@@ -266,18 +276,38 @@ class IpcChannel:
                     if error.errno not in _FULL:
                         raise ExchangeError(f"{text}: {error.strerror}") from error
                 self._exchange.look(wait, [dst])
-                time.sleep(_RETRY_SECONDS)  # other processes fill the queue of callers
+                time.sleep(_RETRY_SECONDS)  # the queue of callers is full
             self._check_user(end, dst)
             end.send(_GREETING.pack(token, self.rank))
             self._ends[dst] = end
             undo.pop_all()
+
+    def _admit(self, listener: socket.socket) -> bool:
+        """Accept those who call now. Reject other users' calls if there are many.
+
+        Returns:
+            False: it keeps no wait from continuing, see :func:`waiting.watching`.
+        """
+        with suppress(OSError):  # none is waiting, or ``_accept`` raises the error
+            while True:
+                self._callers.append(listener.accept()[0])
+                if len(self._callers) > self.size + _STRANGERS:
+                    mine = os.geteuid()
+                    uids = {end: credentials(end).uid for end in self._callers}
+                    self._reject([end for end in uids if uids[end] != mine])
+        return False
+
+    def _reject(self, callers: Iterable[socket.socket]) -> None:
+        for end in list(callers):
+            self._callers.remove(end)
+            end.close()
 
     def _accept(self, listener: socket.socket, token: bytes) -> None:
         """Accept the higher ranks, which have connected. Reject other processes."""
         missing = set(range(self.rank + 1, self.size))
         while missing:
             try:
-                end, _ = listener.accept()
+                end = self._callers.pop() if self._callers else listener.accept()[0]
             except BlockingIOError:
                 raise ExchangeError(
                     f"rank {self.rank}: expected connections from ranks "
@@ -295,6 +325,7 @@ class IpcChannel:
             missing.remove(src)
             self._ends[src] = end
             self._check_user(end, src)
+        self._reject(self._callers)
 
     def _check_user(self, end: socket.socket, peer: int) -> None:
         uid = credentials(end).uid

@@ -244,10 +244,12 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Replace this process by mpirun, which keeps its exit code and signals."""
+    from numba_symm.command.runner import WORD  # imports mpi4py
+
     simulate = simulation_needed(options.ranks, ask=options.simulate)
     runner = Path(__file__).with_name("runner.py")
-    job = f"{os.getpid()}-{secrets.token_hex(8)}"
-    program = [str(runner), job, str(options.ranks), *["-m"] * options.module]
+    numbers = str(os.getpid()), str(options.ranks)  # mpirun takes this process' place
+    program = [str(runner), *numbers, *["-m"] * options.module]
     program += [options.program, *options.arguments]
     command = mpirun_command(options.ranks, program, find_mpirun(), flags)
     if not options.module and not Path(options.program).is_file():
@@ -261,6 +263,7 @@ def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     environ = job_environment(os.environ, simulate=simulate)
     _check_sessions(environ)
     environ.setdefault("NUMBA_SYMM_SHOW_ISLANDS", "1")
+    environ[WORD] = secrets.token_hex(8)
     if not sys.stdout.isatty():
         environ["TERM"] = "dumb"  # Open MPI's ranks have a terminal in any case
     os.execve(command[0], command, environ)

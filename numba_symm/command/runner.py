@@ -1,11 +1,14 @@
 """Runs the program in each rank that ``numba-symm run`` starts, and shows its errors.
 
-    python runner.py JOB RANKS [-m] PROGRAM [ARGUMENTS]
+    python runner.py MPIRUN RANKS [-m] PROGRAM [ARGUMENTS]
 
 This module does not see a program's ordinary output. An error that several ranks raise
 is shown once, with their numbers. The first rank that fails collects the errors of the
 others for a moment, prints them, and ends the job. As under ``python -m mpi4py``, a
 rank that fails ends the job, because others may wait for it in MPI.
+
+The ranks of a job find each other by a random word in an environment variable. It is
+not an argument, because other users see these, and could take the name first.
 
 The file is run by its path and imports nothing of numba_symm, because a program may set
 variables that Numba reads when it is imported.
@@ -44,6 +47,9 @@ LAST = 10.0
 PRINTED = b"p"
 """The first rank's answer after it has printed another rank's error."""
 
+WORD = "NUMBA_SYMM_RUN"
+"""The variable with the random word, which the program does not see."""
+
 LAUNCHER = ("<frozen runpy>", runpy.__file__, __file__)
 """The files whose frames precede those of the program."""
 
@@ -57,18 +63,20 @@ class Failure:
     """The failure of this rank, if it fails: which rank prints it and ends the job.
 
     Args:
-        job: the process id of mpirun and a random word, joined by a hyphen.
+        mpirun: its process id.
+        word: the random word of the job.
         ranks: the number of ranks that were started.
         rank: the rank of this process.
     """
 
-    def __init__(self, job: str, ranks: int, rank: int) -> None:
-        self._mpirun = int(job.partition("-")[0])
-        self._name = f"\0numba-symm-run-{job}"  # abstract, so not a file
+    def __init__(self, mpirun: int, word: str, ranks: int, rank: int) -> None:
+        self._mpirun = mpirun
+        self._name = f"\0numba-symm-run-{mpirun}-{word}"  # abstract, so not a file
         self._ranks = ranks
         self._rank = rank
         self._process = os.getpid()
         self.door: int | None = None  # the socket on which the first rank listens
+        self._alone = False  # whether another user holds the name
         self._code = 0
 
     def hook(
@@ -93,6 +101,8 @@ class Failure:
         own = (self._rank, text)
         try:
             printed = self._meet(own)
+        except PermissionError:
+            printed, self._alone = False, True
         except OSError:
             printed = False
         if not printed:
@@ -147,13 +157,13 @@ class Failure:
         ):  # or this is a child that it has forked
             return
         flush()
-        if self.door is None:
+        if self.door is None and not self._alone:
             time.sleep(LAST)  # the first rank ends the job, with its own exit code
         else:
             drain(2)
         if "OMPI_COMM_WORLD_RANK" not in os.environ or os.getppid() != self._mpirun:
             return
-        if self.door is not None and self._code == 1:
+        if (self.door is not None or self._alone) and self._code == 1:
             # mpirun ends all ranks, prints no message, and its exit code is 1. After a
             # second signal it would print that it is ending already.
             os.kill(self._mpirun, signal.SIGTERM)
@@ -170,11 +180,15 @@ def own_rank() -> int | None:
 
 
 def handed_over(connection: socket.socket, name: str, own: Report) -> bool:
-    """Send ``own`` to the first rank, and return whether that rank printed it."""
+    """Send ``own`` to the first rank, and return whether that rank printed it.
+
+    Raises:
+        PermissionError: another user holds the name.
+    """
     connection.settimeout(LAST)
     connection.connect(name)
     if not same_user(connection):
-        return False
+        raise PermissionError("the name belongs to another user")
     connection.sendall(json.dumps(own).encode())
     connection.shutdown(socket.SHUT_WR)
     return connection.recv(1) == PRINTED
@@ -289,13 +303,13 @@ def run(program: Sequence[str]) -> None:
         runpy.run_path(name, run_name="__main__")
 
 
-def main(job: str, ranks: str, *program: str) -> None:
+def main(mpirun: str, ranks: str, *program: str) -> None:
     """Run the program of one rank; see the module's docstring."""
     process = os.getpid()
     failure = None
-    rank = own_rank()
-    if rank is not None:  # otherwise Python shows each rank's error
-        failure = Failure(job, int(ranks), rank)
+    rank, word = own_rank(), os.environ.pop(WORD, "")
+    if rank is not None and word:  # otherwise Python shows each rank's error
+        failure = Failure(int(mpirun), word, int(ranks), rank)
         sys.excepthook = failure.hook
         atexit.register(failure.end)
     try:

@@ -1,6 +1,7 @@
 """Processes that are not ranks, and connect to a channel for file descriptors."""
 
 import array
+import contextlib
 import os
 import select
 import socket
@@ -12,8 +13,9 @@ from numba_symm.errors import (
 )
 from numba_symm.launch import fds
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.waiting import Wait
 from tests.descriptors import gathered, name_of, open_channel, open_fds
-from tests.threads import outcomes, run_ranks
+from tests.threads import ThreadComm, outcomes, run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -138,3 +140,43 @@ def test_ranks_of_another_user_are_refused(monkeypatch, suspect):
     for error in outcomes(2, open_channel):
         assert isinstance(error, ExchangeError)
         assert "belongs to user 12345" in str(error)
+
+
+def test_another_users_calls_do_not_keep_a_rank_from_connecting(monkeypatch):
+    """They fill the queue of rank 0, which admits and rejects them meanwhile."""
+    held, found = [], fds.credentials
+
+    def fill(name, token):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                held.append(stranger)
+                stranger.setblocking(False)
+                stranger.bind(f"\0stranger-{os.getpid()}-{len(held)}")
+                stranger.connect(name)
+
+    def user(end):
+        is_stranger = (end.getpeername() or b"").startswith(b"\0stranger")
+        return found(end)._replace(uid=12345) if is_stranger else found(end)
+
+    def take(comm, src):  # polls, as ranks of mpi4py do
+        while comm._boxes[comm.rank][src].empty():
+            Wait("test", comm.rank).pause([src])
+        return taken(comm, src)
+
+    taken = ThreadComm._take
+    monkeypatch.setattr(ThreadComm, "_take", take)
+    monkeypatch.setattr(fds, "_BACKLOG", 100)
+    monkeypatch.setattr(fds, "credentials", user)
+    meet_strangers(monkeypatch, fill)
+
+    def play(comm):
+        with open_channel(comm) as channel:
+            return gathered(channel, f"{comm.rank}")
+
+    try:
+        assert run_ranks(2, play) == [["0", "1"]] * 2
+    finally:
+        for each in held:
+            each.close()
+    assert len(held) > 100

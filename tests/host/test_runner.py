@@ -122,9 +122,9 @@ def test_neighbouring_ranks_are_named_by_the_first_and_last(ranks, name):
 
 
 def test_ranks_that_fail_print_each_text_once(capsys):
-    job = f"0-{os.urandom(8).hex()}"
+    word = os.urandom(8).hex()
     texts = ["same", "another", "same", "cut off"]
-    failures = [runner.Failure(job, len(texts), rank) for rank in range(len(texts))]
+    failures = [runner.Failure(0, word, len(texts), rank) for rank in range(len(texts))]
 
     def fail(rank):
         failures[rank].report(texts[rank], 1)
@@ -132,7 +132,7 @@ def test_ranks_that_fail_print_each_text_once(capsys):
     first = threading.Thread(target=fail, args=[0])
     first.start()
     with socket.socket(socket.AF_UNIX) as ended:  # a rank that was ended as it failed
-        while ended.connect_ex(f"\0numba-symm-run-{job}"):
+        while ended.connect_ex(f"\0numba-symm-run-0-{word}"):
             time.sleep(0.01)
         ended.sendall(b'[3, "cut o')
     others = [threading.Thread(target=fail, args=[rank]) for rank in (1, 2)]
@@ -144,6 +144,34 @@ def test_ranks_that_fail_print_each_text_once(capsys):
     os.close(door)
     shown = capsys.readouterr().err
     assert sorted(shown.splitlines()) == ["rank 1: another", "ranks 0, 2: same"]
+
+
+def test_another_users_process_that_holds_the_name_delays_no_error(monkeypatch, capsys):
+    word = os.urandom(8).hex()
+    failure = runner.Failure(0, word, 2, 0)
+    monkeypatch.setattr(runner, "same_user", lambda connection: False)
+    with socket.socket(socket.AF_UNIX) as stranger:
+        stranger.bind(f"\0numba-symm-run-0-{word}")
+        stranger.listen()
+        began = time.monotonic()
+        failure.report("my own error", 1)
+        failure.end()
+    assert time.monotonic() - began < runner.LAST / 2
+    assert capsys.readouterr().err == "rank 0: my own error\n"
+
+
+def test_the_word_of_a_job_is_not_an_argument(tmp_path):
+    """Nor does the program see the variable."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib\n"
+        "print('NUMBA_SYMM_RUN' in os.environ, os.getppid(),"
+        " pathlib.Path('/proc/self/cmdline').read_bytes().split(b'\\0')[2:4])\n"
+    )
+    ended = subprocess.run([*RUN, "1", str(script)], capture_output=True, text=True)
+    seen, mpirun, arguments = ended.stdout.split(maxsplit=2)
+    assert seen == "False"
+    assert eval(arguments) == [mpirun.encode(), b"1"]
 
 
 def test_a_trace_shows_the_programs_frames(tmp_path):
