@@ -71,15 +71,23 @@ class Wait:
         self._names, self._nodes = names, nodes
         self.limit = limit or f"set-up timeout: {seconds:g} s"
         self._rank = rank
+        self._seconds = seconds
         self._began = time.monotonic()
         self._end = self._began + seconds if seconds else math.inf
         self._word = self._began + PATIENCE
         self._forsaken = False
 
-    def without_deadline(self) -> "Wait":
-        """Return the same wait, which lasts until it is over."""
+    def for_answers(self, seconds: float) -> "Wait":
+        """Return a new wait, for ranks that have all arrived in the same call.
+
+        Args:
+            seconds: how long it waits at most if this one waits indefinitely.
+        """
         found = copy.copy(self)
-        found._end = math.inf
+        if not self._seconds:
+            found._seconds, found.limit = seconds, f"timeout: {seconds:g} s"
+        found._began = time.monotonic()
+        found._end = found._began + found._seconds if found._seconds else math.inf
         return found
 
     @property
@@ -282,18 +290,23 @@ def gate(
     wait: Wait,
     said: Callable[[BaseException], CollectiveError] | None = None,
     lost: Callable[[], bool] | None = None,
+    answered: float | None = None,
 ) -> None:
     """Return on all ranks after all have arrived, or raise on all. Collective.
 
     A rank that raises before all have arrived refuses, and the others raise its error.
-    The others wait for the answer of each rank, without a deadline, and whatever fails
-    meanwhile. Otherwise some might continue, and others not.
+    The others wait for the answer of each rank, whatever fails meanwhile. Otherwise
+    some might continue, and others not. If a rank dies or stops before its answer, this
+    wait ends at its deadline. Then ranks that have all answers continue, and this
+    rank's refusal ends their next step.
 
     Args:
         comm: the ranks.
         wait: the wait.
         said: returns what the others raise for this rank's error; None: that it left.
         lost: called while this rank waits for answers; raises if a rank gives none.
+        answered: seconds in which ranks that have arrived answer, if ``wait`` lasts
+            indefinitely; None: ``NUMBA_SYMM_TIMEOUT``.
     """
     if not is_mpi(comm):
         comm.barrier()
@@ -301,16 +314,17 @@ def gate(
     try:
         all_gather(comm, None, wait)
         wait.look(())  # refuse after a failure that is known, although all have arrived
+        seconds = environment.timeout() if answered is None else answered
+        token = _watched.set((lost,) if lost else ())
+        try:
+            all_gather(comm, None, wait.for_answers(seconds))
+        finally:
+            _watched.reset(token)
     except BaseException as error:
         if not sys.modules["mpi4py.MPI"].Is_finalized():
             reason = said(error) if said else _error_of_others(comm, error, wait.what)
             _refuse(comm, reason)
         raise
-    token = _watched.set((lost,) if lost else ())
-    try:
-        all_gather(comm, None, wait.without_deadline())
-    finally:
-        _watched.reset(token)
 
 
 def _error_of_others(comm: Any, error: BaseException, what: str) -> CollectiveError:

@@ -338,7 +338,7 @@ class _Across:
             islands.look()
             with waiting.watching(_looking(islands, wait, islands.look)):
                 lost = _looking(islands, wait, self._loss())
-                waiting.gate(islands.comm, wait, said, lost)
+                waiting.gate(islands.comm, wait, said, lost, islands.timeout)
         except CollectiveError as error:
             islands.fail(error)
             return islands.board.failure()

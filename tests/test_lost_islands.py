@@ -69,6 +69,48 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
             assert "If that rank was not late, its call differs" in text
 
 
+@pytest.mark.parametrize("when", ["construct", "zeros"])
+def test_a_rank_that_dies_before_its_vote_ends_the_wait(when, tmp_path):
+    """All ranks have arrived, so the others wait for its vote only."""
+    program = [__file__, f"no vote in {when}", str(tmp_path)]
+    command = cli.mpirun_command(2, program, cli.find_mpirun())
+    command.insert(1, "--continuous")
+    environ = environment(2) | {"NUMBA_SYMM_ISLAND_SIZE": "1"}
+    environ["NUMBA_SYMM_TIMEOUT"] = str(TIMEOUT)
+    code = run(command, environ, tmp_path / "mpirun.txt", 100)
+    assert code is not None, (tmp_path / "mpirun.txt").read_text()
+    kind, text, ranks, seconds = json.loads((tmp_path / "0.json").read_text())
+    assert kind == "CollectiveTimeout", text
+    assert re.match(r"rank 0 waited for rank 1( on .+)? in ", text), text
+    assert "(timeout: 2 s)" in text
+    assert ranks == [0, 1]
+    assert TIMEOUT <= seconds < 3 * TIMEOUT
+
+
+def does_not_vote(when, folder):
+    from mpi4py import MPI
+
+    import numba_symm as ns
+    from numba_symm.launch.waiting import Wait
+
+    def die(wait, seconds):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    world, comm = MPI.COMM_WORLD, None
+    if when == "zeros":
+        comm = ns.Communicator(world)
+    world.barrier()
+    if world.rank == 1:
+        Wait.for_answers = die
+    begin = time.monotonic()
+    try:
+        ns.Communicator(world) if comm is None else comm.zeros(4)
+    except ns.SymmError as error:
+        found = type(error).__name__, str(error), error.ranks, time.monotonic() - begin
+        (Path(folder) / f"{world.rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
 def test_mpi_may_be_finalized_before_the_communicator_is_closed(tmp_path):
     program = [__file__, "finalized", str(tmp_path)]
     command = cli.mpirun_command(2, program, cli.find_mpirun())
@@ -103,6 +145,8 @@ def play(how, folder):
     if how == "finalized":
         finalized(folder)
         return
+    if how.startswith("no vote in "):
+        does_not_vote(how.rpartition(" ")[2], folder)
 
     from mpi4py import MPI
 
