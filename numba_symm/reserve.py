@@ -179,7 +179,12 @@ def current() -> Reserve:
     return found
 
 
-def release() -> None:
-    """Free what is kept of the current context; this waits for the GPU."""
+def release() -> bool:
+    """Free what is kept of the current context; this waits for the GPU.
+
+    Returns:
+        Whether there may have been any.
+    """
     if _reserves:
         current().release()
+    return bool(_reserves)

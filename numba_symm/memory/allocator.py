@@ -13,7 +13,7 @@ from numba_symm.errors import ArgumentError, BackendError
 from numba_symm.memory.symmetric import SymmetricMemory
 from numba_symm.own_arrays import Memory
 
-_on_failure: list[Callable[[], None]] = [reserve.release]
+_on_failure: list[Callable[[], None]] = []
 _allocators: list["SymmetricMemoryAllocator"] = []
 
 
@@ -105,6 +105,8 @@ class SymmetricMemoryAllocator:
         try:
             allocation = self._backend.allocate(nbytes, ranks)
         except BackendError:
+            if not reserve.release() and not _on_failure:
+                raise
             for callback in _on_failure:
                 callback()
             allocation = self._backend.allocate(nbytes, ranks)
