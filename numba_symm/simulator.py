@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -27,7 +28,13 @@ from numba import cuda
 from numba.cuda import types
 from numba.cuda.np import numpy_support
 from numba.cuda.simulator import kernel as simulator
-from numba.cuda.simulator.kernelapi import FakeCUDALocal, FakeCUDAShared, GridGroup
+from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+from numba.cuda.simulator.kernelapi import (
+    FakeCUDAAtomic,
+    FakeCUDALocal,
+    FakeCUDAShared,
+    GridGroup,
+)
 
 from numba_symm.errors import ArgumentError
 from numba_symm.threads import start
@@ -127,6 +134,9 @@ def _called(function: Any, *args: Any) -> Any:
     thread = threading.current_thread()
     if not isinstance(thread, Thread):
         launch = not function._device and not isinstance(thread, simulator.BlockThread)
+        for arg in args if launch else ():
+            if not isinstance(arg, FakeCUDAArray):
+                getattr(arg, "_numba_type_", None)  # as on a GPU; it may refuse
         if launch and _numbas() is not None:
             # Numba would call it as a device function, on the thread that launches it.
             raise ArgumentError(
@@ -159,6 +169,57 @@ def _sync(group: Any) -> None:
 
 
 GridGroup.sync = _sync
+
+_configure = simulator.FakeCUDAKernel.__getitem__
+
+
+def _configured(function: Any, configuration: Any) -> Any:
+    """Configure a launch, or refuse a stream on which Numba launches no kernel."""
+    for stream in configuration[2:3]:
+        if stream and not isinstance(stream, cuda.stream):
+            raise ArgumentError(
+                f"{function.__name__}[grid, block, stream]: expected a stream of Numba "
+                f"or cuda.core, got {type(stream).__name__}; for a launch on an "
+                "ns.Stream, pass its attribute core"
+            )
+    return _configure(function, configuration)
+
+
+simulator.FakeCUDAKernel.__getitem__ = _configured
+
+_peers: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+
+
+def add_peer(address: int, memory: Any) -> None:
+    """Refuse Numba's atomics on a peer's memory, which would lose updates on a GPU.
+
+    Args:
+        address: where it is mapped.
+        memory: the mapping, as long as it lives.
+    """
+    _peers[address] = memory
+
+
+def _of_this_rank(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse an atomic operation on a peer's array."""
+
+    @functools.wraps(method)
+    def atomic(self: Any, array: Any, *args: Any) -> Any:
+        address = array.ctypes.data
+        if any(at <= address < at + len(peer) for at, peer in list(_peers.items())):
+            raise ArgumentError(
+                f"cuda.atomic.{method.__name__}: expected an array of this rank, got a "
+                "peer's; it is atomic for the threads of one GPU only. Give each rank "
+                "its own part of the peer's buffer, in which no other rank stores"
+            )
+        return method(self, array, *args)
+
+    return atomic
+
+
+for _name, _method in list(vars(FakeCUDAAtomic).items()):
+    if not _name.startswith("_"):
+        setattr(FakeCUDAAtomic, _name, _of_this_rank(_method))
 
 _running = 0  # number of launches
 _interval = 0.0  # the program's switch interval

@@ -6,9 +6,13 @@ from typing import Any, Protocol
 
 from numba_symm import backends, environment
 from numba_symm.backends.protocol import Backend, Mapping
+from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError, CollectiveError, SymmError
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
+
+if SIMULATED:
+    from numba_symm import simulator
 
 
 class Ranks(Protocol):
@@ -184,6 +188,8 @@ def _map_peers(
                         mapping = backend.open(handles[r], nbytes)
                         mapped.callback(backend.close, mapping)
                         mappings[r], addresses[r] = mapping, mapping.address
+                        if SIMULATED:
+                            simulator.add_peer(mapping.address, mapping.resource)
             everyone = exchange.all_gather(tuple(addresses), f"{what}: where it is")
             seen = tuple(theirs[rank] for theirs in everyone)
             return Peers(tuple(addresses), seen, mappings, mapped.pop_all())

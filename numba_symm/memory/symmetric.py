@@ -75,6 +75,13 @@ class SymmetricMemory:
         self._check_mapped()
         return self._ctx
 
+    @property
+    def _numba_type_(self) -> Any:
+        """Refuse to be an argument of a kernel, whose type Numba asks for here."""
+        raise ArgumentError(
+            "a kernel's argument: expected a context, got SymmetricMemory; pass mem.ctx"
+        )
+
     @functools.cached_property
     def _pointer_arrays(self) -> tuple[Any, Any]:
         buffers = np.array(self.buffer_ptrs, np.uint64)

@@ -11,6 +11,8 @@ from numba.cuda.typing.typeof import typeof
 
 from numba_symm import device as symm
 from numba_symm.device import Context, Guard, array_at, peer_array
+from numba_symm.errors import ArgumentError
+from numba_symm.memory.symmetric import SymmetricMemory
 
 
 def through_module(ctx, n):
@@ -91,3 +93,10 @@ def test_a_store_is_kept(kernel):
 def test_a_wrong_shape_or_dtype_is_named(kernel, text):
     with pytest.raises(TypingError, match=text):
         compiled(kernel)
+
+
+def test_numba_refuses_a_memory_in_place_of_its_context():
+    memory = SymmetricMemory.__new__(SymmetricMemory)
+    kernel = cuda.jit(lambda ctx: None)  # is never compiled
+    with pytest.raises(ArgumentError, match=r"got SymmetricMemory; pass mem\.ctx"):
+        kernel.typeof_pyval(memory)

@@ -14,6 +14,20 @@ from numba_symm.errors import ArgumentError
 RUBBISH = ["a", 1.0, object(), [1]]
 
 
+@cuda.jit
+def one(x):
+    x[0] = 1
+
+
+def test_launches_accept_the_streams_that_numba_accepts_on_a_gpu():
+    x = cuda.to_device(np.zeros(1))
+    for stream in (0, None, cuda.stream(), cuda.default_stream(), ns.Stream().core):
+        one[1, 1, stream](x)
+    for stream in (ns.Stream(), 123, SimpleNamespace(cuda_stream=13)):
+        with pytest.raises(ArgumentError, match=r"one\[grid.* pass its attribute core"):
+            one[1, 1, stream](x)
+
+
 @pytest.mark.parametrize(
     "stream",
     [

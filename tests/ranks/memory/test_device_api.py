@@ -12,6 +12,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm import device as symm
 from numba_symm import pads
+from numba_symm.environment import SIMULATED
 from tests.ranks.helpers import get, of_one_island, put
 
 pytestmark = of_one_island
@@ -128,6 +129,41 @@ def store_outcomes(ctx, outcomes):
         outcomes[1] = symm.wait_signal(ctx, left, 5)
     if not symm.barrier(ctx, 6):
         outcomes[2] = False
+
+
+@cuda.jit
+def count_at(ctx, rank, out):
+    """Add to a rank's array, then to one of this rank."""
+    cuda.atomic.max(out, 0, cuda.atomic.add(out, 0, 5))
+    cuda.atomic.add(symm.peer_array(ctx, rank, 4, np.int32)[1:], 2, 1)
+
+
+@cuda.jit
+def exchange_at(out):
+    cuda.atomic.compare_and_swap(out[2:], 0, 1)
+
+
+@pytest.mark.skipif(not SIMULATED, reason="a GPU loses updates, and does not refuse")
+def test_atomics_on_a_peers_array_are_refused(comm):
+    """On a GPU, Numba's are atomic for its own threads only."""
+    memory, out = comm.rendezvous(comm.zeros(4, np.int32)), device(np.zeros(1, "i4"))
+    count_at[1, 1](memory.ctx, comm.rank, out)
+    own = memory.get_buffer(comm.rank, 4, np.int32)
+    assert (own.copy_to_host().tolist(), out[0]) == ([0, 0, 0, 1], 5)
+    exchange_at[1, 1](own)
+    for peer in set(range(comm.size)) - {comm.rank}:
+        with pytest.raises(ns.ArgumentError, match=r"atomic\.add: .* got a peer's; it"):
+            count_at[1, 1](memory.ctx, peer, out)
+        with pytest.raises(ns.ArgumentError, match="for the threads of one GPU only"):
+            exchange_at[1, 1](memory.get_buffer(peer, 4, np.int32))
+    comm.barrier()
+    assert own.copy_to_host().tolist() == [0, 0, 1, 1]
+
+
+def test_a_kernel_takes_the_context_of_a_memory(comm):
+    memory = comm.rendezvous(comm.zeros(4, np.int32))
+    with pytest.raises(ns.ArgumentError, match=r"SymmetricMemory; pass mem\.ctx"):
+        exchange_at[1, 1](memory)
 
 
 @cuda.jit
