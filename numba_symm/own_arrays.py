@@ -10,6 +10,7 @@ import numpy as np
 from numba import cuda
 
 from numba_symm import numba_arrays, reserve
+from numba_symm.arrays import checked_shape
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, BackendError
 
@@ -82,10 +83,12 @@ def empty(
     """Return a new Numba array in ordinary device memory.
 
     Raises:
-        ArgumentError: a stream is being captured.
+        ArgumentError: no memory can hold it, or a stream is being captured.
         BackendError: there is not enough memory.
     """
     nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes >= 1 << 63:
+        checked_shape(shape, dtype, what)
     try:
         if SIMULATED or nbytes == 0:
             return cuda.device_array(shape, dtype, order=order)

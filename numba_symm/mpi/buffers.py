@@ -21,7 +21,7 @@ from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView
 from numba_symm.mpi import datatypes
 from numba_symm.mpi.datatypes import Layout
-from numba_symm.mpi.errors import refusal
+from numba_symm.mpi.errors import MPITypeError, refusal
 
 _SEQUENCE = (list, tuple)
 
@@ -225,13 +225,13 @@ def vector(spec: Any, blocks: int) -> Vector:
     elif isinstance(counts, int | np.integer):
         numbers = (_natural(counts, "count", MPI.ERR_COUNT),) * blocks
     else:
-        numbers = _naturals(counts, blocks, "counts", MPI.ERR_COUNT)
+        numbers = naturals(counts, blocks, "counts", MPI.ERR_COUNT)
     if displs is None:
         starts = tuple(itertools.accumulate(numbers[:-1], initial=0))
     elif isinstance(displs, int | np.integer):
         starts = tuple(block * index(displs) for block in range(blocks))
     else:
-        starts = _naturals(displs, blocks, "displacements", MPI.ERR_DISP)
+        starts = naturals(displs, blocks, "displacements", MPI.ERR_DISP)
     return Vector(whole, numbers, starts)
 
 
@@ -258,8 +258,8 @@ def typed(spec: Any, blocks: int) -> list[Message]:
         raise refusal(
             MPI.ERR_TYPE, f"message: expecting {blocks} datatypes, got {len(types)}"
         )
-    numbers = _naturals(counts, blocks, "counts", MPI.ERR_COUNT)
-    starts = _naturals(displs, blocks, "displacements", MPI.ERR_DISP)
+    numbers = naturals(counts, blocks, "counts", MPI.ERR_COUNT)
+    starts = naturals(displs, blocks, "displacements", MPI.ERR_DISP)
     made = []
     for number, start, datatype in zip(numbers, starts, types, strict=True):
         whole = _whole(array, _fields(array, datatype), datatype)
@@ -339,14 +339,23 @@ def _datatype(given: Any) -> MPI.Datatype:
 
 
 def _natural(value: Any, name: str, code: int) -> int:
-    number = index(value)
+    try:
+        number = index(value)
+    except TypeError as error:
+        text = f"message: expecting an integer as {name}, got {shown(value)}"
+        raise MPITypeError(code, text) from error
     if number < 0:
         raise refusal(code, f"message: negative {name} {number}")
     return number
 
 
-def _naturals(values: Any, blocks: int, name: str, code: int) -> tuple[int, ...]:
-    found: Sequence[Any] = tuple(values)
+def naturals(values: Any, blocks: int, name: str, code: int) -> tuple[int, ...]:
+    """Return ``blocks`` integers from 0, or refuse the values, which ``name`` names."""
+    try:
+        found: Sequence[Any] = tuple(values)
+    except TypeError as error:
+        text = f"message: expecting {blocks} {name}, got {shown(values)}"
+        raise MPITypeError(code, text) from error
     if len(found) != blocks:
         raise refusal(code, f"message: expecting {blocks} {name}, got {len(found)}")
     return tuple(_natural(value, name, code) for value in found)

@@ -45,6 +45,10 @@ class MPIArgumentError(MPIError, ArgumentError):
     """A wrong argument; also a ``ValueError``, as mpi4py raises for buffers."""
 
 
+class MPITypeError(MPIArgumentError, TypeError):
+    """An argument of a wrong type; also a ``TypeError``, as mpi4py raises."""
+
+
 class MPIUnsupported(MPIError, NotImplementedError):
     """A call that this library does not have; the text has what to use instead."""
 

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from numba_symm import arrays
 from numba_symm.mpi import operators
-from numba_symm.mpi.buffers import Message, in_place, message, on_device
+from numba_symm.mpi.buffers import Message, in_place, message, naturals, on_device
 from numba_symm.mpi.collectives import Ranks, at_root, check_root, sent
 from numba_symm.mpi.errors import refusal
 from numba_symm.mpi.jobs import Job
@@ -93,7 +93,7 @@ def reduce_scatter(
     what = "Reduce_scatter"
     into = _elements(message(recvbuf), what)
     if recvcounts is not None:
-        counts = [int(count) for count in recvcounts]
+        counts = [*naturals(recvcounts, comm.size, "counts", MPI.ERR_COUNT)]
     elif in_place(sendbuf):
         raise refusal(
             MPI.ERR_COUNT, f"{what}: pass recvcounts in a call with MPI.IN_PLACE"

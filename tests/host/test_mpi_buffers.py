@@ -110,6 +110,10 @@ def test_items_of_each_rank(spec, counts, displs):
         ([X, 13], "within the array's 48 bytes"),
         ([X, (2, 11)], "within the array's 48 bytes"),
         ([X, (0, 13)], "out of bounds"),
+        ([X, 10**30], "within the array's 48 bytes"),
+        ([X, (1, 10**30)], "out of bounds"),
+        ([X, 1.0], r"an integer as count, got 1\.0 \("),
+        ([X, (1, "a")], "an integer as displacement, got 'a'"),
         ([X, -1], "negative count"),
         ([X, (1, -1)], "negative displacement"),
         ([X[:5], MPI.DOUBLE], "cannot infer count"),
@@ -123,6 +127,22 @@ def test_items_of_each_rank(spec, counts, displs):
 def test_refused_specifications(spec, words):
     with pytest.raises(ValueError, match=words):
         buffers.message(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ([X, [1.0, 1, 1]], "an integer as counts"),
+        ([X, 1.0], "expecting 3 counts, got 1.0"),
+        ([X, ([1, 1, 1], 0.5)], "expecting 3 displacements, got 0.5"),
+        ([X, ([1, 1, 1], [0, 0, None])], "an integer as displacements, got None"),
+    ],
+)
+def test_counts_of_a_wrong_type_raise_what_mpi4py_does(spec, words):
+    """Ours, too, which name the argument."""
+    for kind in (TypeError, errors.ArgumentError):
+        with pytest.raises(kind, match=words):
+            buffers.vector(spec, 3)
 
 
 def test_constants_of_mpi_are_named_in_texts_and_no_text_has_an_address():
