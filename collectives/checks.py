@@ -1,7 +1,5 @@
 """Checks of the arguments of collectives and messages; each raises ArgumentError."""
 
-import inspect
-import re
 import sys
 from typing import Any
 
@@ -12,31 +10,6 @@ from numba_symm.arrays import ArrayView
 from numba_symm.errors import ArgumentError
 
 _INTEGERS = (int, np.integer)
-
-
-def note_keywords(error: BaseException | None, methods: type) -> None:
-    """Add what to write to Python's error for too many arguments by position.
-
-    Python raises it before the method runs, so the method cannot refuse the call.
-    """
-    text = rf"{methods.__name__}\.(\w+)\(\) takes .* positional argument"
-    found = re.match(text, str(error)) if isinstance(error, TypeError) else None
-    method = getattr(methods, found[1], None) if found else None
-    if error is None or not inspect.isfunction(method):
-        return
-    _, *others = inspect.signature(method).parameters.values()  # without self
-    first = [each.name for each in others if each.kind is each.POSITIONAL_OR_KEYWORD]
-    named = {
-        each.name: each.default for each in others if each.kind is each.KEYWORD_ONLY
-    }
-    if named:
-        name, default = next(iter(named.items()))
-        value = repr(default) if isinstance(default, str) else "…"
-        written = ", ".join([*first, f"{name}={value}"])
-        error.add_note(
-            f"{method.__name__}: expected {', '.join(named)} by keyword, got one by "
-            f"position; write {method.__name__}({written})"
-        )
 
 
 def is_integer(number: Any) -> bool:

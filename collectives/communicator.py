@@ -11,7 +11,6 @@ import numpy as np
 from numba_symm import arrays, environment, streams
 from numba_symm.arguments import shown
 from numba_symm.collectives import (
-    checks,
     kernel_set,
     lifetime,
     messages,
@@ -34,6 +33,7 @@ from numba_symm.collectives.operations import (
 from numba_symm.collectives.persistent import Persistent
 from numba_symm.collectives.plans import Plan, plan
 from numba_symm.collectives.requests import Request
+from numba_symm.collectives.spelling import OthersNames, spelled
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import devices, ranks
 from numba_symm.launch.devices import GPU
@@ -65,7 +65,8 @@ def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
     return alone
 
 
-class Communicator(Persistent):
+@spelled
+class Communicator(Persistent, OthersNames):
     """Collectives between the GPUs of ranks, of one node or several.
 
     Construction and all methods are collective, except messages (``send``, ``recv``,
@@ -1266,7 +1267,6 @@ class Communicator(Persistent):
         trace: TracebackType | None,
     ) -> None:
         lifetime.leave(self._calls, error)
-        checks.note_keywords(error, Communicator)
 
     def __repr__(self) -> str:
         return repr(self._calls)

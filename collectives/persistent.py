@@ -7,8 +7,10 @@ from typing import Any
 from numba_symm.collectives import messages, neighbors, plans, vector_forms
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.plans import Plan
+from numba_symm.collectives.spelling import spelled
 
 
+@spelled
 class Persistent:
     """The ``_init`` forms of a communicator's calls that have no algorithms."""
 

@@ -90,7 +90,7 @@ def methods(name, thing, leave=()):
         for member in dir(type(thing))
         if not member.startswith("_")
         and member not in leave
-        and callable(getattr(thing, member))
+        and callable(getattr(thing, member, None))
     }
 
 
