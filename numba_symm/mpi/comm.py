@@ -17,7 +17,7 @@ from numba_symm.launch import devices
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import collectives, jobs, messages, reductions, rooms, shortcuts
 from numba_symm.mpi.errors import FREED, MPIError, refusal, translated
-from numba_symm.mpi.forms import forms
+from numba_symm.mpi.forms import forms, of_objects
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.p2p import Messages
 from numba_symm.streams import SideStream
@@ -289,6 +289,15 @@ class Device(Messages):
     )
     Scan, Iscan, Scan_init = forms("Scan", reductions.scan)
     Exscan, Iexscan, Exscan_init = forms("Exscan", reductions.exscan)
+
+
+for _name in (
+    *("bcast", "gather", "scatter", "allgather", "alltoall"),
+    *("reduce", "allreduce", "scan", "exscan"),
+    *("send", "bsend", "ssend", "isend", "ibsend", "issend"),
+    *("recv", "irecv", "sendrecv"),
+):
+    setattr(Device, _name, of_objects(_name))
 
 
 class Comm(Device, MPI.Intracomm):  # type: ignore[misc]

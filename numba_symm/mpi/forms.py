@@ -6,10 +6,11 @@ from typing import Any
 
 from mpi4py import MPI
 
+from numba_symm import arrays
 from numba_symm.cache import UNKNOWN
 from numba_symm.mpi import shortcuts
 from numba_symm.mpi.buffers import array_in, on_device
-from numba_symm.mpi.errors import translated
+from numba_symm.mpi.errors import refusal, translated
 from numba_symm.mpi.jobs import Job, wait
 from numba_symm.mpi.requests import Prequest, Started
 
@@ -26,11 +27,11 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
     """
 
     def blocking(self: Any, *args: Any, **options: Any) -> None:
-        key, arrays = shortcuts.key_of(name, args, options)
+        key, used = shortcuts.key_of(name, args, options)
         known = self.shortcuts.get(key)
         if known is not UNKNOWN:
             communicator = self.communicator
-            stream = shortcuts.take(known, communicator, arrays)
+            stream = shortcuts.take(known, communicator, used)
             if stream is not None:
                 if self.synchronizes:
                     wait(communicator, stream)
@@ -40,7 +41,7 @@ def forms(name: str, build: Build) -> tuple[Method, Method, Method]:
             getattr(self.host, name)(*args, **options)
             return
         job.start()
-        found = None if key is None else shortcuts.shortcut_of(job, arrays)
+        found = None if key is None else shortcuts.shortcut_of(job, used)
         if found is not None:
             self.shortcuts.put(key, found)
         if self.synchronizes:
@@ -81,6 +82,30 @@ def _started(comm: Any, job: Job) -> Started:
     done = job.start_beside(comm.side)
     wait = functools.partial(job.wait_for, done)
     return Started(wait, functools.partial(job.test_for, done))
+
+
+def of_objects(name: str) -> Method:
+    """Return mpi4py's method of that name, which pickles objects.
+
+    It refuses Numba's device arrays, which cannot be pickled. Those of CuPy and torch
+    can, through host memory.
+    """
+
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        for given in (*args, *options.values()):
+            members = given if isinstance(given, list | tuple) else (given,)
+            for each in members:
+                if hasattr(each, "copy_to_host") and arrays.on_device(each):
+                    raise refusal(
+                        MPI.ERR_BUFFER,
+                        f"{name}: expected objects that can be pickled, got "
+                        f"{type(each).__name__} on the device; call "
+                        f"{name.capitalize()}, or pass x.copy_to_host()",
+                    )
+        return getattr(self._plain, name)(self, *args, **options)
+
+    plain = getattr(MPI.Topocomm, name)
+    return functools.update_wrapper(method, plain)
 
 
 def _named(method: Method, name: str, build: Build, more: str) -> Method:

@@ -14,7 +14,7 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import Message, message, on_device
 from numba_symm.mpi.collectives import exchanged
 from numba_symm.mpi.comm import Device, add_kind
-from numba_symm.mpi.forms import forms
+from numba_symm.mpi.forms import forms, of_objects
 from numba_symm.mpi.jobs import Job
 
 
@@ -112,6 +112,10 @@ class Neighbours(Device):
     Neighbor_alltoallw, Ineighbor_alltoallw, Neighbor_alltoallw_init = forms(
         "Neighbor_alltoallw", neighbor_alltoallw
     )
+
+
+for _name in ("neighbor_allgather", "neighbor_alltoall"):
+    setattr(Neighbours, _name, of_objects(_name))
 
 
 class Cartcomm(Neighbours, MPI.Cartcomm):  # type: ignore[misc]

@@ -349,6 +349,9 @@ def refusals(comm, x):
     for name in ("Scatter", "Scatterv"):
         call = partial(getattr(comm, name), None, IN_PLACE, root=other)
         yield call, MPI.ERR_BUFFER, f"is for the root, rank {other}"
+    for name in ("allreduce", "bcast", "recv", "scan"):
+        yield partial(getattr(comm, name), x), MPI.ERR_BUFFER, f"{name.capitalize()}, "
+    yield lambda: comm.send([x], dest=other), MPI.ERR_BUFFER, "pass x.copy_to_host()"
     strided = x[::2]
     yield lambda: comm.Bcast(strided), MPI.ERR_ARG, "contiguous"
     long = [x, MPI.LONG_DOUBLE]
