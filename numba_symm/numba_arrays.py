@@ -19,11 +19,18 @@ def device_array(
     gpu_data: Any,
 ) -> Any:
     """Return Numba's array over memory."""
-    kind = _kinds()[dtype.isbuiltin == _REGISTERED]
+    kind = _kinds()[_lacks_a_format(dtype)]
     return kind(shape, strides, dtype, gpu_data=gpu_data)
 
 
-_REGISTERED = 2  # of a type that another package has added to NumPy's
+@functools.cache
+def _lacks_a_format(dtype: np.dtype[Any]) -> bool:
+    """Return whether Python's buffers cannot describe the type."""
+    try:
+        memoryview(np.empty(0, dtype))  # type: ignore[arg-type]
+    except ValueError:
+        return True
+    return False
 
 
 def dense_strides(

@@ -21,16 +21,19 @@ PROGRAM = """
         comm.all_reduce(small, out=y)
         comm.synchronize()
         world.Barrier()
+        text = "done"
+        if world.rank != 0:
+            world.recv(source=0)
         try:
-            if world.rank != 0:
-                world.recv(source=0)
             comm.all_reduce(small, out=y)
             comm.all_reduce(large, out=large, op="max")
-            if world.rank == 0:
-                for rank in range(1, world.size):
-                    world.send(None, rank)
+        except ns.CollectiveError as error:
+            text = str(error).replace(chr(10), " ")
+        if world.rank == 0:
+            for rank in range(1, world.size):
+                world.send(None, rank)
+        try:
             comm.synchronize()
-            text = "done"
         except ns.CollectiveError as error:
             text = str(error).replace(chr(10), " ")
         print("rank", world.rank, loads.Count.within_calls, text, flush=True)
