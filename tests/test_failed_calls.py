@@ -12,7 +12,7 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import arrays, streams
+from numba_symm import own_arrays, streams
 from numba_symm.environment import SIMULATED
 from numba_symm.kernels import Kernel, Launch
 from numba_symm.streams import StreamOrder
@@ -125,7 +125,7 @@ CALLS = {
         ("a launch", all_reduce, (*LAUNCH, 0)),
         ("a wait for the last call", all_reduce, (StreamOrder, "enter", 0)),
         ("compiling", all_reduce, (Kernel, "bind", 0)),
-        ("memory for the output", all_reduce, (arrays, "empty", 0)),
+        ("memory for the output", all_reduce, (own_arrays, "empty", 0)),
         ("a plan's launch", plan, (*LAUNCH, 0)),
         ("the second launch of three", direct_shards, (*LAUNCH, 1)),
         ("the launch of one in a group", group, (*LAUNCH, 1)),

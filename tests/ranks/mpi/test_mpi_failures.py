@@ -426,7 +426,7 @@ def test_a_rank_that_cannot_make_a_call_is_named_on_the_others(
 
     last = comm.rank == comm.size - 1
     if last and what == "temporary":
-        monkeypatch.setattr(jobs.arrays, "empty", failing)
+        monkeypatch.setattr(jobs.own_arrays, "empty", failing)
     elif last:
         made = (lambda *_: failing) if what == "launch" else failing
         monkeypatch.setattr(jobs.packing, "pack", made)
