@@ -6,6 +6,7 @@ hand: ``numba-symm run -n 3 -m pytest tests/ranks``.
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ UNDER_MPIRUN = not {"OMPI_COMM_WORLD_SIZE", "PMI_SIZE"}.isdisjoint(os.environ)
 
 STOPPED = 70
 """The exit code of a rank whose own tests passed, where another rank's failed."""
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a background job. Tests interrupt themselves and their children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not UNDER_MPIRUN:
     collect_ignore_glob = ["ranks/test_*.py", "ranks/*/test_*.py", "gpu/test_*.py"]
