@@ -5,8 +5,8 @@ another rank, and that rank's host for this one. So kernels are loaded while a
 communicator is constructed, before anything waits: those that an earlier start of the
 program has loaded. A file in the kernel cache lists them.
 
-What is loaded within a call all the same is counted, logged, and noted on the status
-boards while it lasts. So if ranks wait for each other, their errors name the cause.
+A load within a call is counted, logged, and noted on the status boards while it lasts.
+So if ranks wait for each other, their errors name the cause.
 """
 
 import hashlib
