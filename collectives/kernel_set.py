@@ -36,6 +36,7 @@ from numba_symm.dtypes import Element, Op
 from numba_symm.errors import ArgumentError
 from numba_symm.kernels import (
     Kernel,
+    capability,
     key_of,
     key_on_this_gpu,
     listed,
@@ -253,11 +254,14 @@ def load_default(end: Endpoint) -> None:
     """Load kernels of calls with default arguments, as far as the disk cache has them.
 
     Which ones these are is computed once, and kept in the cache.
+
+    Args:
+        end: an end of a communicator of one island.
     """
     if not were_compiled():
         return
-    about = end.size, end.max_blocks, end.multiprocessors, sorted(end.choices.items())
-    key = key_of(f"default set of {about}")
+    limits = end.max_blocks, end.multiprocessors, sorted(end.choices.items())
+    key = key_of(f"default set of {capability()}, {end.size} ranks, {limits}")
     known = code_cache.load(key)
     if known is None:
         names = [name for name in NAMES if name not in REQUESTS]

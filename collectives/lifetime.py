@@ -166,10 +166,8 @@ def joined(
 def opened(calls: Calls) -> Calls:
     """Return a communicator's calls, which are closed or dropped in the end."""
     island = calls.island
-    if not SIMULATED and calls.size > 1 and environment.loads_ahead():
-        with loads.ahead():
-            load_listed(ranks.of_job(island.comm))
-            kernel_set.load_default(calls.end)
+    if not SIMULATED:
+        _load_ahead(calls)
     held = island, calls.heap, calls.order, calls.requests, streams.current_context()
     calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
     calls.when_dropped.atexit = False  # the end of the process frees it
@@ -177,6 +175,16 @@ def opened(calls: Calls) -> Calls:
     _open.add(calls)
     forks.watch(calls)
     return calls
+
+
+def _load_ahead(calls: Calls) -> None:
+    """Load kernels that calls will probably need, before anything waits for a rank."""
+    if calls.size == 1 or not environment.loads_ahead():
+        return
+    with loads.ahead():
+        load_listed(ranks.of_job(calls.island.comm))
+        if len(calls.island.parts) == 1:  # ``end`` has all ranks' workspaces
+            kernel_set.load_default(calls.end)
 
 
 def child(

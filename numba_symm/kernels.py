@@ -213,9 +213,15 @@ def key_of(about: str) -> bytes:
 
 def key_on_this_gpu(kernel: Kernel) -> str:
     """Return a kernel's key for the current device, in hexadecimal digits."""
+    return kernel.key(capability()).hex()
+
+
+def capability() -> tuple[int, int]:
+    """Return the compute capability of the current device."""
     from cuda.core import Device
 
-    return kernel.key(tuple(Device().compute_capability)).hex()
+    major, minor = Device().compute_capability
+    return major, minor
 
 
 @contextmanager
@@ -373,10 +379,7 @@ def load_listed(ranks: int) -> None:
     Args:
         ranks: the number of ranks of the job.
     """
-    from cuda.core import Device
-
-    cc = tuple(Device().compute_capability)
-    load_cached(loads.begin(f"{_mark().hex()} {cc}", ranks))
+    load_cached(loads.begin(f"{_mark().hex()} {capability()}", ranks))
 
 
 def load_cached(keys: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Protocol
@@ -62,20 +62,19 @@ def watch(board: Board) -> None:
     _boards.add(board)
 
 
-@contextmanager
-def ahead() -> Iterator[None]:
+def ahead() -> AbstractContextManager[None]:
     """Count no load within the block, because no call waits for it."""
-    token = _call.set(None)
-    try:
-        yield
-    finally:
-        _call.reset(token)
+    return _within(None)
+
+
+def of(call: str) -> AbstractContextManager[None]:
+    """Name the call that needs what is loaded within the block."""
+    return _within(call if _call.get() is not None else None)
 
 
 @contextmanager
-def of(call: str) -> Iterator[None]:
-    """Name the call that needs what is loaded within the block."""
-    token = _call.set(call if _call.get() is not None else None)
+def _within(call: str | None) -> Iterator[None]:
+    token = _call.set(call)
     try:
         yield
     finally:
@@ -242,8 +241,9 @@ def described() -> list[str]:
         for file in sorted(code_cache.folder().glob(f"{_PREFIX}*{_SUFFIX}")):
             lines = dict.fromkeys(file.read_text(errors="replace").splitlines())
             names, heads = (
-                [line[2:] for line in lines if line[0] == sign] for sign in "-#"
+                [line[2:] for line in lines if line.startswith(sign)]
+                for sign in ("- ", "# ")
             )
-            if names:
+            if names and heads:  # otherwise it is damaged
                 found.append(f"{heads[0]} loads within calls: {', '.join(names)}")
     return found

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from numba import cuda
 
-from numba_symm import arrays, dtypes, streams
+from numba_symm import arrays, dtypes, own_arrays, streams
 from numba_symm.mpi import buffers, operators, packing
 from numba_symm.mpi.buffers import Message
 from numba_symm.mpi.errors import refusal
@@ -37,7 +36,7 @@ def copied(of: Message, into: Message) -> list[packing.Step]:
         return [packing.unpack(into, bytes_of(of))]
     if into.layout.runs is None:
         return [packing.pack(of, bytes_of(into))]
-    between = cuda.device_array(of.nbytes, _BYTE)
+    between = own_arrays.empty((of.nbytes,), _BYTE, "a one-sided call")
     return [packing.pack(of, between), packing.unpack(into, between)]
 
 
@@ -67,7 +66,7 @@ def reduced(of: Message, into: Message, op: Any, what: str) -> list[packing.Step
     made = [
         Memory(each.address, each.nbytes, each.array).array(each.size, base)
         if each.layout.runs is None
-        else cuda.device_array(each.size, base)
+        else own_arrays.empty((each.size,), base, what)
         for each in (of, into)
     ]
     steps = [packing.pack(of, made[0])] if of.layout.runs is not None else []

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from numba_symm import code_cache, environment, kernels, loads
-from numba_symm.collectives import kernel_set
+from numba_symm.collectives import kernel_set, lifetime
 from numba_symm.kernels import Kernel
 
 
@@ -154,6 +154,15 @@ def test_a_list_that_cannot_be_written_is_said_once(gpu, monkeypatch):
     loads.remember("1" * 64, "second")
 
 
+def test_damaged_lists_are_not_described(gpu):
+    construct()
+    FIRST.load()
+    (place,) = code_cache.folder().glob("*.loads")
+    for content in ("\n", "- second\n", "\n# x\n\n- \n"):
+        place.write_text(content)
+        assert [line for line in loads.described() if "second" in line] == []
+
+
 class Board:
     def __init__(self):
         self.calls = []
@@ -193,3 +202,41 @@ def test_the_default_set_is_loaded_as_far_as_it_is_cached(gpu, monkeypatch):
     for kernel in found:
         kernel.load()
     assert loads.Count.within_calls == 0
+
+
+def test_each_kind_of_gpu_has_a_default_set_of_its_own(gpu, monkeypatch):
+    """Nodes with other GPUs may share the cache; their code cannot be loaded here."""
+    end = kernel_set.endpoint(2)
+    (kernel,) = kernel_set.kernels(["barrier"], ["float32"], ["sum"], end, "")
+    for cc in (9, 0), (8, 0):
+        monkeypatch.setattr(gpu, "compute_capability", cc)
+        kernels._loaded.cache_clear()
+        kernel.load()
+        kernel_set.load_default(end)
+    start(monkeypatch)
+    loaded = set()
+    monkeypatch.setattr(kernel_set, "load_cached", loaded.update)
+    kernel_set.load_default(end)
+    assert kernel.key((8, 0)).hex() in loaded
+    assert kernel.key((9, 0)).hex() not in loaded
+
+
+@pytest.mark.parametrize(
+    ("parts", "size", "variable", "loaded"),
+    [
+        (1, 2, "1", ["listed 4", "default"]),
+        (2, 2, "1", ["listed 4"]),  # no rank sees the workspaces of all
+        (1, 1, "1", []),
+        (1, 2, "0", []),
+    ],
+)
+def test_what_a_construction_loads(monkeypatch, parts, size, variable, loaded):
+    found = []
+    monkeypatch.setenv("NUMBA_SYMM_LOAD_AHEAD", variable)
+    monkeypatch.setattr(
+        lifetime, "load_listed", lambda ranks: found.append(f"listed {ranks}")
+    )
+    monkeypatch.setattr(kernel_set, "load_default", lambda end: found.append("default"))
+    island = SimpleNamespace(comm=SimpleNamespace(size=4), parts=((),) * parts)
+    lifetime._load_ahead(SimpleNamespace(size=size, island=island, end=None))
+    assert found == loaded
