@@ -54,7 +54,7 @@ def _kinds() -> tuple[Any, Any]:
             """Copy ``ary`` to this array; see Numba's."""
             if self._can_view(ary):
                 bits = self._bits()
-                bits.copy_to_device(ary.view(bits.dtype), stream)
+                bits.copy_to_device(np.asarray(ary).view(bits.dtype), stream)
             else:  # a device array, or a mistake
                 super().copy_to_device(ary, stream)
 
@@ -67,7 +67,7 @@ def _kinds() -> tuple[Any, Any]:
             return ary
 
         def _can_view(self, ary: Any) -> bool:
-            return isinstance(ary, np.ndarray) and ary.dtype == self.dtype
+            return isinstance(ary, np.ndarray | np.generic) and ary.dtype == self.dtype
 
         def _bits(self) -> Any:
             # Numba's view fails for arrays without axes.
