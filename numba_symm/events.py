@@ -49,11 +49,10 @@ def current_device() -> Any:
     """
     from cuda.core import Device
     from numba import cuda
-    from numba.cuda.cudadrv.error import CudaSupportError
 
     try:
         cuda.current_context()
-    except CudaSupportError as error:
+    except cuda.CudaSupportError as error:
         raise DeviceError(
             f"expected a GPU, got {error}; set NUMBA_ENABLE_CUDASIM=1 to run without"
         ) from error

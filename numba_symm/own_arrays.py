@@ -65,9 +65,8 @@ def _device_array(
 ) -> Any:
     """Return Numba's array, made directly because bfloat16 has no typestr."""
     from cuda.bindings import driver
-    from numba.cuda.cudadrv.driver import MemoryPointer
 
-    pointer = MemoryPointer(
+    pointer = cuda.MemoryPointer(
         cuda.current_context(),
         driver.CUdeviceptr(memory.address + offset),
         max(math.prod(shape) * dtype.itemsize, 1),

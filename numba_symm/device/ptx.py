@@ -1,16 +1,7 @@
-"""The instructions that a kernel may use, named after their PTX.
+"""The intrinsics that Numba makes of the instructions in ``instructions.py``.
 
-Addresses are ``int64``. Device addresses fit, and Numba would make a float of
-``uint64 + int64``. Flags are ``uint32``. Data words are ``int64`` bit patterns. A
-``.sys`` access is atomic and ordered with accesses by every GPU and the host.
+The other intrinsics here concern arrays, indices and what only the simulator checks.
 ``sim.py`` has the same names for Numba's simulator.
-
-Sources: `ld
-    <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld>`_,
-`st
-<https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st>`_,
-`memory consistency model
-<https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model>`_.
 """
 
 import copy
@@ -31,6 +22,8 @@ from numba.cuda.extending import intrinsic
 from numba.cuda.np.arrayobj import np_cfarray
 from numba.cuda.nvvmutils import call_sreg
 
+from numba_symm.device.instructions import MEETS, TABLE, Instruction
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 OLDEST = (8, 0)
@@ -38,6 +31,8 @@ OLDEST = (8, 0)
 
 _I16, _I32, _I64 = types.uint16, types.uint32, types.int64
 _F32, _F64 = types.float32, types.float64
+_TYPES = {"u16": _I16, "u32": _I32, "s64": _I64, "f32": _F32, "f64": _F64}
+_TYPES["pred"] = types.boolean
 _CONSTRAINT = {_I16: "h", _I32: "r", _I64: "l", _F32: "f", _F64: "d"}
 _CONSTRAINT[types.boolean] = "r"  # a result is 0 or 1
 _LLVM = {
@@ -140,6 +135,14 @@ def array_function(function: F) -> F:
     return cuda.jit(device=True, inline="always")(function)  # type: ignore[no-any-return]
 
 
+def _type_of(scalars: tuple[str, ...]) -> Any:
+    """Return Numba's type of a result or an operand in the table."""
+    if not scalars:
+        return types.void
+    kind = _TYPES[scalars[0]]
+    return kind if len(scalars) == 1 else types.UniTuple(kind, len(scalars))
+
+
 def _flat(numba_type: Any) -> list[Any]:
     """Return the scalars that make up a scalar, a tuple or ``void``."""
     if numba_type == types.void:
@@ -147,14 +150,15 @@ def _flat(numba_type: Any) -> list[Any]:
     return list(numba_type) if isinstance(numba_type, types.UniTuple) else [numba_type]
 
 
-def _emit(
-    asm: str, result: Any, operands: list[Any], attributes: tuple[str, ...]
-) -> Callable[..., Any]:
+def _emit(found: Instruction) -> Callable[..., Any]:
     """Return Numba code generation for one inline PTX statement.
 
-    It is marked to have side effects and to clobber memory. So the compiler does not
-    drop it, repeat it, or move it across other memory accesses.
+    Each one is marked to have side effects and to clobber memory. So the compiler does
+    not drop it, repeat it, or move it across other memory accesses.
     """
+    result = _type_of(found.result)
+    operands = [_type_of(each) for each in found.operands]
+    attributes = ("convergent",) if found.effect == MEETS else ()
     results, inputs = _flat(result), [s for o in operands for s in _flat(o)]
     constraints = [f"={_CONSTRAINT[t]}" for t in results]
     constraints += [_CONSTRAINT[t] for t in inputs] + ["~{memory}"]
@@ -174,7 +178,9 @@ def _emit(
                 values += [builder.extract_value(value, k) for k in range(len(operand))]
             else:
                 values.append(value)
-        statement = ir.InlineAsm(function, asm, ",".join(constraints), side_effect=True)
+        statement = ir.InlineAsm(
+            function, found.template, ",".join(constraints), side_effect=True
+        )
         out = builder.call(statement, values, attrs=attributes)
         if not results:
             return context.get_dummy_value()
@@ -188,137 +194,21 @@ def _emit(
     return codegen
 
 
-def _instruction(asm: str, result: Any, *operands: Any, together: bool = False) -> Any:
-    """Return an intrinsic for ``asm`` with at most three operands.
-
-    ``together``: threads execute it together, so the compiler may not copy it into both
-    branches of a condition.
-    """
-    signature = result(*operands)
-    attributes = ("convergent",) if together else ()
-    codegen = _emit(asm, result, list(operands), attributes)
+def _intrinsic(found: Instruction) -> Any:
+    """Return the intrinsic of an instruction, which has at most three operands."""
+    operands = [_type_of(each) for each in found.operands]
+    made = _type_of(found.result)(*operands), _emit(found)
     if not operands:
-        return intrinsic(lambda typingctx: (signature, codegen))
+        return intrinsic(lambda typingctx: made)
     if len(operands) == 1:
-        return intrinsic(lambda typingctx, a: (signature, codegen))
+        return intrinsic(lambda typingctx, a: made)
     if len(operands) == 2:
-        return intrinsic(lambda typingctx, a, b: (signature, codegen))
-    return intrinsic(lambda typingctx, a, b, c: (signature, codegen))
+        return intrinsic(lambda typingctx, a, b: made)
+    return intrinsic(lambda typingctx, a, b, c: made)
 
 
-_V2_I64 = types.UniTuple(_I64, 2)
-_V2_F32 = types.UniTuple(_F32, 2)
-
-# Flags and records, shared with other GPUs and the host while kernels run.
-ld_relaxed_sys_u32 = _instruction("ld.relaxed.sys.global.u32 $0, [$1];", _I32, _I64)
-ld_acquire_sys_u32 = _instruction("ld.acquire.sys.global.u32 $0, [$1];", _I32, _I64)
-ld_relaxed_sys_u64 = _instruction("ld.relaxed.sys.global.u64 $0, [$1];", _I64, _I64)
-ld_acquire_sys_u64 = _instruction("ld.acquire.sys.global.u64 $0, [$1];", _I64, _I64)
-st_relaxed_sys_u32 = _instruction(
-    "st.relaxed.sys.global.u32 [$0], $1;", types.void, _I64, _I32
-)
-st_release_sys_u32 = _instruction(
-    "st.release.sys.global.u32 [$0], $1;", types.void, _I64, _I32
-)
-st_relaxed_sys_u64 = _instruction(
-    "st.relaxed.sys.global.u64 [$0], $1;", types.void, _I64, _I64
-)
-st_release_sys_u64 = _instruction(
-    "st.release.sys.global.u64 [$0], $1;", types.void, _I64, _I64
-)
-
-# Packets: 16 bytes, of which each 8 arrive whole; as fast as the hardware moves them.
-ld_relaxed_sys_v2_u64 = _instruction(
-    "ld.relaxed.sys.global.v2.u64 {$0,$1}, [$2];", _V2_I64, _I64
-)
-st_relaxed_sys_v2_u64 = _instruction(
-    "st.relaxed.sys.global.v2.u64 [$0], {$1,$2};", types.void, _I64, _V2_I64
-)
-
-# Data, ordered by the flags around it.
-ld_v2_u64 = _instruction("ld.global.v2.u64 {$0,$1}, [$2];", _V2_I64, _I64)
-st_v2_u64 = _instruction("st.global.v2.u64 [$0], {$1,$2};", types.void, _I64, _V2_I64)
-ld_u64 = _instruction("ld.global.u64 $0, [$1];", _I64, _I64)
-st_u64 = _instruction("st.global.u64 [$0], $1;", types.void, _I64, _I64)
-ld_u32 = _instruction("ld.global.u32 $0, [$1];", _I32, _I64)
-st_u32 = _instruction("st.global.u32 [$0], $1;", types.void, _I64, _I32)
-ld_u16 = _instruction("ld.global.u16 $0, [$1];", _I16, _I64)
-st_u16 = _instruction("st.global.u16 [$0], $1;", types.void, _I64, _I16)
-ld_u8 = _instruction("ld.global.u8 $0, [$1];", _I16, _I64)
-st_u8 = _instruction("st.global.u8 [$0], $1;", types.void, _I64, _I16)
-
-fence_acq_rel_sys = _instruction("fence.acq_rel.sys;", types.void)
-griddepcontrol_wait = _instruction("griddepcontrol.wait;", types.void)
-griddepcontrol_launch_dependents = _instruction(
-    "griddepcontrol.launch_dependents;", types.void
-)
-globaltimer = _instruction("mov.u64 $0, %globaltimer;", _I64)
-
-
-def _rounded_to(kind: str) -> Any:
-    """Return what rounds a float32 to 16 bits.
-
-    It is converted as one of a pair. Where a float is a predicate's 0 or 1, ptxas
-    (13.0) loses the conversion of one alone, and stores the integer's bits.
-    """
-    return _instruction(
-        "{.reg .b32 pair; .reg .b16 high;"
-        f" cvt.rn.{kind}x2.f32 pair, 0f00000000, $1;"
-        " mov.b32 {$0, high}, pair;}",
-        *(_I16, _F32),
-    )
-
-
-# Conversions between bits and numbers.
-f32_of_bits = _instruction("mov.b32 $0, $1;", _F32, _I32)
-bits_of_f32 = _instruction("mov.b32 $0, $1;", _I32, _F32)
-f64_of_bits = _instruction("mov.b64 $0, $1;", _F64, _I64)
-bits_of_f64 = _instruction("mov.b64 $0, $1;", _I64, _F64)
-f32_of_f16 = _instruction("cvt.f32.f16 $0, $1;", _F32, _I16)
-f16_of_f32 = _rounded_to("f16")
-f32_of_bf16 = _instruction(
-    "{.reg .b16 zero; mov.u16 zero, 0; mov.b32 $0, {zero, $1};}", _F32, _I16
-)
-bf16_of_f32 = _rounded_to("bf16")
-
-
-def _f32x2_of(kind: str) -> Any:
-    """Return what widens two 8-bit floats, the lower one first; from sm_89 on."""
-    return _instruction(
-        "{.reg .b32 pair; .reg .b16 low, high;"
-        f" cvt.rn.f16x2.{kind}x2 pair, $2; mov.b32 {{low, high}}, pair;"
-        " cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;}",
-        *(_V2_F32, _I16),
-    )
-
-
-def _of_f32x2(kind: str) -> Any:
-    """Return what rounds two floats, the lower one first; from sm_89 on.
-
-    What is too large becomes the largest number, because the instruction has no other
-    mode.
-    """
-    asm = f"cvt.rn.satfinite.{kind}x2.f32 $0, $2, $1;"
-    return _instruction(asm, _I16, _F32, _F32)
-
-
-f32x2_of_e4m3x2, f32x2_of_e5m2x2 = _f32x2_of("e4m3"), _f32x2_of("e5m2")
-e4m3x2_of_f32x2, e5m2x2_of_f32x2 = _of_f32x2("e4m3"), _of_f32x2("e5m2")
-
-# Products that are rounded before they are added to, as NumPy's are. With ``.rn``, no
-# compiler makes a fused multiply-add of them, which might differ between kernels.
-mul_rn_f32 = _instruction("mul.rn.f32 $0, $1, $2;", _F32, _F32, _F32)
-mul_rn_f64 = _instruction("mul.rn.f64 $0, $1, $2;", _F64, _F64, _F64)
-
-
-# Barriers of some of a block's threads: which barrier, and how many threads.
-bar_sync = _instruction("bar.sync $0, $1;", types.void, _I32, _I32, together=True)
-bar_red_or = _instruction(
-    "{ .reg .pred p; setp.ne.u32 p, $3, 0; bar.red.or.pred p, $1, $2, p; "
-    "selp.u32 $0, 1, 0, p; }",
-    *(types.boolean, _I32, _I32, _I32),
-    together=True,
-)
+for _each in TABLE.values():
+    globals()[_each.name] = _intrinsic(_each)
 
 
 @device_function
@@ -352,9 +242,7 @@ def _register(name: str) -> Any:
 thread_index_x = _register("tid.x")
 thread_index_y = _register("tid.y")
 
-_of_first_lane = _emit(
-    "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;", _I32, [_I32], ("convergent",)
-)
+_of_first_lane = _emit(TABLE["of_first_lane"])
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -39,6 +39,17 @@ def files():
 
 FILES = files()
 
+SEAM = ("device.ptx", "kernels", "simulator")
+"""The modules that know the insides of numba-cuda; no others would change with it."""
+
+PUBLIC = ("numba", "numba.cuda", "numba.cuda.types")
+INSIDES = {
+    ("collectives.operations", "numba.core.errors"): "a user's operator cannot compile",
+    ("environment", "numba.core.config"): "whether this is the simulator",
+    ("numba_arrays", "numba.cuda.cudadrv.devicearray"): "arrays, not the compiler",
+}
+"""Other imports of what Numba does not document, each with its reason."""
+
 
 def imported(node):
     """Yield the modules of the package that a statement imports."""
@@ -128,3 +139,28 @@ def test_no_module_imports_itself_by_way_of_others():
             name: others for name, others in left.items() if others and name in used
         }
     assert left == {}
+
+
+def of_numba(node):
+    """Yield the modules of Numba that a statement imports or imports from."""
+    if isinstance(node, ast.Import):
+        names = [each.name for each in node.names]
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        names = [node.module]
+        if node.module in ("numba", "numba.core"):
+            names = [f"{node.module}.{each.name}" for each in node.names]
+    else:
+        return
+    yield from (name for name in names if name.partition(".")[0] == "numba")
+
+
+def test_numbas_insides_are_known_to_three_modules():
+    inside = {
+        (name, other)
+        for name, path in FILES.items()
+        if name not in SEAM
+        for node in ast.walk(ast.parse(path.read_text()))
+        for other in of_numba(node)
+        if other not in PUBLIC
+    }
+    assert inside == set(INSIDES)

@@ -1,0 +1,151 @@
+"""The PTX instructions that kernels use: one table, which no compiler has to read.
+
+``ptx.py`` makes Numba's intrinsics from it, and ``sim.py`` has a function of each name
+for the simulator. Another compiler that takes inline PTX needs no more than this table.
+
+Sources: `ld
+    <https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld>`_,
+`st
+<https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st>`_,
+`memory consistency model
+<https://docs.nvidia.com/cuda/parallel-thread-execution/#memory-consistency-model>`_.
+"""
+
+from typing import NamedTuple
+
+NONE, LOADS, STORES, ORDERS, MEETS = "none", "loads", "stores", "orders", "meets"
+"""The effects of an instruction.
+
+- ``NONE``: its result follows from its operands, or is a clock.
+- ``LOADS``, ``STORES``: it accesses the memory at its first operand.
+- ``ORDERS``: it orders accesses of its thread.
+- ``MEETS``: threads execute it together, so no compiler may copy it into both branches
+  of a condition. It orders their accesses.
+"""
+
+
+class Instruction(NamedTuple):
+    """An instruction, or a few that are one statement of inline PTX.
+
+    Attributes:
+        name: the name by which device functions call it.
+        template: its PTX. ``$0`` is the first scalar of the result, or of the operands
+            if it has no result. The others follow.
+        result: the types of the result's scalars; one of ``TYPES`` for each.
+        operands: the same, for each operand.
+        effect: its effect, one of the above.
+    """
+
+    name: str
+    template: str
+    result: tuple[str, ...]
+    operands: tuple[tuple[str, ...], ...]
+    effect: str
+
+
+TYPES = ("pred", "u16", "u32", "s64", "f32", "f64")
+"""``pred`` is a truth value in 32 bits. Addresses are ``s64``.
+
+Addresses fit, and Numba would make a float of ``uint64 + int64``. Flags are ``u32``.
+Data words are ``s64`` bit patterns.
+"""
+
+TABLE: dict[str, Instruction] = {}
+"""By name."""
+
+
+def _add(name: str, template: str, signature: str, effect: str = NONE) -> None:
+    """Add an instruction; its signature is like ``"s64x2 = s64, u32"``."""
+    result, _, operands = signature.partition(" = ")
+    given = tuple(_scalars(each) for each in operands.split(", ") if each)
+    TABLE[name] = Instruction(name, template, _scalars(result), given, effect)
+
+
+def _scalars(kind: str) -> tuple[str, ...]:
+    name, _, number = kind.partition("x")
+    return () if name == "void" else (name,) * int(number or 1)
+
+
+# Flags and records, shared with other GPUs and the host while kernels run. A ``.sys``
+# access is atomic and ordered with accesses by every GPU and the host.
+_add("ld_relaxed_sys_u32", "ld.relaxed.sys.global.u32 $0, [$1];", "u32 = s64", LOADS)
+_add("ld_acquire_sys_u32", "ld.acquire.sys.global.u32 $0, [$1];", "u32 = s64", LOADS)
+_add("ld_relaxed_sys_u64", "ld.relaxed.sys.global.u64 $0, [$1];", "s64 = s64", LOADS)
+_add("ld_acquire_sys_u64", "ld.acquire.sys.global.u64 $0, [$1];", "s64 = s64", LOADS)
+_WORD, _LONG = "void = s64, u32", "void = s64, s64"
+_add("st_relaxed_sys_u32", "st.relaxed.sys.global.u32 [$0], $1;", _WORD, STORES)
+_add("st_release_sys_u32", "st.release.sys.global.u32 [$0], $1;", _WORD, STORES)
+_add("st_relaxed_sys_u64", "st.relaxed.sys.global.u64 [$0], $1;", _LONG, STORES)
+_add("st_release_sys_u64", "st.release.sys.global.u64 [$0], $1;", _LONG, STORES)
+
+# Packets: 16 bytes, of which each 8 arrive whole; as fast as the hardware moves them.
+_LOADED, _STORED = "s64x2 = s64", "void = s64, s64x2"
+_PAIR = "relaxed.sys.global.v2.u64"
+_add("ld_relaxed_sys_v2_u64", f"ld.{_PAIR} {{$0,$1}}, [$2];", _LOADED, LOADS)
+_add("st_relaxed_sys_v2_u64", f"st.{_PAIR} [$0], {{$1,$2}};", _STORED, STORES)
+
+# Data, ordered by the flags around it.
+_add("ld_v2_u64", "ld.global.v2.u64 {$0,$1}, [$2];", _LOADED, LOADS)
+_add("st_v2_u64", "st.global.v2.u64 [$0], {$1,$2};", _STORED, STORES)
+_add("ld_u64", "ld.global.u64 $0, [$1];", "s64 = s64", LOADS)
+_add("st_u64", "st.global.u64 [$0], $1;", _LONG, STORES)
+_add("ld_u32", "ld.global.u32 $0, [$1];", "u32 = s64", LOADS)
+_add("st_u32", "st.global.u32 [$0], $1;", _WORD, STORES)
+_add("ld_u16", "ld.global.u16 $0, [$1];", "u16 = s64", LOADS)
+_add("st_u16", "st.global.u16 [$0], $1;", "void = s64, u16", STORES)
+_add("ld_u8", "ld.global.u8 $0, [$1];", "u16 = s64", LOADS)
+_add("st_u8", "st.global.u8 [$0], $1;", "void = s64, u16", STORES)
+
+_add("fence_acq_rel_sys", "fence.acq_rel.sys;", "void", ORDERS)
+_add("griddepcontrol_wait", "griddepcontrol.wait;", "void", ORDERS)
+_START_NEXT = "griddepcontrol.launch_dependents;"
+_add("griddepcontrol_launch_dependents", _START_NEXT, "void", ORDERS)
+_add("globaltimer", "mov.u64 $0, %globaltimer;", "s64")
+
+# Conversions between bits and numbers.
+_add("f32_of_bits", "mov.b32 $0, $1;", "f32 = u32")
+_add("bits_of_f32", "mov.b32 $0, $1;", "u32 = f32")
+_add("f64_of_bits", "mov.b64 $0, $1;", "f64 = s64")
+_add("bits_of_f64", "mov.b64 $0, $1;", "s64 = f64")
+_add("f32_of_f16", "cvt.f32.f16 $0, $1;", "f32 = u16")
+_ABOVE_ZERO = "{.reg .b16 zero; mov.u16 zero, 0; mov.b32 $0, {zero, $1};}"
+_add("f32_of_bf16", _ABOVE_ZERO, "f32 = u16")
+# A float32 is rounded to 16 bits as one of a pair. Where a float is a predicate's 0 or
+# 1, ptxas (13.0) loses the conversion of one alone, and stores the integer's bits.
+for _kind in ("f16", "bf16"):
+    _add(
+        f"{_kind}_of_f32",
+        "{.reg .b32 pair; .reg .b16 high;"
+        f" cvt.rn.{_kind}x2.f32 pair, 0f00000000, $1;"
+        " mov.b32 {$0, high}, pair;}",
+        "u16 = f32",
+    )
+# Two 8-bit floats, the lower one first; from sm_89 on. What is too large becomes the
+# largest number, because the instruction has no other mode.
+for _kind in ("e4m3", "e5m2"):
+    _add(
+        f"f32x2_of_{_kind}x2",
+        "{.reg .b32 pair; .reg .b16 low, high;"
+        f" cvt.rn.f16x2.{_kind}x2 pair, $2; mov.b32 {{low, high}}, pair;"
+        " cvt.f32.f16 $0, low; cvt.f32.f16 $1, high;}",
+        "f32x2 = u16",
+    )
+    _rounded = f"cvt.rn.satfinite.{_kind}x2.f32 $0, $2, $1;"
+    _add(f"{_kind}x2_of_f32x2", _rounded, "u16 = f32, f32")
+
+# Products that are rounded before they are added to, as NumPy's are. With ``.rn``, no
+# compiler makes a fused multiply-add of them, which might differ between kernels.
+_add("mul_rn_f32", "mul.rn.f32 $0, $1, $2;", "f32 = f32, f32")
+_add("mul_rn_f64", "mul.rn.f64 $0, $1, $2;", "f64 = f64, f64")
+
+# Barriers of some of a block's threads: which barrier, and how many threads.
+_add("bar_sync", "bar.sync $0, $1;", "void = u32, u32", MEETS)
+_add(
+    "bar_red_or",
+    "{ .reg .pred p; setp.ne.u32 p, $3, 0; bar.red.or.pred p, $1, $2, p; "
+    "selp.u32 $0, 1, 0, p; }",
+    "pred = u32, u32, u32",
+    MEETS,
+)
+_FIRST_LANES = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
+_add("of_first_lane", _FIRST_LANES, "u32 = u32", MEETS)
