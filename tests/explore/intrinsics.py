@@ -31,8 +31,16 @@ from numba_symm.device.sim import (  # noqa: F401
     word_of,
 )
 
+stepped: set[tuple[str, int]] = set()
+"""The files and first lines of the functions whose calls stop (``source.py``)."""
+
 
 def device_function(function: Any) -> Any:
+    """Return a function whose calls stop. Refuse another one, however it is spelled."""
+    code = function.__code__
+    assert (code.co_filename, code.co_firstlineno) in stepped, (
+        f"{function.__qualname__}: expected a function that source.py steps through"
+    )
     return function
 
 

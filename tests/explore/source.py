@@ -3,7 +3,9 @@
 Modules are read from their files. In every device function (decorated as one, or made
 within a ``make_…``) a call ``f(x)`` becomes, in effect, ``yield from f(x)`` where ``f``
 may stop; nothing else changes. Imports of the intrinsics and of ``numba.cuda`` find the
-scheduler's, and the workspace is as small as the scheduler needs it.
+scheduler's, and the workspace is as small as the scheduler needs it. Names may be used
+through modules: ``lanes.load(…)`` is ``load(…)``, and so are decorators. A decorator
+refuses a function that does not stop.
 """
 
 import ast
@@ -72,6 +74,7 @@ _MODULES = (
 """In the order of their imports."""
 
 _PACKAGES = (
+    "numba_symm",
     "numba_symm.collectives",
     "numba_symm.collectives.kernels",
     "numba_symm.collectives.protocols",
@@ -95,7 +98,7 @@ class _Kernel:
         registers: int = 64,
     ):
         self.held = held
-        self._function = factory(*constants)
+        self._function = intrinsics.device_function(factory(*constants))
 
     def bind(self, grid: int, *args: Any, held: int = 1, early: bool = False) -> Launch:
         # Blocks that share a thread block share nothing else.
@@ -107,14 +110,18 @@ class _Stopping(ast.NodeTransformer):
 
     decorators = frozenset({"device_function", "array_function"})
 
-    def __init__(self) -> None:
+    def __init__(self, file: str) -> None:
+        self._file = file
         self._kernels = False  # inside of a factory
         self._device = False  # inside of a device function
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         outer = self._kernels, self._device
-        decorators = set(map(ast.unparse, node.decorator_list))
+        decorators = set(map(_last_name, node.decorator_list))
         self._device = self._kernels or not self.decorators.isdisjoint(decorators)
+        if self._device:
+            line = min(each.lineno for each in (node, *node.decorator_list))
+            intrinsics.stepped.add((self._file, line))
         self._kernels = node.name.startswith("make_")
         node.body = [self.visit(statement) for statement in node.body]
         self._kernels, self._device = outer
@@ -122,7 +129,7 @@ class _Stopping(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        if not self._device or getattr(node.func, "id", None) in _NEVER_STOP:
+        if not self._device or _last_name(node) in _NEVER_STOP:
             return node
         template = "(yield from _r) if type(_r := call) is _generator else _r"
         expression: Any = ast.parse(template, mode="eval").body
@@ -135,7 +142,7 @@ class _Stopping(ast.NodeTransformer):
 class _StoppingAtElements(_Stopping):
     """Does so in kernels of users, and at loads and stores of elements, too."""
 
-    decorators = frozenset({"cuda.jit"})
+    decorators = frozenset({"jit"})
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)
@@ -159,6 +166,12 @@ class _StoppingAtElements(_Stopping):
         for node in ast.walk(expression):
             ast.copy_location(node, of)
         return _Filled(parts).visit(expression)
+
+
+def _last_name(node: ast.expr) -> str | None:
+    """Return ``f`` for ``f``, ``module.f``, ``f(x)`` and ``module.f(x)``."""
+    called = node.func if isinstance(node, ast.Call) else node
+    return getattr(called, "attr", getattr(called, "id", None))
 
 
 class _Filled(ast.NodeTransformer):
@@ -202,34 +215,48 @@ def _device_code(edits: tuple[Edit, ...], shape: Shape) -> SimpleNamespace:
     environment.SIMULATED = True
     streams = ModuleType("streams")
     streams.copy = _copy
-    package = ModuleType("numba_symm")
-    package.streams = streams
-    known = {
-        "numba_symm": package,
-        "numba_symm.streams": streams,
-        "numba": numba,
-        "numba_symm.device.intrinsics": intrinsics,
-        **{name: ModuleType(name) for name in _PACKAGES},
-        "numba_symm.environment": environment,
-        "numba_symm.kernels": compiled,
-    }
-
-    def find(name: str, *rest: Any) -> Any:
-        return known[name] if name in known else __import__(name, *rest)
-
+    known: dict[str, Any] = {"numba": numba}
+    find = _finder(known)
+    add = functools.partial(_add, known)
+    for name in _PACKAGES:
+        add(name, ModuleType(name))
+    add("numba_symm.streams", streams)
+    add("numba_symm.device.intrinsics", intrinsics)
+    add("numba_symm.environment", environment)
+    add("numba_symm.kernels", compiled)
     for name in _MODULES:
-        package, _, last = name.rpartition(".")
+        last = name.rpartition(".")[2]
         mine = tuple(edit for edit in edits if edit.module == last)
-        known[name] = module = _execute(name, mine, find)
-        if package in known:
-            setattr(known[package], last, module)
+        module = _execute(name, mine, find)
+        add(name, module)
         if last == "workspace":
             _shrink(module, shape)
         if last == "partition":
             module.LINE = 1  # shards of any number of vectors
     last_names = {name.rpartition(".")[2]: known[name] for name in _MODULES}
     assert {edit.module for edit in edits} <= set(last_names)
-    return SimpleNamespace(**last_names, shape=shape)
+    return SimpleNamespace(**last_names, shape=shape, find=find)
+
+
+def _add(known: dict[str, Any], name: str, module: Any) -> None:
+    """Let imports find a module by its name, and as an attribute of its package."""
+    known[name] = module
+    package, _, last = name.rpartition(".")
+    if package in known:
+        setattr(known[package], last, module)
+
+
+def _finder(known: dict[str, Any]) -> Any:
+    """Return an ``__import__`` that prefers the modules of ``known``."""
+
+    def find(name: str, *rest: Any) -> Any:
+        if name not in known:
+            return __import__(name, *rest)
+        _, _, wanted, _ = rest
+        # As ``import a.b as c`` takes the attributes of ``a`` itself.
+        return known[name if wanted else name.partition(".")[0]]
+
+    return find
 
 
 def program(path: Path, code: SimpleNamespace, *edits: tuple[str, str]) -> ModuleType:
@@ -250,13 +277,10 @@ def program(path: Path, code: SimpleNamespace, *edits: tuple[str, str]) -> Modul
     numba.cuda = intrinsics.cuda
     mpi = ModuleType("mpi4py")
     mpi.MPI = None
-    known = {"numba_symm": package, "numba": numba, "mpi4py": mpi}
-
-    def find(name: str, *rest: Any) -> Any:
-        return known[name] if name in known else __import__(name, *rest)
-
-    tree = ast.fix_missing_locations(_StoppingAtElements().visit(ast.parse(text)))
-    return _executed(path.stem, compile(tree, path, "exec"), find)
+    find = _finder({"numba_symm": package, "numba": numba, "mpi4py": mpi})
+    stopping = _StoppingAtElements(str(path))
+    tree = ast.fix_missing_locations(stopping.visit(ast.parse(text)))
+    return executed(path.stem, compile(tree, str(path), "exec"), find)
 
 
 def _shrink(workspace: ModuleType, shape: Shape) -> None:
@@ -287,23 +311,27 @@ def _execute(name: str, edits: tuple[Edit, ...], find: Any) -> ModuleType:
     put_in = {
         name: getattr(intrinsics, name) for name in names if hasattr(intrinsics, name)
     }
-    return _executed(name, _compiled(name, edits), find, put_in)
+    return executed(name, _compiled(name, edits), find, put_in)
 
 
 @functools.cache
 def _compiled(name: str, edits: tuple[Edit, ...]) -> CodeType:
     """Return a module's code, which most edits leave as it is."""
     path = importlib.util.find_spec(name).origin
-    text = Path(path).read_text()
+    return compiled(Path(path).read_text(), path, edits)
+
+
+def compiled(text: str, path: str, edits: tuple[Edit, ...] = ()) -> CodeType:
+    """Return the code of a module's text, whose device functions stop."""
     tree = ast.parse(text)
     places = marked(text, tree) if edits else {}
     for edit in edits:
         edit.apply(tree, places)
-    tree = ast.fix_missing_locations(_Stopping().visit(tree))
+    tree = ast.fix_missing_locations(_Stopping(path).visit(tree))
     return compile(tree, path, "exec")
 
 
-def _executed(name: str, code: CodeType, find: Any, more: Any = ()) -> ModuleType:
+def executed(name: str, code: CodeType, find: Any, more: Any = ()) -> ModuleType:
     """Return the module of its code, with other imports and with more builtin names."""
     module = ModuleType(name)
     module.__builtins__ = {**vars(builtins), "__import__": find, **dict(more)}
