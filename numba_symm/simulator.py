@@ -1,26 +1,25 @@
 """Runs kernels in Numba's CUDA simulator, on threads that wake each other.
 
-Numba's own launch starts new threads for each block, and polls them continuously for a
-barrier, so that each rank occupies a core. Here a team of threads is reused for all
-blocks and kernels. The last thread at a barrier wakes the others. A kernel uses
-Numba's ``cuda`` module, except for what follows.
+Numba's own launch runs one block after another. It starts new threads for each block,
+and polls them continuously for a barrier, so that each rank occupies a core. Here all
+kernels run on the teams of ``grids.py``, so the blocks of a program's kernel run
+together where they wait. A kernel uses Numba's ``cuda`` module, except for what
+follows.
 
 Several threads of a program may launch the library's kernels simultaneously, as on a
 GPU. Numba supports one kernel at a time, whose ``cuda`` object it stores in the module
-of its function. Here all kernels share one such object, which returns the values of the
-calling thread. Numba itself runs the program's kernels, so they are launched one at a
-time.
+of its function. Here all kernels of the library share one such object, which returns
+the values of the calling thread. Numba itself launches the program's kernels, so they
+are launched one at a time.
 """
 
 import functools
-import math
 import os
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -36,10 +35,10 @@ from numba.cuda.simulator.kernelapi import (
     GridGroup,
 )
 
+from numba_symm import grids
 from numba_symm.errors import ArgumentError
-from numba_symm.threads import start
+from numba_symm.grids import Launch, Team
 
-_GRACE = 1.0  # seconds within which the threads of a failed launch should end
 _SWITCH_INTERVAL = 1e-3  # seconds that a thread runs if others want to
 
 
@@ -60,20 +59,13 @@ def run(
     """
     if isinstance(threading.current_thread(), Thread):
         raise RuntimeError("a kernel cannot launch another kernel")
+    block = (*threads, 1)
+    call = functools.partial(function, *args)
+    launch = Launch((grid, 1, 1), block, call, Thread, _Shared)
     with _hurried(), simulator.swapped_cuda_module(function, _CUDA):
-        idle = _idle.setdefault(threads, [])
-        try:
-            team = idle.pop()
-        except IndexError:
-            team = Team(threads)
-        team.begin(grid)
-        try:
-            for block in range(grid):
-                team.run(function, block, args)
-        except BaseException as error:  # including an interrupt
-            team.disband(error)
-            raise
-        idle.append(team)
+        # Their blocks pair with those of the same index on other ranks only.
+        for index in range(grid):
+            launch.run((index, 0, 0))
 
 
 _as_dtype = functools.cache(numpy_support.as_dtype)
@@ -102,12 +94,6 @@ class _Cuda(simulator.FakeCUDAModule):  # type: ignore[misc]  # Numba is untyped
         super().__init__((1, 1, 1), (1, 1, 1), 0)
         self._local = _Local()
         del self.gridDim, self.blockDim  # __getattr__ returns them
-
-    @property
-    def shared(self) -> Any:
-        """The shared memory of a block."""
-        team = threading.current_thread()._manager  # type: ignore[attr-defined]
-        return team.shared if isinstance(team, Team) else _numbas().shared
 
     def __getattr__(self, name: str) -> Any:
         thread = threading.current_thread()
@@ -152,23 +138,57 @@ def _called(function: Any, *args: Any) -> Any:
 simulator.FakeCUDAKernel.__call__ = _called
 
 
-def _sync(group: Any) -> None:
-    """Synchronize a grid of one block, or refuse a larger one.
+def _shared(module: Any) -> Any:
+    """Return the shared memory of the calling thread's block."""
+    return threading.current_thread()._manager.shared  # type: ignore[attr-defined]
 
-    Numba synchronizes each block by itself, so results would be silently wrong.
-    """
+
+simulator.FakeCUDAModule.shared = property(_shared)
+
+
+_WARNING = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+_RAISING = _WARNING | {"divide": "raise"}
+
+
+class _Block:
+    """A block of a program's kernel, in place of Numba's ``BlockManager``."""
+
+    def __init__(self, function: Any, grid: Any, block: Any, debug: bool):
+        self._function, self._shape, self._debug = function, (grid, block), debug
+
+    def run(self, point: Any, *args: Any) -> None:
+        """Start the block. Return when the next one may start, or all have ended."""
+        kernel = _numbas()
+        launch = getattr(kernel, "launch", None)
+        if launch is None:
+            call = functools.partial(self._function, *args)
+            size = kernel._shared._dynshared_size
+            shared = functools.partial(_Shared, size)
+            launch = kernel.launch = Launch(*self._shape, call, Thread, shared)
+            launch.debug = self._debug
+            launch.errors = _RAISING if self._debug else _WARNING
+        with _hurried():
+            launch.proceed(point, grids.together(launch.threads))
+
+
+simulator.BlockManager = _Block
+
+
+def _sync(group: Any) -> None:
+    """Synchronize all threads of a grid."""
     thread: Any = threading.current_thread()
-    blocks = math.prod(thread._manager._grid_dim)
-    if blocks > 1:
-        raise ArgumentError(
-            "cuda.cg.this_grid().sync(): expected 1 block in the simulator, which runs "
-            f"blocks one after another, got {blocks}; launch at most "
-            "max_cooperative_grid_blocks, which is 1 there"
-        )
-    thread.syncthreads()
+    thread.wait_for_grid()
 
 
 GridGroup.sync = _sync
+
+
+def _most_blocks(overload: Any, blockdim: Any, dynsmemsize: int = 0) -> int:
+    """Return how many blocks of a cooperative grid run together."""
+    return grids.together(int(np.prod(blockdim)))
+
+
+simulator.FakeOverload.max_cooperative_grid_blocks = _most_blocks
 
 _configure = simulator.FakeCUDAKernel.__getitem__
 
@@ -245,152 +265,72 @@ def _hurried() -> Iterator[None]:
 
 
 class Thread(simulator.BlockThread):  # type: ignore[misc]
-    """A thread of a :class:`Team`, which runs one block after another."""
+    """A thread of a team, which runs one block after another.
 
-    def __init__(self, team: "Team", x: int, y: int):
-        super().__init__(None, team, (0, 0, 0), (x, y, 0), debug=False)
-        self.turn = _held()
+    Args:
+        team: the team.
+        place: the thread's index.
+    """
+
+    def __init__(self, team: Team, place: grids.Shape):
+        super().__init__(None, team, (0, 0, 0), place, debug=False)
+        self.turn = grids.held()
         """Held while this thread waits for work or at a barrier; a release wakes it."""
+        self.polled = 0.0  # the time of its last poll
+        self._stopped = True  # between two blocks, or at a barrier
 
     def run(self) -> None:
         """Run every block of the team until a thread fails."""
-        # Overflow wraps or is infinite, as on a GPU.
-        np.seterr(all="ignore")  # in this thread
-        team = self._manager
+        team, errors = self._manager, None
         while not team.has_failed():
             self.turn.acquire()
             if team.has_failed():
                 return
-            error = None
+            error, launch = None, team.launch
+            if launch.errors is not errors:
+                errors = launch.errors
+                np.seterr(**errors)  # in this thread
             try:
-                team.function(*team.args)
+                launch.call()
             except BaseException as raised:
                 error = raised
+            self._stopped, launch = True, None  # it may refer to arrays
             team.leave(self, error)
+
+    def begin(self, point: grids.Shape) -> None:
+        """Prepare for a block."""
+        self.blockIdx = simulator.Dim3(*point)
+        self.debug = self._manager.launch.debug
+        self.polled, self._stopped = 0.0, False
+
+    def waits(self, since: float) -> bool:
+        """Return whether it has ended its block, is at a barrier or has just polled."""
+        return self._stopped or self.polled > since
+
+    def _wait(self) -> None:
+        self.turn.acquire()
+        self._manager.check()
+        self._stopped = False
 
     def syncthreads(self) -> None:
         """Wait for the other threads that have not ended."""
+        self._stopped = True
         self._manager.arrive(self)
-        self.turn.acquire()
-        self._manager.check()
+        self._wait()
 
     def wait_at(self, barrier: int, threads: int, condition: bool) -> bool:
         """Wait at a barrier of that many threads; return if any has ``condition``."""
         self.condition = condition
+        self._stopped = True
         self._manager.arrive_at(barrier, threads, self)
-        self.turn.acquire()
-        self._manager.check()
+        self._wait()
         return self.condition
 
-
-class Team(simulator.BlockManager):  # type: ignore[misc]
-    """Threads that run blocks, and wait at barriers without polling."""
-
-    failure: BaseException | None = None
-    """The error of the first thread that failed, after which all threads end."""
-
-    def __init__(self, threads: tuple[int, int]):
-        super().__init__(None, None, (*threads, 1), debug=False)
-        self.function: Callable[..., None] | None = None
-        self.args: tuple[Any, ...] = ()
-        self.shared: Any = None
-        self._lock = threading.Lock()  # guards the following, and releases of turns
-        self._running = 0
-        self._waiting: list[Thread] = []
-        self._at: dict[int, list[Thread]] = {}  # by barrier
-        self._over = _held()
-        x, y = threads
-        self._threads = [Thread(self, i, j) for j in range(y) for i in range(x)]
-        for thread in self._threads:
-            start(thread, "the simulator")
-
-    def begin(self, grid: int) -> None:
-        """Prepare for a launch of ``grid`` blocks."""
-        self._grid_dim = (grid, 1, 1)
-        self.shared = _Shared()
-
-    def run(self, function: Callable[..., None], block: int, args: Any) -> None:
-        """Run one block until all threads have ended it, or one has failed."""
-        self.function, self.args = function, args
-        self.block_state[...] = False  # the state of syncthreads_count and its kin
-        with self._lock:
-            self._running = len(self._threads)
-            for thread in self._threads:
-                thread.blockIdx = simulator.Dim3(block, 0, 0)
-                thread.turn.release()
-        self._over.acquire()
-        if self.failure is not None:
-            raise self.failure
-        self.function, self.args = None, ()  # they may refer to arrays
-
-    def has_failed(self) -> bool:
-        """Return whether a thread has failed, so that all must end."""
-        return self.failure is not None
-
-    def check(self) -> None:
-        """Raise in a running thread if another one has failed."""
-        if self.has_failed():
-            raise RuntimeError("another thread of the block has failed")
-
-    def arrive(self, thread: Thread) -> None:
-        """Record that a thread is at a barrier; wake all if it is the last."""
-        with self._lock:
-            self.check()
-            self._waiting.append(thread)
-            self._wake()
-
-    def arrive_at(self, barrier: int, threads: int, thread: Thread) -> None:
-        """Record that a thread is at a barrier of that many; the last wakes all.
-
-        Each of them then has the disjunction of their conditions.
-        """
-        with self._lock:
-            self.check()
-            here = self._at.setdefault(barrier, [])
-            here.append(thread)
-            if len(here) == threads:
-                del self._at[barrier]
-                found = any(each.condition for each in here)
-                for each in here:
-                    each.condition = found
-                    each.turn.release()
-
-    def leave(self, thread: Thread, error: BaseException | None) -> None:
-        """Record that a thread has ended its block, so that barriers leave it out."""
-        with self._lock:
-            self._running -= 1
-            if self.failure is not None:
-                return
-            if error is not None:
-                block, index = thread.blockIdx.x, thread.thread_id
-                with suppress(Exception):  # some exceptions refuse notes
-                    error.add_note(f"in thread {index} of block {block}")
-                self._fail(error)
-            self._wake()
-            if self._running == 0 or error is not None:
-                self._over.release()
-
-    def disband(self, error: BaseException) -> None:
-        """End all threads; running ones end at their next barrier or poll."""
-        with self._lock:
-            self._fail(error)
-        until = time.monotonic() + _GRACE
-        for thread in self._threads:
-            thread.join(max(0, until - time.monotonic()))
-        self.function, self.args = None, ()
-
-    def _fail(self, error: BaseException) -> None:
-        if self.failure is None:
-            self.failure = error
-            for thread in self._threads:
-                if thread.turn.locked():
-                    thread.turn.release()
-
-    def _wake(self) -> None:
-        if self.failure is None and len(self._waiting) == self._running:
-            for thread in self._waiting:
-                thread.turn.release()
-            self._waiting.clear()
+    def wait_for_grid(self) -> None:
+        """Wait for all threads of the grid that have not ended."""
+        self._stopped = True
+        self._manager.launch.synchronize(self)
+        self._wait()
 
 
 class _Shared(FakeCUDAShared):  # type: ignore[misc]
@@ -400,8 +340,8 @@ class _Shared(FakeCUDAShared):  # type: ignore[misc]
     an array each.
     """
 
-    def __init__(self) -> None:
-        super().__init__(0)
+    def __init__(self, dynamic: int = 0) -> None:
+        super().__init__(dynamic)
         self._lock = threading.Lock()
 
     def array(self, shape: Any, dtype: Any, alignment: Any = None) -> Any:
@@ -418,20 +358,9 @@ class _Shared(FakeCUDAShared):  # type: ignore[misc]
             return self._allocations[caller]
 
 
-def _held() -> threading.Lock:
-    """Return an acquired lock, which another thread releases."""
-    lock = threading.Lock()
-    lock.acquire()
-    return lock
-
-
-_idle: dict[tuple[int, int], list[Team]] = {}  # by number of threads
-
-
 def _start_anew() -> None:
     """Reset, in a forked child, the state of its parent's threads."""
     global _running, _lock
-    _idle.clear()
     _running, _lock = 0, threading.Lock()
 
 

@@ -15,10 +15,11 @@ OTHER_CALL = (
 )
 NO_COUNTERPART = "If that rank was not late, it made no call that matches this one"
 LATER_BLOCK = (
-    f"{NO_COUNTERPART}, or it makes that call in a later block: the simulator runs a "
-    "kernel's blocks one after another, {} of them after this one"
+    f"{NO_COUNTERPART}, or it makes that call in a later block: the simulator runs at "
+    "most 1024 threads of a grid together, so {} of its blocks start only after "
+    "others have ended"
 )
-"""Replaces ``NO_COUNTERPART`` where the simulator runs that many blocks later."""
+"""Replaces ``NO_COUNTERPART`` where that many blocks start later."""
 
 MESSAGE = "a message"
 """The operation of an engine's wait between islands that is not in a collective."""

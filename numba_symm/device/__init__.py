@@ -11,8 +11,8 @@ Use them in any ``@cuda.jit`` kernel::
         ...
         symm.barrier(ctx, cuda.blockIdx.x)      # every rank's block of this index
 
-The simulator runs the blocks of a kernel one after another. So a block may wait there
-for other ranks' blocks of the same index, but not for blocks of a higher index.
+The simulator starts the next block of a kernel when all threads that run wait. It runs
+at most 1024 threads of a launch together.
 """
 
 from numba_symm.device.intrinsics import (

@@ -296,11 +296,8 @@ def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
 
 
 def later_blocks() -> int:
-    """Return the number of the grid's blocks that run after this one."""
-    thread = _thread()
-    blocks, here = thread._manager._grid_dim, thread.blockIdx
-    place = (here.x * blocks[1] + here.y) * blocks[2] + here.z
-    return int(math.prod(blocks) - 1 - place)
+    """Return how many of the grid's blocks start only after others have ended."""
+    return _thread()._manager.launch.later  # type: ignore[no-any-return]
 
 
 def poll_pause(polls: int) -> None:
@@ -313,11 +310,12 @@ def poll_pause(polls: int) -> None:
         RuntimeError: another thread of the block has failed. So the launch has failed,
             and the polled memory may be unmapped.
     """
-    time.sleep(min(_POLL_PAUSE * (1 + polls / 4), _LONGEST_PAUSE))
     thread = _thread()
+    thread.polled = time.monotonic()
+    time.sleep(min(_POLL_PAUSE * (1 + polls / 4), _LONGEST_PAUSE))
     team = getattr(thread, "_manager", None)
-    if getattr(thread, "abort", False) or getattr(team, "failure", None) is not None:
-        raise RuntimeError("another thread of the block has failed")
+    if team is not None:
+        team.check()
 
 
 def array_at(address: int, shape: Any, dtype: Any) -> Any:

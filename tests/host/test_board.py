@@ -49,7 +49,7 @@ def test_a_record_names_who_waited_for_whom_and_where(operation):
     other = describe(record(operation, epoch=77))
     if operation in (waits.PUT_SIGNAL, waits.WAIT_SIGNAL):  # of later blocks
         assert other.text == text
-        assert "one after another, 77 of them after this one" in other.hint
+        assert "so 77 of its blocks start only after others" in other.hint
     else:
         assert other.text == f"{text}, epoch 77"
 

@@ -1,7 +1,6 @@
 """Kernels on the simulator's threads: barriers, blocks, failures, processes."""
 
 import gc
-import math
 import os
 import signal
 import subprocess
@@ -17,11 +16,11 @@ import numpy as np
 import pytest
 from numba import cuda
 
-import numba_symm as ns
 from numba_symm import device as symm
 from numba_symm import simulator
 from numba_symm.device import Context, signals, sim
 from numba_symm.errors import ArgumentError
+from tests.simulated.conftest import threads_without_teams
 
 THREADS = 8
 
@@ -37,12 +36,6 @@ def hasty():
 
 def run(function, grid, *args):
     simulator.run(function, grid, (THREADS, 1), args)
-
-
-def threads_without_teams():
-    """Return the number of threads that do not wait for a kernel."""
-    idle = sum(math.prod(size) * len(teams) for size, teams in simulator._idle.items())
-    return threading.active_count() - idle
 
 
 def test_a_barrier_waits_for_every_thread():
@@ -363,43 +356,6 @@ def test_signals_outside_of_the_pad_are_refused(dst, channel):
         run(kernel, 1)
 
 
-class Alone:
-    """A communicator of one rank."""
-
-    rank, size = 0, 1
-
-    def allgather(self, value):
-        return [value]
-
-    def barrier(self):
-        pass
-
-
-@pytest.fixture
-def comm():
-    communicator = ns.Communicator(Alone(), timeout=0.3)
-    yield communicator
-    communicator.close()
-
-
-@cuda.jit
-def wait_for_a_later_block(ctx):
-    if cuda.blockIdx.x == 0:
-        symm.wait_signal(ctx, 0, 3)
-    else:
-        symm.put_signal(ctx, 0, 3)
-
-
-@pytest.mark.parametrize("blocks", [3, 1])
-def test_a_timeout_of_a_wait_for_a_later_block_has_the_reason(comm, blocks):
-    memory = comm.rendezvous(comm.empty(1))
-    wait_for_a_later_block[blocks, 1](memory.ctx)
-    with pytest.raises(ns.CollectiveTimeout, match="wait_signal, channel 3 ") as raised:
-        comm.check()
-    explained = "one after another, 2 of them after this one" in str(raised.value)
-    assert explained == (blocks == 3)
-
-
 @cuda.jit
 def fill_peer(ctx, rank, count):
     symm.peer_array(ctx, rank, (count, 2), np.float32)[:] = 7
@@ -426,29 +382,11 @@ def test_arrays_beyond_a_peers_buffer_are_refused(comm):
             fill_peer[1, 1](ctx, rank, 1)
 
 
-@cuda.jit
-def sum_over_the_grid(x):
-    cuda.atomic.add(x, 0, 1)
-    cuda.cg.this_grid().sync()
-    if cuda.grid(1) == 0:
-        x[1] = x[0]
-
-
-def test_grids_of_several_blocks_cannot_synchronize():
-    x = np.zeros(2, np.int64)
-    sum_over_the_grid[1, 4](x)
-    assert x.tolist() == [4, 4]
-    with pytest.raises(
-        ArgumentError, match=r"expected 1 block in the .* got 2; launch"
-    ):
-        sum_over_the_grid[2, 4](x)
-
-
 STRAY = """
 from numba import cuda
 import numba_symm as ns
 from numba_symm import device as symm
-from tests.simulated.test_simulator import Alone
+from tests.simulated.conftest import Alone
 
 @cuda.jit
 def stray(ctx):
