@@ -5,25 +5,24 @@ stream of the origin's array. Before each call that synchronizes the window, the
 waits for these streams. Before those that let other ranks access this rank's memory, it
 also waits for the streams of the communicator and of the window's array. Then it calls
 the same method of a window of mpi4py, which has the epochs, locks and errors.
-Accumulates hold a lock of their own on the target, so they are atomic among each other,
-for all types and operators.
+Accumulates hold a lock of their own on the target (``window_locks.py``), so they are
+atomic among each other, for all types and operators.
 """
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from operator import index
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm import arrays, streams
+from numba_symm import arrays, environment, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.ranks import grouped, name_ranks
-from numba_symm.launch.waiting import begin
 from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Message, message
 from numba_symm.mpi.comm import Device
@@ -36,6 +35,7 @@ from numba_symm.mpi.one_sided import (
     reduced,
 )
 from numba_symm.mpi.pending import Done
+from numba_symm.mpi.window_locks import WindowLocks
 
 _BYTE = np.dtype(np.uint8)
 
@@ -65,7 +65,7 @@ class Win(MPI.Win):
 
     array: Any = None
     _comm: Device
-    _mutex: MPI.Win
+    _locks: WindowLocks
     _units: list[int]
     _memory: list[Any]
     _used: dict[int, list[packing.Step]]  # by stream; steps have temporary arrays
@@ -161,16 +161,20 @@ class Win(MPI.Win):
     ) -> "Win":
         parts = grouped(dict(enumerate(map(str, comm.post.islands))))
         if len(parts) > 1:
-            found = "; ".join(map(name_ranks, parts.values()))
+            islands = "; ".join(map(name_ranks, parts.values()))
             raise unsupported(
                 f"{what}: expected ranks of one island, which can map each other's "
-                f"memory, got the islands {found}; make a window for each, by "
+                f"memory, got the islands {islands}; make a window for each, by "
                 "comm.Split"
             )
-        memory, units, mapped = mapped_by_all(comm.host, what, make, unit)
-        # Memory of MPI's own, so that its locks need nothing of their target.
-        made = cls(MPI.Win.Allocate(1, 1, info, comm.host))
-        made._mutex = MPI.Win.Allocate(1, 1, MPI.INFO_NULL, comm.host)
+        seconds = environment.chosen_timeout(comm._options.get("timeout"))
+        with ExitStack() as undo:
+            found = undo.enter_context(closing(WindowLocks(comm.host, what, seconds)))
+            memory, units, mapped = mapped_by_all(comm.host, what, make, unit)
+            # Memory of MPI's own, so that its locks need nothing of their target.
+            made = cls(MPI.Win.Allocate(1, 1, info, comm.host))
+            undo.pop_all()
+        made._locks = found
         made.array, made._comm = memory, comm
         made._units, made._memory = units, mapped
         made._used = {}
@@ -198,13 +202,14 @@ class Win(MPI.Win):
             if memory is not None:
                 self._memory[rank] = None
                 memory.close()
-        self._mutex.Free()  # waits for all ranks: the owner may free its memory then
         self.array = None
+        with closing(self._locks):  # the owner may free its memory afterwards
+            self._locks.meet("Win.Free", environment.chosen_setup_timeout())
 
     # Calls on the memory of a rank.
 
-    def _target(self, rank: int, target: Any, origin: Message, what: str) -> Message:
-        """Return the items of a target specification, of as many bytes as origin."""
+    def _check_target(self, rank: int, what: str) -> None:
+        """Refuse a call after Free, or with a wrong rank."""
         if not self:
             raise refusal(
                 MPI.ERR_WIN, f"{what}: Free was called on the window; make a new one"
@@ -215,6 +220,10 @@ class Win(MPI.Win):
                 f"{what}: expected a rank from 0 to {len(self._memory) - 1} or "
                 f"MPI.PROC_NULL, got {rank}",
             )
+
+    def _target(self, rank: int, target: Any, origin: Message, what: str) -> Message:
+        """Return the items of a target specification, of as many bytes as origin."""
+        self._check_target(rank, what)
         given = (target,) if not isinstance(target, (list, tuple)) else tuple(target)
         if len(given) > 3:
             raise refusal(MPI.ERR_ARG, "target: expecting 3 items at most")
@@ -246,16 +255,14 @@ class Win(MPI.Win):
         return found
 
     @contextmanager
-    def _atomic(self, rank: int) -> Iterator[None]:
+    def _atomic(self, rank: int, what: str) -> Iterator[None]:
         """Hold the lock of a target's accumulates until the block's work has ended."""
-        held: list[None] = []
-        try:
-            begin(held, self._mutex.Lock, rank)
-            yield
-            self._settle()
-        finally:
-            if held:
-                self._mutex.Unlock(rank)
+        self._check_target(rank, what)
+        with self._locks.held(rank, what):
+            try:
+                yield
+            finally:
+                self._settle()
 
     def _expose(self, what: str) -> None:
         """Wait for this rank's copies, and for its program's work on its memory."""
@@ -306,7 +313,7 @@ class Win(MPI.Win):
         """Reduce the origin's items into those of a rank's memory, atomically."""
         if target_rank == MPI.PROC_NULL:
             return
-        with _Origin(self, origin) as found, self._atomic(target_rank):
+        with _Origin(self, origin) as found, self._atomic(target_rank, "Accumulate"):
             into = self._target(target_rank, target, found, "Accumulate")
             self._run(reduced(found, into, op, "Accumulate"), found.array)
 
@@ -328,7 +335,7 @@ class Win(MPI.Win):
         with (
             _Origin(self, result, written=True) as got,
             _Origin(self, origin) as found,
-            self._atomic(target_rank),
+            self._atomic(target_rank, what),
         ):
             into = self._target(target_rank, target, got, what)
             steps = copied(into, got)
@@ -369,7 +376,7 @@ class Win(MPI.Win):
             _Origin(self, result, written=True) as got,
             _Origin(self, origin) as new,
             _Origin(self, compare) as old,
-            self._atomic(target_rank),
+            self._atomic(target_rank, "Compare_and_swap"),
         ):
             into = self._target(target_rank, target_disp, new, "Compare_and_swap")
             steps = copied(into, got)

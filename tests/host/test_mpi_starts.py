@@ -18,7 +18,6 @@ from numba_symm.mpi import crossings
 from numba_symm.mpi.channels import Channel
 from numba_symm.mpi.crossings import Data
 from numba_symm.mpi.envelopes import Envelope, Posted
-from numba_symm.mpi.win import Win
 
 SIGNAL = signal.SIGUSR1
 
@@ -114,13 +113,3 @@ def test_a_duplicate(monkeypatch):
     host = SimpleNamespace(Idup=partial(CALL, None))
     interrupted(waiting.duplicate, host, Wait("Communicator", 0))
     assert waiting._begun == [(host, [0])]
-
-
-def test_the_lock_of_an_accumulate_is_released():
-    """The signal may have arrived while MPI waited for the lock."""
-    unlocked = []
-    mutex = SimpleNamespace(Lock=CALL, Unlock=unlocked.append)
-    window = SimpleNamespace(_mutex=mutex, _settle=lambda: None)
-    atomic = Win._atomic(window, 1)
-    interrupted(atomic.__enter__)
-    assert unlocked == [1]

@@ -1,0 +1,164 @@
+"""Locks of a window's accumulates, without MPI, whose locks cannot be polled.
+
+All ranks map one file. A lock is a byte of it, which a rank locks while it changes the
+memory of one rank (:mod:`numba_symm.launch.locks`). So a rank that waits for a lock has
+a deadline, and runs Python's signal handlers. The Linux kernel releases the lock of a
+process that ends. But the memory may then be changed in part. So the holder also stores
+its number in the file. It stores the number after it has got the lock, and clears it
+before it releases the lock. A rank that gets the lock and finds a number raises.
+"""
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from numba_symm import forks
+from numba_symm.backends.host import memory_file
+from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft
+from numba_symm.launch import locks
+from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.store import StoreExchange
+from numba_symm.launch.waiting import Wait
+
+# Beyond the file's end: a byte for each rank.
+_LOCKS = 1 << 40  # locked by the rank that changes its memory
+_ALIVE = 1 << 41  # locked by the rank itself while it uses the window
+
+
+class _Ranks:
+    """The ranks of a communicator of mpi4py, in calls that all of them make."""
+
+    def __init__(self, host: Any):
+        self.rank, self.size = host.rank, host.size
+        self.allgather, self.barrier = host.allgather, host.Barrier
+
+
+class WindowLocks:
+    """The locks of one window, one for the memory of each rank. Collective.
+
+    Args:
+        host: the communicator of mpi4py.
+        what: the call that makes the window.
+        seconds: how long a rank waits for a lock; 0: indefinitely.
+    """
+
+    def __init__(self, host: Any, what: str, seconds: float):
+        self._rank, self._seconds = host.rank, seconds
+        self._fd = -1
+        self._threads = threading.RLock()  # threads of one process share its locks
+        exchange = StoreExchange(_Ranks(host), "window")
+        exchange.call = what
+        size = host.size
+        with ExitStack() as undo:
+            channel, fd = undo.enter_context(IpcChannel(exchange)), -1
+            with exchange.agreed("making the locks of a window"):
+                if self._rank == 0:
+                    fd = memory_file("numba_symm window", 16 * size)
+                    undo.callback(os.close, fd)
+                    for rank in range(1, size):
+                        channel.send_fd(rank, fd)
+            with ExitStack() as made:
+                made.callback(self.close)
+                with exchange.agreed("mapping the locks of a window"):
+                    if self._rank != 0:
+                        fd = channel.recv_fd(0)
+                        undo.callback(os.close, fd)
+                    self._fd = locks.reopened(fd)
+                    locks.lock(self._fd, _ALIVE + self._rank)
+                    memory = mmap.mmap(fd, 16 * size)
+                    self._holders, self._done = np.frombuffer(memory, "i8").reshape(
+                        2, size
+                    )
+                made.pop_all()
+        forks.watch(self)
+
+    @contextmanager
+    def held(self, target: int, what: str) -> Iterator[None]:
+        """Hold the lock of a rank's memory during the block.
+
+        Args:
+            target: the rank.
+            what: the call, for errors.
+
+        Raises:
+            CollectiveTimeout: another rank has held it for too long.
+            RankLeft: a rank has ended while it held the lock.
+        """
+        self._check()
+        mine, release = self._rank + 1, locks.unlocking(_LOCKS + target)
+        with self._threads:
+            try:
+                self._acquire(target, what)
+                holder = int(self._holders[target])
+                if holder:
+                    raise RankLeft(
+                        f"{what}: rank {holder - 1} ended while it changed the memory "
+                        f"of rank {target} in this window; free the window, and make "
+                        "a new one of the ranks that are left",
+                        ranks=(holder - 1,),
+                        operation=what,
+                    )
+                self._holders[target] = mine
+                yield
+            finally:
+                # Not only after the store: a signal handler may have raised before it.
+                if self._holders[target] == mine:
+                    self._holders[target] = 0
+                # The first call here, because a signal handler may raise after it.
+                fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, release)
+
+    def _acquire(self, target: int, what: str) -> None:
+        wait = Wait(what, self._rank, self._seconds)
+        while not locks.try_lock(self._fd, _LOCKS + target):
+            number = int(self._holders[target])  # 0: it has just got the lock
+            holder = (number - 1,) if number else ()
+            if wait.pause(holder):
+                raise CollectiveTimeout(
+                    f"{what}: rank {self._rank} {wait.said(holder)}, which changes the "
+                    f"memory of rank {target} in this window (timeout: "
+                    f"{self._seconds:g} s); continue or end the rank that changes it, "
+                    "or pass a longer timeout= to MPI.Comm",
+                    ranks=(self._rank, *holder),
+                    operation=what,
+                )
+
+    def meet(self, what: str, seconds: float) -> None:
+        """Wait until every rank has called this or has ended. Collective, once.
+
+        Args:
+            what: the call, for errors.
+            seconds: how long to wait; 0: indefinitely.
+
+        Raises:
+            CollectiveTimeout: a rank did not come in time.
+        """
+        self._check()
+        wait = Wait(what, self._rank, seconds)
+        self._done[self._rank] = 1
+        while absent := [
+            rank
+            for rank, done in enumerate(self._done)
+            if not done and locks.is_locked(self._fd, _ALIVE + rank)
+        ]:
+            if wait.pause(absent):
+                raise wait.error(absent)
+
+    def _check(self) -> None:
+        if self._fd < 0:
+            raise ClosedError("Win: Free was called on the window; make a new one")
+
+    def close(self) -> None:
+        """Let go of the file, and so of this rank's locks. Local and idempotent."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def disown(self) -> None:
+        """Close a forked child's copy, which would keep its parent's locks."""
+        self.close()

@@ -1,0 +1,116 @@
+"""The locks of accumulates, within one process."""
+
+import os
+import signal
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft
+from numba_symm.launch import locks
+from numba_symm.mpi import window_locks
+from numba_symm.mpi.window_locks import WindowLocks
+from tests.interrupts import Interrupt, interrupted
+
+
+@pytest.fixture
+def made():
+    host = SimpleNamespace(rank=0, size=1, allgather=lambda x: [x], Barrier=None)
+    made = WindowLocks(host, "Win.Allocate", 0.2)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(made):
+    """Another process' description of the file."""
+    fd = locks.reopened(made._fd)
+    yield fd
+    os.close(fd)
+
+
+def test_a_holder_has_the_lock_to_itself(made, other):
+    with made.held(0, "Accumulate"):
+        assert not locks.try_lock(other, window_locks._LOCKS)
+        assert made._holders[0] == 1
+    assert locks.try_lock(other, window_locks._LOCKS)
+    made._holders[0] = 6  # of the rank that has it
+    begin = time.monotonic()
+    with (
+        pytest.raises(CollectiveTimeout) as found,
+        made.held(0, "Accumulate"),
+    ):
+        pass
+    assert 0.2 <= time.monotonic() - begin < 10
+    assert str(found.value).startswith(
+        "Accumulate: rank 0 waited for rank 5 in Accumulate, which changes the memory "
+        "of rank 0 in this window (timeout: 0.2 s); "
+    )
+    assert found.value.ranks == (0, 5)
+
+
+def test_a_holder_that_has_ended_is_named(made, other):
+    locks.lock(other, window_locks._LOCKS)
+    made._holders[0] = 6
+    locks.unlock(other, window_locks._LOCKS)  # as Linux does for a process that ends
+    for _ in range(2):
+        with (
+            pytest.raises(RankLeft, match="rank 5 ended while it changed the memory"),
+            made.held(0, "Accumulate"),
+        ):
+            pass
+    assert locks.try_lock(other, window_locks._LOCKS)
+
+
+def test_a_wait_ends_by_a_signal(made, other):
+    locks.lock(other, window_locks._LOCKS)
+    made._seconds = 30
+
+    def handler(number, frame):
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Interrupt), made.held(0, "Accumulate"):
+            pass
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_leaves_no_lock(made, other):
+    def call():
+        with made.held(0, "Accumulate"):
+            pass
+
+    def check():
+        assert not made._holders.any()
+        assert locks.try_lock(other, window_locks._LOCKS)
+        locks.unlock(other, window_locks._LOCKS)
+
+    assert interrupted(call, check, turns=400)
+
+
+def test_threads_exclude_each_other(made):
+    order = []
+
+    def work():
+        with made.held(0, "Accumulate"):
+            order.append("second")
+
+    thread = threading.Thread(target=work)
+    with made.held(0, "Accumulate"):
+        thread.start()
+        time.sleep(0.05)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_a_closed_window_refuses(made):
+    made.meet("Win.Free", 1)  # it is alone
+    made.close()
+    with pytest.raises(ClosedError, match="Free was called"), made.held(0, "Put"):
+        pass
