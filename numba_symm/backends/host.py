@@ -102,7 +102,8 @@ def memory_file(name: str, nbytes: int) -> int:
     return fd
 
 
-_allocated: dict[int, int] = {}  # bytes, by the descriptor of their file
+# By the descriptor of its file: of an allocation's bytes, the most that use no memory.
+_allocated: dict[int, int] = {}
 _lock = threading.RLock()  # other threads close none while one looks at them all
 
 
@@ -112,8 +113,13 @@ def _refuse_too_much(nbytes: int, ranks: int) -> None:
     Memory that was allocated but not written is not used yet. All ranks have as much of
     it, because their allocations are symmetric.
     """
-    unwritten = sum(_unwritten(fd, size) for fd, size in list(_allocated.items()))
     left = host_memory.available()
+    # Look at the files only if all might not fit, because there may be thousands.
+    if ranks * (nbytes + sum(_allocated.values())) <= left:
+        return
+    for fd in list(_allocated):
+        _look_at(fd)
+    unwritten = sum(_allocated.values())
     if ranks * (nbytes + unwritten) > left:
         raise BackendError(
             f"expected {nbytes} bytes on each of {ranks} ranks to fit into the memory "
@@ -122,12 +128,15 @@ def _refuse_too_much(nbytes: int, ranks: int) -> None:
         )
 
 
-def _unwritten(fd: int, nbytes: int) -> int:
-    """Return the bytes of a file that use no memory yet."""
+def _look_at(fd: int) -> None:
+    """Note how many bytes of a file use no memory yet; they do not become more."""
     try:
-        return nbytes - _BLOCK * os.fstat(fd).st_blocks
+        found = os.fstat(fd)
     except OSError:  # a finalizer of this thread has freed it meanwhile
-        return 0
+        return
+    unwritten = found.st_size - _BLOCK * found.st_blocks
+    if fd in _allocated:
+        _allocated[fd] = unwritten
 
 
 _BLOCK = 512  # bytes, what st_blocks counts

@@ -1,6 +1,5 @@
 """This process' allocations of symmetric memory, found by any pointer into them."""
 
-import bisect
 import functools
 import threading
 import weakref
@@ -12,6 +11,7 @@ from numba_symm.backends.protocol import Allocation, Backend
 from numba_symm.errors import ArgumentError, BackendError
 from numba_symm.memory.symmetric import SymmetricMemory
 from numba_symm.own_arrays import Memory
+from numba_symm.ranges import Ranges
 
 _on_failure: list[Callable[[], None]] = []
 _allocators: list["SymmetricMemoryAllocator"] = []
@@ -22,6 +22,13 @@ def on_allocation_failure(callback: Callable[[], None]) -> None:
     _on_failure.append(callback)
 
 
+class Mapped(Protocol):
+    """A block that a communicator has mapped on all its ranks."""
+
+    def note_dropped(self) -> None:
+        """Note that the block's owner has dropped it. In any thread."""
+
+
 class Block:
     """An allocation of this process that can be mapped by peers.
 
@@ -30,7 +37,7 @@ class Block:
         nbytes: the size that was requested.
         backend: its backend.
         allocation: the backend's allocation.
-        mapped: the number of communicators that have it mapped.
+        mapped: for each communicator that has it mapped, that mapping.
         dropped: whether its owner has dropped it.
         own: whether this library has to free it, and has not done so.
     """
@@ -42,22 +49,30 @@ class Block:
         self.nbytes = nbytes
         self.backend = backend
         self.allocation = allocation
-        self.mapped = 0
+        self.mapped: set[Mapped] = set()
         self.dropped = False
         self.own = own
 
     def drop(self) -> None:
         """Free the memory as soon as no communicator has it mapped."""
         self.dropped = True
+        for mapped in list(self.mapped):
+            mapped.note_dropped()
         self._free_if_unused()
 
-    def unmapped(self) -> None:
-        """Note that one communicator has unmapped it."""
-        self.mapped -= 1
+    def add_mapped(self, mapped: Mapped) -> None:
+        """Note that a communicator has mapped it."""
+        self.mapped.add(mapped)
+        if self.dropped:  # by another thread
+            mapped.note_dropped()
+
+    def remove_mapped(self, mapped: Mapped) -> None:
+        """Note that a communicator has unmapped it."""
+        self.mapped.remove(mapped)
         self._free_if_unused()
 
     def _free_if_unused(self) -> None:
-        if self.dropped and self.mapped == 0 and self.own:
+        if self.dropped and not self.mapped and self.own:
             self.own = False
             self.backend.free(self.allocation)
 
@@ -73,8 +88,7 @@ class SymmetricMemoryAllocator:
 
     def __init__(self, backend: Backend):
         self._backend = backend
-        self._blocks: dict[int, Block] = {}
-        self._starts: list[int] = []
+        self._blocks: Ranges[Block] = Ranges()
         # For threads. An RLock would admit finalizers between the steps of their own
         # thread, so finalizers defer their releases.
         self._lock = threading.RLock()
@@ -112,8 +126,7 @@ class SymmetricMemoryAllocator:
             allocation = self._backend.allocate(nbytes, ranks)
         block = Block(nbytes, self._backend, allocation, own=True)
         with self._lock:
-            bisect.insort(self._starts, block.address)
-            self._blocks[block.address] = block
+            self._blocks.put(block.address, block)
         return block
 
     def memory_of(self, block: Block) -> Memory:
@@ -133,7 +146,7 @@ class SymmetricMemoryAllocator:
         allocation mapped.
         """
         ptr = arguments.address(ptr, "free")
-        block = self._blocks.get(ptr)
+        block = self._blocks.at(ptr)
         if block is None:
             raise ArgumentError(
                 f"free: expected an address that alloc returned, got {ptr:#x}"
@@ -145,8 +158,7 @@ class SymmetricMemoryAllocator:
         with self._lock:
             if block.dropped:
                 return
-            del self._blocks[block.address]
-            self._starts.remove(block.address)
+            self._blocks.remove(block.address, block)
             block.dropped = True
         block.drop()
 
@@ -154,12 +166,10 @@ class SymmetricMemoryAllocator:
         """Return the allocation that contains ``ptr``, or None."""
         ptr = arguments.address(ptr, "find")
         with self._lock:
-            index = bisect.bisect_right(self._starts, ptr) - 1
-            if index < 0:
-                return None
-            block = self._blocks[self._starts[index]]
-        inside = ptr - block.address < max(block.nbytes, 1)
-        return block if inside else None
+            block = self._blocks.around(ptr)
+        if block is None or ptr - block.address >= max(block.nbytes, 1):
+            return None
+        return block
 
     def get_alloc_size(self, ptr: int) -> int:
         """Return the requested size of the allocation that contains ``ptr``."""
@@ -187,7 +197,7 @@ class SymmetricMemoryAllocator:
     def is_rendezvous_completed(self, ptr: int) -> bool:
         """Return whether the allocation of ``ptr`` is mapped on all ranks."""
         block = self.find(arguments.address(ptr, "is_rendezvous_completed"))
-        return block is not None and block.mapped > 0
+        return block is not None and bool(block.mapped)
 
 
 @runtime_checkable

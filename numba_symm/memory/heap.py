@@ -16,9 +16,10 @@ from numba_symm.island import Island
 from numba_symm.memory.allocator import Block, allocator_of
 from numba_symm.memory.symmetric import SymmetricMemory
 from numba_symm.own_arrays import Memory
+from numba_symm.ranges import Misses, Ranges
 
 
-@dataclass
+@dataclass(eq=False)
 class _Entry:
     """An allocation that is mapped on all ranks of one communicator.
 
@@ -29,13 +30,18 @@ class _Entry:
         pad: its signal pad, after a rendezvous.
         owner: returns the object that keeps this rank's memory: an array's Memory (by a
             weak reference, so that the array may be dropped), or a registered array.
+        dropped: gets its number when the block's owner drops it.
     """
 
     number: int
     block: Block
     peers: Peers
+    dropped: set[int]
     pad: "_Pad | None" = None
     owner: Callable[[], Any] = lambda: None
+
+    def note_dropped(self) -> None:
+        self.dropped.add(self.number)
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,11 @@ class Heap:
 
     All public methods but ``close_locally``, ``everywhere`` and ``seen`` are
     collective: every rank calls them with equal sizes, in the same order.
+
+    Attributes:
+        generation: changes whenever :meth:`place` may return something else for memory
+            about which it was asked before. So a packed call with the addresses that it
+            returned is valid for one generation.
     """
 
     def __init__(self, island: Island, whole: Island | None = None):
@@ -75,8 +86,11 @@ class Heap:
         self._whole = whole or island
         self.allocator = allocator_of(island.backend.name, island.gpu.ordinal)
         self._entries: dict[int, _Entry] = {}
+        self._found: Ranges[_Entry] = Ranges()
+        self._dropped: set[int] = set()
+        self._misses = Misses()
         self._count = 0
-        self.generation = 0  # changes with the mappings
+        self.generation = 0
         self._arenas: list[_Entry] = []
         self._free_pads: list[_Pad] = []
 
@@ -152,17 +166,25 @@ class Heap:
     def _map(self, block: Block, what: str) -> _Entry:
         nbytes = block.allocation.nbytes
         peers = map_peers(self.island, block.backend, block.allocation, nbytes, what)
-        entry = _Entry(self._count, block, peers)
-        block.mapped += 1
+        entry = _Entry(self._count, block, peers, self._dropped)
         self._entries[entry.number] = entry
+        self._found.put(block.address, entry)
+        block.add_mapped(entry)
         self._count += 1
-        self.generation += 1
+        # Memory that was ordinary when a call was packed: of another library, or freed
+        # since, so that its addresses are this block's now.
+        if self._misses.meet(block.address, block.allocation.nbytes):
+            self._forget_places()
         return entry
+
+    def _forget_places(self) -> None:
+        self.generation += 1
+        self._misses.clear()
 
     def reclaim(self) -> None:
         """Free the allocations that every rank has dropped."""
         deferred.give_back()
-        mine = [entry.number for entry in self._entries.values() if entry.block.dropped]
+        mine = list(self._dropped)  # a copy: other threads may drop more
         dropped = self.island.exchange.all_gather(mine, "dropped memory")
         numbers = sorted(set(mine).intersection(*map(set, dropped)))
         self._remove(numbers, "unmapping dropped memory")
@@ -171,13 +193,16 @@ class Heap:
         """Unmap allocations. Collective within the island."""
         if not numbers:
             return
-        self.generation += 1
+        self._forget_places()  # other memory may be mapped there next
         entries = [self._entries.pop(number) for number in numbers]
+        for entry in entries:
+            self._found.remove(entry.block.address, entry)
+            self._dropped.discard(entry.number)
         with self.island.exchange.agreed(what):
             _unmap(entries)
         # Every rank has unmapped them, so memory of every kind may be freed.
         for entry in entries:
-            entry.block.unmapped()
+            entry.block.remove_mapped(entry)
         self._free_pads += [entry.pad for entry in entries if entry.pad is not None]
 
     def rendezvous(self, address: int, array: Any = None) -> SymmetricMemory:
@@ -214,15 +239,16 @@ class Heap:
         )
 
     def _entry_around(self, address: int) -> _Entry | None:
-        for entry in self._entries.values():
-            inside = 0 <= address - entry.block.address < max(entry.block.nbytes, 1)
-            if inside and entry.block.dropped:
-                raise ArgumentError(
-                    f"rendezvous: expected an array, got {address:#x} in freed memory"
-                )
-            if inside:
-                return entry
-        return None
+        entry = self._found.around(address)
+        if entry is None:
+            return None
+        if address - entry.block.address >= max(entry.block.nbytes, 1):
+            return None
+        if entry.block.dropped:
+            raise ArgumentError(
+                f"rendezvous: expected an array, got {address:#x} in freed memory"
+            )
+        return entry
 
     def _block_around(self, address: int, what: str) -> Block:
         block = self.allocator.find(address)
@@ -243,14 +269,16 @@ class Heap:
         Other ranks may have passed another part. None: the bytes from ``address`` on
         are not in one allocation that is kept as long as it is mapped.
         """
-        for entry in self._entries.values():
+        entry = self._found.around(address)
+        if entry is not None:
             offset = address - entry.block.address
-            inside = offset >= 0 and offset + nbytes <= entry.block.nbytes
+            inside = offset + nbytes <= entry.block.nbytes
             if inside and (entry.block.own or entry.owner() is not None):
                 return Place(
                     tuple(base + offset for base in entry.peers.addresses),
                     tuple(base + offset for base in entry.peers.seen),
                 )
+        self._misses.add(address, nbytes)
         return None
 
     def _take_pad(self, what: str) -> _Pad:
@@ -274,7 +302,7 @@ class Heap:
             _unmap(entries)
         # Every rank has unmapped, so memory of every kind may be freed.
         for entry in entries:
-            entry.block.unmapped()
+            entry.block.remove_mapped(entry)
 
     def close_locally(self) -> None:
         """Unmap all peers, without other ranks.
@@ -288,7 +316,7 @@ class Heap:
         finally:
             for entry in entries:
                 if entry.block.backend.frees_while_mapped:
-                    entry.block.unmapped()
+                    entry.block.remove_mapped(entry)
                 else:
                     _never_freed.append(entry)
 
@@ -296,6 +324,7 @@ class Heap:
         deferred.give_back()  # includes the workspace
         entries = list(self._entries.values())
         self._entries.clear()
+        self._found.clear()
         for arena in self._arenas:  # no array views them: freed when unmapped
             self.allocator.release(arena.block)
         self._arenas.clear()

@@ -2,15 +2,17 @@
 
 import bisect
 import gc
+import sys
 
 import numpy as np
 import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm import arrays
+from numba_symm import arrays, kernels
 from numba_symm import device as symm
 from numba_symm.environment import SIMULATED
+from numba_symm.own_arrays import Memory
 from tests.ranks.helpers import (
     check_works,
     get,
@@ -167,6 +169,82 @@ def test_arrays_go_once_all_ranks_have_dropped_them(comm, world):
     assert number not in entries(comm)
     assert len(entries(comm) - before) == 2
     del first, second
+
+
+def count(event, call):
+    """Return how many events of a tracer this thread has in a call."""
+    found = []
+
+    def trace(frame, kind, argument):
+        if kind == event:
+            found.append(frame.f_code.co_qualname)
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return len(found)
+
+
+def test_remembered_calls_survive_what_cannot_change_them(comm, monkeypatch):
+    """They are forgotten when memory that they were bound to is mapped or unmapped."""
+    monkeypatch.setattr(kernels, "_simulate", lambda *args: None)
+    monkeypatch.setattr(kernels.Launch, "__call__", lambda *args: None)
+    gc.collect()  # no finalizer runs within a count
+    address = comm.allocator.alloc(64)  # not symmetric yet
+    ordinary = Memory(address, 64, None).array(16, np.float32)
+    x, y = (comm.zeros(16, np.float32) for _ in range(2))
+
+    def call():
+        for each in (x, ordinary):
+            comm.all_reduce(each, out=y, algorithm="direct")
+
+    def place():
+        return comm._calls.heap.place(address, 64)
+
+    call()
+    known = count("call", call)
+    z = comm.empty(8)
+    assert count("call", call) == known
+    comm.rendezvous(z)
+    assert count("call", call) == known
+    assert place() is None
+    comm.allocator.rendezvous(address, comm)
+    assert place().addresses[comm.rank] == address
+    assert count("call", call) > known
+    assert count("call", call) == known
+    del z
+    comm.empty(8)  # after z is unmapped, so other memory may get its addresses
+    assert count("call", call) > known
+    assert count("call", call) == known
+    comm.allocator.free(address)
+
+
+@pytest.mark.skipif("config.pluginmanager.get_plugin('agreement').comm.size > 1")
+def test_many_arrays_cost_no_more_than_a_few(comm, monkeypatch):
+    """Counted in lines of Python, on a rank that waits for no other one."""
+    monkeypatch.setattr(kernels, "_simulate", lambda *args: None)
+    monkeypatch.setattr(kernels.Launch, "__call__", lambda *args: None)
+    many = []
+
+    def steps():
+        x, y = comm.empty(16, np.float32), comm.zeros(16, np.float32)
+        comm.rendezvous(x)
+        comm.rendezvous(x[2:])
+        comm.all_reduce(x, out=y, algorithm="direct")
+        comm._calls.heap.place(arrays.view(y, "test").address, 64)
+        many.append((x, y))
+
+    def lines():
+        gc.collect()
+        return min(count("line", steps) for _ in range(3))
+
+    few = lines()
+    many += [comm.empty(1) for _ in range(400)]
+    assert lines() <= few * 1.05
 
 
 def test_memory_keeps_what_it_was_made_of(comm):
