@@ -54,11 +54,12 @@ def folder():
     found = KEPT / f"mpi4py-{VERSION}" / "test"
     if not found.exists():
         KEPT.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", KEPT]
+        # With the setuptools that is here: pip would install one for this alone, which
+        # took minutes on a loaded machine. Only the network has a deadline, pip's own.
+        command = [sys.executable, "-m", "pip", "download", "--no-build-isolation"]
+        command += ["--timeout", "30", "--retries", "3", "--no-deps", "--dest", KEPT]
         command += ["--no-binary", ":all:", f"mpi4py=={VERSION}"]
-        ended = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=300
-        )
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
         if ended.returncode:
             pytest.skip(f"mpi4py's sources cannot be had: {ended.stderr[-200:]}")
         with tarfile.open(KEPT / f"mpi4py-{VERSION}.tar.gz") as files:
