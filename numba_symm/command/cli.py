@@ -4,10 +4,11 @@
 - ``bench`` measures collectives.
 - ``compile`` compiles kernels into the disk cache.
 - ``tune`` measures which algorithms are the fastest here.
-- ``info`` shows versions, GPUs and the backend.
+- ``info`` shows what a bug report needs: versions, GPUs, MPI, settings.
 """
 
 import argparse
+import json
 import os
 import re
 import secrets
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -74,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _compile(argv[1:])
         options = _parser().parse_args(words)
         if options.command == "info":
-            return _info()
+            return _info(options)
         if options.command == "tune":
             return _tune(options)
         return _run(options, flags)
@@ -124,7 +126,17 @@ def _parser() -> argparse.ArgumentParser:
         "arguments", nargs=argparse.REMAINDER, help="the program's arguments"
     )
     rest.required = False  # otherwise the error for no program lists it, too
-    commands.add_parser("info", help="show versions, GPUs, the backend and the cache")
+    shown = commands.add_parser(
+        "info",
+        help="show versions, GPUs, MPI, settings and the cache, for bug reports",
+        description="Show what a bug report needs: the versions of the system, "
+        "the packages and MPI, the GPUs with their peer access, the backend, the "
+        "environment variables of this library, of MPI and of launchers, and what is "
+        "wrong with them, the measured limits, and the cache of kernels. On ranks of "
+        "a launcher, rank 0 also shows the islands: mpirun -n 4 numba-symm info",
+        allow_abbrev=False,
+    )
+    shown.add_argument("--json", action="store_true", help="print one object of JSON")
     commands.add_parser(
         "compile", help="compile kernels into the disk cache, with or without a GPU"
     )
@@ -197,16 +209,30 @@ def _tune(options: argparse.Namespace) -> int:
     return _run(options, [])
 
 
-def _info() -> int:
+def _info(options: argparse.Namespace) -> int:
     from numba_symm.command import compiling, job  # import many packages
+    from numba_symm.engines import nccl
 
     alone = ranks.launched_size() < 2
+    first = alone or ranks.launched_rank() == 0
     # Open MPI's ranks have a terminal even if their output goes to a file.
     console = Console(force_terminal=None if alone else False)
-    if alone or ranks.launched_rank() == 0:
-        info.report(console)
-        compiling.report(console)
-    job.report(console)
+    found: dict[str, Any] = {}
+    if first:
+        try:
+            mpirun = find_mpirun()
+        except SymmError:
+            mpirun = None
+        found["nccl"] = nccl.found().version or nccl.found().missing
+        found |= info.facts(mpirun) | compiling.facts()
+    if first and not options.json:  # also if the ranks cannot agree on islands
+        info.show(found, console)
+        compiling.show(found, console)
+    found["islands"] = job.islands()
+    if first and options.json:
+        print(json.dumps(found, indent=2))
+    elif first and found["islands"]:
+        info.line(console, "Islands", found["islands"])
     return 0
 
 

@@ -22,6 +22,7 @@ from numba_symm.collectives import kernel_set, lifetime, select, tuned
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import SymmError
 from numba_symm.kernels import Kernel
+from numba_symm.launch import info
 from numba_symm.launch.devices import GPU, visible_gpus
 
 DTYPES, OPS = kernel_set.DTYPES, ("sum",)
@@ -351,28 +352,39 @@ def _compile(batch: Sequence[Job]) -> None:
             raise SymmError(f"compile: {code_cache.refusal()}")
 
 
-def report(console: Console) -> None:
-    """Print the cache's place and size, how much of the default set it has, and limits.
+def facts() -> dict[str, Any]:
+    """Return the limits in use, and what the cache has, for ``numba-symm info``.
 
     The limits are those of ``numba-symm tune``.
     """
     gpus = [] if SIMULATED else visible_gpus()
-    limits = escape(tuned.described(gpus[0].name if gpus else None))
-    console.print(f"[bold]Limits[/]   {limits}", soft_wrap=True)
+    found = {"limits": tuned.described(gpus[0].name if gpus else None)}
     try:
         folder = code_cache.folder()
     except RuntimeError as error:  # no home
-        console.print(f"[bold]Cache[/]    none: {escape(str(error))}")
-        return
-    nbytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    text = f"{escape(str(folder))}, {nbytes / 2**20:.1f} MiB"
+        return found | {"cache": {"folder": None, "why": str(error)}}
+    cache: dict[str, Any] = {"folder": str(folder)}
+    cache["bytes"] = sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
     if gpus:
         jobs = wanted(parser().parse_args([])).jobs()
-        stored = sum(map(_is_stored, jobs))
-        text += f"; {stored} of the {len(jobs)} kernels of `numba-symm compile`"
-    console.print(f"[bold]Cache[/]    {text}", soft_wrap=True)
-    for line in loads.described():
-        console.print(f"[bold]Loads[/]    {escape(line)}", soft_wrap=True)
-    if not code_cache.is_writable(folder):
-        wrong = escape(code_cache.refusal())
-        console.print(f"[bold red]Wrong[/]    {wrong}", soft_wrap=True)
+        cache |= {"kernels": len(jobs), "stored": sum(map(_is_stored, jobs))}
+    why = "" if code_cache.is_writable(folder) else code_cache.refusal()
+    return found | {"cache": cache | {"why": why}, "loads": loads.described()}
+
+
+def show(found: dict[str, Any], console: Console) -> None:
+    """Print what :func:`facts` has returned."""
+    info.line(console, "Limits", found["limits"])
+    cache = found["cache"]
+    if cache["folder"] is None:
+        info.line(console, "Cache", f"none: {cache['why']}")
+        return
+    text = f"{cache['folder']}, {cache['bytes'] / 2**20:.1f} MiB"
+    if "kernels" in cache:
+        counts = f"{cache['stored']} of the {cache['kernels']} kernels"
+        text += f"; {counts} of `numba-symm compile`"
+    info.line(console, "Cache", text)
+    for each in found["loads"]:
+        info.line(console, "Loads", each)
+    if cache["why"]:
+        info.line(console, "Wrong", cache["why"], "bold red")

