@@ -13,12 +13,13 @@ space. Kernels then access peers' memory directly, over NVLink or PCIe::
         comm.synchronize()
 
 What is listed in ``__all__`` is the public interface; the rest may change. Importing
-starts neither MPI nor CUDA.
+starts neither MPI nor CUDA. What few programs use is imported when it is used.
 """
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
-from numba_symm import device, sharing
+from numba_symm import device
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.lifetime import backend
 from numba_symm.collectives.plans import Plan
@@ -46,7 +47,10 @@ from numba_symm.launch.nodes import World
 from numba_symm.launch.store import StoreExchange
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.memory.symmetric import SymmetricMemory
-from numba_symm.sharing import open_shared, share
+
+if TYPE_CHECKING:
+    from numba_symm import sharing
+    from numba_symm.sharing import open_shared, share
 
 try:
     __version__ = version("numba-symm")
@@ -86,3 +90,18 @@ __all__ = [
     "share",
     "sharing",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the sharing of arrays when a program first names a part of it."""
+    if name not in ("open_shared", "share", "sharing"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import numba_symm.sharing as module
+
+    found = module if name == "sharing" else getattr(module, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "numba_symm"
 ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 LAZY = {
+    ("", "sharing"): "few programs share arrays",
     ("command.cli", "bench.__main__"): "`run` and `info` need none of its libraries",
     ("command.cli", "bench.tune"): "`run` and `info` need none of its libraries",
     ("command.cli", "command.compiling"): "`run` needs none of its libraries",

@@ -16,16 +16,29 @@ LINKED = ["bench", "collectives", "launch"]
 # A program may import numba_symm before it starts MPI and before it picks a GPU.
 IMPORT_ALONE = """
 import sys
+
+LATER = "sharing", "mpi", "bench", "command"
+
 from cuda.bindings import driver
+from numba import cuda
 
 def refuse(*arguments):
     sys.exit("importing numba_symm started CUDA")
 
 driver.cuInit = refuse
+opened, before = [], set(sys.modules)
+sys.addaudithook(lambda event, given: event == "open" and opened.append(given[0]))
 import numba_symm
 
 if "mpi4py.MPI" in sys.modules:
     sys.exit("importing numba_symm started MPI")
+if len(opened) > 300:  # a module is one or two files
+    sys.exit(f"importing numba_symm opened {len(opened)} files")
+for name in sorted(set(sys.modules) - before):
+    if name.startswith(tuple(f"numba_symm.{part}" for part in LATER)):
+        sys.exit(f"importing numba_symm imported {name}")
+if not callable(numba_symm.share) or numba_symm.sharing.share is not numba_symm.share:
+    sys.exit("sharing was not imported when it was used")
 """
 
 
