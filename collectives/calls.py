@@ -17,6 +17,7 @@ from numba_symm.cache import UNKNOWN, Cache
 from numba_symm.collectives import staging
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.checks import check_rank, check_writable
+from numba_symm.collectives.invocation import OPTIONS, Invocation
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
 from numba_symm.collectives.requests import Requests
@@ -41,6 +42,9 @@ class Calls:
     """The calls of one communicator on this rank.
 
     Attributes:
+        rank: this rank.
+        size: the number of ranks.
+        gpu: this rank's GPU.
         island: the ranks with their GPUs and their status board.
         heap: their symmetric memory.
         order: orders the calls of all streams.
@@ -69,6 +73,7 @@ class Calls:
         debug: bool,
         memory: own_arrays.Memory,
     ):
+        self.rank, self.size, self.gpu = end.rank, end.size, island.gpu
         self.island = island
         self.heap = heap
         self.order = order
@@ -90,21 +95,6 @@ class Calls:
             f"<Communicator rank {self.rank} of {self.size}, "
             f"{self.island.backend.name} memory, {self.gpu.name}>"
         )
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.end.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self.end.size
-
-    @property
-    def gpu(self) -> devices.GPU:
-        """This rank's GPU."""
-        return self.island.gpu
 
     # One thread at a time.
 
@@ -232,78 +222,50 @@ class Calls:
 
     # Operations.
 
-    def call(
-        self,
-        operation: Operation,
-        x: Any,
-        op: Any,
-        out: Any,
-        stream: Any,
-        algorithm: str | None,
-        root: int | None = None,
-    ) -> Any:
+    def call(self, given: Invocation[Operation]) -> Any:
         """Check, pack and enqueue an operation; return its output."""
-        what = operation.name
+        what = given.operation.name
         self.begin(what)
         try:
             if self.debug:
-                launch, out, chosen = self.prepared(
-                    operation, x, op, out, stream, algorithm, root
-                )
+                launch, out, chosen = self.prepared(given)
             else:  # what made() does, without the cost of passing on all arguments
                 self.island.check_open()
                 try:
-                    launch, out, chosen = self.bound(
-                        operation, x, op, out, stream, algorithm, root
-                    )
+                    launch, out, chosen = self.bound(given)
                 except BaseException as error:
                     self.give_up_unless_refused(error, what)
                     raise
                 self.island.check()
-            self.run(what, launch, chosen, x, out)
+            self.run(what, launch, chosen, given.x, out)
         finally:
             self.finish()
         return out
 
-    def prepared(
-        self,
-        operation: Operation,
-        x: Any,
-        op: Any,
-        out: Any,
-        stream: Any,
-        algorithm: str | None,
-        root: int | None,
-    ) -> staging.Bound:
+    def prepared(self, given: Invocation[Operation]) -> staging.Bound:
         """Check and pack a call that is enqueued later."""
-        what = operation.name
-        given = operation, x, op, out, stream, algorithm, root
+        operation = given.operation
 
         def words(_: object) -> str:
-            return operation.described(x, op, algorithm, root)
+            return operation.described(given)
 
-        return self.checked(what, words, self.bound, *given)
+        return self.checked(operation.name, words, self.bound, given)
 
-    def bound(
-        self,
-        operation: Operation,
-        x: Any,
-        op: Any,
-        out: Any,
-        stream: Any,
-        algorithm: str | None,
-        root: int | None,
-    ) -> staging.Bound:
+    def bound(self, given: Invocation[Operation]) -> staging.Bound:
         """Check and pack a call; see :meth:`call`."""
+        operation, x, out = given[:3]
         what = operation.name
         source = arrays.fields(x, what)
-        chosen = self.stream_for(stream, x)
+        chosen = self.stream_for(given.stream, x)
+        has_output = True
         if operation.rooted:
-            root = check_rank(root, self.size, f"{what}: root")
-        if operation.at_root and root != self.rank:
+            root = check_rank(given.root, self.size, f"{what}: root")
+            given = given._replace(root=root) if root is not given.root else given
+            has_output = not operation.at_root or root == self.rank
+        if not has_output:
             out = None  # ignored, as in MPI
         gaps = source[3] is None
-        if out is None and not gaps and not (operation.at_root and root != self.rank):
+        if out is None and has_output and not gaps:
             like = arrays.dense(ArrayView(*source), what)
             out = self.new(like, operation.shape(like, self.size), chosen[0], what)
         target = None
@@ -311,44 +273,32 @@ class Calls:
             target = source if out is x else arrays.fields(out, f"{what}: out")
             gaps = gaps or target[3] is None
         if gaps:
-            given = operation, x, op, out, chosen, algorithm, root
-            return staging.bound(self, *given)
-        launch = self.packed(operation, source, target, op, algorithm, root)
-        return launch, out, chosen
+            return staging.bound(self, given, out, chosen)
+        return self.packed(given, source, target), out, chosen
 
     def packed(
-        self,
-        operation: Operation,
-        source: Fields,
-        target: Fields | None,
-        op: Any,
-        algorithm: str | None,
-        root: int | None,
+        self, given: Invocation[Operation], source: Fields, target: Fields | None
     ) -> Enqueue | None:
         """Return the packed launch, remembered or new; None for a call of no elements.
 
         ``target`` is None on a rank that has no output.
         """
-        what = operation.name
-        if not operation.reduces:
-            op = "sum"
-        elif type(op) is not str:  # another one is checked if it is not remembered
-            op = dtypes.reduction(op, what)
-        if algorithm is not None:
-            operation.check_algorithm(algorithm)
-        # All attributes that are checked below. Plans hold peers' addresses, which
-        # change when a symmetric block is unmapped.
-        key = (what, algorithm, op, root, source, target, self.heap.generation)
+        operation, what = given.operation, given.operation.name
+        if type(given.op) is not str:  # another one is checked if it is not remembered
+            given = given._replace(op=dtypes.reduction(given.op, what))
+        if given.algorithm is not None:
+            operation.check_algorithm(given.algorithm)
+        # All that is checked below. Plans hold peers' addresses, which change when a
+        # symmetric block is unmapped.
+        key = (what, given[OPTIONS:], source, target, self.heap.generation)
         known: Enqueue | None = self._plans.get(key)
         if known is not UNKNOWN:
             return known
-        if isinstance(op, str):
-            op = dtypes.reduction(op, what)
+        if isinstance(given.op, str):
+            dtypes.reduction(given.op, what)
         read = arrays.dense(ArrayView(*source), what)
         written = None if target is None else ArrayView(*target)
-        name, call = operation.work(
-            read, written, op, algorithm, root, self.end, self.gpu
-        )
+        name, call = operation.work(given, read, written, self.end, self.gpu)
         launch = None
         if call is not None:
             self.island.check()  # after a failure, do not compile a kernel
@@ -423,9 +373,8 @@ class Calls:
         """Return the stream for work on an array."""
         if stream is None:
             named = arrays.stream_of(array)
-            if named is not None:
-                return named, None
-        return self.default_stream(stream)
+            return self._own if named is None else (named, None)
+        return owned(stream)
 
     def default_stream(self, stream: Any) -> Stream:
         """Return the stream that was passed; for None, the communicator's."""

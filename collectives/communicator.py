@@ -18,6 +18,7 @@ from numba_symm.collectives import (
     vector_forms,
 )
 from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.operations import (
     ALL_GATHER,
@@ -31,7 +32,6 @@ from numba_symm.collectives.operations import (
     SCAN,
 )
 from numba_symm.collectives.persistent import Persistent
-from numba_symm.collectives.plans import Plan, plan
 from numba_symm.collectives.requests import Request
 from numba_symm.collectives.spelling import OthersNames, spelled
 from numba_symm.environment import SIMULATED
@@ -359,7 +359,8 @@ class Communicator(Persistent, OthersNames):
             CollectiveError: an earlier call of the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        return self._calls.call(ALL_REDUCE, x, op, out, stream, algorithm)
+        given = Invocation(ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm)
+        return self._calls.call(given)
 
     @by_one_thread
     def prepare(
@@ -401,23 +402,6 @@ class Communicator(Persistent, OthersNames):
             kernel_set.check_capability(found, gpu.compute_capability, "prepare")
             kernel_set.load(found, self.rank, self.size, "prepare")
 
-    def all_reduce_init(
-        self,
-        x: Any,
-        *,
-        op: Any = "sum",
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Plan:
-        """Prepare an all-reduce to be called many times, as a persistent call of MPI.
-
-        The arguments and errors are those of :meth:`all_reduce`. Calling the plan,
-        ``plan()`` or ``plan(stream=…)``, is collective. Making it is collective only in
-        debug mode.
-        """
-        return plan(self._calls, ALL_REDUCE, x, op, out, stream, algorithm)
-
     def all_gather(
         self,
         x: Any,
@@ -444,7 +428,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        return self._calls.call(ALL_GATHER, x, None, out, stream, algorithm)
+        given = Invocation(ALL_GATHER, x, out, stream, algorithm=algorithm)
+        return self._calls.call(given)
 
     def all_to_all(
         self,
@@ -473,7 +458,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        return self._calls.call(ALL_TO_ALL, x, None, out, stream, algorithm)
+        given = Invocation(ALL_TO_ALL, x, out, stream, algorithm=algorithm)
+        return self._calls.call(given)
 
     def reduce_scatter(
         self,
@@ -507,7 +493,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        return self._calls.call(REDUCE_SCATTER, x, op, out, stream, algorithm)
+        given = Invocation(REDUCE_SCATTER, x, out, stream, op=op, algorithm=algorithm)
+        return self._calls.call(given)
 
     def scan(
         self,
@@ -539,7 +526,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        return self._calls.call(SCAN, x, op, out, stream, algorithm)
+        given = Invocation(SCAN, x, out, stream, op=op, algorithm=algorithm)
+        return self._calls.call(given)
 
     def exscan(
         self,
@@ -560,7 +548,8 @@ class Communicator(Persistent, OthersNames):
             -0.0. The identity of a function is unknown: rank 0's ``out`` keeps its
             contents then, and a new array has undefined contents.
         """
-        return self._calls.call(EXSCAN, x, op, out, stream, algorithm)
+        given = Invocation(EXSCAN, x, out, stream, op=op, algorithm=algorithm)
+        return self._calls.call(given)
 
     def reverse_scan(
         self,
@@ -580,7 +569,8 @@ class Communicator(Persistent, OthersNames):
             ``out``, or the new array, of x's shape. Rank 0 gets the bits of
             :meth:`all_reduce`, except for those of a NaN.
         """
-        return self._calls.call(REVERSE_SCAN, x, op, out, stream, algorithm)
+        given = Invocation(REVERSE_SCAN, x, out, stream, op=op, algorithm=algorithm)
+        return self._calls.call(given)
 
     def reduce(
         self,
@@ -618,7 +608,10 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`; ArgumentError if ``root`` is not a rank.
         """
-        return self._calls.call(REDUCE, x, op, out, stream, algorithm, root)
+        given = Invocation(
+            REDUCE, x, out, stream, op=op, algorithm=algorithm, root=root
+        )
+        return self._calls.call(given)
 
     def broadcast(
         self,
@@ -650,101 +643,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`; ArgumentError if ``root`` is not a rank.
         """
-        return self._calls.call(BROADCAST, x, None, x, stream, algorithm, root)
-
-    def all_gather_init(
-        self,
-        x: Any,
-        *,
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Plan:
-        """Prepare an :meth:`all_gather`, as :meth:`all_reduce_init` does."""
-        return plan(self._calls, ALL_GATHER, x, None, out, stream, algorithm)
-
-    def all_to_all_init(
-        self,
-        x: Any,
-        *,
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Plan:
-        """Prepare an :meth:`all_to_all`, as :meth:`all_reduce_init` does."""
-        return plan(self._calls, ALL_TO_ALL, x, None, out, stream, algorithm)
-
-    def reduce_scatter_init(
-        self,
-        x: Any,
-        *,
-        op: Any = "sum",
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Plan:
-        """Prepare a :meth:`reduce_scatter`, as :meth:`all_reduce_init` does."""
-        return plan(self._calls, REDUCE_SCATTER, x, op, out, stream, algorithm)
-
-    def scan_init(
-        self,
-        x: Any,
-        *,
-        op: Any = "sum",
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Plan:
-        """Prepare a :meth:`scan`, as :meth:`all_reduce_init` does."""
-        return plan(self._calls, SCAN, x, op, out, stream, algorithm)
-
-    def exscan_init(
-        self,
-        x: Any,
-        *,
-        op: Any = "sum",
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Plan:
-        """Prepare an :meth:`exscan`, as :meth:`all_reduce_init` does."""
-        return plan(self._calls, EXSCAN, x, op, out, stream, algorithm)
-
-    def reverse_scan_init(
-        self,
-        x: Any,
-        *,
-        op: Any = "sum",
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Plan:
-        """Prepare a :meth:`reverse_scan`, as :meth:`all_reduce_init` does."""
-        return plan(self._calls, REVERSE_SCAN, x, op, out, stream, algorithm)
-
-    def reduce_init(
-        self,
-        x: Any,
-        *,
-        op: Any = "sum",
-        root: int = 0,
-        out: Any = None,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Plan:
-        """Prepare a :meth:`reduce`, as :meth:`all_reduce_init` does."""
-        return plan(self._calls, REDUCE, x, op, out, stream, algorithm, root)
-
-    def broadcast_init(
-        self,
-        x: Any,
-        *,
-        root: int = 0,
-        stream: Any = None,
-        algorithm: str | None = None,
-    ) -> Plan:
-        """Prepare a :meth:`broadcast`, as :meth:`all_reduce_init` does."""
-        return plan(self._calls, BROADCAST, x, None, x, stream, algorithm, root)
+        given = Invocation(BROADCAST, x, x, stream, algorithm=algorithm, root=root)
+        return self._calls.call(given)
 
     def reduce_scatter_v(
         self,

@@ -12,6 +12,7 @@ from numba_symm import arrays, dtypes, waits
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import pairs, select
 from numba_symm.collectives.checks import are_apart, check_order, check_shards
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import (
     barrier,
     chunked_all_reduce,
@@ -135,29 +136,25 @@ class Operation(NamedTuple):
 
     def work(
         self,
+        given: "Invocation[Operation]",
         source: ArrayView,
         target: ArrayView | None,
-        op: Op,
-        algorithm: str | None,
-        root: int | None,
         end: Endpoint,
         gpu: GPU,
     ) -> tuple[str, Call | None]:
         """Return the algorithm, and the call to bind; None for a call without elements.
 
         Args:
+            given: the call, whose root and operator were checked.
             source: the input.
             target: the output; None on a rank that has none.
-            op: the operator.
-            algorithm: its name, or None to choose the fastest.
-            root: the root, if the operation has one.
             end: this rank's end of the communicator.
             gpu: this rank's GPU.
 
         Raises:
             ArgumentError: an argument is wrong.
         """
-        shards = self.shards(end.size)
+        op, root, shards = given.op, given.root or 0, self.shards(end.size)
         if self.reduces:
             self.check(op)
             if isinstance(op, str) and op in dtypes.LOCATED:
@@ -175,25 +172,23 @@ class Operation(NamedTuple):
                     f"{self.name}: expected a writable out, got a read-only one"
                 )
         nbytes = source.nbytes // shards
-        name = self.chosen(algorithm, nbytes, end.size, element, end.choices)
+        name = self.chosen(given.algorithm, nbytes, end.size, element, end.choices)
         if count == 0:
             return name, None
         for view in filter(None, (source, target)):
             arrays.check_device(view, gpu.ordinal, self.name)
         address = 0 if target is None else target.address
-        return name, Call(source.address, address, count, element, op, root or 0)
+        return name, Call(source.address, address, count, element, op, root)
 
-    def described(
-        self, x: Any, op: Any, algorithm: str | None, root: int | None
-    ) -> str:
+    def described(self, given: "Invocation[Operation]") -> str:
         """Return a text of the arguments on which the ranks must agree."""
-        x = arrays.view(x, self.name)
+        x = arrays.view(given.x, self.name)
         words = [f"{x.size} {x.dtype.name} in {x.order or 'C'} order"]
         if self.reduces:
-            words.append(f"op {dtypes.reduction(op, self.name)!r}")
+            words.append(f"op {dtypes.reduction(given.op, self.name)!r}")
         if self.rooted:
-            words.append(f"root {root}")
-        return ", ".join([*words, f"algorithm {algorithm!r}"])
+            words.append(f"root {given.root}")
+        return ", ".join([*words, f"algorithm {given.algorithm!r}"])
 
     def check_output(
         self, source: ArrayView, target: ArrayView, rank: int, size: int

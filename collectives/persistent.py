@@ -1,4 +1,4 @@
-"""The plans of messages, of the collectives made of them, and of groups."""
+"""The methods that prepare calls to be made many times: all ``…_init`` methods."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -6,15 +6,149 @@ from typing import Any
 
 from numba_symm.collectives import messages, neighbors, plans, vector_forms
 from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BROADCAST,
+    EXSCAN,
+    REDUCE,
+    REDUCE_SCATTER,
+    REVERSE_SCAN,
+    SCAN,
+)
 from numba_symm.collectives.plans import Plan
 from numba_symm.collectives.spelling import spelled
 
 
 @spelled
 class Persistent:
-    """The ``_init`` forms of a communicator's calls that have no algorithms."""
+    """The ``_init`` forms of a communicator's calls."""
 
     _calls: Calls
+
+    def all_reduce_init(
+        self,
+        x: Any,
+        *,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare an all-reduce to be called many times, as a persistent call of MPI.
+
+        The arguments and errors are those of :meth:`all_reduce`. Calling the plan,
+        ``plan()`` or ``plan(stream=…)``, is collective. Making it is collective only in
+        debug mode.
+        """
+        given = Invocation(ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm)
+        return plans.plan(self._calls, given)
+
+    def all_gather_init(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare an :meth:`all_gather`, as ``all_reduce_init`` does."""
+        given = Invocation(ALL_GATHER, x, out, stream, algorithm=algorithm)
+        return plans.plan(self._calls, given)
+
+    def all_to_all_init(
+        self,
+        x: Any,
+        *,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare an :meth:`all_to_all`, as ``all_reduce_init`` does."""
+        given = Invocation(ALL_TO_ALL, x, out, stream, algorithm=algorithm)
+        return plans.plan(self._calls, given)
+
+    def reduce_scatter_init(
+        self,
+        x: Any,
+        *,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare a :meth:`reduce_scatter`, as ``all_reduce_init`` does."""
+        given = Invocation(REDUCE_SCATTER, x, out, stream, op=op, algorithm=algorithm)
+        return plans.plan(self._calls, given)
+
+    def scan_init(
+        self,
+        x: Any,
+        *,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare a :meth:`scan`, as ``all_reduce_init`` does."""
+        given = Invocation(SCAN, x, out, stream, op=op, algorithm=algorithm)
+        return plans.plan(self._calls, given)
+
+    def exscan_init(
+        self,
+        x: Any,
+        *,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare an :meth:`exscan`, as ``all_reduce_init`` does."""
+        given = Invocation(EXSCAN, x, out, stream, op=op, algorithm=algorithm)
+        return plans.plan(self._calls, given)
+
+    def reverse_scan_init(
+        self,
+        x: Any,
+        *,
+        op: Any = "sum",
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare a :meth:`reverse_scan`, as ``all_reduce_init`` does."""
+        given = Invocation(REVERSE_SCAN, x, out, stream, op=op, algorithm=algorithm)
+        return plans.plan(self._calls, given)
+
+    def reduce_init(
+        self,
+        x: Any,
+        *,
+        op: Any = "sum",
+        root: int = 0,
+        out: Any = None,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare a :meth:`reduce`, as ``all_reduce_init`` does."""
+        given = Invocation(
+            REDUCE, x, out, stream, op=op, algorithm=algorithm, root=root
+        )
+        return plans.plan(self._calls, given)
+
+    def broadcast_init(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        stream: Any = None,
+        algorithm: str | None = None,
+    ) -> Plan:
+        """Prepare a :meth:`broadcast`, as ``all_reduce_init`` does."""
+        given = Invocation(BROADCAST, x, x, stream, algorithm=algorithm, root=root)
+        return plans.plan(self._calls, given)
 
     def reduce_scatter_v_init(
         self,

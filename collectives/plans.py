@@ -7,6 +7,7 @@ from typing import Any
 
 from numba_symm.collectives import messages, vector_forms
 from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import REDUCE_SHARD, Operation
 from numba_symm.collectives.transfers import Pending, Prepared, Stream, owned
 from numba_symm.errors import ArgumentError
@@ -125,24 +126,14 @@ class Detached:
         return True
 
 
-def plan(
-    calls: Calls,
-    operation: Operation,
-    x: Any,
-    op: Any,
-    out: Any,
-    stream: Any,
-    algorithm: str | None,
-    root: int | None = None,
-) -> Plan:
+def plan(calls: Calls, given: Invocation[Operation]) -> Plan:
     """Prepare a call of an operation, and return its plan."""
-    with calls.alone(operation.name):
-        launch, out, chosen = calls.prepared(
-            operation, x, op, out, stream, algorithm, root
-        )
-    words = operation.described(x, op, algorithm, root)
-    start = partial(calls.run, operation.name, launch)
-    return Plan(calls, operation.name, words, start, chosen, (x, out), out)
+    what = given.operation.name
+    with calls.alone(what):
+        launch, out, chosen = calls.prepared(given)
+    words = given.operation.described(given)
+    start = partial(calls.run, what, launch)
+    return Plan(calls, what, words, start, chosen, (given.x, out), out)
 
 
 def of_messages(

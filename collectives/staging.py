@@ -19,6 +19,7 @@ import numpy as np
 from numba_symm import arrays, own_arrays, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives.checks import check_writable
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import pack
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue, Series
@@ -93,26 +94,15 @@ Bound = tuple[Enqueue | None, Any, Stream]
 class Caller(Protocol):
     """The calls of a communicator, as arrays with gaps need them: ``Calls``."""
 
+    gpu: GPU
     staging: Staging
     pending: Any
-
-    @property
-    def gpu(self) -> GPU: ...  # noqa: D102
 
     def remembered(self, work_out: Any, *given: Any) -> Any: ...  # noqa: D102
 
     def stream_for(self, stream: Any, array: Any) -> Stream: ...  # noqa: D102
 
-    def bound(  # noqa: D102
-        self,
-        operation: Operation,
-        x: Any,
-        op: Any,
-        out: Any,
-        stream: Any,
-        algorithm: str | None,
-        root: int | None,
-    ) -> Bound: ...
+    def bound(self, given: Invocation[Operation]) -> Bound: ...  # noqa: D102
 
 
 class Staged(NamedTuple):
@@ -241,23 +231,16 @@ class Replaced:
 
 
 def bound(
-    calls: Caller,
-    operation: Operation,
-    x: Any,
-    op: Any,
-    out: Any,
-    chosen: Stream,
-    algorithm: str | None,
-    root: int | None,
+    calls: Caller, given: Invocation[Operation], out: Any, chosen: Stream
 ) -> Bound:
-    """Do what ``Calls.bound`` does, for arrays of which one has gaps."""
+    """Do what ``Calls.bound`` does, if ``x``, or the output ``out``, has gaps."""
     if calls.pending is None:
         calls.staging.begin()
-    given = Replaced(calls, operation.name, x, out, chosen[0])
+    dense = Replaced(calls, given.operation.name, given.x, out, chosen[0])
     launch, made, _ = calls.bound(
-        operation, given.x, op, given.out, chosen[0], algorithm, root
+        given._replace(x=dense.x, out=dense.out, stream=chosen[0])
     )
-    return given.around(launch), given.result(made), chosen
+    return dense.around(launch), dense.result(made), chosen
 
 
 def prepared(

@@ -30,6 +30,7 @@ from numba_symm.collectives.counts import (
     refuse_overlap,
     table_of,
 )
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import REDUCE_SHARD
 from numba_symm.collectives.protocols.binding import Enqueue, Series
@@ -251,7 +252,8 @@ def _shards(
         address = source.address + first * itemsize
         shard = source._replace(address=address, shape=(count,))
         into = target._replace(shape=(count,)) if root == calls.rank else None
-        launches.append(calls.packed(REDUCE_SHARD, shard, into, op, None, root))
+        reduction = Invocation(REDUCE_SHARD, op=op, root=root)
+        launches.append(calls.packed(reduction, shard, into))
     op = dtypes.reduction(op, what)
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
     todo = [launch for launch in launches if launch is not None]

@@ -18,6 +18,7 @@ import numba_symm as ns
 from numba_symm import device as symm
 from numba_symm import loads
 from numba_symm.collectives import operations
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import ALL_REDUCE, BROADCAST
 from tests.absence import AWAY, PATIENT, SOON, context_is_alive, input_of, reduced
 from tests.spawned import attempt
@@ -247,9 +248,9 @@ def comes_when_the_others_have_left(world):
     x = comm.zeros(100, np.float32)
     world.barrier()
 
-    args = (BROADCAST, x, "sum", x, None, "direct", 0)
+    given = Invocation(BROADCAST, x, out=x, algorithm="direct", root=0)
     # Enqueued in time, but started late.
-    launch, _, (stream, _) = comm._calls.bound(*args)
+    launch, _, (stream, _) = comm._calls.bound(given)
 
     def call():
         launch(stream)
@@ -281,8 +282,8 @@ def replays_behind_a_failure(world, algorithm):
         assert reduced(comm, algorithm)  # compiled before half a second counts
     comm = ns.Communicator(world, timeout=0.5)
     x, y = input_of(comm), input_of(comm, 7)
-    args = (ALL_REDUCE, x, "sum", y, None, algorithm, None)
-    launch, _, (stream, _) = comm._calls.bound(*args)
+    given = Invocation(ALL_REDUCE, x, out=y, algorithm=algorithm)
+    launch, _, (stream, _) = comm._calls.bound(given)
     world.barrier()
     for rank in (0, AWAY):
         if world.rank == rank:

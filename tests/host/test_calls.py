@@ -14,6 +14,7 @@ from numba_symm import arrays
 from numba_symm.collectives import select, spelling
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import ALL_GATHER, ALL_REDUCE, Operation
 from numba_symm.errors import ArgumentError
 from numba_symm.launch import devices
@@ -131,7 +132,7 @@ def array(address, shape=(8, 4), dtype="f4", order="C"):
 
 
 def call(calls, x, out, op="sum", operation=ALL_REDUCE):
-    return calls.call(operation, x, op, out, None, None)
+    return calls.call(Invocation(operation, x, out=out, op=op))
 
 
 def test_equal_arrays_are_worked_out_once(calls, bound, launched):
@@ -202,7 +203,7 @@ def test_an_unknown_operator_is_refused(calls, op):
 
 def test_an_operation_without_an_operator_remembers_its_calls(calls, bound):
     for _ in range(2):
-        call(calls, array(X), array(Y, (2, 8, 4)), None, ALL_GATHER)
+        call(calls, array(X), array(Y, (2, 8, 4)), operation=ALL_GATHER)
     assert len(bound) == 1
 
 

@@ -14,6 +14,7 @@ from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import kernel_set, select
 from numba_symm.collectives.binder import Binder
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.islands.binder import STEPS
 from numba_symm.collectives.kernel_set import (
     GAPS,
@@ -76,7 +77,8 @@ def make_a_call(chance, operation, dtype, op, end):
         out = None
     if chance.random() < 0.3:
         end = dataclasses.replace(end, place=lambda address, nbytes: None)
-    name, call = operation.work(x, out, op, None, root, end, GPU)
+    given = Invocation(operation, op=op, root=root)
+    name, call = operation.work(given, x, out, end, GPU)
     operation.bind(name, end, call)
 
 

@@ -1,0 +1,35 @@
+"""A call as one value: the arguments of a public method."""
+
+from typing import Any, Generic, NamedTuple, TypeVar
+
+Kind = TypeVar("Kind")
+
+
+class Invocation(NamedTuple, Generic[Kind]):
+    """The arguments of one call, as its caller passed them.
+
+    The public method makes it. The checks, the agreement of the ranks, the choice of
+    the algorithm, the memory of former calls and the launch read it. A step that
+    replaces an argument, such as an array with gaps, passes on a changed copy.
+
+    Attributes:
+        operation: what is called.
+        x: the input.
+        out: the output; None: a new array.
+        stream: the stream; None: that of the arrays.
+        op: the operator, if the operation reduces.
+        algorithm: its name; None: the fastest.
+        root: the root, if the operation has one.
+    """
+
+    operation: Kind
+    x: Any = None
+    out: Any = None
+    stream: Any = None
+    op: Any = "sum"
+    algorithm: str | None = None
+    root: Any = None
+
+
+OPTIONS = 4
+"""The first field that is an option. Equal options and arrays need equal kernels."""
