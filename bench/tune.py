@@ -83,12 +83,12 @@ def cases(ranks: int) -> list[Case]:
     found = []
     for name in CHOICES:
         operation = operations.OPERATIONS[name]
-        usable = [
-            algorithm
+        usable = {
+            algorithm: made
             for algorithm, made in operation.algorithms.items()
-            if made.fewest <= ranks <= made.most
-        ]
-        others = tuple(each for each in usable if not each.endswith("sentinel"))
+            if made.suits(ranks)
+        }
+        others = tuple(each for each, made in usable.items() if not made.floats)
         if operation.reduces:
             found.append(Case(operation, ("floats",), "float", tuple(usable)))
             found.append(Case(operation, ("others",), "int32", others))

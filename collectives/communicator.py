@@ -30,6 +30,7 @@ from numba_symm.collectives.operations import (
     REDUCE_SCATTER,
     REVERSE_SCAN,
     SCAN,
+    with_algorithms,
 )
 from numba_symm.collectives.persistent import Persistent
 from numba_symm.collectives.requests import Request
@@ -65,6 +66,7 @@ def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
     return alone
 
 
+@with_algorithms
 @spelled
 class Communicator(Persistent, OthersNames):
     """Collectives between the GPUs of ranks, of one node or several.
@@ -344,11 +346,7 @@ class Communicator(Persistent, OthersNames):
             stream: a stream of Numba, cuda.core, CuPy or torch, or a handle. None: the
                 stream that the array names (torch's or CuPy's current one for their
                 arrays), else ``comm.stream``.
-            algorithm: ``"one_shot_sentinel"`` and ``"two_shot_sentinel"`` (floats),
-                ``"one_shot_marked"``, ``"two_shot_marked"``, ``"one_shot_ll"``,
-                ``"chunked"``, ``"direct"`` (between symmetric arrays of this
-                communicator) or ``"copy_engine"`` (of 2 to 4 ranks). Calls that do not
-                meet such a condition are as ``"chunked"``. None: the fastest.
+            algorithm: None for the fastest one, or {algorithms}
 
         Returns:
             ``out``, or the new array, of x's shape.
@@ -419,8 +417,7 @@ class Communicator(Persistent, OthersNames):
             out: the output, an array of shape ``(size, *x.shape)`` and x's dtype, in C
                 order. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"one_shot_ll"``, ``"one_shot_marked"``, ``"chunked"``,
-                ``"direct"`` or ``"copy_engine"``. None: the fastest.
+            algorithm: None for the fastest one, or {algorithms}
 
         Returns:
             ``out``, or the new array: ``out[r]`` has the bits of rank r's x.
@@ -449,8 +446,7 @@ class Communicator(Persistent, OthersNames):
             out: the output, an array of x's shape and dtype, or x itself. None: a new
                 array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"one_shot_ll"``, ``"one_shot_marked"``, ``"chunked"`` or
-                ``"copy_engine"``. None: the fastest.
+            algorithm: None for the fastest one, or {algorithms}
 
         Returns:
             ``out``, or the new array: its r-th shard is rank r's shard for this rank.
@@ -482,9 +478,7 @@ class Communicator(Persistent, OthersNames):
             out: the output, an array of shape ``(x.shape[0] // size, *x.shape[1:])``,
                 or x's shard for this rank. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"one_shot_sentinel"`` (floats), ``"one_shot_ll"``,
-                ``"one_shot_marked"``, ``"chunked"`` or ``"direct"`` (from symmetric
-                arrays of this communicator). None: the fastest.
+            algorithm: None for the fastest one, or {algorithms}
 
         Returns:
             ``out``, or the new array: shard r of the reduction on rank r, with the bits
@@ -516,8 +510,7 @@ class Communicator(Persistent, OthersNames):
             out: the output, of equal size, dtype and order; ``x`` itself for a call in
                 place. None: a new array of ordinary device memory.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"one_shot_sentinel"`` (floats), ``"one_shot_ll"``,
-                ``"one_shot_marked"`` or ``"chunked"``. None: the fastest.
+            algorithm: None for the fastest one, or {algorithms}
 
         Returns:
             ``out``, or the new array, of x's shape. The last rank gets the bits of
@@ -594,12 +587,7 @@ class Communicator(Persistent, OthersNames):
             out: on the root as for :meth:`all_reduce`. Ignored on other ranks, as in
                 MPI.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"one_shot_sentinel"`` and ``"two_shot_sentinel"`` (floats),
-                ``"one_shot_ll"``, ``"one_shot_marked"``, ``"two_shot_marked"``,
-                ``"chunked"``, ``"direct"`` (between symmetric arrays of this
-                communicator, the root's ``out`` among them) or ``"copy_engine"`` (of 2
-                ranks). Calls that do not meet such a condition are as ``"chunked"``.
-                None: the fastest.
+            algorithm: None for the fastest one, or {algorithms}
 
         Returns:
             On the root ``out``, or the new array, of x's shape, with the bits of
@@ -631,11 +619,7 @@ class Communicator(Persistent, OthersNames):
                 and written on the other ranks.
             root: the rank whose contents are sent.
             stream: as for :meth:`all_reduce`.
-            algorithm: ``"one_shot_marked"``, ``"two_shot_marked"`` (of 3 ranks or
-                more), ``"chunked"``, ``"direct"`` (between symmetric arrays of this
-                communicator, of 3 ranks or more) or ``"copy_engine"`` (of 2 ranks).
-                Calls that do not meet such a condition are as ``"chunked"``. None: the
-                fastest.
+            algorithm: None for the fastest one, or {algorithms}
 
         Returns:
             ``x``.

@@ -11,6 +11,7 @@ from numba.core.errors import NumbaError
 from numba_symm import arrays, dtypes, waits
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import pairs, select
+from numba_symm.collectives.algorithms import GENERAL, Algorithm, Arrays, fill_in
 from numba_symm.collectives.checks import are_apart, check_order, check_shards
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import (
@@ -37,6 +38,7 @@ from numba_symm.collectives.protocols.binding import (
     Enqueue,
 )
 from numba_symm.collectives.protocols.exchanges import Exchange, Output
+from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.collectives.protocols.partition import chunks_of
 from numba_symm.collectives.protocols.workspace import COPYING, TWO_SHOT
 from numba_symm.collectives.select import Choices
@@ -46,24 +48,6 @@ from numba_symm.errors import ArgumentError
 from numba_symm.launch.devices import GPU
 
 
-class Algorithm(NamedTuple):
-    """One algorithm of an operation. ``chunked`` does the calls that it cannot do.
-
-    Attributes:
-        bind: packs a call.
-        fewest: the least number of ranks.
-        most: the greatest number of ranks.
-    """
-
-    bind: Bind
-    fewest: int = 1
-    most: float = math.inf
-
-    def suits(self, size: int) -> bool:
-        """Return whether ``size`` ranks can make a call by this algorithm."""
-        return self.fewest <= size <= self.most
-
-
 class Operation(NamedTuple):
     """One operation.
 
@@ -71,7 +55,7 @@ class Operation(NamedTuple):
         name: the name of the communicator's method.
         exchange: what a rank sends, and what it does with the vectors of all ranks.
         shape: ``(input, ranks)`` returns the output's shape.
-        algorithms: by name, ``chunked`` among them.
+        algorithms: by name, ``GENERAL`` among them.
         limits_of: the operation whose limits in ``select.py`` choose the algorithm.
         without: the operators that are not defined for it.
         reduces: whether it has an operator; without one, it accepts any dtype.
@@ -126,11 +110,11 @@ class Operation(NamedTuple):
         """Return ``algorithm``, or refuse it for this type; for None, choose one."""
         if algorithm is None:
             return select.fastest(self.limits_of, nbytes, size, element, choices)
-        if algorithm.endswith("sentinel") and not element.floating:
+        if self.algorithms[algorithm].floats and not element.floating:
+            others = [name for name, made in self.algorithms.items() if not made.floats]
             raise ArgumentError(
-                f"{self.name}: expected floats for algorithm={algorithm!r}, which "
-                f"reserves one of their bit patterns, got {element.name}; use "
-                f"{algorithm.replace('sentinel', 'marked')!r}"
+                f"{self.name}: expected floats for algorithm={algorithm!r}, got "
+                f"{element.name}; use one of {', '.join(map(repr, others))}"
             )
         return algorithm
 
@@ -217,10 +201,10 @@ class Operation(NamedTuple):
             )
 
     def bind(self, algorithm: str, end: Endpoint, call: Call) -> Enqueue:
-        """Pack a call by the algorithm of that name, or by ``chunked``."""
+        """Pack a call by the algorithm of that name, or by ``GENERAL``."""
         found = self.algorithms[algorithm]
         if not found.suits(end.size):
-            found = self.algorithms["chunked"]
+            found = self.algorithms[GENERAL]
         with compiling((call.op, call.element), self.name):
             return found.bind(end, call)
 
@@ -292,19 +276,22 @@ def _operation(
         output: what a rank does with the vectors of all ranks.
         shape: as in ``Operation``.
         algorithms: all but the one-shot ones, which each operation has; None:
-            ``chunked``, and ``copy_engine`` if nothing is reduced.
+            ``GENERAL``, and ``copy_engine`` if nothing is reduced.
         words: what the kernels of the exchange wait for, in an error; "": ``name``.
         limits_of: as in ``Operation``; "": ``name``.
         without: as in ``Operation``.
     """
     kind = Exchange(sends_shards, output, waits.of_operation(words or name))
     found = {
-        f"one_shot_{transport}": Algorithm(partial(one_shot.bind, transport, kind))
+        f"one_shot_{transport}": _mailed(
+            *("one_shot", transport, kind.operation),
+            partial(one_shot.bind, transport, kind),
+        )
         for transport in kind.transports
     }
     if algorithms is None:
         chunked = partial(chunked_exchange.bind, kind)
-        algorithms = {"chunked": Algorithm(chunked)}
+        algorithms = {GENERAL: Algorithm(chunked, (kind.operation,), "chunked")}
         if not output.reduces:
             algorithms["copy_engine"] = _copied(name, kind, chunked)
     return Operation(
@@ -325,13 +312,43 @@ def _copied(
 ) -> Algorithm:
     """Return the algorithm by copy engines; ``chunked`` binds what they refuse."""
     number = waits.of_operation(f"{name} (copy_engine)")
-    bind = partial(copied_exchange.bind, kind, number, chunked)
-    return Algorithm(bind, fewest=2, most=most)
+    gathers = kind.output is Output.SHARDS and not kind.sends_shards
+    return Algorithm(
+        partial(copied_exchange.bind, kind, number, chunked),
+        waits=(number,),
+        region="direct",
+        fewest=2,
+        most=most,
+        x=Arrays.AT_ONE_PLACE,
+        out=Arrays.AT_ONE_PLACE if gathers else Arrays.ANYWHERE,
+        either=gathers,
+        in_place=not kind.sends_shards,
+        copies=True,
+    )
+
+
+def _mailed(
+    shots: str, transport: str, number: int, bind: Bind, fewest: int = 1
+) -> Algorithm:
+    """Return the algorithm by mailboxes of a transport, which waits for ``number``."""
+    floats = TRANSPORTS[transport].floats
+    region = f"{shots}_{transport}"
+    return Algorithm(bind, (number,), region, transport, fewest, floats=floats)
+
+
+def _direct(
+    bind: Bind, number: int, fewest: int = 2, out: Arrays = Arrays.ANYWHERE
+) -> Algorithm:
+    """Return the algorithm between ranks' own arrays, which waits for ``number``."""
+    symmetric = Arrays.SYMMETRIC
+    return Algorithm(bind, (number,), "direct", fewest=fewest, x=symmetric, out=out)
 
 
 def _two_shot() -> dict[str, Algorithm]:
     return {
-        f"two_shot_{transport}": Algorithm(partial(two_shot.bind, transport))
+        f"two_shot_{transport}": _mailed(
+            *("two_shot", transport, waits.TWO_SHOT), partial(two_shot.bind, transport)
+        )
         for transport in TWO_SHOT
     }
 
@@ -351,33 +368,37 @@ ALL_REDUCE = _operation(
     *("all_reduce", False, Output.REDUCED, _same_shape),
     {
         **_two_shot(),
-        "chunked": Algorithm(chunked_all_reduce.bind),
+        GENERAL: Algorithm(chunked_all_reduce.bind, (waits.CHUNKED,), "chunked"),
         "copy_engine": Algorithm(
             partial(copied_reductions.bind_all_reduce, barrier.bind),
+            *((waits.ALL_REDUCE_COPIES,), "copied"),
             fewest=2,
             most=COPYING,
+            copies=True,
         ),
-        "direct": Algorithm(
-            partial(direct_shards.bind_all_reduce, chunked_all_reduce.bind), fewest=2
+        "direct": _direct(
+            partial(direct_shards.bind_all_reduce, chunked_all_reduce.bind),
+            waits.ALL_REDUCE_DIRECT,
+            out=Arrays.SYMMETRIC,
         ),
     },
     words="all_reduce (one_shot)",
 )
 ALL_GATHER = _operation("all_gather", False, Output.SHARDS, _gathered_shape)
-ALL_GATHER.algorithms["direct"] = Algorithm(
+ALL_GATHER.algorithms["direct"] = _direct(
     partial(
         direct_all_gather.bind, partial(chunked_exchange.bind, ALL_GATHER.exchange)
     ),
-    fewest=2,
+    waits.ALL_GATHER,
 )
 ALL_TO_ALL = _operation("all_to_all", True, Output.SHARDS, _exchanged_shape)
 REDUCE_SCATTER = _operation("reduce_scatter", True, Output.REDUCED, _scattered_shape)
-REDUCE_SCATTER.algorithms["direct"] = Algorithm(
+REDUCE_SCATTER.algorithms["direct"] = _direct(
     partial(
         direct_shards.bind_reduce_scatter,
         partial(chunked_exchange.bind, REDUCE_SCATTER.exchange),
     ),
-    fewest=2,
+    waits.REDUCE_SCATTER,
 )
 SCAN = _operation("scan", False, Output.UP_TO_THIS, _same_shape, without=("avg",))
 EXSCAN = _operation(
@@ -394,12 +415,24 @@ REDUCE = _operation(
     *("reduce", False, Output.AT_ROOT, _same_shape),
     {
         **_two_shot(),
-        "chunked": Algorithm(_chunked_reduce),
+        GENERAL: Algorithm(
+            _chunked_reduce,
+            (waits.CHUNKED_REDUCE, waits.CHUNKED, waits.of_operation("reduce")),
+            "chunked",
+        ),
         # More ranks would all copy to the root, over one link.
         "copy_engine": Algorithm(
-            partial(copied_reductions.bind_reduce, barrier.bind), fewest=2, most=2
+            partial(copied_reductions.bind_reduce, barrier.bind),
+            *((waits.REDUCE_COPIES,), "copied"),
+            fewest=2,
+            most=2,
+            copies=True,
         ),
-        "direct": Algorithm(partial(direct_reduce.bind, _chunked_reduce), fewest=2),
+        "direct": _direct(
+            partial(direct_reduce.bind, _chunked_reduce),
+            waits.REDUCE_DIRECT,
+            out=Arrays.SYMMETRIC,
+        ),
     },
 )
 REDUCE_SHARD = REDUCE._replace(name="reduce_scatter_v")
@@ -407,10 +440,16 @@ REDUCE_SHARD = REDUCE._replace(name="reduce_scatter_v")
 BROADCAST = _operation(
     *("broadcast", False, Output.OF_ROOT, _same_shape),
     {
-        "two_shot_marked": Algorithm(two_shot_broadcast.bind, fewest=3),
-        "chunked": Algorithm(chunked_broadcast.bind),
-        "direct": Algorithm(
-            partial(direct_broadcast.bind, chunked_broadcast.bind), fewest=3
+        "two_shot_marked": _mailed(
+            *("two_shot", "marked", waits.TWO_SHOT_BROADCAST),
+            *(two_shot_broadcast.bind, 3),
+        ),
+        GENERAL: Algorithm(
+            chunked_broadcast.bind, (waits.CHUNKED_BROADCAST,), "chunked"
+        ),
+        "direct": _direct(
+            partial(direct_broadcast.bind, chunked_broadcast.bind),
+            *(waits.BROADCAST_DIRECT, 3),
         ),
     },
 )
@@ -425,3 +464,12 @@ OPERATIONS = {
     )
 }
 """By name."""
+
+
+def with_algorithms(communicator: type) -> type:
+    """Fill in the algorithms in the docstrings of a class with the operations."""
+    for name, operation in OPERATIONS.items():
+        method = vars(communicator)[name]
+        if "{algorithms}" in (method.__doc__ or ""):  # python -OO drops docstrings
+            method.__doc__ = fill_in(method.__doc__, operation.algorithms)
+    return communicator

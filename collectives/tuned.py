@@ -118,8 +118,8 @@ def _choice(name: str, kinds: Mapping[str, Any]) -> Choice:
 def _steps(name: str, listed: Any, kind: str) -> tuple[Step, ...]:
     known = [
         each
-        for each in OPERATIONS[name].algorithms
-        if kind == "floats" or not each.endswith("sentinel")
+        for each, made in OPERATIONS[name].algorithms.items()
+        if kind == "floats" or not made.floats
     ]
     steps, before = [], -1.0
     for algorithm, limit in listed:

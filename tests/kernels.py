@@ -54,8 +54,8 @@ def bound_kernels(size):
     """Return the kernels of all operations by each of their algorithms, by factory."""
     with listed() as bound:
         for operation in OPERATIONS.values():
-            for algorithm in operation.algorithms:
-                kind = "float64" if algorithm.endswith("sentinel") else "int64"
+            for algorithm, made in operation.algorithms.items():
+                kind = "float64" if made.floats else "int64"
                 element = dtypes.element(np.dtype(kind), "test")
                 target = 0 if operation.in_place else 1 << 20
                 call = Call(0, target, 256 * size, element, "sum")

@@ -13,13 +13,17 @@ from spawned import attempt, run_ranks
 
 import numba_symm as ns
 from numba_symm import streams
+from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.workspace import layout
+from tests.algorithms import entry
 
 AWAY, COUNT, REUSED = 1, 96, 77
-COPIED = [(name, "copy_engine") for name in ("all_reduce", "all_gather", "all_to_all")]
-CALLS = {2: [(name, "copy_engine") for name in ("broadcast", "reduce")]}
-REDUCING = "all_reduce", "reduce_scatter", "reduce"
-CALLS[3] = [*COPIED, *((name, "direct") for name in ("broadcast", *REDUCING))]
+CALLS = {2: [], 3: []}
+"""By number of ranks: for three, unless an algorithm is for two only."""
+for _name, _operation in OPERATIONS.items():
+    for _algorithm, _made in _operation.algorithms.items():
+        if _made.copies or _made.handshake:
+            CALLS[3 if _made.suits(3) else 2].append((_name, _algorithm))
 
 
 def prepared(comm, name, algorithm):
@@ -138,7 +142,7 @@ def left_alone(world, calls):
     facts = []
     for name, algorithm in calls:
         for how in (stays_away, leaves, comes_late, copies_late):
-            if how is copies_late and algorithm != "copy_engine":
+            if how is copies_late and not entry(name, algorithm).copies:
                 continue
             comm = ns.Communicator(world, timeout=1)
             plan, arrays = prepared(comm, name, algorithm)

@@ -101,6 +101,7 @@ class Transport(NamedTuple):
         peek: ``(box, epoch)`` returns ``low, high, missing``.
         clear: ``(box)`` makes a mailbox that was read ready for the next vector.
         wipe: ``(box)`` does so when the epochs overflow; None: nothing to do.
+        floats: whether it is for floats only, of which it changes some NaNs.
     """
 
     weight: int
@@ -109,6 +110,7 @@ class Transport(NamedTuple):
     peek: Callable[[int, int], Any]
     clear: Callable[[int], None]
     wipe: Any
+    floats: bool = False
 
 
 @device_function
@@ -227,7 +229,8 @@ def _wipe_ll(box: int) -> None:
 
 TRANSPORTS = {
     "sentinel": Transport(
-        *(1, _sent_sentinel, _post_sentinel, _peek_sentinel, _clear_sentinel, None)
+        *(1, _sent_sentinel, _post_sentinel, _peek_sentinel, _clear_sentinel, None),
+        floats=True,
     ),
     "marked": Transport(
         *(1, _sent_as_it_is, _post_marked, _peek_marked, _clear_marked, None)
@@ -374,7 +377,7 @@ def _make_of_all(
     size: int, transport: str, region: Region, protocol: Protocol, sets: int
 ) -> Mailboxes:
     """Return what all operations share; ``receive`` takes theirs after the guard."""
-    _, sent, post_to, peek, clear, wipe_box = TRANSPORTS[transport]
+    _, sent, post_to, peek, clear, wipe_box, _ = TRANSPORTS[transport]
     others = size - 1
     mirror = make_mirror(size)
     count = protocol.tiles(size)

@@ -16,6 +16,7 @@ from sphinx.util.docutils import SphinxDirective
 from numba_symm import dtypes
 from numba_symm.bench import options
 from numba_symm.collectives import operations, select
+from numba_symm.collectives.algorithms import Arrays
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.persistent import Persistent
 from numba_symm.command import cli
@@ -78,6 +79,31 @@ class Algorithms(SphinxDirective):
             first = None if last is None else last + 1
         return "<br>".join(lines)
 
+
+class Conditions(SphinxDirective):
+    """What the algorithms that work on the ranks' own arrays need."""
+
+    def run(self):
+        """Return a table of arrays and of other conditions."""
+        rows = [
+            ["algorithm", "arrays that are symmetric on every rank", "where, and more"]
+        ]
+        for name, operation in operations.OPERATIONS.items():
+            for algorithm, made in operation.algorithms.items():
+                if made.handshake:
+                    arrays = made.arrays.replace("``", "`")
+                    if operation.at_root:
+                        arrays = arrays.replace("`out`", "`out` on the root")
+                    where = [_WHERE[made.x], "not in place" * (not made.in_place)]
+                    more = "; ".join(filter(None, [*where, made.ranks]))
+                    rows.append([f"`{algorithm}`, `{name}`", arrays, more])
+        return self.parse_text_to_nodes(_markdown(rows))
+
+
+_WHERE = {
+    Arrays.SYMMETRIC: "the address of each is a multiple of 16",
+    Arrays.AT_ONE_PLACE: "the same place on every rank",
+}
 
 _RANKS = (2, 4, 8)  # what the limits were measured with
 _REDUCED = {", floats": "float32", ", other types": "int32"}
@@ -265,6 +291,7 @@ def setup(app):
     """Add the directives, and the way in which names are looked up."""
     for name, directive in (
         ("algorithms", Algorithms),
+        ("conditions", Conditions),
         ("help", Help),
         ("methods", Methods),
         ("measured", Measured),

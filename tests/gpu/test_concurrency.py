@@ -11,11 +11,12 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.collectives.operations import ALL_REDUCE
+from tests.algorithms import those
 from tests.gpu.helpers import add, optional, to_device
 
 MIB = 1 << 20
 INTEGERS = ("int32", "int64")
-FLOATS = ("one_shot_sentinel", "two_shot_sentinel")  # algorithms for floats only
+FLOATS = those("all_reduce", lambda made: made.floats)
 CHAIN = [name for name in ALL_REDUCE.algorithms if name not in FLOATS]
 
 

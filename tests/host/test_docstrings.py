@@ -70,3 +70,29 @@ def test_loads_and_stores_say_what_they_are():
         function = getattr(device, name)
         assert f"``{ptx}``" in function.__doc__
         assert function.__name__ == name
+
+
+@pytest.mark.parametrize("name", operations.OPERATIONS)
+def test_a_method_lists_its_algorithms_with_their_conditions(name):
+    text = " ".join((getattr(ns.Communicator, name).__doc__ or "").split())
+    if "those of :meth:`scan`" in text:
+        text = " ".join(ns.Communicator.scan.__doc__.split())
+    for algorithm, made in operations.OPERATIONS[name].algorithms.items():
+        conditions = f" ({made.conditions})" if made.conditions else ""
+        assert f'``"{algorithm}"``{conditions}' in text
+
+
+def test_conditions_in_words():
+    words = {
+        name: operations.OPERATIONS[name].algorithms[algorithm].conditions
+        for name, algorithm in (
+            *(("scan", "one_shot_sentinel"), ("all_reduce", "copy_engine")),
+            *(("all_gather", "copy_engine"), ("broadcast", "direct")),
+        )
+    }
+    assert words == {
+        "scan": "floats",
+        "all_reduce": "2 to 4 ranks",
+        "all_gather": "symmetric ``x`` or ``out``, at the same place",
+        "broadcast": "symmetric ``x``, 3 ranks or more",
+    }

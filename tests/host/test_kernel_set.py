@@ -13,6 +13,7 @@ import pytest
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import kernel_set, select
+from numba_symm.collectives.algorithms import GENERAL
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.islands.binder import STEPS
@@ -231,8 +232,7 @@ def test_whole_vectors_of_all_types_are_moved_by_the_same_kernels(name):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("algorithm", ["direct", "copy_engine"])
-def test_a_handshake_is_followed_by_the_kernel_of_calls_without_one(algorithm, size):
+def test_a_handshake_is_followed_by_the_kernel_of_calls_without_one(size):
     def bound(operation, algorithm):
         target = 0 if operation.in_place else 1 << 30
         float32 = dtypes.element(np.dtype("float32"), "test")
@@ -243,12 +243,14 @@ def test_a_handshake_is_followed_by_the_kernel_of_calls_without_one(algorithm, s
 
     moved = 0
     for operation in OPERATIONS.values():
-        if algorithm in operation.algorithms:
+        for algorithm, made in operation.algorithms.items():
             found = bound(operation, algorithm)
-            if any(kernel.factory is make_handshake for kernel in found):
-                assert bound(operation, "chunked") < found
+            shakes = any(kernel.factory is make_handshake for kernel in found)
+            assert shakes == (made.handshake and made.suits(size))
+            if shakes:
+                assert bound(operation, GENERAL) < found
                 moved += 1
-    assert moved >= 2
+    assert moved >= 4
 
 
 def test_kernels_that_several_calls_need_are_listed_once():

@@ -66,11 +66,9 @@ def test_every_operation_with_limits_is_measured_by_what_suits():
         found = tune.cases(ranks)
         assert {case.operation.name for case in found} == set(select.CHOICES)
         for case in found:
-            sentinels = [each for each in case.algorithms if "sentinel" in each]
-            assert bool(sentinels) <= (case.kinds == ("floats",))
-            names = case.operation.algorithms
-            unfit = {each for each in names if names[each].fewest > ranks}
-            assert not unfit & set(case.algorithms)
+            made = [case.operation.algorithms[each] for each in case.algorithms]
+            assert any(each.floats for each in made) <= (case.kinds == ("floats",))
+            assert all(each.suits(ranks) for each in made)
 
 
 def test_what_is_written_is_read():

@@ -49,22 +49,21 @@ def test_a_number_fits_its_bits_of_a_record():
     assert all(0 < number < 128 for number in waits.TABLE)
 
 
-def test_every_algorithm_is_named_as_its_caller_names_it():
-    names = [
-        f"all_reduce{' or reduce' * name.startswith(('two_shot', 'chunked'))} "
-        f"({re.sub('_(sentinel|marked|ll)$', '', name)})"
-        for name in operations.ALL_REDUCE.algorithms
-    ]
-    assert set(names) <= {each.words for each in waits.TABLE.values()}
+def test_every_algorithm_waits_for_what_its_caller_called():
+    for name, operation in operations.OPERATIONS.items():
+        for algorithm in operation.algorithms.values():
+            assert algorithm.waits
+            for number in algorithm.waits:
+                assert name in re.findall(r"\w+", waits.TABLE[number].words)
 
 
-OF_OPERATIONS = {each.exchange.operation for each in operations.OPERATIONS.values()}
-OF_OPERATIONS |= {
-    each.algorithms["copy_engine"].bind.args[1]
-    for each in operations.OPERATIONS.values()
-    if "copy_engine" in each.algorithms and not each.reduces
+OF_OPERATIONS = {
+    number
+    for operation in operations.OPERATIONS.values()
+    for algorithm in operation.algorithms.values()
+    for number in algorithm.waits
 }
-"""Numbers that the table of operations adds, or finds by their words."""
+"""Numbers of the table of operations, which adds some of them."""
 
 
 CARRIERS = ("operation", "fallback_for")

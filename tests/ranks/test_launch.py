@@ -9,6 +9,7 @@ import pytest
 import numba_symm as ns
 from numba_symm import arrays, environment
 from numba_symm.collectives.operations import OPERATIONS
+from numba_symm.collectives.protocols import binding
 from numba_symm.collectives.protocols.workspace import HELD
 from numba_symm.environment import SIMULATED
 from numba_symm.kernels import Kernel
@@ -62,17 +63,24 @@ def bound(monkeypatch):
     The second launch of a call between the ranks' own arrays is early beside its
     handshake, of one thread block. While it works, it waits for no rank.
     """
-    found = []
-    bind = Kernel.bind
+    found, before = [], [None]
+    bind, launch = Kernel.bind, binding.launch
 
     def noted(self, grid, *args, held=1, early=False):
         blocks = -(-grid // held)
-        name = self.factory.__name__
-        beside = 1 if name.startswith("make_direct_") else blocks
-        found.append((name, blocks + (beside if early else 0)))
+        beside = blocks if before[-1] is None else before[-1]
+        found.append((self.factory.__name__, blocks + (beside if early else 0)))
         return bind(self, grid, *args, held=held, early=early)
 
+    def launched(*args, behind=None):
+        before.append(behind)
+        try:
+            return launch(*args, behind=behind)
+        finally:
+            before.pop()
+
     monkeypatch.setattr(Kernel, "bind", noted)
+    monkeypatch.setattr(binding, "launch", launched)
     return found
 
 

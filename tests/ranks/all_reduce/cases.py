@@ -5,16 +5,11 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from numba_symm import dtypes
-from numba_symm.collectives import operations
 from numba_symm.collectives.kernels.direct_shards import BLOCKS, LOADS
+from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
-from numba_symm.collectives.protocols.workspace import (
-    CHUNKED,
-    ONE_SHOT,
-    THREADS,
-    TWO_SHOT,
-)
+from numba_symm.collectives.protocols.workspace import CHUNKED, THREADS
+from tests.algorithms import ONE_SHOTS, PROTOCOLS, takes, those
 from tests.ranks.helpers import (
     Window,
     bits,
@@ -26,10 +21,9 @@ from tests.ranks.helpers import (
     values,
 )
 
-ALGORITHMS = tuple(operations.ALL_REDUCE.algorithms)
-MAILED = [name for name in ALGORITHMS if name.endswith(("_ll", "_marked", "_sentinel"))]
-LL = [name for name in MAILED if name.endswith("_ll")]
-COPIES, DIRECT = "copy_engine", "direct"
+ALGORITHMS = ALL_REDUCE.algorithms
+MAILED = those("all_reduce", lambda made: made.transport)
+LL = those("all_reduce", lambda made: made.transport == "ll")
 FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
 DTYPES = tuple(np.dtype(dtype) for dtype in (*FLOATS, np.int32, np.int64))
 OPS = ("sum", "prod", "min", "max")
@@ -40,15 +34,9 @@ def named(item):
     return str(item)
 
 
-def takes(algorithm, dtype):
-    """Return whether an algorithm, or None, is for a dtype."""
-    floating = dtypes.element(dtype, "test").floating
-    return floating or algorithm is None or not algorithm.endswith("sentinel")
-
-
 def a_dtype(algorithm, number):
     """Return one of the dtypes that an algorithm is for."""
-    kinds = [dtype for dtype in DTYPES if takes(algorithm, dtype)]
+    kinds = [dtype for dtype in DTYPES if takes("all_reduce", algorithm, dtype)]
     return kinds[number % len(kinds)]
 
 
@@ -58,19 +46,19 @@ def edges_of(algorithm, dtype, comm):
     Those of a block, of a tile of the whole grid, of an epoch, and of two epochs.
     """
     lanes, size, blocks = 16 // dtype.itemsize, comm.size, comm._calls.end.max_blocks
-    kind, _, transport = algorithm.rpartition("_")
-    if algorithm in MAILED:
-        protocol = {"one_shot": ONE_SHOT, "two_shot": TWO_SHOT}[kind][transport]
-        blocks = min(blocks // TRANSPORTS[transport].weight, protocol.blocks)
+    made = ALGORITHMS[algorithm]
+    if made.transport:
+        protocol = PROTOCOLS[made.region]
+        blocks = min(blocks // TRANSPORTS[made.transport].weight, protocol.blocks)
         block, tiles = THREADS, protocol.tiles(size)
-    elif algorithm == DIRECT:
+    elif made.handshake:
         blocks = min(blocks, BLOCKS)
         block, tiles = THREADS, max(1, LOADS // size)
-    else:  # of "chunked"; "copy_engine" has more chunks there in the simulator
+    else:  # copies are in more chunks there in the simulator
         blocks = min(blocks, CHUNKED.blocks)
         block, tiles = CHUNKED.tiles(size) * THREADS, 1
     edges = [block, blocks * block, blocks * block * tiles, 2 * blocks * block * tiles]
-    shards = 1 if algorithm.startswith("one_shot") else size
+    shards = 1 if made.region in ONE_SHOTS else size
     return sorted({lanes * shards * edge for edge in edges})
 
 
@@ -99,8 +87,9 @@ class Case:
 
 
 def let_be_direct(case, lot):
-    """Give a call by ``direct`` the arrays that it is for; rarely other ones."""
-    if case.algorithm == DIRECT and lot.random() < 0.8:
+    """Give a call with a handshake the arrays that it is for; rarely other ones."""
+    handshake = case.algorithm and ALGORITHMS[case.algorithm].handshake
+    if handshake and lot.random() < 0.8:
         case.place = lot.choice(["out", "in place"])
         case.symmetric = case.symmetric_out = True
         vector = 16 // case.dtype.itemsize

@@ -8,8 +8,8 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm.collectives import operations
 from numba_symm.environment import SIMULATED
+from tests.algorithms import those
 from tests.operators import ELEMENTS, PAIRS, in_order, random, same, special, wanted
 from tests.ranks.helpers import digest, refused
 
@@ -60,11 +60,7 @@ def check(comm, world, inputs, op, expected, offset=0, algorithm=None):
 
 
 def algorithms(name):
-    return [
-        each
-        for each in operations.ALL_REDUCE.algorithms
-        if ELEMENTS[name].floating or not each.endswith("sentinel")
-    ]
+    return those("all_reduce", lambda made: ELEMENTS[name].floating or not made.floats)
 
 
 @pytest.mark.parametrize("name", ELEMENTS)

@@ -13,9 +13,9 @@ from numba_symm.collectives.protocols.workspace import (
     layout,
 )
 from numba_symm.environment import SIMULATED
+from tests.algorithms import those
 from tests.ranks.all_reduce.cases import (
     ALGORITHMS,
-    COPIES,
     LL,
     MAILED,
     Case,
@@ -34,7 +34,7 @@ pytestmark = of_one_island
 class Workspace:
     """A communicator's workspace on this rank, changed while nothing runs."""
 
-    PROTOCOLS = (*MAILED, "chunked", "direct", "barrier")
+    REGIONS = ("barrier", *{made.region for made in ALGORITHMS.values()})
 
     def __init__(self, comm, world):
         self.comm, self.world = comm, world
@@ -43,15 +43,16 @@ class Workspace:
         self.memory = comm._calls.island.backend
 
     def region(self, algorithm):
-        return getattr(self.at, algorithm)
+        name = ALGORITHMS[algorithm].region if algorithm else "barrier"
+        return getattr(self.at, name)
 
     def quiet(self):
         """Wait until no rank has a running kernel."""
         self.comm.synchronize()
         self.world.barrier()
 
-    def epoch(self, algorithm):
-        """Return the first block's epoch."""
+    def epoch(self, algorithm=None):
+        """Return the first block's epoch; None: of the barrier."""
         place = self.base + self.region(algorithm).epochs
         return int.from_bytes(self.memory.read(place, 4), "little")
 
@@ -67,8 +68,8 @@ class Workspace:
     def set_epochs(self, value):
         """Make all protocols continue after epoch ``value``."""
         self.quiet()
-        for name in self.PROTOCOLS:
-            region = self.region(name)
+        for name in self.REGIONS:
+            region = getattr(self.at, name)
             words = (region.slots - region.epochs) // 4  # epochs, then flags
             data = value.to_bytes(4, "little") * words
             self.memory.write(self.base + region.epochs, data)
@@ -87,10 +88,10 @@ class Workspace:
         self.memory.write(box + TILE_BYTES, nothing.tobytes())
 
 
-@pytest.mark.parametrize("algorithm", [n for n in ALGORITHMS if n != COPIES])
+@pytest.mark.parametrize("algorithm", those("all_reduce", lambda made: not made.copies))
 def test_epochs_wrap_around(comm, world, algorithm):
-    if algorithm == "direct" and comm.size == 1:
-        pytest.skip("a rank alone has no peer's arrays")
+    if not ALGORITHMS[algorithm].suits(comm.size):
+        pytest.skip("for other numbers of ranks")
     workspace = Workspace(comm, world)
 
     def be_late(step):
@@ -190,4 +191,4 @@ def test_barriers_hold_when_their_epochs_wrap_around(comm, world):
         comm.barrier()
         assert get(mine).tolist() == [step] * comm.size, f"step {step}"
         comm.barrier()
-    assert workspace.epoch("barrier") == 12
+    assert workspace.epoch() == 12

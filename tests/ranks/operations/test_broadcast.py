@@ -5,17 +5,17 @@ import pytest
 
 import numba_symm as ns
 from numba_symm.collectives import operations
+from numba_symm.collectives.algorithms import Arrays
 from numba_symm.collectives.kernels.direct_broadcast import BATCH
 from numba_symm.collectives.protocols.handshake import BLOCKS
 from numba_symm.collectives.protocols.partition import LINE
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
-    ONE_SHOT,
     THREADS,
-    TWO_SHOT,
 )
 from numba_symm.environment import SIMULATED
 from tests import operators
+from tests.algorithms import ONE_SHOTS, PROTOCOLS, entry
 from tests.ranks.helpers import (
     Window,
     array_of,
@@ -50,14 +50,14 @@ def edges(dtype, algorithm, comm):
     """Return counts around where another vector, shard, chunk or epoch begins."""
     lanes = max(1, 16 // dtype.itemsize)
     shares = max(1, comm.size - 1)
-    if not algorithm.endswith("marked"):
+    made = entry("broadcast", algorithm)
+    if not made.transport:
         unit = CHUNKED.tiles(comm.size) * THREADS * shares
         blocks = min(comm._calls.end.max_blocks, CHUNKED.blocks)
         most = (2 * blocks, 5 * blocks)
     else:
-        one = algorithm.startswith("one_shot")
-        protocol = (ONE_SHOT if one else TWO_SHOT)["marked"]
-        shares = 1 if one else shares
+        protocol = PROTOCOLS[made.region]
+        shares = 1 if made.region in ONE_SHOTS else shares
         unit = THREADS * shares
         most = (
             min(comm._calls.end.max_blocks, protocol.blocks)
@@ -65,7 +65,7 @@ def edges(dtype, algorithm, comm):
         )
     found = {1, lanes, LINE * lanes * shares}
     found |= {unit * lanes * times for times in (1, *most)}
-    if algorithm == "direct":  # a vector for each thread of an owner, and a batch
+    if made.handshake:  # a vector for each thread of an owner, and a batch
         grid = min(comm._calls.end.max_blocks, BLOCKS) * THREADS * shares
         found |= {grid * lanes, grid * lanes * BATCH}
     if SIMULATED:  # where an epoch takes tens of milliseconds
@@ -79,7 +79,8 @@ def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
     calls = []
     for step, count in enumerate(edges(dtype, algorithm, comm)):
         # Off 16-byte boundaries nothing is direct.
-        offsets = (0, 0, 0, 1) if algorithm == "direct" else (0, 1, 3)
+        symmetric = entry("broadcast", algorithm).x is Arrays.SYMMETRIC
+        offsets = (0, 0, 0, 1) if symmetric else (0, 1, 3)
         root, offset = step % comm.size, offsets[step % len(offsets)]
         nbytes, before = count * dtype.itemsize, offset * dtype.itemsize
         symmetric = comm.empty(before + nbytes + Window.MARGIN, np.uint8)

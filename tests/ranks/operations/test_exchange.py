@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm.collectives import operations
 from numba_symm.collectives.kernels import direct_all_gather, direct_shards
+from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import handshake
-from numba_symm.collectives.protocols.workspace import CHUNKED, ONE_SHOT, THREADS
+from numba_symm.collectives.protocols.workspace import CHUNKED, THREADS
 from numba_symm.environment import SIMULATED
+from tests.algorithms import PROTOCOLS, entry, takes, those
 from tests.ranks.helpers import (
     bits,
     get,
@@ -25,26 +26,23 @@ FLOATS = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
 DTYPES = [np.dtype(dtype) for dtype in (*FLOATS, np.int32, np.int64)]
 MOVED = [*DTYPES, np.dtype(np.complex128), np.dtype([("a", "i4"), ("b", "f8")])]
 NAMES = ("all_gather", "all_to_all", "reduce_scatter")
-ALGORITHMS = [
-    (name, algorithm)
-    for name in NAMES
-    for algorithm in getattr(operations, name.upper()).algorithms
-]
-
-by_algorithm = pytest.mark.parametrize(("name", "algorithm"), ALGORITHMS)
+by_algorithm = pytest.mark.parametrize(
+    ("name", "algorithm"),
+    [(name, algorithm) for name in NAMES for algorithm in OPERATIONS[name].algorithms],
+)
 
 
-def edges(dtype, algorithm, size, blocks):
+def edges(dtype, made, size, blocks):
     """Return counts of a shard around those at which another chunk begins."""
     lanes = 16 // dtype.itemsize
-    if algorithm == "direct":  # a vector for each thread, and a batch
+    if made.handshake and not made.copies:  # a vector for each thread, and a batch
         unit, grid = THREADS, min(blocks, handshake.BLOCKS)
         held = {each.LOADS for each in (direct_all_gather, direct_shards)}
         most = (grid, *(grid * max(1, loads // size) for loads in sorted(held)))
-    elif not algorithm.startswith("one_shot"):
+    elif not made.transport:
         unit, most = CHUNKED.tiles(size) * THREADS, (blocks, 5 * blocks)
     else:
-        protocol, unit = ONE_SHOT[algorithm.removeprefix("one_shot_")], THREADS
+        protocol, unit = PROTOCOLS[made.region], THREADS
         most = (min(blocks, protocol.blocks) * protocol.tiles(size),)
     found = {1, 2, 3, lanes}
     found |= {unit * lanes * times for times in (1, *most)}
@@ -101,14 +99,14 @@ def read(array, dtype):
 @by_algorithm
 @pytest.mark.parametrize("dtype", [np.dtype(np.float32), np.dtype(np.int64)], ids=str)
 def test_every_edge_of_its_pieces(comm, world, name, algorithm, dtype):
-    if algorithm == "one_shot_sentinel" and dtype.kind != "f":
+    if not takes(name, algorithm, dtype):
         pytest.skip("for floats")
-    calls = []
-    for count in edges(dtype, algorithm, comm.size, comm._calls.end.max_blocks):
+    calls, made = [], entry(name, algorithm)
+    for count in edges(dtype, made, comm.size, comm._calls.end.max_blocks):
         inputs = inputs_of(name, count, dtype, comm.size, count)
         x = on_device(inputs[comm.rank], count % 2 == 0, comm)
         wanted = wanted_of(name, inputs, "sum", comm.rank)
-        out = comm.empty(wanted.size, dtype) if algorithm == "copy_engine" else None
+        out = comm.empty(wanted.size, dtype) if made.copies else None
         result = call(comm, name, x, out=out, algorithm=algorithm)
         calls.append((count, inputs, x, result))
     comm.synchronize()
@@ -124,11 +122,11 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
     random = np.random.default_rng(5)
     calls = []
     for step in range(16 if SIMULATED else 200):
-        algorithms = [None, *getattr(operations, name.upper()).algorithms]
+        algorithms = [None, *OPERATIONS[name].algorithms]
         algorithm = algorithms[random.integers(len(algorithms))]
         kinds = DTYPES if name == "reduce_scatter" else MOVED
         dtype = kinds[random.integers(len(kinds))]
-        if algorithm == "one_shot_sentinel" and dtype.kind == "i":
+        if not takes(name, algorithm, dtype):
             algorithm = None
         op = ("sum", "prod", "min", "max")[random.integers(4)]
         count = int(random.integers(1, 90 if SIMULATED else 40_000))
@@ -187,12 +185,16 @@ def test_elements_of_any_size_are_moved(comm, world, algorithm):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [None, "one_shot_ll", "one_shot_marked", "chunked", "direct", "copy_engine"],
+    dict.fromkeys(
+        each
+        for name in NAMES
+        for each in (None, *those(name, lambda made: not made.floats))
+    ),
 )
 @pytest.mark.parametrize("part", [21, 64])  # whole vectors or not
 @pytest.mark.parametrize("name", NAMES)
 def test_in_place(comm, world, name, part, algorithm):
-    if algorithm not in (None, *getattr(operations, name.upper()).algorithms):
+    if algorithm not in (None, *OPERATIONS[name].algorithms):
         pytest.skip("not one of the operation's")
     dtype = np.dtype(np.float32)
     inputs = inputs_of(name, part, dtype, comm.size, 3)

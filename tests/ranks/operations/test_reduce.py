@@ -4,20 +4,19 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm import dtypes
 from numba_symm.collectives import operations
+from numba_symm.collectives.algorithms import GENERAL
 from numba_symm.collectives.kernels.direct_reduce import LOADS
 from numba_symm.collectives.protocols.handshake import BLOCKS
 from numba_symm.collectives.protocols.partition import LINE
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
-    ONE_SHOT,
     THREADS,
-    TWO_SHOT,
     layout,
 )
 from numba_symm.environment import SIMULATED
 from tests import operators
+from tests.algorithms import ONE_SHOTS, PROTOCOLS, entry, takes, usable
 from tests.ranks.helpers import (
     Window,
     array_of,
@@ -39,34 +38,29 @@ SOME = operators.PAIRS[:: 3 if SIMULATED else 7]  # compiling takes seconds
 by_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
 
 
-def usable(algorithm, dtype):
-    floating = dtypes.element(dtype, "test").floating
-    return algorithm if floating else algorithm.replace("sentinel", "marked")
-
-
 def edges(dtype, algorithm, size, blocks):
     """Return counts around where another vector, shard, chunk or epoch begins."""
     lanes = 16 // dtype.itemsize
-    if algorithm == "copy_engine":  # a line, and full slots of three halving chunks
+    made = entry("reduce", algorithm)
+    if made.copies:  # a line, and full slots of three halving chunks
         slot = layout(2).copied
         room = (slot.end - slot.slots) // 2 // dtype.itemsize
         counts = [7 * LINE * lanes] + ([] if SIMULATED else [room, 7 * room // 4])
         return sorted({1, 2, *(each + by for each in counts for by in (-1, 0, 1))})
-    if algorithm in ("chunked", "direct"):
-        of_two = 1 if algorithm == "direct" else 2
+    if not made.transport:
+        of_two = 1 if made.handshake else 2
         shares = size - 1 if size > 2 else min(size, of_two)
         unit, most = CHUNKED.tiles(size) * THREADS * shares, (2 * blocks, 5 * blocks)
     else:
-        two = algorithm.startswith("two_shot")
-        protocol = (TWO_SHOT if two else ONE_SHOT)[algorithm.rpartition("_")[2]]
-        shares = size if two else 1
+        protocol = PROTOCOLS[made.region]
+        shares = 1 if made.region in ONE_SHOTS else size
         unit = THREADS * shares
         most = (min(blocks, protocol.blocks) * protocol.tiles(size),)
     found = {1, lanes, LINE * lanes * shares}
-    if algorithm == "chunked" and size == 2:  # one way up to a chunk of all blocks
+    if algorithm == GENERAL and size == 2:  # one way up to a chunk of all blocks
         found |= {blocks * CHUNKED.tiles(2) * THREADS * lanes}
     found |= {unit * lanes * times for times in (1, *most)}
-    if algorithm == "direct":  # a vector for each thread of an owner, and a batch
+    if made.handshake:  # a vector for each thread of an owner, and a batch
         grid = min(blocks, BLOCKS) * THREADS * shares
         found |= {grid * lanes, grid * lanes * max(1, LOADS // size)}
     if SIMULATED:  # where an epoch takes tens of milliseconds
@@ -84,7 +78,7 @@ def check(comm, out, wanted, root, what=None):
 @by_algorithm
 @pytest.mark.parametrize("dtype", [F4, I8], ids=str)
 def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
-    if algorithm.endswith("sentinel") and dtype.kind != "f":
+    if not takes("reduce", algorithm, dtype):
         pytest.skip("for floats")
     calls = []
     for step, count in enumerate(
@@ -92,7 +86,7 @@ def test_every_edge_of_its_pieces(comm, world, algorithm, dtype):
     ):
         root = step % comm.size
         inputs = [values([count, rank], count, dtype) for rank in range(comm.size)]
-        symmetric = algorithm == "direct" or count % 2 == 0
+        symmetric = entry("reduce", algorithm).handshake or count % 2 == 0
         x = array_of(comm, inputs[comm.rank], symmetric)
         out = comm.empty(count, dtype) if symmetric else None
         out = comm.reduce(
@@ -112,7 +106,7 @@ def test_types_and_operators(comm, world):
         root = step % comm.size
         inputs = [operators.random(kind, 33, [step, r]) for r in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], step % 2 == 0)
-        algorithm = usable(ALGORITHMS[step % len(ALGORITHMS)], x.dtype)
+        algorithm = usable("reduce", ALGORITHMS[step % len(ALGORITHMS)], x.dtype)
         out = comm.reduce(x, op=op, root=root, algorithm=algorithm)
         calls.append((operators.wanted(inputs, op), root, out))
     comm.synchronize()
@@ -167,7 +161,7 @@ def test_one_after_another_without_the_host(comm, world):
         dtype = (F4, I8)[random.integers(2)]
         inputs = [values([step, rank], count, dtype) for rank in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], bool(random.integers(2)))
-        algorithm = usable(ALGORITHMS[random.integers(len(ALGORITHMS))], dtype)
+        algorithm = usable("reduce", str(random.choice(ALGORITHMS)), dtype)
         root = int(random.integers(comm.size))
         out = comm.reduce(x, root=root, algorithm=algorithm)
         calls.append((operators.wanted(inputs, "sum"), root, out))

@@ -6,9 +6,10 @@ import pytest
 import numba_symm as ns
 from numba_symm import dtypes
 from numba_symm.collectives import operations
-from numba_symm.collectives.protocols.workspace import CHUNKED, ONE_SHOT, THREADS
+from numba_symm.collectives.protocols.workspace import CHUNKED, THREADS
 from numba_symm.environment import SIMULATED
 from tests import operators
+from tests.algorithms import PROTOCOLS, entry, takes, usable
 from tests.ranks.helpers import (
     Window,
     array_of,
@@ -46,18 +47,13 @@ def wanted_of(name, inputs, op, rank):
     return np.full(inputs[0].shape, dtypes.identity(op, dtype), dtype)
 
 
-def usable(algorithm, dtype):
-    floating = dtypes.element(dtype, "test").floating
-    return algorithm if floating or algorithm != "one_shot_sentinel" else "one_shot_ll"
-
-
-def edges(dtype, algorithm, size, blocks):
+def edges(dtype, made, size, blocks):
     """Return counts around where another vector, chunk or epoch begins."""
     lanes = 16 // dtype.itemsize
-    if algorithm == "chunked":
+    if not made.transport:
         unit, most = CHUNKED.tiles(size) * THREADS, blocks
     else:
-        protocol = ONE_SHOT[algorithm.removeprefix("one_shot_")]
+        protocol = PROTOCOLS[made.region]
         unit, most = THREADS, min(blocks, protocol.blocks) * protocol.tiles(size)
     found = {1, lanes, unit * lanes, unit * lanes * most}
     if SIMULATED:  # where an epoch takes tens of milliseconds
@@ -69,10 +65,10 @@ def edges(dtype, algorithm, size, blocks):
 @by_algorithm
 @pytest.mark.parametrize("dtype", [F4, I8], ids=str)
 def test_every_edge_of_its_pieces(comm, world, name, algorithm, dtype):
-    if algorithm == "one_shot_sentinel" and dtype.kind != "f":
+    if not takes(name, algorithm, dtype):
         pytest.skip("for floats")
-    calls = []
-    for count in edges(dtype, algorithm, comm.size, comm._calls.end.max_blocks):
+    calls, made = [], entry(name, algorithm)
+    for count in edges(dtype, made, comm.size, comm._calls.end.max_blocks):
         inputs = [values([count, rank], count, dtype) for rank in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], count % 2 == 0)
         calls.append((inputs, x, getattr(comm, name)(x, algorithm=algorithm)))
@@ -90,7 +86,7 @@ def test_types_and_operators(comm, world, name):
         count = 33
         inputs = [operators.random(kind, count, [step, r]) for r in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], step % 2 == 0)
-        algorithm = usable(ALGORITHMS[step % len(ALGORITHMS)], x.dtype)
+        algorithm = usable(name, ALGORITHMS[step % len(ALGORITHMS)], x.dtype)
         calls.append((inputs, op, getattr(comm, name)(x, op=op, algorithm=algorithm)))
     comm.synchronize()
     for (kind, op), (inputs, _, out) in zip(SOME, calls, strict=True):
@@ -151,8 +147,8 @@ def test_one_after_another_without_the_host(comm, world):
         dtype = (F4, I8)[random.integers(2)]
         inputs = [values([step, rank], count, dtype) for rank in range(comm.size)]
         x = array_of(comm, inputs[comm.rank], bool(random.integers(2)))
-        algorithm = usable(ALGORITHMS[random.integers(len(ALGORITHMS))], dtype)
         name = NAMES[random.integers(len(NAMES))]
+        algorithm = usable(name, str(random.choice(ALGORITHMS)), dtype)
         calls.append((name, inputs, getattr(comm, name)(x, algorithm=algorithm)))
         if step % 3 == 0:
             comm.all_reduce(x)
