@@ -22,7 +22,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from numba_symm import arguments, forks
+from numba_symm import arguments, forks, open_files
 from numba_symm.errors import ArgumentError, ClosedError, ExchangeError
 from numba_symm.launch import waiting
 from numba_symm.launch.store import StoreExchange
@@ -39,7 +39,10 @@ _FULL = (errno.EAGAIN, errno.ENOBUFS, errno.ETOOMANYREFS)
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED)
 _RETRY_SECONDS = 0.001
 _LOOK_SECONDS = 0.02
-_TOO_MANY = "this process may have too many open files (see ulimit -n)"
+
+
+def _too_many() -> str:
+    return f"this process may have too many open files; {open_files.advice()}"
 
 
 class Credentials(NamedTuple):
@@ -88,6 +91,7 @@ class IpcChannel:
         self.size = exchange.size
         self._exchange = exchange
         self._closed = False
+        open_files.note(self, exchange.call or exchange.prefix)
         self._stash: list[deque[int]] = [deque() for _ in range(self.size)]
         self._ends: dict[int, socket.socket] = {}  # by rank, until that end closes
         self._callers: list[socket.socket] = []  # accepted, and not known to be ranks
@@ -231,6 +235,7 @@ class IpcChannel:
     def close(self) -> None:
         """Close the sockets and all descriptors that no call returned. Idempotent."""
         self._closed = True
+        open_files.forget(self)
         self._reject(self._callers)
         while self._ends:
             self._ends.popitem()[1].close()
@@ -316,7 +321,7 @@ class IpcChannel:
             except OSError as error:
                 raise ExchangeError(
                     f"rank {self.rank} cannot accept a channel for file descriptors: "
-                    f"{error.strerror}; {_TOO_MANY}"
+                    f"{error.strerror}; {_too_many()}"
                 ) from error
             src = _caller(end, token)
             if src not in missing:
@@ -369,7 +374,7 @@ class IpcChannel:
         _close_all(fds)
         raise ExchangeError(
             f"the file descriptor that rank {src} sent to rank {self.rank} was lost: "
-            f"{_TOO_MANY}"
+            f"{_too_many()}"
         )
 
     def _close_stashed(self) -> None:
@@ -432,7 +437,7 @@ def _duplicate(fd: int) -> int:
     except OSError as error:
         raise ExchangeError(
             f"file descriptor {fd} cannot be duplicated: {error.strerror}"
-            + (f"; {_TOO_MANY}" if error.errno == errno.EMFILE else "")
+            + (f"; {_too_many()}" if error.errno == errno.EMFILE else "")
         ) from error
 
 

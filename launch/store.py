@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from numba_symm import environment, forks
+from numba_symm import environment, forks, open_files
 from numba_symm.errors import (
     ArgumentError,
     CollectiveError,
@@ -297,9 +297,10 @@ def _place(message: object) -> str:
 def _report(error: BaseException) -> tuple[str, str] | None:
     """Return the class name and the text of the error that the other ranks raise."""
     kind = type(error).__name__
+    advice = open_files.advice_for(error)
     if isinstance(error, SymmError):
-        return kind, str(error)
-    return kind, f"{kind}: {error}" if str(error) else kind
+        return kind, f"{error}{advice}"
+    return kind, f"{kind}: {error}{advice}" if str(error) else kind
 
 
 def _common_error(

@@ -15,7 +15,15 @@ from numba_symm.collectives.communicator import Communicator
 from numba_symm.errors import ClosedError, CollectiveError
 from numba_symm.launch import devices
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import collectives, jobs, messages, reductions, rooms, shortcuts
+from numba_symm.mpi import (
+    collectives,
+    jobs,
+    messages,
+    reductions,
+    rooms,
+    shortcuts,
+    wraps,
+)
 from numba_symm.mpi.errors import FREED, MPIError, refusal, translated
 from numba_symm.mpi.forms import forms, of_objects
 from numba_symm.mpi.messages import Post
@@ -39,6 +47,7 @@ class Device(Messages):
     _plain: type[Any] = MPI.Intracomm
     _owned = False
     _freed = False
+    _wraps = 0  # calls of Comm, or of the method that made it, less those of Free
     _watched: Communicator | None = None
     """The library's communicator whose failures count while this one has none.
 
@@ -52,7 +61,8 @@ class Device(Messages):
         owned: bool,
         allocator: SymmetricMemoryAllocator | None = None,
     ) -> None:
-        self._options = options
+        self._given = {**options, "synchronize": synchronize}
+        self._options = dict(options)
         self.synchronizes = synchronize
         self._owned = owned
         self._made: Communicator | None = None
@@ -115,10 +125,31 @@ class Device(Messages):
         made: Any = kind.__new__(kind, comm)
         options, allocator = dict(self._options), self.post.allocator
         made._begin(options, self.synchronizes, owned=True, allocator=allocator)
+        made._given = self._given
         own, failed = self.post.islands[self.rank], self._failure is not None
         if not made._find_islands(own, failed):
             made._watched = self._watched if self._made is None else self._made
+        made._wraps = 1
+        wraps.note(made)
         return made
+
+    def _serves_again(self, given: dict[str, Any]) -> bool:
+        """Count one more call of ``Comm`` with this communicator. Collective.
+
+        Returns:
+            False, on all ranks: it has failed or was closed.
+
+        Raises:
+            SymmError: on all ranks, if one passes other options than the first call.
+        """
+        try:
+            island = self.communicator._calls.island
+            with island.set_up("Comm"), island.exchange.agreed("Comm"):
+                wraps.check_equal(self._given, given)
+        except (CollectiveError, ClosedError):
+            return False
+        self._wraps += 1
+        return True
 
     def _find_islands(self, own: int, failed: bool = False) -> bool:
         """Find the islands of all ranks, from this rank's. Collective.
@@ -220,11 +251,16 @@ class Device(Messages):
     def Free(self) -> None:
         """Close the communicator. Collective. After a failure, it waits for no rank.
 
-        The communicator that was passed to ``Comm`` is not freed.
+        If ``Comm`` was called several times with one communicator of mpi4py, the last
+        ``Free`` closes. The communicator that was passed to ``Comm`` is not freed.
         """
         if self._freed:
             raise MPIError(MPI.ERR_COMM, FREED)
+        self._wraps -= 1
+        if self._wraps > 0:
+            return
         self._freed = True
+        wraps.forget(self)
         if self._made is not None:
             self._watched = self._made
         try:
@@ -305,7 +341,8 @@ class Comm(Device, MPI.Intracomm):  # type: ignore[misc]
 
     It has the handle, the ranks and the attributes of ``comm``. mpi4py makes the calls
     with host arrays or with objects, and has all other methods. Construction is
-    collective; it binds this rank to a GPU.
+    collective; it binds this rank to a GPU. A second call with the same communicator
+    returns the same object, until it was freed as often, or has failed.
 
     Blocking calls wait for the stream that the array names, else for ``stream``. So
     their arrays may be used when they return. Within a capture they return immediately.
@@ -326,22 +363,32 @@ class Comm(Device, MPI.Intracomm):  # type: ignore[misc]
         MPI.Exception: on all ranks.
     """
 
-    def __new__(cls, comm: Any = None, **options: Any) -> Any:
-        """Return an object with the communicator's handle."""
+    @translated
+    def __new__(cls, comm: Any = None, synchronize: bool = True, **options: Any) -> Any:
+        """Return an object with the communicator's handle, if possible the first."""
         if isinstance(comm, MPI.Comm) and comm and comm.is_inter:
             raise refusal(
                 MPI.ERR_COMM,
                 "Comm: expected an intracommunicator, got an intercommunicator; pass "
                 "comm.Merge()",
             )
+        found = wraps.find(comm)
+        if found is not None:
+            given = {**options, "synchronize": synchronize}
+            if found._serves_again(given):
+                return found
         return super().__new__(cls, comm)
 
     @translated
     def __init__(self, comm: MPI.Intracomm, synchronize: bool = True, **options: Any):
+        if self._wraps:  # an earlier call has made it
+            return
         self._begin(options, synchronize, owned=False)
         parts = self.communicator.islands
         own = [number for number, part in enumerate(parts) if self.rank in part]
         self._find_islands(own[0])
+        self._wraps = 1
+        wraps.note(self)
 
 
 _KINDS: dict[type, Any] = {MPI.Intracomm: Comm}

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm import forks
+from numba_symm import forks, open_files
 from numba_symm.backends.host import memory_file
 from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft
 from numba_symm.launch import locks
@@ -51,6 +51,7 @@ class WindowLocks:
     def __init__(self, host: Any, what: str, seconds: float):
         self._rank, self._seconds = host.rank, seconds
         self._fd = -1
+        open_files.note(self, what)
         self._threads = threading.RLock()  # threads of one process share its locks
         exchange = StoreExchange(_Ranks(host), "window")
         exchange.call = what
@@ -155,6 +156,7 @@ class WindowLocks:
 
     def close(self) -> None:
         """Let go of the file, and so of this rank's locks. Local and idempotent."""
+        open_files.forget(self)
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

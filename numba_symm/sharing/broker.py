@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from numba_symm import threads
+from numba_symm import open_files, threads
 from numba_symm.errors import ClosedError, ExchangeError
 from numba_symm.launch.fds import credentials
 from numba_symm.sharing.finalizer_lock import log
@@ -225,7 +225,7 @@ def _answer_of(received: list[_Received]) -> Answer:
     if not fds or flags & socket.MSG_CTRUNC:
         raise ExchangeError(
             "the file descriptor of a shared array was lost: this process may have "
-            "too many open files (see ulimit -n)"
+            f"too many open files; {open_files.advice()}"
         )
     return fds[0], int(number)
 

@@ -31,6 +31,14 @@ def comm(world):
 
 
 @pytest.fixture
+def apart(world):
+    """A communicator of mpi4py that no other test has wrapped."""
+    made = world.Dup()
+    yield made
+    made.Free()
+
+
+@pytest.fixture
 def torch(comm):
     torch = optional("torch")
     torch.cuda.set_device(comm.communicator.device.ordinal)
@@ -97,8 +105,8 @@ def test_a_numba_array_names_its_stream(comm):
     assert (x.copy_to_host(stream=stream) == of_ranks(comm)).all()
 
 
-def test_calls_that_do_not_wait_are_ordered_on_the_stream(comm, world, torch):
-    lazy = MPI.Comm(world, synchronize=False, timeout=60)
+def test_calls_that_do_not_wait_are_ordered_on_the_stream(comm, apart, torch):
+    lazy = MPI.Comm(apart, synchronize=False, timeout=60)
     x, y = torch.zeros(1000, device="cuda"), torch.zeros(1000, device="cuda")
     lazy.Allreduce(x, y)  # compiled
     torch.cuda.synchronize()
@@ -281,9 +289,9 @@ def test_neighbours_of_a_grid(comm, torch):
 # Captures.
 
 
-def test_what_can_be_captured_and_what_cannot(comm, world):
+def test_what_can_be_captured_and_what_cannot(comm, apart):
     stream = Device().create_stream()
-    made = MPI.Comm(world, stream=stream, timeout=60)
+    made = MPI.Comm(apart, stream=stream, timeout=60)
     right, _ = around(made)
     x = to_device(np.full(1000, made.rank, np.float32))
     y, z = (to_device(np.zeros(1000, np.float32)) for _ in range(2))

@@ -10,3 +10,11 @@ def comm(world):
     made = mpi.Comm(world, timeout=20)
     yield made
     made.Free()
+
+
+@pytest.fixture
+def apart(world):
+    """A communicator of mpi4py that no other test has wrapped."""
+    made = world.Dup()
+    yield made
+    made.Free()

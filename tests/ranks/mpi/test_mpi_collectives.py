@@ -478,9 +478,9 @@ def test_arrays_in_fortran_order_and_of_no_axis(both):
     assert np.array_equal(y.copy_to_host().ravel(), out)
 
 
-def test_enqueued_calls(world):
+def test_enqueued_calls(apart):
     """With ``synchronize=False``, only work of the stream may use the arrays."""
-    made = MPI.Comm(world, timeout=20, synchronize=False)
+    made = MPI.Comm(apart, timeout=20, synchronize=False)
     x = cuda.to_device(np.ones(4))
     made.Allreduce(MPI.IN_PLACE, x)
     made.Allreduce(MPI.IN_PLACE, x)

@@ -113,11 +113,11 @@ def test_a_failed_call_takes_no_message(comm, monkeypatch):
 
 
 @needs_peers
-def test_data_for_other_islands(world, monkeypatch):
+def test_data_for_other_islands(apart, monkeypatch):
     """It is sent in parts, before the envelope that announces it."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     monkeypatch.setattr(crossings, "_PART", 1000)
-    comm = MPI.Comm(world, timeout=20)
+    comm = MPI.Comm(apart, timeout=20)
     right, left = around(comm)
     post, x, out = comm.post, array(*range(600)), array(*(-1 for _ in range(600)))
     comm.Sendrecv(x, right, 1, out, left, 1)
@@ -254,10 +254,10 @@ def test_the_gpu_is_current_in_each_thread(comm, monkeypatch):
 
 
 @needs_peers
-def test_a_copy_that_fails_is_reported_by_its_request(world, monkeypatch):
+def test_a_copy_that_fails_is_reported_by_its_request(apart, monkeypatch):
     """Other calls, which may start it when its data arrives, do not raise."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
-    comm = MPI.Comm(world, timeout=20)
+    comm = MPI.Comm(apart, timeout=20)
     right, left = around(comm)
     out = array(0)
     rooms = rooms_of(comm.post.allocator)
@@ -287,9 +287,9 @@ def test_a_copy_that_fails_is_reported_by_its_request(world, monkeypatch):
 
 
 @needs_peers
-def test_the_end_of_a_program_after_another_ranks_failure(world, monkeypatch):
+def test_the_end_of_a_program_after_another_ranks_failure(apart, monkeypatch):
     """The warning names the failure, and not memory that the library allocated."""
-    made, reports = MPI.Comm(world, timeout=20), []
+    made, reports = MPI.Comm(apart, timeout=20), []
     made.Send(array(1), made.rank, 1)
     assert sent.producer.sent
     last = made.rank == made.size - 1
@@ -311,8 +311,8 @@ def test_the_end_of_a_program_after_another_ranks_failure(world, monkeypatch):
     made.Free()
 
 
-def test_finalize_frees_first(world, monkeypatch):
-    made, seen = MPI.Comm(world, timeout=20), []
+def test_finalize_frees_first(apart, monkeypatch):
+    made, seen = MPI.Comm(apart, timeout=20), []
     monkeypatch.setattr(comm_of_mpi, "_open", [made])
     monkeypatch.setattr(comm_of_mpi.MPI, "Finalize", lambda: seen.append(made._made))
     MPI.Finalize()
@@ -320,16 +320,16 @@ def test_finalize_frees_first(world, monkeypatch):
     made.Free()
 
 
-def test_a_failed_construction_duplicates_nothing(world, monkeypatch):
+def test_a_failed_construction_duplicates_nothing(apart, monkeypatch):
     before = len(messages._posts)
     monkeypatch.setenv("NUMBA_SYMM_BACKEND", "wrong")
     with pytest.raises(MPI.Exception, match="NUMBA_SYMM_BACKEND"):
-        MPI.Comm(world, timeout=20)
+        MPI.Comm(apart, timeout=20)
     assert len(messages._posts) == before
 
 
-def test_free_waits_for_no_message_that_an_interrupt_has_ended(world, monkeypatch):
-    made, x, out = MPI.Comm(world, timeout=20), array(1), array(-1)
+def test_free_waits_for_no_message_that_an_interrupt_has_ended(apart, monkeypatch):
+    made, x, out = MPI.Comm(apart, timeout=20), array(1), array(-1)
 
     def call():
         made.Sendrecv(x, made.rank, 1, out, made.rank, 1)
@@ -345,8 +345,8 @@ def test_free_waits_for_no_message_that_an_interrupt_has_ended(world, monkeypatc
 
 
 @needs_peers
-def test_free_waits_for_no_rank_that_has_left(world, comm, monkeypatch):
-    made, other = MPI.Comm(world, timeout=20), comm.Dup()
+def test_free_waits_for_no_rank_that_has_left(world, apart, comm, monkeypatch):
+    made, other = MPI.Comm(apart, timeout=20), comm.Dup()
     grid = made.Create_cart([made.size])
     child, first = grid.Dup(), grid.Dup()
     stays = made.rank < made.size - 1
@@ -390,9 +390,9 @@ def test_free_waits_for_no_rank_that_has_left(world, comm, monkeypatch):
             each.Free()
 
 
-def test_what_is_made_after_a_failure_works(world):
+def test_what_is_made_after_a_failure_works(world, apart):
     """It works although only some ranks know of the failure."""
-    made = MPI.Comm(world, timeout=20)
+    made = MPI.Comm(apart, timeout=20)
     if made.rank == 0:
         made.communicator._calls.island.abandon(ValueError("7"), "Recv")
         with pytest.raises(MPI.Exception, match="by ValueError: 7"):
@@ -415,9 +415,9 @@ def test_what_is_made_after_a_failure_works(world):
 @needs_peers
 @pytest.mark.parametrize("what", ["temporary", "pack", "launch"])
 def test_a_rank_that_cannot_make_a_call_is_named_on_the_others(
-    world, monkeypatch, what
+    apart, monkeypatch, what
 ):
-    comm = MPI.Comm(world, timeout=5)
+    comm = MPI.Comm(apart, timeout=5)
     pairs = MPI.INT.Create_vector(1, 1, 2).Create_resized(0, 8).Commit()
     out = array(*range(2 * comm.size))
 

@@ -309,9 +309,9 @@ def test_a_receive_is_done_when_its_copy_is(comm, monkeypatch):
 
 
 @needs_peers
-def test_a_receive_ends_when_the_communicator_fails(world):
+def test_a_receive_ends_when_the_communicator_fails(apart):
     """Its sender may never send."""
-    made = MPI.Comm(world, timeout=0.5)
+    made = MPI.Comm(apart, timeout=0.5)
     last = made.size - 1
     calls = [lambda: made.Recv(room(1), last), lambda: made.Mprobe(last)]
     if made.rank == last:
@@ -397,10 +397,10 @@ def test_a_communicator_is_freed_with_messages_that_nobody_received(comm):
 
 
 @needs_peers
-def test_several_islands(world, monkeypatch):
+def test_several_islands(apart, monkeypatch):
     """Collectives and messages cross them; windows do not."""
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
-    made = MPI.Comm(world, timeout=20)
+    made = MPI.Comm(apart, timeout=20)
     x = array(1)
     made.Allreduce(MPI.IN_PLACE, x)
     assert x.copy_to_host()[0] == made.size

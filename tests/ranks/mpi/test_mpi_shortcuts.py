@@ -67,8 +67,8 @@ def test_calls_that_repeat_follow_the_memory(comm):
     assert len(set(made)) > 1
 
 
-def test_calls_that_repeat_are_compared_in_debug_mode(world):
-    made = MPI.Comm(world, timeout=20, debug=True)
+def test_calls_that_repeat_are_compared_in_debug_mode(apart):
+    made = MPI.Comm(apart, timeout=20, debug=True)
     x = cuda.to_device(np.ones(6, np.float32))
     for _ in range(2):
         made.Allreduce(MPI.IN_PLACE, x if made.rank else [x, 6, MPI.FLOAT])
@@ -80,9 +80,9 @@ def test_calls_that_repeat_are_compared_in_debug_mode(world):
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_calls_of_a_communicator_that_was_freed(comm, world, own):
+def test_calls_of_a_communicator_that_was_freed(comm, apart, own):
     """They raise, and make nothing anew."""
-    freed = comm.Dup() if own else MPI.Comm(world, timeout=20)
+    freed = comm.Dup() if own else MPI.Comm(apart, timeout=20)
     x, host = cuda.to_device(np.ones(2)), np.ones(2)
     freed.Allreduce(MPI.IN_PLACE, x)
     freed.Free()
