@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from numba_symm import driver
 from numba_symm.environment import (
     SIMULATED,
     allow_overlapping_devices,
@@ -382,6 +383,28 @@ def _can_access(ordinal: int, peer: int) -> bool:
     from cuda.core import Device
 
     return bool(Device(ordinal).can_access_peer(peer))
+
+
+def without_atomics(gpu: GPU, gpus: Sequence[GPU]) -> list[str]:
+    """Return the peers' GPUs to which a GPU's link has no atomic operations. Local.
+
+    Of a GPU that this process does not see, the driver knows nothing.
+    """
+    if SIMULATED:
+        return []
+    ordinals = {seen.uuid: seen.ordinal for seen in visible_gpus()}
+    peers = {peer.uuid for peer in gpus} & ordinals.keys() - {gpu.uuid}
+    pairs = {peer: _have_atomics(gpu.ordinal, ordinals[peer]) for peer in sorted(peers)}
+    return [f"{gpu.uuid} and {peer}" for peer, have in pairs.items() if not have]
+
+
+def _have_atomics(ordinal: int, peer: int) -> bool:
+    from cuda.bindings import driver as binding
+
+    kinds = binding.CUdevice_P2PAttribute
+    native = kinds.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    devices = (driver.call("cuDeviceGet", each) for each in (ordinal, peer))
+    return bool(driver.call("cuDeviceGetP2PAttribute", native, *devices))
 
 
 def enter_thread(ordinal: int, what: str) -> None:

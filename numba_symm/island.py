@@ -8,6 +8,7 @@ from typing import Any
 from numba_symm import environment, forks
 from numba_symm.backends.peers import choose_backend
 from numba_symm.board import Board, Failure
+from numba_symm.device import links
 from numba_symm.device.polling import Guard
 from numba_symm.errors import (
     ArgumentError,
@@ -108,6 +109,7 @@ class Island:
             self.peer_access, self.gpus = found
         except PeerAccessError as error:
             raise Apart(str(error)) from error
+        links.note_missing(devices.without_atomics(self.gpu, self.gpus))
         with exchange.agreed("letting the GPU reach the status board"):
             self.board.register()
         self.backend, self.refused = choose_backend(self, self.gpu.ordinal)

@@ -229,8 +229,9 @@ def _of_this_rank(method: Callable[..., Any]) -> Callable[..., Any]:
         if any(at <= address < at + len(peer) for at, peer in list(_peers.items())):
             raise ArgumentError(
                 f"cuda.atomic.{method.__name__}: expected an array of this rank, got a "
-                "peer's; it is atomic for the threads of one GPU only. Give each rank "
-                "its own part of the peer's buffer, in which no other rank stores"
+                "peer's; it is atomic for the threads of one GPU only. Call "
+                "symm.atomic_add and its kin of numba_symm.device, which are atomic "
+                "for all GPUs"
             )
         return method(self, array, *args)
 

@@ -13,11 +13,13 @@ Sources: `ld
 
 from typing import NamedTuple
 
-NONE, LOADS, STORES, ORDERS, MEETS = "none", "loads", "stores", "orders", "meets"
+NONE, LOADS, STORES, UPDATES = "none", "loads", "stores", "updates"
+ORDERS, MEETS = "orders", "meets"
 """The effects of an instruction.
 
 - ``NONE``: its result follows from its operands, or is a clock.
-- ``LOADS``, ``STORES``: it accesses the memory at its first operand.
+- ``LOADS``, ``STORES``, ``UPDATES``: it accesses the memory at its first operand, or
+  both loads and stores there as one access.
 - ``ORDERS``: it orders accesses of its thread.
 - ``MEETS``: threads execute it together, so no compiler may copy it into both branches
   of a condition. It orders their accesses.
@@ -83,6 +85,41 @@ _LOADED, _STORED = "s64x2 = s64", "void = s64, s64x2"
 _PAIR = "relaxed.sys.global.v2.u64"
 _add("ld_relaxed_sys_v2_u64", f"ld.{_PAIR} {{$0,$1}}, [$2];", _LOADED, LOADS)
 _add("st_relaxed_sys_v2_u64", f"st.{_PAIR} [$0], {{$1,$2}};", _STORED, STORES)
+
+# Updates of one word, atomic for every GPU and the host. They return the old value.
+ATOMICS = {
+    "add": {"s32": "u32", "u32": "u32", "s64": "u64", "u64": "u64"},
+    "min": {kind: kind for kind in ("s32", "u32", "s64", "u64")},
+}
+"""By operation, the type in the PTX for each kind of element."""
+
+ATOMICS["add"] |= {"f32": "f32", "f64": "f64"}
+ATOMICS["max"] = ATOMICS["min"]
+_BITS = {"s32": "b32", "u32": "b32", "s64": "b64", "u64": "b64"}
+ATOMICS |= dict.fromkeys(("and", "or", "xor", "exch", "cas"), _BITS)
+
+ATOMIC_ORDERS = ("relaxed", "acquire", "release")
+_REGISTERS = {"s32": "u32", "u32": "u32", "s64": "s64", "u64": "s64"}
+
+
+def atomic_name(operation: str, order: str, kind: str) -> str:
+    """Return the name of an update in the table."""
+    return f"atom_{operation}_{order}_sys_{kind}"
+
+
+for _operation, _kinds in ATOMICS.items():
+    for _order in ATOMIC_ORDERS:
+        for _kind, _type in _kinds.items():
+            _register = _REGISTERS.get(_kind, _kind)
+            _values = 2 if _operation == "cas" else 1  # the expected, and the new one
+            _add(
+                atomic_name(_operation, _order, _kind),
+                f"atom.{_order}.sys.global.{_operation}.{_type} $0, [$1], "
+                + ", ".join(("$2", "$3")[:_values])
+                + ";",
+                f"{_register} = " + ", ".join(["s64", *[_register] * _values]),
+                UPDATES,
+            )
 
 # Data, ordered by the flags around it.
 _add("ld_v2_u64", "ld.global.v2.u64 {$0,$1}, [$2];", _LOADED, LOADS)

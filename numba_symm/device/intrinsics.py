@@ -5,6 +5,8 @@ The choice is made when the module is imported. The docstrings are the same for 
 
 from typing import TYPE_CHECKING
 
+from numba_symm.device import links
+from numba_symm.device.instructions import ATOMIC_ORDERS
 from numba_symm.environment import SIMULATED
 
 if SIMULATED or TYPE_CHECKING:
@@ -28,6 +30,53 @@ _ORDERS = {
     "release_sys_": "Atomic for all GPUs and the host. Writes that this thread made or "
     "saw before it are\nvisible to the thread that acquires its value.",
 }
+_UPDATES = {
+    "add": ("Add to", "int32, uint32, int64, uint64, float32 or float64"),
+    "min": ("Store the minimum into", "int32, uint32, int64 or uint64"),
+    "max": ("Store the maximum into", "int32, uint32, int64 or uint64"),
+    "and": ("Store the bitwise and into", "int32, uint32, int64 or uint64"),
+    "or": ("Store the bitwise or into", "int32, uint32, int64 or uint64"),
+    "xor": ("Store the exclusive or into", "int32, uint32, int64 or uint64"),
+    "exch": ("Exchange", "int32, uint32, int64 or uint64"),
+    "cas": (
+        "Store, if the old value is ``old``, into",
+        "int32, uint32, int64 or uint64",
+    ),
+}
+_ATOMIC_ORDERS = {
+    "relaxed": "It orders no other accesses.",
+    "acquire": "Writes before the release whose value it loads are visible to this "
+    "thread's later\naccesses.",
+    "release": "Writes that this thread made or saw before it are visible to the "
+    "thread that\nacquires its value. It waits until they have reached memory.",
+}
+
+
+def _atomic_text(operation: str, order: str, what: tuple[str, str]) -> str:
+    """Return the docstring of an atomic operation."""
+    name = links.atomic_function(operation, order)
+    old = "1, " * (operation == "cas")
+    return (
+        f"{what[0]} an element, atomically for all GPUs and the host.\n\n"
+        f"Any thread calls it. {_ATOMIC_ORDERS[order]}\n"
+        "An update of a peer's element takes about as long as a load of it. It needs a "
+        "link\nwith native atomics (NVLink).\n\n"
+        f"Args:\n    array: an array of {what[1]}, in global\n"
+        "        memory: a device array, or a :func:`peer_array`.\n"
+        "    index: an int, or a tuple of ints. A GPU does not check it.\n"
+        + "    old: the expected value.\n"
+        * (operation == "cas")
+        + "    value: the value; converted to the array's type.\n\n"
+        "Returns:\n    The old value.\n\n"
+        "Example:\n"
+        "    >>> @cuda.jit\n"
+        "    ... def kernel(ctx, old):\n"
+        "    ...     there = symm.peer_array(ctx, 0, 4, np.int32)\n"
+        f"    ...     old[0] = symm.{name}(there, 2, {old}5)\n"
+        "    >>> kernel[1, 1](ctx, old)\n"
+        "    >>> int(old[0])\n"
+        "    0\n"
+    )
 
 
 def _document() -> None:
@@ -48,6 +97,11 @@ def _document() -> None:
                 f"Store {what}: PTX's ``st.{ptx}``.\n\n{meaning}\n\n"
                 f"Args:\n    address: an int64, {address}.\n"
                 "    value: the value; for two int64, a tuple of two."
+            )
+    for operation, update in _UPDATES.items():
+        for order in ATOMIC_ORDERS:
+            texts[links.atomic_function(operation, order)] = _atomic_text(
+                operation, order, update
             )
     for name, text in texts.items():
         found = globals().get(name)

@@ -14,7 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba import cuda
 from numba.core.errors import NumbaError, TypingError
-from numba.cuda import types
+from numba.cuda import cgutils, types
 from numba.cuda.compiler import compile_cuda
 from numba.cuda.core.ir_utils import alias_func_extensions
 from numba.cuda.dispatcher import CUDADispatcher
@@ -22,7 +22,15 @@ from numba.cuda.extending import intrinsic
 from numba.cuda.np.arrayobj import np_cfarray
 from numba.cuda.nvvmutils import call_sreg
 
-from numba_symm.device.instructions import MEETS, TABLE, Instruction
+from numba_symm.device import links
+from numba_symm.device.instructions import (
+    ATOMIC_ORDERS,
+    ATOMICS,
+    MEETS,
+    TABLE,
+    Instruction,
+    atomic_name,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -331,6 +339,80 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
         return np_cfarray(context, builder, over_pointer, (pointer, args[1]))
 
     return array(_I64, shape, dtype), codegen
+
+
+_KINDS = {
+    types.int32: "s32",
+    types.uint32: "u32",
+    types.int64: "s64",
+    types.uint64: "u64",
+    types.float32: "f32",
+    types.float64: "f64",
+}
+
+
+def _atomic(operation: str, order: str) -> Any:
+    """Return the intrinsic of an atomic operation on an array's element."""
+    name = links.atomic_function(operation, order)
+
+    def typed(typingctx: Any, array: Any, index: Any, *values: Any) -> Any:
+        refusal = links.refusal(name)
+        if refusal:
+            raise TypingError(refusal)
+        kind = _KINDS.get(getattr(array, "dtype", None))
+        if kind not in ATOMICS[operation]:
+            known = ", ".join(str(t) for t in _KINDS if _KINDS[t] in ATOMICS[operation])
+            raise TypingError(f"{name}: expected an array of {known}, got {array}")
+        if not array.mutable:
+            raise TypingError(f"{name}: expected an array to write to, got {array}")
+        places = index.types if isinstance(index, types.BaseTuple) else (index,)
+        integers = all(isinstance(types.unliteral(p), types.Integer) for p in places)
+        if not integers or len(places) != array.ndim:
+            raise TypingError(
+                f"{name}: expected {array.ndim} integers as the index, got {index}"
+            )
+        emit = _emit(TABLE[atomic_name(operation, order, kind)])
+        indices = types.UniTuple(types.intp, len(places))
+        if not isinstance(index, types.BaseTuple):
+            indices = types.intp
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            made = context.make_array(array)(context, builder, args[0])
+            at = [args[1]]
+            if isinstance(indices, types.UniTuple):
+                at = cgutils.unpack_tuple(builder, args[1], array.ndim)
+            pointer = cgutils.get_item_pointer(
+                context, builder, array, made, at, wraparound=True
+            )
+            address = builder.ptrtoint(pointer, _LLVM[_I64])
+            return emit(context, builder, signature, [address, *args[2:]])
+
+        return array.dtype(array, indices, *[array.dtype] * len(values)), codegen
+
+    if operation == "cas":
+        return intrinsic(
+            lambda typingctx, array, index, old, value: typed(
+                typingctx, array, index, old, value
+            )
+        )
+    return intrinsic(
+        lambda typingctx, array, index, value: typed(typingctx, array, index, value)
+    )
+
+
+def _atomics(operation: str) -> list[Any]:
+    """Return the intrinsics of an operation, in each order."""
+    return [_atomic(operation, order) for order in ATOMIC_ORDERS]
+
+
+atomic_add, atomic_add_acquire, atomic_add_release = _atomics("add")
+atomic_min, atomic_min_acquire, atomic_min_release = _atomics("min")
+atomic_max, atomic_max_acquire, atomic_max_release = _atomics("max")
+atomic_and_, atomic_and_acquire, atomic_and_release = _atomics("and")
+atomic_or_, atomic_or_acquire, atomic_or_release = _atomics("or")
+atomic_xor, atomic_xor_acquire, atomic_xor_release = _atomics("xor")
+atomic_exch, atomic_exch_acquire, atomic_exch_release = _atomics("exch")
+atomic_cas, atomic_cas_acquire, atomic_cas_release = _atomics("cas")
 
 
 def _escapes(array: str, args: Any, aliases: Any, reachable: set[str]) -> None:

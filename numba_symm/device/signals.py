@@ -163,7 +163,8 @@ def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
     """Return rank ``rank``'s buffer as a C-contiguous array.
 
     Numba's ``cuda.atomic`` is atomic for the threads of one GPU only. It loses updates
-    of a peer's array, and of an array that a peer changes at the same time.
+    of a peer's array, and of an array that a peer changes at the same time. Use
+    :func:`atomic_add` and its kin.
 
     Args:
         ctx: the memory's context.

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
+from numba_symm.device import host_atomics, links
+from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.errors import ArgumentError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,7 +34,9 @@ def device_function(function: F) -> F:
     return function
 
 
-array_function = device_function
+def array_function(function: F) -> F:
+    """Return ``function``, too."""
+    return function
 
 
 def _refuse_misaligned(address: int, size: int) -> None:
@@ -95,6 +99,99 @@ def st_v2_u64(address: int, words: tuple[int, int]) -> None:
 
 
 ld_relaxed_sys_v2_u64, st_relaxed_sys_v2_u64 = ld_v2_u64, st_v2_u64
+
+
+_KINDS = {
+    np.dtype(np.int32): "s32",
+    np.dtype(np.uint32): "u32",
+    np.dtype(np.int64): "s64",
+    np.dtype(np.uint64): "u64",
+    np.dtype(np.float32): "f32",
+    np.dtype(np.float64): "f64",
+}
+
+
+def _element(array: Any, index: Any, name: str) -> int:
+    """Return the address of an array's element."""
+    places = index if isinstance(index, tuple) else (index,)
+    if len(places) != len(array.shape):
+        raise ArgumentError(
+            f"{name}: expected {len(array.shape)} integers as the index, got {index!r}"
+        )
+    address = array.ctypes.data
+    for place, length, stride in zip(places, array.shape, array.strides, strict=True):
+        if not isinstance(place, int | np.integer) or not -length <= place < length:
+            raise ArgumentError(
+                f"{name}: expected an index within the shape {tuple(array.shape)}, got "
+                f"{index!r}; a GPU does not check this"
+            )
+        address += (place + length * (place < 0)) * stride
+    if address % array.itemsize:
+        _refuse_misaligned(address, array.itemsize)
+    return int(address)
+
+
+def _bits_as(kind: Any, value: Any) -> Any:
+    """Return a value as a GPU converts it: integers wrap around."""
+    if kind.kind == "f":
+        return float(value)
+    bits = int(value) & (1 << 8 * kind.itemsize) - 1
+    top = 1 << 8 * kind.itemsize - 1
+    return (bits ^ top) - top if kind.kind == "i" else bits
+
+
+def _atomic(operation: str, order: str) -> Callable[..., Any]:
+    """Return an atomic operation on an array's element; all orders are the strongest.
+
+    See ``host_atomics.py``.
+    """
+    name = links.atomic_function(operation, order)
+
+    def atomic(array: Any, index: Any, *values: Any) -> Any:
+        dtype: Any = getattr(array, "dtype", None)
+        kind = _KINDS.get(dtype)
+        if kind not in ATOMICS[operation]:
+            known = [str(d) for d, k in _KINDS.items() if k in ATOMICS[operation]]
+            raise ArgumentError(
+                f"{name}: expected an array of {', '.join(known)}, got "
+                f"{type(array).__name__ if dtype is None else dtype}"
+            )
+        update = host_atomics.function(operation, kind)
+        at = _element(array, index, name)
+        return dtype.type(update(at, *(_bits_as(dtype, value) for value in values)))
+
+    return atomic
+
+
+def _updates(operation: str, kind: str) -> Callable[..., Any]:
+    """Return an atomic operation on the word at an address."""
+
+    def update(address: int, *values: Any) -> Any:
+        old = host_atomics.function(operation, kind)(address, *values)
+        return word_of(old) if kind == "u64" else old
+
+    return update
+
+
+def _atomics(operation: str) -> list[Callable[..., Any]]:
+    """Return an operation on an array's element, in each order."""
+    return [_atomic(operation, order) for order in ATOMIC_ORDERS]
+
+
+atomic_add, atomic_add_acquire, atomic_add_release = _atomics("add")
+atomic_min, atomic_min_acquire, atomic_min_release = _atomics("min")
+atomic_max, atomic_max_acquire, atomic_max_release = _atomics("max")
+atomic_and_, atomic_and_acquire, atomic_and_release = _atomics("and")
+atomic_or_, atomic_or_acquire, atomic_or_release = _atomics("or")
+atomic_xor, atomic_xor_acquire, atomic_xor_release = _atomics("xor")
+atomic_exch, atomic_exch_acquire, atomic_exch_release = _atomics("exch")
+atomic_cas, atomic_cas_acquire, atomic_cas_release = _atomics("cas")
+
+for _operation, _kinds in ATOMICS.items():
+    for _order in ATOMIC_ORDERS:
+        for _kind in _kinds:
+            _name = atomic_name(_operation, _order, _kind)
+            globals()[_name] = _updates(_operation, _kind)
 
 
 def fence_acq_rel_sys() -> None:

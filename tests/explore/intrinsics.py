@@ -13,6 +13,8 @@ from typing import Any
 from explore import scheduler
 from explore.memory import ACQUIRE, RELAXED, RELEASE, WEAK
 from explore.scheduler import POLL, STEP, SYNC
+from explore.updates import update
+from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.device.sim import (  # noqa: F401
     bf16_of_f32,
     bits_of_f32,
@@ -202,6 +204,51 @@ class array_at:
 
     def store(self, index: Any, value: Any) -> Generator[int, None, None]:
         return st_u64(self._place(index), value)
+
+
+_CHANGES = {
+    "add": lambda old, value: old + value,
+    "min": min,
+    "max": max,
+    "and": lambda old, value: old & value,
+    "or": lambda old, value: old | value,
+    "xor": lambda old, value: old ^ value,
+    "exch": lambda old, value: value,
+    "cas": lambda old, expected, value: value if old == expected else None,
+}
+
+
+def _updates(operation: str, order: str, nbytes: int) -> Any:
+    def atomic(address: int, *values: int) -> Generator[int, None, int]:
+        yield STEP
+        machine, thread = scheduler.machine, scheduler.current
+        if machine.rule is not None:
+            machine.rule.stores(thread, address)
+        change, words = _CHANGES[operation], [int(value) for value in values]
+        given = thread.observer, address, nbytes, lambda old: change(old, *words)
+        return update(machine.memory, *given, order)
+
+    return atomic
+
+
+for _operation, _kinds in ATOMICS.items():
+    for _order in ATOMIC_ORDERS:
+        for _kind in _kinds:
+            _name = atomic_name(_operation, _order, _kind)
+            globals()[_name] = _updates(_operation, _order, int(_kind[1:]) // 8)
+
+
+def _atomics(operation: str) -> list[Any]:
+    def of(order: str) -> Any:
+        change = _updates(operation, order, 8)
+        return lambda array, index, *values: change(array._place(index), *values)
+
+    return [of(order) for order in ATOMIC_ORDERS]
+
+
+atomic_add, atomic_add_acquire, atomic_add_release = _atomics("add")
+atomic_exch, atomic_exch_acquire, atomic_exch_release = _atomics("exch")
+atomic_cas, atomic_cas_acquire, atomic_cas_release = _atomics("cas")
 
 
 class _Index:

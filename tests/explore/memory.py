@@ -34,8 +34,8 @@ Not modelled
   depended on that order, the access would be reported as a race. Relaxed packets rely
   on the branch that depends on their flag, as on GPUs.
 - Only the latest few values of an address are kept.
-- No kernel here uses atomic operations, scopes other than the system's, or the total
-  order of fences.
+- Atomic updates (``updates.py``) reach memory immediately.
+- No kernel here uses scopes other than the system's, or the total order of fences.
 """
 
 import math
@@ -102,6 +102,7 @@ class Store:
         order: its place among the stores to this address, once in memory. Before that,
             the place of the last store that it must follow.
         priority: for the scheduler; the lowest waits until no other task can run.
+        updates: whether no store may come between the one before it and this one.
     """
 
     place: "Place"
@@ -114,6 +115,7 @@ class Store:
     over: Sequence[int] = ()
     order: float = 0.0
     priority: float = 0.0
+    updates: bool = False
 
     def comes_after(self, other: "Store") -> bool:
         """Return whether this store must follow another one to the same address."""
@@ -142,6 +144,8 @@ class Place:
         at = len(self.values)
         while not late and at > 1 and not new.comes_after(self.values[at - 1]):
             at -= 1
+        while at < len(self.values) and self.values[at].updates:
+            at += 1
         before = self.values[at - 1].order
         after = self.values[at].order if at < len(self.values) else before + 2
         new.order = (before + after) / 2

@@ -6,7 +6,12 @@ from numba import cuda
 
 from numba_symm.collectives.protocols.workspace import MAX_BLOCKS, THREADS
 from numba_symm.device.intrinsics import (
+    array_at,
+    atomic_add_release,
+    atomic_cas_acquire,
+    atomic_exch_release,
     device_function,
+    fence_acq_rel_sys,
     globaltimer,
     ld_u64,
     poll_pause,
@@ -111,3 +116,31 @@ def read(sources: Any, outputs: int, words: int) -> None:
         for i in range(cuda.threadIdx.x, words, THREADS):
             word = ld_u64(sources[r] + 8 * i)
             st_u64(outputs + 8 * (r * words + i), word)
+
+
+@device_function
+def count_under_a_lock(lock: int, word: int, times: int) -> None:
+    """Increment a word by plain accesses, under a lock that is an atomic word."""
+    locks = array_at(lock, 1, None)
+    if cuda.threadIdx.x == 0:
+        for _ in range(times):
+            while atomic_cas_acquire(locks, 0, 0, 1) != 0:  # explore: lock
+                poll_pause(0)
+            st_u64(word, ld_u64(word) + 1)
+            atomic_exch_release(locks, 0, 0)  # explore: unlock
+
+
+@device_function
+def last_one_reads(count: int, words: Any, rank: int, given: int, out: int) -> None:
+    """Store a word and count it; the rank that counts last reads the words of all."""
+    counts = array_at(count, 1, None)
+    if cuda.threadIdx.x == 0:
+        st_u64(words[rank], ld_u64(given))
+        arrived = atomic_add_release(counts, 0, 1)  # explore: count
+        if arrived == len(words) - 1:
+            # It acquires what the counts before this one have released.
+            fence_acq_rel_sys()  # explore: acquire-counts
+            total = 0
+            for r in range(len(words)):
+                total += ld_u64(words[r])
+            st_u64(out, total)

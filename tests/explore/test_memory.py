@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from explore import intrinsics
 from explore.intrinsics import (
     fence_acq_rel_sys,
     ld_acquire_sys_u32,
@@ -23,6 +24,10 @@ from explore.intrinsics import (
 )
 from explore.memory import Finding
 from explore.scheduler import STEP, Launch, Machine
+
+add_relaxed = intrinsics.atom_add_relaxed_sys_u32
+add_acquire = intrinsics.atom_add_acquire_sys_u32
+add_release = intrinsics.atom_add_release_sys_u32
 
 SCHEDULES = 300
 
@@ -322,3 +327,62 @@ def test_a_thread_that_leaves_the_others_at_syncthreads_is_reported():
 
     with pytest.raises(Finding, match="divergence"):
         alone(kernel, threads=2)
+
+
+def test_no_update_is_lost():
+    def kernel(x, y, seen):
+        seen.append((yield from add_relaxed(x, 1)))
+
+    assert {frozenset(each) for each in outcomes(*[kernel] * 3)} == {
+        frozenset(range(3))
+    }
+
+
+def test_a_relaxed_store_comes_before_or_after_an_update():
+    def store(x, y, seen):
+        yield from st_relaxed_sys_u32(x, 10)
+
+    def add(x, y, seen):
+        for _ in range(2):
+            seen.append((yield from add_relaxed(x, 1)))
+
+    assert outcomes(store, add) == {(0, 1), (0, 10), (10, 11)}
+
+
+def test_a_weak_load_races_with_an_update():
+    def add(x, y, seen):
+        yield from add_relaxed(x, 1)
+
+    def load(x, y, seen):
+        yield from ld_u32(x)
+
+    with pytest.raises(Finding, match="race"):
+        outcomes(add, load)
+
+
+@pytest.mark.parametrize(
+    ("publish", "take", "ordered"),
+    [
+        (add_release, add_acquire, True),
+        (add_relaxed, add_acquire, False),
+        (add_release, add_relaxed, False),
+    ],
+)
+def test_updates_in_order_show_what_came_before(publish, take, ordered):
+    """The update of a third rank in between continues the release."""
+
+    def first(x, y, seen):
+        yield from st_relaxed_sys_u32(x, 1)
+        yield from publish(y, 1)
+
+    def between(x, y, seen):
+        yield from add_relaxed(y, 10)
+
+    def last(x, y, seen):
+        count = yield from take(y, 100)
+        seen += [count, (yield from ld_relaxed_sys_u32(x))]
+
+    found = outcomes(first, between, last)
+    assert {count for count, _ in found} == {0, 1, 10, 11}
+    stale = {(1, 0), (11, 0)} & found
+    assert bool(stale) != ordered

@@ -402,3 +402,16 @@ def test_too_few_work_queues_for_requests_cause_a_warning(
     devices.warn_if_queues_are_few([gpu(0, "a", mps=mps)] * ranks)
     cure = f"set CUDA_DEVICE_MAX_CONNECTIONS={wanted} on all ranks"
     assert [cure in text for text in texts] == [True] * bool(wanted)
+
+
+def test_links_without_atomics_are_named(machine, monkeypatch):
+    """A peer's GPU that this process does not see is not asked about."""
+    asked = []
+    monkeypatch.setattr(
+        devices, "_have_atomics", lambda *pair: asked.append(pair) or pair != (1, 2)
+    )
+    every = devices.visible_gpus()
+    mine = every[1]
+    found = devices.without_atomics(mine, [*every[:3], mine, gpu(9, "GPU-unseen")])
+    assert found == [f"{mine.uuid} and {every[2].uuid}"]
+    assert sorted(asked) == [(1, 0), (1, 2)]

@@ -1,0 +1,33 @@
+"""Atomic operations between GPUs: their functions' names, and where there are none.
+
+A GPU updates a word of another one's memory atomically only if their link supports it:
+NVLink does, PCIe does not. There, the update would be two accesses, and lose others.
+"""
+
+from collections.abc import Sequence
+
+_missing: list[str] = []
+"""The pairs of GPUs of this process' communicators without native atomics."""
+
+
+def atomic_function(operation: str, order: str) -> str:
+    """Return the name by which kernels call an atomic operation."""
+    name = f"{operation}_" if operation in ("and", "or") else operation
+    suffix = "" if order == "relaxed" else f"_{order}"
+    return f"atomic_{name.rstrip('_') if suffix else name}{suffix}"
+
+
+def note_missing(pairs: Sequence[str]) -> None:
+    """Refuse atomic operations in kernels that this process compiles from now on."""
+    _missing.extend(pair for pair in pairs if pair not in _missing)
+
+
+def refusal(name: str) -> str:
+    """Return why a kernel must not call an atomic function; "" if it may."""
+    if not _missing:
+        return ""
+    return (
+        f"{name}: expected GPUs whose links have native atomics (NVLink), got none "
+        f"between {', '.join(_missing)}; give each rank its own part of the peer's "
+        "buffer, in which no other rank stores"
+    )

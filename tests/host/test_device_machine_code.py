@@ -1,0 +1,81 @@
+"""The machine code of users' kernels that call ``numba_symm.device``, without a GPU.
+
+The kernels are those that ``tests/ranks/memory`` runs. See ``test_machine_code.py``.
+"""
+
+import functools
+import itertools
+import re
+from types import SimpleNamespace
+
+import pytest
+from numba.core.errors import TypingError
+from numba.cuda import types
+
+from numba_symm.device import links
+from numba_symm.kernels import Kernel
+from numba_symm.pads import context_type
+from tests.machine_code import Code, opcodes
+from tests.ranks.memory import test_device_atomics as atomics
+
+WORDS = types.Array(types.int64, 1, "C")
+TABLE = types.Array(types.int64, 2, "C")
+ACCESSES = r"(LDG|STG|CCTL|MEMBAR)\b.*"
+FENCE = r"MEMBAR\.(ALL|SC)\.SYS"
+
+
+@pytest.fixture(autouse=True)
+def compute_capability(monkeypatch):
+    """Answer Numba's question for the current device, for which it needs a driver."""
+    device = SimpleNamespace(compute_capability=(9, 0))
+    monkeypatch.setattr("numba.cuda.dispatcher.get_current_device", lambda: device)
+
+
+@functools.cache
+def compiled(kernel, *signature):
+    """Return the machine code of a kernel, whose first argument is a context."""
+    user = Kernel(lambda: kernel.py_func, (), (context_type(2), *signature), 32)
+    return Code(user, (9, 0))
+
+
+def updates(code):
+    """Return the atomic operations, and what is between each and the next one."""
+    places = [*code.find(r"ATOMG\..*"), len(code.instructions)]
+    return [
+        (code.instructions[here].opcode, code.between(here, there))
+        for here, there in itertools.pairwise(places)
+    ]
+
+
+def test_every_update_is_one_instruction_at_system_scope():
+    code = compiled(atomics.update_all, types.int64, TABLE)
+    found = [opcode for opcode, _ in updates(code)]
+    assert all(".STRONG.SYS" in opcode for opcode in found)
+    extra = r"^ATOMG\.E\.|\.STRONG\.SYS|\.(RN|FTZ)"
+    kinds = [re.sub(extra, "", each) for each in found]
+    assert sorted(set(kinds)) == sorted(EXPECTED)
+    assert not code.find(r"(ATOM|ATOMS|RED|REDG)\b.*")
+
+
+EXPECTED = ["ADD", "ADD.64", "ADD.F32", "ADD.F64", "AND", "CAS.64", "EXCH.64", "MAX"]
+EXPECTED += ["MAX.64", "MIN.S32", "MIN.S64", "OR", "XOR.64"]
+
+
+def test_an_acquire_drops_what_l1_holds_and_a_release_waits_for_stores():
+    code = compiled(atomics.count_under_a_lock, types.int64, WORDS)
+    *tries, (last, after), (exchange, _) = updates(code)  # the compiler peels the loop
+    for opcode, following in [*tries, (last, after)]:
+        assert ".CAS." in opcode
+        assert opcodes(following, ACCESSES)[0] == "CCTL.IVALL"
+    assert ".EXCH." in exchange
+    accesses = [each for each in opcodes(after, ACCESSES) if "CTA" not in each]
+    assert accesses[:3] == ["CCTL.IVALL", "LDG.E.64", "STG.E.64"]
+    assert re.fullmatch(FENCE, accesses[-1])
+    assert len(accesses) == 4
+
+
+def test_atomics_are_refused_where_links_have_none(monkeypatch):
+    monkeypatch.setattr(links, "_missing", ["GPU-a and GPU-b"])
+    text = "native atomics .NVLink., got none between GPU-a and GPU-b; give each rank"
+    with pytest.raises(TypingError, match=text):
+        compiled(atomics.last_one_adds, WORDS)

@@ -1,0 +1,170 @@
+"""Atomic operations on peers' arrays, in a user's own kernels."""
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm import device as symm
+from numba_symm.environment import SIMULATED
+from tests.ranks.helpers import get, of_one_island, put
+
+pytestmark = of_one_island
+
+THREADS, ROUNDS = 4, 3
+STRIDE = 8  # a line of cache for each element
+LOW = -(1 << 40)
+
+
+@cuda.jit
+def update_all(ctx, rounds, olds):
+    """Update the first rank's words by every operation and type."""
+    thread = cuda.grid(1)
+    who = ctx.rank * cuda.gridsize(1) + thread + 1
+    i32 = symm.peer_array(ctx, 0, (16, 16), np.int32)
+    u32 = symm.peer_array(ctx, 0, (16, 16), np.uint32)
+    f32 = symm.peer_array(ctx, 0, (16, 16), np.float32)
+    i64 = symm.peer_array(ctx, 0, 128, np.int64)
+    u64 = symm.peer_array(ctx, 0, 128, np.uint64)
+    f64 = symm.peer_array(ctx, 0, 128, np.float64)
+    for i in range(rounds):
+        olds[i, thread] = symm.atomic_add(i32, (0, 0), 1)
+        symm.atomic_add(u32, (1, 0), 0xFFFFFFFF)
+        symm.atomic_add_acquire(i64, 2 * 8, 1 << 33)
+        symm.atomic_add_release(u64, 3 * 8, 1 << 62)
+        symm.atomic_add(f32, (4, 0), 0.5)
+        symm.atomic_add(f64, 5 * 8, 0.25)
+    symm.atomic_min(i32, (6, 0), -who)
+    symm.atomic_max(u32, (7, -16), who + 0x80000000)
+    symm.atomic_min_release(i64, 8 * 8, -(1 << 40) - who)
+    symm.atomic_max_acquire(u64, 9 * 8, np.uint64(1 << 63) + np.uint64(who))
+    bit = 1 << (who % 31)
+    symm.atomic_and_(i32, (10, 0), ~bit)
+    symm.atomic_or_release(u32, (11, 0), bit)
+    symm.atomic_xor(i64, 12 * 8, bit)
+    olds[rounds, thread] = symm.atomic_exch(u64, 13 * 8, who)
+    # Which thread finds 0 depends on the schedule, but one does.
+    olds[rounds + 1, thread] = symm.atomic_cas(i64, 14 * 8, 0, who)
+
+
+@cuda.jit
+def count_under_a_lock(ctx, times, done):
+    """Increment a word of the first rank by plain accesses, under a lock there."""
+    if cuda.threadIdx.x == 0:
+        words = symm.peer_array(ctx, 0, 2, np.int64)
+        for _ in range(times):
+            tries = 0
+            while symm.atomic_cas_acquire(words, 0, 0, 1) != 0 and tries < 1 << 22:
+                tries += 1
+            words[1] += 1
+            symm.atomic_exch_release(words, 0, 0)
+            done[0] += tries < 1 << 22
+
+
+@cuda.jit
+def last_one_adds(ctx, out):
+    """Store a number and count it; the rank that counts last adds those of all."""
+    if cuda.threadIdx.x == 0:
+        mine = symm.peer_array(ctx, ctx.rank, 2, np.int64)
+        mine[1] = ctx.rank + 1
+        counts = symm.peer_array(ctx, 0, 2, np.int64)
+        if symm.atomic_add_release(counts, 0, 1) == ctx.world_size - 1:
+            symm.fence_acq_rel_sys()
+            for r in range(ctx.world_size):
+                out[0] += symm.peer_array(ctx, r, 2, np.int64)[1]
+
+
+def launched(comm, world, kernel, shape, host, *args):
+    """Run a kernel on every rank; return the first rank's memory, as words."""
+    x = comm.zeros(len(host), np.int64)
+    put(x, host)
+    memory = comm.rendezvous(x)
+    world.barrier()
+    kernel[shape](memory.ctx, *args)
+    comm.synchronize()
+    world.barrier()
+    return world.bcast(get(x))
+
+
+def of_all(world, array):
+    """Return the array of every rank."""
+    return world.allgather(get(array))
+
+
+def test_updates_of_every_kind_are_atomic(comm, world):
+    blocks, host = 2, np.zeros(16 * STRIDE, np.int64)
+    host[10 * STRIDE] = -1
+    threads = blocks * THREADS
+    total = threads * comm.size
+    olds = cuda.to_device(np.zeros((ROUNDS + 2, threads), np.int64))
+    words = launched(comm, world, update_all, (blocks, THREADS), host, ROUNDS, olds)
+    words = words[::STRIDE].copy()
+    halves = words.view(np.int32)[::2].copy()
+    everyone = np.arange(1, total + 1)
+    bits = [1 << int(who) % 31 for who in everyone]
+    assert halves[0] == total * ROUNDS
+    assert halves[1] == -total * ROUNDS
+    assert words[2] == total * ROUNDS << 33
+    assert words[3] == np.uint64(total * ROUNDS % 4 << 62).astype(np.int64)
+    assert halves.view(np.float32)[4] == total * ROUNDS / 2
+    assert words.view(np.float64)[5] == total * ROUNDS / 4
+    assert halves[6] == -total
+    assert halves.view(np.uint32)[7] == 0x80000000 + total
+    assert words[8] == LOW - total
+    assert words.view(np.uint64)[9] == (1 << 63) + total
+    assert halves[10] == np.bitwise_and.reduce([~bit for bit in bits])
+    assert halves[11] == np.bitwise_or.reduce(bits)
+    assert words[12] == np.bitwise_xor.reduce(bits)
+    found = np.stack(of_all(world, olds), axis=1).reshape(ROUNDS + 2, total)
+    # Each thread has got a number of its own, and each value was taken out once.
+    assert sorted(found[:ROUNDS].ravel()) == list(range(total * ROUNDS))
+    assert sorted([*found[ROUNDS], words[13]]) == [0, *everyone]
+    winners = everyone[found[ROUNDS + 1] == 0]
+    assert winners.tolist() == [words[14]]
+
+
+def test_a_lock_of_atomics_orders_plain_accesses(comm, world):
+    times, done = 5, cuda.to_device(np.zeros(1, np.int64))
+    host = np.zeros(2, np.int64)
+    words = launched(comm, world, count_under_a_lock, (1, 2), host, times, done)
+    assert [found[0] for found in of_all(world, done)] == [times] * comm.size
+    assert words.tolist() == [0, times * comm.size]
+
+
+def test_the_last_one_sees_what_all_have_stored(comm, world):
+    out = cuda.to_device(np.zeros(1, np.int64))
+    launched(comm, world, last_one_adds, (1, 2), np.zeros(2, np.int64), out)
+    found = [array[0] for array in of_all(world, out)]
+    assert sorted(found) == [0] * (comm.size - 1) + [comm.size * (comm.size + 1) // 2]
+
+
+@cuda.jit
+def misuse(ctx, what):
+    if what == 0:
+        symm.atomic_min(symm.peer_array(ctx, 0, 4, np.float32), 0, 1)
+    elif what == 1:
+        symm.atomic_add(symm.peer_array(ctx, 0, 4, np.int32), 4, 1)
+    elif what == 2:
+        symm.atomic_cas_acquire(symm.peer_array(ctx, 0, (2, 2), np.int32), 0, 1, 2)
+    elif what == 3:
+        symm.atomic_exch(symm.peer_array(ctx, 0, 4, np.int32), 1.5, 1)
+    else:
+        symm.atomic_add(3, 0, 1)
+
+
+REFUSED = [
+    r"atomic_min: expected an array of int32, .*, got float32",
+    r"atomic_add: expected an index within the shape \(4,\), got 4; a GPU does",
+    r"atomic_cas_acquire: expected 2 integers as the index, got 0",
+    r"atomic_exch: expected an index within the shape \(4,\), got 1\.5",
+    r"atomic_add: expected an array of .* float64, got int",
+]
+
+
+@pytest.mark.skipif(not SIMULATED, reason="a GPU refuses types when it compiles")
+@pytest.mark.parametrize("what", range(len(REFUSED)))
+def test_misuse_is_refused(comm, what):
+    ctx = comm.rendezvous(comm.zeros(2, np.int64)).ctx
+    with pytest.raises(ns.ArgumentError, match=REFUSED[what]):
+        misuse[1, 1](ctx, what)
+    comm.barrier()
