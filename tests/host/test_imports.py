@@ -21,10 +21,23 @@ LAZY = {
 
 
 def layers():
-    """Return the names in the first column of the table, by row."""
-    text = ARCHITECTURE.read_text().partition("## Modules\n")[2]
-    table = text.partition("\n| layer |")[2].partition("\n\n")[0]
-    return [re.findall(r"`(.+?)`", row.split("|")[1]) for row in table.splitlines()[2:]]
+    """Return the number of each module's layer, by its path in the package.
+
+    A package's own file is in the first layer with modules of its folder.
+    """
+    text = ARCHITECTURE.read_text().partition("\nlayer folder ")[2]
+    found, number, folder = {}, 0, ""
+    for line in text.partition("\n```")[0].splitlines()[1:]:
+        head, names = line[:30], line[30:].split()
+        if head.strip():
+            starts, folder = re.fullmatch(r" *(\d+)?  ([a-z_/]*) *", head).groups()
+            number += starts is not None
+            assert starts in (None, str(number))
+            found.setdefault(f"{folder}__init__.py", number)
+        for name in names:
+            assert f"{folder}{name}.py" not in found or name == "__init__", name
+            found[f"{folder}{name}.py"] = number
+    return found
 
 
 def files():
@@ -89,32 +102,24 @@ def graph():
 GRAPH = graph()
 
 
-def row(name):
-    """Return the row of the table that names a module most exactly, or None."""
-    path = str(FILES[name].relative_to(PACKAGE))
-    fitting = [
-        (len(layer), number)
-        for number, names in enumerate(layers())
-        for layer in names
-        if path == layer or (layer.endswith("/") and path.startswith(layer))
-    ]
-    return max(fitting)[1] if fitting else None
+def test_the_picture_names_every_module():
+    paths = {str(path.relative_to(PACKAGE)) for path in FILES.values()}
+    assert set(layers()) == paths, "docs/architecture.md: name the module in its layer"
 
 
-def test_every_module_has_a_layer_and_every_layer_a_module():
-    assert [name for name in FILES if row(name) is None] == []
-    paths = [str(path.relative_to(PACKAGE)) for path in FILES.values()]
-    named = [layer for names in layers() for layer in names]
-    assert len(named) == len(set(named)) > 20
-    assert [layer for layer in named if not any(map(startswith(layer), paths))] == []
+def test_the_page_names_only_files_that_exist_and_fits_its_width():
+    text = ARCHITECTURE.read_text()
+    way = text.partition("## The life of one all_reduce")[2].partition("```\n\n")[0]
+    for name in re.findall(r"[a-z_/]+\.py|[a-z_/]+/(?=,|\n)", way):
+        assert (PACKAGE / name).exists(), name
+    assert [line for line in text.splitlines() if len(line) > 120] == []
 
 
-def startswith(layer):
-    return lambda path: path.startswith(layer)
-
-
-def test_modules_import_only_from_rows_above_and_their_own():
-    rows = {name: row(name) for name in FILES}
+def test_modules_import_only_from_layers_above_and_their_own():
+    by_path = layers()
+    rows = {
+        name: by_path[str(path.relative_to(PACKAGE))] for name, path in FILES.items()
+    }
     wrong = [
         f"{name} imports {other}"
         for name, (at_top, _) in GRAPH.items()
