@@ -6,7 +6,7 @@ call; ``lifetime.py`` makes and closes these parts.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident, local
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
 
 T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
 
 REFUSALS = (ArgumentError, ClosedError, CollectiveError)
 """Errors before anything is enqueued, after which other calls may follow."""
@@ -335,17 +336,17 @@ class Calls:
             raise
         self.run(what, launch, call.stream, *call.keep)
 
-    def remembered(self, work_out: Callable[..., T], *given: Any) -> T:
-        """Return ``work_out(calls, *given)``, from memory if it was called before.
+    def remembered(self, work_out: Callable[["Calls", H], T], given: H) -> T:
+        """Return ``work_out(calls, given)``, from memory if it was called before.
 
-        The result must depend on these arguments only, and must not refer to an array.
+        The result must depend on ``given`` only, and must not refer to an array.
         """
         # The key has the generation of mappings, because results may contain peers'
         # addresses. The GPU that owns the memory at an address is not checked again.
         key = (work_out, given, self.heap.generation)
         found: T = self._plans.get(key)
         if found is UNKNOWN:
-            found = work_out(self, *given)
+            found = work_out(self, given)
             self._plans.put(key, found)
         return found
 

@@ -14,12 +14,16 @@ from numba_symm.collectives import (
     kernel_set,
     lifetime,
     messages,
-    neighbors,
     vector_forms,
 )
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.islands import construction
+from numba_symm.collectives.messages import IRECV, ISEND, RECV, SEND, SENDRECV
+from numba_symm.collectives.neighbors import (
+    NEIGHBOR_ALL_GATHER,
+    NEIGHBOR_ALL_TO_ALL,
+)
 from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -28,6 +32,7 @@ from numba_symm.collectives.operations import (
     EXSCAN,
     REDUCE,
     REDUCE_SCATTER,
+    REDUCE_SHARD,
     REVERSE_SCAN,
     SCAN,
     with_algorithms,
@@ -35,6 +40,14 @@ from numba_symm.collectives.operations import (
 from numba_symm.collectives.persistent import Persistent
 from numba_symm.collectives.requests import Request
 from numba_symm.collectives.spelling import OthersNames, spelled
+from numba_symm.collectives.vector_forms import (
+    ALL_GATHER_V,
+    ALL_TO_ALL_V,
+    GATHER,
+    GATHER_V,
+    SCATTER,
+    SCATTER_V,
+)
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import devices, ranks
 from numba_symm.launch.devices import GPU
@@ -661,7 +674,9 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        return vector_forms.reduce_scatter(self._calls, x, counts, op, out, stream)
+        tables = ((counts, None),)
+        given = Invocation(REDUCE_SHARD, x, out, stream, op=op, tables=tables)
+        return vector_forms.reduce_scatter(self._calls, given)
 
     def gather(
         self,
@@ -691,10 +706,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = x, None, None, root, out, stream
-        return vector_forms.collected(
-            self._calls, "gather", vector_forms.gather, *given
-        )
+        given = Invocation(GATHER, x, out, stream, root=root)
+        return vector_forms.collected(self._calls, given)
 
     def gather_v(
         self,
@@ -727,9 +740,10 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = x, counts, displs, root, out, stream
-        gather = vector_forms.gather
-        return vector_forms.collected(self._calls, "gather_v", gather, *given)
+        given = Invocation(
+            GATHER_V, x, out, stream, root=root, tables=((counts, displs),)
+        )
+        return vector_forms.collected(self._calls, given)
 
     def scatter(
         self,
@@ -761,9 +775,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = x, None, None, root, out, stream
-        scatter = vector_forms.scatter
-        return vector_forms.collected(self._calls, "scatter", scatter, *given)
+        given = Invocation(SCATTER, x, out, stream, root=root)
+        return vector_forms.collected(self._calls, given)
 
     def scatter_v(
         self,
@@ -798,9 +811,10 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = x, counts, displs, root, out, stream
-        scatter = vector_forms.scatter
-        return vector_forms.collected(self._calls, "scatter_v", scatter, *given)
+        given = Invocation(
+            SCATTER_V, x, out, stream, root=root, tables=((counts, displs),)
+        )
+        return vector_forms.collected(self._calls, given)
 
     def all_gather_v(
         self,
@@ -830,9 +844,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = x, counts, displs, out, stream
-        all_gather = vector_forms.all_gather
-        return vector_forms.collected(self._calls, "all_gather_v", all_gather, *given)
+        given = Invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
+        return vector_forms.collected(self._calls, given)
 
     def all_to_all_v(
         self,
@@ -868,9 +881,9 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = x, (send_counts, send_displs), (recv_counts, recv_displs), out, stream
-        all_to_all = vector_forms.all_to_all
-        return vector_forms.collected(self._calls, "all_to_all_v", all_to_all, *given)
+        tables = (send_counts, send_displs), (recv_counts, recv_displs)
+        given = Invocation(ALL_TO_ALL_V, x, out, stream, tables=tables)
+        return vector_forms.collected(self._calls, given)
 
     def neighbor_all_gather(
         self,
@@ -902,9 +915,10 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = x, sources, destinations, out, stream
-        name = "neighbor_all_gather"
-        return vector_forms.collected(self._calls, name, neighbors.all_gather, *given)
+        given = Invocation(
+            NEIGHBOR_ALL_GATHER, x, out, stream, peers=(destinations, sources)
+        )
+        return vector_forms.collected(self._calls, given)
 
     def neighbor_all_to_all(
         self,
@@ -934,9 +948,10 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = x, sources, destinations, out, stream
-        name = "neighbor_all_to_all"
-        return vector_forms.collected(self._calls, name, neighbors.all_to_all, *given)
+        given = Invocation(
+            NEIGHBOR_ALL_TO_ALL, x, out, stream, peers=(destinations, sources)
+        )
+        return vector_forms.collected(self._calls, given)
 
     @by_one_thread
     def send(
@@ -963,8 +978,8 @@ class Communicator(Persistent, OthersNames):
             CollectiveError: an earlier call of the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        call = messages.sending(self._calls, x, dst, stream)
-        messages.start(self._calls, "send", call)
+        given = Invocation(SEND, x, stream=stream, peers=(dst, None))
+        messages.start(self._calls, given)
 
     @by_one_thread
     def recv(
@@ -998,8 +1013,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`send`.
         """
-        call = messages.receiving(self._calls, out, src, count, stream)
-        return messages.start(self._calls, "recv", call)
+        given = Invocation(RECV, None, out, stream, peers=(None, src), count=count)
+        return messages.start(self._calls, given)
 
     @by_one_thread
     def sendrecv(
@@ -1033,8 +1048,8 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`send`.
         """
-        call = messages.exchanging(self._calls, x, dst, out, src, count, stream)
-        return messages.start(self._calls, "sendrecv", call)
+        given = Invocation(SENDRECV, x, out, stream, peers=(dst, src), count=count)
+        return messages.start(self._calls, given)
 
     @by_one_thread
     def isend(self, x: Any, *, dst: int | None, stream: Any = None) -> Request:
@@ -1054,9 +1069,8 @@ class Communicator(Persistent, OthersNames):
                 requests, a group is open, or the stream is being captured.
             CollectiveError, ClosedError: as for any call.
         """
-        with self._calls.staging.apart():
-            call = messages.sending(self._calls, x, dst, stream, "isend")
-        return messages.request(self._calls, "isend", call)
+        given = Invocation(ISEND, x, stream=stream, peers=(dst, None))
+        return messages.request(self._calls, given)
 
     @by_one_thread
     def irecv(
@@ -1075,9 +1089,10 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`isend`.
         """
-        with self._calls.staging.apart():
-            call = messages.receiving(self._calls, out, src, count, stream, "irecv")
-        return messages.request(self._calls, "irecv", call)
+        given = Invocation(
+            IRECV, out=out, stream=stream, peers=(None, src), count=count
+        )
+        return messages.request(self._calls, given)
 
     def group(self) -> AbstractContextManager[None]:
         """Start the calls within a ``with`` block together, at its end.

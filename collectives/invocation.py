@@ -20,6 +20,10 @@ class Invocation(NamedTuple, Generic[Kind]):
         op: the operator, if the operation reduces.
         algorithm: its name; None: the fastest.
         root: the root, if the operation has one.
+        tables: of a v form, its counts and displacements: one pair, or two.
+        peers: of messages, whom this rank sends to, and whom it receives from.
+        count: of a message that may be shorter than ``out``, where its number of
+            elements is stored.
     """
 
     operation: Kind
@@ -29,6 +33,9 @@ class Invocation(NamedTuple, Generic[Kind]):
     op: Any = "sum"
     algorithm: str | None = None
     root: Any = None
+    tables: tuple[Any, ...] = ()
+    peers: tuple[Any, ...] = ()
+    count: Any = None
 
 
 OPTIONS = 4

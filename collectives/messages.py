@@ -7,7 +7,7 @@ run only for arguments that were not passed before.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import are_apart, check_apart, check_peer
+from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.requests import Request, Requests, end_of
@@ -33,68 +34,55 @@ from numba_symm.errors import ArgumentError
 from numba_symm.launch.ranks import name_ranks
 
 
-def sending(
-    calls: Calls, x: Any, dst: int | None, stream: Any, what: str = "send"
-) -> Prepared:
-    """Prepare to send an array; see :meth:`Communicator.send`."""
+class Kind(NamedTuple):
+    """A message of one array, or of one in each direction.
+
+    Attributes:
+        name: the name of the communicator's method.
+        sends: whether it sends ``x``.
+        receives: whether it receives into ``out``.
+    """
+
+    name: str
+    sends: bool
+    receives: bool
+
+
+MessageCall = Invocation[Kind]
+
+SEND, RECV = Kind("send", True, False), Kind("recv", False, True)
+SENDRECV = Kind("sendrecv", True, True)
+ISEND, IRECV = Kind("isend", True, False), Kind("irecv", False, True)
+
+
+def prepared(calls: Calls, given: MessageCall) -> Prepared:
+    """Prepare to send, to receive, or both."""
     calls.island.check_open()
-    to = check_peer(dst, calls.size, f"{what}: dst")
-
-    def prepare(x: Any, _: Any, stream: Any) -> Prepared:
-        transfers = calls.remembered(_sent, what, arrays.view(x, what), to)
-        return Prepared(transfers, calls.stream_for(stream, x), (x,), None)
-
-    return staging.prepared(calls, what, prepare, x, None, stream)
+    return staging.prepared(calls, given, _prepared)
 
 
-def receiving(
-    calls: Calls,
-    out: Any,
-    src: int | None,
-    count: Any,
-    stream: Any,
-    what: str = "recv",
-) -> Prepared:
-    """Prepare to receive an array; see :meth:`Communicator.recv`."""
-    calls.island.check_open()
-    source = check_peer(src, calls.size, f"{what}: src")
-    number = _count(count, what)
-
-    def prepare(_: Any, out: Any, stream: Any) -> Prepared:
-        taken = arrays.view(out, f"{what}: out")
-        transfers = calls.remembered(_received, what, taken, source, number)
-        return Prepared(transfers, calls.stream_for(stream, out), (out, count), out)
-
-    return staging.prepared(calls, what, prepare, None, out, stream)
+def _prepared(calls: Calls, given: MessageCall) -> Prepared:
+    """Prepare messages of arrays without gaps."""
+    kind, x, out, stream = given[:4]
+    what, (dst, src), count = kind.name, given.peers, given.count
+    peers = (
+        check_peer(dst, calls.size, f"{what}: dst"),
+        check_peer(src, calls.size, f"{what}: src"),
+    )
+    if count is not None:
+        count = arrays.view(count, f"{what}: count")
+    source = arrays.view(x, what) if kind.sends else None
+    target = arrays.view(out, f"{what}: out") if kind.receives else None
+    read = given._replace(x=source, out=target, stream=None, peers=peers, count=count)
+    transfers = calls.remembered(_transfers, read)
+    chosen = calls.stream_for(stream, x if kind.sends else out)
+    return Prepared(transfers, chosen, (x, out, given.count), out)
 
 
-def exchanging(
-    calls: Calls,
-    x: Any,
-    dst: int | None,
-    out: Any,
-    src: int | None,
-    count: Any,
-    stream: Any,
-) -> Prepared:
-    """Prepare to send and receive; see :meth:`Communicator.sendrecv`."""
-    calls.island.check_open()
-    dst = check_peer(dst, calls.size, "sendrecv: dst")
-    src = check_peer(src, calls.size, "sendrecv: src")
-    number = _count(count, "sendrecv")
-
-    def prepare(x: Any, out: Any, stream: Any) -> Prepared:
-        given = arrays.view(x, "sendrecv")
-        taken = arrays.view(out, "sendrecv: out")
-        transfers = calls.remembered(_exchanged, given, dst, taken, src, number)
-        return Prepared(transfers, calls.stream_for(stream, x), (x, out, count), out)
-
-    return staging.prepared(calls, "sendrecv", prepare, x, out, stream)
-
-
-def start(calls: Calls, what: str, call: Prepared) -> Any:
-    """Enqueue a prepared call, or add it to an open group; return its result."""
-    calls.transfer(what, call)
+def start(calls: Calls, given: MessageCall) -> Any:
+    """Make a call of messages, or add it to an open group; return its result."""
+    call = prepared(calls, given)
+    calls.transfer(given.operation.name, call)
     return call.result
 
 
@@ -115,8 +103,11 @@ def requests_of(calls: Calls, what: str) -> Requests:
     )
 
 
-def request(calls: Calls, what: str, call: Prepared) -> Request:
-    """Start a prepared ``isend`` or ``irecv``, beside all other calls."""
+def request(calls: Calls, given: MessageCall) -> Request:
+    """Start an ``isend`` or ``irecv``, beside all other calls."""
+    what = given.operation.name
+    with calls.staging.apart():
+        call = prepared(calls, given)
     requests, (handle, _) = requests_of(calls, what), call.stream
     calls.refuse_in_group(what)
     if not SIMULATED and streams.is_capturing(handle):
@@ -133,13 +124,13 @@ def request(calls: Calls, what: str, call: Prepared) -> Request:
         )
     messages = [*transfers.sends, *transfers.receives]
     if not messages:  # to or from no rank
-        start(calls, what, call)
+        calls.transfer(what, call)
         done = end_of(handle)
     else:
-        receiving = bool(transfers.receives)
-        bound = calls.made(what, calls.remembered, _bound, messages[0], receiving)
+        message = messages[0], bool(transfers.receives)
+        bound = calls.made(what, calls.remembered, _bound, message)
         launch = call.around(bound) or bound
-        direction = messages[0].peer, receiving
+        direction = message[0].peer, message[1]
         failed = partial(calls.give_up, what=what)
         try:
             done = requests.start(direction, launch, handle, call.keep, failed)
@@ -149,10 +140,10 @@ def request(calls: Calls, what: str, call: Prepared) -> Request:
     return Request(calls.island, what, done, call.result, call.stream, requests.settle)
 
 
-def _bound(calls: Calls, message: Message, receiving: bool) -> Enqueue:
-    """Return the packed launch of a request."""
+def _bound(calls: Calls, message: tuple[Message, bool]) -> Enqueue:
+    """Return the packed launch of a request: a message, and whether it is received."""
     assert calls.requests is not None
-    return calls.requests.bind(message, receiving)
+    return calls.requests.bind(*message)
 
 
 @contextmanager
@@ -211,60 +202,65 @@ def start_group(
 
 def transfers_of(calls: Calls, found: Pending) -> Transfers:
     """Return the messages of a group."""
-    messages = tuple(found.sends), tuple(found.receives)
-    own = tuple(map(tuple, found.own))
     return calls.remembered(
-        _grouped, *messages, tuple(found.copies), tuple(found.fills), own
+        _grouped,
+        (
+            tuple(found.sends),
+            tuple(found.receives),
+            tuple(found.copies),
+            tuple(found.fills),
+            (tuple(found.own[0]), tuple(found.own[1])),
+        ),
     )
 
 
-def _count(count: Any, what: str) -> ArrayView | None:
-    return None if count is None else arrays.view(count, f"{what}: count")
+Grouped = tuple[
+    tuple[Message, ...], tuple[Message, ...], tuple[Copy, ...], tuple[Fill, ...], Own
+]
+"""What ``Transfers`` has of a group: sends, receives, copies, fills, own."""
 
 
-def _sent(calls: Calls, what: str, x: ArrayView, dst: int | None) -> Transfers:
-    return _made(calls, _sends(dst, calls.usable(x, what)), [], ())
+def _grouped(calls: Calls, given: Grouped) -> Transfers:
+    sends, receives, copies, fills, own = given
+    return Transfers(sends, receives, copies, fills=fills, own=own)
 
 
-def _received(
-    calls: Calls,
-    what: str,
-    out: ArrayView,
-    src: int | None,
-    count: ArrayView | None,
-) -> Transfers:
-    out = calls.usable(out, f"{what}: out", written=True)
-    _check_count(calls, count, [out], what)
-    fills = _fills(count) if src is None else ()
-    return _made(calls, [], _receives(src, out, count), fills)
-
-
-def _made(
-    calls: Calls,
-    sends: Sequence[Message],
-    receives: Sequence[Message],
-    fills: Sequence[Fill],
-) -> Transfers:
-    """Return the messages of a call, those to and from this rank apart."""
+def _transfers(calls: Calls, given: MessageCall) -> Transfers:
+    """Check the arrays, and return the messages, those to and from this rank apart."""
+    what, x, out = given.operation.name, given.x, given.out
+    (dst, src), count = given.peers, given.count
+    sends, receives = [], []
+    if x is not None:
+        x = calls.usable(x, what)
+        if dst is not None:
+            sends.append(Message(dst, x.address, x.nbytes))
+    if out is not None:
+        out = calls.usable(out, f"{what}: out", written=True)
+        if src is not None:
+            counted = () if count is None else (count.address, out.dtype.itemsize)
+            receives.append(Message(src, out.address, out.nbytes, *counted))
+    if x is not None and out is not None:
+        check_apart(x, out, what)
+    if count is not None:
+        _check_count(
+            calls, count, [each for each in (x, out) if each is not None], what
+        )
     rank = calls.rank
-    own = (
-        [each for each in sends if each.peer == rank],
-        [each for each in receives if each.peer == rank],
-    )
     return Transfers(
         [each for each in sends if each.peer != rank],
         [each for each in receives if each.peer != rank],
-        fills=fills,
-        own=own,
+        fills=[(count.address, 0)] if count is not None and src is None else [],
+        own=(
+            [each for each in sends if each.peer == rank],
+            [each for each in receives if each.peer == rank],
+        ),
     )
 
 
 def _check_count(
-    calls: Calls, count: ArrayView | None, others: Sequence[ArrayView], what: str
+    calls: Calls, count: ArrayView, others: Sequence[ArrayView], what: str
 ) -> None:
     """Refuse an array that the number of elements of a message cannot be stored in."""
-    if count is None:
-        return
     calls.usable(count, f"{what}: count", written=True)
     if count.dtype != np.int64 or count.size != 1:
         raise ArgumentError(
@@ -276,50 +272,3 @@ def _check_count(
             f"{what}: expected count apart from the other arrays, got arrays that "
             "overlap"
         )
-
-
-def _sends(peer: int | None, x: ArrayView) -> list[Message]:
-    """Return the message of an array to a rank, if there is one."""
-    return [] if peer is None else [Message(peer, x.address, x.nbytes)]
-
-
-def _receives(
-    peer: int | None, out: ArrayView, count: ArrayView | None
-) -> list[Message]:
-    """Return the message from a rank, if there is one."""
-    if peer is None:
-        return []
-    counted = () if count is None else (count.address, out.dtype.itemsize)
-    return [Message(peer, out.address, out.nbytes, *counted)]
-
-
-def _fills(count: ArrayView | None) -> list[Fill]:
-    """Return what stores the count of a message from no rank."""
-    return [] if count is None else [(count.address, 0)]
-
-
-def _exchanged(
-    calls: Calls,
-    x: ArrayView,
-    dst: int | None,
-    out: ArrayView,
-    src: int | None,
-    count: ArrayView | None,
-) -> Transfers:
-    x = calls.usable(x, "sendrecv")
-    out = calls.usable(out, "sendrecv: out", written=True)
-    check_apart(x, out, "sendrecv")
-    _check_count(calls, count, [x, out], "sendrecv")
-    fills = _fills(count) if src is None else ()
-    return _made(calls, _sends(dst, x), _receives(src, out, count), fills)
-
-
-def _grouped(
-    calls: Calls,
-    sends: Sequence[Message],
-    receives: Sequence[Message],
-    copies: Sequence[Copy],
-    fills: Sequence[Fill],
-    own: Own,
-) -> Transfers:
-    return Transfers(sends, receives, copies, fills=fills, own=own)

@@ -4,74 +4,42 @@ They consist of messages, as the v forms. Messages of two ranks match in the ord
 their lists.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from numba_symm.arrays import ArrayView
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import check_apart, check_peer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.workspace import most_messages
-from numba_symm.collectives.transfers import Prepared, Transfers
+from numba_symm.collectives.transfers import Transfers
 from numba_symm.collectives.vector_forms import (
     Form,
+    FormCall,
     Shard,
     check_even,
     flat,
-    formed,
     output,
 )
 from numba_symm.errors import ArgumentError
-
-Neighbors = Sequence[int | None]
 
 Peers = tuple[int | None, ...]
 """Checked neighbours; None: nobody."""
 
 
-def all_gather(
-    calls: Calls,
-    what: str,
-    x: Any,
-    sources: Neighbors,
-    destinations: Neighbors | None,
-    out: Any,
-    stream: Any,
-) -> Prepared:
-    """Prepare a ``neighbor_all_gather``."""
-    peers = _checked(calls, what, sources, destinations)
-    return formed(calls, _ALL_GATHER, what, x, out, stream, *peers)
-
-
-def all_to_all(
-    calls: Calls,
-    what: str,
-    x: Any,
-    sources: Neighbors,
-    destinations: Neighbors | None,
-    out: Any,
-    stream: Any,
-) -> Prepared:
-    """Prepare a ``neighbor_all_to_all``."""
-    peers = _checked(calls, what, sources, destinations)
-    return formed(calls, _ALL_TO_ALL, what, x, out, stream, *peers)
-
-
-def _checked(
-    calls: Calls, what: str, sources: Any, destinations: Any
-) -> tuple[Peers, Peers]:
+def _checked(calls: Calls, given: FormCall) -> FormCall:
+    """Check the neighbours."""
+    what, (destinations, sources) = given.operation.name, given.peers
     found = _peers(calls, sources, f"{what}: sources")
     others = found
     if destinations is not None:
         others = _peers(calls, destinations, f"{what}: destinations")
-    taken, given = (each.count(calls.rank) for each in (found, others))
-    if taken != given:
+    taken, sent = (each.count(calls.rank) for each in (found, others))
+    if taken != sent:
         raise ArgumentError(
             f"{what}: expected rank {calls.rank} as often in sources as in "
             f"destinations, because it receives what it sends itself, got {taken} and "
-            f"{given} times"
+            f"{sent} times"
         )
-    return found, others
+    return given._replace(peers=(others, found))
 
 
 def _peers(calls: Calls, asked: Any, what: str) -> Peers:
@@ -92,29 +60,20 @@ def _peers(calls: Calls, asked: Any, what: str) -> Peers:
     return found
 
 
-def _gathered_shape(
-    calls: Calls, what: str, x: ArrayView, sources: Peers, destinations: Peers
-) -> tuple[int, ...]:
-    return len(sources), *flat(calls, x, what).shape
+def _gathered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
+    _, sources = given.peers
+    return len(sources), *flat(calls, given.x, given.operation.name).shape
 
 
-def _gathered(
-    calls: Calls,
-    what: str,
-    x: ArrayView,
-    out: ArrayView,
-    sources: Peers,
-    destinations: Peers,
-) -> Transfers:
-    x = flat(calls, x, what)
-    parts = [Shard(x, 0, x.size) for _ in destinations]
-    return _moved(calls, what, x, out, parts, sources, destinations)
+def _gathered(calls: Calls, given: FormCall) -> Transfers:
+    x = flat(calls, given.x, given.operation.name)
+    destinations, _ = given.peers
+    return _moved(calls, given, [Shard(x, 0, x.size) for _ in destinations])
 
 
-def _exchanged_shape(
-    calls: Calls, what: str, x: ArrayView, sources: Peers, destinations: Peers
-) -> tuple[int, ...]:
-    x, number = flat(calls, x, what), len(destinations)
+def _exchanged_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
+    what, (destinations, sources) = given.operation.name, given.peers
+    x, number = flat(calls, given.x, what), len(destinations)
     if not x.shape or (x.shape[0] % number if number else x.shape[0]):
         raise ArgumentError(
             f"{what}: expected x with a multiple of {number} along its first axis, of "
@@ -124,32 +83,17 @@ def _exchanged_shape(
     return len(sources) * length, *x.shape[1:]
 
 
-def _exchanged(
-    calls: Calls,
-    what: str,
-    x: ArrayView,
-    out: ArrayView,
-    sources: Peers,
-    destinations: Peers,
-) -> Transfers:
-    _exchanged_shape(calls, what, x, sources, destinations)
-    number = len(destinations)
+def _exchanged(calls: Calls, given: FormCall) -> Transfers:
+    _exchanged_shape(calls, given)
+    x, number = given.x, len(given.peers[0])
     size = x.size // number if number else 0
-    parts = [Shard(x, size * i, size) for i in range(number)]
-    return _moved(calls, what, x, out, parts, sources, destinations)
+    return _moved(calls, given, [Shard(x, size * i, size) for i in range(number)])
 
 
-def _moved(
-    calls: Calls,
-    what: str,
-    x: ArrayView,
-    out: ArrayView,
-    parts: list[Shard],
-    sources: Peers,
-    destinations: Peers,
-) -> Transfers:
+def _moved(calls: Calls, given: FormCall, parts: list[Shard]) -> Transfers:
     """Return the messages: a part to each destination, as much from each source."""
-    out = output(calls, out, x, what)
+    x, out, what = given.x, output(calls, given), given.operation.name
+    destinations, sources = given.peers
     check_apart(x, out, what)
     size = parts[0].nbytes // x.dtype.itemsize if parts else None
     if size is None:  # only the sources know how much they send
@@ -172,5 +116,7 @@ def _moved(
     return Transfers(sends, receives, copies, x.dtype.name, x.dtype.itemsize)
 
 
-_ALL_GATHER = Form(_gathered_shape, _gathered)
-_ALL_TO_ALL = Form(_exchanged_shape, _exchanged)
+NEIGHBOR_ALL_GATHER = Form("neighbor_all_gather", _checked, _gathered_shape, _gathered)
+NEIGHBOR_ALL_TO_ALL = Form(
+    "neighbor_all_to_all", _checked, _exchanged_shape, _exchanged
+)

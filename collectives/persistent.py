@@ -4,9 +4,14 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from numba_symm.collectives import messages, neighbors, plans, vector_forms
+from numba_symm.collectives import plans
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.messages import RECV, SEND, SENDRECV
+from numba_symm.collectives.neighbors import (
+    NEIGHBOR_ALL_GATHER,
+    NEIGHBOR_ALL_TO_ALL,
+)
 from numba_symm.collectives.operations import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -15,11 +20,20 @@ from numba_symm.collectives.operations import (
     EXSCAN,
     REDUCE,
     REDUCE_SCATTER,
+    REDUCE_SHARD,
     REVERSE_SCAN,
     SCAN,
 )
 from numba_symm.collectives.plans import Plan
 from numba_symm.collectives.spelling import spelled
+from numba_symm.collectives.vector_forms import (
+    ALL_GATHER_V,
+    ALL_TO_ALL_V,
+    GATHER,
+    GATHER_V,
+    SCATTER,
+    SCATTER_V,
+)
 
 
 @spelled
@@ -160,7 +174,9 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`reduce_scatter_v`, as ``all_reduce_init`` does."""
-        return plans.of_shards(self._calls, x, counts, op, out, stream)
+        tables = ((counts, None),)
+        given = Invocation(REDUCE_SHARD, x, out, stream, op=op, tables=tables)
+        return plans.of_shards(self._calls, given)
 
     def gather_init(
         self,
@@ -171,9 +187,8 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`gather`, as ``all_reduce_init`` does."""
-        return plans.of_collective(
-            self._calls, "gather", vector_forms.gather, x, None, None, root, out, stream
-        )
+        given = Invocation(GATHER, x, out, stream, root=root)
+        return plans.of_collective(self._calls, given)
 
     def gather_v_init(
         self,
@@ -186,17 +201,10 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`gather_v`, as ``all_reduce_init`` does."""
-        return plans.of_collective(
-            self._calls,
-            "gather_v",
-            vector_forms.gather,
-            x,
-            counts,
-            displs,
-            root,
-            out,
-            stream,
+        given = Invocation(
+            GATHER_V, x, out, stream, root=root, tables=((counts, displs),)
         )
+        return plans.of_collective(self._calls, given)
 
     def scatter_init(
         self,
@@ -207,17 +215,8 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`scatter`, as ``all_reduce_init`` does."""
-        return plans.of_collective(
-            self._calls,
-            "scatter",
-            vector_forms.scatter,
-            x,
-            None,
-            None,
-            root,
-            out,
-            stream,
-        )
+        given = Invocation(SCATTER, x, out, stream, root=root)
+        return plans.of_collective(self._calls, given)
 
     def scatter_v_init(
         self,
@@ -230,17 +229,10 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`scatter_v`, as ``all_reduce_init`` does."""
-        return plans.of_collective(
-            self._calls,
-            "scatter_v",
-            vector_forms.scatter,
-            x,
-            counts,
-            displs,
-            root,
-            out,
-            stream,
+        given = Invocation(
+            SCATTER_V, x, out, stream, root=root, tables=((counts, displs),)
         )
+        return plans.of_collective(self._calls, given)
 
     def all_gather_v_init(
         self,
@@ -252,16 +244,8 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare an :meth:`all_gather_v`, as ``all_reduce_init`` does."""
-        return plans.of_collective(
-            self._calls,
-            "all_gather_v",
-            vector_forms.all_gather,
-            x,
-            counts,
-            displs,
-            out,
-            stream,
-        )
+        given = Invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
+        return plans.of_collective(self._calls, given)
 
     def all_to_all_v_init(
         self,
@@ -275,10 +259,9 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare an :meth:`all_to_all_v`, as ``all_reduce_init`` does."""
-        return plans.of_collective(
-            *(self._calls, "all_to_all_v", vector_forms.all_to_all, x),
-            *((send_counts, send_displs), (recv_counts, recv_displs), out, stream),
-        )
+        tables = (send_counts, send_displs), (recv_counts, recv_displs)
+        given = Invocation(ALL_TO_ALL_V, x, out, stream, tables=tables)
+        return plans.of_collective(self._calls, given)
 
     def neighbor_all_gather_init(
         self,
@@ -290,10 +273,10 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`neighbor_all_gather`, as ``all_reduce_init`` does."""
-        return plans.of_collective(
-            *(self._calls, "neighbor_all_gather", neighbors.all_gather),
-            *(x, sources, destinations, out, stream),
+        given = Invocation(
+            NEIGHBOR_ALL_GATHER, x, out, stream, peers=(destinations, sources)
         )
+        return plans.of_collective(self._calls, given)
 
     def neighbor_all_to_all_init(
         self,
@@ -305,10 +288,10 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`neighbor_all_to_all`, as ``all_reduce_init`` does."""
-        return plans.of_collective(
-            *(self._calls, "neighbor_all_to_all", neighbors.all_to_all),
-            *(x, sources, destinations, out, stream),
+        given = Invocation(
+            NEIGHBOR_ALL_TO_ALL, x, out, stream, peers=(destinations, sources)
         )
+        return plans.of_collective(self._calls, given)
 
     def send_init(
         self,
@@ -318,7 +301,8 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`send`. Neither it nor calling the plan is collective."""
-        return plans.of_messages(self._calls, "send", messages.sending, x, dst, stream)
+        given = Invocation(SEND, x, stream=stream, peers=(dst, None))
+        return plans.of_messages(self._calls, given)
 
     def recv_init(
         self,
@@ -329,9 +313,8 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`recv`. Neither it nor calling the plan is collective."""
-        return plans.of_messages(
-            self._calls, "recv", messages.receiving, out, src, count, stream
-        )
+        given = Invocation(RECV, None, out, stream, peers=(None, src), count=count)
+        return plans.of_messages(self._calls, given)
 
     def sendrecv_init(
         self,
@@ -344,10 +327,8 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`sendrecv`. Neither it nor calling the plan is collective."""
-        return plans.of_messages(
-            *(self._calls, "sendrecv", messages.exchanging),
-            *(x, dst, out, src, count, stream),
-        )
+        given = Invocation(SENDRECV, x, out, stream, peers=(dst, src), count=count)
+        return plans.of_messages(self._calls, given)
 
     def group_init(self) -> AbstractContextManager[Plan]:
         """Prepare the calls within a ``with`` block to be started together many times.

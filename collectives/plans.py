@@ -8,7 +8,7 @@ from typing import Any
 from numba_symm.collectives import messages, vector_forms
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.invocation import Invocation
-from numba_symm.collectives.operations import REDUCE_SHARD, Operation
+from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.transfers import Pending, Prepared, Stream, owned
 from numba_symm.errors import ArgumentError
 
@@ -136,21 +136,18 @@ def plan(calls: Calls, given: Invocation[Operation]) -> Plan:
     return Plan(calls, what, words, start, chosen, (given.x, out), out)
 
 
-def of_messages(
-    calls: Calls, what: str, prepare: Callable[..., Prepared], *args: Any
-) -> Plan:
+def of_messages(calls: Calls, given: messages.MessageCall) -> Plan:
     """Prepare a ``send``, ``recv`` or ``sendrecv``, and return its plan."""
+    what = given.operation.name
     with calls.alone(what), calls.staging.apart():
-        return _packed(calls, what, prepare(calls, *args), compared=False)
+        return _packed(calls, what, messages.prepared(calls, given), compared=False)
 
 
-def of_collective(
-    calls: Calls, what: str, prepare: Callable[..., Prepared], *args: Any
-) -> Plan:
+def of_collective(calls: Calls, given: vector_forms.FormCall) -> Plan:
     """Prepare a collective that consists of messages, and return its plan."""
+    what = given.operation.name
     with calls.alone(what), calls.staging.apart():
-        call = vector_forms.prepared(calls, what, prepare, *args)
-        return _packed(calls, what, call, compared=True)
+        return _packed(calls, what, vector_forms.prepared(calls, given), compared=True)
 
 
 def _packed(calls: Calls, what: str, call: Prepared, compared: bool) -> Plan:
@@ -163,21 +160,24 @@ def _packed(calls: Calls, what: str, call: Prepared, compared: bool) -> Plan:
 
     words = call.transfers.words or "messages"
     return Plan(
-        *(calls, what, words, start, call.stream, call.keep, call.result, compared)
+        calls,
+        what,
+        words,
+        start,
+        stream=call.stream,
+        arrays=call.keep,
+        out=call.result,
+        compared=compared,
     )
 
 
-def of_shards(
-    calls: Calls, x: Any, counts: Any, op: Any, out: Any, stream: Any
-) -> Plan:
+def of_shards(calls: Calls, given: Invocation[Operation]) -> Plan:
     """Prepare a ``reduce_scatter_v``, and return its plan."""
-    what = REDUCE_SHARD.name
+    what = given.operation.name
     with calls.alone(what):
-        words, launch, chosen, out = vector_forms.shards(
-            calls, x, counts, op, out, stream
-        )
+        words, launch, chosen, out = vector_forms.shards(calls, given)
     start = partial(calls.run, what, launch)
-    return Plan(calls, what, words, start, chosen, (x, out), out)
+    return Plan(calls, what, words, start, chosen, (given.x, out), out)
 
 
 @contextmanager

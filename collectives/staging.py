@@ -12,7 +12,7 @@ communicator is closed, because graphs may contain its address.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -98,11 +98,24 @@ class Caller(Protocol):
     staging: Staging
     pending: Any
 
-    def remembered(self, work_out: Any, *given: Any) -> Any: ...  # noqa: D102
+    def remembered(self, work_out: Any, given: Any) -> Any: ...  # noqa: D102
 
     def stream_for(self, stream: Any, array: Any) -> Stream: ...  # noqa: D102
 
     def bound(self, given: Invocation[Operation]) -> Bound: ...  # noqa: D102
+
+
+C = TypeVar("C", bound=Caller)
+
+
+class Named(Protocol):
+    """What has the name of the communicator's method."""
+
+    @property
+    def name(self) -> str: ...  # noqa: D102
+
+
+K = TypeVar("K", bound=Named)
 
 
 class Staged(NamedTuple):
@@ -155,7 +168,7 @@ def stage(
             )
     address, owner = calls.staging.take(view.nbytes, stream, what, message)
     copies = [
-        calls.remembered(_copy, view, strides, address, packing)
+        calls.remembered(_copy, (view, strides, address, packing))
         for packing in (True, False)
     ]
     memory = Memory(address, view.nbytes, owner)
@@ -163,12 +176,9 @@ def stage(
 
 
 def _copy(
-    calls: Caller,
-    view: ArrayView,
-    strides: tuple[int, ...],
-    address: int,
-    packing: bool,
+    calls: Caller, given: tuple[ArrayView, tuple[int, ...], int, bool]
 ) -> Enqueue:
+    view, strides, address, packing = given
     size = view.dtype.itemsize
     return pack.bind(address, view.address, view.shape, strides, size, packing)
 
@@ -244,37 +254,30 @@ def bound(
 
 
 def prepared(
-    calls: Caller,
-    what: str,
-    prepare: Callable[[Any, Any, Any], Prepared],
-    x: Any,
-    out: Any,
-    stream: Any,
+    calls: C, given: Invocation[K], prepare: Callable[[C, Invocation[K]], Prepared]
 ) -> Prepared:
-    """Return ``prepare(x, out, stream)``; arrays with gaps are replaced.
+    """Return ``prepare(calls, given)``; arrays with gaps are replaced.
 
     Args:
         calls: the communicator's calls.
-        what: the call.
-        prepare: takes contiguous arrays.
-        x: the input, None if there is none.
-        out: the output, None if there is none or it is to be made.
-        stream: the stream; None: that of the first array.
+        given: the call.
+        prepare: takes calls of contiguous arrays.
     """
     if calls.pending is None:
         calls.staging.begin()
+    what, x, out, stream = given.operation.name, *given[1:4]
     try:
-        return prepare(x, out, stream)
+        return prepare(calls, given)
     except GapsError:  # to look for gaps beforehand takes longer
         if not has_gaps(x, what) and not has_gaps(out, what):
             raise
     chosen = calls.stream_for(stream, out if x is None else x)
-    given = Replaced(calls, what, x, out, chosen[0], message=True)
-    call = prepare(given.x, given.out, chosen[0])
+    dense = Replaced(calls, what, x, out, chosen[0], message=True)
+    call = prepare(calls, given._replace(x=dense.x, out=dense.out, stream=chosen[0]))
     return call._replace(
         stream=chosen,
         keep=(*call.keep, x, out),
-        result=given.result(call.result),
-        before=(*given.before, *call.before),
-        after=(*call.after, *given.after),
+        result=dense.result(call.result),
+        before=(*dense.before, *call.before),
+        after=(*call.after, *dense.after),
     )

@@ -5,8 +5,9 @@ be grouped with other messages. Counts and displacements are those of MPI.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
@@ -21,9 +22,7 @@ from numba_symm.collectives.checks import (
     check_type,
 )
 from numba_symm.collectives.counts import (
-    Counts,
     Place,
-    Table,
     agree_on_counts,
     end_of,
     places_of,
@@ -32,7 +31,7 @@ from numba_symm.collectives.counts import (
 )
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels.transfer import Message
-from numba_symm.collectives.operations import REDUCE_SHARD
+from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.transfers import Copy, Prepared, Stream, Transfers
 from numba_symm.errors import ArgumentError
@@ -47,38 +46,54 @@ class Shard:
         self.nbytes = count * itemsize
 
 
-class Form(NamedTuple):
-    """The functions for new arguments of a call that reads x and writes out.
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A collective that consists of messages.
 
-    Their arguments are the communicator, the operation's name, x, ``out`` (for the
-    second one), and the call's other arguments. Their results depend on these only.
+    The functions take the communicator and the call. ``shape`` and ``transfers`` run
+    for new arguments only. They get views in place of the arrays, and no stream, and
+    their results depend on nothing else.
 
     Attributes:
+        name: the name of the communicator's method.
+        check: checks all arguments but arrays and stream, and returns the call.
         shape: checks all but ``out``, and returns the shape of a new ``out``.
         transfers: checks all arguments, and returns the messages.
+        at_root: the array that only the root has: ``"x"``, ``"out"`` or ``""``.
+        counts: the names of the arguments that are counts, for errors.
+        copies: whether a call in place sends a copy of x.
     """
 
-    shape: Callable[..., tuple[int, ...]]
-    transfers: Callable[..., Transfers]
+    name: str
+    check: "Callable[[Calls, FormCall], FormCall]"
+    shape: "Callable[[Calls, FormCall], tuple[int, ...]]"
+    transfers: "Callable[[Calls, FormCall], Transfers]"
+    at_root: str = ""
+    counts: tuple[str, ...] = ()
+    copies: bool = False
 
 
-def collected(
-    calls: Calls, what: str, prepare: Callable[..., Prepared], *args: Any
-) -> Any:
-    """Make the collective that ``prepare(calls, what, *args)`` returns."""
-    with calls.alone(what):
-        call = prepared(calls, what, prepare, *args)
+FormCall = Invocation[Form]
+
+
+def collected(calls: Calls, given: FormCall) -> Any:
+    """Make a collective that consists of messages."""
+    what = given.operation.name
+    calls.begin(what)
+    try:
+        call = prepared(calls, given)
         calls.transfer(what, call)
+    finally:
+        calls.finish()
     return call.result
 
 
-def prepared(
-    calls: Calls, what: str, prepare: Callable[..., Prepared], *args: Any
-) -> Prepared:
-    """Return ``prepare(calls, what, *args)``, a collective made of messages.
+def prepared(calls: Calls, given: FormCall) -> Prepared:
+    """Prepare a collective that consists of messages.
 
     In debug mode the ranks agree first, so an error of one rank is raised on all.
     """
+    what = given.operation.name
 
     def admitted(call: Prepared) -> str:
         """Return what the ranks must agree on; raise if the open group refuses it."""
@@ -87,118 +102,70 @@ def prepared(
         return call.transfers.words
 
     if not calls.compares():
-        return calls.made(what, _staged, calls, what, prepare, *args)
+        return calls.made(what, _checked, calls, given)
     with calls.set_up(what):
-        call = calls.compared(what, admitted, _staged, calls, what, prepare, *args)
+        call = calls.compared(what, admitted, _checked, calls, given)
         agree_on_counts(calls.island.exchange, what, call.transfers)
     return call
 
 
-def _staged(
-    calls: Calls, what: str, prepare: Callable[..., Prepared], x: Any, *args: Any
-) -> Prepared:
-    """Return ``prepare(calls, what, x, …, out, stream)`` for arrays with gaps, too."""
-    *given, out, stream = args
-    # On other ranks than the root, these ignore one of the arrays.
-    ignores = False
-    if prepare in (gather, scatter):
-        ignores = check_rank(given[-1], calls.size, f"{what}: root") != calls.rank
-    no_x, no_out = ignores and prepare is scatter, ignores and prepare is gather
-
-    def work(source: Any, target: Any, stream: Any) -> Prepared:
-        source, target = x if no_x else source, out if no_out else target
-        return prepare(calls, what, source, *given, target, stream)
-
-    read, written = None if no_x else x, None if no_out else out
-    return staging.prepared(calls, what, work, read, written, stream)
+def _checked(calls: Calls, given: FormCall) -> Prepared:
+    """Prepare a call of arrays with or without gaps."""
+    given = given.operation.check(calls, given)
+    return staging.prepared(calls, given, _formed)
 
 
-def gather(
-    calls: Calls,
-    what: str,
-    x: Any,
-    counts: Counts | None,
-    displs: Counts | None,
-    root: int,
-    out: Any,
-    stream: Any,
-) -> Prepared:
-    """Prepare a ``gather`` or ``gather_v``."""
-    root = check_rank(root, calls.size, f"{what}: root")
-    if calls.rank == root:
-        table = None if what == "gather" else _table(calls, what, counts, displs)
-        return formed(calls, _GATHER, what, x, out, stream, root, table)
-    source = arrays.view(x, what)
-    transfers = calls.remembered(_contributed, what, source, root)
-    return Prepared(transfers, calls.stream_for(stream, x), (x,), None)
-
-
-def scatter(
-    calls: Calls,
-    what: str,
-    x: Any,
-    counts: Counts | None,
-    displs: Counts | None,
-    root: int,
-    out: Any,
-    stream: Any,
-) -> Prepared:
-    """Prepare a ``scatter`` or ``scatter_v``."""
-    root = check_rank(root, calls.size, f"{what}: root")
-    if calls.rank == root:
-        table = None if what == "scatter" else _table(calls, what, counts, displs)
-        return formed(calls, _SCATTER, what, x, out, stream, root, table)
-    if out is None:
+def _formed(calls: Calls, given: FormCall) -> Prepared:
+    """Prepare a call of arrays without gaps, whose other arguments were checked."""
+    form, x, out, stream = given[:4]
+    what = form.name
+    if form.copies and out is x:
+        chosen = calls.stream_for(stream, x)
+        copy, step = staging.copied(calls, x, what, chosen[0])
+        call = _formed(calls, given._replace(x=copy, stream=chosen[0]))
+        return call._replace(stream=chosen, before=(step,))
+    lacks = form.at_root if given.root != calls.rank else ""
+    source = None if lacks == "x" else arrays.view(x, what)
+    chosen = calls.stream_for(stream, out if source is None else x)
+    if source is None and out is None:
         raise ArgumentError(
             f"{what}: expected out on every rank but the root, got None; only the root "
             "knows the size"
         )
-    target = arrays.view(out, f"{what}: out")
-    transfers = calls.remembered(_taken, what, target, root)
-    return Prepared(transfers, calls.stream_for(stream, out), (out,), out)
+    if source is not None and out is None and lacks != "out":
+        new = given._replace(x=source, stream=None)
+        shape = calls.remembered(form.shape, new)
+        out = calls.new(source, shape, chosen[0], what)
+    target = None if lacks == "out" else arrays.view(out, f"{what}: out")
+    read = given._replace(x=source, out=target, stream=None)
+    return Prepared(calls.remembered(form.transfers, read), chosen, (x, out), out)
 
 
-def all_gather(
-    calls: Calls,
-    what: str,
-    x: Any,
-    counts: Counts,
-    displs: Counts | None,
-    out: Any,
-    stream: Any,
-) -> Prepared:
-    """Prepare an ``all_gather_v``."""
-    table = _table(calls, what, counts, displs)
-    return formed(calls, _ALL_GATHER, what, x, out, stream, table)
+def _with_tables(calls: Calls, given: FormCall) -> FormCall:
+    """Check the root, and the counts of the ranks that need them."""
+    form, what = given.operation, given.operation.name
+    if form.at_root:
+        root = check_rank(given.root, calls.size, f"{what}: root")
+        if calls.rank != root:  # ignores the counts and the root's array, as in MPI
+            if form.at_root == "x":
+                return given._replace(x=None, root=root, tables=())
+            return given._replace(out=None, root=root, tables=())
+        given = given._replace(root=root)
+    if not form.counts:
+        return given
+    tables = tuple(
+        table_of(counts, displs, calls.size, f"{what}: {name}")
+        for (counts, displs), name in zip(given.tables, form.counts, strict=True)
+    )
+    return given._replace(tables=tables)
 
 
-def all_to_all(
-    calls: Calls,
-    what: str,
-    x: Any,
-    sent: tuple[Counts, Counts | None],
-    received: tuple[Counts, Counts | None],
-    out: Any,
-    stream: Any,
-) -> Prepared:
-    """Prepare an ``all_to_all_v``; in place, a copy of x is sent."""
-    if out is x:
-        chosen = calls.stream_for(stream, x)
-        copy, step = staging.copied(calls, x, what, chosen[0])
-        call = all_to_all(calls, what, copy, sent, received, out, chosen[0])
-        return call._replace(stream=chosen, before=(step,))
-    given = table_of(*sent, calls.size, f"{what}: send_counts")
-    taken = table_of(*received, calls.size, f"{what}: recv_counts")
-    return formed(calls, _ALL_TO_ALL, what, x, out, stream, given, taken)
-
-
-def reduce_scatter(
-    calls: Calls, x: Any, counts: Counts, op: Any, out: Any, stream: Any
-) -> Any:
+def reduce_scatter(calls: Calls, given: Invocation[Operation]) -> Any:
     """Make a ``reduce_scatter_v``: one reduction for each rank's shard."""
-    with calls.alone(REDUCE_SHARD.name):
-        _, launch, chosen, out = shards(calls, x, counts, op, out, stream)
-        calls.run(REDUCE_SHARD.name, launch, chosen, x, out)
+    what = given.operation.name
+    with calls.alone(what):
+        _, launch, chosen, out = shards(calls, given)
+        calls.run(what, launch, chosen, given.x, out)
     return out
 
 
@@ -206,34 +173,26 @@ Reductions = tuple[str, Enqueue | None, Stream, Any]
 """A ``reduce_scatter_v``: words to compare, its launch, its stream, its output."""
 
 
-def shards(
-    calls: Calls, x: Any, counts: Counts, op: Any, out: Any, stream: Any
-) -> Reductions:
+def shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
     """Prepare a ``reduce_scatter_v``; in debug mode, the ranks agree first."""
-    given = calls, x, counts, op, out, stream
-    return calls.checked(REDUCE_SHARD.name, itemgetter(0), _shards, *given)
+    return calls.checked(given.operation.name, itemgetter(0), _shards, calls, given)
 
 
-def _shards(
-    calls: Calls,
-    x: Any,
-    counts: Counts,
-    op: Any,
-    out: Any,
-    stream: Any,
-) -> Reductions:
+def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
     """Return the reductions of all shards."""
-    what = REDUCE_SHARD.name
+    operation, x, out, stream = given[:4]
+    what = operation.name
     if staging.has_gaps(x, what) or staging.has_gaps(out, what):
         chosen = calls.stream_for(stream, x)
         if calls.pending is None:
             calls.staging.begin()
-        given = staging.Replaced(calls, what, x, out, chosen[0])
+        dense = staging.Replaced(calls, what, x, out, chosen[0])
         words, launch, _, made = _shards(
-            calls, given.x, counts, op, given.out, chosen[0]
+            calls, given._replace(x=dense.x, out=dense.out, stream=chosen[0])
         )
-        return words, given.around(launch), chosen, given.result(made)
+        return words, dense.around(launch), chosen, dense.result(made)
     source = flat(calls, arrays.view(x, what), what)
+    ((counts, _),) = given.tables
     places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
     check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
     first, count = places[calls.rank]
@@ -252,9 +211,9 @@ def _shards(
         address = source.address + first * itemsize
         shard = source._replace(address=address, shape=(count,))
         into = target._replace(shape=(count,)) if root == calls.rank else None
-        reduction = Invocation(REDUCE_SHARD, op=op, root=root)
+        reduction = Invocation(operation, op=given.op, root=root)
         launches.append(calls.packed(reduction, shard, into))
-    op = dtypes.reduction(op, what)
+    op = dtypes.reduction(given.op, what)
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
     todo = [launch for launch in launches if launch is not None]
     return words, Series(*todo) if todo else None, chosen, out
@@ -267,99 +226,65 @@ def flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> Arr
     return found
 
 
-def _table(
-    calls: Calls, what: str, counts: Counts | None, displs: Counts | None
-) -> Table:
-    return table_of(counts, displs, calls.size, f"{what}: counts")
-
-
-def formed(
-    calls: Calls, form: Form, what: str, x: Any, out: Any, stream: Any, *given: Any
-) -> Prepared:
-    """Prepare a call that reads x and writes ``out``, or a new array for None."""
-    source = arrays.view(x, what)
-    chosen = calls.stream_for(stream, x)
-    if out is None:
-        shape = calls.remembered(form.shape, what, source, *given)
-        out = calls.new(source, shape, chosen[0], what)
-    target = arrays.view(out, f"{what}: out")
-    transfers = calls.remembered(form.transfers, what, source, target, *given)
-    return Prepared(transfers, chosen, (x, out), out)
-
-
-def _gathered_shape(
-    calls: Calls, what: str, x: ArrayView, root: int, table: Table | None
-) -> tuple[int, ...]:
-    x = flat(calls, x, what)
-    if table is None:
+def _gathered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
+    what, root = given.operation.name, given.root
+    x = flat(calls, given.x, what)
+    if not given.tables:
         return calls.size, *x.shape
-    places = places_of(table)
+    places = places_of(*given.tables)
     refuse_overlap(places, f"{what}: displs")
     check_length(x, places[root][1], f"{what}: x", f"counts[{root}]")
     return (end_of(places),)
 
 
-def _gathered(
-    calls: Calls,
-    what: str,
-    x: ArrayView,
-    out: ArrayView,
-    root: int,
-    table: Table | None,
-) -> Transfers:
-    _gathered_shape(calls, what, x, root, table)
-    places = places_of(table or ((x.size,) * calls.size, None))
-    out = output(calls, out, x, what)
-    if table is None:
-        check_even(out, calls.size * x.size, x, what)
-    else:
+def _gathered(calls: Calls, given: FormCall) -> Transfers:
+    what, root = given.operation.name, given.root
+    x = flat(calls, given.x, what)
+    words = f"{x.dtype.name}, root {root}"
+    if given.operation is GATHER:
+        words = f"{x.size} {words}"
+    if calls.rank != root:
+        sends = [Message(root, x.address, x.nbytes)]
+        return Transfers(sends, [], (), words, x.dtype.itemsize)
+    _gathered_shape(calls, given)
+    out = output(calls, given)
+    if given.tables:
+        places = places_of(*given.tables)
         _check_room(out, places, f"{what}: out")
+    else:
+        places = places_of(((x.size,) * calls.size, None))
+        check_even(out, calls.size * x.size, x, what)
     shards = [Shard(out, *place) for place in places]
     copies = _own_copy(shards[root], x, out, what)
-    words = _contribution(what, x, root)
     return Transfers([], _messages(shards, root), copies, words, x.dtype.itemsize)
 
 
-def _contributed(calls: Calls, what: str, x: ArrayView, root: int) -> Transfers:
-    """Return the message of a gather on a rank other than the root."""
-    x = flat(calls, x, what)
-    words = _contribution(what, x, root)
-    sends = [Message(root, x.address, x.nbytes)]
-    return Transfers(sends, [], (), words, x.dtype.itemsize)
-
-
-def _contribution(what: str, x: ArrayView, root: int) -> str:
-    words = f"{x.dtype.name}, root {root}"
-    return f"{x.size} {words}" if what == "gather" else words
-
-
-def _scattered_shape(
-    calls: Calls, what: str, x: ArrayView, root: int, table: Table | None
-) -> tuple[int, ...]:
-    x = flat(calls, x, what)
-    if table is None:
-        check_shards(x, calls.size, "scatter")
+def _scattered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
+    what = given.operation.name
+    x = flat(calls, given.x, what)
+    if not given.tables:
+        check_shards(x, calls.size, what)
         return x.shape[0] // calls.size, *x.shape[1:]
-    places = places_of(table)
+    places = places_of(*given.tables)
     _check_room(x, places, f"{what}: x")
-    return (places[root][1],)
+    return (places[given.root][1],)
 
 
-def _scattered(
-    calls: Calls,
-    what: str,
-    x: ArrayView,
-    out: ArrayView,
-    root: int,
-    table: Table | None,
-) -> Transfers:
-    _scattered_shape(calls, what, x, root, table)
-    places = places_of(table or ((x.size // calls.size,) * calls.size, None))
-    out = output(calls, out, x, what)
-    if table is None:
-        check_even(out, x.size // calls.size, x, what)
-    else:
+def _scattered(calls: Calls, given: FormCall) -> Transfers:
+    what, root = given.operation.name, given.root
+    if calls.rank != root:
+        out = flat(calls, given.out, f"{what}: out", written=True)
+        receives = [Message(root, out.address, out.nbytes)]
+        words = f"{out.dtype.name}, root {root}"
+        return Transfers([], receives, (), words, out.dtype.itemsize)
+    _scattered_shape(calls, given)
+    x, out = given.x, output(calls, given)
+    if given.tables:
+        places = places_of(*given.tables)
         check_length(out, places[root][1], f"{what}: out", f"counts[{root}]")
+    else:
+        places = places_of(((x.size // calls.size,) * calls.size, None))
+        check_even(out, x.size // calls.size, x, what)
     shards = [Shard(x, *place) for place in places]
     own = _own_copy(shards[root], out, x, what)
     copies = [(there, here, nbytes) for here, there, nbytes in own]
@@ -367,30 +292,20 @@ def _scattered(
     return Transfers(_messages(shards, root), [], copies, words, x.dtype.itemsize)
 
 
-def _taken(calls: Calls, what: str, out: ArrayView, root: int) -> Transfers:
-    """Return the message of a scatter on a rank other than the root."""
-    out = flat(calls, out, f"{what}: out", written=True)
-    receives = [Message(root, out.address, out.nbytes)]
-    words = f"{out.dtype.name}, root {root}"
-    return Transfers([], receives, (), words, out.dtype.itemsize)
-
-
-def _all_gathered_shape(
-    calls: Calls, what: str, x: ArrayView, table: Table
-) -> tuple[int, ...]:
-    x = flat(calls, x, what)
-    places = places_of(table)
+def _all_gathered_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
+    what = given.operation.name
+    x = flat(calls, given.x, what)
+    places = places_of(*given.tables)
     refuse_overlap(places, f"{what}: displs")
     check_length(x, places[calls.rank][1], f"{what}: x", "counts[rank]")
     return (end_of(places),)
 
 
-def _all_gathered(
-    calls: Calls, what: str, x: ArrayView, out: ArrayView, table: Table
-) -> Transfers:
-    _all_gathered_shape(calls, what, x, table)
+def _all_gathered(calls: Calls, given: FormCall) -> Transfers:
+    _all_gathered_shape(calls, given)
+    x, (table,), what = given.x, given.tables, given.operation.name
     places = places_of(table)
-    out = output(calls, out, x, what)
+    out = output(calls, given)
     _check_room(out, places, f"{what}: out")
     shards = [Shard(out, *place) for place in places]
     sends = [
@@ -403,11 +318,10 @@ def _all_gathered(
     return Transfers(sends, _messages(shards, calls.rank), copies, words)
 
 
-def _exchanged_shape(
-    calls: Calls, what: str, x: ArrayView, given: Table, taken: Table
-) -> tuple[int, ...]:
-    x = flat(calls, x, what)
-    outgoing, incoming = places_of(given), places_of(taken)
+def _exchanged_shape(calls: Calls, given: FormCall) -> tuple[int, ...]:
+    what = given.operation.name
+    x = flat(calls, given.x, what)
+    outgoing, incoming = map(places_of, given.tables)
     refuse_overlap(incoming, f"{what}: recv_displs")
     (_, sent), (_, received) = outgoing[calls.rank], incoming[calls.rank]
     if sent != received:
@@ -419,20 +333,14 @@ def _exchanged_shape(
     return (end_of(incoming),)
 
 
-def _exchanged(
-    calls: Calls,
-    what: str,
-    x: ArrayView,
-    out: ArrayView,
-    given: Table,
-    taken: Table,
-) -> Transfers:
-    _exchanged_shape(calls, what, x, given, taken)
-    out = output(calls, out, x, what)
-    _check_room(out, places_of(taken), f"{what}: out")
+def _exchanged(calls: Calls, given: FormCall) -> Transfers:
+    _exchanged_shape(calls, given)
+    x, out, what = given.x, output(calls, given), given.operation.name
+    sent, received = map(places_of, given.tables)
+    _check_room(out, received, f"{what}: out")
     check_apart(x, out, what)
-    outgoing = [Shard(x, *place) for place in places_of(given)]
-    incoming = [Shard(out, *place) for place in places_of(taken)]
+    outgoing = [Shard(x, *place) for place in sent]
+    incoming = [Shard(out, *place) for place in received]
     own, into = outgoing[calls.rank], incoming[calls.rank]
     return Transfers(
         _messages(outgoing, calls.rank),
@@ -443,16 +351,30 @@ def _exchanged(
     )
 
 
-_GATHER = Form(_gathered_shape, _gathered)
-_SCATTER = Form(_scattered_shape, _scattered)
-_ALL_GATHER = Form(_all_gathered_shape, _all_gathered)
-_ALL_TO_ALL = Form(_exchanged_shape, _exchanged)
+_GATHERED = _with_tables, _gathered_shape, _gathered, "out"
+_SCATTERED = _with_tables, _scattered_shape, _scattered, "x"
+GATHER = Form("gather", *_GATHERED)
+GATHER_V = Form("gather_v", *_GATHERED, counts=("counts",))
+SCATTER = Form("scatter", *_SCATTERED)
+SCATTER_V = Form("scatter_v", *_SCATTERED, counts=("counts",))
+ALL_GATHER_V = Form(
+    "all_gather_v", _with_tables, _all_gathered_shape, _all_gathered, counts=("counts",)
+)
+ALL_TO_ALL_V = Form(
+    "all_to_all_v",
+    _with_tables,
+    _exchanged_shape,
+    _exchanged,
+    counts=("send_counts", "recv_counts"),
+    copies=True,
+)
 
 
-def output(calls: Calls, out: ArrayView, x: ArrayView, what: str) -> ArrayView:
-    """Return ``out``, or refuse one that does not fit x."""
-    out = flat(calls, out, f"{what}: out", written=True)
-    check_type(out, x, what)
+def output(calls: Calls, given: FormCall) -> ArrayView:
+    """Return the view of ``out``, or refuse one that does not fit x."""
+    what = given.operation.name
+    out = flat(calls, given.out, f"{what}: out", written=True)
+    check_type(out, given.x, what)
     return out
 
 
