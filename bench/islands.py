@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from numba_symm.bench.calls import ROOT
-from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.islands import Islands
 
 NCCL_HOST = "NCCL_HOSTID"
@@ -39,7 +39,7 @@ def transports() -> dict[str, str]:
 
 def engine(comm: Communicator) -> str | None:
     """Return the name and version of the engine; None within one island."""
-    islands = comm._calls.island
+    islands = inside(comm).ranks
     if not isinstance(islands, Islands):
         return None
     return f"{islands.engine.name} ({islands.engine.version})"
@@ -47,13 +47,13 @@ def engine(comm: Communicator) -> str | None:
 
 def captures(comm: Communicator) -> bool:
     """Return whether a graph can capture the communicator's calls."""
-    islands = comm._calls.island
+    islands = inside(comm).ranks
     return not isinstance(islands, Islands) or islands.engine.capturable
 
 
 def sent(comm: Communicator) -> int:
     """Return the bytes that this rank has sent to other islands so far."""
-    islands = comm._calls.island
+    islands = inside(comm).ranks
     return islands.sent if isinstance(islands, Islands) else 0
 
 

@@ -28,6 +28,7 @@ from numba_symm.bench.report import best, microseconds, written
 from numba_symm.bench.streams import new_stream
 from numba_symm.bench.sweep import Row, Sweep, rows
 from numba_symm.collectives import kernel_set, operations, select, tuned
+from numba_symm.collectives.communicator import inside
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.collectives.select import ALL, CHOICES, Choice, Step
 from numba_symm.dtypes import Element, element, moved
@@ -407,7 +408,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _gpus(comm: ns.Communicator) -> int:
     """Return how many GPUs the ranks have."""
-    return len(devices.sharers(comm._calls.island.gpus))
+    return len(devices.sharers(inside(comm).ranks.gpus))
 
 
 def _tune(comm: ns.Communicator, ranks: Any, asked: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 
@@ -49,6 +49,7 @@ from numba_symm.collectives.vector_forms import (
     SCATTER_V,
 )
 from numba_symm.environment import SIMULATED
+from numba_symm.island import Island
 from numba_symm.launch import devices, ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
@@ -70,13 +71,33 @@ def by_one_thread(method: Callable[P, T]) -> Callable[P, T]:
     @functools.wraps(method)
     def alone(*args: P.args, **options: P.kwargs) -> T:
         calls: Calls = args[0]._calls  # type: ignore[attr-defined]
-        calls.begin(method.__name__)
+        calls.thread.begin(method.__name__)
         try:
             return method(*args, **options)
         finally:
-            calls.finish()
+            calls.thread.finish()
 
     return alone
+
+
+class Inside(NamedTuple):
+    """What other packages of this library may use of a communicator.
+
+    Attributes:
+        ranks: the ranks, with their GPUs, their engine and their failures.
+        debug: whether the ranks compare their calls.
+        give_up: makes it fail after an error within a call, as ``Enqueuer.give_up``.
+    """
+
+    ranks: Island
+    debug: bool
+    give_up: Callable[..., None]
+
+
+def inside(comm: "Communicator") -> Inside:
+    """Return what other packages of this library may use of a communicator."""
+    calls = comm._calls
+    return Inside(calls.island, calls.agreement.debug, calls.enqueuer.give_up)
 
 
 @with_algorithms
@@ -192,7 +213,7 @@ class Communicator(Persistent, OthersNames):
     @property
     def stream(self) -> Any:
         """The stream given to the constructor; None is the legacy default stream."""
-        return self._calls.stream
+        return self._calls.streams.given
 
     @property
     def allocator(self) -> SymmetricMemoryAllocator:
@@ -237,7 +258,7 @@ class Communicator(Persistent, OthersNames):
             ArgumentError, BackendError: on all ranks.
         """
         calls = self._calls
-        with calls.set_up("rendezvous"):
+        with calls.island.set_up("rendezvous"):
             with calls.island.exchange.agreed("rendezvous"):
                 view = arrays.dense(arrays.view(array, "rendezvous"), "rendezvous")
                 arrays.check_device(view, self.device.ordinal, "rendezvous")
@@ -245,7 +266,10 @@ class Communicator(Persistent, OthersNames):
 
     def _rendezvous(self, ptr: int) -> SymmetricMemory:
         """Rendezvous by address, for ``comm.allocator.rendezvous(ptr, comm)``."""
-        with self._calls.alone("rendezvous"), self._calls.set_up("rendezvous"):
+        with (
+            self._calls.thread.alone("rendezvous"),
+            self._calls.island.set_up("rendezvous"),
+        ):
             return self._calls.heap.rendezvous(ptr)
 
     @by_one_thread
@@ -278,7 +302,7 @@ class Communicator(Persistent, OthersNames):
             DeviceError, BackendError, ExchangeError: a new communicator cannot be made.
         """
         island = self._calls.island
-        with self._calls.set_up("split"):
+        with self._calls.island.set_up("split"):
             with island.exchange.agreed("split"):
                 number, order = ranks.checked_split(island.comm, color, key)
             given = island.exchange.all_gather((number, order), "split: colors")
@@ -299,7 +323,7 @@ class Communicator(Persistent, OthersNames):
             DeviceError, BackendError, ExchangeError: the new communicator cannot be
                 made.
         """
-        with self._calls.set_up("dup"):
+        with self._calls.island.set_up("dup"):
             same = functools.partial(ranks.duplicate, self._calls.island.comm)
             made = construction.child(self._calls, "dup", same, range(self.size))
             return cast(Communicator, self._of(made))
@@ -1135,8 +1159,8 @@ class Communicator(Persistent, OthersNames):
         Args:
             stream: the stream; None: ``comm.stream``.
         """
-        self._calls.refuse_in_group("synchronize")
-        handle, _ = self._calls.default_stream(stream)
+        self._calls.enqueuer.refuse_in_group("synchronize")
+        handle, _ = self._calls.streams.default(stream)
         if not SIMULATED and not self._calls.island.closed:
             streams.synchronize(handle)
             if self._calls.requests is not None:

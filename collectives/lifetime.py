@@ -168,7 +168,13 @@ def opened(calls: Calls) -> Calls:
     island = calls.island
     if not SIMULATED:
         _load_ahead(calls)
-    held = island, calls.heap, calls.order, calls.requests, streams.current_context()
+    held = (
+        island,
+        calls.heap,
+        calls.enqueuer.order,
+        calls.requests,
+        streams.current_context(),
+    )
     calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
     calls.when_dropped.atexit = False  # the end of the process frees it
     _in_use[island] = island.backend.name
@@ -236,7 +242,7 @@ Join = Callable[[Calls, ranks.Comm, Sequence[int]], Calls]
 def join(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
     """Return a new communicator of some ranks of an island. Collective."""
     island = Island(comm, calls.gpu.ordinal, calls.island.timeout, own=True)
-    given = calls.stream, calls.debug, multiprocessors_of(calls)
+    given = calls.streams.given, calls.agreement.debug, multiprocessors_of(calls)
     return begin(island, *given, calls.requests is not None)
 
 
@@ -262,8 +268,8 @@ def close(calls: Calls) -> None:
     island = calls.island
     if island.closed:
         return
-    with calls.alone("close"):
-        calls.refuse_in_group("close")
+    with calls.thread.alone("close"):
+        calls.enqueuer.refuse_in_group("close")
         known = island.known_failure
         try:
             if not SIMULATED:
@@ -310,7 +316,7 @@ def leave(calls: Calls, error: BaseException | None) -> None:
         # Do not wait for the other ranks, which may still be within the statement.
         island.abandon(error)
         try:
-            with calls.alone("close"):
+            with calls.thread.alone("close"):
                 close_locally(calls, error)
         except SymmError as also:  # the first error matters more
             error.add_note(f"closing the communicator failed too: {also}")

@@ -14,6 +14,7 @@ import numpy as np
 from numba_symm import arrays, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
+from numba_symm.collectives.call_streams import Stream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import are_apart, check_apart, check_peer
 from numba_symm.collectives.invocation import Invocation
@@ -26,7 +27,6 @@ from numba_symm.collectives.transfers import (
     Own,
     Pending,
     Prepared,
-    Stream,
     Transfers,
 )
 from numba_symm.environment import SIMULATED
@@ -75,7 +75,7 @@ def _prepared(calls: Calls, given: MessageCall) -> Prepared:
     target = arrays.view(out, f"{what}: out") if kind.receives else None
     read = given._replace(x=source, out=target, stream=None, peers=peers, count=count)
     transfers = calls.remembered(_transfers, read)
-    chosen = calls.stream_for(stream, x if kind.sends else out)
+    chosen = calls.streams.of(stream, x if kind.sends else out)
     return Prepared(transfers, chosen, (x, out, given.count), out)
 
 
@@ -109,7 +109,7 @@ def request(calls: Calls, given: MessageCall) -> Request:
     with calls.staging.apart():
         call = prepared(calls, given)
     requests, (handle, _) = requests_of(calls, what), call.stream
-    calls.refuse_in_group(what)
+    calls.enqueuer.refuse_in_group(what)
     if not SIMULATED and streams.is_capturing(handle):
         raise ArgumentError(
             f"{what}: expected a stream that is not being captured into a graph, got "
@@ -128,10 +128,10 @@ def request(calls: Calls, given: MessageCall) -> Request:
         done = end_of(handle)
     else:
         message = messages[0], bool(transfers.receives)
-        bound = calls.made(what, calls.remembered, _bound, message)
+        bound = calls.agreement.made(what, calls.remembered, _bound, message)
         launch = call.around(bound) or bound
         direction = message[0].peer, message[1]
-        failed = partial(calls.give_up, what=what)
+        failed = partial(calls.enqueuer.give_up, what=what)
         try:
             done = requests.start(direction, launch, handle, call.keep, failed)
         except BaseException as error:
@@ -151,15 +151,17 @@ def collecting(
     calls: Calls, what: str, done: Callable[[Pending], None]
 ) -> Iterator[None]:
     """Collect the calls within a ``with`` block, and pass them to ``done``."""
-    with calls.alone(what):
+    with calls.thread.alone(what):
         calls.island.check()
-        calls.refuse_in_group(what)
+        calls.enqueuer.refuse_in_group(what)
         calls.staging.begin()
-        pending = calls.pending = Pending(calls.size)
+        pending = calls.enqueuer.group = Pending(calls.size)
+        calls.thread.held = True
         try:
             yield
         finally:
-            calls.pending = None
+            calls.thread.held = False
+            calls.enqueuer.group = None
         calls.island.check()
         done(pending)
 
@@ -186,17 +188,17 @@ def start_group(
         steps = tuple(found.before), tuple(found.after)
         on = stream or found.stream
         call = Prepared(transfers_of(calls, found), on, keep, None, *steps)
-        if calls.pending is None:  # refuse it before anything is enqueued
-            calls.made("group", call.packed, calls.binder.messages, "group")
+        if calls.enqueuer.group is None:  # refuse it before anything is enqueued
+            calls.agreement.made("group", call.packed, calls.binder.messages, "group")
     try:
         if call is not None:
             calls.transfer("group", call)
         for what, launch, own in found.launches:
-            calls.run(what, launch, stream or own, *keep)
+            calls.enqueuer.run(what, launch, stream or own, *keep)
     except BaseException as error:
-        if calls.pending is None:
+        if calls.enqueuer.group is None:
             handles = found.stream_handles if stream is None else {stream[0]}
-            calls.give_up(error, "group", *handles)
+            calls.enqueuer.give_up(error, "group", *handles)
         raise
 
 

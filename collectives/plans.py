@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 from numba_symm.collectives import messages, vector_forms
+from numba_symm.collectives.call_streams import Stream, owned
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import Operation
-from numba_symm.collectives.transfers import Pending, Prepared, Stream, owned
+from numba_symm.collectives.transfers import Pending, Prepared
 from numba_symm.errors import ArgumentError
 
 Start = Callable[..., None]
@@ -63,16 +64,17 @@ class Plan:
                 f"{self._name}: expected a plan whose with block has ended, got one "
                 "before its end, or after an exception; call it after the block"
             )
-        calls.begin(self._name)
+        calls.thread.begin(self._name)
         try:
-            if self._compared and calls.compares():
-                chosen = calls.agreed("a plan", self._words, self._chosen, stream)
+            if self._compared and calls.agreement.debug:
+                checked = calls.agreement.checked
+                chosen = checked("a plan", self._words, self._chosen, stream)
             else:
                 calls.island.check()
                 chosen = self._chosen(stream)
             start(chosen, self)
         finally:
-            calls.finish()
+            calls.thread.finish()
         return self._out
 
     def detached(self) -> "Detached":
@@ -80,7 +82,7 @@ class Plan:
         assert self._start is not None
         return Detached(self._calls, self._name, self._start)
 
-    def _words(self, _: Stream | None = None) -> str:
+    def _words(self, *_: object) -> str:
         return f"{self._name} of {self._call}"
 
     def _chosen(self, stream: Any) -> Stream | None:
@@ -117,42 +119,42 @@ class Detached:
         calls = self._calls
         if calls.heap.generation != self._generation:
             return False
-        calls.begin(self._name)
+        calls.thread.begin(self._name)
         try:
             calls.island.check()
             self._start(stream, *arrays)
         finally:
-            calls.finish()
+            calls.thread.finish()
         return True
 
 
 def plan(calls: Calls, given: Invocation[Operation]) -> Plan:
     """Prepare a call of an operation, and return its plan."""
     what = given.operation.name
-    with calls.alone(what):
+    with calls.thread.alone(what):
         launch, out, chosen = calls.prepared(given)
     words = given.operation.described(given)
-    start = partial(calls.run, what, launch)
+    start = partial(calls.enqueuer.run, what, launch)
     return Plan(calls, what, words, start, chosen, (given.x, out), out)
 
 
 def of_messages(calls: Calls, given: messages.MessageCall) -> Plan:
     """Prepare a ``send``, ``recv`` or ``sendrecv``, and return its plan."""
     what = given.operation.name
-    with calls.alone(what), calls.staging.apart():
+    with calls.thread.alone(what), calls.staging.apart():
         return _packed(calls, what, messages.prepared(calls, given), compared=False)
 
 
 def of_collective(calls: Calls, given: vector_forms.FormCall) -> Plan:
     """Prepare a collective that consists of messages, and return its plan."""
     what = given.operation.name
-    with calls.alone(what), calls.staging.apart():
+    with calls.thread.alone(what), calls.staging.apart():
         return _packed(calls, what, vector_forms.prepared(calls, given), compared=True)
 
 
 def _packed(calls: Calls, what: str, call: Prepared, compared: bool) -> Plan:
     if call.transfers.complete:  # otherwise the plan is for a group
-        calls.made(what, call.packed, calls.binder.messages, what)
+        calls.agreement.made(what, call.packed, calls.binder.messages, what)
     bare = call._replace(keep=(), result=None)
 
     def start(stream: Stream, *keep: Any) -> None:
@@ -174,9 +176,9 @@ def _packed(calls: Calls, what: str, call: Prepared, compared: bool) -> Plan:
 def of_shards(calls: Calls, given: Invocation[Operation]) -> Plan:
     """Prepare a ``reduce_scatter_v``, and return its plan."""
     what = given.operation.name
-    with calls.alone(what):
+    with calls.thread.alone(what):
         words, launch, chosen, out = vector_forms.shards(calls, given)
-    start = partial(calls.run, what, launch)
+    start = partial(calls.enqueuer.run, what, launch)
     return Plan(calls, what, words, start, chosen, (given.x, out), out)
 
 
@@ -188,7 +190,9 @@ def of_group(calls: Calls) -> Iterator[Plan]:
     def fill(found: Pending) -> None:
         if found.stream is not None:
             transfers = messages.transfers_of(calls, found)
-            calls.made("group", transfers.packed, calls.binder.messages, "group")
+            calls.agreement.made(
+                "group", transfers.packed, calls.binder.messages, "group"
+            )
         made._arrays = tuple(found.kept)
         made._start = partial(messages.start_group, calls, found)
 

@@ -18,12 +18,14 @@ import numpy as np
 
 from numba_symm import arrays, own_arrays, streams
 from numba_symm.arrays import ArrayView
+from numba_symm.collectives.call_streams import CallStreams, Stream
 from numba_symm.collectives.checks import check_writable
+from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels import pack
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue, Series
-from numba_symm.collectives.transfers import Prepared, Stream
+from numba_symm.collectives.transfers import Prepared
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, GapsError
 from numba_symm.launch.devices import GPU
@@ -96,11 +98,10 @@ class Caller(Protocol):
 
     gpu: GPU
     staging: Staging
-    pending: Any
+    streams: CallStreams
+    enqueuer: Enqueuer
 
     def remembered(self, work_out: Any, given: Any) -> Any: ...  # noqa: D102
-
-    def stream_for(self, stream: Any, array: Any) -> Stream: ...  # noqa: D102
 
     def bound(self, given: Invocation[Operation]) -> Bound: ...  # noqa: D102
 
@@ -244,7 +245,7 @@ def bound(
     calls: Caller, given: Invocation[Operation], out: Any, chosen: Stream
 ) -> Bound:
     """Do what ``Calls.bound`` does, if ``x``, or the output ``out``, has gaps."""
-    if calls.pending is None:
+    if calls.enqueuer.group is None:
         calls.staging.begin()
     dense = Replaced(calls, given.operation.name, given.x, out, chosen[0])
     launch, made, _ = calls.bound(
@@ -263,7 +264,7 @@ def prepared(
         given: the call.
         prepare: takes calls of contiguous arrays.
     """
-    if calls.pending is None:
+    if calls.enqueuer.group is None:
         calls.staging.begin()
     what, x, out, stream = given.operation.name, *given[1:4]
     try:
@@ -271,7 +272,7 @@ def prepared(
     except GapsError:  # to look for gaps beforehand takes longer
         if not has_gaps(x, what) and not has_gaps(out, what):
             raise
-    chosen = calls.stream_for(stream, out if x is None else x)
+    chosen = calls.streams.of(stream, out if x is None else x)
     dense = Replaced(calls, what, x, out, chosen[0], message=True)
     call = prepare(calls, given._replace(x=dense.x, out=dense.out, stream=chosen[0]))
     return call._replace(

@@ -9,13 +9,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from numba_symm import streams
+from numba_symm.collectives.call_streams import Stream
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.workspace import most_messages
 from numba_symm.errors import ArgumentError
-
-Stream = tuple[int, Any]
-"""A stream's handle, and the object that keeps the stream."""
 
 Copy = tuple[int, int, int]
 """A copy within this rank: target, source, bytes."""
@@ -25,12 +23,6 @@ Own = tuple[Sequence[Message], Sequence[Message]]
 
 Fill = tuple[int, int]
 """An integer of 8 bytes that a call stores: its address, its value."""
-
-
-def owned(stream: Any) -> Stream:
-    """Return a stream's handle, and the object that keeps the stream or None."""
-    owner = None if isinstance(stream, int) else stream
-    return streams.handle_or_default(stream), owner
 
 
 BindMessages = Callable[[Sequence[Message], Sequence[Message]], Enqueue]

@@ -6,12 +6,12 @@ be grouped with other messages. Counts and displacements are those of MPI.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any
 
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
+from numba_symm.collectives.call_streams import Stream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import (
     check_apart,
@@ -33,7 +33,7 @@ from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue, Series
-from numba_symm.collectives.transfers import Copy, Prepared, Stream, Transfers
+from numba_symm.collectives.transfers import Copy, Prepared, Transfers
 from numba_symm.errors import ArgumentError
 
 
@@ -79,34 +79,31 @@ FormCall = Invocation[Form]
 def collected(calls: Calls, given: FormCall) -> Any:
     """Make a collective that consists of messages."""
     what = given.operation.name
-    calls.begin(what)
+    calls.thread.begin(what)
     try:
         call = prepared(calls, given)
         calls.transfer(what, call)
     finally:
-        calls.finish()
+        calls.thread.finish()
     return call.result
 
 
 def prepared(calls: Calls, given: FormCall) -> Prepared:
-    """Prepare a collective that consists of messages.
-
-    In debug mode the ranks agree first, so an error of one rank is raised on all.
-    """
+    """Prepare a collective that consists of messages; in debug mode, compare it."""
     what = given.operation.name
 
-    def admitted(call: Prepared) -> str:
-        """Return what the ranks must agree on; raise if the open group refuses it."""
-        if calls.pending is not None:
-            calls.pending.check(call.transfers, call.stream)
-        return call.transfers.words
-
-    if not calls.compares():
-        return calls.made(what, _checked, calls, given)
-    with calls.set_up(what):
-        call = calls.compared(what, admitted, _checked, calls, given)
+    def then(call: Prepared) -> None:
         agree_on_counts(calls.island.exchange, what, call.transfers)
-    return call
+
+    checked = calls.agreement.checked
+    return checked(what, _words, _checked, calls, given, then=then)
+
+
+def _words(call: Prepared, calls: Calls, _: FormCall) -> str:
+    """Return what the ranks must agree on; raise if the open group refuses the call."""
+    if calls.enqueuer.group is not None:
+        calls.enqueuer.group.check(call.transfers, call.stream)
+    return call.transfers.words
 
 
 def _checked(calls: Calls, given: FormCall) -> Prepared:
@@ -120,13 +117,13 @@ def _formed(calls: Calls, given: FormCall) -> Prepared:
     form, x, out, stream = given[:4]
     what = form.name
     if form.copies and out is x:
-        chosen = calls.stream_for(stream, x)
+        chosen = calls.streams.of(stream, x)
         copy, step = staging.copied(calls, x, what, chosen[0])
         call = _formed(calls, given._replace(x=copy, stream=chosen[0]))
         return call._replace(stream=chosen, before=(step,))
     lacks = form.at_root if given.root != calls.rank else ""
     source = None if lacks == "x" else arrays.view(x, what)
-    chosen = calls.stream_for(stream, out if source is None else x)
+    chosen = calls.streams.of(stream, out if source is None else x)
     if source is None and out is None:
         raise ArgumentError(
             f"{what}: expected out on every rank but the root, got None; only the root "
@@ -163,9 +160,9 @@ def _with_tables(calls: Calls, given: FormCall) -> FormCall:
 def reduce_scatter(calls: Calls, given: Invocation[Operation]) -> Any:
     """Make a ``reduce_scatter_v``: one reduction for each rank's shard."""
     what = given.operation.name
-    with calls.alone(what):
+    with calls.thread.alone(what):
         _, launch, chosen, out = shards(calls, given)
-        calls.run(what, launch, chosen, given.x, out)
+        calls.enqueuer.run(what, launch, chosen, given.x, out)
     return out
 
 
@@ -175,7 +172,12 @@ Reductions = tuple[str, Enqueue | None, Stream, Any]
 
 def shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
     """Prepare a ``reduce_scatter_v``; in debug mode, the ranks agree first."""
-    return calls.checked(given.operation.name, itemgetter(0), _shards, calls, given)
+    what = given.operation.name
+    return calls.agreement.checked(what, _words_of_shards, _shards, calls, given)
+
+
+def _words_of_shards(made: Reductions, *_: object) -> str:
+    return made[0]
 
 
 def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
@@ -183,8 +185,8 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
     operation, x, out, stream = given[:4]
     what = operation.name
     if staging.has_gaps(x, what) or staging.has_gaps(out, what):
-        chosen = calls.stream_for(stream, x)
-        if calls.pending is None:
+        chosen = calls.streams.of(stream, x)
+        if calls.enqueuer.group is None:
             calls.staging.begin()
         dense = staging.Replaced(calls, what, x, out, chosen[0])
         words, launch, _, made = _shards(
@@ -196,7 +198,7 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
     places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
     check_length(source, sum(places[-1]), f"{what}: x", "the sum of counts")
     first, count = places[calls.rank]
-    chosen = calls.stream_for(stream, x)
+    chosen = calls.streams.of(stream, x)
     if out is None:
         out = calls.new(source, (count,), chosen[0], what)
     target = flat(calls, arrays.view(out, f"{what}: out"), f"{what}: out", True)

@@ -164,7 +164,8 @@ class Island:
             CollectiveError: it has failed; the text has the cause.
             ClosedError: it was closed.
         """
-        self.check_open()
+        if self.closed:
+            self.check_open()
         failure = self.board.failure()
         if failure is not None:
             raise self._error(failure)

@@ -79,7 +79,13 @@ def _join(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
         return lifetime.join(calls, comm, members)
     timeout, ordinal = calls.island.timeout, calls.gpu.ordinal
     islands = Islands(comm, ordinal, timeout, own=True, parts=parts)
-    return _begin(islands, calls.stream, calls.debug, calls.end.multiprocessors, False)
+    return _begin(
+        islands,
+        calls.streams.given,
+        calls.agreement.debug,
+        calls.end.multiprocessors,
+        False,
+    )
 
 
 def _begin(

@@ -1,6 +1,6 @@
 """What ``numba-symm info`` shows of a job of several ranks: islands, shared GPUs."""
 
-from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.errors import SymmError
 from numba_symm.islands import Islands
 from numba_symm.launch import devices, ranks
@@ -17,7 +17,7 @@ def islands() -> str | None:
 
     try:
         with Communicator(MPI.COMM_WORLD) as comm:
-            found = comm._calls.island
+            found = inside(comm).ranks
             text = f"one, {ranks.name_ranks(range(comm.size))}"
             if isinstance(found, Islands):
                 text = found.described()

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from numba_symm.board import Failure
 from numba_symm.cache import Cache
-from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.errors import ClosedError, CollectiveError
 from numba_symm.launch import devices
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
@@ -111,7 +111,7 @@ class Device(Messages):
     def _failure(self) -> Failure | None:
         """The failure that :meth:`_check` raises, if this rank knows of one."""
         found = self._watched if self._made is None else self._made
-        return None if found is None else found._calls.island.known_failure
+        return None if found is None else inside(found).ranks.known_failure
 
     def _enter(self, what: str) -> None:
         """Make the rank's GPU current in this thread, or raise."""
@@ -143,7 +143,7 @@ class Device(Messages):
             SymmError: on all ranks, if one passes other options than the first call.
         """
         try:
-            island = self.communicator._calls.island
+            island = inside(self.communicator).ranks
             with island.set_up("Comm"), island.exchange.agreed("Comm"):
                 wraps.check_equal(self._given, given)
         except (CollectiveError, ClosedError):

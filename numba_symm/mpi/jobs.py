@@ -9,9 +9,9 @@ import numpy as np
 from numba import cuda
 
 from numba_symm import arrays, own_arrays, streams
-from numba_symm.collectives.calls import REFUSALS
 from numba_symm.collectives.checks import check_writable
-from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.communicator import Communicator, inside
+from numba_symm.collectives.enqueueing import REFUSALS
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
 from numba_symm.mpi import packing
@@ -211,7 +211,7 @@ class Job:
         except (MPIError, *REFUSALS):
             raise
         except BaseException as error:
-            self.communicator._calls.give_up(error, self.what, stream)
+            inside(self.communicator).give_up(error, self.what, stream)
             raise
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from numba_symm import arrays
-from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.collectives.plans import Detached
 from numba_symm.mpi.jobs import Job, stream_for
 
@@ -73,7 +73,7 @@ def shortcut_of(job: Job, given: list[Any]) -> Shortcut | None:
     """Return the shortcut for a job, if it is one call on these arrays."""
     found = job.only_call()
     # In debug mode, all ranks compare the call, so all must prepare it.
-    if found is None or job.communicator._calls.debug:
+    if found is None or inside(job.communicator).debug:
         return None
     method, x, options = found
     places = [id(array) for array in given]

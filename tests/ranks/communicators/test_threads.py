@@ -9,6 +9,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm import streams
 from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.enqueueing import Enqueuer
 from tests.ranks.helpers import check_works, get, refused
 
 WAIT = 30  # seconds
@@ -105,7 +106,7 @@ def test_a_call_beside_another_threads_is_refused(comm, world, held, monkeypatch
         with comm.group():
             comm.all_reduce(x, out=z)
             comm.all_reduce(x, out=y)
-            hold(Calls, "run")
+            hold(Enqueuer, "run")
 
     def call():
         return comm.all_reduce(x, out=y)
@@ -124,7 +125,7 @@ def test_a_call_beside_another_threads_is_refused(comm, world, held, monkeypatch
         "its start": (group_of_two,),
     }
     if busy == "a compared call":
-        monkeypatch.setattr(comm._calls, "debug", True)
+        monkeypatch.setattr(comm._calls.agreement, "debug", True)
     busily, *place = calls[busy]
     if place:
         hold(*place)
@@ -161,6 +162,6 @@ def test_a_call_beside_another_threads_is_refused(comm, world, held, monkeypatch
 
 def test_an_interrupt_between_calls_leaves_no_mark(comm):
     """An interrupt may arrive right after a call has marked its thread."""
-    comm._calls._within[None] = threading.get_ident()
+    comm._calls.thread._within[None] = threading.get_ident()
     check_works(comm)
     Caller(lambda: check_works(comm)).finish()

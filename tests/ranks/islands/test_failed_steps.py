@@ -68,7 +68,7 @@ def test_all_ranks_begin_a_call_or_none_does(world, comm, step):
     last = world.rank == world.size - 1
     failing = fail_in(comm, step) if last else contextlib.nullcontext()
     try:
-        with failing, comm._calls.set_up("zeros"):
+        with failing, comm._calls.island.set_up("zeros"):
             began = True
     except ns.CollectiveError as error:
         said = str(error)
@@ -87,7 +87,7 @@ def test_a_rank_that_answers_and_leaves_lets_the_others_begin(world, comm):
     if world.rank == 0:
         late = receiving(2, after_the_report)
     leaving = contextlib.suppress(RuntimeError, ns.RankLeft)
-    with leaving, late, comm._calls.set_up("zeros"):
+    with leaving, late, comm._calls.island.set_up("zeros"):
         began = True
         while world.rank < world.size - 1:
             island.look()

@@ -480,7 +480,7 @@ def test_no_memory_is_freed_while_a_nonblocking_call_is_pending(comm, monkeypatc
         raise MemoryError
 
     failing.__name__ = "all_reduce"
-    monkeypatch.setattr(comm.communicator._calls, "give_up", lambda *_: None)
+    monkeypatch.setattr(comm.communicator._calls.enqueuer, "give_up", lambda *_: None)
     monkeypatch.setattr(comm.communicator, "all_reduce", failing)
     with pytest.raises(MemoryError):
         comm.Iallreduce(MPI.IN_PLACE, x)

@@ -1,0 +1,41 @@
+"""The streams of calls: what the caller passed, or what an array names."""
+
+from typing import Any
+
+from numba_symm import arrays, streams
+
+Stream = tuple[int, Any]
+"""A stream's handle, and the object that keeps the stream."""
+
+
+def owned(stream: Any) -> Stream:
+    """Return a stream's handle, and the object that keeps the stream or None."""
+    owner = None if isinstance(stream, int) else stream
+    return streams.handle_or_default(stream), owner
+
+
+class CallStreams:
+    """Chooses the streams of a communicator's calls.
+
+    Args:
+        given: the stream of calls whose array names none; None: the legacy default
+            stream.
+
+    Attributes:
+        given: the same.
+    """
+
+    def __init__(self, given: Any):
+        self.given = given
+        self._own = owned(given)
+
+    def of(self, stream: Any, array: Any) -> Stream:
+        """Return the stream that was passed; for None, that of work on an array."""
+        if stream is None:
+            named = arrays.stream_of(array)
+            return self._own if named is None else (named, None)
+        return owned(stream)
+
+    def default(self, stream: Any) -> Stream:
+        """Return the stream that was passed; for None, the communicator's."""
+        return self._own if stream is None else owned(stream)

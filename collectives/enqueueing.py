@@ -1,0 +1,96 @@
+"""Enqueueing: the launches of calls, those of an open group, and their failures."""
+
+from typing import Any
+
+from numba_symm import own_arrays, streams
+from numba_symm.collectives.call_streams import Stream
+from numba_symm.collectives.protocols.binding import Enqueue
+from numba_symm.collectives.transfers import Pending
+from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
+from numba_symm.island import Island
+from numba_symm.streams import StreamOrder
+
+REFUSALS = (ArgumentError, ClosedError, CollectiveError)
+"""Errors before anything is enqueued, after which other calls may follow."""
+
+
+class Enqueuer:
+    """Enqueues the calls of a communicator.
+
+    Args:
+        island: the ranks.
+        order: orders the calls of all streams.
+        memory: the memory of the workspace.
+
+    Attributes:
+        order: the same.
+        group: the calls of the group that is open, or None.
+    """
+
+    def __init__(
+        self, island: Island, order: StreamOrder, memory: own_arrays.Memory | None
+    ):
+        self.order = order
+        self.group: Pending | None = None
+        self._island = island
+        self._memory = memory
+
+    def run(
+        self, what: str, launch: Enqueue | None, stream: Stream, *keep: Any
+    ) -> None:
+        """Enqueue a call, or add it to the open group.
+
+        If this raises, the communicator fails, because other ranks may have enqueued
+        their part of the call. If all streams are in captures, these become invalid,
+        and the communicator fails only if an engine between islands has raised.
+
+        Args:
+            what: the operation.
+            launch: enqueues the call; None: a call without elements.
+            stream: the stream to enqueue it on.
+            keep: objects that must live until it is enqueued.
+        """
+        if self.group is not None:
+            self.group.kept += keep
+            if launch is not None:
+                self.group.launches.append((what, launch, stream))
+        elif launch is not None:
+            handle = stream[0]
+            try:
+                trail = self.order.enter(handle)
+                try:
+                    launch(handle)
+                finally:
+                    trail.leave()
+            except BaseException as error:
+                self._island.keep(self._memory, *keep)
+                self.give_up(error, what, handle)
+                raise
+
+    def give_up_unless_refused(self, error: BaseException, what: str) -> None:
+        """Make the communicator fail after an error before anything was enqueued.
+
+        It does not fail after an argument error, because the rank may repeat the call.
+        """
+        if not isinstance(error, REFUSALS):
+            self.give_up(error, what)
+
+    def give_up(self, error: BaseException, what: str, *stream_handles: int) -> None:
+        """Make the communicator fail after an error within a call.
+
+        It does not fail if all streams of the call are in captures. These captures are
+        invalidated, so no graph contains a part of the call.
+        """
+        spoiled = [streams.spoil_capture(handle) for handle in stream_handles]
+        if not (spoiled and all(spoiled)):
+            self._island.abandon(error, what)
+
+    def refuse_in_group(self, what: str) -> None:
+        """Refuse a call that is impossible before the calls of a group have started."""
+        if self.group is not None:
+            raise ArgumentError(f"{what}: a group is open; leave its with block first")
+
+    def forget(self) -> None:
+        """Drop references to memory and streams, before these are released."""
+        self.order.close()
+        self._memory = None
