@@ -50,7 +50,7 @@ from numba_symm.collectives.vector_forms import (
 )
 from numba_symm.environment import SIMULATED
 from numba_symm.island import Island
-from numba_symm.launch import devices, ranks
+from numba_symm.launch import devices, ranks, tagged
 from numba_symm.launch.devices import GPU
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.memory.symmetric import SymmetricMemory
@@ -304,10 +304,11 @@ class Communicator(Persistent, OthersNames):
         island = self._calls.island
         with self._calls.island.set_up("split"):
             with island.exchange.agreed("split"):
-                number, order = ranks.checked_split(island.comm, color, key)
+                number, order = tagged.checked_split(island.comm, color, key)
             given = island.exchange.all_gather((number, order), "split: colors")
             ranked = sorted(range(self.size), key=lambda rank: given[rank][1])  # stable
-            members = [rank for rank in ranked if given[rank][0] == number]
+            same = [rank for rank in ranked if given[rank][0] == number]
+            members = [] if number is None else same
             part = functools.partial(ranks.split, island.comm, number, order)
             return self._of(construction.child(self._calls, "split", part, members))
 
@@ -324,8 +325,9 @@ class Communicator(Persistent, OthersNames):
                 made.
         """
         with self._calls.island.set_up("dup"):
-            same = functools.partial(ranks.duplicate, self._calls.island.comm)
-            made = construction.child(self._calls, "dup", same, range(self.size))
+            everyone = range(self.size)
+            comm = self._calls.island.comm
+            made = construction.child(self._calls, "dup", lambda: comm, everyone)
             return cast(Communicator, self._of(made))
 
     def barrier(self, stream: Any = None) -> None:

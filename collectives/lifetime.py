@@ -40,7 +40,8 @@ from numba_symm.errors import (
 )
 from numba_symm.island import Island
 from numba_symm.kernels import load_listed
-from numba_symm.launch import devices, ranks, waiting
+from numba_symm.launch import devices, ranks, tagged, waiting
+from numba_symm.launch.tagged import TaggedComm
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
 
@@ -188,7 +189,7 @@ def _load_ahead(calls: Calls) -> None:
     if calls.size == 1 or not environment.loads_ahead():
         return
     with loads.ahead():
-        load_listed(ranks.of_job(calls.island.comm))
+        load_listed(tagged.of_job(calls.island.comm))
         if len(calls.island.parts) == 1:  # ``end`` has all ranks' workspaces
             kernel_set.load_default(calls.end)
 
@@ -196,7 +197,7 @@ def _load_ahead(calls: Calls) -> None:
 def child(
     calls: Calls,
     what: str,
-    make: Callable[[], ranks.Comm | None],
+    divided: Callable[[], ranks.Comm | TaggedComm | None],
     members: Sequence[int],
     join: "Join",
 ) -> Calls | None:
@@ -207,15 +208,21 @@ def child(
     Args:
         calls: the calls of this communicator.
         what: the call.
-        make: returns the ranks of the new communicator, or None. It may block in MPI,
-            because it runs only if all ranks have reached it.
+        divided: returns the ranks of the new communicator, or None, where an object of
+            the user's is in the place of mpi4py's communicator. It may block, because
+            it runs only if all ranks have reached it.
         members: these ranks' numbers in this communicator, in the order of the new
-            ones.
+            ones; empty for a rank of none.
         join: makes the new communicator of its ranks.
     """
-    exchange = calls.island.exchange
+    part: ranks.Comm | TaggedComm | None
+    exchange, step = calls.island.exchange, f"{what}: all ranks have arrived"
     with exchange.agreed(what):
-        part = exchange.together(f"{what}: all ranks have arrived", make)
+        comm = tagged.checked(calls.island.comm)
+        if not isinstance(comm, TaggedComm):
+            part = exchange.together(step, divided)
+    if isinstance(comm, TaggedComm):
+        part = comm.child(members, lambda used: exchange.all_gather(used, step))
     made_here = None
     try:
         # A child fails on all its ranks; this agreement makes the other ranks raise.
@@ -235,19 +242,22 @@ def child(
     return made_here
 
 
-Join = Callable[[Calls, ranks.Comm, Sequence[int]], Calls]
+Join = Callable[[Calls, ranks.Comm | TaggedComm, Sequence[int]], Calls]
 """Returns a new communicator of some ranks of one: their messages, their numbers."""
 
 
-def join(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
+def join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -> Calls:
     """Return a new communicator of some ranks of an island. Collective."""
-    island = Island(comm, calls.gpu.ordinal, calls.island.timeout, own=True)
+    island = Island(comm, calls.gpu.ordinal, calls.island.timeout, part=True)
     given = calls.streams.given, calls.agreement.debug, multiprocessors_of(calls)
     return begin(island, *given, calls.requests is not None)
 
 
 def _child_of(
-    calls: Calls, comm: ranks.Comm, members: Sequence[int], join: Join
+    calls: Calls,
+    comm: ranks.Comm | TaggedComm,
+    members: Sequence[int],
+    join: Join,
 ) -> Calls:
     board, exchange = calls.island.board, calls.island.exchange
 

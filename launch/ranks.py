@@ -125,29 +125,22 @@ def launched_rank() -> int:
     return 0
 
 
-def duplicate(comm: Comm) -> Comm:
-    """Return a communicator of the same ranks. Collective.
-
-    Pass the duplicate of an mpi4py communicator to :func:`release` in the end. Any
-    other object is returned unchanged.
-    """
-    comm = checked(comm)
-    return cast(Comm, cast(Any, comm).Dup()) if is_mpi(comm) else comm
-
-
-def checked_split(comm: Comm, color: Any, key: Any) -> tuple[int | None, int]:
-    """Return a split's color, None for no group, and its key. Not collective.
-
-    Raises:
-        ArgumentError: MPI does not accept them, or ``comm`` cannot split.
-    """
-    checked(comm)
-    if not is_mpi(comm) and not hasattr(comm, "split"):
+def refuse_undivided(comm: object) -> None:
+    """Raise :class:`ArgumentError` if an object of the user's has no method split."""
+    if not hasattr(comm, "split"):
         raise ArgumentError(
             f"split: {comm!r} has no method split; give it split(color, key), "
             "collective, which returns an object of its kind between the ranks of "
             "equal color, ordered by key and then rank, and None where color is None"
         )
+
+
+def color_and_key(color: Any, key: Any) -> tuple[int | None, int]:
+    """Return a split's color, None for no group, and its key. Not collective.
+
+    Raises:
+        ArgumentError: MPI would not accept them.
+    """
     number = _checked_int(key, -_MPI_INTS, "key", "an int of 32 bits")
     undefined = getattr(sys.modules.get("mpi4py.MPI"), "UNDEFINED", None)
     if color is None or (isinstance(color, int) and color == undefined):
@@ -169,28 +162,14 @@ def _checked_int(value: Any, least: int, name: str, what: str) -> int:
     return number
 
 
-def split(comm: Comm, color: int | None, key: int) -> Comm | None:
+def split(comm: Any, color: int | None, key: int) -> Comm | None:
     """Return a communicator of the ranks that pass this color, None for color None.
 
-    Collective. Its ranks are ordered by ``key``, then by their rank in ``comm``. Pass
-    one of mpi4py to :func:`release` in the end.
+    Collective, by the method ``split`` of an object of the user's. The ranks are
+    ordered by ``key``, then by their rank in ``comm``.
     """
-    if is_mpi(comm):
-        undefined = sys.modules["mpi4py.MPI"].UNDEFINED
-        made = cast(Any, comm).Split(undefined if color is None else color, key)
-        return cast(Comm, made) if made else None  # MPI.COMM_NULL is false
-    made = cast(Any, comm).split(color, key)
+    made = comm.split(color, key)
     return None if color is None else checked(made)
-
-
-def release(comm: Comm | None) -> None:
-    """Free a communicator that :func:`duplicate` or :func:`split` returned.
-
-    Does nothing for None, in a second call, or after MPI was finalized. Freeing is
-    collective in MPI: every rank does it, in the same order.
-    """
-    if comm and is_mpi(comm) and not sys.modules["mpi4py.MPI"].Is_finalized():
-        cast(Any, comm).Free()
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -232,11 +211,6 @@ def is_mpi(comm: object) -> bool:
     # communicators has imported it.
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and isinstance(comm, mpi.Comm)
-
-
-def of_job(comm: Comm) -> int:
-    """Return the number of ranks of the job; without MPI, of the communicator."""
-    return max(comm.size, mpi().COMM_WORLD.size) if is_mpi(comm) else comm.size
 
 
 def mpi() -> Any:

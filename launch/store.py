@@ -15,8 +15,9 @@ from numba_symm.errors import (
     SymmError,
     named,
 )
-from numba_symm.launch import waiting
-from numba_symm.launch.ranks import Comm, checked, grouped, name_ranks, sentence
+from numba_symm.launch import tagged, waiting
+from numba_symm.launch.ranks import Comm, grouped, name_ranks, sentence
+from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
 
 T = TypeVar("T")
@@ -97,12 +98,12 @@ class StoreExchange:
 
     def __init__(
         self,
-        comm: Comm,
+        comm: Comm | TaggedComm,
         prefix: str,
         timeout: float | None = None,
         names: Sequence[int] | None = None,
     ) -> None:
-        self._comm = checked(comm)
+        self._comm = tagged.checked(comm)
         self._step = 0
         self._astray: str | None = None
         self._meeting: Meeting | None = None
@@ -206,10 +207,10 @@ class StoreExchange:
         self.all_gather(None, what)
 
     def together(self, what: str, call: Callable[[], T]) -> T:
-        """Return ``call()``, which may block in MPI until every rank makes it.
+        """Return ``call()``, which may block until every rank makes it.
 
-        Collective. All ranks make it, or none does. Python's signal handlers run
-        afterwards.
+        Collective, once the store uses the status board. All ranks make it, or none
+        does. Python's signal handlers run afterwards.
 
         Raises:
             CollectiveError: on all ranks: a rank has failed before.
@@ -217,11 +218,10 @@ class StoreExchange:
         return waiting.undisturbed(lambda: self._made_together(what, call))
 
     def _made_together(self, what: str, call: Callable[[], T]) -> T:
+        assert self._meeting is not None
         self.barrier(what)
         # A failure may have ended the barrier on some ranks only.
-        if self._meeting is None:
-            waiting.gate(self._comm, self.wait(what))
-        elif (failure := self._meeting.gate(self.wait(what))) is not None:
+        if (failure := self._meeting.gate(self.wait(what))) is not None:
             raise failure.exception()
         return call()
 

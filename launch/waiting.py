@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import starmap
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from numba_symm import environment, waits
 from numba_symm.errors import (
@@ -26,22 +26,21 @@ from numba_symm.errors import (
     RankLeft,
     left,
 )
+from numba_symm.launch import tagged
 from numba_symm.launch.ranks import Comm, checked, is_mpi, name_ranks
+from numba_symm.launch.tagged import TaggedComm
 
 T = TypeVar("T")
 
 PATIENCE = 60.0
 """Seconds after which a waiting rank warns of the ranks that it waits for."""
 
-TAG = 28275
-"""The tag of the messages that ranks send before there is a status board."""
-
 _SPIN = 2e-4  # seconds of a wait without sleep
 _LONGEST_PAUSE = 1e-3
 
 _watched: ContextVar[tuple[Callable[[], bool], ...]] = ContextVar("watched", default=())
-_begun: list[tuple[Comm, list[tuple[Comm, Any]]]] = []  # Idup's argument and results
-_unsent: list[Any] = []
+_begun: list[tuple[Any, list[tuple[Any, Any]]]] = []  # Idup's argument and results
+_unfinished: list[Any] = []  # requests, whose memory MPI may still use
 
 
 class Wait:
@@ -161,56 +160,74 @@ def watching(look: Callable[[], bool]) -> Iterator[None]:
         _watched.reset(token)
 
 
-def duplicate(comm: Comm, wait: Wait) -> Comm:
+def duplicate(comm: Comm, wait: Wait) -> Comm | TaggedComm:
     """Return a communicator whose messages cannot mix with the user's.
 
-    Collective. An mpi4py communicator is duplicated; pass the duplicate to
-    :func:`numba_symm.launch.ranks.release` in the end. Any other object is returned
-    unchanged. MPI cannot cancel this call. So a rank that was interrupted here
-    continues with the same duplicate in its next call.
-
-    Raises:
-        CollectiveTimeout: not all ranks have arrived in time; MPI cannot name them.
+    Collective. An mpi4py communicator is duplicated, see :func:`duplicate_mpi`; pass
+    the result to :func:`numba_symm.launch.tagged.release` in the end. Any other object
+    is returned unchanged.
     """
     comm = checked(comm)
     if not is_mpi(comm):
         return comm
-    begun: list[tuple[Comm, Any]] | None
+    return tagged.whole(duplicate_mpi(comm, wait), owned=True)
+
+
+def duplicate_mpi(comm: Any, wait: Wait) -> Any:
+    """Return a duplicate of mpi4py's communicator. Collective.
+
+    MPI cannot cancel this call. So a rank that is interrupted before it calls
+    :func:`claim` continues with the same duplicate in its next call.
+
+    Raises:
+        CollectiveTimeout: not all ranks have arrived in time; MPI cannot name them.
+    """
+    begun: list[tuple[Any, Any]] | None
     begun = next((found for of, found in _begun if of == comm), None)
     if begun is None:
         begun = []
         _begun.append((comm, begun))  # first, because an interrupt may follow the start
     if not begun:
-        begin(begun, cast(Any, comm).Idup)
+        begin(begun, comm.Idup)
     made, request = begun[0]
     while not request.Test():
         if wait.pause(()):
             raise wait.error(())
-    _begun.remove((comm, begun))
     return made
 
 
-def all_gather(comm: Comm, value: T, wait: Wait) -> list[T]:
+def claim(comm: "Comm | TaggedComm") -> None:
+    """Note that this rank uses a duplicate, so that no later call returns it. Local.
+
+    Whoever calls it reports a later interrupt to the other ranks, which may wait for
+    this rank's messages by then.
+    """
+    made = comm.mpi if isinstance(comm, TaggedComm) else comm
+    _begun[:] = [each for each in _begun if not each[1] or each[1][0][0] is not made]
+
+
+def all_gather(comm: Comm | TaggedComm, value: T, wait: Wait) -> list[T]:
     """Return every rank's ``value``, in rank order. Collective.
 
-    Only mpi4py's communicators can be polled. Others wait in their own way.
+    Only MPI's messages can be polled for. Other communicators wait in their own way.
 
     Raises:
         CollectiveTimeout: a rank has not arrived in time.
         RankLeft: a rank has left, see :func:`leave`.
         CollectiveError: a rank has refused, see :func:`gate`.
     """
-    if not is_mpi(comm):
+    if not isinstance(comm, TaggedComm):
         return comm.allgather(value)
     mpi = sys.modules["mpi4py.MPI"]
     gathered: dict[int, Any] = {comm.rank: value}
     sends: list[Any] = []
+    receives: dict[int, list[Any]] = {}
 
     def receive() -> list[int]:
         """Return the ranks whose messages have not arrived yet."""
         for rank in range(comm.size):
             if rank not in gathered:
-                gathered.update(_received(comm, rank))
+                gathered.update(_received(comm, rank, receives))
         return [rank for rank in range(comm.size) if rank not in gathered]
 
     try:
@@ -226,7 +243,9 @@ def all_gather(comm: Comm, value: T, wait: Wait) -> list[T]:
             if wait.pause(()):
                 raise wait.error(())
     except BaseException:
-        _unsent.extend(sends)  # MPI may still read them
+        _unfinished.extend(sends)
+        for requests in receives.values():
+            _unfinished.extend(requests)
         raise
     return [gathered[rank] for rank in range(comm.size)]
 
@@ -273,7 +292,7 @@ def begin(into: list[Any], call: Callable[..., Any], *args: Any) -> None:
     into.extend(starmap(call, (args,)))
 
 
-def leave(comm: Comm, cause: BaseException, what: str) -> None:
+def leave(comm: Comm | TaggedComm, cause: BaseException, what: str) -> None:
     """Report to ranks that wait in :func:`all_gather` that this rank leaves. Local.
 
     Args:
@@ -281,12 +300,12 @@ def leave(comm: Comm, cause: BaseException, what: str) -> None:
         cause: the exception by which this rank leaves.
         what: the call that it leaves.
     """
-    if comm and is_mpi(comm):  # not freed
+    if isinstance(comm, TaggedComm) and not comm.released:
         _refuse(comm, _error_of_others(comm, cause, what))
 
 
 def gate(
-    comm: Comm,
+    comm: TaggedComm,
     wait: Wait,
     said: Callable[[BaseException], CollectiveError] | None = None,
     lost: Callable[[], bool] | None = None,
@@ -308,9 +327,6 @@ def gate(
         answered: seconds in which ranks that have arrived answer, if ``wait`` lasts
             indefinitely; None: ``NUMBA_SYMM_TIMEOUT``.
     """
-    if not is_mpi(comm):
-        comm.barrier()
-        return
     try:
         all_gather(comm, None, wait)
         wait.look(())  # refuse after a failure that is known, although all have arrived
@@ -327,16 +343,18 @@ def gate(
         raise
 
 
-def _error_of_others(comm: Any, error: BaseException, what: str) -> CollectiveError:
+def _error_of_others(
+    comm: TaggedComm, error: BaseException, what: str
+) -> CollectiveError:
     if isinstance(error, CollectiveError):
         return error
     text = f"rank {comm.rank} {left(error, what)}"
     return RankLeft(text, ranks=(comm.rank,), operation=what)
 
 
-def _refuse(comm: Any, error: CollectiveError) -> None:
+def _refuse(comm: TaggedComm, error: CollectiveError) -> None:
     """Make the other ranks raise an error in :func:`all_gather`. Local."""
-    _send_to_others(comm, _Refusal(error), _unsent)
+    _send_to_others(comm, _Refusal(error), _unfinished)
 
 
 @dataclass(frozen=True)
@@ -344,24 +362,38 @@ class _Refusal:
     error: CollectiveError
 
 
-def _send_to_others(comm: Any, value: object, sends: list[Any]) -> None:
+def _send_to_others(comm: TaggedComm, value: object, sends: list[Any]) -> None:
     """Start to send a value; append the requests to a list."""
-    for rank in range(comm.size):
+    for rank, there in enumerate(comm.ranks):
         if rank != comm.rank:
-            begin(sends, comm.isend, value, rank, TAG)
+            begin(sends, comm.mpi.isend, value, there, comm.tag)
 
 
-def has_sent(comm: Comm, rank: int) -> bool:
+def has_sent(comm: Comm | TaggedComm, rank: int) -> bool:
     """Return whether a rank's message of the next :func:`all_gather` has arrived."""
-    return bool(is_mpi(comm) and cast(Any, comm).iprobe(rank, TAG))
+    if not isinstance(comm, TaggedComm):
+        return False
+    return bool(comm.mpi.iprobe(comm.ranks[rank], comm.tag))
 
 
-def _received(comm: Any, rank: int) -> dict[int, Any]:
-    """Return a rank's message, by rank; empty if none has arrived."""
-    message = comm.improbe(rank, TAG)
-    if message is None:
+def _received(
+    comm: TaggedComm, rank: int, receives: dict[int, list[Any]]
+) -> dict[int, Any]:
+    """Return a rank's message, by rank; empty if it has not arrived.
+
+    The receive of a long message only begins here, because its sender may die before
+    MPI has all of it. Its request is in ``receives`` meanwhile.
+    """
+    requests = receives.setdefault(rank, [])
+    if not requests:
+        message = comm.mpi.improbe(comm.ranks[rank], comm.tag)
+        if message is None:
+            return {}
+        begin(requests, message.irecv)
+    arrived, found = requests[0].test()
+    if not arrived:
         return {}
-    found = message.recv()
+    del receives[rank]
     if isinstance(found, _Refusal):
         raise found.error
     return {rank: found}

@@ -17,17 +17,22 @@ from numba_symm.errors import (
     CollectiveTimeout,
     PeerAccessError,
 )
-from numba_symm.launch import devices, nodes, ranks, waiting
+from numba_symm.launch import devices, nodes, ranks, tagged, waiting
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.islands import Parts
 from numba_symm.launch.store import StoreExchange
+from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
 
 _MARGIN = 1.0  # seconds
 
 
 class Apart(PeerAccessError):
-    """The ranks are not one island. Raised on all of them."""
+    """The ranks are not one island. Raised on all of them.
+
+    Unless they are a part of a communicator, ``comm`` is not released, because the
+    ranks make several islands by its messages.
+    """
 
 
 class Island:
@@ -36,19 +41,20 @@ class Island:
     Collective: every rank passes the same ``timeout``.
 
     Args:
-        comm: mpi4py's communicator, or any object with rank, size, allgather and
-            barrier.
+        comm: the ranks, by messages of their own: see :func:`waiting.duplicate`. It is
+            released in the end.
         device: the ordinal of this rank's GPU. None: one is assigned.
         timeout: seconds that a kernel waits for a peer; 0: indefinitely; None:
             ``NUMBA_SYMM_TIMEOUT``, else 300.
-        own: whether ``comm`` belongs to this island alone, and is not duplicated.
+        part: whether the ranks are a part of a communicator, or a child of one, which
+            ``NUMBA_SYMM_ISLAND_SIZE`` does not divide.
         names: by rank, its number in texts, where a larger communicator has these
             ranks; None: the same.
         nodes: by rank, the name of its node, for texts; empty: texts name no nodes.
 
     Attributes:
         timeout: the seconds, checked.
-        comm: the communicator of the ranks' messages; for mpi4py, a duplicate.
+        comm: the ranks, by messages of their own.
         world: this rank's place.
         parts: the ranks of each island; here of one.
         exchange: exchanges small values between the ranks.
@@ -69,10 +75,10 @@ class Island:
 
     def __init__(
         self,
-        comm: ranks.Comm,
+        comm: ranks.Comm | TaggedComm,
         device: int | None,
         timeout: float | None,
-        own: bool = False,
+        part: bool = False,
         names: Sequence[int] | None = None,
         nodes: Sequence[str] = (),
     ):
@@ -80,16 +86,14 @@ class Island:
         self.why_closed = "the communicator was closed; make a new one"
         self.known_failure: Failure | None = None
         self.note = ""
-        self._own = own
+        self._part = part
         self._most: int | None = None
         self._undo = ExitStack()
-        comm, patience = ranks.checked(comm), _patience()
-        if not own:
-            comm = waiting.duplicate(comm, Wait("Communicator", comm.rank, patience))
         self.comm = comm
-        self.exchange = StoreExchange(self.comm, "communicator", patience, names)
+        self.exchange = StoreExchange(self.comm, "communicator", patience(), names)
         self.exchange.call, self.exchange.nodes = "Communicator", nodes
         try:
+            waiting.claim(comm)
             self._make(device, timeout)
         except BaseException as error:
             self.give_up(error)
@@ -130,9 +134,9 @@ class Island:
             environment.requested_engine()
             environment.show_islands()
             self.timeout = environment.chosen_timeout(timeout)
-            if not self._own:
+            if not self._part:
                 # A communicator of fewer ranks is made in many programs, too.
-                self._most = environment.island_size(ranks.of_job(self.comm))
+                self._most = environment.island_size(tagged.of_job(self.comm))
         pretended = f", NUMBA_SYMM_ISLAND_SIZE={self._most}" if self._most else ""
         exchange.agree_equal(f"timeout={self.timeout:g}{pretended}", "Communicator")
         self.parts: Parts = (tuple(range(self.world.size)),)
@@ -277,8 +281,8 @@ class Island:
         if not everybodys:
             self.exchange.leave(error)  # what is closed reports nothing
         self.close_locally()
-        if everybodys:
-            ranks.release(self.comm)
+        if everybodys and (self._part or not isinstance(error, Apart)):
+            tagged.release(self.comm)
 
     def _is_everybodys(self, error: BaseException) -> bool:
         """Return whether all ranks give up by an error, and undo things together."""
@@ -291,12 +295,12 @@ class Island:
         """Wait for threads that run kernels, before memory is unmapped."""
 
     def close(self) -> None:
-        """Close the board and the channel, and free the duplicated communicator."""
+        """Close the board and the channel, and release ``comm``. Collective."""
         self.close_locally()
-        ranks.release(self.comm)
+        tagged.release(self.comm)
 
     def close_locally(self) -> None:
-        """Close the board and the channel; freeing the duplicate is collective."""
+        """Close the board and the channel. Messages may be left in ``comm``."""
         # What an interrupt left open could not be closed later.
         waiting.undisturbed(self._close_parts)
 
@@ -305,7 +309,7 @@ class Island:
         self._undo.close()
 
 
-def _patience() -> float:
+def patience() -> float:
     """Return the seconds that ranks wait for each other's first message.
 
     A mistake in the variable is reported later, when all ranks can raise it.

@@ -23,6 +23,7 @@ from numba_symm.island import Island
 from numba_symm.launch import devices, ranks, waiting
 from numba_symm.launch.islands import Parts, described, divide
 from numba_symm.launch.store import StoreExchange
+from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.watchdog import Watchdog
 
@@ -33,10 +34,10 @@ class Islands(Island):
     Collective: every rank passes the same ``timeout`` and ``parts``.
 
     Args:
-        comm: mpi4py's communicator.
+        comm: the ranks; as for :class:`Island`.
         device: as for :class:`Island`.
         timeout: as for :class:`Island`.
-        own: as for :class:`Island`.
+        part: as for :class:`Island`.
         parts: the islands; None: they are found.
 
     Attributes:
@@ -51,12 +52,14 @@ class Islands(Island):
         sent: the bytes that this rank's calls have given to the engine for others.
     """
 
+    comm: TaggedComm
+
     def __init__(
         self,
-        comm: ranks.Comm,
+        comm: TaggedComm,
         device: int | None,
         timeout: float | None,
-        own: bool = False,
+        part: bool = False,
         parts: Parts | None = None,
     ):
         self._known = parts
@@ -64,7 +67,7 @@ class Islands(Island):
         self._shared = ExitStack()  # what all ranks free together
         self.operation = "Communicator"
         self.sent = 0
-        super().__init__(comm, device, timeout, own)
+        super().__init__(comm, device, timeout, part)
 
     def _make(self, device: int | None, timeout: float | None) -> None:
         exchange = self.exchange
@@ -82,7 +85,7 @@ class Islands(Island):
             (index, part) for index, part in enumerate(self.parts) if rank in part
         )
         self.local = mine.index(rank)
-        comm = self._part(self.index)
+        comm = self.comm.part(mine, Purpose.ISLAND)
         with exchange.agreed("Communicator"):
             given = self.gpu.ordinal, self.timeout, True
             nodes = [self.world.node] * len(mine)
@@ -106,14 +109,15 @@ class Islands(Island):
         forks.watch(self)
 
     def _start_watchdog(self) -> None:
-        exchange = self.exchange
-        what = "the watchdog's messages"
-        comm = exchange.together(what, lambda: ranks.duplicate(self.comm))
-        self._shared.callback(ranks.release, comm)
-        with exchange.agreed("Communicator"):
-            peers, _ = engines.partners(self)
-            self.watchdog = Watchdog(comm, self.board, peers)
+        comm = self.comm.part(range(self.comm.size), Purpose.WATCHDOG)
+        self._shared.callback(self._release_watchdog, comm)
+        with self.exchange.agreed("Communicator"):
+            self.watchdog = Watchdog(comm, self.board, *engines.partners(self))
             self._undo.callback(self.watchdog.stop)
+
+    def _release_watchdog(self, comm: TaggedComm) -> None:
+        if self.watchdog is None or not self.watchdog.told:
+            comm.release()  # otherwise a report may not have arrived yet
 
     def connect(self, multiprocessors: int) -> None:
         """Start the engine, and try it. Collective.
@@ -139,9 +143,9 @@ class Islands(Island):
     def _bind(self, device: int | None) -> None:
         """Bind this rank to a GPU of its node, and find which GPUs reach each other."""
         exchange, names = self.exchange, self.nodes
-        comm = self._part(names.index(self.world.node))
         here = [rank for rank, name in enumerate(names) if name == self.world.node]
-        with self._freeing(comm), exchange.agreed("Communicator"):
+        comm = self.comm.part(here, Purpose.NODE)
+        with self._releasing(comm), exchange.agreed("Communicator"):
             local = StoreExchange(comm, "node", exchange.timeout)
             try:
                 local.call = exchange.call
@@ -161,31 +165,21 @@ class Islands(Island):
         self.gpus = tuple(gpu for _, gpu in found)
 
     @contextmanager
-    def _freeing(self, comm: ranks.Comm) -> Iterator[None]:
-        """Free a communicator after the block, unless only this rank gives up."""
+    def _releasing(self, comm: TaggedComm) -> Iterator[None]:
+        """Release ranks after the block, unless only this rank gives up."""
         try:
             yield
         except BaseException as error:
             if self.exchange.is_everybodys(error):
-                ranks.release(comm)
+                comm.release()
             raise
-        ranks.release(comm)
+        comm.release()
 
     def _left(self, members: Sequence[int]) -> Callable[[], bool]:
         """Return a check whether one of some ranks has left a step of these ranks."""
         ahead = _Ahead(self.comm)
         others = [rank for rank in members if rank != self.world.rank]
         return lambda: any(map(ahead, others))
-
-    def _part(self, color: int) -> ranks.Comm:
-        """Return a communicator of the ranks that pass the same color. Collective."""
-
-        def make() -> ranks.Comm | None:
-            return ranks.split(self.comm, color, self.world.rank)
-
-        made = self.exchange.together("dividing the ranks", make)
-        assert made is not None
-        return made
 
     @contextmanager
     def within(self, what: str) -> Iterator[None]:
@@ -282,13 +276,13 @@ class Islands(Island):
         return not failed and super()._is_everybodys(error)
 
     def close(self) -> None:
-        """Close the engine and the island, and free what belongs to all ranks."""
+        """Close the engine and the island, and release all ranks' messages."""
         self.closed = True
         assert self.watchdog is not None
         self.watchdog.stop()
         self._shared.close()
         self._undo.pop_all()  # last, because it has what an error above leaves open
-        ranks.release(self.comm)
+        self.comm.release()
 
 
 def _refuse_one_thread() -> None:
@@ -386,7 +380,7 @@ class _Across:
 class _Ahead:
     """Checks whether a rank has sent its message of a later step a while ago."""
 
-    def __init__(self, comm: ranks.Comm):
+    def __init__(self, comm: TaggedComm):
         self._comm = comm
         self._since: dict[int, float] = {}  # by rank
 

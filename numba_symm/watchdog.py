@@ -19,9 +19,9 @@ from numba_symm.board import Board
 from numba_symm.engines.protocol import Engine
 from numba_symm.errors import CollectiveError, summary
 from numba_symm.launch import ranks, waiting
+from numba_symm.launch.tagged import TaggedComm
 
 _PAUSE = 0.02  # seconds
-_TAG = 28290
 
 
 class Watchdog:
@@ -31,18 +31,30 @@ class Watchdog:
     queries the engine.
 
     Args:
-        comm: mpi4py's communicator of all ranks, for the watchdog alone.
+        comm: all ranks, by messages of the watchdog alone.
         board: the board of this rank's island.
         peers: the ranks to which this one sends failures.
+        sources: the ranks that send failures to this one.
+
+    Attributes:
+        told: whether it has sent a failure, or begun to do so.
     """
 
-    def __init__(self, comm: Any, board: Board, peers: Sequence[int]):
+    def __init__(
+        self,
+        comm: TaggedComm,
+        board: Board,
+        peers: Sequence[int],
+        sources: Sequence[int],
+    ):
         self._comm, self._board, self._peers = comm, board, peers
+        self._sources = {comm.ranks[source] for source in sources}
         self._engine: Engine | None = None
         self._lock = threading.RLock()  # a finalizer may report, too
         self._stopping = threading.Event()
         self._sent: list[Any] = []
-        self._told = False
+        self._receives: list[Any] = []
+        self.told = False
         self._silent = False  # whether it must not use MPI any more
         _fall_silent_before_finalize()
         _running.add(self)
@@ -94,28 +106,51 @@ class Watchdog:
             if engine is not None and (error := engine.status()) is not None:
                 self._board.fail(error)
             failure = self._board.failure()
-            if failure is None or self._told:
+            if failure is None or self.told:
                 return
             error = failure.exception()
             # Nothing would repeat a report that an interrupt has ended.
             waiting.undisturbed(lambda: self._tell(error))
 
     def _tell(self, error: CollectiveError) -> None:
-        self._told = True
+        self.told = True
         try:
             if not self._silent:
                 for peer in self._peers:
-                    self._sent.append(self._comm.isend(error, peer, _TAG))
+                    there = self._comm.ranks[peer]
+                    self._sent.append(
+                        self._comm.mpi.isend(error, there, self._comm.tag)
+                    )
         finally:  # afterwards, because peers notice that a connection ends
             self._abort()
 
     def _hear(self) -> None:
-        any_rank = ranks.mpi().ANY_SOURCE
+        mpi, comm = ranks.mpi(), self._comm
         # What improbe returns could be lost to an interrupt, a probe's result cannot.
-        while self._comm.iprobe(any_rank, _TAG):
-            waiting.undisturbed(
-                lambda: self._board.fail(self._comm.recv(None, any_rank, _TAG))
-            )
+        while self._receives or comm.mpi.iprobe(mpi.ANY_SOURCE, comm.tag):
+            if not waiting.undisturbed(self._receive):
+                return
+
+    def _receive(self) -> bool:
+        """Begin or continue to receive a report. Return whether to do so again.
+
+        MPI may not have all of a report, and its sender may have died.
+        """
+        mpi, comm = ranks.mpi(), self._comm
+        if not self._receives:
+            status = mpi.Status()
+            message = comm.mpi.improbe(mpi.ANY_SOURCE, comm.tag, status)
+            if message is None:
+                return False
+            self._receives.append((message.irecv(), status.source in self._sources))
+        request, ours = self._receives[0]
+        arrived, error = request.test()
+        if not arrived:
+            return False
+        self._receives.clear()
+        if ours:  # not from a rank whose communicator has failed to begin, or to close
+            self._board.fail(error)
+        return True
 
     def fall_silent(self) -> None:
         """Look for the last time by MPI."""

@@ -69,10 +69,9 @@ def test_a_lost_rank_is_an_error_on_all_islands(how, tmp_path):
             assert "If that rank was not late, its call differs" in text
 
 
-@pytest.mark.parametrize("when", ["construct", "zeros"])
-def test_a_rank_that_dies_before_its_vote_ends_the_wait(when, tmp_path):
+def test_a_rank_that_dies_before_its_vote_ends_the_wait(tmp_path):
     """All ranks have arrived, so the others wait for its vote only."""
-    program = [__file__, f"no vote in {when}", str(tmp_path)]
+    program = [__file__, "no vote", str(tmp_path)]
     command = cli.mpirun_command(2, program, cli.find_mpirun())
     command.insert(1, "--continuous")
     environ = environment(2) | {"NUMBA_SYMM_ISLAND_SIZE": "1"}
@@ -87,7 +86,74 @@ def test_a_rank_that_dies_before_its_vote_ends_the_wait(when, tmp_path):
     assert TIMEOUT <= seconds < 3 * TIMEOUT
 
 
-def does_not_vote(when, folder):
+DEATHS = {
+    1: ("MPI", "rank 0 waited for other ranks in Communicator (set-up"),
+    2: ("store", "rank 0 waited for rank 1 on .+ in Communicator (set-up"),
+    3: ("engine", "rank 0 waited for rank 1 on .+ in Communicator (timeout: 1 s)"),
+}
+"""Where rank 1 of a pair dies, and what rank 0 raises."""
+
+
+def test_a_rank_that_dies_in_construction_ends_the_wait(tmp_path):
+    """Rank 0 makes a communicator with each of the others, which die one by one."""
+    ranks = 1 + len(DEATHS)
+    if not possible(ranks):
+        pytest.skip("needs 4 GPUs")
+    program = [__file__, "dies", str(tmp_path)]
+    command = cli.mpirun_command(ranks, program, cli.find_mpirun())
+    command.insert(1, "--continuous")
+    environ = environment(ranks) | {"NUMBA_SYMM_ISLAND_SIZE": "1"}
+    environ |= {"NUMBA_SYMM_SETUP_TIMEOUT": "1", "NUMBA_SYMM_ENGINE": "mpi"}
+    code = run(command, environ, tmp_path / "mpirun.txt", 100)
+    assert code is not None, (tmp_path / "mpirun.txt").read_text()
+    for other, (_, expected) in DEATHS.items():
+        kind, text, seconds = json.loads((tmp_path / f"{other}.json").read_text())
+        assert kind == "CollectiveTimeout", text
+        assert re.match(expected.replace("(", r"\(").replace(")", r"\)"), text), text
+        assert 1 <= seconds < 5
+
+
+def dies(folder):
+    from mpi4py import MPI
+
+    import numba_symm as ns
+    from numba_symm.engines.mpi import MpiEngine
+    from numba_symm.launch.store import StoreExchange
+
+    world, all_gather = MPI.COMM_WORLD, StoreExchange.all_gather
+
+    def die(*given):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def die_at(exchange, value, what, *given):
+        if what == "islands":
+            die()
+        return all_gather(exchange, value, what, *given)
+
+    for other, (where, _) in DEATHS.items():
+        mine = world.rank in (0, other)
+        pair = world.Create_group(world.group.Incl([0, other])) if mine else None
+        if world.rank == other:
+            if where == "store":
+                StoreExchange.all_gather = die_at
+            elif where == "engine":
+                MpiEngine.exchange = die
+            pair.barrier()
+            if where == "MPI":
+                die()
+            ns.Communicator(pair, timeout=1)
+        elif world.rank == 0:
+            pair.barrier()
+            begin = time.monotonic()
+            try:
+                ns.Communicator(pair, timeout=1)
+            except ns.SymmError as error:
+                found = type(error).__name__, str(error), time.monotonic() - begin
+                (Path(folder) / f"{other}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+def does_not_vote(folder):
     from mpi4py import MPI
 
     import numba_symm as ns
@@ -96,15 +162,14 @@ def does_not_vote(when, folder):
     def die(wait, seconds):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    world, comm = MPI.COMM_WORLD, None
-    if when == "zeros":
-        comm = ns.Communicator(world)
+    world = MPI.COMM_WORLD
+    comm = ns.Communicator(world)
     world.barrier()
     if world.rank == 1:
         Wait.for_answers = die
     begin = time.monotonic()
     try:
-        ns.Communicator(world) if comm is None else comm.zeros(4)
+        comm.zeros(4)
     except ns.SymmError as error:
         found = type(error).__name__, str(error), error.ranks, time.monotonic() - begin
         (Path(folder) / f"{world.rank}.json").write_text(json.dumps(found))
@@ -145,8 +210,10 @@ def play(how, folder):
     if how == "finalized":
         finalized(folder)
         return
-    if how.startswith("no vote in "):
-        does_not_vote(how.rpartition(" ")[2], folder)
+    if how == "no vote":
+        does_not_vote(folder)
+    if how == "dies":
+        dies(folder)
 
     from mpi4py import MPI
 

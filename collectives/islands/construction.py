@@ -12,10 +12,12 @@ from numba_symm.collectives.islands.binder import IslandsBinder
 from numba_symm.collectives.islands.site import ALIGNED, STAGING, Site, padded
 from numba_symm.collectives.protocols.workspace import layout
 from numba_symm.errors import ArgumentError, PeerAccessError
-from numba_symm.island import Apart, Island
+from numba_symm.island import Apart, Island, patience
 from numba_symm.islands import Islands
-from numba_symm.launch import ranks
+from numba_symm.launch import ranks, waiting
 from numba_symm.launch.islands import among, described
+from numba_symm.launch.tagged import TaggedComm
+from numba_symm.launch.waiting import Wait
 from numba_symm.memory.heap import Heap
 
 
@@ -40,17 +42,18 @@ def begin(
 def _made(
     comm: ranks.Comm, device: int | None, timeout: float | None, *settings: Any
 ) -> Calls:
+    mine = waiting.duplicate(comm, Wait("Communicator", comm.rank, patience()))
     try:
-        island = Island(comm, device, timeout)
+        island = Island(mine, device, timeout)
     except Apart as error:
-        if not ranks.is_mpi(comm):
+        if not isinstance(mine, TaggedComm):
             raise PeerAccessError(
                 f"{error}; between several islands, expected a communicator of "
                 f"mpi4py's, got {comm!r}"
             ) from error
     else:
         return lifetime.begin(island, *settings)
-    islands = Islands(comm, device, timeout)
+    islands = Islands(mine, device, timeout)
     calls = _begin(islands, *settings)
     if islands.shown:
         _show(f"numba-symm: islands: {islands.described()}")
@@ -65,20 +68,21 @@ def _show(text: str) -> None:
 def child(
     calls: Calls,
     what: str,
-    make: Callable[[], ranks.Comm | None],
+    divided: Callable[[], ranks.Comm | TaggedComm | None],
     members: Sequence[int],
 ) -> Calls | None:
     """Return the calls of a new communicator; see :func:`lifetime.child`."""
-    return lifetime.child(calls, what, make, members, _join)
+    return lifetime.child(calls, what, divided, members, _join)
 
 
-def _join(calls: Calls, comm: ranks.Comm, members: Sequence[int]) -> Calls:
+def _join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -> Calls:
     """Return a new communicator of some ranks, which are one island or several."""
     parts = among(calls.island.parts, members)
     if len(parts) == 1:
         return lifetime.join(calls, comm, members)
+    assert isinstance(comm, TaggedComm)  # only MPI's ranks are several islands
     timeout, ordinal = calls.island.timeout, calls.gpu.ordinal
-    islands = Islands(comm, ordinal, timeout, own=True, parts=parts)
+    islands = Islands(comm, ordinal, timeout, part=True, parts=parts)
     return _begin(
         islands,
         calls.streams.given,

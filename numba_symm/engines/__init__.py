@@ -22,6 +22,7 @@ from numba_symm.launch import ranks
 from numba_symm.launch.devices import GPU
 from numba_symm.launch.islands import Parts
 from numba_symm.launch.store import StoreExchange
+from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.streams import LEGACY_DEFAULT
 
@@ -29,7 +30,7 @@ from numba_symm.streams import LEGACY_DEFAULT
 class Joined(Protocol):
     """Ranks of several islands, such as a :class:`numba_symm.islands.Islands`."""
 
-    comm: ranks.Comm
+    comm: TaggedComm
     exchange: StoreExchange
     backend: Backend
     gpu: GPU
@@ -135,8 +136,6 @@ def _start_nccl(islands: Joined, multiprocessors: int) -> Engine:
 
 def _start_mpi(islands: Joined) -> Engine:
     exchange = islands.exchange
-    made = lambda: ranks.duplicate(islands.comm)  # noqa: E731
-    comm = exchange.together("an engine's messages", made)
     with exchange.agreed("starting engine 'mpi'"):
         direct = reads_gpu_memory()
     # Both ends of a message divide it in the same way.
@@ -147,6 +146,7 @@ def _start_mpi(islands: Joined) -> Engine:
         def wait() -> Wait:
             return islands.wait(islands.operation)
 
+        comm = islands.comm.part(range(exchange.size), Purpose.PARCELS)
         return MpiEngine(comm, wait, islands.look, room)
 
 

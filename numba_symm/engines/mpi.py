@@ -20,10 +20,11 @@ from numba_symm.engines.protocol import Enqueue, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CallMismatch
 from numba_symm.launch import ranks
+from numba_symm.launch.tagged import TAGS, Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait, begin
 from numba_symm.streams import SideStream, StreamOrder
 
-_TAGS = 1 << 14  # parcels of a pair are numbered by tags, which repeat
+_TAGS = TAGS - Purpose.PARCELS  # parcels of a pair are numbered by tags, which repeat
 _DIRECT = 1 << 30  # bytes of a message at most
 _STAGED = 1 << 19
 
@@ -149,7 +150,7 @@ class MpiEngine:
     """Moves bytes by MPI's messages.
 
     Args:
-        comm: mpi4py's communicator of the ranks, which the engine releases.
+        comm: the ranks, by messages of the engine alone, which it releases.
         wait: starts a wait with the communicator's deadline, which each message that
             has been moved postpones.
         look: raises if the communicator has failed.
@@ -163,7 +164,7 @@ class MpiEngine:
 
     def __init__(
         self,
-        comm: Any,
+        comm: TaggedComm,
         wait: Callable[[], Wait],
         look: Callable[[], None],
         room: Room,
@@ -231,6 +232,7 @@ class MpiEngine:
         """Move the bytes; the stream's earlier work is done."""
         wait = self._wait()
         moves: list[_Move] = []
+        latest: dict[tuple[type, int, int], _Move] = {}
         for kind, parcels, counted in (
             (_Send, sends, self._sent),  # first: a receive may raise
             (_Receive, receives, self._received),
@@ -238,7 +240,11 @@ class MpiEngine:
             for parcel in parcels:
                 tag = counted[parcel.peer] % _TAGS
                 counted[parcel.peer] += 1
-                moves.append(kind(self, len(moves), parcel, tag))
+                # MPI would mix the messages of two parcels that have the same tag.
+                same = kind, parcel.peer, tag
+                before, number = latest.get(same), self._comm.tag + tag
+                latest[same] = kind(self, len(moves), parcel, number, before)
+                moves.append(latest[same])
         try:
             while moves := [each for each in moves if not each.advance()]:
                 self._look()
@@ -269,9 +275,9 @@ class MpiEngine:
         self._simulated.exception()
 
     def close(self) -> None:
-        """Free the buffers and the communicator. Collective."""
+        """Free the buffers, and release the ranks. Collective."""
         self._room.close()
-        ranks.release(self._comm)
+        self._comm.release()
 
 
 def _run(work: Callable[[int], None], stream: int, done: Future[None]) -> None:
@@ -316,10 +322,19 @@ class _Move:
     expects another number of bytes finds another length, whatever it expects.
     """
 
-    def __init__(self, engine: MpiEngine, slot: int, parcel: Parcel, tag: int):
+    def __init__(
+        self,
+        engine: MpiEngine,
+        slot: int,
+        parcel: Parcel,
+        tag: int,
+        before: "_Move | None",
+    ):
         self.parcel = parcel
-        self._engine, self._comm, self._room = engine, engine._comm, engine._room
-        self._slot, self._tag = slot, tag
+        self.ended = False
+        self._engine, self._mpi, self._room = engine, engine._comm.mpi, engine._room
+        self._there = engine._comm.ranks[parcel.peer]
+        self._slot, self._tag, self._before = slot, tag, before
         self._begun = 0  # bytes of the messages that have begun
         self._last = 0  # bytes of the latest
         self.requests: list[Any] = []  # of the message in flight
@@ -337,6 +352,7 @@ class _Move:
                 self.requests.clear()
                 self._engine._moved += 1
                 if self._last < self._room.most:
+                    self.ended = True
                     return True
             self._last = min(self._room.most, self.parcel.nbytes - self._begun)
             if not self._may_begin():
@@ -353,7 +369,9 @@ class _Move:
 
     def _may_begin(self) -> bool:
         """Return whether the next message may begin."""
-        return True
+        if self._before is not None and self._before.ended:
+            self._before = None
+        return self._before is None
 
     def _begin(self, at: tuple[int, int, int]) -> None:
         raise NotImplementedError
@@ -370,8 +388,8 @@ class _Move:
 
 class _Send(_Move):
     def _begin(self, at: tuple[int, int, int]) -> None:
-        given = [self._room.sent(*at), ranks.mpi().BYTE], self.parcel.peer, self._tag
-        begin(self.requests, self._comm.Isend, *given)
+        given = [self._room.sent(*at), ranks.mpi().BYTE], self._there, self._tag
+        begin(self.requests, self._mpi.Isend, *given)
 
     def _finished(self) -> bool:
         return bool(self.requests[0].Test())
@@ -379,21 +397,23 @@ class _Send(_Move):
 
 class _Receive(_Move):
     def _may_begin(self) -> bool:
+        if not super()._may_begin():
+            return False
         # Open MPI 5.0.11 writes a message that is too long past the end of the buffer,
         # from about 4 KiB on, and only then reports MPI_ERR_TRUNCATE.
         if self._room.roomy:
             return True
         mpi = ranks.mpi()
         status = mpi.Status()
-        if not self._comm.Iprobe(self.parcel.peer, self._tag, status):
+        if not self._mpi.Iprobe(self._there, self._tag, status):
             return False
         if status.Get_count(mpi.BYTE) != self._last:
             self._refuse()
         return True
 
     def _begin(self, at: tuple[int, int, int]) -> None:
-        given = [self._room.free(*at), ranks.mpi().BYTE], self.parcel.peer, self._tag
-        begin(self.requests, self._comm.Irecv, *given)
+        given = [self._room.free(*at), ranks.mpi().BYTE], self._there, self._tag
+        begin(self.requests, self._mpi.Irecv, *given)
 
     def _finished(self) -> bool:
         mpi = ranks.mpi()
@@ -411,7 +431,7 @@ class _Receive(_Move):
         return True
 
     def _refuse(self) -> None:
-        rank, peer = self._comm.rank, self.parcel.peer
+        rank, peer = self._engine._comm.rank, self.parcel.peer
         words = waits.TABLE[waits.TRANSFER_MISMATCH].words
         raise CallMismatch(words.format(rank=rank, peer=peer), ranks=(rank, peer))
 

@@ -12,7 +12,7 @@ import pytest
 
 from numba_symm.engines import mpi as engine_of_mpi
 from numba_symm.engines.protocol import Parcel
-from numba_symm.launch import waiting
+from numba_symm.launch import tagged, waiting
 from numba_symm.launch.waiting import Wait
 from numba_symm.mpi import crossings
 from numba_symm.mpi.channels import Channel
@@ -93,23 +93,22 @@ def test_each_part_of_data_is_received_once(monkeypatch):
 def test_an_engine_keeps_what_uses_its_buffers(kind):
     room = engine_of_mpi.Direct()
     room.roomy = True  # otherwise a receive first probes for its message
-    engine = SimpleNamespace(_comm=Host(), _room=room)
+    engine = SimpleNamespace(_comm=tagged.whole(Host(), owned=False), _room=room)
     memory = ctypes.create_string_buffer(8)
-    move = kind(engine, 0, Parcel(1, ctypes.addressof(memory), 8), 0)
+    move = kind(engine, 0, Parcel(1, ctypes.addressof(memory), 8), 0, None)
     interrupted(move.advance)
     assert move.requests == [0]
 
 
 def test_a_value_for_other_ranks():
     sends = []
-    interrupted(waiting._send_to_others, Host(), "value", sends)
+    comm = tagged.whole(Host(), owned=False)
+    interrupted(waiting._send_to_others, comm, "value", sends)
     assert sends == [0]
 
 
 def test_a_duplicate(monkeypatch):
-    monkeypatch.setattr(waiting, "checked", lambda comm: comm)
-    monkeypatch.setattr(waiting, "is_mpi", lambda comm: True)
     monkeypatch.setattr(waiting, "_begun", [])
     host = SimpleNamespace(Idup=partial(CALL, None))
-    interrupted(waiting.duplicate, host, Wait("Communicator", 0))
+    interrupted(waiting.duplicate_mpi, host, Wait("Communicator", 0))
     assert waiting._begun == [(host, [0])]

@@ -9,10 +9,11 @@ import pytest
 
 from numba_symm import environment
 from numba_symm.errors import ArgumentError
-from numba_symm.launch import nodes, ranks, waiting
+from numba_symm.launch import nodes, ranks, tagged, waiting
 from numba_symm.launch.islands import among, divide
 from numba_symm.launch.nodes import World
 from numba_symm.launch.store import StoreExchange
+from numba_symm.launch.tagged import Purpose
 from numba_symm.launch.waiting import Wait
 from tests.threads import run_ranks
 
@@ -155,14 +156,15 @@ def test_a_refusal_names_the_missing_members():
 def test_only_mpi_communicators_are_duplicated_and_freed():
     comm = Alone()
     assert duplicate(comm) is comm
-    ranks.release(comm)
-    ranks.release(comm)
+    tagged.release(comm)
+    tagged.release(comm)
 
 
 class FakeMPI:
     """The little of mpi4py.MPI that the module looks at."""
 
     UNDEFINED = -7
+    TAG_UB = 5
     finalized = False
 
     class Comm(Alone):
@@ -175,9 +177,9 @@ class FakeMPI:
         def Idup(self):
             return FakeMPI.Comm("duplicate"), FakeMPI.Request()
 
-        def Split(self, color, key):
-            undefined = color == FakeMPI.UNDEFINED
-            return FakeMPI.Comm("null" if undefined else f"color {color}, key {key}")
+        def Get_attr(self, key):
+            assert key == FakeMPI.TAG_UB
+            return 32767  # the least that MPI permits
 
         def Free(self):
             assert self.name == "duplicate"
@@ -185,13 +187,13 @@ class FakeMPI:
             self.name = "null"
 
     class Request:
-        """The request of a duplicate, which is done at the third test."""
+        """The request of a duplicate, which is done from the third test on."""
 
         asked = 0
 
         def Test(self):
             self.asked += 1
-            return self.asked == 3
+            return self.asked >= 3
 
     @staticmethod
     def Is_initialized():
@@ -202,6 +204,9 @@ class FakeMPI:
         return FakeMPI.finalized
 
 
+FakeMPI.COMM_WORLD = FakeMPI.Comm("world")
+
+
 def duplicate(comm):
     return waiting.duplicate(comm, Wait("Communicator", 0))
 
@@ -210,15 +215,18 @@ def duplicate(comm):
 def mpi(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", FakeMPI)
     monkeypatch.setattr(FakeMPI, "finalized", False)
+    monkeypatch.setattr(waiting, "_begun", [])
     return FakeMPI
 
 
 def test_an_mpi_communicator_is_duplicated_and_freed_once(mpi):
     comm = duplicate(mpi.Comm("world"))
-    assert comm.name == "duplicate"
-    ranks.release(comm)
-    ranks.release(comm)
-    assert comm.name == "null"
+    part = comm.part([0], Purpose.NODE)
+    for each in (comm, comm, part):
+        assert comm.mpi.name == "duplicate"
+        tagged.release(each)
+    tagged.release(part)
+    assert comm.mpi.name == "null"
 
 
 def test_an_interrupted_rank_continues_with_the_same_duplicate(mpi, monkeypatch):
@@ -233,24 +241,31 @@ def test_an_interrupted_rank_continues_with_the_same_duplicate(mpi, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             duplicate(world)
     _, [(begun, _)] = waiting._begun[-1]
-    assert duplicate(other) is not begun
-    assert duplicate(world) is begun
-    assert duplicate(world) is not begun
-    assert not waiting._begun
+    assert duplicate(other).mpi is not begun
+    # It may be interrupted again, until it is about to report that to the others.
+    found = [duplicate(world) for _ in range(2)]
+    assert found[0].mpi is found[1].mpi is begun
+    waiting.claim(found[1])
+    later = duplicate(world)
+    assert later.mpi is not begun
+    waiting.claim(later)
+    assert [of for of, _ in waiting._begun] == [other]
 
 
 def test_nothing_is_made_once_mpi_has_finalized(mpi):
     mpi.finalized = True
-    for call in (duplicate, lambda comm: ranks.checked_split(comm, 0, 0)):
+    for call in (duplicate, lambda comm: tagged.checked_split(comm, 0, 0)):
         with pytest.raises(ArgumentError, match="MPI has been finalized, so no comm"):
             call(mpi.Comm("world"))
+    with pytest.raises(ArgumentError, match="MPI has been finalized, so no comm"):
+        tagged.checked(tagged.whole(mpi.Comm("world"), owned=True))
 
 
 def test_nothing_is_freed_once_mpi_has_finalized(mpi):
     comm = duplicate(mpi.Comm("world"))
     mpi.finalized = True
-    ranks.release(comm)
-    assert comm.name == "duplicate"
+    tagged.release(comm)
+    assert comm.mpi.name == "duplicate"
 
 
 def test_null_and_intercommunicators_are_refused(mpi):
@@ -271,12 +286,6 @@ class Divisible(Alone):
         return part
 
 
-def test_an_mpi_communicator_is_split_by_mpi(mpi):
-    world = mpi.Comm("world")
-    assert ranks.split(world, 3, -2).name == "color 3, key -2"
-    assert ranks.split(world, None, 5) is None
-
-
 def test_another_communicator_is_split_by_its_own_method():
     assert ranks.split(Divisible(), 3, -2).asked == (3, -2)
     assert ranks.split(Divisible(), None, 5) is None
@@ -285,32 +294,32 @@ def test_another_communicator_is_split_by_its_own_method():
 def test_colors_and_keys_are_those_of_mpi(mpi):
     for comm in (mpi.Comm("world"), Divisible()):
         for color in (None, mpi.UNDEFINED):
-            assert ranks.checked_split(comm, color, 4) == (None, 4)
+            assert tagged.checked_split(comm, color, 4) == (None, 4)
         for color in (0, 2**31 - 1, True):
             for key in (-(2**31), 2**31 - 1):
-                assert ranks.checked_split(comm, color, key) == (color, key)
+                assert tagged.checked_split(comm, color, key) == (color, key)
         for color in (-1, 2**31, 0.0, "0"):
             with pytest.raises(
                 ArgumentError, match=r"color=.*: expected an int of 0 to"
             ):
-                ranks.checked_split(comm, color, 0)
+                tagged.checked_split(comm, color, 0)
         for key in (-(2**31) - 1, 2**31, 0.0, None):
             with pytest.raises(
                 ArgumentError, match=r"key=.*: expected an int of 32 bits"
             ):
-                ranks.checked_split(comm, 0, key)
+                tagged.checked_split(comm, 0, key)
 
 
 def test_without_mpi_there_is_no_undefined_color(monkeypatch):
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    assert ranks.checked_split(Divisible(), None, 0) == (None, 0)
+    assert tagged.checked_split(Divisible(), None, 0) == (None, 0)
     with pytest.raises(ArgumentError, match="color=-32766"):
-        ranks.checked_split(Divisible(), -32766, 0)
+        tagged.checked_split(Divisible(), -32766, 0)
 
 
 def test_what_cannot_be_split_is_refused():
     with pytest.raises(ArgumentError, match="has no method split; give it split"):
-        ranks.checked_split(Alone(), 0, 0)
+        tagged.checked_split(Alone(), 0, 0)
 
 
 def test_no_signal_is_lost_after_a_handler_that_raises(monkeypatch):

@@ -22,18 +22,28 @@ class Job:
     def __init__(self):
         self.done, self.known = [], None
         self.breaks = self.finalized = self.interrupts = False
-        self.arrived = []
+        self.arrived, self.lacking = [], 0
+        self.mpi, self.ranks, self.tag = self, [10, 11, 12, 13], 515
 
     def iprobe(self, source, tag):
         if self.breaks:
             raise RuntimeError("no MPI")
+        assert (source, tag) == (-1, 515)
         return bool(self.arrived)
 
-    def recv(self, buffer, source, tag):
-        return self.interrupted(self.arrived.pop())
+    def improbe(self, source, tag, status):
+        assert (source, tag) == (-1, 515)
+        status.source, message = self.arrived.pop()
+        irecv = lambda: types.SimpleNamespace(test=lambda: self.test(message))  # noqa: E731
+        return self.interrupted(types.SimpleNamespace(irecv=irecv))
 
-    def isend(self, error, peer, tag):
-        self.done.append(self.interrupted(f"sent to {peer}"))
+    def test(self, message):
+        self.lacking -= 1
+        return self.interrupted((self.lacking < 0, message))
+
+    def isend(self, error, rank, tag):
+        assert tag == 515
+        self.done.append(self.interrupted(f"sent to {rank}"))
 
     def interrupted(self, result):
         if self.interrupts:
@@ -64,13 +74,14 @@ class Job:
 def job(monkeypatch):
     job = Job()
     mpi = types.SimpleNamespace(ANY_SOURCE=-1, Is_finalized=lambda: job.finalized)
+    mpi.Status = types.SimpleNamespace
     monkeypatch.setattr(ranks, "mpi", lambda: mpi)
     monkeypatch.setattr(watchdog, "_fall_silent_before_finalize", lambda: None)
     return job
 
 
 def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
-    watch = Watchdog(job, job, [2])
+    watch = Watchdog(job, job, [2], [2])
     watch.ask(job)
     job.breaks = True
     watch._thread.join(5)
@@ -78,26 +89,47 @@ def test_a_watchdog_that_cannot_go_on_ends_what_the_gpu_waits_in(job):
 
 
 def test_a_failure_is_reported_before_connections_of_islands_end(job):
-    watch = Watchdog(job, job, [2, 3])
+    watch = Watchdog(job, job, [2, 3], [2, 3])
     watch.ask(job)
     job.abandon("left")
     watch.look()
     watch.look()
     watch.stop()
-    assert job.done == ["left", "sent to 2", "sent to 3", "aborted"]
+    assert job.done == ["left", "sent to 12", "sent to 13", "aborted"]
 
 
 def test_an_interrupt_loses_no_report(job, monkeypatch):
     monkeypatch.setattr(watchdog, "_PAUSE", 60)  # so that its thread does not look
-    watch = Watchdog(job, job, [2, 3])
-    job.interrupts, job.arrived = True, ["left"]
-    for done in (["left"], ["left", "sent to 2", "sent to 3"]):
+    watch = Watchdog(job, job, [2, 3], [2, 3])
+    job.interrupts, job.arrived = True, [(13, "left")]
+    for done in (["left"], ["left", "sent to 12", "sent to 13"]):
         with pytest.raises(KeyboardInterrupt):
             watch.look()
         assert job.done == done
     watch.look()
     watch.stop()
     assert job.done == done
+
+
+def test_a_report_that_has_not_all_arrived_delays_nobody(job, monkeypatch):
+    """Its sender may have died amid it, and this rank's calls look, too."""
+    monkeypatch.setattr(watchdog, "_PAUSE", 60)
+    watch = Watchdog(job, job, [], [3])
+    job.arrived, job.lacking = [(13, "left")], 2
+    for done in ([], [], ["left"]):
+        watch.look()
+        assert job.done == done
+    watch.stop()
+
+
+def test_a_report_of_an_earlier_communicator_is_not_a_failure_of_this_one(job):
+    """Its sender may have been in a construction that has failed for it alone."""
+    watch = Watchdog(job, job, [2], [2])
+    job.arrived = [(13, "left")]
+    watch.look()
+    watch.stop()
+    assert not job.arrived
+    assert not job.done
 
 
 def exchange_of(job):

@@ -6,6 +6,7 @@ A failure that one rank sees before it has every message must leave no other in 
 import contextlib
 import itertools
 import re
+import signal
 import time
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 import numba_symm as ns
 from numba_symm import engines, islands
 from numba_symm.collectives.islands import construction
-from numba_symm.launch import devices, ranks, waiting
+from numba_symm.launch import devices, tagged, waiting
+from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
 from tests.ranks.helpers import needs_peers, refused
 
@@ -154,7 +156,8 @@ def test_a_late_rank_of_a_set_up_call_is_named_with_its_node(world, comm):
 
 def test_a_step_that_all_have_reached_outlives_a_later_failure(world, monkeypatch):
     """Otherwise this rank alone would miss what all ranks raise in that step."""
-    comm, received, failing = world.Dup(), waiting._received, [1]
+    comm = tagged.whole(world.Dup(), owned=True)
+    received, failing = waiting._received, [1]
     others = [rank for rank in range(world.size) if rank != world.rank]
     monkeypatch.setattr(
         *(waiting, "_received"),
@@ -173,12 +176,13 @@ def test_a_step_that_all_have_reached_outlives_a_later_failure(world, monkeypatc
         found = waiting.all_gather(comm, world.rank, Wait("dup", world.rank))
     assert found == [*range(world.size)]
     assert not failing
-    comm.Free()
+    comm.release()
 
 
 def test_a_wait_for_answers_has_a_deadline_of_its_own(world, monkeypatch):
     """All have arrived in time. A rank that left now would miss what the others do."""
-    comm, numbers, all_gather = world.Dup(), itertools.count(), waiting.all_gather
+    comm = tagged.whole(world.Dup(), owned=True)
+    numbers, all_gather = itertools.count(), waiting.all_gather
 
     def slowly(*given):
         next(numbers)
@@ -190,7 +194,7 @@ def test_a_wait_for_answers_has_a_deadline_of_its_own(world, monkeypatch):
     world.barrier()
     waiting.gate(comm, Wait("dup", world.rank, 1.0))
     assert next(numbers) == 2
-    comm.Free()
+    comm.release()
 
 
 def test_a_construction_that_all_give_up_waits_for_no_deadline(world, monkeypatch):
@@ -208,9 +212,7 @@ def test_a_construction_that_all_give_up_waits_for_no_deadline(world, monkeypatc
 
         return call
 
-    for module, name in ((ranks, "split"), (ranks, "duplicate")):
-        monkeypatch.setattr(module, name, noting(getattr(module, name)))
-    monkeypatch.setattr(waiting, "duplicate", noting(waiting.duplicate))
+    monkeypatch.setattr(waiting, "duplicate_mpi", noting(waiting.duplicate_mpi))
     monkeypatch.setattr(engines, "_connect", lambda *given: connected.append(given))
     began = time.monotonic()
     for module, name, part in (
@@ -224,6 +226,7 @@ def test_a_construction_that_all_give_up_waits_for_no_deadline(world, monkeypatc
             given = world, ns.SymmError, lambda: ns.Communicator(world, timeout=30)
             refused(*given, "" if part is not broken else "no memory")
         assert not any(made), (name, made)
+    assert len(made) == 3
     assert not connected
     assert time.monotonic() - began < 20
 
@@ -253,6 +256,41 @@ def test_a_rank_that_leaves_the_construction_is_named_on_all_islands(
     if isinstance(error, Enough):
         told = f"RankLeft: rank {last} left Communicator by Enough"
     assert all(each.startswith(told) for each in said[:last]), said
+
+
+@pytest.mark.parametrize("call", ["construct", "split"])
+def test_an_interrupt_ends_the_wait_for_a_late_rank(world, comm, monkeypatch, call):
+    """It is not held back, as it would be in a call of MPI that blocks."""
+    late, all_gather = world.size - 1, StoreExchange.all_gather
+    calls = {"construct": lambda: ns.Communicator(world)}
+    calls["split"] = lambda: comm.split(0)
+    step = "islands" if call == "construct" else f"{call}: all ranks have arrived"
+
+    def sleep(exchange, value, what, *given):
+        if what == step:
+            time.sleep(0.8)
+        return all_gather(exchange, value, what, *given)
+
+    def interrupt(*_):
+        raise Enough
+
+    if world.rank == late:
+        monkeypatch.setattr(StoreExchange, "all_gather", sleep)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    began = time.monotonic()
+    try:
+        if world.rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises((Enough, ns.RankLeft)) as caught:
+            calls[call]()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert isinstance(caught.value, Enough) == (world.rank == 0), caught.value
+    if world.rank == 0:
+        assert time.monotonic() - began < 0.7
+    else:
+        assert "by Enough" in str(caught.value)
+    world.barrier()
 
 
 def test_a_rank_that_does_not_begin_a_child_leaves_nobody_waiting(world, comm):
