@@ -170,6 +170,7 @@ class _Run:
         if self._operation.windowed:
             _say(ranks, *report.messages(rows))
         _say(ranks, *report.eager(rows))
+        _say(ranks, *report.launches(rows))
         if len(self._comm.islands) > 1:
             _say(ranks, *report.between(rows, self._comm.islands))
         return rows

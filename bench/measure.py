@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from numba_symm.bench.calls import Call
+from numba_symm.bench.contenders import Launched
 from numba_symm.environment import SIMULATED
 
 ROUNDS = 5
@@ -62,6 +63,7 @@ class Lane:
         outputs: the buffers, as bytes.
         current: returns a context that makes a stream current.
         sent: bytes of a call between islands, of all ranks; None if not counted.
+        launches: how kernels are launched, if that is known.
     """
 
     column: str
@@ -74,6 +76,7 @@ class Lane:
     outputs: Sequence[Any]
     current: Callable[[int], AbstractContextManager[Any]]
     sent: int | None = None
+    launches: Sequence[Launched] = ()
 
     def rotated(self, count: int) -> list[Call]:
         """Return ``count`` calls that rotate through the buffers."""

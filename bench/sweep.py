@@ -229,6 +229,7 @@ class Sweep:
                 inputs=sources,
                 outputs=targets,
                 current=contender.current,
+                launches=way.launches,
             )
             lanes.append(self._tried_once(lane, contender))
         return lanes, refused
@@ -320,8 +321,10 @@ def _head(row: Row) -> Record:
 def record_of(row: Row, lane: Lane) -> Record:
     """Return a lane's record, without times."""
     head = {"column": lane.column, "way": lane.way, "in_place": lane.in_place}
-    counted = {} if lane.sent is None else {"sent": lane.sent}
-    return head | _head(row) | {"buffers": len(lane.calls)} | counted
+    known: Record = {} if lane.sent is None else {"sent": lane.sent}
+    if lane.launches:
+        known["launches"] = list(lane.launches)
+    return head | _head(row) | {"buffers": len(lane.calls)} | known
 
 
 def _sum(a: int | None, b: int | None) -> int | None:

@@ -34,7 +34,7 @@ from numba_symm.collectives.select import ALL, CHOICES, Choice, Step
 from numba_symm.dtypes import Element, element, moved
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.kernels import Kernel, listed
+from numba_symm.kernels import Kernel, bound
 from numba_symm.launch import devices
 
 LARGEST = "4K" if SIMULATED else "256M"
@@ -218,7 +218,7 @@ class Run:
             return []
         size = self._comm.size
         end = kernel_set.endpoint(size, self._comm.multiprocessors)
-        with listed() as found:
+        with bound() as found:
             for case, words in zip(self.cases, asked, strict=True):
                 for row in rows(OPERATIONS[case.operation.name], words, size):
                     kind, count = case.element, case.nbytes(row, size)
@@ -231,7 +231,7 @@ class Run:
                     call = Call(source, target, count, kind, "sum", 0)
                     for algorithm in case.algorithms:
                         case.operation.bind(algorithm, end, call)
-        return list(found)
+        return list(dict.fromkeys(each.kernel for each in found))
 
     def _measure(
         self, case: Case, asked: argparse.Namespace, done: Callable[[str], None]

@@ -36,10 +36,10 @@ from numba_symm.dtypes import Element, Op
 from numba_symm.errors import ArgumentError
 from numba_symm.kernels import (
     Kernel,
+    bound,
     capability,
     key_of,
     key_on_this_gpu,
-    listed,
     load_cached,
     were_compiled,
 )
@@ -138,14 +138,14 @@ def kernels(
     operators = [dtypes.reduction(op, what) for op in _several(ops, what)]
     binder = (binder or Binder(end)).placing(_anywhere)
     refused: list[list[ArgumentError | None]] = []  # of each reduction, by operator
-    with listed() as found:
+    with bound() as found:
         for name in names:
             if name in _OPERATIONS:
                 operation = _OPERATIONS[name]
                 given_here = numpy_dtypes, end.size, binder
                 if operation.reduces:
-                    bound = partial(_bind_reduction, operation, *given_here)
-                    refused.append([bound(op) for op in operators])
+                    bind = partial(_bind_reduction, operation, *given_here)
+                    refused.append([bind(op) for op in operators])
                 else:
                     _bind_movement(operation, *given_here)
             elif name == "barrier":
@@ -159,7 +159,7 @@ def kernels(
     for errors in zip(*refused, strict=True):
         if errors[0] and all(errors):
             raise errors[0]
-    return list(found)
+    return list(dict.fromkeys(each.kernel for each in found))
 
 
 def _check_names(names: Sequence[str], what: str) -> None:

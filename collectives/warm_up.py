@@ -22,7 +22,7 @@ from numba_symm.collectives import kernel_set
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.environment import SIMULATED
-from numba_symm.kernels import Kernel, listed, were_compiled, without_collecting
+from numba_symm.kernels import Kernel, bound, were_compiled, without_collecting
 from numba_symm.launch.nodes import MOST_RANKS
 
 _INTERVAL = 1e-4
@@ -84,7 +84,6 @@ def first_kernel(size: int) -> Kernel:
     element = dtypes.element(np.float32, "all_reduce")
     call = Call(0, 0, element.lanes, element, "sum")
     given = call.nbytes, size, element, end.choices
-    with listed() as found:
+    with bound() as found:
         ALL_REDUCE.bind(ALL_REDUCE.chosen(None, *given), end, call)
-    (kernel,) = found
-    return kernel
+    return found[0].kernel

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from numba import cuda
 from numba.cuda import types
@@ -104,11 +104,10 @@ class Kernel:
             early: whether it may start while the kernel before it runs; it must then
                 begin with ``griddepcontrol.wait``.
         """
-        found = _listed.get()
-        if found is not None:
-            found[self] = None
-            return _NotLoaded()
-        return Launch(self, -(-grid // held), held, args, early)
+        blocks = -(-grid // held)
+        found, launch = _bound.get() or ([], Launch)
+        found.append(Bound(self, grid, blocks, early))
+        return launch(self, blocks, held, args, early)
 
     def load(self) -> Any:
         """Return the kernel on the current device, as a ``CUfunction``.
@@ -318,7 +317,7 @@ class Launch:
 class _NotLoaded(Launch):
     """What a kernel is bound to while kernels are only listed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any) -> None:
         pass
 
     def __call__(self, stream: int) -> None:
@@ -326,18 +325,38 @@ class _NotLoaded(Launch):
         raise AssertionError("this kernel was bound to be listed, not to be launched")
 
 
-_listed: ContextVar[dict[Kernel, None] | None] = ContextVar("_listed", default=None)
+class Bound(NamedTuple):
+    """How a kernel was bound.
+
+    Attributes:
+        grid: number of logical blocks.
+        blocks: number of thread blocks, each on a multiprocessor of its own.
+        early: whether it may start while the kernel before it runs.
+    """
+
+    kernel: Kernel
+    grid: int
+    blocks: int
+    early: bool
+
+
+_bound: ContextVar[tuple[list[Bound], type[Launch]] | None]
+_bound = ContextVar("_bound", default=None)
 
 
 @contextmanager
-def listed() -> Iterator[dict[Kernel, None]]:
-    """Yield the kernels that are bound within the block, which loads none of them."""
-    found: dict[Kernel, None] = {}
-    token = _listed.set(found)
+def bound(loading: bool = False) -> Iterator[list[Bound]]:
+    """Yield what is bound within the block.
+
+    Args:
+        loading: whether the kernels are loaded; otherwise they cannot be launched.
+    """
+    found: list[Bound] = []
+    token = _bound.set((found, Launch if loading else _NotLoaded))
     try:
         yield found
     finally:
-        _listed.reset(token)
+        _bound.reset(token)
 
 
 def _config(blocks: int, threads: int, held: int, early: bool) -> Any:

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from numba_symm import dtypes
 from numba_symm.collectives.kernel_set import endpoint
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.binding import Call
-from numba_symm.kernels import PACKAGE, _device_files, listed
+from numba_symm.kernels import PACKAGE, _device_files, bound
 
 MAKERS = {"Kernel", "make_kernel"}  # their first argument is a factory
 
@@ -49,10 +50,19 @@ def every_kernel():
     return found
 
 
+@contextmanager
+def listed():
+    """Yield a dict of the kernels that are bound within the block, after it."""
+    found = {}
+    with bound() as launches:
+        yield found
+    found |= dict.fromkeys(each.kernel for each in launches)
+
+
 @functools.cache
 def bound_kernels(size):
     """Return the kernels of all operations by each of their algorithms, by factory."""
-    with listed() as bound:
+    with listed() as kernels:
         for operation in OPERATIONS.values():
             for algorithm, made in operation.algorithms.items():
                 kind = "float64" if made.floats else "int64"
@@ -61,7 +71,7 @@ def bound_kernels(size):
                 call = Call(0, target, 256 * size, element, "sum")
                 operation.bind(algorithm, endpoint(size), call)
     found = {}
-    for kernel in bound:
+    for kernel in kernels:
         found.setdefault(named(kernel.factory), kernel)
     return found
 

@@ -27,6 +27,10 @@ CONTENDERS = {
 """The modules of this package, by their names in ``--against``."""
 
 
+Launched = dict[str, Any]
+"""A launch: its kernel, blocks, multiprocessors, and whether it is early."""
+
+
 class Missing(Exception):
     """A contender cannot run here; the text has the reason and the remedy."""
 
@@ -39,11 +43,13 @@ class Way:
         call: enqueues it.
         in_place: whether it works on its output array alone, which holds the input.
         eager: whether it is left out of graphs.
+        launches: how kernels are launched, if that is known: as in the JSON file.
     """
 
     call: Call
     in_place: bool = False
     eager: bool = False
+    launches: Sequence[Launched] = ()
 
 
 Ways = dict[str, Way | str]

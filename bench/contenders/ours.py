@@ -9,13 +9,27 @@ from numba import cuda
 
 from numba_symm.bench import islands
 from numba_symm.bench.calls import Call
-from numba_symm.bench.contenders import Way, Ways, no_context
+from numba_symm.bench.contenders import Launched, Way, Ways, no_context
 from numba_symm.bench.operations import OPERATIONS, Operation
 from numba_symm.collectives.communicator import Communicator
+from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
+from numba_symm.kernels import Bound, bound
 
 NAME = "numba_symm"
+
+
+def _launched(each: Bound) -> Launched:
+    """Return how a kernel is launched; its transport is a part of its name."""
+    words = [word for word in each.kernel.constants if isinstance(word, str)]
+    transport = [word for word in words if word in TRANSPORTS]
+    return {
+        "kernel": "_".join([each.kernel.name, *transport]),
+        "blocks": each.grid,
+        "multiprocessors": each.blocks,
+        "early": each.early,
+    }
 
 
 class Ours:
@@ -73,10 +87,12 @@ class Ours:
 
         def way(make: Callable[..., Call], algorithm: str | None, **more: Any) -> Any:
             try:
-                call = make(self._comm, x, out, op, algorithm)
-                return Way(call, in_place=alone, **more)
+                with bound(loading=True) as found:
+                    call = make(self._comm, x, out, op, algorithm)
             except ArgumentError as error:  # not every algorithm takes every dtype
                 return str(error)
+            launches = [_launched(each) for each in found]
+            return Way(call, in_place=alone, launches=launches, **more)
 
         ways: Ways = {"plan": way(operation.plan, self._main)}
         if x is not out:

@@ -34,9 +34,9 @@ from numba_symm.collectives.requests import Requests
 from numba_symm.collectives.transfers import Transfers
 from numba_symm.device import ptx
 from numba_symm.errors import ArgumentError
-from numba_symm.kernels import Kernel, listed
+from numba_symm.kernels import Kernel
 from numba_symm.waits import BARRIER
-from tests.kernels import bound_kernels, every_kernel, named
+from tests.kernels import bound_kernels, every_kernel, listed, named
 
 GPU = SimpleNamespace(ordinal=0, compute_capability=(9, 0), name="a GPU")
 FOUND = {**OPERATIONS, "reduce_scatter_v": REDUCE_SHARD}

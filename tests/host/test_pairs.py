@@ -8,7 +8,7 @@ from numba_symm.collectives import pairs
 from numba_symm.collectives.kernel_set import endpoint
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.protocols.binding import Call
-from numba_symm.kernels import listed
+from tests.kernels import listed
 
 DOUBLE_INT = np.dtype([("value", "f8"), ("index", "i4")], align=True)
 
