@@ -356,7 +356,7 @@ def limit_of(multiprocessors: int) -> int:
     simultaneously, and leave multiprocessors to the kernels that they wait for. Ranks
     that share a GPU divide this number, because MPS runs their kernels simultaneously.
     """
-    return max(1, multiprocessors // 4 - 2)
+    return max(1, multiprocessors // 4 - 1)
 
 
 def multiprocessors_of(calls: Calls) -> int:

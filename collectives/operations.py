@@ -357,7 +357,7 @@ def _chunked_reduce(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue
     """Bind a reduce in chunks by the kernel for this number of ranks and chunks."""
     if end.size > 2:
         return chunked_reduce.bind(end, call, fallback_for)
-    chunks = chunks_of(call.vectors, end.size, end.max_blocks)
+    chunks = chunks_of(call.vectors, end)
     if chunks.number == 1 and not fallback_for:
         return chunked_exchange.bind(REDUCE.exchange, end, call)
     # More chunks take less time if the link is used in both directions.

@@ -1,7 +1,7 @@
 """The choice of the fastest algorithm: every limit, by bytes, type and ranks.
 
 The limits were measured on H200s (bench/README.md). Those for 2 ranks are of calls on
-31 multiprocessors, the default. Those for more ranks were measured on all
+31 multiprocessors, when that was the default. Those for more ranks were measured on all
 multiprocessors. Limits for more ranks are estimates where they choose ``direct`` for
 all_reduce and reduce_scatter, ``copy_engine`` for all_reduce, or ``two_shot_marked``
 for broadcast.

@@ -272,7 +272,7 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
             wait for there; 0: there was none.
     """
     share = shard(call.vectors, end.size)
-    grid, tiles, chunks = chunks_of(share, end.size, end.max_blocks)
+    grid, tiles, chunks = chunks_of(share, end)
     ragged = is_ragged(call, share, end.size)
     return binding.launch(
         kernel(end.size, call.element, call.op, ragged),

@@ -168,7 +168,7 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
     if end.size == 1:
         return lambda stream: None
     share = shard(call.vectors, end.size - 1)
-    grid, tiles, chunks = chunks_of(share, end.size, end.max_blocks)
+    grid, tiles, chunks = chunks_of(share, end)
     ragged = is_ragged(call)
     return binding.launch(
         kernel(end.size, moved_as(call, ragged), ragged),

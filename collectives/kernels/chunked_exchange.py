@@ -242,7 +242,7 @@ def bind(kind: Exchange, end: Endpoint, call: Call, fallback_for: int = 0) -> La
 
     A reduction to a root is for two ranks at most.
     """
-    grid, tiles, chunks = chunks_of(call.vectors, end.size, end.max_blocks)
+    grid, tiles, chunks = chunks_of(call.vectors, end)
     ragged = is_ragged(call)
     element = call.element if kind.output.reduces else moved_as(call, ragged)
     return binding.launch(

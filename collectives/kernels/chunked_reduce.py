@@ -169,7 +169,7 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
     """
     owners = end.size - 1
     share = shard(call.vectors, owners)
-    grid, tiles, chunks = chunks_of(share, end.size, end.max_blocks)
+    grid, tiles, chunks = chunks_of(share, end)
     ragged = is_ragged(call, share, owners)
     return binding.launch(
         kernel(end.size, call.element, call.op, ragged),

@@ -147,6 +147,34 @@ def make_kernel(
     return Kernel(factory, constants, signature, THREADS, held, registers)
 
 
+SLOW = 5
+"""Blocks in a thread block of the second launch of a call with a handshake.
+
+It then took 64 µs for 16 MiB on 4 ranks, and 49 to 51 with 3, 4 or 6. The cause is not
+known (``bench/README.md``).
+"""
+
+EARLY_VECTORS = 2
+"""The most vectors that a thread sends in a grid that is smaller to be early.
+
+An early launch saves about 1 µs, which is how long a second vector takes.
+"""
+
+
+def most_blocks(end: Endpoint, most: int, held: int, tiles: int) -> int:
+    """Return the most blocks of a call: fewer than possible, if it is then early.
+
+    Args:
+        end: this rank's end.
+        most: for how many blocks there are slots and multiprocessors.
+        held: blocks of a thread block.
+        tiles: those of the message.
+    """
+    early = min(most, held * (end.multiprocessors // 2))
+    sent = tiles * max(1, end.size - 1)
+    return early if 0 < sent <= EARLY_VECTORS * early else most
+
+
 def launch(
     kernel: Kernel, end: Endpoint, grid: int, *arguments: Any, behind: int | None = None
 ) -> Launch:
@@ -170,6 +198,8 @@ def launch(
     most = end.multiprocessors // 2 if behind is None else end.multiprocessors - behind
     early = grid <= kernel.held * most
     held = divide_up(grid, most if early else end.multiprocessors)
+    if behind is not None and held == SLOW:
+        held += 1
     own = end.workspaces[end.rank]
     ring = along_ring(end.rank, end.workspaces) or (own,)
     args = (end.guard, early, ring, own, grid, *arguments)

@@ -48,9 +48,10 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba_symm.collectives.protocols.binding import Endpoint
+from numba_symm.collectives.protocols.binding import Endpoint, most_blocks
 from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
+    HELD,
     MARK,
     THREADS,
     TILE_BYTES,
@@ -247,9 +248,11 @@ def mailed_grid(
 
     All threads have the same number of vectors, as far as possible.
     """
-    most = min(end.max_blocks // TRANSPORTS[transport].weight, protocol.most(end.size))
+    weight = TRANSPORTS[transport].weight
     tiles = divide_up(vectors, THREADS)
-    grid = divide_up(tiles, divide_up(tiles, max(1, most)))
+    most = max(1, min(end.max_blocks // weight, protocol.most(end.size)))
+    most = most_blocks(end, most, HELD // weight, tiles)
+    grid = divide_up(tiles, divide_up(tiles, most))
     return grid, protocol.needed(vectors, grid, end.size)
 
 

@@ -3,9 +3,10 @@
 from typing import NamedTuple
 
 from numba_symm import dtypes
-from numba_symm.collectives.protocols.binding import Call
+from numba_symm.collectives.protocols.binding import Call, Endpoint, most_blocks
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
+    HELD,
     THREADS,
     VECTOR,
     divide_up,
@@ -58,14 +59,15 @@ class Chunks(NamedTuple):
     number: int
 
 
-def chunks_of(vectors: int, size: int, max_blocks: int) -> Chunks:
+def chunks_of(vectors: int, end: Endpoint) -> Chunks:
     """Return the chunks: equally long, and of few tiles in many blocks.
 
     A last chunk of few vectors would take as long as any other.
     """
-    most = min(max_blocks, CHUNKED.most(size))
     all_tiles = divide_up(vectors, THREADS)
-    number = divide_up(all_tiles, most * CHUNKED.tiles(size))
+    most = min(end.max_blocks, CHUNKED.most(end.size))
+    most = most_blocks(end, most, HELD, all_tiles)
+    number = divide_up(all_tiles, most * CHUNKED.tiles(end.size))
     tiles = divide_up(all_tiles, most * number)
     grid = divide_up(all_tiles, tiles * number)
     return Chunks(grid, tiles, number)

@@ -186,9 +186,9 @@ def test_the_variable_of_communicators_counts_for_their_kernels(monkeypatch):
         )
         return {kernel.key(cc) for kernel, cc in compiling.wanted(asked).jobs()}
 
-    by_default, of_60 = jobs("132"), jobs("60")  # at most 31 and 13
+    by_default, of_60 = jobs("132"), jobs("60")  # at most 32 and 14
     assert by_default != of_60
-    monkeypatch.setenv("NUMBA_SYMM_MULTIPROCESSORS", "31")
+    monkeypatch.setenv("NUMBA_SYMM_MULTIPROCESSORS", "32")
     assert jobs("60") == by_default
     monkeypatch.setenv("NUMBA_SYMM_MULTIPROCESSORS", "few")
     with pytest.raises(SymmError, match="NUMBA_SYMM_MULTIPROCESSORS='few'"):

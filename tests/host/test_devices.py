@@ -277,12 +277,12 @@ def test_ranks_on_one_gpu_reach_each_other(machine):
 @pytest.mark.parametrize(
     ("uuids", "numbers", "asked", "limit"),
     [
-        ("ab", [132, 132], None, 31),
-        ("aa", [132, 132], None, 15),
+        ("ab", [132, 132], None, 32),
+        ("aa", [132, 132], None, 16),
         ("aaba", [132] * 4, None, 10),  # every rank's limit is that of the fullest GPU
-        ("a" * 8, [132] * 8, None, 3),
+        ("a" * 8, [132] * 8, None, 4),
         ("a" * 32, [132] * 32, None, 1),
-        ("aab", [132, 132, 40], None, 8),  # or of the smallest
+        ("aab", [132, 132, 40], None, 9),  # or of the smallest
         ("aa", [66, 66], None, 7),  # MPS limits each rank to a half of 132
         ("aa", [132, 132], 132, 132),  # each rank has what the program asks for
     ],
