@@ -468,7 +468,7 @@ def describe(
     if names is not None:
         rank, peer = names[rank], names[peer]
     place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
-    two = (rank, peer)
+    two: tuple[int, ...] = (rank, peer)
     if number == waits.AFAR:
         operation, kind, named, hint, text = words.split("\n", 4)
         error = errors.named(kind)
@@ -490,9 +490,10 @@ def describe(
     if not kind:
         text = name.format(rank=rank, peer=peer)
         return Failure(CallMismatch, text, hint, two)
-    signal = number in (waits.PUT_SIGNAL, waits.WAIT_SIGNAL)
-    at = f"{kind} {place}" + f", epoch {epoch}" * (epoch > 0 and not signal)
+    if number in waits.SIGNALS and epoch:
+        epoch, hint = 0, waits.LATER_BLOCK.format(epoch)
+    at = f"{kind} {place}" + f", epoch {epoch}" * (epoch > 0)
     text = f"rank {rank} waited for rank {peer}{where} in {name}, {at}"
-    if signal and epoch:
-        hint = waits.LATER_BLOCK.format(epoch)
+    if number == waits.WAIT_WORD:  # any rank may store the word
+        text, two = f"rank {rank} waited in {name}", (rank,)
     return Failure(CollectiveTimeout, text, hint, two, name)

@@ -1,8 +1,9 @@
 """Signal pads: their layout, and the kernels of the host's signals.
 
 A pad has ``MAX_CHANNELS`` x ``world_size`` slots of uint32, at ``world_size * channel +
-source`` (see ``device/signals.py``). Each pair of an allocation and a communicator has
-its own pad, so communicators do not share slots.
+source`` (see ``device/signals.py``), and as many words of 64 bits (see
+``device/counting.py``). Each pair of an allocation and a communicator has its own pad,
+so communicators do not share slots.
 """
 
 import functools
@@ -25,7 +26,7 @@ THREADS = 32
 
 def pad_nbytes(world_size: int) -> int:
     """Return the bytes of one pad."""
-    return 4 * MAX_CHANNELS * world_size
+    return (4 + 8) * MAX_CHANNELS * world_size
 
 
 def context_type(world_size: int) -> Any:

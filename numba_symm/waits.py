@@ -14,12 +14,16 @@ OTHER_CALL = (
     "Communicator(…, debug=True) reports the difference"
 )
 NO_COUNTERPART = "If that rank was not late, it made no call that matches this one"
+NO_WRITER = "If no rank was late, none stored what this wait compares with"
 LATER_BLOCK = (
     f"{NO_COUNTERPART}, or it makes that call in a later block: the simulator runs at "
     "most 1024 threads of a grid together, so {} of its blocks start only after "
     "others have ended"
 )
 """Replaces ``NO_COUNTERPART`` where that many blocks start later."""
+
+SIGNALS: tuple[int, ...]
+"""Waits of one thread that a program calls, whose records have no epoch."""
 
 MESSAGE = "a message"
 """The operation of an engine's wait between islands that is not in a collective."""
@@ -83,6 +87,9 @@ def _add(waited: Waited) -> int:
 
 PUT_SIGNAL = _wait(1, "put_signal", "channel", NO_COUNTERPART)
 WAIT_SIGNAL = _wait(2, "wait_signal", "channel", NO_COUNTERPART)
+WAIT_UNTIL = _wait(33, "wait_until", "channel", NO_COUNTERPART)
+WAIT_WORD = _wait(34, "wait_until_at", "word", NO_WRITER)
+SIGNALS = PUT_SIGNAL, WAIT_SIGNAL, WAIT_UNTIL, WAIT_WORD
 BARRIER = _wait(3, "barrier")
 ONE_SHOT = _wait(5, "all_reduce (one_shot)")
 TWO_SHOT = _wait(7, "all_reduce or reduce (two_shot)")

@@ -15,6 +15,21 @@ The simulator starts the next block of a kernel when all threads that run wait. 
 at most 1024 threads of a launch together.
 """
 
+from numba_symm.device.counting import (
+    EQ,
+    GE,
+    GT,
+    LE,
+    LT,
+    NE,
+    put_with_signal,
+    signal_add,
+    signal_read,
+    signal_set,
+    test,
+    wait_until,
+    wait_until_at,
+)
 from numba_symm.device.intrinsics import (
     array_at,
     atomic_add,
@@ -74,6 +89,12 @@ from numba_symm.device.signals import (
 )
 
 __all__ = [
+    "EQ",
+    "GE",
+    "GT",
+    "LE",
+    "LT",
+    "NE",
     "Context",
     "Guard",
     "array_at",
@@ -117,6 +138,10 @@ __all__ = [
     "peer_address",
     "peer_array",
     "put_signal",
+    "put_with_signal",
+    "signal_add",
+    "signal_read",
+    "signal_set",
     "st_relaxed_sys_u32",
     "st_relaxed_sys_u64",
     "st_relaxed_sys_v2_u64",
@@ -126,5 +151,8 @@ __all__ = [
     "st_u32",
     "st_u64",
     "st_v2_u64",
+    "test",
     "wait_signal",
+    "wait_until",
+    "wait_until_at",
 ]

@@ -102,19 +102,19 @@ ATOMIC_ORDERS = ("relaxed", "acquire", "release")
 _REGISTERS = {"s32": "u32", "u32": "u32", "s64": "s64", "u64": "s64"}
 
 
-def atomic_name(operation: str, order: str, kind: str) -> str:
+def atomic_name(verb: str, order: str, kind: str) -> str:
     """Return the name of an update in the table."""
-    return f"atom_{operation}_{order}_sys_{kind}"
+    return f"atom_{verb}_{order}_sys_{kind}"
 
 
-for _operation, _kinds in ATOMICS.items():
+for _verb, _kinds in ATOMICS.items():
     for _order in ATOMIC_ORDERS:
         for _kind, _type in _kinds.items():
             _register = _REGISTERS.get(_kind, _kind)
-            _values = 2 if _operation == "cas" else 1  # the expected, and the new one
+            _values = 2 if _verb == "cas" else 1  # the expected, and the new one
             _add(
-                atomic_name(_operation, _order, _kind),
-                f"atom.{_order}.sys.global.{_operation}.{_type} $0, [$1], "
+                atomic_name(_verb, _order, _kind),
+                f"atom.{_order}.sys.global.{_verb}.{_type} $0, [$1], "
                 + ", ".join(("$2", "$3")[:_values])
                 + ";",
                 f"{_register} = " + ", ".join(["s64", *[_register] * _values]),

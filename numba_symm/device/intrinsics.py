@@ -52,10 +52,10 @@ _ATOMIC_ORDERS = {
 }
 
 
-def _atomic_text(operation: str, order: str, what: tuple[str, str]) -> str:
+def _atomic_text(verb: str, order: str, what: tuple[str, str]) -> str:
     """Return the docstring of an atomic operation."""
-    name = links.atomic_function(operation, order)
-    old = "1, " * (operation == "cas")
+    name = links.atomic_function(verb, order)
+    old = "1, " * (verb == "cas")
     return (
         f"{what[0]} an element, atomically for all GPUs and the host.\n\n"
         f"Any thread calls it. {_ATOMIC_ORDERS[order]}\n"
@@ -65,7 +65,7 @@ def _atomic_text(operation: str, order: str, what: tuple[str, str]) -> str:
         "        memory: a device array, or a :func:`peer_array`.\n"
         "    index: an int, or a tuple of ints. A GPU does not check it.\n"
         + "    old: the expected value.\n"
-        * (operation == "cas")
+        * (verb == "cas")
         + "    value: the value; converted to the array's type.\n\n"
         "Returns:\n    The old value.\n\n"
         "Example:\n"
@@ -98,10 +98,10 @@ def _document() -> None:
                 f"Args:\n    address: an int64, {address}.\n"
                 "    value: the value; for two int64, a tuple of two."
             )
-    for operation, update in _UPDATES.items():
+    for verb, update in _UPDATES.items():
         for order in ATOMIC_ORDERS:
-            texts[links.atomic_function(operation, order)] = _atomic_text(
-                operation, order, update
+            texts[links.atomic_function(verb, order)] = _atomic_text(
+                verb, order, update
             )
     for name, text in texts.items():
         found = globals().get(name)

@@ -10,9 +10,9 @@ _missing: list[str] = []
 """The pairs of GPUs of this process' communicators without native atomics."""
 
 
-def atomic_function(operation: str, order: str) -> str:
+def atomic_function(verb: str, order: str) -> str:
     """Return the name by which kernels call an atomic operation."""
-    name = f"{operation}_" if operation in ("and", "or") else operation
+    name = f"{verb}_" if verb in ("and", "or") else verb
     suffix = "" if order == "relaxed" else f"_{order}"
     return f"atomic_{name.rstrip('_') if suffix else name}{suffix}"
 

@@ -307,6 +307,12 @@ def check_buffer(typingctx: Any, ctx: Any, shape: Any, dtype: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
+def check_comparison(typingctx: Any, comparison: Any) -> Any:
+    """Check nothing, either."""
+    return types.void(comparison), _nothing
+
+
+@intrinsic  # type: ignore[untyped-decorator]
 def later_blocks(typingctx: Any) -> Any:
     """Return 0: blocks run together."""
     return _I64(), lambda context, builder, signature, args: ir.Constant(_LLVM[_I64], 0)
@@ -351,58 +357,85 @@ _KINDS = {
 }
 
 
-def _atomic(operation: str, order: str) -> Any:
-    """Return the intrinsic of an atomic operation on an array's element."""
-    name = links.atomic_function(operation, order)
+def _index_type(array: Any, index: Any, name: str) -> Any:
+    """Return the type of an element's index, or raise TypingError."""
+    places = index.types if isinstance(index, types.BaseTuple) else (index,)
+    integers = all(isinstance(types.unliteral(each), types.Integer) for each in places)
+    if not integers or len(places) != array.ndim:
+        raise TypingError(
+            f"{name}: expected {array.ndim} integers as the index, got {index}"
+        )
+    if isinstance(index, types.BaseTuple):
+        return types.UniTuple(types.intp, len(places))
+    return types.intp
 
-    def typed(typingctx: Any, array: Any, index: Any, *values: Any) -> Any:
+
+def _address(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    """Return code for the address of an element of an array."""
+    array, index = signature.args[:2]
+    made = context.make_array(array)(context, builder, args[0])
+    at = [args[1]]
+    if isinstance(index, types.UniTuple):
+        at = cgutils.unpack_tuple(builder, args[1], array.ndim)
+    pointer = cgutils.get_item_pointer(
+        context, builder, array, made, at, wraparound=True
+    )
+    return builder.ptrtoint(pointer, _LLVM[_I64])
+
+
+def _atomic(verb: str, order: str) -> Any:
+    """Return the intrinsic of an atomic operation on an array's element."""
+    name = links.atomic_function(verb, order)
+
+    def typed(array: Any, index: Any, *values: Any) -> Any:
         refusal = links.refusal(name)
         if refusal:
             raise TypingError(refusal)
         kind = _KINDS.get(getattr(array, "dtype", None))
-        if kind not in ATOMICS[operation]:
-            known = ", ".join(str(t) for t in _KINDS if _KINDS[t] in ATOMICS[operation])
+        if kind not in ATOMICS[verb]:
+            known = ", ".join(str(t) for t in _KINDS if _KINDS[t] in ATOMICS[verb])
             raise TypingError(f"{name}: expected an array of {known}, got {array}")
         if not array.mutable:
             raise TypingError(f"{name}: expected an array to write to, got {array}")
-        places = index.types if isinstance(index, types.BaseTuple) else (index,)
-        integers = all(isinstance(types.unliteral(p), types.Integer) for p in places)
-        if not integers or len(places) != array.ndim:
-            raise TypingError(
-                f"{name}: expected {array.ndim} integers as the index, got {index}"
-            )
-        emit = _emit(TABLE[atomic_name(operation, order, kind)])
-        indices = types.UniTuple(types.intp, len(places))
-        if not isinstance(index, types.BaseTuple):
-            indices = types.intp
+        emit = _emit(TABLE[atomic_name(verb, order, kind)])
+        indices = _index_type(array, index, name)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            made = context.make_array(array)(context, builder, args[0])
-            at = [args[1]]
-            if isinstance(indices, types.UniTuple):
-                at = cgutils.unpack_tuple(builder, args[1], array.ndim)
-            pointer = cgutils.get_item_pointer(
-                context, builder, array, made, at, wraparound=True
-            )
-            address = builder.ptrtoint(pointer, _LLVM[_I64])
+            address = _address(context, builder, signature, args)
             return emit(context, builder, signature, [address, *args[2:]])
 
         return array.dtype(array, indices, *[array.dtype] * len(values)), codegen
 
-    if operation == "cas":
-        return intrinsic(
-            lambda typingctx, array, index, old, value: typed(
-                typingctx, array, index, old, value
-            )
+    if verb == "cas":
+        return intrinsic(lambda typingctx, a, i, old, value: typed(a, i, old, value))
+    return intrinsic(lambda typingctx, a, i, value: typed(a, i, value))
+
+
+_WORDS = {types.int64: 0, types.uint64: 0, types.int32: 1, types.uint32: 2}
+"""The kinds of words in ``counting.py``."""
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def word_address(typingctx: Any, array: Any, index: Any) -> Any:
+    """Return the address of an element of 32 or 64 bits."""
+    if getattr(array, "dtype", None) not in _WORDS:
+        raise TypingError(
+            f"wait_until_at: expected an array of {', '.join(map(str, _WORDS))}, got "
+            f"{array}"
         )
-    return intrinsic(
-        lambda typingctx, array, index, value: typed(typingctx, array, index, value)
-    )
+    return _I64(array, _index_type(array, index, "wait_until_at")), _address
 
 
-def _atomics(operation: str) -> list[Any]:
+@intrinsic  # type: ignore[untyped-decorator]
+def word_kind(typingctx: Any, array: Any) -> Any:
+    """Return which kind of word its elements are."""
+    kind = ir.Constant(_LLVM[_I64], _WORDS[array.dtype])
+    return _I64(array), lambda context, builder, signature, args: kind
+
+
+def _atomics(verb: str) -> list[Any]:
     """Return the intrinsics of an operation, in each order."""
-    return [_atomic(operation, order) for order in ATOMIC_ORDERS]
+    return [_atomic(verb, order) for order in ATOMIC_ORDERS]
 
 
 atomic_add, atomic_add_acquire, atomic_add_release = _atomics("add")

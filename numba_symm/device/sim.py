@@ -111,6 +111,15 @@ _KINDS = {
 }
 
 
+_WORDS = {
+    np.dtype(np.int64): 0,
+    np.dtype(np.uint64): 0,
+    np.dtype(np.int32): 1,
+    np.dtype(np.uint32): 2,
+}
+"""The kinds of words in ``counting.py``."""
+
+
 def _element(array: Any, index: Any, name: str) -> int:
     """Return the address of an array's element."""
     places = index if isinstance(index, tuple) else (index,)
@@ -140,42 +149,42 @@ def _bits_as(kind: Any, value: Any) -> Any:
     return (bits ^ top) - top if kind.kind == "i" else bits
 
 
-def _atomic(operation: str, order: str) -> Callable[..., Any]:
+def _atomic(verb: str, order: str) -> Callable[..., Any]:
     """Return an atomic operation on an array's element; all orders are the strongest.
 
     See ``host_atomics.py``.
     """
-    name = links.atomic_function(operation, order)
+    name = links.atomic_function(verb, order)
 
     def atomic(array: Any, index: Any, *values: Any) -> Any:
         dtype: Any = getattr(array, "dtype", None)
         kind = _KINDS.get(dtype)
-        if kind not in ATOMICS[operation]:
-            known = [str(d) for d, k in _KINDS.items() if k in ATOMICS[operation]]
+        if kind not in ATOMICS[verb]:
+            known = [str(d) for d, k in _KINDS.items() if k in ATOMICS[verb]]
             raise ArgumentError(
                 f"{name}: expected an array of {', '.join(known)}, got "
                 f"{type(array).__name__ if dtype is None else dtype}"
             )
-        update = host_atomics.function(operation, kind)
+        update = host_atomics.function(verb, kind)
         at = _element(array, index, name)
         return dtype.type(update(at, *(_bits_as(dtype, value) for value in values)))
 
     return atomic
 
 
-def _updates(operation: str, kind: str) -> Callable[..., Any]:
+def _updates(verb: str, kind: str) -> Callable[..., Any]:
     """Return an atomic operation on the word at an address."""
 
     def update(address: int, *values: Any) -> Any:
-        old = host_atomics.function(operation, kind)(address, *values)
+        old = host_atomics.function(verb, kind)(address, *values)
         return word_of(old) if kind == "u64" else old
 
     return update
 
 
-def _atomics(operation: str) -> list[Callable[..., Any]]:
+def _atomics(verb: str) -> list[Callable[..., Any]]:
     """Return an operation on an array's element, in each order."""
-    return [_atomic(operation, order) for order in ATOMIC_ORDERS]
+    return [_atomic(verb, order) for order in ATOMIC_ORDERS]
 
 
 atomic_add, atomic_add_acquire, atomic_add_release = _atomics("add")
@@ -187,11 +196,11 @@ atomic_xor, atomic_xor_acquire, atomic_xor_release = _atomics("xor")
 atomic_exch, atomic_exch_acquire, atomic_exch_release = _atomics("exch")
 atomic_cas, atomic_cas_acquire, atomic_cas_release = _atomics("cas")
 
-for _operation, _kinds in ATOMICS.items():
+for _verb, _kinds in ATOMICS.items():
     for _order in ATOMIC_ORDERS:
         for _kind in _kinds:
-            _name = atomic_name(_operation, _order, _kind)
-            globals()[_name] = _updates(_operation, _kind)
+            _name = atomic_name(_verb, _order, _kind)
+            globals()[_name] = _updates(_verb, _kind)
 
 
 def fence_acq_rel_sys() -> None:
@@ -390,6 +399,31 @@ def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
             f"got {nbytes} for shape {shape} of {np.dtype(dtype)}; a GPU does not "
             "check this"
         )
+
+
+def check_comparison(comparison: int) -> None:
+    """Refuse what is not one of the comparisons."""
+    if comparison not in range(6):
+        raise ArgumentError(
+            f"expected symm.EQ, NE, GT, GE, LT or LE as the comparison, got "
+            f"{comparison!r}"
+        )
+
+
+def word_address(array: Any, index: Any) -> int:
+    """Return the address of an element of 32 or 64 bits."""
+    dtype: Any = getattr(array, "dtype", None)
+    if dtype not in _WORDS:
+        raise ArgumentError(
+            f"wait_until_at: expected an array of {', '.join(map(str, _WORDS))}, got "
+            f"{type(array).__name__ if dtype is None else dtype}"
+        )
+    return _element(array, index, "wait_until_at")
+
+
+def word_kind(array: Any) -> int:
+    """Return which kind of word its elements are."""
+    return _WORDS[array.dtype]
 
 
 def later_blocks() -> int:

@@ -25,7 +25,7 @@ class SymmetricMemory:
         rank: this rank.
         world_size: the number of ranks.
         buffer_size: the bytes from the array's beginning to the end of its allocation.
-        signal_pad_size: the bytes of a signal pad.
+        signal_pad_size: the bytes of a signal pad: slots, then words that count.
         buffer_ptrs: the address of every rank's buffer in this process.
         signal_pad_ptrs: the address of every rank's signal pad in this process.
 

@@ -138,7 +138,7 @@ def check_slot(*args) -> None:
     """Check nothing, as on a GPU."""
 
 
-check_peer = check_buffer = check_slot
+check_peer = check_buffer = check_comparison = check_slot
 
 
 def poll_pause(polls: int = 0) -> Generator[int, None, None]:
@@ -183,6 +183,14 @@ def block_size() -> int:
     return scheduler.machine.threads
 
 
+def word_address(array: Any, index: Any) -> int:
+    return array._place(index)
+
+
+def word_kind(array: Any) -> int:
+    return 0
+
+
 class array_at:
     """An array, whose elements ``source.py`` loads and stores by these methods."""
 
@@ -218,29 +226,29 @@ _CHANGES = {
 }
 
 
-def _updates(operation: str, order: str, nbytes: int) -> Any:
+def _updates(verb: str, order: str, nbytes: int) -> Any:
     def atomic(address: int, *values: int) -> Generator[int, None, int]:
         yield STEP
         machine, thread = scheduler.machine, scheduler.current
         if machine.rule is not None:
             machine.rule.stores(thread, address)
-        change, words = _CHANGES[operation], [int(value) for value in values]
+        change, words = _CHANGES[verb], [int(value) for value in values]
         given = thread.observer, address, nbytes, lambda old: change(old, *words)
         return update(machine.memory, *given, order)
 
     return atomic
 
 
-for _operation, _kinds in ATOMICS.items():
+for _verb, _kinds in ATOMICS.items():
     for _order in ATOMIC_ORDERS:
         for _kind in _kinds:
-            _name = atomic_name(_operation, _order, _kind)
-            globals()[_name] = _updates(_operation, _order, int(_kind[1:]) // 8)
+            _name = atomic_name(_verb, _order, _kind)
+            globals()[_name] = _updates(_verb, _order, int(_kind[1:]) // 8)
 
 
-def _atomics(operation: str) -> list[Any]:
+def _atomics(verb: str) -> list[Any]:
     def of(order: str) -> Any:
-        change = _updates(operation, order, 8)
+        change = _updates(verb, order, 8)
         return lambda array, index, *values: change(array._place(index), *values)
 
     return [of(order) for order in ATOMIC_ORDERS]

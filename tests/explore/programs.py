@@ -5,6 +5,7 @@ from typing import Any
 from numba import cuda
 
 from numba_symm.collectives.protocols.workspace import MAX_BLOCKS, THREADS
+from numba_symm.device.counting import GE, put_with_signal, signal_set, wait_until
 from numba_symm.device.intrinsics import (
     array_at,
     atomic_add_release,
@@ -16,9 +17,12 @@ from numba_symm.device.intrinsics import (
     ld_u64,
     poll_pause,
     st_u64,
+    syncthreads,
     syncthreads_or,
 )
 from numba_symm.device.signals import barrier, peer_address, put_signal, wait_signal
+
+DEPTH, DATA, READ = 2, 0, 1  # of a pipeline, and its channels
 
 
 @device_function
@@ -144,3 +148,37 @@ def last_one_reads(count: int, words: Any, rank: int, given: int, out: int) -> N
             for r in range(len(words)):
                 total += ld_u64(words[r])
             st_u64(out, total)
+
+
+@device_function
+def pipeline(ctx: Any, inputs: int, outputs: int, chunks: int) -> None:
+    """Send chunks to the next rank, ``DEPTH`` ahead of what it has read."""
+    thread = cuda.threadIdx.x
+    right = (ctx.rank + 1) % ctx.world_size
+    left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
+    failed = False
+    for step in range(chunks + DEPTH - 1):
+        if step < chunks:
+            free = step - DEPTH + 1
+            if thread == 0:  # explore: await-credit
+                failed = not wait_until(ctx, right, READ, GE, free)
+            if syncthreads_or(failed):
+                break
+            slot = peer_address(ctx, right) + 8 * THREADS * (step % DEPTH)
+            there = array_at(slot, THREADS, None)
+            given = array_at(inputs + 8 * THREADS * step, THREADS, None)
+            put_with_signal(ctx, right, DATA, there, given, 1)
+        if step >= DEPTH - 1:
+            chunk = step - DEPTH + 1
+            if thread == 0:
+                failed = not wait_until(ctx, left, DATA, GE, chunk + 1)
+            if syncthreads_or(failed):
+                break
+            other = 1 - thread
+            here = peer_address(ctx, ctx.rank) + 8 * THREADS * (chunk % DEPTH)
+            word = ld_u64(here + 8 * other)
+            st_u64(outputs + 8 * (THREADS * chunk + other), word)
+            # Both threads have read the chunk before its credit.
+            syncthreads()  # explore: all-read
+            if thread == 0:
+                signal_set(ctx, left, READ, chunk + 1)

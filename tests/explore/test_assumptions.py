@@ -24,6 +24,7 @@ from explore.scenarios import (
 )
 from explore.source import device_code
 from explore.test_copies import calls_by_copies, puts_and_gets
+from explore.test_counting import pipelines
 
 ASSUMPTIONS = "starts_see", "starts_inherit", "copies_end", "ends_count", "fences_carry"
 
@@ -64,6 +65,7 @@ PROTOCOLS = {
     "messages": (messages, SEES),
     "messages_with_gaps": (messages_with_gaps, SEES),
     "signals": (words_by_signals, SEES),
+    "counted_signals": (pipelines, set()),  # one kernel, which needs no other one
     # The program stores and loads in other kernels before and after.
     "barrier_in_a_kernel": (exchanges_between_barriers, INHERITS),
     "barrier_on_a_stream": (plain_stores_between_barriers, INHERITS),

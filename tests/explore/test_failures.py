@@ -27,6 +27,7 @@ from explore.scenarios import (
 )
 from explore.source import device_code
 from explore.test_copies import calls_by_copies
+from explore.test_counting import pipelines
 from explore.test_operations import calls_of_pairs
 from explore.world import ALGORITHMS
 
@@ -52,6 +53,7 @@ CALLS = {
     "sum_then_request": lambda code: requests_and_sums(code, "sum_then_request"),
     "barrier": exchanges_between_barriers,
     "signals": words_by_signals,
+    "pipeline": pipelines,
 }
 
 AGREED = "syncthreads_or(failed)"

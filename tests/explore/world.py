@@ -57,7 +57,7 @@ class World(Messages):
         self.workspaces = self.map("workspace", self.layout.nbytes, self.initial)
         self.board = self.memory.map("board", 8 * self.size, fill=0)
         self.buffers = self.map("buffer", 8 * 64)
-        self.pads = self.map("pad", 4 * self.size * self.blocks, fill=0)
+        self.pads = self.map("pad", code.pads.pad_nbytes(self.size), fill=0)
         Guard, Context = code.signals.Guard, code.signals.Context
         timeout = TIMEOUT if machine.haste else 0
         guards = [

@@ -17,6 +17,7 @@ from numba_symm.kernels import Kernel
 from numba_symm.pads import context_type
 from tests.machine_code import Code, opcodes
 from tests.ranks.memory import test_device_atomics as atomics
+from tests.ranks.memory import test_device_counting as counting
 
 WORDS = types.Array(types.int64, 1, "C")
 TABLE = types.Array(types.int64, 2, "C")
@@ -79,3 +80,40 @@ def test_atomics_are_refused_where_links_have_none(monkeypatch):
     text = "native atomics .NVLink., got none between GPU-a and GPU-b; give each rank"
     with pytest.raises(TypingError, match=text):
         compiled(atomics.last_one_adds, WORDS)
+
+
+def waits(code):
+    """Return the accesses of each loop that polls at system scope."""
+    loops = [code.loop(load) for load in code.find(r"LDG\.E(\.64)?\.STRONG\.SYS")]
+    found = [
+        opcodes(loop, r"(STG|BAR|ATOMG)\b.*|" + ACCESSES) for loop in loops if loop
+    ]
+    return [
+        each for each in found if not any(re.match("STG|BAR|ATOMG", a) for a in each)
+    ]
+
+
+def follows_a_fence(code, place):
+    """Return whether the last access before an instruction is a fence."""
+    before = opcodes(code.instructions[:place], ACCESSES + r"|(BAR|ATOMG)\b.*")
+    return re.fullmatch(FENCE, before[-1]) is not None
+
+
+def test_a_signal_that_counts_is_a_release_and_its_wait_an_acquire():
+    code = compiled(counting.pipeline, types.int64, types.int64, TABLE)
+    assert waits(code).count(["LDG.E.64.STRONG.SYS", "CCTL.IVALL"]) == 2
+    adds = r"(ATOMG|REDG)\..*ADD\.64\.STRONG\.SYS"
+    assert len(code.find(adds)) == 1
+    assert follows_a_fence(code, code.find(adds)[0])
+    # The words that are set; records on boards follow loads of the clock.
+    sets = code.find(r"STG\.E\.64\.STRONG\.SYS")
+    assert any(follows_a_fence(code, place) for place in sets)
+
+
+def test_waits_for_words_poll_what_they_compare():
+    code = compiled(counting.wait_for_words, WORDS)
+    wide, narrow = ([f"LDG.E{width}.STRONG.SYS", "CCTL.IVALL"] for width in (".64", ""))
+    assert waits(code).count(narrow) == waits(code).count(wide) == 2
+    for kernel, of in ((counting.compare, TABLE), (counting.count_together, WORDS)):
+        signature = (of,) if kernel is counting.compare else (types.int64, of)
+        assert compiled(kernel, *signature).usage["LOCAL"] == "0"

@@ -76,14 +76,15 @@ def test_a_timeout_of_a_wait_for_too_late_a_block_has_the_reason(
 @cuda.jit
 def note_threads(seen):
     cuda.syncthreads()
-    seen.append(threading.active_count())
+    seen.append(threading.get_ident())
 
 
 def test_blocks_that_do_not_wait_for_others_use_the_threads_of_one():
     seen = []
-    note_threads[1, 4](seen)
     note_threads[30, 4](seen)
-    assert max(seen) == max(seen[:4])
+    assert len(seen) == 30 * 4
+    # A block may start while the threads of the one before it leave their barrier.
+    assert len(set(seen)) <= 3 * 4
 
 
 @cuda.jit

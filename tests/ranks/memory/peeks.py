@@ -12,9 +12,10 @@ def read(comm, address, nbytes):
 
 
 def pad_of(comm, memory):
-    """Return this rank's signal pad, a row a channel."""
+    """Return the slots of this rank's signal pad, a row a channel."""
     data = read(comm, memory.signal_pad_ptrs[comm.rank], memory.signal_pad_size)
-    return np.frombuffer(data, np.uint32).reshape(pads.MAX_CHANNELS, comm.size)
+    slots = np.frombuffer(data, np.uint32, pads.MAX_CHANNELS * comm.size)
+    return slots.reshape(pads.MAX_CHANNELS, comm.size)
 
 
 def pattern(rank, count=40):

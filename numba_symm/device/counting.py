@@ -1,0 +1,281 @@
+"""Signals that count: a 64-bit word for each channel and source rank.
+
+The words follow the slots of a signal pad, at ``world_size * channel + source``. Only
+the source rank adds to a word or sets it, and the owner of the pad reads it. No word
+returns to 0 by itself, so a program counts on, also in the next launch.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from numba_symm.device.intrinsics import (
+    array_at,
+    atomic_add_release,
+    block_size,
+    check_comparison,
+    check_slot,
+    device_function,
+    later_blocks,
+    ld_acquire_sys_u32,
+    ld_acquire_sys_u64,
+    st_release_sys_u64,
+    syncthreads,
+    thread_index,
+    word_address,
+    word_kind,
+)
+from numba_symm.device.polling import make_wait, wait_record
+from numba_symm.device.signals import MAX_CHANNELS
+from numba_symm.waits import WAIT_UNTIL, WAIT_WORD
+
+EQ, NE, GT, GE, LT, LE = range(6)
+"""Comparisons of a word with a value: equal, not equal, greater, and so on."""
+
+INT64, INT32, UINT32 = range(3)
+"""Kinds of words; a word of uint64 is compared as int64."""
+
+
+@device_function
+def _compares(word: int, comparison: int, value: int) -> bool:
+    if comparison == EQ:
+        return word == value
+    if comparison == NE:
+        return word != value
+    if comparison == GT:
+        return word > value
+    if comparison == GE:
+        return word >= value
+    if comparison == LT:
+        return word < value
+    return word <= value
+
+
+@device_function
+def _holds(address: int, wanted: Any) -> bool:
+    word = ld_acquire_sys_u64(address)  # explore: load-count
+    return _compares(word, wanted[0], wanted[1])
+
+
+@device_function
+def _word_holds(address: int, wanted: Any) -> bool:
+    word: Any
+    if wanted[2] == INT64:
+        word = ld_acquire_sys_u64(address)
+    else:
+        word = np.int64(ld_acquire_sys_u32(address))
+        if wanted[2] == INT32:
+            word -= (word >> 31) << 32
+    return _compares(word, wanted[0], wanted[1])
+
+
+_wait_for_count = make_wait(_holds)
+_wait_for_word = make_wait(_word_holds)
+
+
+@device_function
+def _count(ctx: Any, owner: int, channel: int, source: int) -> int:
+    """Return the address of a word of rank ``owner``'s pad."""
+    check_slot(ctx, owner, channel, source, MAX_CHANNELS)
+    slots = 4 * MAX_CHANNELS * ctx.world_size
+    return ctx.pads[owner] + slots + 8 * (ctx.world_size * channel + source)  # type: ignore[no-any-return]
+
+
+@device_function
+def signal_add(ctx: Any, dst: int, channel: int, value: int) -> None:
+    """Add ``value`` to this rank's word of ``channel`` at rank ``dst``.
+
+    Any thread calls it, also several simultaneously. Earlier writes of this thread, and
+    of threads with which it has synchronized, are visible to whoever waits for the
+    value (release). It waits for no peer. It costs as much as a
+    :func:`put_signal` that finds its slot empty, and needs native atomics.
+
+    Args:
+        ctx: the memory's context.
+        dst: the rank to signal; may be this rank.
+        channel: 0 to 127; not checked on a GPU, unless in debug mode.
+        value: what to add to the word, an int64.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx):
+        ...     symm.signal_add(ctx, 0, 5, 2)
+        ...     symm.signal_add(ctx, 0, 5, 3)
+        ...     symm.wait_until(ctx, 0, 5, symm.EQ, 5)
+        >>> kernel[1, 1](ctx)
+    """
+    word = array_at(_count(ctx, dst, channel, ctx.rank), 1, np.int64)
+    atomic_add_release(word, 0, value)  # explore: signal-add
+
+
+@device_function
+def signal_set(ctx: Any, dst: int, channel: int, value: int) -> None:
+    """Set this rank's word of ``channel`` at rank ``dst``.
+
+    One thread calls it. Order, errors and arguments are those of :func:`signal_add`. It
+    is a store, so it needs no native atomics.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     symm.signal_set(ctx, 0, 5, -7)
+        ...     old[0] = symm.signal_read(ctx, 0, 5)
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        -7
+    """
+    st_release_sys_u64(_count(ctx, dst, channel, ctx.rank), value)  # explore: set
+
+
+@device_function
+def signal_read(ctx: Any, src: int, channel: int) -> int:
+    """Return rank ``src``'s word of ``channel`` at this rank.
+
+    Any thread calls it. It sees what ``src`` wrote before the value (acquire). It is a
+    load of this rank's own memory.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     old[0] = symm.signal_read(ctx, 0, 127)
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        0
+    """
+    return ld_acquire_sys_u64(_count(ctx, ctx.rank, channel, src))
+
+
+@device_function
+def test(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
+    """Return whether rank ``src``'s word of ``channel`` compares with ``value``.
+
+    It does not wait. Otherwise it is as :func:`wait_until`.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     old[0] = symm.test(ctx, 0, 5, symm.GE, 1)
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        0
+    """
+    check_comparison(comparison)
+    wanted = (np.int64(comparison), np.int64(value))
+    return _holds(_count(ctx, ctx.rank, channel, src), wanted)
+
+
+@device_function
+def wait_until(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
+    """Wait until rank ``src``'s word of ``channel`` compares with ``value``.
+
+    One thread calls it. It sees what ``src`` wrote before the word's value (acquire).
+    After a ``syncthreads``, its whole block does. It polls this rank's own memory.
+
+    Args:
+        ctx: the memory's context.
+        src: the rank that signals; may be this rank.
+        channel: 0 to 127; not checked on a GPU, unless in debug mode.
+        comparison: ``EQ``, ``NE``, ``GT``, ``GE``, ``LT`` or ``LE``. A count may have
+            passed the wanted one already, so use ``GE`` for counts that grow.
+        value: the value to compare with, an int64.
+
+    Returns:
+        False if the deadline has passed, or another rank has failed.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     if cuda.blockIdx.x == 0:
+        ...         old[0] = symm.wait_until(ctx, 0, 5, symm.GE, 2)
+        ...     else:
+        ...         symm.signal_add(ctx, 0, 5, 2)
+        >>> kernel[2, 1](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    check_comparison(comparison)
+    address = _count(ctx, ctx.rank, channel, src)
+    record = wait_record(WAIT_UNTIL, ctx.rank, src, channel, later_blocks())
+    wanted = (np.int64(comparison), np.int64(value))
+    return _wait_for_count(ctx.guard, address, wanted, record)
+
+
+@device_function
+def wait_until_at(
+    ctx: Any, array: Any, index: Any, comparison: int, value: int
+) -> bool:
+    """Wait until an array's element compares with ``value``.
+
+    One thread calls it. The element is stored by a release (``st_release_sys_…``, or an
+    atomic operation), and the wait acquires. Poll memory of this rank; polling a peer's
+    loads the link.
+
+    Args:
+        ctx: a context of the communicator, for the deadline.
+        array: an array of int32, uint32, int64 or uint64; the last one is compared as
+            int64.
+        index: an int, or a tuple of ints. A GPU does not check it.
+        comparison: ``EQ``, ``NE``, ``GT``, ``GE``, ``LT`` or ``LE``.
+        value: the value to compare with.
+
+    Returns:
+        False if the deadline has passed, or another rank has failed.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     words = symm.peer_array(ctx, 0, 4, np.int32)
+        ...     if cuda.blockIdx.x == 0:
+        ...         old[0] = symm.wait_until_at(ctx, words, 3, symm.LT, 0)
+        ...     else:
+        ...         symm.atomic_add_release(words, 3, -1)
+        >>> kernel[2, 1](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    check_comparison(comparison)
+    address = word_address(array, index)
+    record = wait_record(WAIT_WORD, ctx.rank, ctx.rank, 0, later_blocks())
+    wanted = (np.int64(comparison), np.int64(value), np.int64(word_kind(array)))
+    return _wait_for_word(ctx.guard, address, wanted, record)
+
+
+@device_function
+def put_with_signal(
+    ctx: Any, dst: int, channel: int, target: Any, source: Any, value: int
+) -> None:
+    """Copy an array into a peer's, then add ``value`` to this rank's word there.
+
+    All threads of a block call it. What they wrote before it is visible to the thread
+    of ``dst`` that waits for the value, as is the copy. It waits for no peer: before it
+    overwrites data, wait until ``dst`` has read that.
+
+    Args:
+        ctx: the memory's context.
+        dst: the rank of ``target``.
+        channel: 0 to 127, as in :func:`signal_add`.
+        target: an array of one dimension in ``dst``'s memory, of ``source``'s size or
+            larger.
+        source: an array of one dimension.
+        value: what to add to the word, an int64.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     there = symm.peer_array(ctx, 0, 4, np.int64)
+        ...     there[0] = 9
+        ...     symm.put_with_signal(ctx, 0, 5, there[2:], there[:2], 1)
+        ...     symm.wait_until(ctx, 0, 5, symm.GE, 1)
+        ...     old[0] = there[2]
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        9
+    """
+    thread = thread_index()
+    threads = block_size()
+    for i in range(thread, source.size, threads):
+        target[i] = source[i]
+    # The copies of all threads come before the release of the signal.
+    syncthreads()  # explore: copied
+    if thread == 0:
+        signal_add(ctx, dst, channel, value)
