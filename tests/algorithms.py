@@ -20,6 +20,12 @@ def those(name, holds):
     return [each for each, made in OPERATIONS[name].algorithms.items() if holds(made)]
 
 
+def transports(algorithm):
+    """Return the transports of an algorithm; all operations have it by one name."""
+    made = [each.algorithms.get(algorithm) for each in OPERATIONS.values()]
+    return {each.transport for each in made if each and each.transport}
+
+
 def takes(name, algorithm, dtype):
     """Return whether an operation's algorithm, or None, is for a dtype."""
     if algorithm is None or not OPERATIONS[name].reduces:

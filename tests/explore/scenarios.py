@@ -8,7 +8,9 @@ import pytest
 from explore.failures import Finding
 from explore.scheduler import Machine, explore
 from explore.source import SMALL, device_code
-from explore.world import ALGORITHMS, MAILED, World, an_integer, on_own_arrays
+from explore.world import ALGORITHMS, World, an_integer, on_own_arrays
+from numba_symm.collectives.operations import ALL_REDUCE
+from tests.algorithms import ONE_SHOTS, TWO_SHOTS, transports
 
 WORST = 1000  # schedules that find every broken protocol; most need fewer than 20
 by_anything_and_by_result = pytest.mark.parametrize(
@@ -285,8 +287,9 @@ def a_length(world):
 
 def a_limit(machine, code, algorithms):
     """Return a limit of blocks that permits one block of each algorithm, or more."""
-    weight = 2 if any(name.endswith("_ll") for name in algorithms) else 1
-    return weight * some_blocks(machine, code)
+    found = set().union(*map(transports, algorithms))
+    weights = [code.mailboxes.TRANSPORTS[transport].weight for transport in found]
+    return max(weights, default=1) * some_blocks(machine, code)
 
 
 def all_reduces_at_the_wrap(code, algorithm):
@@ -298,19 +301,18 @@ def all_reduces_at_the_wrap(code, algorithm):
 
     def scenario(machine):
         world = World(machine, code, blocks=a_limit(machine, code, [algorithm]))
-        region = getattr(world.layout, algorithm)
-        mailed = algorithm in MAILED
-        one_shot = mailed and algorithm.startswith("one")
+        made = ALL_REDUCE.algorithms[algorithm]
+        region, mailed = getattr(world.layout, made.region), bool(made.transport)
         last = device_code().mailboxes.LAST_EPOCH if mailed else 2**32 - 1
         epoch = last - 2 - machine.random.randrange(3)
         world.plant_epochs(region, epoch)
-        for workspace in world.workspaces if algorithm.endswith("_ll") else ():
-            plant_old_packets(world, workspace, region, algorithm)
+        for workspace in world.workspaces if made.transport == "ll" else ():
+            plant_old_packets(world, workspace, region, 1 + (made.region in TWO_SHOTS))
         # Small calls leave old packets in mailboxes that large calls use.
         for _ in range(7):
             count = machine.random.choice([1, 2, 5, 9, 18])
-            if one_shot and machine.random.random() < 0.3:
-                world.mailed(algorithm.rpartition("_")[2], count)
+            if made.region in ONE_SHOTS and machine.random.random() < 0.3:
+                world.mailed(made.transport, count)
             else:
                 world.all_reduce(algorithm, count)
         world.run()
@@ -318,9 +320,8 @@ def all_reduces_at_the_wrap(code, algorithm):
     return scenario
 
 
-def plant_old_packets(world, workspace, region, algorithm):
-    """Fill mailboxes with packets of the first epochs of their half."""
-    sets = 2 if algorithm.startswith("two") else 1
+def plant_old_packets(world, workspace, region, sets):
+    """Fill sets of mailboxes with packets of the first epochs of their half."""
     tiles = world.code.workspace.ONE_SHOT["ll"].tiles(world.size)
     boxes = world.blocks * world.code.shape.threads * sets * (world.size - 1) * tiles
     packets = 2 * boxes  # in a half

@@ -16,10 +16,17 @@ from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
 from explore.scheduler import Launch, Stream
 from explore.source import device_code
 from explore.world import INT64, World, add, an_integer
+from numba_symm.collectives.operations import OPERATIONS
+from tests.algorithms import those
 
 VECTORS = [1, 2, 3, 5]  # of 16 bytes, of each rank
 IN_PLACE = "all_reduce", "all_to_all", "reduce"
 """Operations whose output may be the input."""
+
+
+def by_copies(name, size):
+    """Return an operation's algorithms by copy engines."""
+    return those(name, lambda made: made.copies and made.suits(size))
 
 
 class Copying(World):
@@ -65,8 +72,9 @@ class Copying(World):
 
     def call(self):
         """Add a call, and kernels after it that read its output and write its input."""
-        names = ["all_reduce", "all_gather", "all_to_all"]
-        name = self.random.choice(names + ["broadcast", "reduce"] * (self.size == 2))
+        names = [name for name in OPERATIONS if by_copies(name, self.size)]
+        name = self.random.choice(names)
+        algorithm = self.random.choice(by_copies(name, self.size))
         part = 2 * self.random.choice(VECTORS)
         words = part * (1 if name in ("all_gather", "broadcast") else self.size)
         if name in ("all_reduce", "reduce"):
@@ -108,7 +116,7 @@ class Copying(World):
                     wanted = [word for mine in given for word in mine]
                 elif name == "all_to_all":
                     wanted = [word for mine in given for word in mine[at]]
-            add(self.bound(name, "copy_engine", end, call), self.streams[rank])
+            add(self.bound(name, algorithm, end, call), self.streams[rank])
             if self.machine.haste:
                 # A rank that gave up may use its arrays again while others copy from
                 # them. Copies of a refused call have any words.

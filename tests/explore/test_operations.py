@@ -11,7 +11,8 @@ import pytest
 
 from explore.scenarios import a_count, a_limit, holds, worlds
 from explore.source import device_code
-from explore.world import DRAW, FLOAT64, INT64, KINDS, World, add, wanted_of
+from explore.world import DRAW, INT64, World, add, wanted_of
+from numba_symm.collectives.algorithms import Arrays
 from numba_symm.collectives.operations import OPERATIONS
 
 PAIRS = [
@@ -29,9 +30,8 @@ def anywhere(size):
 def add_call(world, name, algorithm, count):
     """Add a call of an operation to every rank's stream."""
     operation, random = OPERATIONS[name], world.random
-    kind = INT64
-    if operation.reduces:
-        kind = FLOAT64 if algorithm.endswith("sentinel") else random.choice(KINDS)
+    made = operation.algorithms[algorithm]
+    kind = world.kind_for(made) if operation.reduces else INT64
     sources, words = world.inputs(count * operation.shards(world.size), DRAW[kind])
     root = random.randrange(world.size)
     wanted = [wanted_of(operation, words, r, root, kind) for r in range(world.size)]
@@ -44,7 +44,7 @@ def add_call(world, name, algorithm, count):
         targets = world.map("output", 8 * len(wanted[root]))
     table = world.code.operations.OPERATIONS
     ends = world.ends
-    if algorithm == "direct" and random.random() < 0.8:
+    if made.x is Arrays.SYMMETRIC and random.random() < 0.8:
         # Sometimes one rank's array is not symmetric, or not aligned to 16 bytes.
         refusing = random.choice([None, None, *range(world.size)])
         ends = [

@@ -22,7 +22,8 @@ from explore.scenarios import (
 from explore.scheduler import TIMEOUT, Launch
 from explore.source import Shape, device_code
 from explore.test_failures import HASTE, IMPATIENT
-from explore.world import ALGORITHMS, World
+from explore.world import ALGORITHMS, World, by_way
+from numba_symm.collectives.algorithms import GENERAL
 from numba_symm.collectives.operations import OPERATIONS
 
 TRANSPORTS = "sentinel", "marked", "ll"
@@ -52,8 +53,8 @@ def exchanges(code, *ways):
 
 
 def add_exchange(world, way):
-    names = CHUNKED if way == "chunked" else EXCHANGES
-    some = [name for name in names if world.has(name, way)]
+    names = CHUNKED if way == GENERAL else EXCHANGES
+    some = [name for name in names if by_way(name, way)]
     world.exchange(way, world.random.choice(some), a_count(world))
 
 
@@ -68,7 +69,7 @@ def everything(code, late=False):
                 random.choice(ALGORITHMS), a_count(world)
             ),
             "mailed": lambda: add_exchange(world, random.choice(TRANSPORTS)),
-            "chunked": lambda: add_exchange(world, "chunked"),
+            "chunked": lambda: add_exchange(world, GENERAL),
             "reduce": lambda: world.reduce(a_count(world)),
             "broadcast": lambda: world.broadcast(a_count(world)),
             "barrier": world.barrier,
@@ -115,7 +116,7 @@ def groups(code, epoch=0):
 
 CALLS = {
     "exchanges_mailed": lambda code: exchanges(code, *TRANSPORTS),
-    "exchanges_chunked": lambda code: exchanges(code, "chunked"),
+    "exchanges_chunked": lambda code: exchanges(code, GENERAL),
     "everything": everything,
     "own_arrays": calls_on_own_arrays,
     "own_arrays_at_the_wrap": lambda code: calls_on_own_arrays(code, 2**32 - 2),

@@ -11,16 +11,17 @@ from explore.memory import REGION, Finding
 from explore.messages import Messages
 from explore.scheduler import TIMEOUT, Launch
 from numba_symm import dtypes
+from numba_symm.collectives.algorithms import GENERAL, Arrays
 from numba_symm.collectives.operations import ALL_REDUCE, OPERATIONS
+from tests.algorithms import ONE_SHOTS, those
 from tests.expected import expected
 
 INT64, FLOAT64 = (dtypes.element(name, "test") for name in ("int64", "float64"))
-ON_ARRAYS = "direct", "copy_engine"
-ALGORITHMS = [name for name in ALL_REDUCE.algorithms if name not in ON_ARRAYS]
-"""Those of an all-reduce that need no symmetric arrays."""
+ALGORITHMS = those("all_reduce", lambda made: not made.handshake and not made.copies)
+"""Those of an all-reduce whose kernels work on any arrays."""
 SENTINEL, MARKED, LL = (
-    [name for name in ALGORITHMS if name.endswith(transport)]
-    for transport in ("_sentinel", "_marked", "_ll")
+    those("all_reduce", lambda made, t=transport: made.transport == t)
+    for transport in ("sentinel", "marked", "ll")
 )
 MAILED = [*SENTINEL, *MARKED, *LL]
 FLAGGED = [name for name in ALGORITHMS if name not in MAILED]
@@ -155,8 +156,7 @@ class World(Messages):
             self.expected.setdefault(address + 8 * i, []).append(word)
 
     def all_reduce(self, algorithm, count):
-        transport = algorithm.rpartition("_")[2]
-        kind = FLOAT64 if transport == "sentinel" else self.random.choice(KINDS)
+        kind = self.kind_for(ALL_REDUCE.algorithms[algorithm])
         sources, words = self.inputs(count, DRAW[kind])
         in_place = self.random.random() < 0.5
         targets = sources if in_place else self.map("output", 8 * count)
@@ -167,6 +167,10 @@ class World(Messages):
             self.streams[end.rank].append(launch)
             self.expect(target, total)
         self.equal += [[t + 8 * i for t in targets] for i in range(count)]
+
+    def kind_for(self, made):
+        """Return an element type that an algorithm is for."""
+        return FLOAT64 if made.floats else self.random.choice(KINDS)
 
     def reduce(self, count):
         """Add a reduction to any root by chunks."""
@@ -179,7 +183,7 @@ class World(Messages):
             mine = target if end.rank == root else 0
             source = sources[end.rank]
             call = self.code.binding.Call(source, mine, count, kind, "sum", root)
-            launch = self.bound("reduce", "chunked", end, call)
+            launch = self.bound("reduce", GENERAL, end, call)
             self.streams[end.rank].append(launch)
         self.expect(target, total)
 
@@ -193,7 +197,7 @@ class World(Messages):
         arrays, words = self.inputs(count)
         for end, array in zip(self.ends, arrays, strict=True):
             call = self.code.binding.Call(array, array, count, INT64, "sum", root)
-            launch = self.bound("broadcast", "chunked", end, call)
+            launch = self.bound("broadcast", GENERAL, end, call)
             self.streams[end.rank].append(launch)
             self.expect(array, words[root])
 
@@ -207,6 +211,7 @@ class World(Messages):
             The words of the arrays after the call.
         """
         root = self.random.randrange(self.size)
+        algorithm = self.random.choice(on_symmetric_arrays(name))
         scatters = name == "reduce_scatter"
         count = len(words[0]) // (self.size if scatters else 1)
         total = [sum(column) for column in zip(*words, strict=True)]
@@ -232,7 +237,7 @@ class World(Messages):
             after.append(mine)
             there = replace(end, place=place)
             call = self.code.binding.Call(array, target, count, INT64, "sum", root)
-            add(self.bound(name, "direct", there, call), self.streams[end.rank])
+            add(self.bound(name, algorithm, there, call), self.streams[end.rank])
         return after
 
     def own_arrays(self, count):
@@ -246,30 +251,27 @@ class World(Messages):
 
     def scan(self, count):
         """Add an inclusive scan in chunks."""
-        self.exchange("chunked", "scan", count)
+        self.exchange(GENERAL, "scan", count)
 
     def gather(self, count):
         """Add an all-gather in chunks."""
-        self.exchange("chunked", "all_gather", count)
+        self.exchange(GENERAL, "all_gather", count)
 
     def mailed(self, transport, count):
         """Add a broadcast or a reduction of any root, or a scan, by mailboxes."""
         names = ["broadcast", "reduce", "scan"]
-        some = [name for name in names if self.has(name, transport)]
+        some = [name for name in names if by_way(name, transport)]
         self.exchange(transport, self.random.choice(some), count)
 
-    def has(self, name, way):
-        """Return whether an operation has the one-shot algorithm, or ``chunked``."""
-        algorithms = self.code.operations.OPERATIONS[name].algorithms
-        return (way if way == "chunked" else f"one_shot_{way}") in algorithms
-
     def exchange(self, way, name, count):
-        """Add any exchange, by mailboxes of a transport or ``chunked``.
+        """Add any exchange, by mailboxes of a transport or ``GENERAL``.
 
         If the input or output has shards, ``count`` is the words of a shard.
         """
         operation, root = OPERATIONS[name], self.random.randrange(self.size)
-        moved = FLOAT64 if way == "sentinel" else self.random.choice(KINDS)
+        (algorithm,) = by_way(name, way)
+        made = operation.algorithms[algorithm]
+        moved = self.kind_for(made)
         shards = operation.shards(self.size)
         sources, words = self.inputs(count * shards, DRAW[moved])
         wanted = [wanted_of(operation, words, r, root, moved) for r in range(self.size)]
@@ -280,11 +282,10 @@ class World(Messages):
             targets = self.map("output", 8 * len(wanted[root]))
         for end, source, target in zip(self.ends, sources, targets, strict=True):
             call = self.code.binding.Call(source, target, count, moved, "sum", root)
-            algorithm = way if way == "chunked" else f"one_shot_{way}"
             launch = self.bound(name, algorithm, end, call)
             self.streams[end.rank].append(launch)
             mine = wanted[end.rank] or []
-            if way == "sentinel":
+            if made.floats:
                 mine = [None if word == ALL_ONES else word for word in mine]
             self.expect(target, mine)
 
@@ -390,6 +391,18 @@ def is_right(found, word):
     return found is not None and float_of(found) != float_of(found)
 
 
+def by_way(name, way):
+    """Return an operation's one-shot algorithms of a transport, or ``GENERAL``."""
+    if way == GENERAL:
+        return [GENERAL]
+    return those(name, lambda made: made.transport == way and made.region in ONE_SHOTS)
+
+
+def on_symmetric_arrays(name):
+    """Return an operation's algorithms by kernels between arrays at any addresses."""
+    return those(name, lambda made: made.x is Arrays.SYMMETRIC)
+
+
 def on_own_arrays(size, count, names=None):
     """Return which operations on own arrays can have so many words."""
     whole = "broadcast", "reduce", "all_reduce"
@@ -400,7 +413,14 @@ def on_own_arrays(size, count, names=None):
     ]
 
 
-REGIONS = "barrier", *ALGORITHMS
+REGIONS = {
+    "barrier",
+    *(
+        made.region
+        for operation in OPERATIONS.values()
+        for made in operation.algorithms.values()
+    ),
+}
 
 
 def an_integer(random):
