@@ -72,6 +72,14 @@ def test_on_ranks(job, ranks, tmp_path):
     check(job, ranks, tmp_path)
 
 
+def test_an_algorithm_that_was_added_by_the_guide_on_ranks(tmp_path):
+    """tests/added.py adds it; the tests of all algorithms have it then, too."""
+    folder = TESTS / "ranks/all_reduce"
+    check((folder, "-padded", "-kpulled"), 3, tmp_path)
+    for rank in range(3):
+        assert re.search(r"\b[1-9]\d* passed", read(tmp_path / f"{rank}.txt"))
+
+
 def test_every_kernel_and_algorithm_is_bound_by_a_test_on_ranks():
     """Runs after the tests above. Skips if not all of them ran in this process."""
     ran = BOUND.keys() >= {job for job in jobs() if not on_gpus(job)}

@@ -14,13 +14,15 @@ import functools
 import importlib.util
 import pkgutil
 from pathlib import Path
-from types import CodeType, GeneratorType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, GeneratorType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from explore import intrinsics
 from explore.markers import Edit, marked
 from explore.scheduler import Launch
 from numba_symm.collectives import kernels
+from numba_symm.collectives.algorithms import Algorithm
+from numba_symm.collectives.operations import OPERATIONS
 
 
 class Shape(NamedTuple):
@@ -203,9 +205,15 @@ def _copy(target: int, source: int, nbytes: int, stream: Any) -> None:
 def device_code(*edits: Edit, shape: Shape = SMALL) -> SimpleNamespace:
     """Return the modules by their last names, with edits at their markers.
 
-    The ``shape`` is an attribute, too.
+    The ``shape`` is an attribute, too. The table of operations has the algorithms that
+    were added to the library's own, and their kernels' modules are executed, too.
     """
-    return _device_code(edits, shape)
+    entries = tuple(
+        (name, algorithm, made)
+        for name, operation in OPERATIONS.items()
+        for algorithm, made in operation.algorithms.items()
+    )
+    return _device_code(edits, shape, entries)
 
 
 def paths() -> dict[str, Path]:
@@ -216,8 +224,22 @@ def paths() -> dict[str, Path]:
     }
 
 
+def _explored(bind: Any, known: dict[str, Any]) -> Any:
+    """Return what binds an algorithm, made of the functions of explored modules."""
+    if isinstance(bind, functools.partial):
+        return functools.partial(
+            *(_explored(each, known) for each in (bind.func, *bind.args))
+        )
+    found = isinstance(bind, FunctionType)
+    return getattr(known[bind.__module__], bind.__name__) if found else bind
+
+
 @functools.cache
-def _device_code(edits: tuple[Edit, ...], shape: Shape) -> SimpleNamespace:
+def _device_code(
+    edits: tuple[Edit, ...],
+    shape: Shape,
+    entries: tuple[tuple[str, str, Algorithm], ...],
+) -> SimpleNamespace:
     compiled = ModuleType("kernels")
     compiled.GUARD, compiled.Kernel, compiled.Launch = None, _Kernel, Launch
     numba = ModuleType("numba")
@@ -235,7 +257,10 @@ def _device_code(edits: tuple[Edit, ...], shape: Shape) -> SimpleNamespace:
     add("numba_symm.device.intrinsics", intrinsics)
     add("numba_symm.environment", environment)
     add("numba_symm.kernels", compiled)
-    for name in _MODULES:
+    binds = (made.bind for _, _, made in entries)
+    theirs = (getattr(bind, "func", bind).__module__ for bind in binds)
+    modules = dict.fromkeys((*_MODULES, *theirs))
+    for name in modules:
         last = name.rpartition(".")[2]
         mine = tuple(edit for edit in edits if edit.module == last)
         module = _execute(name, mine, find)
@@ -244,7 +269,12 @@ def _device_code(edits: tuple[Edit, ...], shape: Shape) -> SimpleNamespace:
             _shrink(module, shape)
         if last == "partition":
             module.LINE = 1  # shards of any number of vectors
-    last_names = {name.rpartition(".")[2]: known[name] for name in _MODULES}
+    table = known["numba_symm.collectives.operations"].OPERATIONS
+    for operation, algorithm, made in entries:
+        if algorithm not in table[operation].algorithms:
+            found = made._replace(bind=_explored(made.bind, known))
+            table[operation].algorithms[algorithm] = found
+    last_names = {name.rpartition(".")[2]: known[name] for name in modules}
     assert {edit.module for edit in edits} <= set(last_names)
     return SimpleNamespace(**last_names, shape=shape, find=find)
 
