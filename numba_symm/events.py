@@ -130,6 +130,11 @@ class Event:
             event._handle = event._owned.handle
         return event
 
+    def __repr__(self) -> str:
+        options = "timing", "blocking", "interprocess"
+        given = [f"{name}=True" for name in options if getattr(self, name)]
+        return f"<Event {', '.join(given) or 'without timing'}>"
+
     def record(self, stream: Any = None) -> None:
         """Record the event after all work enqueued on ``stream`` so far.
 

@@ -5,12 +5,14 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -286,6 +288,7 @@ def _compile_all(jobs: Sequence[Job], processes: int, console: Console) -> None:
     batches = [jobs[first : first + _BATCH] for first in range(0, len(jobs), _BATCH)]
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     bar = Progress(*columns, console=console, disable=not console.is_terminal)
+    _start_tracker()
     spawn = multiprocessing.get_context("spawn")  # a fork may break a CUDA context
     ended = spawn.RawValue("b", 0)  # without a lock, which a killed process could keep
     pool = ProcessPoolExecutor(processes, spawn, _share, (ended,))
@@ -305,6 +308,19 @@ def _compile_all(jobs: Sequence[Job], processes: int, console: Console) -> None:
     finally:
         ended.value = 1
         pool.shutdown(cancel_futures=True)
+
+
+def _start_tracker() -> None:
+    """Start multiprocessing's process that removes semaphores, without its warning.
+
+    It removes them if this command is killed, and would say that they were leaked.
+    """
+    quiet = "ignore:resource_tracker"
+    sys.warnoptions.append(quiet)  # the process gets this one's options
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        sys.warnoptions.remove(quiet)
 
 
 @contextmanager

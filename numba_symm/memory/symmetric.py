@@ -63,6 +63,13 @@ class SymmetricMemory:
         self._check_mapped = functools.partial(_check_mapped, island, peers)
         self._ctx.check_mapped = self._check_mapped
 
+    def __repr__(self) -> str:
+        closed = ", closed" if self._island.closed or self._peers.closed else ""
+        return (
+            f"<SymmetricMemory of {self.buffer_size} bytes, rank {self.rank} of "
+            f"{self.world_size}{closed}>"
+        )
+
     @property
     def ctx(self) -> Context:
         """The context to pass to ``@cuda.jit`` kernels, as an ordinary argument.

@@ -190,6 +190,16 @@ def test_each_type_has_its_own_line():
     assert {"numba_symm, float sum", "numba_symm, half sum"} <= set(labels)
 
 
+def test_no_two_of_28_lines_look_the_same():
+    """As with --algorithm all, of which each type has a line."""
+    own = ["numba_symm, float sum", "numba_symm, half sum"]
+    others = [f"numba_symm_{number}" for number in range(28)]
+    looks = [sorted(style.items()) for style in plot.styles(own + others)]
+    assert all(looks.count(look) == 1 for look in looks)
+    red = plot.OURS["color"]
+    assert [dict(look)["color"] == red for look in looks] == [True] * 2 + [False] * 28
+
+
 def test_a_recorded_run_is_drawn_without_mpi(tmp_path, monkeypatch, capsys):
     pytest.importorskip("matplotlib")
     file, image = tmp_path / "r.json", tmp_path / "r.png"

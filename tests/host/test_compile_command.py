@@ -297,7 +297,8 @@ def test_all_processes_end_if_the_command_is_killed(cache):
         wait_until(deadline, lambda: stored(cache))
         before = len(stored(cache))
         process.kill()
-        process.wait()
+        _, errors = process.communicate(timeout=60)
+        assert not errors  # nothing of semaphores
         wait_until(deadline, lambda: not is_running(process.pid))
     assert len(stored(cache)) - before <= 4
 

@@ -39,6 +39,8 @@ def uses_events(comm):
     facts["short handle"] = error_of(ns.Event.from_ipc_handle, b"abc")
     handle = ns.Event(interprocess=True).ipc_handle()
     facts["handle"] = (type(handle), len(handle))
+    events = ns.Event(), ns.Event(timing=True), ns.Event(blocking=True)
+    facts["shown"] = list(map(repr, events))
     return facts
 
 
@@ -53,6 +55,8 @@ def test_events():
     assert "Event: expected timing=True or interprocess" in facts["both"]
     assert "from_ipc_handle: expected 64 bytes, got b'abc'" in facts["short handle"]
     assert facts["handle"] == (bytes, 64)
+    options = "without timing", "timing=True", "blocking=True"
+    assert facts["shown"] == [f"<Event {each}>" for each in options]
 
 
 def uses_streams(comm):

@@ -81,5 +81,5 @@ for _ in range(STEPS):
 whole = cuda.device_array(comm.size * COUNT)
 comm.Allgather(x, whole)
 if comm.rank == 0:
-    print("residual", float(sums.copy_to_host()[2]).hex())
-    print("sum", float(whole.copy_to_host().sum()).hex())
+    print("residual", float(sums.copy_to_host()[2]))
+    print("sum", float(whole.copy_to_host().sum()))

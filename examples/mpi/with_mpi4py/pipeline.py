@@ -41,4 +41,4 @@ for number in range(BLOCKS):
     else:
         results[tag] = float(block.copy_to_host().sum())
 if comm.rank == comm.size - 1:
-    print(*(results[number].hex() for number in sorted(results)))
+    print(*(results[number] for number in sorted(results)))

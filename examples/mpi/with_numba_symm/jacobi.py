@@ -55,5 +55,5 @@ everything = (
 )
 comm.Gather(old, everything)
 if comm.rank == 0:
-    print("change", change.copy_to_host().max().hex())
-    print("sum", everything.copy_to_host()[:, 1:-1].sum().hex())
+    print("change", float(change.copy_to_host().max()))
+    print("sum", float(everything.copy_to_host()[:, 1:-1].sum()))

@@ -66,4 +66,4 @@ for _ in range(STEPS):
     move[1, CENTRES](centres, sums)
 if comm.rank == 0:
     for x, y in centres.copy_to_host():
-        print("centre", float(x).hex(), float(y).hex())
+        print("centre", float(x), float(y))

@@ -85,6 +85,8 @@ def test_a_rendezvous_may_begin_inside_an_array(comm, world, offset):
     put(x, pattern(comm.rank))
     inside, whole = comm.rendezvous(x[offset:]), comm.rendezvous(x)
     assert inside.buffer_size == 160 - 4 * offset
+    here = f"rank {comm.rank} of {comm.size}"
+    assert repr(inside) == f"<SymmetricMemory of {160 - 4 * offset} bytes, {here}>"
     moved = [address - 4 * offset for address in inside.buffer_ptrs]
     assert moved == whole.buffer_ptrs
     assert inside.signal_pad_ptrs == whole.signal_pad_ptrs  # one pad a block

@@ -300,6 +300,7 @@ def test_nothing_works_after_close(world):
     comm = ns.Communicator(world, timeout=60)
     memory = comm.rendezvous(comm.empty(5, np.float32))
     comm.close()
+    assert repr(memory).endswith(f"rank {world.rank} of {world.size}, closed>")
     for call in calls_of(memory):
         refused(world, ns.ClosedError, call, "was closed")
 
