@@ -142,9 +142,7 @@ def test_types_operators_and_orders_of_calls(comm, world, name):
     wait_for_all(comm, world)
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["one_shot_ll", "one_shot_marked", "chunked", "copy_engine"]
-)
+@pytest.mark.parametrize("algorithm", OPERATIONS["all_gather"].algorithms)
 def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
     """The data has a NaN of 64 one bits, which means "empty" in other algorithms."""
     host = np.full(100, -1, np.int64).view(np.float64)
@@ -157,11 +155,12 @@ def test_what_is_moved_keeps_every_bit(comm, world, algorithm):
     wait_for_all(comm, world)
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["one_shot_ll", "one_shot_marked", "chunked", "copy_engine"]
-)
+@pytest.mark.parametrize("algorithm", OPERATIONS["all_gather"].algorithms)
 def test_elements_of_any_size_are_moved(comm, world, algorithm):
-    of_broadcast = None if algorithm == "one_shot_ll" else algorithm
+    usable = {
+        name: algorithm if algorithm in OPERATIONS[name].algorithms else None
+        for name in ("all_to_all", "broadcast")
+    }
     for itemsize in (3, 20, 24, 40):
         dtype = np.dtype([("bytes", np.uint8, (itemsize,))])
         inputs = [
@@ -172,8 +171,10 @@ def test_elements_of_any_size_are_moved(comm, world, algorithm):
         put(x, np.frombuffer(inputs[comm.rank], np.uint8))
         moved = [
             comm.all_gather(x.view(dtype), algorithm=algorithm),
-            comm.all_to_all(x.view(dtype), algorithm=algorithm),
-            comm.broadcast(x.view(dtype), root=comm.size - 1, algorithm=of_broadcast),
+            comm.all_to_all(x.view(dtype), algorithm=usable["all_to_all"]),
+            comm.broadcast(
+                x.view(dtype), root=comm.size - 1, algorithm=usable["broadcast"]
+            ),
         ]
         comm.synchronize()
         part = slice(2 * itemsize * comm.rank, 2 * itemsize * (comm.rank + 1))
