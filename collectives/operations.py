@@ -22,8 +22,8 @@ from numba_symm.collectives.kernels import (
     chunked_reduce,
     copied_exchange,
     copied_reductions,
-    direct_all_gather,
     direct_broadcast,
+    direct_exchange,
     direct_reduce,
     direct_shards,
     one_shot,
@@ -344,6 +344,12 @@ def _direct(
     return Algorithm(bind, (number,), "direct", fewest=fewest, x=symmetric, out=out)
 
 
+def _exchanged_directly(kind: Exchange) -> Algorithm:
+    """Return the algorithm between ranks' own arrays that only moves shards."""
+    bind = partial(direct_exchange.bind, kind, partial(chunked_exchange.bind, kind))
+    return _direct(bind, kind.operation)._replace(in_place=not kind.sends_shards)
+
+
 def _two_shot() -> dict[str, Algorithm]:
     return {
         f"two_shot_{transport}": _mailed(
@@ -385,13 +391,9 @@ ALL_REDUCE = _operation(
     words="all_reduce (one_shot)",
 )
 ALL_GATHER = _operation("all_gather", False, Output.SHARDS, _gathered_shape)
-ALL_GATHER.algorithms["direct"] = _direct(
-    partial(
-        direct_all_gather.bind, partial(chunked_exchange.bind, ALL_GATHER.exchange)
-    ),
-    waits.ALL_GATHER,
-)
 ALL_TO_ALL = _operation("all_to_all", True, Output.SHARDS, _exchanged_shape)
+ALL_GATHER.algorithms["direct"] = _exchanged_directly(ALL_GATHER.exchange)
+ALL_TO_ALL.algorithms["direct"] = _exchanged_directly(ALL_TO_ALL.exchange)
 REDUCE_SCATTER = _operation("reduce_scatter", True, Output.REDUCED, _scattered_shape)
 REDUCE_SCATTER.algorithms["direct"] = _direct(
     partial(

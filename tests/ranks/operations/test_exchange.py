@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import numba_symm as ns
-from numba_symm.collectives.kernels import direct_all_gather, direct_shards
+from numba_symm.collectives.kernels import direct_exchange, direct_shards
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.workspace import CHUNKED, THREADS
@@ -37,7 +37,7 @@ def edges(dtype, made, size, blocks):
     lanes = 16 // dtype.itemsize
     if made.handshake and not made.copies:  # a vector for each thread, and a batch
         unit, grid = THREADS, min(blocks, handshake.BLOCKS)
-        held = {each.LOADS for each in (direct_all_gather, direct_shards)}
+        held = {each.LOADS for each in (direct_exchange, direct_shards)}
         most = (grid, *(grid * max(1, loads // size) for loads in sorted(held)))
     elif not made.transport:
         unit, most = CHUNKED.tiles(size) * THREADS, (blocks, 5 * blocks)

@@ -1,12 +1,15 @@
-"""All-gather between the ranks' own arrays, by loads.
+"""All-gather and all-to-all between the ranks' own arrays, by loads.
 
-Each rank loads every other rank's input and stores it in its own output, a few vectors
-at a time, without the workspace in between. The inputs must be symmetric: see
-``handshake.py`` for the exchange of their addresses, and for what happens otherwise.
+Each rank loads its shard of every other rank's input, or the whole one in an
+all-gather, and stores it in its own output, a few vectors at a time, without the
+workspace in between. The inputs must be symmetric: see ``handshake.py`` for the
+exchange of their addresses, and for what happens otherwise. Each rank offers every
+other rank the address of what that rank loads.
 
 Memory order: that of ``handshake.py``, which orders the streams' earlier work before
-this kernel, and this kernel before what follows on any rank's stream. In place, no rank
-stores its own shard, which the other ranks load.
+this kernel, and this kernel before what follows on any rank's stream. In an all-gather
+in place, no rank stores its own shard, which the other ranks load. An all-to-all in
+place is refused, because the other ranks load what it would overwrite.
 """
 
 import functools
@@ -23,6 +26,7 @@ from numba_symm.collectives.protocols.binding import (
     Endpoint,
     Enqueue,
 )
+from numba_symm.collectives.protocols.exchanges import Exchange
 from numba_symm.collectives.protocols.handshake import (
     make_load_batch,
     make_refused,
@@ -39,12 +43,11 @@ from numba_symm.device.intrinsics import block_index, ld_v2_u64
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
-from numba_symm.waits import ALL_GATHER
 
 LOADS = 6  # vectors that a thread loads before it stores them
 
 
-def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
+def make_direct_exchange(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
     lanes = make_lanes(element, "sum", ragged, size)
     store = lanes.store
@@ -54,7 +57,7 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
     held = batch * size
     load_batch = make_load_batch(size, batch, lanes.load)
 
-    def direct_all_gather(
+    def direct_exchange(
         guard: Any,
         early: bool,
         ring: Any,
@@ -87,7 +90,7 @@ def make_direct_all_gather(size: int, element: Element, ragged: bool) -> Any:
                     store(there, vector, count, low[i], high[i])
             start += batch * stride
 
-    return direct_all_gather
+    return direct_exchange
 
 
 @functools.cache
@@ -95,26 +98,42 @@ def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, ragged)
     arguments = (ADDRESS, ADDRESS, *3 * (types.int64,))
-    return binding.make_kernel(make_direct_all_gather, constants, *arguments)
+    return binding.make_kernel(make_direct_exchange, constants, *arguments)
 
 
-def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
+def bind(
+    exchange: Exchange, bind_fallback: BindFallback, end: Endpoint, call: Call
+) -> Enqueue:
     """Return what enqueues it, for two ranks or more.
 
     Args:
-        bind_fallback: binds the all-gather through the workspace.
+        exchange: that of the all-gather or the all-to-all.
+        bind_fallback: binds the exchange through the workspace.
         end: this rank's end.
         call: the call.
     """
-    words = f"all_gather of {call.count} {call.element.name}"
+    shards = exchange.sends_shards
+    kind = "all_to_all" if shards else "all_gather"
+    words = f"direct {kind} of {call.count} {call.element.name}"
+    mine = call.source + (end.rank * call.nbytes if shards else 0)
     grid = min(divide_up(call.vectors, THREADS), end.max_blocks, handshake.BLOCKS)
     ragged = is_ragged(call)
     move = binding.launch(
         kernel(end.size, moved_as(call, ragged), ragged),
-        *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
+        *(end, grid, mine, call.target, call.nbytes, call.count, call.vectors),
         behind=handshake.MULTIPROCESSORS,
     )
-    seen = offered(end, call.source, call.nbytes)
+    if not shards:
+        seen = offered(end, call.source, call.nbytes)
+    elif call.source == call.target:
+        seen = handshake.refusal(end.size)
+    else:
+        seen = offered(end, call.source, end.size * call.nbytes)
+        peers = binding.along_ring(end.rank, tuple(range(end.size)))
+        seen = tuple(
+            address and address + peer * call.nbytes
+            for address, peer in zip(seen, peers, strict=True)
+        )
     return handshake.bind(
-        *(bind_fallback, end, call, ALL_GATHER), words, (seen, seen), move
+        *(bind_fallback, end, call, exchange.operation), words, (seen, seen), move
     )
