@@ -91,9 +91,9 @@ def _measured(
     with comm:
         if asked.cold:
             first = _first_call(asked, comm, ranks, begun)
-            wrong = _Run(asked, comm, ranks, command).cold(first, kernels)
+            wrong = _Benchmark(asked, comm, ranks, command).cold(first, kernels)
         else:
-            run = _Run(asked, comm, ranks, command)
+            run = _Benchmark(asked, comm, ranks, command)
             wrong = run.shuffle() if asked.shuffle else run.sweep()
     return 1 if wrong else 0
 
@@ -115,7 +115,7 @@ def _say(ranks: Any, *lines: str, file: Any = None) -> None:
             print(line, file=file, flush=True)
 
 
-class _Run:
+class _Benchmark:
     """One run, from its header to its verdict. Its methods are collective."""
 
     def __init__(
@@ -239,7 +239,7 @@ class _Run:
         self._facts["kernel_cache"] = kernels
         self._header([], {})
         allocate = self._ours.allocate
-        calls = cold.Calls(asked, self._comm, ranks, self._stream, allocate)
+        calls = cold.ColdCalls(asked, self._comm, ranks, self._stream, allocate)
         records = []
         with bar(shown=ranks.rank == 0) as progress:
             task = progress.add_task("first calls", total=len(calls))

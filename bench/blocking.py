@@ -23,7 +23,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm import arrays, mpi, streams
 from numba_symm.bench import facts, options
-from numba_symm.bench.host import Row, add_samples, sampled
+from numba_symm.bench.host import HostRow, add_samples, sampled
 from numba_symm.environment import SIMULATED
 from numba_symm.mpi import buffers
 
@@ -80,7 +80,7 @@ def _arrays(comm: ns.Communicator, nbytes: int) -> tuple[Any, ...]:
     return x, y, *(cuda.pinned_array(count, np.float32) for _ in range(2))
 
 
-def _reduced(spelled: Any, nbytes: int) -> list[Row]:
+def _reduced(spelled: Any, nbytes: int) -> list[HostRow]:
     """Return the ways of an all-reduce. Collective."""
     comm: ns.Communicator = spelled.communicator
     x, y, sent, received = _arrays(comm, nbytes)
@@ -97,10 +97,10 @@ def _reduced(spelled: Any, nbytes: int) -> list[Row]:
         spelled.host.Allreduce(sent, received)
         y.copy_to_device(received)
 
-    return [Row(OURS, ours), Row(SPELLED, called), Row(STAGED, staged)]
+    return [HostRow(OURS, ours), HostRow(SPELLED, called), HostRow(STAGED, staged)]
 
 
-def _passed(spelled: Any, nbytes: int) -> list[Row]:
+def _passed(spelled: Any, nbytes: int) -> list[HostRow]:
     """Return the ways of a message around all ranks. Collective."""
     comm: ns.Communicator = spelled.communicator
     x, y, sent, received = _arrays(comm, nbytes)
@@ -129,16 +129,16 @@ def _passed(spelled: Any, nbytes: int) -> list[Row]:
         mpi.Request.Waitall(prepared)
 
     return [
-        Row(OURS, ours),
-        Row(SPELLED, called),
-        Row(REQUESTS, requested),
-        Row(PREPARED, started),
-        Row(STAGED, staged),
+        HostRow(OURS, ours),
+        HostRow(SPELLED, called),
+        HostRow(REQUESTS, requested),
+        HostRow(PREPARED, started),
+        HostRow(STAGED, staged),
         *_parts(spelled, x, y, left),
     ]
 
 
-def _parts(spelled: Any, x: Any, y: Any, left: int) -> list[Row]:
+def _parts(spelled: Any, x: Any, y: Any, left: int) -> list[HostRow]:
     """Return what a message costs without the host's other work. Collective.
 
     Between islands, nothing, because no rank reads a GPU of another island.
@@ -166,7 +166,7 @@ def _parts(spelled: Any, x: Any, y: Any, left: int) -> list[Row]:
         copies.reuse(done)
 
     return [
-        Row(*each) for each in zip(PARTS, (copied, exchanged, fetched), strict=True)
+        HostRow(*each) for each in zip(PARTS, (copied, exchanged, fetched), strict=True)
     ]
 
 

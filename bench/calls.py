@@ -7,19 +7,19 @@ from typing import Any
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.operations import Operation
 
-Call = Callable[[int], object]
+EnqueueOn = Callable[[int], object]
 """Enqueues one collective on the stream with the given handle."""
 
 ROOT = 0
 """The root of rooted operations."""
 
 
-def collective(operation: Operation, *, prepared: bool) -> Callable[..., Call]:
+def collective(operation: Operation, *, prepared: bool) -> Callable[..., EnqueueOn]:
     """Return a factory of calls of an operation of the library's table."""
 
     def make(
         comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-    ) -> Call:
+    ) -> EnqueueOn:
         given: dict[str, Any] = {"algorithm": algorithm}
         if operation.reduces:
             given["op"] = op
@@ -29,7 +29,7 @@ def collective(operation: Operation, *, prepared: bool) -> Callable[..., Call]:
             given["out"] = None if operation.at_root and comm.rank != ROOT else out
         array = out if operation.in_place else x
         if prepared:
-            plan: Call = getattr(comm, f"{operation.name}_init")(array, **given)
+            plan: EnqueueOn = getattr(comm, f"{operation.name}_init")(array, **given)
             return plan
         call = functools.partial(getattr(comm, operation.name), array, **given)
         return lambda stream: call(stream=stream)
@@ -39,7 +39,7 @@ def collective(operation: Operation, *, prepared: bool) -> Callable[..., Call]:
 
 def gather(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
+) -> EnqueueOn:
     """Return a call of our gather."""
     into = out if comm.rank == ROOT else None
     return lambda stream: comm.gather(x, root=ROOT, out=into, stream=stream)
@@ -47,7 +47,7 @@ def gather(
 
 def scatter(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
+) -> EnqueueOn:
     """Return a call of our scatter."""
     whole = x if comm.rank == ROOT else None
     return lambda stream: comm.scatter(whole, root=ROOT, out=out, stream=stream)
@@ -60,7 +60,7 @@ def messages(array: Any) -> list[Any]:
 
 def sendrecv(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
+) -> EnqueueOn:
     """Return a call of our sendrecv."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     if x.ndim == 1:
@@ -79,14 +79,14 @@ def sendrecv(
 
 def barrier(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
+) -> EnqueueOn:
     """Return a call of our barrier."""
     return lambda stream: comm.barrier(stream=stream)
 
 
 def all_gather_v(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
+) -> EnqueueOn:
     """Return a call of our all_gather_v."""
     counts = _equal(comm, out)
     return lambda stream: comm.all_gather_v(x, counts=counts, out=out, stream=stream)
@@ -94,7 +94,7 @@ def all_gather_v(
 
 def reduce_scatter_v(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
+) -> EnqueueOn:
     """Return a call of our reduce_scatter_v."""
     counts = _equal(comm, x)
     call = functools.partial(comm.reduce_scatter_v, x, counts=counts, op=op, out=out)
@@ -103,7 +103,7 @@ def reduce_scatter_v(
 
 def all_to_all_v(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
+) -> EnqueueOn:
     """Return a call of our all_to_all_v."""
     counts = _equal(comm, x)
     return lambda stream: comm.all_to_all_v(
@@ -113,7 +113,7 @@ def all_to_all_v(
 
 def gather_v(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
+) -> EnqueueOn:
     """Return a call of our gather_v."""
     counts, into = _equal(comm, out), out if comm.rank == ROOT else None
     call = functools.partial(comm.gather_v, x, counts=counts, root=ROOT, out=into)
@@ -122,7 +122,7 @@ def gather_v(
 
 def scatter_v(
     comm: Communicator, x: Any, out: Any, op: str, algorithm: str | None
-) -> Call:
+) -> EnqueueOn:
     """Return a call of our scatter_v."""
     counts, whole = _equal(comm, x), x if comm.rank == ROOT else None
     call = functools.partial(comm.scatter_v, whole, counts=counts, root=ROOT, out=out)

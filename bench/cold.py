@@ -21,7 +21,7 @@ import numpy as np
 
 from numba_symm.bench import data
 from numba_symm.bench.data import Tiled
-from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS, TYPES, Operation
+from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS, TYPES, BenchOperation
 from numba_symm.bench.report import verdict
 from numba_symm.bench.sweep import stride
 from numba_symm.collectives.communicator import Communicator
@@ -95,7 +95,7 @@ class First(NamedTuple):
 
 
 def first_call(
-    operation: Operation,
+    operation: BenchOperation,
     options: argparse.Namespace,
     comm: Communicator,
     allocate: Callable[[int], Any],
@@ -123,10 +123,10 @@ def first_call(
 
 
 @dataclass(frozen=True)
-class Case:
+class ColdCase:
     """The arguments of one call."""
 
-    operation: Operation
+    operation: BenchOperation
     type: str
     counts: tuple[int, int]
 
@@ -153,7 +153,7 @@ class Case:
         }
 
 
-def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
+def cases(options: argparse.Namespace, ranks: int) -> list[ColdCase]:
     """Return the calls: every operation and type in each size, small sizes first."""
     steps = max(1, CALLS // (len(NAMES) * len(options.types)))
     found = []
@@ -161,7 +161,7 @@ def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
         for type_, name in itertools.product(options.types, NAMES):
             operation = OPERATIONS[name]
             count = max(1, nbytes // TYPES[type_].itemsize)
-            found.append(Case(operation, type_, operation.shapes(count, ranks)))
+            found.append(ColdCase(operation, type_, operation.shapes(count, ranks)))
     return found
 
 
@@ -171,11 +171,11 @@ def _sizes(first: int, last: int, steps: int) -> list[int]:
     return [math.ceil(nbytes / MULTIPLE) * MULTIPLE for nbytes in found]
 
 
-def _reduction(operation: Operation) -> str:
+def _reduction(operation: BenchOperation) -> str:
     return "sum" if operation.reductions else NO_REDUCTION
 
 
-class Calls:
+class ColdCalls:
     """Makes the calls, each for the first time. Its methods are collective.
 
     Args:
@@ -212,7 +212,7 @@ class Calls:
         for case in self._cases:
             yield case.facts | self._call(case)
 
-    def _call(self, case: Case) -> dict[str, Any]:
+    def _call(self, case: ColdCase) -> dict[str, Any]:
         pairs = zip(self._memory, case.sides, strict=True)
         source, target = (memory[:nbytes] for memory, nbytes in pairs)
         if case.operation.in_place:
@@ -236,7 +236,7 @@ class Calls:
         total = int(sum(wrongs)) if self._check else None
         return {"milliseconds": max(times), "wrong": total}
 
-    def _contents(self, case: Case) -> tuple[Tiled, list[Tiled]]:
+    def _contents(self, case: ColdCase) -> tuple[Tiled, list[Tiled]]:
         """Return this rank's input and its expected output."""
         operation, op = case.operation, _reduction(case.operation)
         if (case.type, op) not in self._patterns:

@@ -31,7 +31,7 @@ DEFAULT, ANOTHER = "default stream", "another stream"
 
 
 @dataclass(frozen=True)
-class Row:
+class HostRow:
     """One way to enqueue an all-reduce.
 
     Attributes:
@@ -113,15 +113,15 @@ def add_samples(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", default=samples, help=of, **number)
 
 
-def _ours(comm: ns.Communicator, nbytes: int) -> list[Row]:
+def _ours(comm: ns.Communicator, nbytes: int) -> list[HostRow]:
     """Return a plan, and plain calls on Numba's arrays. Collective."""
     count = nbytes // 4
     x, y = comm.empty(count, np.float32), comm.empty(count, np.float32)
     a, b = cuda.device_array(count, np.float32), cuda.device_array(count, np.float32)
     return [
-        Row(PLAN, comm.all_reduce_init(x, out=y)),
-        Row(CALL, partial(_call, comm, x, y)),
-        Row("call, Numba's arrays", partial(_call, comm, a, b)),
+        HostRow(PLAN, comm.all_reduce_init(x, out=y)),
+        HostRow(CALL, partial(_call, comm, x, y)),
+        HostRow("call, Numba's arrays", partial(_call, comm, a, b)),
     ]
 
 
@@ -133,7 +133,7 @@ def _call_on_current(comm: ns.Communicator, x: Any, y: Any, handle: int | None) 
     comm.all_reduce(x, out=y)
 
 
-def _torch(comm: ns.Communicator, nbytes: int) -> Row:
+def _torch(comm: ns.Communicator, nbytes: int) -> HostRow:
     need_gpus()
     torch = imported("torch", "pip install torch")
     gpu = torch.device("cuda", comm.device.ordinal)
@@ -142,7 +142,9 @@ def _torch(comm: ns.Communicator, nbytes: int) -> Row:
     def current(handle: int) -> Any:
         return torch.cuda.stream(torch.cuda.ExternalStream(handle, device=gpu))
 
-    return Row("call, torch's arrays", partial(_call_on_current, comm, x, y), current)
+    return HostRow(
+        "call, torch's arrays", partial(_call_on_current, comm, x, y), current
+    )
 
 
 class _CudaStream(NamedTuple):
@@ -154,7 +156,7 @@ class _CudaStream(NamedTuple):
         return 0, self.handle
 
 
-def _cupy(comm: ns.Communicator, nbytes: int) -> Row:
+def _cupy(comm: ns.Communicator, nbytes: int) -> HostRow:
     need_gpus()
     cupy = imported("cupy", "pip install cupy-cuda13x")
     x, y = (cupy.zeros(nbytes // 4, np.float32) for _ in range(2))
@@ -162,21 +164,26 @@ def _cupy(comm: ns.Communicator, nbytes: int) -> Row:
     def current(handle: int) -> Any:
         return cupy.cuda.Stream.from_external(_CudaStream(handle))
 
-    return Row("call, CuPy's arrays", partial(_call_on_current, comm, x, y), current)
+    return HostRow(
+        "call, CuPy's arrays", partial(_call_on_current, comm, x, y), current
+    )
 
 
-def _torchs(others: Sequence[Any], nbytes: int) -> Iterator[Row]:
+def _torchs(others: Sequence[Any], nbytes: int) -> Iterator[HostRow]:
     """Yield torch's own one-shot all-reduce, if it is there. Collective."""
     for torch in others:
         x, y = (torch.allocate(nbytes).view(np.float32) for _ in range(2))
         way = torch.all_reduce(x, y, "sum")["one_shot"]
         if isinstance(way, str):
             raise Missing(way)
-        yield Row("torch's one-shot kernel", way.call, torch.current)
+        yield HostRow("torch's one-shot kernel", way.call, torch.current)
 
 
 def _measured(
-    rows: Sequence[Row], comm: ns.Communicator, ranks: Any, asked: argparse.Namespace
+    rows: Sequence[HostRow],
+    comm: ns.Communicator,
+    ranks: Any,
+    asked: argparse.Namespace,
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Return the median microseconds of each row, by stream. Collective."""
     another = new_stream()
@@ -187,7 +194,7 @@ def _measured(
 
 
 def sampled(
-    rows: Sequence[Row],
+    rows: Sequence[HostRow],
     comm: ns.Communicator,
     ranks: Any,
     asked: argparse.Namespace,
@@ -200,7 +207,7 @@ def sampled(
         comm: our communicator.
         ranks: the mpi4py communicator.
         asked: the number of ``samples``, and of ``calls`` in each.
-        handle: the stream; see :class:`Row`.
+        handle: the stream; see :class:`HostRow`.
     """
     samples = np.empty((len(rows), asked.samples))
     for index in range(-1, asked.samples):  # the first one warms up
@@ -214,7 +221,7 @@ def sampled(
 
 
 def _table(
-    rows: Sequence[Row], times: dict[str, np.ndarray[Any, Any]]
+    rows: Sequence[HostRow], times: dict[str, np.ndarray[Any, Any]]
 ) -> Iterator[str]:
     names = [row.name for row in rows]
     plan, call = names.index(PLAN), names.index(CALL)

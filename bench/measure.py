@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from numba_symm.bench.calls import Call
+from numba_symm.bench.calls import EnqueueOn
 from numba_symm.bench.contenders import Launched
 from numba_symm.environment import SIMULATED
 
@@ -71,14 +71,14 @@ class Lane:
     in_place: bool
     output_only: bool
     eager: bool
-    calls: Sequence[Call]
+    calls: Sequence[EnqueueOn]
     inputs: Sequence[Any]
     outputs: Sequence[Any]
     current: Callable[[int], AbstractContextManager[Any]]
     sent: int | None = None
     launches: Sequence[Launched] = ()
 
-    def rotated(self, count: int) -> list[Call]:
+    def rotated(self, count: int) -> list[EnqueueOn]:
         """Return ``count`` calls that rotate through the buffers."""
         return list(itertools.islice(itertools.cycle(self.calls), count))
 
@@ -188,13 +188,13 @@ class Timer:
         """Launch a graph once and wait for it."""
         self._stream.replay(graph)
 
-    def _enqueue(self, lane: Lane, calls: Sequence[Call]) -> None:
+    def _enqueue(self, lane: Lane, calls: Sequence[EnqueueOn]) -> None:
         handle = self._stream.handle
         with lane.current(handle):
             for call in calls:
                 call(handle)
 
-    def _timed(self, lane: Lane, calls: Sequence[Call]) -> tuple[float, float]:
+    def _timed(self, lane: Lane, calls: Sequence[EnqueueOn]) -> tuple[float, float]:
         """Return this rank's microseconds a call, until enqueued and until done."""
         handle = self._stream.handle
         with lane.current(handle):

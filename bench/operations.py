@@ -10,7 +10,7 @@ import numpy as np
 
 from numba_symm import dtypes
 from numba_symm.bench import calls
-from numba_symm.bench.calls import ROOT, Call
+from numba_symm.bench.calls import ROOT, EnqueueOn
 from numba_symm.bench.data import PERIOD, Tiled
 from numba_symm.collectives import operations
 from numba_symm.collectives.communicator import Communicator
@@ -47,7 +47,7 @@ _finfo: Callable[[Any], Any] = ml_dtypes.finfo  # it has no type annotations
 
 
 @dataclass(frozen=True)
-class Operation:
+class BenchOperation:
     """A collective: its inputs, its result, its bandwidth, and our calls.
 
     Attributes:
@@ -74,8 +74,8 @@ class Operation:
     bus: Callable[[int], float]
     inputs: Callable[[np.random.Generator, int, str, np.dtype[Any]], Array]
     expected: Expected
-    plan: Callable[[Communicator, Any, Any, str, str | None], Call]
-    call: Callable[[Communicator, Any, Any, str, str | None], Call]
+    plan: Callable[[Communicator, Any, Any, str, str | None], EnqueueOn]
+    call: Callable[[Communicator, Any, Any, str, str | None], EnqueueOn]
     algorithms: tuple[str, ...]
     in_place: bool = False
     apart: bool = False
@@ -188,7 +188,7 @@ def _nothing(inputs: Sequence[Tiled], op: str, rank: int) -> list[Tiled]:
     return []
 
 
-def _collective(ours: operations.Operation) -> Operation:
+def _collective(ours: operations.Operation) -> BenchOperation:
     """Return the entry of an operation of the library's table."""
     gathers = ours.exchange.output is Output.SHARDS
     scatters = ours.exchange.sends_shards
@@ -216,7 +216,7 @@ def _collective(ours: operations.Operation) -> Operation:
             return used
         return [_total(used, op) if used else _of_none(inputs[rank], op)]
 
-    return Operation(
+    return BenchOperation(
         name=ours.name,
         shapes=shapes,
         bus=bus,
@@ -232,7 +232,7 @@ def _collective(ours: operations.Operation) -> Operation:
 
 OPERATIONS = {
     **{name: _collective(each) for name, each in operations.OPERATIONS.items()},
-    "gather": Operation(
+    "gather": BenchOperation(
         name="gather",
         shapes=_parts,
         bus=lambda ranks: (ranks - 1) / ranks,
@@ -242,7 +242,7 @@ OPERATIONS = {
         call=calls.gather,
         algorithms=(),
     ),
-    "scatter": Operation(
+    "scatter": BenchOperation(
         name="scatter",
         shapes=lambda count, ranks: _parts(count, ranks)[::-1],
         bus=lambda ranks: (ranks - 1) / ranks,
@@ -252,7 +252,7 @@ OPERATIONS = {
         call=calls.scatter,
         algorithms=(),
     ),
-    "sendrecv": Operation(
+    "sendrecv": BenchOperation(
         name="sendrecv",
         shapes=lambda count, ranks: (count, count),
         bus=lambda ranks: 1,
@@ -264,7 +264,7 @@ OPERATIONS = {
         apart=True,
         windowed=True,
     ),
-    "barrier": Operation(
+    "barrier": BenchOperation(
         name="barrier",
         shapes=lambda count, ranks: (1, 1),
         bus=lambda ranks: 1,

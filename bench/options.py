@@ -14,7 +14,7 @@ from numba_symm.bench.operations import (
     NO_REDUCTION,
     OPERATIONS,
     TYPES,
-    Operation,
+    BenchOperation,
 )
 from numba_symm.bench.plot import NoRun, load
 from numba_symm.environment import SIMULATED
@@ -96,7 +96,7 @@ def same_on_all(ranks: Any, parse: Callable[[], argparse.Namespace]) -> Any:
 
 def _add(
     commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
-    operation: Operation,
+    operation: BenchOperation,
 ) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         operation.name,
@@ -112,7 +112,7 @@ def _add(
     return parser
 
 
-def _add_messages(parser: argparse.ArgumentParser, operation: Operation) -> None:
+def _add_messages(parser: argparse.ArgumentParser, operation: BenchOperation) -> None:
     """Add what the messages are: sizes, types and reductions."""
     parser.set_defaults(reductions=(NO_REDUCTION,), window=1)
     if not operation.sized:
@@ -219,7 +219,7 @@ def _add_repetitions(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_ways(parser: argparse.ArgumentParser, operation: Operation) -> None:
+def _add_ways(parser: argparse.ArgumentParser, operation: BenchOperation) -> None:
     """Add what is measured, and where the measurements go."""
     add = parser.add_argument
     add(

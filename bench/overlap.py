@@ -15,7 +15,7 @@ import numpy as np
 
 from numba_symm.bench.contenders import Contender
 from numba_symm.bench.measure import Lane, Summary, Timer, calls_per_graph
-from numba_symm.bench.operations import Operation
+from numba_symm.bench.operations import BenchOperation
 from numba_symm.bench.product import Product
 from numba_symm.bench.sweep import Record, Row, Sweep, fill, record_of
 from numba_symm.environment import SIMULATED
@@ -43,7 +43,7 @@ class Overlap(Sweep):
 
     def __init__(
         self,
-        operation: Operation,
+        operation: BenchOperation,
         options: argparse.Namespace,
         timer: Timer,
         ranks: Any,

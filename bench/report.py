@@ -10,7 +10,7 @@ from typing import Any
 
 from numba_symm.bench.contenders.ours import NAME
 from numba_symm.bench.islands import needed
-from numba_symm.bench.operations import Operation
+from numba_symm.bench.operations import BenchOperation
 
 Record = Mapping[str, Any]
 
@@ -80,7 +80,7 @@ class Report:
 
     def __init__(
         self,
-        operation: Operation,
+        operation: BenchOperation,
         ranks: int,
         algorithms: Sequence[str],
         contenders: Sequence[str],

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from numba_symm.bench import data
-from numba_symm.bench.calls import Call
+from numba_symm.bench.calls import EnqueueOn
 from numba_symm.bench.data import PERIOD, Tiled
-from numba_symm.bench.operations import TYPES, Operation
+from numba_symm.bench.operations import TYPES, BenchOperation
 from numba_symm.bench.sweep import stride
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
@@ -92,7 +92,7 @@ class Shuffle:
         self,
         comm: Communicator,
         stream: Any,
-        operation: Operation,
+        operation: BenchOperation,
         options: argparse.Namespace,
         allocate: Callable[[int], Any],
     ):
@@ -187,7 +187,7 @@ class Shuffle:
         expected = self._operation.expected(everyone, drawn.op, self._comm.rank)
         return everyone[self._comm.rank], expected
 
-    def _call(self, drawn: Drawn, source: Any, target: Any) -> Call:
+    def _call(self, drawn: Drawn, source: Any, target: Any) -> EnqueueOn:
         dtype = TYPES[drawn.type]
         out = target.view(dtype)
         x = out if source is target else source.view(dtype)

@@ -27,7 +27,7 @@ from numba import cuda
 
 import numba_symm as ns
 from numba_symm.bench import options
-from numba_symm.bench.calls import Call
+from numba_symm.bench.calls import EnqueueOn
 from numba_symm.bench.data import PERIOD, POISON, Tiled
 from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS, TYPES
 from numba_symm.bench.product import Product, new_product
@@ -69,7 +69,7 @@ _WORDS: dict[int, np.dtype[Any]] = {
 }
 
 
-class Drawn(NamedTuple):
+class SoakCall(NamedTuple):
     """A call with its check.
 
     Attributes:
@@ -83,10 +83,10 @@ class Drawn(NamedTuple):
     words: str
     operation: str
     stream: int
-    enqueue: Call
+    enqueue: EnqueueOn
 
 
-class Lane:
+class Client:
     """A communicator with two streams, and arrays for its calls. Collective.
 
     Args:
@@ -109,7 +109,7 @@ class Lane:
         ]
         self._patterns: dict[Any, Any] = {}
         self._wrong = cuda.to_device(np.zeros(CALLS, np.uint32))
-        self._drawn: list[Drawn] = []
+        self._drawn: list[SoakCall] = []
         self._graph: Any = None
 
     def draw(self) -> None:
@@ -167,7 +167,7 @@ class Lane:
         pairs = zip(counts, self._drawn, strict=True)
         return [f"{count} wrong of {each.words}" for count, each in pairs if count]
 
-    def _call(self, number: int) -> Drawn:
+    def _call(self, number: int) -> SoakCall:
         draw, comm = self._random, self.comm
         name = str(draw.choice([each for each in OPERATIONS if each != "barrier"]))
         operation = OPERATIONS[name]
@@ -222,7 +222,7 @@ class Lane:
             for each in wanted:
                 _compare[GRID, BLOCK, on](*each, self._wrong, number)
 
-        return Drawn(words, name, stream, enqueue)
+        return SoakCall(words, name, stream, enqueue)
 
     def _view(self, rooms: Any, count: int, dtype: np.dtype[Any]) -> Any:
         """Return elements anywhere in a symmetric or an ordinary array.
@@ -311,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _lanes(world: Any, seed: int, stack: ExitStack) -> Iterator[Lane]:
+def _lanes(world: Any, seed: int, stack: ExitStack) -> Iterator[Client]:
     """Make the lanes: twice all ranks, then parts of them, if these are two or more."""
     comm = stack.enter_context(ns.Communicator(world))
     rank, size = comm.rank, comm.size
@@ -321,11 +321,13 @@ def _lanes(world: Any, seed: int, stack: ExitStack) -> Iterator[Lane]:
     for number, color in enumerate(colors):
         part = comm.split(color) if number else comm
         assert part is not None  # no rank is left out
-        yield Lane(stack.enter_context(part) if number else part, (seed, number, color))
+        yield Client(
+            stack.enter_context(part) if number else part, (seed, number, color)
+        )
 
 
 def _made(
-    lanes: Sequence[Lane], product: Product, order: random.Random
+    lanes: Sequence[Client], product: Product, order: random.Random
 ) -> Iterator[str]:
     """Make the lanes' calls of a round in a random order, and yield their names."""
     left = {lane: lane.steps() for lane in lanes}

@@ -8,7 +8,7 @@ from typing import Any
 from numba import cuda
 
 from numba_symm import driver
-from numba_symm.bench.calls import Call
+from numba_symm.bench.calls import EnqueueOn
 from numba_symm.environment import SIMULATED
 
 
@@ -34,7 +34,7 @@ class GpuStream:
 
     def capture(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[EnqueueOn],
         current: Callable[[int], AbstractContextManager[Any]],
     ) -> Any:
         """Return a graph of consecutive calls.
@@ -104,7 +104,7 @@ class GpuStream:
 class HostGraph:
     """Calls of the simulator's stream, made again by each replay."""
 
-    def __init__(self, calls: Sequence[Call]):
+    def __init__(self, calls: Sequence[EnqueueOn]):
         self.calls = list(calls)
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class HostStream:
 
     def capture(
         self,
-        calls: Sequence[Call],
+        calls: Sequence[EnqueueOn],
         current: Callable[[int], AbstractContextManager[Any]],
     ) -> HostGraph:
         """Return consecutive calls, in place of a graph."""

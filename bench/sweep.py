@@ -14,7 +14,7 @@ from numba_symm.bench.contenders import Contender, Missing, attempt
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.data import Tiled
 from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph
-from numba_symm.bench.operations import NO_REDUCTION, TYPES, Operation
+from numba_symm.bench.operations import NO_REDUCTION, TYPES, BenchOperation
 from numba_symm.bench.options import sizes
 
 Record = dict[str, Any]
@@ -52,7 +52,9 @@ class Row:
         return TYPES[self.type]
 
 
-def rows(operation: Operation, options: argparse.Namespace, ranks: int) -> list[Row]:
+def rows(
+    operation: BenchOperation, options: argparse.Namespace, ranks: int
+) -> list[Row]:
     """Return all rows of a run: every size for every type and reduction.
 
     Sizes that are the same number of elements have one row.
@@ -89,7 +91,7 @@ class Sweep:
 
     def __init__(
         self,
-        operation: Operation,
+        operation: BenchOperation,
         options: argparse.Namespace,
         timer: Timer,
         ranks: Any,

@@ -21,7 +21,7 @@ from numba_symm.bench import options
 from numba_symm.bench.contenders import Ways
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer
-from numba_symm.bench.operations import OPERATIONS, TYPES, Operation
+from numba_symm.bench.operations import OPERATIONS, TYPES, BenchOperation
 from numba_symm.bench.plot import COLORS, human
 from numba_symm.bench.progress import bar
 from numba_symm.bench.report import best, microseconds, written
@@ -165,7 +165,7 @@ class _Some(Ours):
         """Take these algorithms from now on."""
         self._others = tuple(names)
 
-    def ways(self, operation: Operation, x: Any, out: Any, op: str) -> Ways:
+    def ways(self, operation: BenchOperation, x: Any, out: Any, op: str) -> Ways:
         """Return the plans of the algorithms."""
         found = super().ways(operation, x, out, op)
         return {name: found[name] for name in self._others}

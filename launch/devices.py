@@ -50,7 +50,7 @@ class GPU:
 
 
 @dataclass(frozen=True)
-class _Offer:
+class _DeviceOffer:
     """The GPUs that one rank can be bound to; gathered before the assignment."""
 
     visible: list[str]
@@ -76,7 +76,7 @@ def bind(exchange: StoreExchange, device: int | None = None) -> GPU:
     """
     with exchange.agreed("finding GPUs"):
         gpus = visible_gpus()
-        offer = _Offer(
+        offer = _DeviceOffer(
             visible=[gpu.uuid for gpu in refuse_mig(gpus)],
             preferred=_preferred(gpus, device),
             share=allow_overlapping_devices(),

@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Message:
+class _Contribution:
     prefix: str
     step: int
     what: str
@@ -179,7 +179,7 @@ class StoreExchange:
         """
         if self._astray:  # do not wait for others, which may have given up
             raise ExchangeError(self._astray)
-        mine = _Message(self.prefix, self._step, what, value)
+        mine = _Contribution(self.prefix, self._step, what, value)
         self._step += 1
         try:
             messages = self._gathered(mine, wait or self.wait(what))
@@ -196,7 +196,7 @@ class StoreExchange:
             raise ExchangeError(self._astray)
         return [message.value for message in messages]
 
-    def _gathered(self, mine: _Message, wait: Wait) -> list[Any]:
+    def _gathered(self, mine: _Contribution, wait: Wait) -> list[Any]:
         if self._meeting is None:
             return waiting.all_gather(self._comm, mine, wait)
         packed = self._meeting.all_gather(pickle.dumps(mine), wait)
@@ -289,7 +289,7 @@ _MET_BY = "_met_by_all_of"  # an exception's attribute
 
 
 def _place(message: object) -> str:
-    if isinstance(message, _Message):
+    if isinstance(message, _Contribution):
         return message.place
     return f"a call that is not numba_symm's ({type(message).__name__})"
 

@@ -101,7 +101,7 @@ def on_device(array: Any) -> bool:
 _DLPACK_CUDA = 2  # kDLCUDA
 
 
-class _Kind(NamedTuple):
+class _ArrayClass(NamedTuple):
     """How arrays of a class are read.
 
     Attributes:
@@ -115,11 +115,11 @@ class _Kind(NamedTuple):
     strides: Callable[[Any], tuple[int, ...]]
 
 
-_KINDS: dict[type, _Kind] = {}
+_KINDS: dict[type, _ArrayClass] = {}
 """Arrays that are read by their own attributes: by exact class, once seen."""
 
 
-def _kind_of(array: Any) -> _Kind:
+def _kind_of(array: Any) -> _ArrayClass:
     """Return how to read an array of a class that is not in ``_KINDS``."""
     if SIMULATED:
         return _SIMULATED
@@ -159,11 +159,11 @@ def _own_strides(array: Any) -> tuple[int, ...]:
     return tuple(array.strides)
 
 
-_NUMBA = _Kind(_read_numba, _stream_of_numbas, _own_strides)
+_NUMBA = _ArrayClass(_read_numba, _stream_of_numbas, _own_strides)
 
 
 @functools.cache
-def _torch(torch: Any) -> tuple[_Kind, _Kind]:
+def _torch(torch: Any) -> tuple[_ArrayClass, _ArrayClass]:
     """Return how to read torch's tensors, and those of subclasses."""
     known = [dtype for dtype in dtypes.DTYPES if hasattr(torch, dtype.name)]
     by_torch = {getattr(torch, dtype.name): dtype for dtype in known}
@@ -194,7 +194,9 @@ def _torch(torch: Any) -> tuple[_Kind, _Kind]:
     def strides(tensor: Any) -> tuple[int, ...]:
         return tuple(stride * tensor.element_size() for stride in tensor.stride())
 
-    return _Kind(read, stream, strides), _Kind(_read_exported, stream, strides)
+    return _ArrayClass(read, stream, strides), _ArrayClass(
+        _read_exported, stream, strides
+    )
 
 
 def _read_exported(tensor: Any, what: str) -> Fields:
@@ -213,7 +215,7 @@ def _read_exported(tensor: Any, what: str) -> Fields:
 
 
 @functools.cache
-def _cupy(cupy: Any) -> tuple[_Kind, _Kind]:
+def _cupy(cupy: Any) -> tuple[_ArrayClass, _ArrayClass]:
     """Return how to read CuPy's arrays, and those of subclasses."""
 
     def read(array: Any, what: str) -> Fields:
@@ -228,8 +230,8 @@ def _cupy(cupy: Any) -> tuple[_Kind, _Kind]:
         return int(cupy.cuda.get_current_stream().ptr)
 
     return (
-        _Kind(read, stream, _own_strides),
-        _Kind(_read_foreign, stream, _own_strides),
+        _ArrayClass(read, stream, _own_strides),
+        _ArrayClass(_read_foreign, stream, _own_strides),
     )
 
 
@@ -272,7 +274,7 @@ def _strides_of_foreign(array: Any) -> tuple[int, ...]:
     return tuple(stride * found.dtype.itemsize for stride in found.strides)
 
 
-_FOREIGN = _Kind(_read_foreign, _stream_of_foreign, _strides_of_foreign)
+_FOREIGN = _ArrayClass(_read_foreign, _stream_of_foreign, _strides_of_foreign)
 
 
 def _order(in_c: bool, in_fortran: bool) -> str | None:
@@ -312,7 +314,7 @@ def _read_simulated(array: Any, what: str) -> Fields:
     return address, shape, array.dtype, order, not flags.writeable
 
 
-_SIMULATED = _Kind(_read_simulated, lambda array: None, _own_strides)
+_SIMULATED = _ArrayClass(_read_simulated, lambda array: None, _own_strides)
 
 
 def is_simulated(array: Any) -> bool:

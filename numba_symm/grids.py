@@ -63,7 +63,7 @@ class Team:
         self._block_dim = shape
         self._grid_dim: Shape = (1, 1, 1)
         self.block_state = np.zeros(shape, np.bool_)  # of syncthreads_count and its kin
-        self.launch: Launch | None = None
+        self.launch: GridRun | None = None
         self._lock = threading.Lock()  # guards the following, and releases of turns
         self.running = 0
         self._waiting: list[Any] = []
@@ -74,7 +74,7 @@ class Team:
         for thread in self._threads:
             start(thread, "the simulator")
 
-    def start(self, launch: "Launch", point: Shape) -> None:
+    def start(self, launch: "GridRun", point: Shape) -> None:
         """Start a block."""
         self.launch, self._grid_dim = launch, launch.grid
         self.shared = launch.shared()
@@ -170,7 +170,7 @@ class Team:
             self._waiting.clear()
 
 
-class Launch:
+class GridRun:
     """One launch of a kernel, whose blocks are started one after another.
 
     Args:

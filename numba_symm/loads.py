@@ -33,7 +33,7 @@ _LINE = re.compile(r"([0-9a-f]{64}|-|#) \S.*\n")  # a key, no key, or the progra
 _PREFIX, _SUFFIX = "numba-symm-", ".loads"
 
 
-class Board(Protocol):
+class LoadBoard(Protocol):
     """A status board, on which a load is noted while it lasts."""
 
     def note_load(self, what: str) -> None:
@@ -43,7 +43,7 @@ class Board(Protocol):
         """Clear the note, unless the communicator has failed meanwhile. Local."""
 
 
-_boards: "weakref.WeakSet[Board]" = weakref.WeakSet()
+_boards: "weakref.WeakSet[LoadBoard]" = weakref.WeakSet()
 _call: ContextVar[str | None] = ContextVar("_call", default="")
 
 
@@ -57,7 +57,7 @@ class Count:
     within_calls = 0
 
 
-def watch(board: Board) -> None:
+def watch(board: LoadBoard) -> None:
     """Note loads on this board, too."""
     _boards.add(board)
 

@@ -92,7 +92,7 @@ def empty(
         if SIMULATED or nbytes == 0:
             return cuda.device_array(shape, dtype, order=order)
         kept = reserve.current()
-        memory = _Output(*kept.take(nbytes), kept)
+        memory = _NewOutput(*kept.take(nbytes), kept)
         return _device_array(memory, shape, dtype, 0, order)
     except ArgumentError as error:
         raise ArgumentError(f"{what}: {error}") from error
@@ -103,7 +103,7 @@ def empty(
         ) from error
 
 
-class _Output(Memory):
+class _NewOutput(Memory):
     """The memory of a new output, which the reserve gets back."""
 
     def __del__(self) -> None:

@@ -23,7 +23,7 @@ Beyond that, the host waits for the GPU."""
 _FINEST = 512  # bytes: what cuMemAlloc aligns to
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
-Room = tuple[int, int]
+Freed = tuple[int, int]
 """An address and a number of bytes."""
 
 
@@ -38,9 +38,9 @@ class Reserve:
         self._context = context
         self._most = int(SHARE * driver.call("cuMemGetInfo")[1])
         # Finalizers append to it, in any thread and during any statement.
-        self._dropped: deque[Room] = deque()
-        self._awaited: deque[tuple[Any, list[Room]]] = deque()  # in order of events
-        self._unused: dict[int, list[Room]] = {}
+        self._dropped: deque[Freed] = deque()
+        self._awaited: deque[tuple[Any, list[Freed]]] = deque()  # in order of events
+        self._unused: dict[int, list[Freed]] = {}
         self._kept = 0  # bytes that are awaited or unused
         self._events: list[Any] = []
         self._lock = threading.Lock()
@@ -54,7 +54,7 @@ class Reserve:
         self._kept = 0
         self._lock = threading.Lock()
 
-    def take(self, nbytes: int) -> Room:
+    def take(self, nbytes: int) -> Freed:
         """Return memory of at least ``nbytes``, which is at least 1.
 
         Raises:
@@ -78,7 +78,7 @@ class Reserve:
             self.release()
             return int(driver.call("cuMemAlloc", size)), size
 
-    def drop(self, room: Room) -> None:
+    def drop(self, room: Freed) -> None:
         """Take memory back that no array views any more. For finalizers."""
         self._dropped.append(room)
 

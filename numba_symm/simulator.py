@@ -37,7 +37,7 @@ from numba.cuda.simulator.kernelapi import (
 
 from numba_symm import grids
 from numba_symm.errors import ArgumentError
-from numba_symm.grids import Launch, Team
+from numba_symm.grids import GridRun, Team
 
 _SWITCH_INTERVAL = 1e-3  # seconds that a thread runs if others want to
 
@@ -61,7 +61,7 @@ def run(
         raise RuntimeError("a kernel cannot launch another kernel")
     block = (*threads, 1)
     call = functools.partial(function, *args)
-    launch = Launch((grid, 1, 1), block, call, Thread, _Shared)
+    launch = GridRun((grid, 1, 1), block, call, Thread, _BlockMemory)
     with _hurried(), simulator.swapped_cuda_module(function, _CUDA):
         # Their blocks pair with those of the same index on other ranks only.
         for index in range(grid):
@@ -150,7 +150,7 @@ _WARNING = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "war
 _RAISING = _WARNING | {"divide": "raise"}
 
 
-class _Block:
+class _BlockRun:
     """A block of a program's kernel, in place of Numba's ``BlockManager``."""
 
     def __init__(self, function: Any, grid: Any, block: Any, debug: bool):
@@ -163,15 +163,15 @@ class _Block:
         if launch is None:
             call = functools.partial(self._function, *args)
             size = kernel._shared._dynshared_size
-            shared = functools.partial(_Shared, size)
-            launch = kernel.launch = Launch(*self._shape, call, Thread, shared)
+            shared = functools.partial(_BlockMemory, size)
+            launch = kernel.launch = GridRun(*self._shape, call, Thread, shared)
             launch.debug = self._debug
             launch.errors = _RAISING if self._debug else _WARNING
         with _hurried():
             launch.proceed(point, grids.together(launch.threads))
 
 
-simulator.BlockManager = _Block
+simulator.BlockManager = _BlockRun
 
 
 def _sync(group: Any) -> None:
@@ -334,7 +334,7 @@ class Thread(simulator.BlockThread):  # type: ignore[misc]
         self._wait()
 
 
-class _Shared(FakeCUDAShared):  # type: ignore[misc]
+class _BlockMemory(FakeCUDAShared):  # type: ignore[misc]
     """The shared memory of a block.
 
     In Numba's, two threads that reach one ``cuda.shared.array`` simultaneously may get

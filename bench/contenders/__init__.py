@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from numba_symm.bench.calls import Call
+from numba_symm.bench.calls import EnqueueOn
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.environment import SIMULATED
 
@@ -46,7 +46,7 @@ class Way:
         launches: how kernels are launched, if that is known: as in the JSON file.
     """
 
-    call: Call
+    call: EnqueueOn
     in_place: bool = False
     eager: bool = False
     launches: Sequence[Launched] = ()

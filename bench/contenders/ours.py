@@ -8,9 +8,9 @@ import numpy as np
 from numba import cuda
 
 from numba_symm.bench import islands
-from numba_symm.bench.calls import Call
+from numba_symm.bench.calls import EnqueueOn
 from numba_symm.bench.contenders import Launched, Way, Ways, no_context
-from numba_symm.bench.operations import OPERATIONS, Operation
+from numba_symm.bench.operations import OPERATIONS, BenchOperation
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.protocols.mailboxes import TRANSPORTS
 from numba_symm.environment import SIMULATED
@@ -81,11 +81,13 @@ class Ours:
             raise AttributeError(name)
         return functools.partial(self.ways, OPERATIONS[name])
 
-    def ways(self, operation: Operation, x: Any, out: Any, op: str) -> Ways:
+    def ways(self, operation: BenchOperation, x: Any, out: Any, op: str) -> Ways:
         """Return the ways of an operation: plans, and the plain call."""
         alone = operation.in_place
 
-        def way(make: Callable[..., Call], algorithm: str | None, **more: Any) -> Any:
+        def way(
+            make: Callable[..., EnqueueOn], algorithm: str | None, **more: Any
+        ) -> Any:
             try:
                 with bound(loading=True) as found:
                     call = make(self._comm, x, out, op, algorithm)

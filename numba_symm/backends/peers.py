@@ -15,7 +15,7 @@ if SIMULATED:
     from numba_symm import simulator
 
 
-class Ranks(Protocol):
+class MappingRanks(Protocol):
     """Ranks that map each other's memory, such as a :class:`numba_symm.island.Island`.
 
     Attributes:
@@ -27,7 +27,7 @@ class Ranks(Protocol):
     channel: IpcChannel
 
 
-def choose_backend(ranks: Ranks, ordinal: int) -> tuple[Backend, dict[str, str]]:
+def choose_backend(ranks: MappingRanks, ordinal: int) -> tuple[Backend, dict[str, str]]:
     """Return the best backend that works between every pair of ranks. Collective.
 
     Args:
@@ -59,7 +59,7 @@ def choose_backend(ranks: Ranks, ordinal: int) -> tuple[Backend, dict[str, str]]
     raise BackendError(f"no kind of memory can be shared by these ranks:\n{reasons}")
 
 
-def prove(ranks: Ranks, backend: Backend) -> None:
+def prove(ranks: MappingRanks, backend: Backend) -> None:
     """Write to every peer's memory, and read what the peers wrote. Collective.
 
     Raises:
@@ -140,7 +140,7 @@ class Peers:
 
 
 def map_peers(
-    ranks: Ranks, backend: Backend, block: Any, nbytes: int, what: str
+    ranks: MappingRanks, backend: Backend, block: Any, nbytes: int, what: str
 ) -> Peers:
     """Map every rank's allocation here. Collective. Fails on all ranks or on none.
 
@@ -163,7 +163,7 @@ def map_peers(
 
 
 def _map_peers(
-    ranks: Ranks, backend: Backend, block: Any, nbytes: int, what: str
+    ranks: MappingRanks, backend: Backend, block: Any, nbytes: int, what: str
 ) -> Peers:
     exchange = ranks.exchange
     rank, size = exchange.rank, exchange.size

@@ -41,7 +41,7 @@ _OLDEST = (8, 0)
 _BATCH = 4  # kernels that a process takes at a time; neighbours share device functions
 
 Capability = tuple[int, int]
-Job = tuple[Kernel, Capability]
+Compilation = tuple[Kernel, Capability]
 
 
 class Wanted(NamedTuple):
@@ -65,7 +65,7 @@ class Wanted(NamedTuple):
     multiprocessors: Sequence[int]
     gpu: str
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[Compilation]:
         """Return the kernels, each with every compute capability.
 
         Raises:
@@ -278,12 +278,12 @@ def _check_capabilities(capabilities: Sequence[Capability]) -> None:
         )
 
 
-def _is_stored(job: Job) -> bool:
+def _is_stored(job: Compilation) -> bool:
     kernel, capability = job
     return code_cache.load(kernel.key(capability)) is not None
 
 
-def _compile_all(jobs: Sequence[Job], processes: int, console: Console) -> None:
+def _compile_all(jobs: Sequence[Compilation], processes: int, console: Console) -> None:
     """Compile in several processes, with a progress bar on a terminal."""
     batches = [jobs[first : first + _BATCH] for first in range(0, len(jobs), _BATCH)]
     columns = BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
@@ -354,7 +354,7 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _compile(batch: Sequence[Job]) -> None:
+def _compile(batch: Sequence[Compilation]) -> None:
     for job in batch:
         if _ended is not None and _ended.value:
             return  # the pool has queued more than it can cancel

@@ -55,11 +55,11 @@ LAUNCHER = ("<frozen runpy>", runpy.__file__, __file__)
 
 INTERRUPTED = 128 + signal.SIGINT
 
-Report = tuple[int, str]
+RankError = tuple[int, str]
 """A rank and the text of its error."""
 
 
-class Failure:
+class RankFailure:
     """The failure of this rank, if it fails: which rank prints it and ends the job.
 
     Args:
@@ -108,7 +108,7 @@ class Failure:
         if not printed:
             show([own])
 
-    def _meet(self, own: Report) -> bool:
+    def _meet(self, own: RankError) -> bool:
         """Return whether ``own`` was printed. The rank that binds the name is first."""
         deadline = time.monotonic() + LAST
         while time.monotonic() < deadline:
@@ -125,7 +125,7 @@ class Failure:
             return True
         return False
 
-    def _collect(self, door: socket.socket, own: Report) -> None:
+    def _collect(self, door: socket.socket, own: RankError) -> None:
         """Print the errors that arrive soon, in the order of their arrival."""
         door.listen(self._ranks)
         reports = [own]
@@ -179,7 +179,7 @@ def own_rank() -> int | None:
     return None
 
 
-def handed_over(connection: socket.socket, name: str, own: Report) -> bool:
+def handed_over(connection: socket.socket, name: str, own: RankError) -> bool:
     """Send ``own`` to the first rank, and return whether that rank printed it.
 
     Raises:
@@ -201,7 +201,7 @@ def same_user(connection: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def received(connection: socket.socket) -> Report:
+def received(connection: socket.socket) -> RankError:
     """Return the report that a rank sends.
 
     Raises:
@@ -238,7 +238,7 @@ def drain(descriptor: int) -> None:
     time.sleep(0.1)  # for mpirun to print what it has read
 
 
-def show(reports: Sequence[Report]) -> None:
+def show(reports: Sequence[RankError]) -> None:
     """Print each text once, after the numbers of its ranks."""
     groups: dict[str, list[int]] = {}
     for rank, text in reports:
@@ -309,7 +309,7 @@ def main(mpirun: str, ranks: str, *program: str) -> None:
     failure = None
     rank, word = own_rank(), os.environ.pop(WORD, "")
     if rank is not None and word:  # otherwise Python shows each rank's error
-        failure = Failure(int(mpirun), word, int(ranks), rank)
+        failure = RankFailure(int(mpirun), word, int(ranks), rank)
         sys.excepthook = failure.hook
         atexit.register(failure.end)
     try:

@@ -11,8 +11,8 @@ from numba_symm.engines.deadline import Deadline
 from numba_symm.engines.mpi import (
     Direct,
     MpiEngine,
+    ParcelMemory,
     Pinned,
-    Room,
     reads_gpu_memory,
 )
 from numba_symm.engines.protocol import Collective, Engine, Parcel
@@ -75,7 +75,9 @@ def choose(islands: Joined, multiprocessors: int) -> Engine:
     return _start_mpi(islands)
 
 
-def uses_nccl(asked: str | None, founds: Sequence[nccl.Found], shared: bool) -> bool:
+def uses_nccl(
+    asked: str | None, founds: Sequence[nccl.Installation], shared: bool
+) -> bool:
     """Return whether the engine is NCCL; otherwise it is MPI.
 
     Args:
@@ -141,7 +143,7 @@ def _start_mpi(islands: Joined) -> Engine:
     # Both ends of a message divide it in the same way.
     direct = all(exchange.all_gather(direct, "whether MPI reads the memory of GPUs"))
     with exchange.agreed("starting engine 'mpi'"):
-        room: Room = Direct() if direct else Pinned()
+        room: ParcelMemory = Direct() if direct else Pinned()
 
         def wait() -> Wait:
             return islands.wait(islands.operation)

@@ -25,7 +25,7 @@ from numba_symm.kernels import Kernel, Launch
 _FOR_KERNELS = 0x03  # CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP
 
 
-class Exchange(NamedTuple):
+class TimedExchange(NamedTuple):
     """An exchange in which the GPU waits for other ranks.
 
     Attributes:
@@ -66,8 +66,8 @@ class Deadline:
     def __init__(self, seconds: float):
         self._seconds = seconds
         self._since = 0.0
-        self._numbers: dict[Exchange, int] = {}
-        self._exchanges: list[Exchange | None] = [None]  # by number
+        self._numbers: dict[TimedExchange, int] = {}
+        self._exchanges: list[TimedExchange | None] = [None]  # by number
         self._memory = int(driver.call("cuMemHostAlloc", 8, _FOR_KERNELS))
         self._place = int(driver.call("cuMemHostGetDevicePointer", self._memory, 0))
         self._word = (ctypes.c_uint32 * 2).from_address(self._memory)
@@ -77,7 +77,7 @@ class Deadline:
         self._end: tuple[int, frozenset[int]] | None = None
         self._mark(0)
 
-    def begin(self, exchange: Exchange, stream: int, captured: bool) -> None:
+    def begin(self, exchange: TimedExchange, stream: int, captured: bool) -> None:
         """Enqueue the mark before an exchange.
 
         In a capture, if this exchange directly follows another one, no mark is added.
@@ -111,11 +111,11 @@ class Deadline:
         return self._marks[number]
 
     @property
-    def running(self) -> Exchange | None:
+    def running(self) -> TimedExchange | None:
         """The exchange that the GPU is in, or None."""
         return self._exchanges[self._word[0]]
 
-    def late(self) -> Exchange | None:
+    def late(self) -> TimedExchange | None:
         """Return the exchange that the GPU is in if it has lasted too long.
 
         The host calls this regularly, one thread at a time.

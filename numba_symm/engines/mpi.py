@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from numba_symm import driver, streams, threads, waits
-from numba_symm.engines.protocol import Enqueue, Parcel
+from numba_symm.engines.protocol import EnqueueCollective, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CallMismatch
 from numba_symm.launch import ranks
@@ -29,7 +29,7 @@ _DIRECT = 1 << 30  # bytes of a message at most
 _STAGED = 1 << 19
 
 
-class Room(Protocol):
+class ParcelMemory(Protocol):
     """Where a parcel's bytes are while MPI moves them.
 
     Attributes:
@@ -72,7 +72,7 @@ class Direct:
         """Do nothing, because the arrays are the caller's."""
 
 
-class Staged:
+class PinnedSlots:
     """Pinned host memory, with a slot of ``most`` bytes for each parcel.
 
     Args:
@@ -122,7 +122,7 @@ class Staged:
             self._release(self._slots.pop())
 
 
-class Pinned(Staged):
+class Pinned(PinnedSlots):
     """Slots in memory that the driver pins, and a stream that follows no other one."""
 
     def __init__(self) -> None:
@@ -160,14 +160,14 @@ class MpiEngine:
     name = "mpi"
     capturable = False
     multiprocessors = 0
-    collectives: Mapping[str, Enqueue] = MappingProxyType({})
+    collectives: Mapping[str, EnqueueCollective] = MappingProxyType({})
 
     def __init__(
         self,
         comm: TaggedComm,
         wait: Callable[[], Wait],
         look: Callable[[], None],
-        room: Room,
+        room: ParcelMemory,
     ):
         self._comm, self._wait, self._look = comm, wait, look
         # Both ranks of a pair count their parcels, however these are grouped.
@@ -231,8 +231,8 @@ class MpiEngine:
     def _move(self, sends: Sequence[Parcel], receives: Sequence[Parcel]) -> None:
         """Move the bytes; the stream's earlier work is done."""
         wait = self._wait()
-        moves: list[_Move] = []
-        latest: dict[tuple[type, int, int], _Move] = {}
+        moves: list[_ParcelMove] = []
+        latest: dict[tuple[type, int, int], _ParcelMove] = {}
         for kind, parcels, counted in (
             (_Send, sends, self._sent),  # first: a receive may raise
             (_Receive, receives, self._received),
@@ -315,7 +315,7 @@ def _has_ended(request: Any) -> bool:
         return True
 
 
-class _Move:
+class _ParcelMove:
     """A parcel that MPI moves by messages, one after another.
 
     The last one is shorter than the others, and may be empty. So a receiver that
@@ -328,7 +328,7 @@ class _Move:
         slot: int,
         parcel: Parcel,
         tag: int,
-        before: "_Move | None",
+        before: "_ParcelMove | None",
     ):
         self.parcel = parcel
         self.ended = False
@@ -386,7 +386,7 @@ class _Move:
         return self.requests[0]
 
 
-class _Send(_Move):
+class _Send(_ParcelMove):
     def _begin(self, at: tuple[int, int, int]) -> None:
         given = [self._room.sent(*at), ranks.mpi().BYTE], self._there, self._tag
         begin(self.requests, self._mpi.Isend, *given)
@@ -395,7 +395,7 @@ class _Send(_Move):
         return bool(self.requests[0].Test())
 
 
-class _Receive(_Move):
+class _Receive(_ParcelMove):
     def _may_begin(self) -> bool:
         if not super()._may_begin():
             return False

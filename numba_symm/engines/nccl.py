@@ -15,8 +15,8 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from numba_symm import streams
-from numba_symm.engines.deadline import Deadline, Exchange
-from numba_symm.engines.protocol import Collective, Enqueue, Parcel
+from numba_symm.engines.deadline import Deadline, TimedExchange
+from numba_symm.engines.protocol import Collective, EnqueueCollective, Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError, CollectiveError, RankLeft
 from numba_symm.launch.waiting import Wait
@@ -37,7 +37,7 @@ _GRACE = 0.06  # seconds: three looks of the watchdog
 _POLLS = 200  # polls of NCCL's state, before a wait that looks for failures
 
 
-class Found(NamedTuple):
+class Installation(NamedTuple):
     """What a process has of NCCL.
 
     Attributes:
@@ -50,17 +50,19 @@ class Found(NamedTuple):
 
 
 @functools.cache
-def found() -> Found:
+def found() -> Installation:
     """Return whether this process can use NCCL."""
     if SIMULATED:
-        return Found("", "NCCL needs GPUs, and this is Numba's CUDA simulator")
+        return Installation("", "NCCL needs GPUs, and this is Numba's CUDA simulator")
     try:
         number = _functions().get_version()
     except ImportError as error:
-        return Found("", f"nccl4py cannot be imported ({error}): {CURE}")
+        return Installation("", f"nccl4py cannot be imported ({error}): {CURE}")
     except RuntimeError:
-        return Found("", f"nccl4py finds no NCCL library: {CURE}")
-    return Found(f"NCCL {number // 10000}.{number // 100 % 100}.{number % 100}", "")
+        return Installation("", f"nccl4py finds no NCCL library: {CURE}")
+    return Installation(
+        f"NCCL {number // 10000}.{number // 100 % 100}.{number % 100}", ""
+    )
 
 
 def _functions() -> Any:
@@ -132,7 +134,7 @@ class NcclEngine:
     ):
         self.version = found().version
         self.multiprocessors = multiprocessors
-        self.collectives: Mapping[str, Enqueue] = dict.fromkeys(
+        self.collectives: Mapping[str, EnqueueCollective] = dict.fromkeys(
             _COLLECTIVES, self._collective
         )
         self._rank = rank
@@ -153,7 +155,7 @@ class NcclEngine:
         try:
             with self._translated("Communicator"):
                 self._comm = self._nccl.comm_init_rank_scalable(*given)
-                self._finish(Exchange("Communicator", ()), True)
+                self._finish(TimedExchange("Communicator", ()), True)
         except BaseException:
             self.abort()
             raise
@@ -227,7 +229,7 @@ class NcclEngine:
     def _enqueue(self, work: _Work, stream: int) -> None:
         if not work.peers:
             return
-        exchange = Exchange(self._operation(), work.peers)
+        exchange = TimedExchange(self._operation(), work.peers)
         captured = streams.is_capturing(stream)
         self._captured = self._captured or captured
         self._deadline.begin(exchange, stream, captured)
@@ -253,7 +255,7 @@ class NcclEngine:
             raise _Aborted
         return self._comm
 
-    def _finish(self, exchange: Exchange, connecting: bool) -> None:
+    def _finish(self, exchange: TimedExchange, connecting: bool) -> None:
         """Wait until NCCL's latest call is done: on the host, not on the GPU.
 
         If it only enqueues work, that may wait for other work of the GPU's, which has
@@ -289,7 +291,7 @@ class NcclEngine:
         with self._lock:
             return int(self._nccl.comm_get_async_error(self._usable()))
 
-    def _error(self, state: int, exchange: Exchange) -> CollectiveError:
+    def _error(self, state: int, exchange: TimedExchange) -> CollectiveError:
         """Return the error for a state of NCCL's."""
         operation, peers = exchange
         kind = RankLeft if state == _REMOTE_ERROR else CollectiveError
@@ -327,7 +329,7 @@ class NcclEngine:
             state = self._state()
         if state not in (_SUCCESS, _IN_PROGRESS) and not self._is_early(state):
             running = self._deadline.running
-            return self._error(state, running or Exchange(self._operation(), ()))
+            return self._error(state, running or TimedExchange(self._operation(), ()))
         late = self._deadline.late()
         return None if late is None else self._wait(late.operation).error(late.peers)
 

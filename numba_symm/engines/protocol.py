@@ -43,7 +43,7 @@ class Collective(NamedTuple):
     root: int
 
 
-Enqueue = Callable[[Collective, int, StreamOrder | None], None]
+EnqueueCollective = Callable[[Collective, int, StreamOrder | None], None]
 """Enqueues a collective on a stream; see :meth:`Engine.exchange`."""
 
 
@@ -63,7 +63,7 @@ class Engine(Protocol):
     version: str
     capturable: bool
     multiprocessors: int
-    collectives: Mapping[str, Enqueue]
+    collectives: Mapping[str, EnqueueCollective]
 
     def exchange(
         self,

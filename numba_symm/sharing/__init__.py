@@ -100,7 +100,7 @@ def share(array: Any, opens: int = 1, stream: Any = None) -> SharedHandle:
 def _send(
     keeper: Any,
     array: Any,
-    place: kinds.Place,
+    place: kinds.SharedAllocation,
     start: int,
     nbytes: int,
     found: layout.ArrayLayout,

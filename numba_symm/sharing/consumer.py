@@ -34,7 +34,7 @@ CLOSED = "this shared array was closed; open its handle again, if others still s
 Key = tuple[bytes, str, int, int]
 
 
-class Mapped:
+class OpenMapping:
     """An allocation of another process, mapped here.
 
     Attributes:
@@ -102,8 +102,8 @@ class Consumer:
 
     def __init__(self) -> None:
         self.guard = FinalizerLock(after=self.unmap_unused)
-        self.mapped: dict[Key, Mapped] = {}
-        self.closing: dict[Key, Mapped] = {}
+        self.mapped: dict[Key, OpenMapping] = {}
+        self.closing: dict[Key, OpenMapping] = {}
         self.dropped: deque[Any] = deque()
         self._watches: set[_Watch] = set()
         self._unmappers: set[int] = set()
@@ -152,7 +152,7 @@ class Consumer:
         reference.mapped = mapped  # before the reverse; see Reference.leave
         mapped.references.add(reference)
 
-    def _map(self, key: Key, reference: "Reference") -> Mapped:
+    def _map(self, key: Key, reference: "Reference") -> OpenMapping:
         handle = reference.handle
         what = (handle.producer, broker.MEMORY, handle.file, handle.slot)
         try:
@@ -165,7 +165,7 @@ class Consumer:
                 key[-1],
                 own=kinds.uuid_of(key[-1]) == handle.device,
             )
-            mapped = Mapped(key, mapping)
+            mapped = OpenMapping(key, mapping)
             reference.mapped = self.mapped[key] = mapped
         except SymmError:
             raise
@@ -174,7 +174,7 @@ class Consumer:
             raise
         return mapped
 
-    def start_closing(self, mapped: Mapped, last: "Reference") -> None:
+    def start_closing(self, mapped: OpenMapping, last: "Reference") -> None:
         """Remove a mapping from those in use. Under the guard. Idempotent."""
         if self.mapped.get(mapped.key) is mapped:
             mapped.last = last
@@ -190,7 +190,7 @@ class Consumer:
             return
         try:
             self._unmappers.add(me)
-            seen: set[Mapped] = set()
+            seen: set[OpenMapping] = set()
             while todo := set(self.closing.values()) - seen:
                 for mapped in todo:
                     mapped.finish(wait=False)
@@ -198,7 +198,7 @@ class Consumer:
         finally:
             self._unmappers.discard(me)
 
-    def end(self, mapped: Mapped) -> None:
+    def end(self, mapped: OpenMapping) -> None:
         """Note that a mapping has ended. Under the guard. Idempotent."""
         mapped.ended = True
         if self.closing.get(mapped.key) is mapped:
@@ -206,7 +206,7 @@ class Consumer:
         if mapped.last is not None:
             mapped.last.leave()
 
-    def around(self, address: int) -> Mapped | None:
+    def around(self, address: int) -> OpenMapping | None:
         """Return the mapping that contains an address, or None. Under the guard."""
         for mapped in self.mapped.values():
             if 0 <= address - mapped.mapping.address < mapped.mapping.nbytes:
@@ -261,7 +261,7 @@ class Reference:
 
     def __init__(self, handle: SharedHandle, guard: FinalizerLock, stream: Any):
         self.handle = handle
-        self.mapped: Mapped | None = None
+        self.mapped: OpenMapping | None = None
         self.lost = False
         self.failed = False
         self._guard = guard

@@ -36,7 +36,7 @@ _EXPORT_BYTES = 64  # of CUmemPoolPtrExportData, read by address as it is opaque
 
 
 @dataclass(frozen=True)
-class Place:
+class SharedAllocation:
     """The allocation of an array, in the array's own process.
 
     Attributes:
@@ -57,7 +57,7 @@ class Place:
     export: Callable[[], int] | None = None
 
 
-def locate(address: int, nbytes: int) -> Place | None:
+def locate(address: int, nbytes: int) -> SharedAllocation | None:
     """Find the allocation around an array of this process.
 
     Returns:
@@ -67,10 +67,10 @@ def locate(address: int, nbytes: int) -> Place | None:
         ArgumentError: no other process can map memory of this kind.
     """
     if nbytes == 0:
-        return Place("none", address, 0)
+        return SharedAllocation("none", address, 0)
     block = block_around(address)
     if block is not None and block.backend.exports_fd:
-        return Place(
+        return SharedAllocation(
             kind=block.backend.name,
             base=block.address,
             nbytes=block.allocation.nbytes,
@@ -113,7 +113,7 @@ def _check_on_device(address: int, nbytes: int) -> None:
         raise _refused(address, "managed memory or pinned host memory")
 
 
-def _locate_in_pool(address: int) -> Place | None:
+def _locate_in_pool(address: int) -> SharedAllocation | None:
     from cuda.bindings import driver as binding
 
     attribute = binding.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE
@@ -133,7 +133,7 @@ def _locate_in_pool(address: int) -> Place | None:
             f"({error}; cuda.core.DeviceMemoryResource with ipc_enabled=True makes a "
             "pool that can)",
         ) from None
-    return Place(
+    return SharedAllocation(
         kind="pool",
         base=int(base),
         nbytes=int(nbytes),
@@ -151,7 +151,7 @@ def _export_pool(pool: int) -> int:
     return int(driver.call("cuMemPoolExportToShareableHandle", handle, kind, 0))
 
 
-def _locate_in_cuda_malloc(address: int) -> Place:
+def _locate_in_cuda_malloc(address: int) -> SharedAllocation:
     try:
         found = ipc.allocation_around(address, "share")
     except BackendError:
@@ -161,7 +161,9 @@ def _locate_in_cuda_malloc(address: int) -> Place:
             "memory management that another library mapped, such as torch's expandable "
             "segments, or memory that another library imported)",
         ) from None
-    return Place("ipc", found.address, found.nbytes, ipc.IpcBackend().export(found))
+    return SharedAllocation(
+        "ipc", found.address, found.nbytes, ipc.IpcBackend().export(found)
+    )
 
 
 def _refused(address: int, kind: str) -> ArgumentError:
@@ -187,7 +189,7 @@ def map_memory(
     """Map another process' allocation on a GPU.
 
     Args:
-        kind: as in the producer's :class:`Place`.
+        kind: as in the producer's :class:`SharedAllocation`.
         nbytes: likewise.
         data: likewise.
         pool: identifies the producer's pool, for ``pool``.
@@ -294,7 +296,7 @@ _CHUNK = 16 << 20
 _ALIGNMENT = 64
 
 
-class _Chunk:
+class _Pool:
     """Shared host memory, assigned from its beginning to its end."""
 
     def __init__(self, nbytes: int):
@@ -311,13 +313,13 @@ class _Chunk:
             self.end = 0
 
 
-class _Rooms:
+class _CopyMemory:
     """Memory for copies, of which many small ones share a chunk and a descriptor."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # finalizers take it, too
-        self._current: _Chunk | None = None
-        self._chunks: weakref.WeakSet[_Chunk] = weakref.WeakSet()
+        self._current: _Pool | None = None
+        self._chunks: weakref.WeakSet[_Pool] = weakref.WeakSet()
 
     def copy(self, array: Any) -> Memory:
         """Return new shared memory that holds an array's elements in C order."""
@@ -326,13 +328,13 @@ class _Rooms:
         ctypes.memmove(room.address, host.ctypes.data, host.nbytes)
         return room
 
-    def around(self, address: int) -> Place | None:
+    def around(self, address: int) -> SharedAllocation | None:
         """Return the chunk around an address, or None."""
         with self._lock:
             for chunk in self._chunks:
                 found = chunk.allocation
                 if 0 <= address - found.address < found.nbytes:
-                    return Place(
+                    return SharedAllocation(
                         "host", found.address, found.nbytes, export=chunk.export
                     )
         return None
@@ -352,17 +354,17 @@ class _Rooms:
             weakref.finalize(room, self._leave, chunk).atexit = False
             return room
 
-    def _new(self, nbytes: int) -> _Chunk:
-        chunk = _Chunk(nbytes)
+    def _new(self, nbytes: int) -> _Pool:
+        chunk = _Pool(nbytes)
         self._chunks.add(chunk)
         return chunk
 
-    def _leave(self, chunk: _Chunk) -> None:
+    def _leave(self, chunk: _Pool) -> None:
         with self._lock:
             chunk.leave()
 
 
-_rooms = _Rooms()
+_rooms = _CopyMemory()
 
 
 def private_copy(array: Any) -> Memory:

@@ -12,7 +12,7 @@ from numba_symm.sharing import kinds, layout
 from numba_symm.sharing.consumer import (
     CLOSED,
     Key,
-    Mapped,
+    OpenMapping,
     Reference,
     consumer,
 )
@@ -143,7 +143,7 @@ def _open_there(reference: Reference, stream: Any) -> _Opened:
     return mapping.address, mapping.nbytes, mapping
 
 
-def _take(reference: Reference, key: Key) -> Mapped | None:
+def _take(reference: Reference, key: Key) -> OpenMapping | None:
     """Take a reference, and then map the memory that it keeps. Under the guard.
 
     Returns:

@@ -298,7 +298,7 @@ def test_ranks_that_disagree_are_refused(world, monkeypatch):
     monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
     monkeypatch.delenv("NUMBA_SYMM_ENGINE", raising=False)
     if world.rank == 0:
-        monkeypatch.setattr(nccl, "found", lambda: nccl.Found("NCCL 1.0.0", ""))
+        monkeypatch.setattr(nccl, "found", lambda: nccl.Installation("NCCL 1.0.0", ""))
     refused(
         world,
         ns.BackendError,

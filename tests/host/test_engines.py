@@ -7,10 +7,10 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import engines, streams
-from numba_symm.engines.nccl import CURE, Found
+from numba_symm.engines.nccl import CURE, Installation
 
-OLD, NEW = Found("NCCL 2.21.5", ""), Found("NCCL 2.28.9", "")
-NONE = Found("", f"nccl4py cannot be imported: {CURE}")
+OLD, NEW = Installation("NCCL 2.21.5", ""), Installation("NCCL 2.28.9", "")
+NONE = Installation("", f"nccl4py cannot be imported: {CURE}")
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from numba_symm.engines.deadline import Deadline, Exchange
+from numba_symm.engines.deadline import Deadline, TimedExchange
 
 STREAM, SIDE = 77, 88
 
@@ -13,7 +13,7 @@ def watched(gpu, clock):
 
 
 def test_the_deadline_counts_from_the_first_look_in_an_exchange(watched, clock):
-    exchange = Exchange("broadcast", (1, 2))
+    exchange = TimedExchange("broadcast", (1, 2))
     assert watched.late() is None
     clock.now += 9
     watched.begin(exchange, STREAM, False)
@@ -28,7 +28,7 @@ def test_the_deadline_counts_from_the_first_look_in_an_exchange(watched, clock):
 
 def test_the_deadline_begins_anew_with_every_exchange(watched, clock):
     """Replays of a graph may begin and end exchanges between two looks."""
-    exchange = Exchange("broadcast", (1,))
+    exchange = TimedExchange("broadcast", (1,))
     for _ in range(5):
         watched.begin(exchange, STREAM, False)
         assert watched.late() is None
@@ -37,17 +37,17 @@ def test_the_deadline_begins_anew_with_every_exchange(watched, clock):
 
 
 def test_a_look_after_an_exchange_does_not_count_for_the_next(watched, clock):
-    watched.begin(Exchange("broadcast", (1,)), STREAM, False)
+    watched.begin(TimedExchange("broadcast", (1,)), STREAM, False)
     watched.end(STREAM, False)
     watched._word[1] = 1  # by a look that had seen the exchange
     clock.now += 9
-    watched.begin(Exchange("reduce", (1,)), STREAM, False)
+    watched.begin(TimedExchange("reduce", (1,)), STREAM, False)
     assert watched.late() is None
 
 
 def test_a_timeout_of_0_is_indefinite(gpu, clock):
     watched = Deadline(0)
-    watched.begin(Exchange("broadcast", (1,)), STREAM, False)
+    watched.begin(TimedExchange("broadcast", (1,)), STREAM, False)
     watched.late()
     clock.now += 1e6
     assert watched.late() is None
@@ -55,7 +55,9 @@ def test_a_timeout_of_0_is_indefinite(gpu, clock):
 
 def test_exchanges_that_follow_each_other_in_a_capture(watched, gpu):
     """One mark ends an exchange and begins the next one."""
-    exchanges = [Exchange(name, (1,)) for name in ("reduce", "broadcast", "reduce")]
+    exchanges = [
+        TimedExchange(name, (1,)) for name in ("reduce", "broadcast", "reduce")
+    ]
 
     def captured(stream, *each):
         for exchange in each:
@@ -80,6 +82,6 @@ def test_exchanges_that_follow_each_other_in_a_capture(watched, gpu):
 
 def test_equal_exchanges_share_a_number(watched, gpu):
     for peer in (1, 2, 1):
-        watched.begin(Exchange("a message", (peer,)), STREAM, False)
-        assert watched.running == Exchange("a message", (peer,))
+        watched.begin(TimedExchange("a message", (peer,)), STREAM, False)
+        assert watched.running == TimedExchange("a message", (peer,))
     assert [value for _, value in gpu.stored] == [1, 2, 1]

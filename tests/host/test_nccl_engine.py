@@ -13,7 +13,7 @@ import numba_symm as ns
 from numba_symm import engines, streams
 from numba_symm.engines import nccl
 from numba_symm.engines.deadline import Deadline
-from numba_symm.engines.nccl import CURE, Found
+from numba_symm.engines.nccl import CURE, Installation
 from numba_symm.engines.protocol import Collective, Parcel
 from numba_symm.launch.waiting import Wait
 
@@ -368,10 +368,10 @@ def test_what_is_missing_is_named(fake, monkeypatch):
     def without_library():
         raise RuntimeError("libnccl.so.2 not found")
 
-    assert nccl.found() == Found("NCCL 2.28.9", "")
+    assert nccl.found() == Installation("NCCL 2.28.9", "")
     nccl.found.cache_clear()
     fake.get_version = without_library
-    assert nccl.found() == Found("", f"nccl4py finds no NCCL library: {CURE}")
+    assert nccl.found() == Installation("", f"nccl4py finds no NCCL library: {CURE}")
     nccl.found.cache_clear()
     monkeypatch.setattr(importlib, "import_module", missing)
     assert "cannot be imported (No module named 'nccl')" in nccl.found().missing

@@ -124,7 +124,9 @@ def test_neighbouring_ranks_are_named_by_the_first_and_last(ranks, name):
 def test_ranks_that_fail_print_each_text_once(capsys):
     word = os.urandom(8).hex()
     texts = ["same", "another", "same", "cut off"]
-    failures = [runner.Failure(0, word, len(texts), rank) for rank in range(len(texts))]
+    failures = [
+        runner.RankFailure(0, word, len(texts), rank) for rank in range(len(texts))
+    ]
 
     def fail(rank):
         failures[rank].report(texts[rank], 1)
@@ -148,7 +150,7 @@ def test_ranks_that_fail_print_each_text_once(capsys):
 
 def test_another_users_process_that_holds_the_name_delays_no_error(monkeypatch, capsys):
     word = os.urandom(8).hex()
-    failure = runner.Failure(0, word, 2, 0)
+    failure = runner.RankFailure(0, word, 2, 0)
     monkeypatch.setattr(runner, "same_user", lambda connection: False)
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.bind(f"\0numba-symm-run-0-{word}")

@@ -374,10 +374,10 @@ def test_a_soak_checks_random_calls(world, shown, monkeypatch):
 
 def test_every_lane_of_a_soak_has_equally_many_steps():
     """Otherwise ranks of other lanes call in another order, and wait."""
-    lane = object.__new__(soak.Lane)
+    lane = object.__new__(soak.Client)
     lane._random, lane._graph = np.random.default_rng(0), None
     lane._streams = [types.SimpleNamespace(handle=0)] * 2
-    lane._drawn = [soak.Drawn("", "reduce", 1, lambda handle: None)] * soak.CALLS
+    lane._drawn = [soak.SoakCall("", "reduce", 1, lambda handle: None)] * soak.CALLS
     assert len([*lane.steps()]) == (soak.CALLS + 1) * soak.REPEATS
 
 

@@ -13,9 +13,9 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm import engines, streams
 from numba_symm.engines import deadline, mpi
-from numba_symm.engines.deadline import Deadline, Exchange
-from numba_symm.engines.mpi import Direct, MpiEngine, Staged
-from numba_symm.engines.nccl import Found
+from numba_symm.engines.deadline import Deadline, TimedExchange
+from numba_symm.engines.mpi import Direct, MpiEngine, PinnedSlots
+from numba_symm.engines.nccl import Installation
 from numba_symm.engines.protocol import Parcel
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import tagged
@@ -33,7 +33,7 @@ class Pinned:
         self.copied, self.slots = 0, {}
 
     def copy(self, target, source, nbytes):
-        assert 0 < nbytes <= Staged.most
+        assert 0 < nbytes <= PinnedSlots.most
         ctypes.memmove(target, source, nbytes)
         self.copied += nbytes
 
@@ -46,7 +46,7 @@ class Pinned:
         def copy_in(address, host, nbytes):
             self.copy(address, host, nbytes)
 
-        return Staged(self.copy, copy_in, self.allocate, self.slots.pop)
+        return PinnedSlots(self.copy, copy_in, self.allocate, self.slots.pop)
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def neighbours(world):
     return (world.rank + 1) % world.size, (world.rank - 1) % world.size
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, Staged.most, 3 * Staged.most + 5])
+@pytest.mark.parametrize("nbytes", [0, 1, PinnedSlots.most, 3 * PinnedSlots.most + 5])
 def test_bytes_pass_through_slots_of_host_memory(world, engine, pinned, nbytes):
     right, left = neighbours(world)
     sent = np.random.default_rng(world.rank).integers(0, 256, nbytes, np.uint8)
@@ -96,7 +96,7 @@ def test_parcels_with_the_same_tag_are_moved_one_after_another(
 ):
     """A group may have more messages to a rank than the engine has tags."""
     monkeypatch.setattr(mpi, "_TAGS", 2)
-    monkeypatch.setattr(Staged, "most", 64)  # bytes, which MPI sends immediately
+    monkeypatch.setattr(PinnedSlots, "most", 64)  # bytes, which MPI sends immediately
     right, left = neighbours(world)
     sent = [np.full(200 - 40 * k, k, np.uint8) for k in range(5)]
     found = [np.zeros_like(each) for each in sent]
@@ -115,8 +115,14 @@ def test_parcels_with_the_same_tag_are_moved_one_after_another(
     ("given", "expected"),
     [
         *((4, 3), (4, 5)),
-        *((Staged.most + 5, Staged.most), (2 * Staged.most, Staged.most)),
-        *((Staged.most, Staged.most + 5), (Staged.most, 2 * Staged.most)),
+        *(
+            (PinnedSlots.most + 5, PinnedSlots.most),
+            (2 * PinnedSlots.most, PinnedSlots.most),
+        ),
+        *(
+            (PinnedSlots.most, PinnedSlots.most + 5),
+            (PinnedSlots.most, 2 * PinnedSlots.most),
+        ),
     ],
 )
 def test_another_number_of_bytes_is_an_error(world, engine, given, expected):
@@ -198,7 +204,7 @@ def test_memory_is_kept_until_every_request_on_it_has_ended(monkeypatch):
 def test_the_deadline_counts_from_the_latest_message(world, engine):
     right, left = neighbours(world)
     engine._wait = lambda: Wait("exchange", world.rank, 0.4)
-    pieces, most = 5, Staged.most
+    pieces, most = 5, PinnedSlots.most
     sent, found = np.ones(most * pieces, np.uint8), np.zeros(most * pieces, np.uint8)
     finished = mpi._Receive._finished
 
@@ -239,7 +245,7 @@ def test_an_engine_that_fails_on_one_rank_ends_on_all(world, monkeypatch, step, 
         if world.rank == 0:
             patch.setattr(MpiEngine, "exchange", fail)
         patch.setattr(engines, "Deadline", lambda _: types.SimpleNamespace(close=int))
-        patch.setattr(engines.nccl, "found", lambda: Found("NCCL 2.28.9", ""))
+        patch.setattr(engines.nccl, "found", lambda: Installation("NCCL 2.28.9", ""))
         patch.setattr(engines.nccl, "unique_id", bytes)
         patch.setattr(engines.nccl, "NcclEngine", start)
         patch.setattr(MpiEngine, "close", lambda engine: released.append("engine"))
@@ -275,7 +281,7 @@ def test_a_mark_is_stored_for_the_host(engine):
         deadline.kernel().bind(1, ctypes.addressof(word), 5)(default)
         assert word.value == 5
         return
-    watched, exchange = Deadline(60), Exchange("all_reduce", (1,))
+    watched, exchange = Deadline(60), TimedExchange("all_reduce", (1,))
     for mark, running in (
         (lambda: watched.begin(exchange, default, False), exchange),
         (lambda: watched.end(default, False), None),
