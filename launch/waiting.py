@@ -163,21 +163,24 @@ def watching(look: Callable[[], bool]) -> Iterator[None]:
 def duplicate(comm: Comm, wait: Wait) -> Comm | TaggedComm:
     """Return a communicator whose messages cannot mix with the user's.
 
-    Collective. An mpi4py communicator is duplicated, see :func:`duplicate_mpi`; pass
+    Collective. An mpi4py communicator is duplicated, see :func:`duplicates`; pass
     the result to :func:`numba_symm.launch.tagged.release` in the end. Any other object
     is returned unchanged.
     """
     comm = checked(comm)
     if not is_mpi(comm):
         return comm
-    return tagged.whole(duplicate_mpi(comm, wait), owned=True)
+    (made,) = duplicates(comm, 1, wait)
+    return tagged.whole(made, owned=True)
 
 
-def duplicate_mpi(comm: Any, wait: Wait) -> Any:
-    """Return a duplicate of mpi4py's communicator. Collective.
+def duplicates(comm: Any, number: int, wait: Wait) -> list[Any]:
+    """Return duplicates of mpi4py's communicator. Collective.
 
     MPI cannot cancel this call. So a rank that is interrupted before it calls
-    :func:`claim` continues with the same duplicate in its next call.
+    :func:`claim` continues with the same duplicates in its next call. Otherwise it
+    might use one for another purpose than the other ranks do. All duplicates of a
+    communicator have the same purposes, in the same order.
 
     Raises:
         CollectiveTimeout: not all ranks have arrived in time; MPI cannot name them.
@@ -187,23 +190,30 @@ def duplicate_mpi(comm: Any, wait: Wait) -> Any:
     if begun is None:
         begun = []
         _begun.append((comm, begun))  # first, because an interrupt may follow the start
-    if not begun:
-        begin(begun, comm.Idup)
-    made, request = begun[0]
-    while not request.Test():
-        if wait.pause(()):
-            raise wait.error(())
-    return made
+    for index in range(number):
+        if index == len(begun):
+            begin(begun, comm.Idup)
+        while not begun[index][1].Test():
+            if wait.pause(()):
+                raise wait.error(())
+    return [made for made, _ in begun[:number]]
 
 
-def claim(comm: "Comm | TaggedComm") -> None:
-    """Note that this rank uses a duplicate, so that no later call returns it. Local.
+def claim(comm: Any) -> None:
+    """Note that this rank uses duplicates, so that no later call returns them. Local.
 
-    Whoever calls it reports a later interrupt to the other ranks, which may wait for
-    this rank's messages by then.
+    The other ranks may wait for this rank's messages by then, so whoever calls it
+    reports a later interrupt to them.
+
+    Args:
+        comm: what :func:`duplicate` returned, or one of :func:`duplicates`.
     """
-    made = comm.mpi if isinstance(comm, TaggedComm) else comm
-    _begun[:] = [each for each in _begun if not each[1] or each[1][0][0] is not made]
+    used = comm.mpi if isinstance(comm, TaggedComm) else comm
+    for each in list(_begun):
+        if any(made is used for made, _ in each[1]):
+            _begun.remove(each)
+            # Of more duplicates than are used now, MPI may still store the handles.
+            _unfinished.extend(pair for pair in each[1] if not pair[1].Test())
 
 
 def all_gather(comm: Comm | TaggedComm, value: T, wait: Wait) -> list[T]:

@@ -1,13 +1,18 @@
 """Communicators of this library's own messages: envelopes, receipts and data."""
 
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm.launch.waiting import begin
+from numba_symm import environment
+from numba_symm.launch import tagged, waiting
+from numba_symm.launch.waiting import Wait, begin
 from numba_symm.mpi.rooms import Room
+
+T = TypeVar("T")
 
 SMALL = 1 << 16
 """Bytes of a message whose receipt may be sent later, with those of other messages."""
@@ -16,26 +21,57 @@ MOST = 16
 """The number of messages in one receipt, at most."""
 
 
+def apart(host: Any, number: int, check: Callable[[], object]) -> list[Any]:
+    """Return duplicates of mpi4py's communicator, for channels. Collective.
+
+    Args:
+        host: the communicator.
+        number: how many.
+        check: raises if the communicator has failed.
+
+    Raises:
+        CollectiveTimeout: not all ranks have come within the set-up timeout.
+    """
+
+    def look() -> bool:
+        check()
+        return False
+
+    with waiting.watching(look):
+        made = waiting.duplicates(host, number, _wait(host))
+    waiting.claim(made[0])
+    return made
+
+
+def _wait(comm: Any) -> Wait:
+    return Wait("Comm", comm.rank, environment.chosen_setup_timeout())
+
+
 class Channel:
     """A communicator whose messages are counted.
 
     The caller ensures that one thread at a time calls it.
 
     Args:
-        host: the communicator of mpi4py, which is duplicated. Collective.
+        comm: a communicator of mpi4py for these messages alone.
 
     Attributes:
-        comm: the duplicate.
+        comm: the same.
         sent: how many messages this rank has sent to each rank.
         taken: how many it has received.
     """
 
-    def __init__(self, host: Any):
-        self.comm: Any = host.Dup()
-        self.sent = [0] * host.size
+    def __init__(self, comm: Any):
+        self.comm = comm
+        self.sent = [0] * comm.size
         self.taken = 0
         self._kept: list[tuple[list[MPI.Request], Any]] = []
         self._looks = MOST
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, before there are any messages. Collective."""
+        comm = tagged.whole(self.comm, owned=False)
+        return waiting.all_gather(comm, value, _wait(self.comm))
 
     @property
     def sends(self) -> bool:
@@ -99,8 +135,8 @@ class Receipts(Channel):
         unread: the memory of this rank's messages without a receipt, by number.
     """
 
-    def __init__(self, host: Any):
-        super().__init__(host)
+    def __init__(self, comm: Any):
+        super().__init__(comm)
         self.unread: dict[int, Room] = {}
         self._owed: dict[int, list[int]] = {}
 

@@ -14,6 +14,7 @@ from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.errors import ClosedError, CollectiveError
 from numba_symm.launch import devices
+from numba_symm.launch.tagged import TaggedComm
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import (
     collectives,
@@ -70,10 +71,16 @@ class Device(Messages):
         self.shortcuts = Cache(shortcuts.MOST)
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
+        origin = self.host
         if allocator is None:  # before MPI duplicates anything, because it may fail
             allocator = self.communicator.allocator
+            # If this fails, all ranks make another one before they begin again. So they
+            # are in step then, although not all may have begun to duplicate this one.
+            own = inside(self.communicator).ranks.comm
+            assert isinstance(own, TaggedComm)  # because ``host`` is mpi4py's
+            origin = own.mpi
         stream = options.get("stream")
-        self.post = Post(self.host, allocator, stream, self._check, self._enter)
+        self.post = Post(origin, allocator, stream, self._check, self._enter)
 
     @property
     def communicator(self) -> Communicator:
@@ -157,7 +164,7 @@ class Device(Messages):
         Return whether any rank knows of a failure of the parent. If so, its failures
         count on no rank, because a rank that raises would leave others waiting.
         """
-        found = self.host.allgather((own, failed))
+        found = self.post.gather((own, failed))
         self.post.islands = [each for each, _ in found]
         return any(failed for _, failed in found)
 

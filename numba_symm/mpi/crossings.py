@@ -108,12 +108,12 @@ class Data(Channel):
     """The data of messages to other islands, as messages of MPI.
 
     Args:
-        host: the communicator of mpi4py, which is duplicated. Collective.
+        comm: as for :class:`Channel`.
         tags: the number of tags. That of data is the number of its message.
     """
 
-    def __init__(self, host: Any, tags: int):
-        super().__init__(host)
+    def __init__(self, comm: Any, tags: int):
+        super().__init__(comm)
         self._tags = tags
 
     def send_parts(self, data: Any, dest: int, number: int) -> None:

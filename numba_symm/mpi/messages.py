@@ -26,7 +26,7 @@ from numba_symm.launch.waiting import Wait
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing, rooms
 from numba_symm.mpi.buffers import message
-from numba_symm.mpi.channels import MOST, Channel, Receipts
+from numba_symm.mpi.channels import MOST, Channel, Receipts, apart
 from numba_symm.mpi.copies import Copies
 from numba_symm.mpi.crossings import Coming, Copying, Crossing, Data, on_host
 from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of, nothing
@@ -94,8 +94,9 @@ class Post:
         # Not every communicator has this attribute in Open MPI.
         most: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
         self._tags: int = most + 1
-        self._envelopes, self._receipts = Channel(host), Receipts(host)
-        self._data = Data(host, self._tags)
+        own = apart(host, 3, check)
+        self._envelopes, self._receipts = Channel(own[0]), Receipts(own[1])
+        self._data, self.gather = Data(own[2], self._tags), self._receipts.gather
         self._freed = False
         self.allocator = allocator
         self.islands = [0] * host.size

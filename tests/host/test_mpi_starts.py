@@ -44,9 +44,6 @@ class Host:
     rank, size = 0, 2
     Irecv = Isend = Issend = isend = CALL
 
-    def Dup(self):
-        return self
-
 
 @pytest.fixture(autouse=True)
 def interrupting():
@@ -110,5 +107,5 @@ def test_a_value_for_other_ranks():
 def test_a_duplicate(monkeypatch):
     monkeypatch.setattr(waiting, "_begun", [])
     host = SimpleNamespace(Idup=partial(CALL, None))
-    interrupted(waiting.duplicate_mpi, host, Wait("Communicator", 0))
+    interrupted(waiting.duplicates, host, 2, Wait("Communicator", 0))
     assert waiting._begun == [(host, [0])]

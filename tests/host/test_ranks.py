@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from numba_symm import environment
-from numba_symm.errors import ArgumentError
+from numba_symm.errors import ArgumentError, CollectiveTimeout
 from numba_symm.launch import nodes, ranks, tagged, waiting
 from numba_symm.launch.islands import among, divide
 from numba_symm.launch.nodes import World
@@ -250,6 +250,37 @@ def test_an_interrupted_rank_continues_with_the_same_duplicate(mpi, monkeypatch)
     assert later.mpi is not begun
     waiting.claim(later)
     assert [of for of, _ in waiting._begun] == [other]
+
+
+def test_duplicates_have_the_same_purpose_on_an_interrupted_rank(mpi, monkeypatch):
+    """The other ranks may have begun the second one, or later ones."""
+    world, pauses = mpi.Comm("world"), iter([False] * 3)
+    monkeypatch.setattr(Wait, "pause", lambda *_: next(pauses))
+    wait = Wait("Comm", 0)
+    with pytest.raises(StopIteration):  # amid the second
+        waiting.duplicates(world, 3, wait)
+    ((_, begun),) = waiting._begun
+    first, second = begun
+    pauses = iter([False] * 9)
+    monkeypatch.setattr(Wait, "pause", lambda *_: next(pauses))
+    found = waiting.duplicates(world, 3, wait)
+    assert found[:2] == [first[0], second[0]]
+    assert len({*map(id, found)}) == 3
+    waiting.claim(found[2])
+    assert not waiting._begun
+
+
+def test_a_duplicate_that_is_not_used_is_kept_until_mpi_has_made_it(mpi, monkeypatch):
+    """MPI stores its handle later, and mpi4py's object must live until then."""
+    monkeypatch.setattr(waiting, "_unfinished", [])
+    monkeypatch.setattr(Wait, "pause", lambda *_: waiting._begun[0][1][1:])
+    world, wait = mpi.Comm("world"), Wait("Comm", 0)
+    with pytest.raises(CollectiveTimeout, match="rank 0 waited for other ranks in C"):
+        waiting.duplicates(world, 2, wait)
+    ((_, (first, second)),) = waiting._begun
+    assert waiting.duplicates(world, 1, wait) == [first[0]]
+    waiting.claim(first[0])
+    assert waiting._unfinished == [second]
 
 
 def test_nothing_is_made_once_mpi_has_finalized(mpi):

@@ -297,12 +297,13 @@ def made(monkeypatch):
 
     def recorded(make):
         def made(*args):
-            found.append(make(*args))
-            return found[-1]
+            new = make(*args)
+            found.extend(new)
+            return new
 
         return made
 
-    monkeypatch.setattr(waiting, "duplicate_mpi", recorded(waiting.duplicate_mpi))
+    monkeypatch.setattr(waiting, "duplicates", recorded(waiting.duplicates))
     return found
 
 

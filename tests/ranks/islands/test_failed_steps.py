@@ -207,12 +207,13 @@ def test_a_construction_that_all_give_up_waits_for_no_deadline(world, monkeypatc
 
     def noting(make):
         def call(*given):
-            made.append(make(*given))
-            return made[-1]
+            found = make(*given)
+            made.extend(found)
+            return found
 
         return call
 
-    monkeypatch.setattr(waiting, "duplicate_mpi", noting(waiting.duplicate_mpi))
+    monkeypatch.setattr(waiting, "duplicates", noting(waiting.duplicates))
     monkeypatch.setattr(engines, "_connect", lambda *given: connected.append(given))
     began = time.monotonic()
     for module, name, part in (

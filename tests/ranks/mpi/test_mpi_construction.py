@@ -1,0 +1,49 @@
+"""What ``Comm`` waits for: it polls, so a rank that is late or has died is an error."""
+
+import time
+
+import numpy as np
+import pytest
+from numba import cuda
+
+from numba_symm import mpi as MPI
+from numba_symm.mpi import messages
+from tests.ranks.helpers import needs_peers
+from tests.ranks.watched import WatchedComm, blocking, called
+
+
+def test_comm_makes_no_call_of_mpi_that_blocks(apart, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(MPI.Comm, "_plain", WatchedComm)
+        called.clear()
+        made = MPI.Comm(apart, timeout=20)
+        assert called["Idup"] == 4  # envelopes, receipts, data and the library's own
+        assert not blocking()
+        made.Free()
+
+
+@needs_peers
+@pytest.mark.filterwarnings("ignore:.* was not closed:ResourceWarning")
+def test_a_late_rank_is_an_error_and_all_may_call_again(world, apart, monkeypatch):
+    make, late = messages.apart, world.size - 1
+
+    def sleep(*given):
+        time.sleep(0.8)
+        return make(*given)
+
+    with monkeypatch.context() as patch:
+        if world.rank == late:
+            patch.setattr(messages, "apart", sleep)
+        patch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", "0.3")
+        text = rf"rank {world.rank} waited for other ranks in Comm \(set-up timeout: 0"
+        with pytest.raises(MPI.Exception, match=text):
+            MPI.Comm(apart, timeout=20)
+    world.barrier()
+    comm = MPI.Comm(apart, timeout=20)
+    # Each kind of message has the same duplicate on all ranks.
+    out, right = np.zeros(1, "i4"), (world.rank + 1) % world.size
+    comm.Send(cuda.to_device(np.full(1, world.rank, "i4")), right)
+    given = cuda.to_device(out)
+    comm.Recv(given, (world.rank - 1) % world.size)
+    assert given.copy_to_host()[0] == (world.rank - 1) % world.size
+    comm.Free()
