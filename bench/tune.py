@@ -39,6 +39,7 @@ from numba_symm.launch import devices
 
 LARGEST = "4K" if SIMULATED else "256M"
 SMALLEST = "1K"
+REPEATS = "5"  # calls in a graph, and its replays
 
 LASTING = math.log(1.02)
 """The least saving for which a range of sizes gets an algorithm of its own.
@@ -209,8 +210,8 @@ class Run:
 
     def _asked(self, case: Case) -> argparse.Namespace:
         words = [case.operation.name, "-b", SMALLEST, "-e", self._largest]
-        words += ["-f", "2", "-d", case.type, "-c", "0", "-n", "5", "-w", "1"]
-        return options.parse([*words, "-G", "5", "--seed", "1"])
+        words += ["-f", "2", "-d", case.type, "-c", "0", "-n", REPEATS, "-w", "1"]
+        return options.parse([*words, "-G", REPEATS, "--seed", "1"])
 
     def _kernels(self, asked: Sequence[argparse.Namespace]) -> list[Kernel]:
         """Return the kernels that will be needed; none in the simulator."""

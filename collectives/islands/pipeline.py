@@ -20,7 +20,7 @@ from numba_symm.environment import SIMULATED
 CHUNKS = 8
 """The number of chunks of a large message, if they fit into the staging memory."""
 
-CHUNK = 4 << 10 if SIMULATED else 2 << 20
+CHUNK = 1 << 10 if SIMULATED else 2 << 20
 """The least bytes of a chunk's shard. An estimate: they take 40 µs at 400 Gb/s, and an
 exchange by NCCL at least about 20."""
 

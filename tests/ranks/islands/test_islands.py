@@ -126,7 +126,7 @@ KINDS = {
     "int64": "prod",
     "complex64": "sum",
 }
-COUNTS = (1, 37, 3507)  # by one exchange; in shards; in several chunks and a rest
+COUNTS = (1, 37, 877)  # by one exchange; in shards; in several chunks and a rest
 
 
 def call(comm, name, x, op, root, out):
@@ -172,7 +172,7 @@ def test_operations(islands, name):
 @pytest.mark.parametrize("name", ["all_gather", "all_to_all", "broadcast"])
 def test_large_moves(islands, name):
     comm, operation = islands, OPERATIONS[name]
-    count = 5001
+    count = 1251 if SIMULATED else 5001  # several chunks, where that is possible
     inputs = [
         operators.random("int64", count * operation.shards(comm.size), [7, rank])
         for rank in range(comm.size)
