@@ -274,8 +274,7 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
     share = shard(call.vectors, end.size)
     grid, tiles, chunks = chunks_of(share, end)
     ragged = is_ragged(call, share, end.size)
-    return binding.launch(
-        kernel(end.size, call.element, call.op, ragged),
-        *(end, grid, call.source, call.target, call.count, share, tiles, chunks),
-        fallback_for,
-    )
+    sizes = call.count, share, tiles, chunks
+    arguments = (call.source, call.target, *sizes, fallback_for)
+    of_call = kernel(end.size, call.element, call.op, ragged)
+    return binding.launch(of_call, end, grid, arguments)

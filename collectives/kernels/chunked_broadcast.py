@@ -170,8 +170,7 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
     share = shard(call.vectors, end.size - 1)
     grid, tiles, chunks = chunks_of(share, end)
     ragged = is_ragged(call)
-    return binding.launch(
-        kernel(end.size, moved_as(call, ragged), ragged),
-        *(end, grid, call.root, call.target, call.count, call.vectors),
-        *(share, tiles, chunks, fallback_for),
-    )
+    sizes = call.count, call.vectors, share, tiles, chunks
+    arguments = (call.root, call.target, *sizes, fallback_for)
+    of_call = kernel(end.size, moved_as(call, ragged), ragged)
+    return binding.launch(of_call, end, grid, arguments)

@@ -245,9 +245,8 @@ def bind(kind: Exchange, end: Endpoint, call: Call, fallback_for: int = 0) -> La
     grid, tiles, chunks = chunks_of(call.vectors, end)
     ragged = is_ragged(call)
     element = call.element if kind.output.reduces else moved_as(call, ragged)
-    return binding.launch(
-        kernel(end.size, element, call.op, ragged, kind),
-        *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
-        kind.output.taken(end.rank, end.size, call.root),
-        *(tiles, chunks, fallback_for),
-    )
+    sizes = call.nbytes, call.count, call.vectors
+    taken = kind.output.taken(end.rank, end.size, call.root)
+    arguments = (call.source, call.target, *sizes, taken, tiles, chunks, fallback_for)
+    of_call = kernel(end.size, element, call.op, ragged, kind)
+    return binding.launch(of_call, end, grid, arguments)

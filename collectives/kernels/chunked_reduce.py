@@ -171,9 +171,8 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
     share = shard(call.vectors, owners)
     grid, tiles, chunks = chunks_of(share, end)
     ragged = is_ragged(call, share, owners)
-    return binding.launch(
-        kernel(end.size, call.element, call.op, ragged),
-        *(end, grid, call.source, call.target, call.count, share),
-        *((end.rank - call.root - 1) % end.size, tiles, chunks),
-        fallback_for,
-    )
+    own = (end.rank - call.root - 1) % end.size
+    sizes = call.count, share, own, tiles, chunks
+    arguments = (call.source, call.target, *sizes, fallback_for)
+    of_call = kernel(end.size, call.element, call.op, ragged)
+    return binding.launch(of_call, end, grid, arguments)

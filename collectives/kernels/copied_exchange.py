@@ -61,16 +61,14 @@ def bind(
     rank = end.rank
     words = f"{kind} of {call.count} {call.element.name} from {call.root}"
     read = _read(kind, end, call)
-    offer = known = refusal(end.size)
+    seen = known = refusal(end.size)
     copies = Copies(end.order, [])
     if read is not None:
-        offer = along_ring(rank, read.seen)
+        seen = along_ring(rank, read.seen)
         known = along_ring(rank, read.sources)
         copies = _copies(kind, end, call, read)
-    both = offer, offer
-    move = handshake.bind(
-        *(bind_fallback, end, call, operation), words, both, copies, known
-    )
+    offer = handshake.Offer(operation, words, seen, seen, known)
+    move = handshake.bind(bind_fallback, end, call, offer, copies)
     own = Copy(call.target + rank * call.nbytes, call.source, call.nbytes)
     if read is not None and read.output and own.source != own.target:
         return Series(Copies(end.order, [own]), move)

@@ -318,23 +318,21 @@ class _Chunk:
         """Return the scatter into a set of slots, and the reduction."""
         end, call = self.end, self.call
         own = self._shard_of(end.rank)
-        kernel = binding.launch(
-            reduce_kernel(end.size, call.element, call.op, self._ragged),
-            *(end, self._grid, call.source, call.target, call.count),
-            *(own * self.share + self.first, self._held(own)),
-            *(self._slots(which), VECTOR * self.room),
-        )
-        return _Move(self._copies(call.source, which, self._shard_of), kernel)
+        kernel = reduce_kernel(end.size, call.element, call.op, self._ragged)
+        sizes = call.count, own * self.share + self.first, self._held(own)
+        slots = self._slots(which), VECTOR * self.room
+        arguments = (call.source, call.target, *sizes, *slots)
+        launch = binding.launch(kernel, end, self._grid, arguments)
+        return _Move(self._copies(call.source, which, self._shard_of), launch)
 
     def gathered(self, which: int) -> _Move:
         """Return the gather into a set of slots, and what stores the results."""
         end, call = self.end, self.call
-        kernel = binding.launch(
-            store_kernel(end.size, moved_as(call, self._ragged), self._ragged),
-            *(end, self._grid, call.target, call.count, self.first, self.share),
-            *(self.vectors, call.vectors, self._slots(which), VECTOR * self.room),
-        )
-        return _Move(self._copies(call.target, which, lambda peer: end.rank), kernel)
+        kernel = store_kernel(end.size, moved_as(call, self._ragged), self._ragged)
+        sizes = call.count, self.first, self.share, self.vectors, call.vectors
+        slots = self._slots(which), VECTOR * self.room
+        launch = binding.launch(kernel, end, self._grid, (call.target, *sizes, *slots))
+        return _Move(self._copies(call.target, which, lambda peer: end.rank), launch)
 
     @property
     def _ragged(self) -> bool:

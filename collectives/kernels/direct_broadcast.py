@@ -116,12 +116,9 @@ def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
     share = shard(call.vectors, end.size - 1)
     grid = min(divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
     ragged = call.count % call.element.lanes != 0
-    move = binding.launch(
-        kernel(end.size, moved_as(call, ragged), ragged),
-        *(end, grid, call.target, call.count, call.vectors, share, call.root),
-        behind=handshake.MULTIPROCESSORS,
-    )
+    of_call = kernel(end.size, moved_as(call, ragged), ragged)
+    arguments = call.target, call.count, call.vectors, share, call.root
+    move = binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)
     seen = offered(end, call.target, call.nbytes)
-    return handshake.bind(
-        *(bind_fallback, end, call, BROADCAST_DIRECT), words, (seen, seen), move
-    )
+    offer = handshake.Offer(BROADCAST_DIRECT, words, seen, seen)
+    return handshake.bind(bind_fallback, end, call, offer, move)

@@ -118,11 +118,9 @@ def bind(
     mine = call.source + (end.rank * call.nbytes if shards else 0)
     grid = min(divide_up(call.vectors, THREADS), end.max_blocks, handshake.BLOCKS)
     ragged = is_ragged(call)
-    move = binding.launch(
-        kernel(end.size, moved_as(call, ragged), ragged),
-        *(end, grid, mine, call.target, call.nbytes, call.count, call.vectors),
-        behind=handshake.MULTIPROCESSORS,
-    )
+    of_call = kernel(end.size, moved_as(call, ragged), ragged)
+    arguments = mine, call.target, call.nbytes, call.count, call.vectors
+    move = binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)
     if not shards:
         seen = offered(end, call.source, call.nbytes)
     elif call.source == call.target:
@@ -134,6 +132,5 @@ def bind(
             address and address + peer * call.nbytes
             for address, peer in zip(seen, peers, strict=True)
         )
-    return handshake.bind(
-        *(bind_fallback, end, call, exchange.operation), words, (seen, seen), move
-    )
+    offer = handshake.Offer(exchange.operation, words, seen, seen)
+    return handshake.bind(bind_fallback, end, call, offer, move)

@@ -132,12 +132,9 @@ def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
     words = f"reduce of {call.count} {element.name} by {op!r} to {call.root}"
     share = shard(call.vectors, end.size - 1)
     grid = min(divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
-    move = binding.launch(
-        kernel(end.size, element, op, call.count % element.lanes != 0),
-        *(end, grid, call.source, call.target),
-        *(call.count, call.vectors, share, call.root),
-        behind=handshake.MULTIPROCESSORS,
-    )
-    return handshake.bind(
-        *(bind_fallback, end, call, REDUCE_DIRECT), words, (inputs, outputs), move
-    )
+    of_call = kernel(end.size, element, op, call.count % element.lanes != 0)
+    sizes = call.count, call.vectors, share
+    arguments = (call.source, call.target, *sizes, call.root)
+    move = binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)
+    offer = handshake.Offer(REDUCE_DIRECT, words, inputs, outputs)
+    return handshake.bind(bind_fallback, end, call, offer, move)

@@ -171,15 +171,13 @@ def bind_all_reduce(bind_fallback: BindFallback, end: Endpoint, call: Call) -> E
     lanes, share = call.element.lanes, shard(call.vectors, end.size)
     first = end.rank * share
     vectors = max(0, min(share, call.vectors - first))
-    move = _launch(
-        *(end, call, share, True, call.count % lanes != 0),
-        *(call.source + VECTOR * first, call.target + VECTOR * first, VECTOR * first),
-        *(min(share * lanes, call.count - first * lanes), vectors),
-    )
+    offset, count = VECTOR * first, min(share * lanes, call.count - first * lanes)
+    arguments = call.source + offset, call.target + offset, offset, count, vectors
+    ragged = call.count % lanes != 0
+    move = _launch(end, call, share, arguments, everywhere=True, ragged=ragged)
     words = f"direct all_reduce of {_words(call)}"
-    return handshake.bind(
-        *(bind_fallback, end, call, ALL_REDUCE_DIRECT), words, (inputs, outputs), move
-    )
+    offer = handshake.Offer(ALL_REDUCE_DIRECT, words, inputs, outputs)
+    return handshake.bind(bind_fallback, end, call, offer, move)
 
 
 def bind_reduce_scatter(
@@ -188,14 +186,12 @@ def bind_reduce_scatter(
     """Return what enqueues a reduce-scatter; see ``bind_all_reduce``."""
     inputs = offered(end, call.source, end.size * call.nbytes)
     offset = end.rank * call.nbytes
-    move = _launch(
-        *(end, call, call.vectors, False, is_ragged(call)),
-        *(call.source + offset, call.target, offset, call.count, call.vectors),
-    )
+    ragged, share = is_ragged(call), call.vectors
+    arguments = call.source + offset, call.target, offset, call.count, share
+    move = _launch(end, call, share, arguments, everywhere=False, ragged=ragged)
     words = f"direct reduce_scatter of {_words(call)}"
-    return handshake.bind(
-        *(bind_fallback, end, call, REDUCE_SCATTER), words, (inputs, inputs), move
-    )
+    offer = handshake.Offer(REDUCE_SCATTER, words, inputs, inputs)
+    return handshake.bind(bind_fallback, end, call, offer, move)
 
 
 def _words(call: Call) -> str:
@@ -206,13 +202,12 @@ def _launch(
     end: Endpoint,
     call: Call,
     share: int,
+    arguments: tuple[int, ...],
     everywhere: bool,
     ragged: bool,
-    *arguments: int,
 ) -> Launch:
     """Pack the second launch; ``share`` are the vectors of the largest shard."""
     most = BLOCKS if everywhere else handshake.BLOCKS
     grid = min(divide_up(share, THREADS), end.max_blocks, most)
     of_call = kernel(end.size, call.element, call.op, ragged, everywhere)
-    behind = handshake.MULTIPROCESSORS
-    return binding.launch(of_call, end, grid, *arguments, behind=behind)
+    return binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)

@@ -314,10 +314,15 @@ def bind(transport: str, kind: Exchange, end: Endpoint, call: Call) -> Launch:
     words = f"{kind.output.name} of {call.count} {element.name} by {op!r}, root {root}"
     ragged = is_ragged(call)
     lane = element if kind.output.reduces else moved_as(call, ragged)
-    return binding.launch(
-        kernel(end.size, lane, op, ragged, transport, tiles, kind),
-        *(end, grid, call.source, call.target, call.nbytes, call.count, call.vectors),
+    arguments = (
+        call.source,
+        call.target,
+        call.nbytes,
+        call.count,
+        call.vectors,
         kind.output.taken(end.rank, end.size, root),
         *kind.output.exchanged(end.rank, end.size, root),
         digest_word(words),
     )
+    of_call = kernel(end.size, lane, op, ragged, transport, tiles, kind)
+    return binding.launch(of_call, end, grid, arguments)

@@ -381,11 +381,9 @@ def _bind(
     out, into = _by_ring(end, sends), _by_ring(end, receives)
     most = max(len(each) for each in (*out, *into))
     messages = 1 << (most - 1).bit_length()
-    return binding.launch(
-        kernel(end.size, width, ragged, messages, used, counted, alone),
-        *(end, grid, *of_request),
-        *(_listed(out, messages, False), _listed(into, messages, counted)),
-    )
+    lists = _listed(out, messages, False), _listed(into, messages, counted)
+    of_call = kernel(end.size, width, ragged, messages, used, counted, alone)
+    return binding.launch(of_call, end, grid, (*of_request, *lists))
 
 
 def _by_ring(end: Endpoint, messages: Sequence[Message]) -> list[list[Message]]:

@@ -165,7 +165,6 @@ def bind(transport: str, end: Endpoint, call: Call) -> Launch:
     share = shard(call.vectors, end.size)
     grid, tiles = mailed_grid(end, transport, TWO_SHOT[transport], share)
     ragged = is_ragged(call, share, end.size)
-    return binding.launch(
-        kernel(end.size, call.element, call.op, ragged, transport, tiles),
-        *(end, grid, call.source, call.target, call.count, share),
-    )
+    arguments = call.source, call.target, call.count, share
+    of_call = kernel(end.size, call.element, call.op, ragged, transport, tiles)
+    return binding.launch(of_call, end, grid, arguments)

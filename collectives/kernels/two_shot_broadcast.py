@@ -165,9 +165,8 @@ def bind(end: Endpoint, call: Call) -> Launch:
     grid, tiles = mailed_grid(end, TRANSPORT, TWO_SHOT[TRANSPORT], share)
     ragged = is_ragged(call, share, end.size - 1)
     words = f"broadcast of {call.count} {call.element.name}, root {call.root}"
-    output, placed = Output.OF_ROOT, (end.rank, end.size, call.root)
-    return binding.launch(
-        kernel(end.size, moved_as(call, ragged), ragged, tiles),
-        *(end, grid, call.target, call.count, share),
-        *(output.taken(*placed), output.exchanged(*placed)[1], digest_word(words)),
-    )
+    taken = Output.OF_ROOT.taken(end.rank, end.size, call.root)
+    _, sent = Output.OF_ROOT.exchanged(end.rank, end.size, call.root)
+    arguments = call.target, call.count, share, taken, sent, digest_word(words)
+    of_call = kernel(end.size, moved_as(call, ragged), ragged, tiles)
+    return binding.launch(of_call, end, grid, arguments)

@@ -176,7 +176,11 @@ def most_blocks(end: Endpoint, most: int, held: int, tiles: int) -> int:
 
 
 def launch(
-    kernel: Kernel, end: Endpoint, grid: int, *arguments: Any, behind: int | None = None
+    kernel: Kernel,
+    end: Endpoint,
+    grid: int,
+    arguments: tuple[Any, ...] = (),
+    behind: int | None = None,
 ) -> Launch:
     """Pack a launch: guard, whether it is early, ring, own workspace, grid, arguments.
 

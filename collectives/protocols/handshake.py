@@ -33,7 +33,7 @@ by those of the kernel that does the call.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba.cuda import types
 
@@ -97,9 +97,27 @@ _BOX = 4 * VECTOR  # two vectors as packets
 REFUSED = 0
 """Replaces a neighbour's first word after a refusal or a failure."""
 
-Offer = tuple[tuple[int, ...], tuple[int, ...]]
-"""Two words for each rank of the ring, such as the addresses at which it sees this
-rank's arrays. A first word of ``REFUSED`` refuses the call."""
+
+class Offer(NamedTuple):
+    """What a rank sends in the handshake.
+
+    ``read`` and ``written`` have a word for each rank of the ring, such as the address
+    at which it sees this rank's array. A first word of ``REFUSED`` refuses the call.
+
+    Attributes:
+        operation: the number in ``waits.py`` for a wait that is given up.
+        words: the call in words, equal on all ranks.
+        read: what ``offered`` returned for the array that is read.
+        written: the same for the one that is written.
+        known: where this rank assumes that each of the ring's ranks has what it reads;
+            any other offer is refused. Empty: it reads where they offer it.
+    """
+
+    operation: int
+    words: str
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+    known: tuple[int, ...] = ()
 
 
 def make_handshake(size: int) -> Any:
@@ -320,11 +338,8 @@ def bind(
     bind_fallback: BindFallback,
     end: Endpoint,
     call: Call,
-    operation: int,
-    words: str,
     offer: Offer,
     move: Enqueue,
-    known: tuple[int, ...] | None = None,
 ) -> Enqueue:
     """Return the three launches, of which the second one is given.
 
@@ -333,19 +348,14 @@ def bind(
             first asks for that (``make_is_done``).
         end: this rank's end.
         call: the call.
-        operation: the number in ``waits.py`` for a wait that is given up.
-        words: the call in words, equal on all ranks.
-        offer: what ``offered`` returned for the array that is read, and for the one
-            that is written.
+        offer: what the ranks exchange first.
         move: works on the arrays, unless a rank refused.
-        known: where ``move`` assumes that each of the ring's ranks has what this one
-            reads; any other offer is refused. None: it reads where they offer it.
     """
-    if known is None:
-        known = refusal(end.size)  # zeros: nothing is known
-    args = (operation, digest_of(words), *offer, known)
-    offering = binding.launch(handshake_kernel(end.size), end, 1, *args)
-    return Series(offering, move, bind_fallback(end, call, operation))
+    known = offer.known or refusal(end.size)  # zeros: nothing is known
+    digest = digest_of(offer.words)
+    args = (offer.operation, digest, offer.read, offer.written, known)
+    offering = binding.launch(handshake_kernel(end.size), end, 1, args)
+    return Series(offering, move, bind_fallback(end, call, offer.operation))
 
 
 def offered(end: Endpoint, address: int, nbytes: int) -> tuple[int, ...]:
