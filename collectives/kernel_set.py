@@ -6,7 +6,6 @@ the algorithms. Nothing is compiled or loaded, and no GPU is needed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -142,12 +141,16 @@ def kernels(
         for name in names:
             if name in _OPERATIONS:
                 operation = _OPERATIONS[name]
-                given_here = numpy_dtypes, end.size, binder
+                size = end.size
                 if operation.reduces:
-                    bind = partial(_bind_reduction, operation, *given_here)
-                    refused.append([bind(op) for op in operators])
+                    refused.append(
+                        [
+                            _bind_reduction(operation, numpy_dtypes, op, size, binder)
+                            for op in operators
+                        ]
+                    )
                 else:
-                    _bind_movement(operation, *given_here)
+                    _bind_movement(operation, numpy_dtypes, size, binder)
             elif name == "barrier":
                 binder.barrier()
             elif name == GAPS:
@@ -196,9 +199,9 @@ def _bind_movement(
 def _bind_reduction(
     operation: Operation,
     given: list[np.dtype[Any]],
+    op: Op,
     size: int,
     binder: Binder,
-    op: Op,
 ) -> ArgumentError | None:
     """Bind calls of all sizes, or return why no dtype can have the operator."""
     errors = []

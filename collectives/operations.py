@@ -284,7 +284,9 @@ def _operation(
     kind = Exchange(sends_shards, output, waits.of_operation(words or name))
     found = {
         f"one_shot_{transport}": _mailed(
-            *("one_shot", transport, kind.operation),
+            "one_shot",
+            transport,
+            kind.operation,
             partial(one_shot.bind, transport, kind),
         )
         for transport in kind.transports
@@ -353,7 +355,7 @@ def _exchanged_directly(kind: Exchange) -> Algorithm:
 def _two_shot() -> dict[str, Algorithm]:
     return {
         f"two_shot_{transport}": _mailed(
-            *("two_shot", transport, waits.TWO_SHOT), partial(two_shot.bind, transport)
+            "two_shot", transport, waits.TWO_SHOT, partial(two_shot.bind, transport)
         )
         for transport in TWO_SHOT
     }
@@ -371,13 +373,17 @@ def _chunked_reduce(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue
 
 
 ALL_REDUCE = _operation(
-    *("all_reduce", False, Output.REDUCED, _same_shape),
+    "all_reduce",
+    False,
+    Output.REDUCED,
+    _same_shape,
     {
         **_two_shot(),
         GENERAL: Algorithm(chunked_all_reduce.bind, (waits.CHUNKED,), "chunked"),
         "copy_engine": Algorithm(
             partial(copied_reductions.bind_all_reduce, barrier.bind),
-            *((waits.ALL_REDUCE_COPIES,), "copied"),
+            (waits.ALL_REDUCE_COPIES,),
+            "copied",
             fewest=2,
             most=COPYING,
             copies=True,
@@ -403,18 +409,18 @@ REDUCE_SCATTER.algorithms["direct"] = _direct(
     waits.REDUCE_SCATTER,
 )
 SCAN = _operation("scan", False, Output.UP_TO_THIS, _same_shape, without=("avg",))
-EXSCAN = _operation(
-    *("exscan", False, Output.BEFORE_THIS, _same_shape),
-    limits_of="scan",
-    without=("avg",),
-)
-REVERSE_SCAN = _operation(
-    *("reverse_scan", False, Output.FROM_THIS, _same_shape),
-    limits_of="scan",
-    without=("avg",),
+EXSCAN, REVERSE_SCAN = (
+    _operation(name, False, output, _same_shape, limits_of="scan", without=("avg",))
+    for name, output in (
+        ("exscan", Output.BEFORE_THIS),
+        ("reverse_scan", Output.FROM_THIS),
+    )
 )
 REDUCE = _operation(
-    *("reduce", False, Output.AT_ROOT, _same_shape),
+    "reduce",
+    False,
+    Output.AT_ROOT,
+    _same_shape,
     {
         **_two_shot(),
         GENERAL: Algorithm(
@@ -425,7 +431,8 @@ REDUCE = _operation(
         # More ranks would all copy to the root, over one link.
         "copy_engine": Algorithm(
             partial(copied_reductions.bind_reduce, barrier.bind),
-            *((waits.REDUCE_COPIES,), "copied"),
+            (waits.REDUCE_COPIES,),
+            "copied",
             fewest=2,
             most=2,
             copies=True,
@@ -440,18 +447,25 @@ REDUCE = _operation(
 REDUCE_SHARD = REDUCE._replace(name="reduce_scatter_v")
 """The reduction of one rank's shard in a ``reduce_scatter_v``."""
 BROADCAST = _operation(
-    *("broadcast", False, Output.OF_ROOT, _same_shape),
+    "broadcast",
+    False,
+    Output.OF_ROOT,
+    _same_shape,
     {
         "two_shot_marked": _mailed(
-            *("two_shot", "marked", waits.TWO_SHOT_BROADCAST),
-            *(two_shot_broadcast.bind, 3),
+            "two_shot",
+            "marked",
+            waits.TWO_SHOT_BROADCAST,
+            two_shot_broadcast.bind,
+            fewest=3,
         ),
         GENERAL: Algorithm(
             chunked_broadcast.bind, (waits.CHUNKED_BROADCAST,), "chunked"
         ),
         "direct": _direct(
             partial(direct_broadcast.bind, chunked_broadcast.bind),
-            *(waits.BROADCAST_DIRECT, 3),
+            waits.BROADCAST_DIRECT,
+            fewest=3,
         ),
     },
 )
@@ -461,8 +475,15 @@ BROADCAST.algorithms["copy_engine"] = _copied(
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        *(ALL_REDUCE, ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER),
-        *(SCAN, EXSCAN, REVERSE_SCAN, REDUCE, BROADCAST),
+        ALL_REDUCE,
+        ALL_GATHER,
+        ALL_TO_ALL,
+        REDUCE_SCATTER,
+        SCAN,
+        EXSCAN,
+        REVERSE_SCAN,
+        REDUCE,
+        BROADCAST,
     )
 }
 """By name."""

@@ -195,9 +195,9 @@ class Requests:
         self.multiprocessors = multiprocessors
         if not SIMULATED:
             # Bytes may have any alignment, and arrays may have gaps.
-            what, given = "Communicator: requests=True", (["uint8"], ["sum"])
+            what = "Communicator: requests=True"
             names = *kernel_set.REQUESTS, kernel_set.GAPS
-            found = kernel_set.kernels(names, *given, self._end, what)
+            found = kernel_set.kernels(names, ["uint8"], ["sum"], self._end, what)
             kernel_set.load(found, end.rank, end.size, what)
 
     def bind(self, message: Message, receiving: bool) -> Enqueue:

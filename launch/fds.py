@@ -259,7 +259,7 @@ class IpcChannel:
     def _checked_rank(self, peer: int, what: str) -> int:
         last = self.size - 1
         rank = arguments.integer(
-            *(peer, what, f"a rank from 0 to {last}", 0, last, "pass one of these")
+            peer, what, f"a rank from 0 to {last}", 0, last, "pass one of these"
         )
         if self._closed:
             raise ClosedError("the channel for file descriptors was closed")

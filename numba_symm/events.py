@@ -262,9 +262,13 @@ class Stream:
     _ids = itertools.count(1)
 
     def __init__(self, device: int | None = None, priority: int = 0):
-        what, do = "priority to be an int", "pass one such as 0 or -1"
         priority = arguments.integer(
-            *(priority, "Stream", what, -_PRIORITIES, _PRIORITIES, do)
+            priority,
+            "Stream",
+            "priority to be an int",
+            least=-_PRIORITIES,
+            most=_PRIORITIES,
+            do="pass one such as 0 or -1",
         )
         self.priority = priority
         if SIMULATED:

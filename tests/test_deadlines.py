@@ -341,13 +341,15 @@ def differing(option, alike, others, names, algorithms):
     ("name", "algorithm", "counts", "options"),
     [
         *differing(
-            *("root", 0, (2, 1, 2)),
-            *(["broadcast", "reduce"], ["direct", "one_shot_marked"]),
+            "root", 0, (2, 1, 2), ["broadcast", "reduce"], ["direct", "one_shot_marked"]
         ),
-        *differing(*("root", 0, (2, 1, 2), ["broadcast"], ["two_shot_marked"])),
+        *differing("root", 0, (2, 1, 2), ["broadcast"], ["two_shot_marked"]),
         *differing(
-            *("op", "sum", ("sum", "max", "sum")),
-            *(["all_reduce", "reduce_scatter"], ["direct"]),
+            "op",
+            "sum",
+            ("sum", "max", "sum"),
+            ["all_reduce", "reduce_scatter"],
+            ["direct"],
         ),
     ],
 )

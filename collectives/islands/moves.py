@@ -45,7 +45,7 @@ def all_gather(site: Site, call: Call) -> list[Enqueue]:
         return call.target + rank * nbytes
 
     m, index, local, mine = len(site.parts), site.index, site.local, len(site.mine)
-    given = call.count, call.element
+    count, element = call.count, call.element
     exchanges: list[Parcels] = []
     last: list[list[Enqueue]] = []
     apart = nbytes >= CHUNK and m > 2  # an exchange with one island after another
@@ -59,14 +59,14 @@ def all_gather(site: Site, call: Call) -> list[Enqueue]:
             if number % mine == local
         ]
         exchanges.append((sends, receives))
-        last.append(inner.spread_all(call.target, source, *given))
+        last.append(inner.spread_all(call.target, source, count, element))
     if not apart:
         exchanges, last = [joined(exchanges)], [list(itertools.chain(*last))]
     chunks = [
         Stages([[], work], [each]) for each, work in zip(exchanges, last, strict=True)
     ]
     chunks[0].work[0].extend(site.copy(at(site.rank), call.source, nbytes))
-    own = site.beside.spread_all(call.target, site.mine, *given)
+    own = site.beside.spread_all(call.target, site.mine, count, element)
     return overlapped(site, "all_gather", [*chunks, Stages([own], [])])
 
 
@@ -108,8 +108,8 @@ def chained(chunks: int, islands: int) -> bool:
 def _on_one_rail(site: Site, call: Call) -> Stages:
     """Return the stages of a message that crosses along the root's rail."""
     island, number = site.place_of(call.root)
-    given = call.target, 1, call.count, call.element, number % len(site.mine)
-    inner = site.spread(*given)
+    owner = number % len(site.mine)
+    inner = site.spread(call.target, 1, call.count, call.element, owner)
     if site.index != island:
         mine = site.rank == site.on_rail(site.index, number)
         receives = [Parcel(call.root, call.target, call.nbytes)] if mine else []
@@ -214,8 +214,8 @@ def messages(
     """Return the step of messages between any ranks, which progress side by side."""
     sent, out = of_island(site, sends)
     received, back = of_island(site, receives)
-    given = parcels(out), parcels(back), site.messages(sent, received)
-    return site.between(what or waits.MESSAGE, *given)
+    inner = site.messages(sent, received)
+    return site.between(what or waits.MESSAGE, parcels(out), parcels(back), inner)
 
 
 def barrier(site: Site) -> list[Enqueue]:

@@ -93,8 +93,7 @@ def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
     slots = staging.take(m * stride)
     steps, source = site.widened(carried, call.source, wide, call.count)
     own = slots + site.index * stride
-    given = source, own, call.count, carried.element, carried.op
-    steps.append(site.within(ALL_REDUCE, *given))
+    steps.append(site.within(ALL_REDUCE, carried.step(source, own, call.count)))
     nbytes = call.count * carried.width
     mine = len(site.mine)
     sends = [
@@ -108,7 +107,7 @@ def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
         for j in site.others
     ]
     steps += site.between("all_reduce", sends, receives)
-    steps += site.combined(slots, stride, site.index, m, carried.element, carried.op)
+    steps += site.combined(carried, slots, stride, site.index, m)
     return steps + site.finished(carried, own, call.target, call.count)
 
 
@@ -214,23 +213,19 @@ class _Chunk:
     def _reduced(self, source: int, rails: "list[_Rail]") -> list[Enqueue]:
         """Return the reduction of each shard, within the island, to its owner."""
         site, carried = self.site, self.carried
-        given = carried.element, carried.op
         at = {rail.shard: rail.partial for rail in rails}
         if self._in_order:
             (partial,) = at.values()
             count = self.shards[0].length
-            return [site.within(REDUCE_SCATTER, source, partial, count, *given)]
-        return [
-            site.within(
-                REDUCE,
-                source + shard.first * carried.width,
-                at.get(shard, 0),
-                shard.length,
-                *given,
-                self.number(site.index, shard),
-            )
-            for shard in self.shards
-        ]
+            step = carried.step(source, partial, count)
+            return [site.within(REDUCE_SCATTER, step)]
+        steps = []
+        for shard in self.shards:
+            first, root = shard.first * carried.width, self.number(site.index, shard)
+            target, count = at.get(shard, 0), shard.length
+            step = carried.step(source + first, target, count, root)
+            steps.append(site.within(REDUCE, step))
+        return steps
 
     @property
     def _in_order(self) -> bool:
@@ -246,8 +241,8 @@ class _Chunk:
         """Return the steps from the owners' results to all ranks, or to the root."""
         site, element = self.site, self.carried.call.element
         if self.root is None:
-            given = len(self.shards), self.shards[0].length, element
-            return site.spread(self.target, *given)
+            shards = self.shards
+            return site.spread(self.target, len(shards), shards[0].length, element)
         if len(site.mine) == 1:
             return []
         if site.index != self.shift[0]:
@@ -323,14 +318,13 @@ class _Rail:
             return []
         start, count = self._bounds(site.index)
         own = self.slots + site.index * self.stride
-        given = carried.element, carried.op
         steps: list[Enqueue] = []
         if self.apart:
             nbytes = count * carried.width
             steps += site.copy(own, self.partial + start * carried.width, nbytes)
         if count:
-            many = len(site.parts)
-            steps += site.combined(self.slots, self.stride, site.index, many, *given)
+            slots, m = self.slots, len(site.parts)
+            steps += site.combined(carried, slots, self.stride, site.index, m)
         target = chunk.at(self.shard) + start * element.itemsize
         if chunk.root is not None and site.rank != chunk.root:
             target = chunk.staging.take(count * element.itemsize)
@@ -374,10 +368,12 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
         at_source = call.source + first * itemsize
         target = call.target + first * itemsize
         widened, source = site.widened(carried, at_source, wide, count)
-        given = count, carried.element, carried.op
-        steps += [*widened, site.within(inclusive_scan, source, inclusive, *given)]
+        steps += widened
+        steps.append(
+            site.within(inclusive_scan, carried.step(source, inclusive, count))
+        )
         if exclusive:
-            steps.append(site.within(operation, source, own, *given))
+            steps.append(site.within(operation, carried.step(source, own, count)))
         else:
             steps += site.copy(own, inclusive, count * width)
         sends = [
@@ -392,13 +388,12 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
         identity = staging.take(count * itemsize)
         if some_use_none:
             # The identity is that of the call's own type, which may have no infinity.
-            given_here = at_source, identity, count, call.element, carried.op
-            steps.append(site.within(operation, *given_here))
+            own_type = Call(at_source, identity, count, call.element, carried.op)
+            steps.append(site.within(operation, own_type))
         last: list[Enqueue] = []
         if order:
             place = 0 if alone else order.index(site.index)
-            many = carried.element, carried.op
-            last += site.combined(slots, stride, place, len(order), *many)
+            last += site.combined(carried, slots, stride, place, len(order))
             last += site.finished(carried, slots + place * stride, target, count)
         elif not isinstance(call.op, UserOperator):
             last += site.copy(target, identity, count * itemsize)

@@ -58,13 +58,13 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
             elif owner == site.local and island != site.index:
                 partial = staging.take(stride)
                 sends.append(Parcel(rank, partial, count * width))
-            given = source, partial, count, carried.element, carried.op, owner
-            steps += [*widened, site.within(REDUCE, *given)]
+            step = carried.step(source, partial, count, owner)
+            steps += [*widened, site.within(REDUCE, step)]
         receives = [
             Parcel(site.on_rail(j, site.local), slots + j * stride, count * width)
             for j in site.others
         ]
-        last = site.combined(slots, stride, site.index, m, carried.element, carried.op)
+        last = site.combined(carried, slots, stride, site.index, m)
         target = call.target + first * itemsize
         last += site.finished(carried, own, target, count)
         chunks.append(Stages([steps, last], [(sends, receives)]))
@@ -78,7 +78,7 @@ def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
     """
     call, m, index = carried.call, len(site.parts), site.index
     nbytes, staging = call.count * carried.width, Ranges(site, None)
-    stride, kind = padded(nbytes), (carried.element, carried.op)
+    stride = padded(nbytes)
     slots = staging.take(m * stride)
     partials = staging.take((m - 1) * stride)
     own, wide = slots + index * stride, 0
@@ -88,10 +88,10 @@ def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
 
     def reduced(island: int, target: int) -> list[Enqueue]:
         first = site.parts[island][0] * call.count * call.element.itemsize
-        given = carried, call.source + first, wide, len(site.mine) * call.count
-        steps, source = inner.widened(*given)
-        step = inner.within(REDUCE_SCATTER, source, target, call.count, *kind)
-        return [*steps, step]
+        at, count = call.source + first, len(site.mine) * call.count
+        steps, source = inner.widened(carried, at, wide, count)
+        step = carried.step(source, target, call.count)
+        return [*steps, inner.within(REDUCE_SCATTER, step)]
 
     work: list[list[Enqueue]] = []
     exchanges: list[Parcels] = []
@@ -103,7 +103,7 @@ def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
         receives = [Parcel(site.on_rail(source, site.local), into, nbytes)]
         work.append(reduced(to, at))
         exchanges.append((sends, receives))
-    last = site.combined(slots, stride, index, m, *kind)
+    last = site.combined(carried, slots, stride, index, m)
     last += site.finished(carried, own, call.target, call.count)
     mine = reduced(index, own)
     if nbytes < CHUNK:
@@ -123,7 +123,7 @@ def _scatter_packed(site: Site, carried: Carried) -> list[Enqueue]:
     reduce-scatter reduces them all.
     """
     call, m, mine = carried.call, len(site.parts), len(site.mine)
-    width, kind = carried.width, (carried.element, carried.op)
+    width = carried.width
     most = fitting(site, 2 * m - 1 + mine, width)
     fits = several(call.count, 1, width, most)
     site = site.beside
@@ -141,12 +141,13 @@ def _scatter_packed(site: Site, carried: Carried) -> list[Enqueue]:
             packing, source = _packed(site, carried, starts, packed, count)
             target = own if island == site.index else partials + number * stride
             steps += packing
-            steps.append(site.within(REDUCE_SCATTER, source, target, count, *kind))
+            step = carried.step(source, target, count)
+            steps.append(site.within(REDUCE_SCATTER, step))
             if island != site.index:
                 peer = site.on_rail(island, site.local)
                 exchange[0].append(Parcel(peer, target, nbytes))
                 exchange[1].append(Parcel(peer, slots + island * stride, nbytes))
-        last = site.combined(slots, stride, site.index, m, *kind)
+        last = site.combined(carried, slots, stride, site.index, m)
         result = call.target + first * call.element.itemsize
         last += site.finished(carried, own, result, count)
         chunks.append(Stages([steps, last], [exchange]))

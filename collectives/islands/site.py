@@ -137,23 +137,10 @@ class Site:
 
     # Steps.
 
-    def within(
-        self,
-        operation: Operation,
-        source: int,
-        target: int,
-        count: int,
-        element: Element,
-        op: Op = "sum",
-        root: int = 0,
-    ) -> Enqueue:
-        """Return an operation within the island; see :class:`Call`.
-
-        ``root`` is a number within the island.
-        """
-        call = Call(source, target, count, element, op, root)
+    def within(self, operation: Operation, call: Call) -> Enqueue:
+        """Return an operation within the island. Its root is a number there."""
         end = self.end
-        name = operation.chosen(None, call.nbytes, end.size, element, end.choices)
+        name = operation.chosen(None, call.nbytes, end.size, call.element, end.choices)
         return operation.bind(name, end, call)
 
     def between(
@@ -170,11 +157,11 @@ class Site:
         if not sends and not receives:
             return [*beside]
         engine, order = self.islands.engine, self.end.order
-        given = tuple(sends), tuple(receives)
+        sent, received = tuple(sends), tuple(receives)
         work = Series(*beside) if beside else None
 
         def enqueue(stream: int) -> None:
-            engine.exchange(*given, stream, work, order)
+            engine.exchange(sent, received, stream, work, order)
 
         nbytes = sum(each.nbytes for each in sends)
         return [_ByEngine(self, what, nbytes, enqueue)]
@@ -237,13 +224,14 @@ class Site:
         if mine == 1:
             return []
         if mine == shards and owner == 0:
-            given = target + self.local * nbytes, target, count, element
-            return [self.within(ALL_GATHER, *given)]
-        return [
-            self.within(BROADCAST, at, at, count, element, root=(owner + number) % mine)
-            for number in range(shards)
-            for at in [target + number * nbytes]
-        ]
+            own = target + self.local * nbytes
+            return [self.within(ALL_GATHER, Call(own, target, count, element, "sum"))]
+        steps = []
+        for number in range(shards):
+            at, root = target + number * nbytes, (owner + number) % mine
+            call = Call(at, at, count, element, "sum", root)
+            steps.append(self.within(BROADCAST, call))
+        return steps
 
     def copy(self, target: int, source: int, nbytes: int) -> list[Enqueue]:
         """Return a copy within this rank's memory, if it is needed."""
@@ -252,22 +240,22 @@ class Site:
         return [partial(streams.copy, target, source, nbytes)]
 
     def combined(
-        self, first: int, stride: int, own: int, number: int, element: Element, op: Op
+        self, carried: "Carried", first: int, stride: int, own: int, number: int
     ) -> list[Enqueue]:
         """Return the reduction of several shards in order, into one of them.
 
         Args:
+            carried: the reduction, which is not finished.
             first: address of the first shard.
             stride: bytes from one shard to the next, a multiple of ``VECTOR``.
             own: the number of the shard that gets the result.
             number: how many there are.
-            element: their type.
-            op: the operator, which is not finished.
         """
         if number == 1:
             return []
-        given = first, stride // VECTOR, own, number, element, op
-        return [reduce_shards.bind(self.end, *given)]
+        vectors, element, op = stride // VECTOR, carried.element, carried.op
+        bind = reduce_shards.bind
+        return [bind(self.end, first, vectors, own, number, element, op)]
 
     def finished(
         self,
@@ -283,8 +271,7 @@ class Site:
         if kinds[0] == kinds[1] and carried.call.op != "avg":
             return self.copy(target, source, count * kinds[0].itemsize)
         op = carried.call.op if carried.call.op == "avg" else "sum"
-        given = source, target, count, op, self.size
-        return [convert.bind(self.end, kinds, *given)]
+        return [convert.bind(self.end, kinds, source, target, count, op, self.size)]
 
     def widened(
         self, carried: "Carried", source: int, target: int, count: int
@@ -322,6 +309,10 @@ class Carried:
     def width(self) -> int:
         """Bytes of a carried element."""
         return self.element.itemsize
+
+    def step(self, source: int, target: int, count: int, root: int = 0) -> Call:
+        """Return the call of a step that reduces carried elements."""
+        return Call(source, target, count, self.element, self.op, root)
 
 
 class Ranges:

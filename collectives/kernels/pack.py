@@ -119,9 +119,9 @@ def bind(
     launches = []
     for number, indices in enumerate(product(*(range(n) for n, _ in outer))):
         first = sum(i * stride for i, (_, stride) in zip(indices, outer, strict=True))
-        given = packed + number * count * word, spread + first, word, int(packing)
+        places = packed + number * count * word, spread + first
         launch = kernel(len(axes)).bind(
-            grid, *given, count, grid, lengths, steps, held=HELD
+            grid, *places, word, int(packing), count, grid, lengths, steps, held=HELD
         )
         launches.append(launch)
     return launches[0] if len(launches) == 1 else Series(*launches)

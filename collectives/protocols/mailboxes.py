@@ -230,11 +230,16 @@ def _wipe_ll(box: int) -> None:
 
 TRANSPORTS = {
     "sentinel": Transport(
-        *(1, _sent_sentinel, _post_sentinel, _peek_sentinel, _clear_sentinel, None),
+        1,
+        _sent_sentinel,
+        _post_sentinel,
+        _peek_sentinel,
+        _clear_sentinel,
+        None,
         floats=True,
     ),
     "marked": Transport(
-        *(1, _sent_as_it_is, _post_marked, _peek_marked, _clear_marked, None)
+        1, _sent_as_it_is, _post_marked, _peek_marked, _clear_marked, None
     ),
     "ll": Transport(2, _sent_as_it_is, _post_ll, _peek_ll, _clear_ll, _wipe_ll),
 }
@@ -452,5 +457,5 @@ def _make_of_all(
 
     wiping = keep if wipe_box is None else wipe
     return Mailboxes(
-        *(next_epoch, box, sent, post_one, receive_of, wiping, between_epochs)
+        next_epoch, box, sent, post_one, receive_of, wiping, between_epochs
     )

@@ -257,8 +257,15 @@ def channels(size: int, requests: bool) -> Channels:
         credits_at = at.flags + 8 * DEPTH * number * others
         lengths = layout(size).lengths.slots
         return Channels(
-            *(number, transfer_tiles(size), most_messages(size, True)),
-            *(at.epochs, at.flags, credits_at, at.slots, lengths, at.end),
+            number,
+            transfer_tiles(size),
+            most_messages(size, True),
+            at.epochs,
+            at.flags,
+            credits_at,
+            at.slots,
+            lengths,
+            at.end,
         )
     lanes, tiles = HELD * others, min(_REQUEST_TILES, _MOST_TILES)
     epochs, flags = 0, _lines(4 * 2 * lanes)  # no marks: those are in the main one

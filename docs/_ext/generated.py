@@ -281,8 +281,13 @@ def resolve(app, env, node, content):
         found = python.objects.get(home + name)
         if found is not None:
             return python.resolve_xref(
-                *(env, node["refdoc"], app.builder, node["reftype"], home + name),
-                *(node, content),
+                env,
+                node["refdoc"],
+                app.builder,
+                node["reftype"],
+                home + name,
+                node,
+                content,
             )
     return None
 

@@ -78,8 +78,9 @@ class Wanted(NamedTuple):
             choices = tuned.read(self.gpu, size).choices or select.CHOICES
             for limit in limits:
                 end = kernel_set.endpoint(size, limit, choices)
-                given = self.calls, list(self.dtypes), list(self.ops), end, "compile"
-                found |= dict.fromkeys(kernel_set.kernels(*given))
+                given, ops = list(self.dtypes), list(self.ops)
+                kernels = kernel_set.kernels(self.calls, given, ops, end, "compile")
+                found |= dict.fromkeys(kernels)
         capabilities = dict.fromkeys(self.capabilities)
         for capability in capabilities:
             kernel_set.check_capability(list(found), capability, "compile")

@@ -150,11 +150,11 @@ class NcclEngine:
         self._nccl = _functions()
         config = self._nccl.Config()
         config.blocking, config.max_ctas = 0, multiprocessors
-        given = size, rank, 1, bytearray(unique), config.ptr
+        init, identifier = self._nccl.comm_init_rank_scalable, bytearray(unique)
         self._comm: Any = None
         try:
             with self._translated("Communicator"):
-                self._comm = self._nccl.comm_init_rank_scalable(*given)
+                self._comm = init(size, rank, 1, identifier, config.ptr)
                 self._finish(TimedExchange("Communicator", ()), True)
         except BaseException:
             self.abort()
@@ -194,12 +194,12 @@ class NcclEngine:
         NCCL connects what its algorithm needs, which depends on the bytes.
         """
         name, source, target, number, kind, op, root = work
-        given = [source, target, number, _KINDS[kind]]
-        given += [_OPERATORS[op]] if op else []
-        given += [root] if name in ("broadcast", "reduce") else []
+        of_call = [source, target, number, _KINDS[kind]]
+        of_call += [_OPERATORS[op]] if op else []
+        of_call += [root] if name in ("broadcast", "reduce") else []
 
         def enqueue(comm: Any, stream: int) -> None:
-            getattr(self._nccl, name)(*given, comm, stream)
+            getattr(self._nccl, name)(*of_call, comm, stream)
 
         connections: set[tuple[Any, ...]] = {(name, number.bit_length(), kind, op)}
         self._run(_Work(self._others, connections, enqueue), stream, None, order)

@@ -154,8 +154,12 @@ class SymmetricMemory:
             )
         shape = arrays.checked_shape(shape, dtype, what)
         first = arguments.integer(
-            *(storage_offset, what, "storage_offset to be an integer"),
-            *(-(1 << 63), 1 << 63, "pass where the array begins, in elements"),
+            storage_offset,
+            what,
+            "storage_offset to be an integer",
+            least=-(1 << 63),
+            most=1 << 63,
+            do="pass where the array begins, in elements",
         )
         start = first * dtype.itemsize
         end = start + math.prod(shape) * dtype.itemsize

@@ -117,8 +117,8 @@ class Messages:
     ) -> None:
         """Send a message and receive one."""
         if NOBODY in (dest, source) or not (on_device(sendbuf) and on_device(recvbuf)):
-            given = sendbuf, dest, sendtag, recvbuf, source, recvtag
-            _complete(self.Isendrecv(*given), status)
+            both = self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
+            _complete(both, status)
             return
         post = self.post
         stream = post.stream_of(array_in(recvbuf), "Recv")  # refuses a capture first
@@ -175,8 +175,8 @@ class Messages:
     ) -> None:
         """Send an array's message, and receive another one into the array."""
         if on_device(buf):
-            given = buf, dest, sendtag, source, recvtag
-            _complete(self.Isendrecv_replace(*given), status)
+            both = self.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
+            _complete(both, status)
         else:
             self.host.Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
 

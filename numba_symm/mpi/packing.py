@@ -70,8 +70,9 @@ def _moved(packing: bool, message: Message, packed: Any) -> Step:
         axes = (message.number, layout.extent), *layout.axes
         lengths, strides = zip(*axes, strict=True)
         place, first = arrays.view(packed, "pack").address, message.address + runs[0]
-        given = place, int(first), lengths, strides, layout.run, packing
-        return functools.partial(_regular, kernel.bind(*given), message.array, packed)
+        run = layout.run
+        launch = kernel.bind(place, int(first), lengths, strides, run, packing)
+        return functools.partial(_regular, launch, message.array, packed)
     irregular = _GATHER if packing else _SCATTER
     low = min(layout.low, layout.low + (message.number - 1) * layout.extent)
     high = layout.high + max(0, (message.number - 1) * layout.extent)

@@ -408,8 +408,8 @@ class Win(MPI.Win):
         op: Any = MPI.SUM,
     ) -> Any:
         """Do as :meth:`Get_accumulate`; return a request."""
-        given = origin, result, target_rank, target, op
-        return self._requested(self.Get_accumulate, *given)
+        call = self.Get_accumulate
+        return self._requested(call, origin, result, target_rank, target, op)
 
     @translated
     def _requested(self, call: Callable[..., None], *args: Any) -> Done:

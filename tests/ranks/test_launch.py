@@ -157,8 +157,10 @@ def test_multiprocessors_that_are_none_are_refused(world, wrong, monkeypatch):
         pytest.skip("the simulator has as many as anyone asks for")
     asked = f"multiprocessors={wrong!r}: "
     refused(
-        *(world, ns.ArgumentError),
-        *(lambda: ns.Communicator(world, multiprocessors=wrong), asked),
+        world,
+        ns.ArgumentError,
+        lambda: ns.Communicator(world, multiprocessors=wrong),
+        asked,
     )
     with monkeypatch.context() as patch:
         patch.setenv(MULTIPROCESSORS, "none" if wrong is True else str(wrong))
@@ -177,7 +179,10 @@ def test_multiprocessors_must_agree(world):
     mine = 2 if world.rank == last else None
     text = f"rank {last} has multiprocessors=2"
     refused(
-        *(world, ns.ArgumentError),
+        world,
+        ns.ArgumentError,
         lambda: ns.Communicator(world, multiprocessors=mine),
-        *(text, "multiprocessors=None", "every rank must pass the same"),
+        text,
+        "multiprocessors=None",
+        "every rank must pass the same",
     )

@@ -74,9 +74,11 @@ def test_every_dtype_and_op_gives_numpys_bits(comm, world, algorithm, dtype):
         wanted = f"got {dtype.name}; use one of 'one_shot_marked', 'one_shot_ll', "
         for call in (comm.all_reduce, comm.all_reduce_init):
             refused(
-                *(world, ns.ArgumentError),
+                world,
+                ns.ArgumentError,
                 lambda f=call: f(x, algorithm=algorithm),
-                *("expected floats for algorithm=", wanted),
+                "expected floats for algorithm=",
+                wanted,
             )
         return
     largest = 100 if SIMULATED else 1 << 20
@@ -293,7 +295,10 @@ def test_one_rank_runs_ahead_as_far_as_it_can(comm, world):
     small, large = 3, 70 if SIMULATED else 1 << 18
     cases = [
         Case(
-            *(algorithm, a_dtype(algorithm, -1), "sum", small if step % 2 else large),
+            algorithm,
+            a_dtype(algorithm, -1),
+            "sum",
+            small if step % 2 else large,
             seed=step,
         )
         for algorithm in ALGORITHMS

@@ -114,9 +114,9 @@ def test_shards_that_do_not_fit_are_reduced_together(world, monkeypatch, kind, o
     for module in (construction, scatters, site) if SIMULATED else ():
         monkeypatch.setattr(module, "STAGING", 1 << 15)
 
-    def recorded(here, operation, *given):
+    def recorded(here, operation, call):
         names.add(operation.name)
-        return within(here, operation, *given)
+        return within(here, operation, call)
 
     monkeypatch.setattr(Site, "within", recorded)
     many = count * world.size

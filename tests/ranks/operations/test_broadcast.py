@@ -178,7 +178,8 @@ def test_bad_calls(comm, world):
             f"got {root}",
         )
     refused(
-        *(world, ns.ArgumentError),
+        world,
+        ns.ArgumentError,
         lambda: comm.broadcast(x, algorithm="one_shot_sentinel"),
         "got 'one_shot_sentinel'",
     )
@@ -208,7 +209,8 @@ def test_reduce_scatter_v(comm, world, op):
         ([7] * comm.size, "the sum of counts"),
     ):
         refused(
-            *(world, ns.ArgumentError),
+            world,
+            ns.ArgumentError,
             lambda c=counts: comm.reduce_scatter_v(comm.zeros(5), counts=c),
             text if comm.size > 1 or counts == [7] else "",
         )
