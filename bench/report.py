@@ -195,28 +195,25 @@ class Report:
         return lines
 
     def launches(self, rows: Sequence[Sequence[Record]]) -> list[str]:
-        """Return the table of how our kernels are launched, out of place.
-
-        A call between the ranks' own arrays has several launches; the first of those
-        with most multiprocessors is shown.
-        """
+        """Return the table of how our kernels are launched, out of place."""
         lines = ["# Layout: early: the kernel may start before the one before it ends"]
-        widths = [12, 9, 7, 26, 9, 17, 7]
+        widths = [12, 9, 7, 20, 26, 9, 17, 7]
 
         def line(first: str, cells: Sequence[str]) -> None:
             pairs = zip(cells, widths, strict=True)
             lines.append(first + "".join(cell.rjust(width) for cell, width in pairs))
 
-        names = ["kernel", "blocks", "multiprocessors", "early"]
+        names = ["way", "kernel", "blocks", "multiprocessors", "early"]
         line("#", ["size", "type", "redop", *names])
         for records in rows:
             for each in records:
-                if each["in_place"] or not each.get("launches"):
+                if each["in_place"]:
                     continue
-                most = max(each["launches"], key=lambda one: one["multiprocessors"])
-                cells = [*_message(each)[:1], each["type"], each["op"], most["kernel"]]
-                cells += [str(most["blocks"]), str(most["multiprocessors"])]
-                line(" ", [*cells, "yes" if most["early"] else "no"])
+                head = [_message(each)[0], each["type"], each["op"], each["way"]]
+                for one in each.get("launches", ()):
+                    cells = [one["kernel"], str(one["blocks"])]
+                    cells.append(str(one["multiprocessors"]))
+                    line(" ", [*head, *cells, "yes" if one["early"] else "no"])
         return lines if len(lines) > 2 else []
 
     def _crossing(self, first: str, cells: Sequence[str]) -> str:

@@ -55,18 +55,21 @@ def text(contenders=("nccl", "torch"), algorithms=()):
     return Report(OPERATIONS["all_reduce"], 4, algorithms, contenders)
 
 
-def test_the_layout_is_that_of_the_launch_on_most_multiprocessors():
+def test_the_layout_has_a_line_for_each_launch():
     launches = [
         {"kernel": "handshake", "blocks": 1, "multiprocessors": 1, "early": False},
         {"kernel": "direct_shards", "blocks": 64, "multiprocessors": 22, "early": True},
     ]
     ours, theirs = record("numba_symm", 9.0, "plan"), record("nccl", 9.0)
     assert text().launches([[ours, theirs]]) == []
-    _, names, line = text().launches([[ours | {"launches": launches}, theirs]])
-    words = ["kernel", "blocks", "multiprocessors", "early"]
-    assert names.split()[-4:] == words
-    message = [str(1 << 20), "float", "sum"]
-    assert line.split() == [*message, "direct_shards", "64", "22", "yes"]
+    _, names, *lines = text().launches([[ours | {"launches": launches}, theirs]])
+    words = ["way", "kernel", "blocks", "multiprocessors", "early"]
+    assert names.split()[-5:] == words
+    message = [str(1 << 20), "float", "sum", "plan"]
+    assert [line.split() for line in lines] == [
+        [*message, "handshake", "1", "1", "no"],
+        [*message, "direct_shards", "64", "22", "yes"],
+    ]
 
 
 def test_the_formulas_are_those_of_nccl_tests():
