@@ -166,12 +166,12 @@ class Nodes:
             return self.link(away * nbytes) + self.inside("broadcast", nbytes)
         chunks = divided(nbytes, self.gpus, nbytes, 2 * self.number)
         chain = chained(len(chunks), self.number)
-        hops, copies = (away, 1) if chain else (1, away)
+        steps, copies = (away, 1) if chain else (1, away)
         works, exchanges = [], []
         for each in chunks:
             first, last = (self.inside(n, each) for n in ("broadcast", "all_gather"))
-            works.append([first, *[last] * hops])
-            exchanges.append([copies * each / self.gpus] * hops)
+            works.append([first, *[last] * steps])
+            exchanges.append([copies * each / self.gpus] * steps)
         return self.overlapped(exchanges, works, along=True)
 
     def overlapped(

@@ -17,7 +17,7 @@ Table = tuple[tuple[int, ...], tuple[int, ...] | None]
 Lengths = tuple[int, ...]
 """The elements of a rank's messages to, or from, one other rank, in order."""
 
-Place = tuple[int, int]
+Span = tuple[int, int]
 """A rank's range: its first element, and its number of elements."""
 
 
@@ -53,8 +53,8 @@ def agree_on_counts(exchange: StoreExchange, what: str, transfers: Transfers) ->
     }
     sent_as, expected_as = _COUNTS[what]
     wrong = [
-        f"rank {rank} sends {_said(sent, ' elements')} ({sent_as.format(peer)}) to "
-        f"rank {peer}, which expects {_said(expected)} ({expected_as.format(rank)})"
+        f"rank {rank} sends {_in_words(sent, ' elements')} ({sent_as.format(peer)}) to "
+        f"rank {peer}, which expects {_in_words(expected)} ({expected_as.format(rank)})"
         for rank, peer in sorted(pairs)
         if (sent := everyone[rank][0].get(peer, ()))
         != (expected := everyone[peer][1].get(rank, ()))
@@ -75,7 +75,7 @@ def _by_peer(messages: Sequence[Message], itemsize: int) -> dict[int, Lengths]:
     return found
 
 
-def _said(lengths: Lengths, unit: str = "") -> str:
+def _in_words(lengths: Lengths, unit: str = "") -> str:
     """Return "3 elements", "4 + 4 elements" or "nothing"."""
     return " + ".join(map(str, lengths)) + unit if lengths else "nothing"
 
@@ -90,7 +90,7 @@ def table_of(
     return lengths, _integers(displs, size, what.replace("counts", "displs"))
 
 
-def places_of(table: Table) -> list[Place]:
+def places_of(table: Table) -> list[Span]:
     """Return every rank's range."""
     lengths, starts = table
     if starts is None:
@@ -111,12 +111,12 @@ def _integers(given: Counts | None, size: int, what: str) -> tuple[int, ...]:
     return tuple(map(int, found))
 
 
-def end_of(places: list[Place]) -> int:
+def end_of(places: list[Span]) -> int:
     """Return the number of elements that an array with these ranges has at least."""
     return max(first + count for first, count in places)
 
 
-def refuse_overlap(places: list[Place], what: str) -> None:
+def refuse_overlap(places: list[Span], what: str) -> None:
     """Refuse ranges of an output that overlap."""
     taken = sorted(place for place in places if place[1])
     for (first, count), (following, _) in itertools.pairwise(taken):

@@ -22,9 +22,9 @@ from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.requests import Request, Requests, end_of
 from numba_symm.collectives.transfers import (
-    Copy,
     Fill,
     Own,
+    OwnCopy,
     Pending,
     Prepared,
     Transfers,
@@ -217,7 +217,7 @@ def transfers_of(calls: Calls, found: Pending) -> Transfers:
 
 
 Grouped = tuple[
-    tuple[Message, ...], tuple[Message, ...], tuple[Copy, ...], tuple[Fill, ...], Own
+    tuple[Message, ...], tuple[Message, ...], tuple[OwnCopy, ...], tuple[Fill, ...], Own
 ]
 """What ``Transfers`` has of a group: sends, receives, copies, fills, own."""
 

@@ -21,7 +21,7 @@ from numba_symm.collectives.vector_forms import (
 )
 from numba_symm.errors import ArgumentError
 
-Peers = tuple[int | None, ...]
+Neighbors = tuple[int | None, ...]
 """Checked neighbours; None: nobody."""
 
 
@@ -42,7 +42,7 @@ def _checked(calls: Calls, given: FormCall) -> FormCall:
     return given._replace(peers=(others, found))
 
 
-def _peers(calls: Calls, asked: Any, what: str) -> Peers:
+def _peers(calls: Calls, asked: Any, what: str) -> Neighbors:
     try:
         listed = list(asked)
     except Exception as error:  # an object's own method may raise anything

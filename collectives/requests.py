@@ -188,7 +188,7 @@ class Requests:
         self._end = replace(end, workspaces=tuple(workspaces), multiprocessors=1)
         self._main = end.workspaces[end.rank]
         self._memory: Memory | None = memory
-        self._lanes: dict[tuple[int, bool], _Lane] = {}
+        self._lanes: dict[tuple[int, bool], _Direction] = {}
         self._settling = threading.RLock()
         self._busy = False  # whether a request may be pending
         self._unfreed = ExitStack()  # until it is closed, Numba frees no memory
@@ -227,7 +227,7 @@ class Requests:
                 self._unfreed.enter_context(cuda.defer_cleanup())
             self._busy = True
             if direction not in self._lanes:
-                self._lanes[direction] = _Lane()
+                self._lanes[direction] = _Direction()
             return self._lanes[direction].start(launch, stream, keep, failed)
 
     def settle(self) -> None:
@@ -253,7 +253,7 @@ class Requests:
             self._memory = None
 
 
-class _Lane:
+class _Direction:
     """The requests of one direction, one after another.
 
     In the simulator, in which launches block, a thread replaces the stream.

@@ -15,7 +15,7 @@ from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.workspace import most_messages
 from numba_symm.errors import ArgumentError
 
-Copy = tuple[int, int, int]
+OwnCopy = tuple[int, int, int]
 """A copy within this rank: target, source, bytes."""
 
 Own = tuple[Sequence[Message], Sequence[Message]]
@@ -46,7 +46,7 @@ class Transfers:
         self,
         sends: Sequence[Message],
         receives: Sequence[Message],
-        copies: Sequence[Copy] = (),
+        copies: Sequence[OwnCopy] = (),
         words: str = "",
         itemsize: int = 1,
         fills: Sequence[Fill] = (),
@@ -95,7 +95,7 @@ class Transfers:
 
 def matched(
     sends: Sequence[Message], receives: Sequence[Message], what: str
-) -> tuple[list[Copy], list[Fill]]:
+) -> tuple[list[OwnCopy], list[Fill]]:
     """Return the copies and counts of messages of a rank to itself, in order.
 
     Raises:
@@ -175,7 +175,7 @@ class Pending:
         self.sends: list[Message] = []
         self.receives: list[Message] = []
         self.own: tuple[list[Message], list[Message]] = [], []
-        self.copies: list[Copy] = []
+        self.copies: list[OwnCopy] = []
         self.fills: list[Fill] = []
         self.before: list[Enqueue] = []
         self.after: list[Enqueue] = []

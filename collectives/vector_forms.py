@@ -22,7 +22,7 @@ from numba_symm.collectives.checks import (
     check_type,
 )
 from numba_symm.collectives.counts import (
-    Place,
+    Span,
     agree_on_counts,
     end_of,
     places_of,
@@ -33,7 +33,7 @@ from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue, Series
-from numba_symm.collectives.transfers import Copy, Prepared, Transfers
+from numba_symm.collectives.transfers import OwnCopy, Prepared, Transfers
 from numba_symm.errors import ArgumentError
 
 
@@ -391,7 +391,7 @@ def _messages(shards: list[Shard], but: int) -> list[Message]:
 
 def _own_copy(
     shard: Shard, alone: ArrayView, whole: ArrayView, what: str
-) -> list[Copy]:
+) -> list[OwnCopy]:
     """Return the copy of a rank's message to itself: none if the call is in place.
 
     Args:
@@ -415,7 +415,7 @@ def check_even(out: ArrayView, count: int, x: ArrayView, what: str) -> None:
         )
 
 
-def _check_room(view: ArrayView, places: list[Place], what: str) -> None:
+def _check_room(view: ArrayView, places: list[Span], what: str) -> None:
     """Refuse an array that is too small for all ranges."""
     if view.size < end_of(places):
         raise ArgumentError(

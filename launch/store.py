@@ -105,7 +105,7 @@ class StoreExchange:
     ) -> None:
         self._comm = tagged.checked(comm)
         self._step = 0
-        self._astray: str | None = None
+        self._refusal: str | None = None
         self._meeting: Meeting | None = None
         self.timeout = environment.chosen_setup_timeout(timeout)
         self.call = ""
@@ -118,7 +118,7 @@ class StoreExchange:
 
     def disown(self) -> None:
         """Refuse steps of a forked child, because the rank is its parent."""
-        self._astray = (
+        self._refusal = (
             f"this process was forked from rank {self.rank} and cannot exchange values "
             f"with the other ranks; {forks.ADVICE}"
         )
@@ -177,8 +177,8 @@ class StoreExchange:
                 an earlier call.
             CollectiveError: a rank did not arrive in time, has left, or has ended.
         """
-        if self._astray:  # do not wait for others, which may have given up
-            raise ExchangeError(self._astray)
+        if self._refusal:  # do not wait for others, which may have given up
+            raise ExchangeError(self._refusal)
         mine = _Contribution(self.prefix, self._step, what, value)
         self._step += 1
         try:
@@ -189,11 +189,11 @@ class StoreExchange:
             raise
         places = dict(zip(self.names, map(_place, messages), strict=True))
         if len(set(places.values())) > 1:
-            self._astray = (
+            self._refusal = (
                 f"{sentence(places, 'is at', 'are at')}: "
                 "every rank must make the same calls in the same order"
             )
-            raise ExchangeError(self._astray)
+            raise ExchangeError(self._refusal)
         return [message.value for message in messages]
 
     def _gathered(self, mine: _Contribution, wait: Wait) -> list[Any]:

@@ -101,7 +101,7 @@ class Watchdog:
             if self._stopping.is_set():
                 return
             if not self._silent:
-                self._hear()
+                self._receive_reports()
             engine = self._engine
             if engine is not None and (error := engine.status()) is not None:
                 self._board.fail(error)
@@ -124,7 +124,7 @@ class Watchdog:
         finally:  # afterwards, because peers notice that a connection ends
             self._abort()
 
-    def _hear(self) -> None:
+    def _receive_reports(self) -> None:
         mpi, comm = ranks.mpi(), self._comm
         # What improbe returns could be lost to an interrupt, a probe's result cannot.
         while self._receives or comm.mpi.iprobe(mpi.ANY_SOURCE, comm.tag):

@@ -18,8 +18,8 @@ from numba_symm.collectives.islands.pipeline import (
     several,
 )
 from numba_symm.collectives.islands.site import (
-    Ranges,
     Site,
+    StagingRanges,
     fitting,
     of_island,
     padded,
@@ -139,21 +139,22 @@ def _on_all_rails(
         for number in range(shards)
         if site.on_rail(site.index, number) == site.rank
     ]
-    m, hops = len(site.parts), len(site.parts) - 1 if chain else 1
-    work: list[list[Enqueue]] = [[] for _ in range(hops + 1)]
-    exchanges: list[Parcels] = [([], []) for _ in range(hops)]
-    hop = min((site.index - island) % m, hops)  # the number of those before this island
-    if hop == 0 or site.listing:  # other roots use the other branch
+    m, exchanged = len(site.parts), len(site.parts) - 1 if chain else 1
+    work: list[list[Enqueue]] = [[] for _ in range(exchanged + 1)]
+    exchanges: list[Parcels] = [([], []) for _ in range(exchanged)]
+    # The number of exchanges before this island's own.
+    before = min((site.index - island) % m, exchanged)
+    if before == 0 or site.listing:  # other roots use the other branch
         work[0] += site.spread(target, 1, shards * count, element, root)
-    if hop > 0 or site.listing:
-        work[max(hop, 1)] += site.spread(target, shards, count, element)
-    if hop > 0:
-        before = (site.index - 1) % m if chain else island
-        exchanges[hop - 1][1].extend(
-            Parcel(site.on_rail(before, number), at, nbytes) for number, at in mine
+    if before > 0 or site.listing:
+        work[max(before, 1)] += site.spread(target, shards, count, element)
+    if before > 0:
+        sender = (site.index - 1) % m if chain else island
+        exchanges[before - 1][1].extend(
+            Parcel(site.on_rail(sender, number), at, nbytes) for number, at in mine
         )
-    if hop < hops:
-        exchanges[hop][0].extend(
+    if before < exchanged:
+        exchanges[before][0].extend(
             Parcel(site.on_rail(after, number), at, nbytes)
             for number, at in mine
             for after in ([(site.index + 1) % m] if chain else site.others)
@@ -172,7 +173,7 @@ def all_to_all(site: Site, call: Call) -> list[Enqueue]:
     for first, count in site.chunks(call.count, fits):
         nbytes = count * width
         stride = padded(nbytes)
-        staging = Ranges(site).take(site.size * stride)
+        staging = StagingRanges(site).take(site.size * stride)
         source = call.source + first * width
         steps += _exchanged(site, source, staging, nbytes, call.nbytes, stride)
         for rank in range(site.size):
@@ -220,7 +221,7 @@ def messages(
 
 def barrier(site: Site) -> list[Enqueue]:
     """Return the steps of a barrier: in each island before and after a message."""
-    staging = Ranges(site)
+    staging = StagingRanges(site)
     token, into = staging.take(1), staging.take(len(site.parts))
     steps: list[Enqueue] = [barriers.bind(site.end)]
     if site.local == 0:

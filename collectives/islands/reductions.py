@@ -23,8 +23,8 @@ from numba_symm.collectives.islands.pipeline import (
 )
 from numba_symm.collectives.islands.site import (
     Carried,
-    Ranges,
     Site,
+    StagingRanges,
     fitting,
     padded,
 )
@@ -54,7 +54,7 @@ Longer shards are exchanged in two: parts of them, and the results of these.
 """
 
 
-class _Shard(NamedTuple):
+class _IslandShard(NamedTuple):
     """A shard of a chunk.
 
     Attributes:
@@ -87,7 +87,7 @@ def reduce(site: Site, call: Call) -> list[Enqueue]:
 def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
     """Return the fewest steps: each rank gets what every island has."""
     call, m = carried.call, len(site.parts)
-    staging = Ranges(site)
+    staging = StagingRanges(site)
     stride = padded(call.count * carried.width)
     wide = staging.take(stride)
     slots = staging.take(m * stride)
@@ -129,13 +129,13 @@ def _in_shards(site: Site, carried: Carried, root: int | None) -> list[Enqueue]:
     if len(chunks) > 1:
         site = site.beside
     stages = [
-        _Chunk(site, carried, root, number, *chunk).stages()
+        _CrossingChunk(site, carried, root, number, *chunk).stages()
         for number, chunk in enumerate(chunks)
     ]
     return overlapped(site, "reduce" if rooted else "all_reduce", stages)
 
 
-class _Chunk:
+class _CrossingChunk:
     """One chunk of an all-reduce or a reduce.
 
     Args:
@@ -162,19 +162,19 @@ class _Chunk:
         call = carried.call
         self.source = call.source + first * call.element.itemsize
         self.target = call.target + first * call.element.itemsize
-        self.staging = Ranges(site, number)
+        self.staging = StagingRanges(site, number)
         each = count // shards
-        self.shards = [_Shard(k, k * each, each) for k in range(shards)]
-        self.results: dict[_Shard, int] = {}  # addresses of those for the root
+        self.shards = [_IslandShard(k, k * each, each) for k in range(shards)]
+        self.results: dict[_IslandShard, int] = {}  # addresses of those for the root
         # The root owns the first shard of its island.
         self.shift = (-1, 0) if root is None else site.place_of(root)
 
-    def number(self, island: int, shard: _Shard) -> int:
+    def number(self, island: int, shard: _IslandShard) -> int:
         """Return the number of a shard's owner within an island."""
         shift = self.shift[1] if island == self.shift[0] else 0
         return (shard.number + shift) % len(self.site.parts[island])
 
-    def owner(self, island: int, shard: _Shard) -> int:
+    def owner(self, island: int, shard: _IslandShard) -> int:
         """Return a shard's owner in an island."""
         return self.site.parts[island][self.number(island, shard)]
 
@@ -233,7 +233,7 @@ class _Chunk:
         numbers = [self.number(self.site.index, shard) for shard in self.shards]
         return numbers == list(range(len(self.site.mine)))
 
-    def at(self, shard: _Shard) -> int:
+    def at(self, shard: _IslandShard) -> int:
         """Return the address of a shard's result, in the output."""
         return self.target + shard.first * self.carried.call.element.itemsize
 
@@ -275,7 +275,12 @@ class _Rail:
     """
 
     def __init__(
-        self, chunk: _Chunk, shard: _Shard, slots: int, stride: int, part: int
+        self,
+        chunk: _CrossingChunk,
+        shard: _IslandShard,
+        slots: int,
+        stride: int,
+        part: int,
     ):
         self.chunk, self.shard = chunk, shard
         self.slots, self.stride, self.part = slots, stride, part
@@ -359,7 +364,7 @@ def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
     some_use_none = any(not output.used(rank, site.size, 0) for rank in site.mine)
     chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
-        staging, steps = Ranges(site, len(chunks)), list[Enqueue]()
+        staging, steps = StagingRanges(site, len(chunks)), list[Enqueue]()
         stride = padded(count * width)
         wide, inclusive = staging.take(stride), staging.take(stride)
         slots = staging.take((len(site.parts) + 1) * stride)

@@ -11,8 +11,8 @@ from numba_symm.collectives.islands.pipeline import (
 from numba_symm.collectives.islands.site import (
     STAGING,
     Carried,
-    Ranges,
     Site,
+    StagingRanges,
     fitting,
     padded,
 )
@@ -42,7 +42,7 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
         site = site.beside
     chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
-        staging, steps = Ranges(site, len(chunks)), list[Enqueue]()
+        staging, steps = StagingRanges(site, len(chunks)), list[Enqueue]()
         stride = padded(count * width)
         wide, slots = staging.take(stride), staging.take(m * stride)
         own = slots + site.index * stride
@@ -77,7 +77,7 @@ def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
     Each island reduces the shards of one island after another, by a reduce-scatter.
     """
     call, m, index = carried.call, len(site.parts), site.index
-    nbytes, staging = call.count * carried.width, Ranges(site, None)
+    nbytes, staging = call.count * carried.width, StagingRanges(site, None)
     stride = padded(nbytes)
     slots = staging.take(m * stride)
     partials = staging.take((m - 1) * stride)
@@ -129,7 +129,7 @@ def _scatter_packed(site: Site, carried: Carried) -> list[Enqueue]:
     site = site.beside
     chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
-        staging, steps = Ranges(site, len(chunks)), list[Enqueue]()
+        staging, steps = StagingRanges(site, len(chunks)), list[Enqueue]()
         nbytes = count * width
         packed, stride = staging.take(mine * nbytes), padded(nbytes)
         slots, partials = staging.take(m * stride), staging.take((m - 1) * stride)

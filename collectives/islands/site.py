@@ -315,7 +315,7 @@ class Carried:
         return Call(source, target, count, self.element, self.op, root)
 
 
-class Ranges:
+class StagingRanges:
     """Addresses in the staging memory, one range after another.
 
     Args:

@@ -20,7 +20,7 @@ from numba_symm.device.intrinsics import device_function, ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import Load, Store
 
 
-class Chunks(NamedTuple):
+class ChunkAccess(NamedTuple):
     """Device functions that move a chunk of the shards of all other ranks.
 
     ``low`` and ``high`` are local arrays. ``chunk`` is ``(next_owner, vector, tiles,
@@ -48,7 +48,7 @@ class Chunks(NamedTuple):
 @functools.cache
 def make_chunks(
     size: int, load: Load, store: Store, owners: int, short: bool
-) -> Chunks:
+) -> ChunkAccess:
     """Return the device functions.
 
     Args:
@@ -116,7 +116,7 @@ def make_chunks(
                 if exists and array != 0:
                     store(array, owner * share + at, count, low[i], high[i])
 
-    return Chunks(inside, scatter, collect)
+    return ChunkAccess(inside, scatter, collect)
 
 
 @functools.cache
@@ -126,9 +126,9 @@ def make_load_all(size: int, load: Load) -> Callable[..., None]:
     ``(slot, array, chunk, base, low, high, own_low, own_high)`` fills ``low`` and
     ``high`` with the words of each vector, in rank order: the own ones from the array,
     the others from the slots from the address ``slot`` on. ``chunk`` is ``(rank,
-    vector, tiles, share, count, first)``: as in ``Chunks``, with this rank's number,
-    and the index in the array of its shard's first vector. ``own_low`` and ``own_high``
-    are other local arrays. ``load`` is ``Lanes.load``.
+    vector, tiles, share, count, first)``: as in ``ChunkAccess``, with this rank's
+    number, and the index in the array of its shard's first vector. ``own_low`` and
+    ``own_high`` are other local arrays. ``load`` is ``Lanes.load``.
     """
     room = CHUNKED.tiles(size)
     rank_stride = room * TILE_BYTES

@@ -97,15 +97,15 @@ def uses_nccl(
         rank: each.version or f"no NCCL ({each.missing})"
         for rank, each in enumerate(founds)
     }
-    said = ranks.sentence(texts, "has", "have")
+    found = ranks.sentence(texts, "has", "have")
     if asked is None:
         raise BackendError(
-            f"Communicator: expected the same engine on all ranks, but {said}; install "
-            "the same version everywhere, or set NUMBA_SYMM_ENGINE=mpi"
+            f"Communicator: expected the same engine on all ranks, but {found}; "
+            "install the same version everywhere, or set NUMBA_SYMM_ENGINE=mpi"
         )
     raise BackendError(
         "Communicator: expected NCCL on all ranks, of one version, because of "
-        f"NUMBA_SYMM_ENGINE=nccl, but {said}"
+        f"NUMBA_SYMM_ENGINE=nccl, but {found}"
     )
 
 

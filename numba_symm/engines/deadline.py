@@ -70,8 +70,8 @@ class Deadline:
         self._exchanges: list[TimedExchange | None] = [None]  # by number
         self._memory = int(driver.call("cuMemHostAlloc", 8, _FOR_KERNELS))
         self._place = int(driver.call("cuMemHostGetDevicePointer", self._memory, 0))
-        self._word = (ctypes.c_uint32 * 2).from_address(self._memory)
-        self._word[:] = [0, 0]
+        self._state = (ctypes.c_uint32 * 2).from_address(self._memory)
+        self._state[:] = [0, 0]
         self._marks: dict[int, Launch] = {}
         # In a capture, the place right after the latest mark at an exchange's end.
         self._end: tuple[int, frozenset[int]] | None = None
@@ -113,7 +113,7 @@ class Deadline:
     @property
     def running(self) -> TimedExchange | None:
         """The exchange that the GPU is in, or None."""
-        return self._exchanges[self._word[0]]
+        return self._exchanges[self._state[0]]
 
     def late(self) -> TimedExchange | None:
         """Return the exchange that the GPU is in if it has lasted too long.
@@ -123,9 +123,9 @@ class Deadline:
         running = self.running
         if running is None or not self._seconds:
             return None
-        if not self._word[1]:
+        if not self._state[1]:
             self._since = time.monotonic()
-            self._word[1] = 1
+            self._state[1] = 1
             return None
         return running if time.monotonic() - self._since >= self._seconds else None
 

@@ -311,8 +311,8 @@ class NcclEngine:
             yield
         except _Aborted:
             self._look()
-            said = "NCCL was aborted: the communicator was closed"
-            raise BackendError(said) from None
+            text = "NCCL was aborted: the communicator was closed"
+            raise BackendError(text) from None
         except self._nccl.NCCLError as error:
             raise BackendError(
                 f"{operation}: NCCL failed: {error}; NCCL_DEBUG=WARN shows more"

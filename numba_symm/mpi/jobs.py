@@ -17,7 +17,7 @@ from numba_symm.events import Event
 from numba_symm.mpi import packing
 from numba_symm.mpi.buffers import Message
 from numba_symm.mpi.errors import MPIError, unsupported
-from numba_symm.mpi.packing import Step
+from numba_symm.mpi.packing import PackedStep
 from numba_symm.own_arrays import Memory
 from numba_symm.streams import SideStream
 
@@ -78,8 +78,8 @@ class Job:
         self.array = array
         self.stream = stream_for(communicator, array)
         self._calls: list[Call] = []
-        self._steps: list[Step] = []
-        self._last: list[Step] = []
+        self._steps: list[PackedStep] = []
+        self._last: list[PackedStep] = []
         self._kept: list[Any] = []  # steps have addresses only
         self._lingers = False
 
@@ -164,12 +164,12 @@ class Job:
             self._kept += target, source
             self._steps.append(lambda stream: streams.copy(*place, stream))
 
-    def then(self, step: Step) -> None:
+    def then(self, step: PackedStep) -> None:
         """Add a step."""
         self._steps.append(step)
 
     def then_move(
-        self, move: Callable[[Message, Any], Step], message: Message, packed: Any
+        self, move: Callable[[Message, Any], PackedStep], message: Message, packed: Any
     ) -> None:
         """Add ``packing.pack`` or ``packing.unpack``."""
         with self._all_or_none(self.stream):

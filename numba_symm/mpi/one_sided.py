@@ -25,7 +25,7 @@ def bytes_of(found: Message) -> Any:
     return memory.array(found.nbytes, _BYTE)
 
 
-def copied(of: Message, into: Message) -> list[packing.Step]:
+def copied(of: Message, into: Message) -> list[packing.PackedStep]:
     """Return the copy of one message's elements to those of another one."""
     if not of.nbytes:
         return []
@@ -40,7 +40,7 @@ def copied(of: Message, into: Message) -> list[packing.Step]:
     return [packing.pack(of, between), packing.unpack(into, between)]
 
 
-def reduced(of: Message, into: Message, op: Any, what: str) -> list[packing.Step]:
+def reduced(of: Message, into: Message, op: Any, what: str) -> list[packing.PackedStep]:
     """Return the reduction of one message's elements into those of another one."""
     if op == MPI.NO_OP or not of.nbytes:
         return []

@@ -27,7 +27,7 @@ MOST_BLOCKS = 1024
 
 _WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
-Step = Callable[[int], None]
+PackedStep = Callable[[int], None]
 """Enqueues work on the stream with that handle."""
 
 
@@ -52,17 +52,17 @@ def _scatter(packed: Any, spread: Any, runs: Any, extent: int, words: int) -> No
 _GATHER, _SCATTER = cuda.jit(_gather), cuda.jit(_scatter)
 
 
-def pack(message: Message, packed: Any) -> Step:
+def pack(message: Message, packed: Any) -> PackedStep:
     """Return the copy of a message's elements to an array of as many bytes."""
     return _moved(True, message, packed)
 
 
-def unpack(message: Message, packed: Any) -> Step:
+def unpack(message: Message, packed: Any) -> PackedStep:
     """Return the copy of an array's bytes to a message's elements."""
     return _moved(False, message, packed)
 
 
-def _moved(packing: bool, message: Message, packed: Any) -> Step:
+def _moved(packing: bool, message: Message, packed: Any) -> PackedStep:
     layout = message.layout
     runs = layout.runs
     assert runs is not None  # else there is nothing to pack
@@ -131,7 +131,7 @@ def _configured(kernel: Any, blocks: int, threads: int, stream: int) -> Any:
         return kernel[blocks, threads, on]
 
 
-def fold(function: Callable[[Any, Any], Any], into: Any, of: Any) -> Step:
+def fold(function: Callable[[Any, Any], Any], into: Any, of: Any) -> PackedStep:
     """Return ``into[i] = function(into[i], of[i])``, of arrays of equal size."""
     return functools.partial(_launch, _reducing(function), into.size, (into, of))
 
@@ -160,6 +160,6 @@ def _swap(target: Any, compare: Any, origin: Any) -> None:
 _SWAP = cuda.jit(_swap)
 
 
-def compare_and_swap(target: Any, compare: Any, origin: Any) -> Step:
+def compare_and_swap(target: Any, compare: Any, origin: Any) -> PackedStep:
     """Return the step that does so, for arrays of bytes, by one thread."""
     return functools.partial(_launch, _SWAP, 1, (target, compare, origin))

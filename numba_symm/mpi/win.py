@@ -68,7 +68,7 @@ class Win(MPI.Win):
     _locks: WindowLocks
     _units: list[int]
     _memory: list[Any]
-    _used: dict[int, list[packing.Step]]  # by stream; steps have temporary arrays
+    _used: dict[int, list[packing.PackedStep]]  # by stream; steps have temporary arrays
 
     @classmethod
     @translated
@@ -278,7 +278,7 @@ class Win(MPI.Win):
             if not SIMULATED:
                 streams.synchronize(stream)
 
-    def _run(self, steps: list[packing.Step], array: Any) -> None:
+    def _run(self, steps: list[packing.PackedStep], array: Any) -> None:
         stream = self._comm.post.stream_of(array, "Win")
         self._used.setdefault(stream, []).extend(steps)
         for step in steps:

@@ -39,7 +39,7 @@ def test_the_deadline_begins_anew_with_every_exchange(watched, clock):
 def test_a_look_after_an_exchange_does_not_count_for_the_next(watched, clock):
     watched.begin(TimedExchange("broadcast", (1,)), STREAM, False)
     watched.end(STREAM, False)
-    watched._word[1] = 1  # by a look that had seen the exchange
+    watched._state[1] = 1  # by a look that had seen the exchange
     clock.now += 9
     watched.begin(TimedExchange("reduce", (1,)), STREAM, False)
     assert watched.late() is None

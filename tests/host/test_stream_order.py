@@ -196,7 +196,7 @@ def test_closed_requests_are_done_before_their_arrays_are_dropped(monkeypatch):
 
     monkeypatch.setattr(requests.streams.driver, "call", call)
     monkeypatch.setattr(requests, "end_of", lambda stream: None)
-    lane = requests._Lane()
+    lane = requests._Direction()
     lane.start(lambda stream: None, 0xA0, kept, lambda error: None)
     del kept
     calls.clear()

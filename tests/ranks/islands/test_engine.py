@@ -286,11 +286,11 @@ def test_a_mark_is_stored_for_the_host(engine):
         (lambda: watched.begin(exchange, default, False), exchange),
         (lambda: watched.end(default, False), None),
     ):
-        watched._word[1] = 1
+        watched._state[1] = 1
         mark()
         streams.synchronize(default)
         assert watched.running == running
-        assert watched._word[1] == 0
+        assert watched._state[1] == 0
     watched.close()
 
 
