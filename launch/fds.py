@@ -175,8 +175,8 @@ class IpcChannel:
                 )
             self._exchange.look(wait, [src])
             ahead = self._exchange.is_ahead(src)
-            came = self._receive(0 if ahead else _LOOK_SECONDS)
-            if ahead and not came:
+            arrived = self._receive(0 if ahead else _LOOK_SECONDS)
+            if ahead and not arrived:
                 raise ExchangeError(
                     f"rank {self.rank} waits for a file descriptor from rank {src}, "
                     "which has sent none"

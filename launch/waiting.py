@@ -73,8 +73,8 @@ class Wait:
         self._seconds = seconds
         self._began = time.monotonic()
         self._end = self._began + seconds if seconds else math.inf
-        self._word = self._began + PATIENCE
-        self._forsaken = False
+        self._warn_at = self._began + PATIENCE
+        self._left = False
 
     def for_answers(self, seconds: float) -> "Wait":
         """Return a new wait, for ranks that have all arrived in the same call.
@@ -101,17 +101,17 @@ class Wait:
             absent: the ranks that it waits for; empty if they are unknown.
         """
         now = time.monotonic()
-        if now > self._word:
-            self._word = math.inf
+        if now > self._warn_at:
+            self._warn_at = math.inf
             environment.warn(
-                f"rank {self._rank} has {self.said(absent)} for {PATIENCE:g} s; "
+                f"rank {self._rank} has {self.text(absent)} for {PATIENCE:g} s; "
                 "NUMBA_SYMM_SETUP_TIMEOUT sets the seconds after which it gives up"
             )
         # A rank may be past it because all had arrived, which this one may see later.
-        before, self._forsaken = self._forsaken, any(look() for look in _watched.get())
-        if before and self._forsaken:
+        before, self._left = self._left, any(look() for look in _watched.get())
+        if before and self._left:
             raise ExchangeError(
-                f"rank {self._rank} {self.said(absent)}, and one of its ranks has left"
+                f"rank {self._rank} {self.text(absent)}, and one of its ranks has left"
             )
         _progress()
         return now > self._end
@@ -126,7 +126,7 @@ class Wait:
             time.sleep(min(seconds / 16, _LONGEST_PAUSE))
         return self.look(absent)
 
-    def said(self, absent: Sequence[int]) -> str:
+    def text(self, absent: Sequence[int]) -> str:
         """Return "waited for rank 2 on b in zeros"."""
         whom = name_ranks(self._named(absent)) if absent else "other ranks"
         nodes = dict.fromkeys(self._nodes[rank] for rank in absent if self._nodes)
@@ -140,7 +140,7 @@ class Wait:
     def error(self, absent: Sequence[int]) -> CollectiveTimeout:
         """Return the error for the deadline if there is no status board."""
         return CollectiveTimeout(
-            f"rank {self._rank} {self.said(absent)} ({self.limit})",
+            f"rank {self._rank} {self.text(absent)} ({self.limit})",
             ranks=(self._rank, *self._named(absent)),
             operation=self.what,
             hint=self.hint,
@@ -268,7 +268,7 @@ def undisturbed(call: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return call()  # no handler runs here
-    came: list[int] = []
+    received: list[int] = []
     handlers: dict[int, Any] = {}
     done = False
 
@@ -276,7 +276,7 @@ def undisturbed(call: Callable[[], T]) -> T:
         if done:  # a handler raised before this one's was restored
             handlers[number](number, frame)
         else:
-            came.append(number)
+            received.append(number)
 
     try:
         for number in map(int, signal.valid_signals()):
@@ -289,7 +289,7 @@ def undisturbed(call: Callable[[], T]) -> T:
         done = True
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for number in came:
+        for number in received:
             signal.raise_signal(number)
 
 
@@ -317,7 +317,7 @@ def leave(comm: Comm | TaggedComm, cause: BaseException, what: str) -> None:
 def gate(
     comm: TaggedComm,
     wait: Wait,
-    said: Callable[[BaseException], CollectiveError] | None = None,
+    error_for: Callable[[BaseException], CollectiveError] | None = None,
     lost: Callable[[], bool] | None = None,
     answered: float | None = None,
 ) -> None:
@@ -332,7 +332,8 @@ def gate(
     Args:
         comm: the ranks.
         wait: the wait.
-        said: returns what the others raise for this rank's error; None: that it left.
+        error_for: returns what the others raise for this rank's error; None: that it
+            left.
         lost: called while this rank waits for answers; raises if a rank gives none.
         answered: seconds in which ranks that have arrived answer, if ``wait`` lasts
             indefinitely; None: ``NUMBA_SYMM_TIMEOUT``.
@@ -348,7 +349,11 @@ def gate(
             _watched.reset(token)
     except BaseException as error:
         if not sys.modules["mpi4py.MPI"].Is_finalized():
-            reason = said(error) if said else _error_of_others(comm, error, wait.what)
+            reason = (
+                error_for(error)
+                if error_for
+                else _error_of_others(comm, error, wait.what)
+            )
             _refuse(comm, reason)
         raise
 

@@ -175,9 +175,9 @@ class Board:
 
     def failure(self) -> Failure | None:
         """Return why the communicator has failed, or None if it has not."""
-        return self._said(self._rank) if self._records[self._rank] else None
+        return self._failure_of(self._rank) if self._records[self._rank] else None
 
-    def _said(self, rank: int) -> Failure | None:
+    def _failure_of(self, rank: int) -> Failure | None:
         """Return the failure in a rank's record, or None."""
         record = self._records[rank]
         if not record:
@@ -256,8 +256,8 @@ class Board:
         if voted and stop not in list(self._steps):
             return None
         # A rank that votes to stop has seen a record, which may not be here yet.
-        said = [self.failure(), *map(self._said, range(self._size))]
-        return next(failure for failure in said if failure is not None)
+        failures = [self.failure(), *map(self._failure_of, range(self._size))]
+        return next(failure for failure in failures if failure is not None)
 
     def all_gather(self, data: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's bytes, in rank order. Collective.
@@ -349,7 +349,7 @@ class Board:
 
     def _report_late(self, wait: Wait, absent: Sequence[int]) -> None:
         record = waits.LATE << 56 | self._rank << 48 | absent[0] << 40
-        self._report(record, f"{wait.what}\n{wait.said(absent)}\n{wait.limit}")
+        self._report(record, f"{wait.what}\n{wait.text(absent)}\n{wait.limit}")
 
     def late(self, wait: Wait, absent: Sequence[int]) -> CollectiveError:
         """Make the communicator fail because ranks are late. Return the error.
@@ -359,7 +359,7 @@ class Board:
             absent: the ranks that did not arrive.
         """
         self._report_late(wait, absent)
-        failure = self._said(self._rank)
+        failure = self._failure_of(self._rank)
         assert failure is not None
         return failure.exception()
 

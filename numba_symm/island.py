@@ -253,8 +253,8 @@ class Island:
         """Return the exception to raise, and remember its failure."""
         self.known_failure = failure
         # The text of another island, or of an engine's wait, has its deadline.
-        said = failure.limit or "timeout: " in failure.text
-        if failure.error is CollectiveTimeout and not said:
+        named = failure.limit or "timeout: " in failure.text
+        if failure.error is CollectiveTimeout and not named:
             failure = failure._replace(limit=f"timeout: {self.timeout:g} s")
         hint = f". {failure.hint}" if failure.hint else ""
         return failure.exception(

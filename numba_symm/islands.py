@@ -319,7 +319,7 @@ class _Across:
         if failure is not None:
             return failure
 
-        def said(error: BaseException) -> CollectiveError:
+        def error_for(error: BaseException) -> CollectiveError:
             if isinstance(error, CollectiveError):
                 islands.fail(error)
             else:
@@ -332,7 +332,7 @@ class _Across:
             islands.look()
             with waiting.watching(_looking(islands, wait, islands.look)):
                 lost = _looking(islands, wait, self._loss())
-                waiting.gate(islands.comm, wait, said, lost, islands.timeout)
+                waiting.gate(islands.comm, wait, error_for, lost, islands.timeout)
         except CollectiveError as error:
             islands.fail(error)
             return islands.board.failure()

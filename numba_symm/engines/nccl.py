@@ -295,7 +295,7 @@ class NcclEngine:
         """Return the error for a state of NCCL's."""
         operation, peers = exchange
         kind = RankLeft if state == _REMOTE_ERROR else CollectiveError
-        whom = self._wait(operation).said(peers)
+        whom = self._wait(operation).text(peers)
         reason = self._nccl.get_error_string(state)
         text = f"rank {self._rank} {whom}, and NCCL reports: {reason}"
         return kind(text, ranks=(self._rank, *peers), operation=operation)

@@ -121,7 +121,7 @@ class WindowLocks:
             holder = (number - 1,) if number else ()
             if wait.pause(holder):
                 raise CollectiveTimeout(
-                    f"{what}: rank {self._rank} {wait.said(holder)}, which changes the "
+                    f"{what}: rank {self._rank} {wait.text(holder)}, which changes the "
                     f"memory of rank {target} in this window (timeout: "
                     f"{self._seconds:g} s); continue or end the rank that changes it, "
                     "or pass a longer timeout= to MPI.Comm",
