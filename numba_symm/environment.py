@@ -10,6 +10,7 @@
 ``NUMBA_SYMM_ENGINE``                      ``nccl`` or ``mpi``, between islands
 ``NUMBA_SYMM_SHOW_ISLANDS``                ``1``: rank 0 prints several islands
 ``NUMBA_SYMM_LOAD_AHEAD``                  ``0``: calls load their kernels
+``NUMBA_SYMM_MESSAGE_LIMIT``               bytes sent ahead, in mpi4py's spelling
 ``NUMBA_ENABLE_CUDASIM``                   ``1``: Numba's CUDA simulator
 ========================================== =================================
 
@@ -42,6 +43,7 @@ VARIABLES = (
     "NUMBA_SYMM_ENGINE",
     "NUMBA_SYMM_SHOW_ISLANDS",
     "NUMBA_SYMM_LOAD_AHEAD",
+    "NUMBA_SYMM_MESSAGE_LIMIT",
 )
 """The library's own variables."""
 
@@ -139,6 +141,25 @@ def show_islands() -> bool:
 def loads_ahead() -> bool:
     """Return whether the construction loads kernels that were loaded before."""
     return _flag("NUMBA_SYMM_LOAD_AHEAD", "1")
+
+
+DEFAULT_MESSAGE_LIMIT = 256 << 20
+
+
+def message_limit() -> int:
+    """Return the bytes that a rank sends to another one ahead; 0: any number.
+
+    It is for messages of mpi4py's spelling, and for each pair of a communicator.
+    """
+    value = os.environ.get("NUMBA_SYMM_MESSAGE_LIMIT")
+    if value is None:
+        return DEFAULT_MESSAGE_LIMIT
+    if not value.strip().isdecimal():
+        raise ArgumentError(
+            f"NUMBA_SYMM_MESSAGE_LIMIT={value!r}: expected a number of bytes, or 0 for "
+            "no limit; correct it or unset it"
+        )
+    return int(value)
 
 
 def _flag(name: str, default: str = "0") -> bool:

@@ -132,6 +132,7 @@ class Island:
         with exchange.agreed("Communicator"):
             environment.chosen_setup_timeout()
             environment.requested_engine()
+            environment.message_limit()
             environment.show_islands()
             self.timeout = environment.chosen_timeout(timeout)
             if not self._part:

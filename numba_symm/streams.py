@@ -247,6 +247,27 @@ def _captures(stream: Any) -> bool:
     return bool(found)  # CU_STREAM_CAPTURE_STATUS_NONE is 0
 
 
+@contextmanager
+def relaxed() -> Iterator[None]:
+    """Allow this thread calls that a capture in any thread forbids, such as queries.
+
+    The calls concern neither the stream that is being captured nor its events.
+    """
+    if SIMULATED:
+        yield
+        return
+    from cuda.bindings import driver as bindings
+
+    modes = bindings.CUstreamCaptureMode
+    before = driver.call(
+        "cuThreadExchangeStreamCaptureMode", modes.CU_STREAM_CAPTURE_MODE_RELAXED
+    )
+    try:
+        yield
+    finally:
+        driver.call("cuThreadExchangeStreamCaptureMode", before)
+
+
 def spoil_capture(stream: int) -> bool:
     """Invalidate the stream's capture. Return whether there was one.
 

@@ -79,14 +79,26 @@ class Channel:
         return bool(self._kept)
 
     def send(
-        self, data: Any, dest: int, tag: int = 0, matched: bool = False
+        self,
+        data: Any,
+        dest: int,
+        tag: int = 0,
+        matched: bool = False,
+        into: list[MPI.Request] | None = None,
     ) -> MPI.Request:
         """Start to send a message, and keep its data until it was sent.
 
+        Args:
+            data: the data.
+            dest: the rank.
+            tag: the message's tag.
+            matched: whether the request is done only when a receive has matched it.
+            into: an empty list that gets the request, also if an interrupt follows.
+
         Returns:
-            The request. If ``matched``, it is done when a receive has matched it.
+            The request.
         """
-        requests: list[MPI.Request] = []
+        requests: list[MPI.Request] = [] if into is None else into
         self.keep(requests, data)
         start = self.comm.Issend if matched else self.comm.Isend
         try:
@@ -137,14 +149,17 @@ class Receipts(Channel):
 
     def __init__(self, comm: Any):
         super().__init__(comm)
-        self.unread: dict[int, Room] = {}
+        self.unread: dict[int, Room | None] = {}
         self._owed: dict[int, list[int]] = {}
+        # A sender may wait for receipts, so they are not kept for much of its limit.
+        limit = environment.message_limit()
+        self._small = min(SMALL, limit // (4 * MOST)) if limit else SMALL
 
     def owe(self, source: int, number: int, nbytes: int) -> None:
         """Send a receipt for a message, now or with those of later messages."""
         owed = self._owed.setdefault(source, [])
         owed.append(number)
-        if nbytes > SMALL or len(owed) >= MOST:
+        if nbytes > self._small or len(owed) >= MOST:
             self._give(source)
 
     def give_all(self) -> None:
@@ -156,13 +171,14 @@ class Receipts(Channel):
         numbers = self._owed.pop(source)  # first: an interrupt must not send them again
         self.send(np.array(numbers, np.int64), source)
 
-    def take(self) -> list[Room]:
-        """Return the memory of the messages whose receipts have arrived."""
-        found, status = [], MPI.Status()
+    def take(self) -> list[tuple[int, Room | None]]:
+        """Return the messages whose receipts have arrived: numbers and memory."""
+        found: list[tuple[int, Room | None]] = []
+        status = MPI.Status()
         while self.comm.Iprobe(status=status):
             numbers = np.empty(status.Get_count(MPI.INT64_T), np.int64)
             requests: list[MPI.Request] = []
             self.receive(requests, numbers, status.source)
             requests[0].Wait()
-            found += [self.unread.pop(number) for number in numbers.tolist()]
+            found += [(each, self.unread.pop(each)) for each in numbers.tolist()]
         return found

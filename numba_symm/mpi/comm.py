@@ -20,6 +20,7 @@ from numba_symm.mpi import (
     collectives,
     jobs,
     messages,
+    progress,
     reductions,
     rooms,
     shortcuts,
@@ -80,7 +81,8 @@ class Device(Messages):
             assert isinstance(own, TaggedComm)  # because ``host`` is mpi4py's
             origin = own.mpi
         stream = options.get("stream")
-        self.post = Post(origin, allocator, stream, self._check, self._enter)
+        given = stream, self._check, self._enter, options.get("timeout")
+        self.post = Post(origin, allocator, *given)
 
     @property
     def communicator(self) -> Communicator:
@@ -271,6 +273,8 @@ class Device(Messages):
         if self._made is not None:
             self._watched = self._made
         try:
+            if self._failure is None:
+                progress.hurry_all(self.post)  # a peer may still receive these
             self._close()
             if self._failure is None:
                 self.post.free()
@@ -420,8 +424,14 @@ def _close_all() -> None:
     It closes nothing after an exception, because the other ranks may not come. They get
     an error that names the exception.
     """
-    if getattr(sys, "last_value", None) is not None or MPI.Is_finalized():
-        return
+    try:
+        if getattr(sys, "last_value", None) is None and not MPI.Is_finalized():
+            _close_open()
+    finally:
+        progress.stop()
+
+
+def _close_open() -> None:
     messages.settle_all()
     rooms.give_back_all()
     for comm in reversed(list(_open)):

@@ -23,14 +23,14 @@ class Copying(NamedTuple):
     Attributes:
         done: the end of the copy.
         envelope: the message.
-        into: the array's items, which live until then.
+        into: the array's items, which live until then; None: it is not copied.
         block: the sender's memory, which is mapped until then; None for data by MPI.
         room: memory of this process for such data.
     """
 
     done: "Event | Crossing"
     envelope: Envelope
-    into: buffers.Message
+    into: buffers.Message | None
     block: Any
     room: Room | None = None
 
@@ -116,14 +116,14 @@ class Data(Channel):
         super().__init__(comm)
         self._tags = tags
 
-    def send_parts(self, data: Any, dest: int, number: int) -> None:
-        """Send the data of a message of this rank."""
-        for part in _parts(data):
-            self.send([part, MPI.BYTE], dest, number % self._tags)
+    def send_parts(self, data: Any, dest: int, number: int) -> list[MPI.Request]:
+        """Send the data of a message of this rank; return the requests."""
+        tag = number % self._tags
+        return [self.send([part, MPI.BYTE], dest, tag) for part in _parts(data)]
 
     def coming(self, envelope: Envelope) -> Coming | None:
         """Return the data that :meth:`receive_parts` receives, if MPI sends any."""
-        if envelope.handle or not envelope.nbytes:
+        if envelope.handle or envelope.follows or not envelope.nbytes:
             return None
         data = np.empty(envelope.nbytes, np.uint8)
         return Coming(envelope.source, envelope.number % self._tags, data, [])

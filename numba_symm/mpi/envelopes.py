@@ -10,11 +10,14 @@ from mpi4py import MPI
 from numba_symm.errors import SymmError
 from numba_symm.launch.waiting import begin
 from numba_symm.mpi import buffers
-from numba_symm.mpi.errors import refusal, unsupported
+from numba_symm.mpi.errors import MPIError, refusal, unsupported
 from numba_symm.mpi.requests import waited
 
 HEADER = struct.Struct("<qqq")
 """The number, the bytes and the offset of an envelope; its handle follows."""
+
+FOLLOWS = -1
+"""The offset in an envelope whose data has no place yet; a message with it follows."""
 
 
 class Envelope(NamedTuple):
@@ -25,7 +28,7 @@ class Envelope(NamedTuple):
         tag: the message's tag.
         number: the message's number among the sender's.
         nbytes: its size.
-        offset: its first byte in the sender's block.
+        offset: its first byte in the sender's block; ``FOLLOWS``: see there.
         handle: names that block; empty if the data follows by MPI.
     """
 
@@ -35,6 +38,28 @@ class Envelope(NamedTuple):
     nbytes: int
     offset: int
     handle: bytes
+
+    @property
+    def follows(self) -> bool:
+        """Whether its place follows in a message of the channel of data."""
+        return self.offset == FOLLOWS
+
+
+def place(number: int, offset: int, handle: bytes) -> bytes:
+    """Return the message with the place of a message's data; no handle: none."""
+    return HEADER.pack(number, len(handle), offset) + handle
+
+
+def place_in(text: bytearray, envelope: Envelope) -> tuple[bytes, int]:
+    """Return the handle and the offset in such a message, or raise."""
+    _, length, offset = HEADER.unpack_from(text)
+    if not length:
+        raise MPIError(
+            MPI.ERR_OTHER,
+            f"Recv: rank {envelope.source} could not send its message with tag "
+            f"{envelope.tag}; its own error has the cause",
+        )
+    return bytes(text[HEADER.size : HEADER.size + length]), offset
 
 
 def items_of(envelope: Envelope, into: buffers.Message) -> int | None:

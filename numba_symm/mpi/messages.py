@@ -1,6 +1,7 @@
 """Messages of device arrays: envelopes by MPI, which matches them, and data by copies.
 
 A send copies its data to memory of its process (``rooms.py``), and waits for that copy.
+Above a limit of what was not received, it copies later (``postponed.py``).
 Then it sends an envelope with the data's place by MPI, with the tag of the message. So
 source, tag, order and wildcards are MPI's. The receive copies the data from there, on a
 stream of its own, so it may run beside the program's kernels. When the copy is done, it
@@ -9,70 +10,38 @@ the data is a message of MPI, through host memory. Envelopes, receipts and data 
 communicators of their own, so host messages do not meet them.
 """
 
-import functools
 import itertools
 import threading
 from collections.abc import Callable
-from typing import Any, Concatenate, NamedTuple
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from numba_symm import arrays, environment, streams
+from numba_symm import environment, streams
 from numba_symm.collectives.checks import check_writable
-from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
 from numba_symm.launch.waiting import Wait
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
-from numba_symm.mpi import buffers, packing, rooms
+from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.channels import MOST, Channel, Receipts, apart
 from numba_symm.mpi.copies import Copies
-from numba_symm.mpi.crossings import Coming, Copying, Crossing, Data, on_host
-from numba_symm.mpi.envelopes import HEADER, Envelope, Posted, items_of, nothing
-from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
+from numba_symm.mpi.crossings import Coming, Copying, Crossing, Data
+from numba_symm.mpi.envelopes import Envelope, Posted, items_of, nothing, place_in
+from numba_symm.mpi.errors import FREED, MPIError
+from numba_symm.mpi.flow import Flow
 from numba_symm.mpi.requests import waited
-from numba_symm.mpi.rooms import Room, Rooms, opened, rooms_of
-from numba_symm.own_arrays import Memory
+from numba_symm.mpi.rooms import Opened, Room, opened
+from numba_symm.mpi.sends import Sends, alone
 
 _MOST = 4096  # bytes of an envelope, at most
-
-
-def _alone(
-    method: Callable[Concatenate["Post", P], T],
-) -> Callable[Concatenate["Post", P], T]:
-    """Let one thread at a time make such a call. None of them waits for a peer."""
-
-    @functools.wraps(method)
-    def locked(post: "Post", /, *args: P.args, **options: P.kwargs) -> T:
-        with post._lock:
-            return method(post, *args, **options)
-
-    return locked
-
-
-class Staged(NamedTuple):
-    """A message that is being copied to its room.
-
-    Attributes:
-        dest: the rank to which it is sent.
-        tag: its tag.
-        nbytes: its size.
-        room: the room; None if the message is empty.
-        stream: of the copy.
-    """
-
-    dest: int
-    tag: int
-    nbytes: int
-    room: Room | None
-    stream: int
 
 
 _posts: "set[Post]" = set()  # of communicators that were not freed
 
 
-class Post:
+class Post(Sends):
     """The messages of one communicator on this rank.
 
     Args:
@@ -81,6 +50,7 @@ class Post:
         stream: the stream of arrays that name none.
         check: raises if the communicator has failed.
         enter: makes the rank's GPU current in this thread, for a named call.
+        timeout: seconds that a send waits for its receiver, as of a communicator.
     """
 
     def __init__(
@@ -90,6 +60,7 @@ class Post:
         stream: Any,
         check: Callable[[], None],
         enter: Callable[[str], None],
+        timeout: float | None = None,
     ):
         # Not every communicator has this attribute in Open MPI.
         most: Any = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
@@ -106,9 +77,12 @@ class Post:
         self._stream = stream
         self._check, self._enter = check, enter
         self._threads = threading.local()  # has ``ready`` where the GPU is current
-        self.copies = Copies()
+        self.copies, self.outgoing = Copies(), Copies()
+        self.timeout = environment.chosen_timeout(timeout)
         self._copying: list[Copying] = []
         self._numbers = itertools.count()
+        self.flow = Flow(host.size)
+        self._by_mpi = {}
         self._probed: list[Envelope] = []
         self._open: set[Posted] = set()
         _posts.add(self)
@@ -135,6 +109,8 @@ class Post:
             return not self._copying
 
         waited(copied, check)
+        progress.hurry_all(self)
+        self.outgoing.settle()
         self.copies.settle()
         self.reap()  # sends the last receipts
         channels = self._envelopes, self._receipts, self._data
@@ -169,6 +145,8 @@ class Post:
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
+        progress.drop_all(self, MPIError(MPI.ERR_COMM, FREED))
+        self.outgoing.settle()
         self.copies.settle()
         self._freed = True  # and kept, because MPI may still write a receive's room
 
@@ -178,131 +156,7 @@ class Post:
             raise MPIError(MPI.ERR_COMM, FREED)
         self._check()
 
-    def _check_open(self, what: str) -> None:
-        """Begin a call: refuse it after Free, and make the GPU current."""
-        if self._freed:
-            raise MPIError(MPI.ERR_COMM, f"{what}: {FREED}")
-        if not hasattr(self._threads, "ready"):
-            self._enter(what)
-            self._threads.ready = True
-
-    def stream_of(self, array: Any, what: str) -> int:
-        """Return the stream for copies of an array."""
-        named = None if array is None else arrays.stream_of(array)
-        found = streams.handle_or_default(self._stream) if named is None else named
-        if not SIMULATED and streams.is_capturing(found):
-            raise unsupported(
-                f"{what}: expected a stream that is not being captured, because the "
-                "ranks' hosts take part in this call; make it before or after the "
-                "capture, or use comm.communicator.send and recv"
-            )
-        return found
-
-    def send(
-        self, found: buffers.Message, dest: int, tag: int, matched: bool = False
-    ) -> MPI.Request:
-        """Send a message, whose array may be used afterwards.
-
-        Returns:
-            The request of the envelope. If ``matched``, it is done when a receive has
-            matched it.
-        """
-        return self.announce(self.stage(found, dest, tag), matched)
-
-    def stage(self, found: buffers.Message, dest: int, tag: int) -> Staged:
-        """Start the copy of a message to its room.
-
-        :meth:`announce` or :meth:`drop` follows.
-        """
-        self._check_open("Send")
-        if not 0 <= dest < len(self.islands):
-            raise refusal(
-                MPI.ERR_RANK,
-                f"Send: expected a rank from 0 to {len(self.islands) - 1} or "
-                f"MPI.PROC_NULL, got {dest}",
-            )
-        if not 0 <= tag < self._tags:
-            raise refusal(
-                MPI.ERR_TAG,
-                f"Send: expected a tag from 0 to {self._tags - 1}, got {tag}",
-            )
-        nbytes, stream = found.nbytes, self.stream_of(found.array, "Send")
-        room = self._room_for(nbytes) if nbytes else None
-        if room is None:
-            return Staged(dest, tag, 0, None, stream)
-        try:
-            if found.layout.runs is None:
-                streams.copy(room.address, found.address, nbytes, stream)
-            else:
-                memory = Memory(room.address, nbytes, room.memory)
-                packed = memory.array(nbytes, np.dtype(np.uint8))
-                packing.pack(found, packed)(stream)
-        except BaseException:
-            self._give_back(room)
-            raise
-        return Staged(dest, tag, nbytes, room, stream)
-
-    def announce(self, staged: Staged, matched: bool = False) -> MPI.Request:
-        """Wait for the copy of a message, and send its envelope; see :meth:`send`."""
-        dest, tag, nbytes, room, stream = staged
-        data = None
-        if room is not None:
-            self._wait(staged)
-            if self.islands[dest] != self.islands[self._rank]:
-                try:
-                    self.reap()  # lets go of earlier data
-                    data = on_host(room, nbytes, stream)
-                finally:
-                    self._give_back(room)
-                room = None
-        offset, handle = (0, b"") if room is None else (room.offset, room.handle)
-        with self._lock:
-            self._data.reap()
-            number = next(self._numbers)
-            if data is not None:
-                self._data.send_parts(data, dest, number)  # first, because it may fail
-            if room is not None:
-                self._receipts.unread[number] = room
-            text = HEADER.pack(number, nbytes, offset) + handle
-            try:
-                return self._envelopes.send(text, dest, tag, matched)
-            except Exception:
-                self._give_back(self._receipts.unread.pop(number, None))
-                raise
-
-    def _wait(self, staged: Staged) -> None:
-        """Wait for the copy of a message; if that fails, give its room back."""
-        try:
-            if not SIMULATED:
-                streams.synchronize(staged.stream)
-        except BaseException:
-            self._give_back(staged.room)
-            raise
-
-    def drop(self, staged: Staged) -> None:
-        """Give the room of a message back, which is not sent."""
-        if staged.room is not None:
-            self._wait(staged)
-            self._give_back(staged.room)
-
-    @_alone
-    def has_ended(self, request: MPI.Request) -> bool:
-        """Return whether a send has ended; two threads must not ask MPI at a time."""
-        return request.Test()
-
-    @functools.cached_property
-    def _rooms(self) -> Rooms:
-        return rooms_of(self.allocator)
-
-    def _room_for(self, nbytes: int) -> Room:
-        """Return room; look for receipts before it takes more memory."""
-        found = self._rooms.take_free(nbytes)
-        if found is None:
-            self.reap()
-            found = self._rooms.take(nbytes)
-        return found
-
-    @_alone
+    @alone
     def reap(self) -> None:
         """Send the receipts of messages, and reuse the memory of those received."""
         if self._freed:
@@ -312,8 +166,7 @@ class Post:
         self._receipts.give_all()
         for channel in (self._envelopes, self._receipts, self._data):
             channel.reap()
-        for room in self._receipts.take():
-            self._give_back(room)
+        self._take_receipts()
 
     def end(self, copying: Copying) -> None:
         """Note that a copy has ended; its event may be used again."""
@@ -331,10 +184,6 @@ class Post:
         self._copying.remove(copying)
         self._give_back(copying.room)
         self._acknowledge(copying.envelope)
-
-    def _give_back(self, room: Room | None) -> None:
-        if room is not None:
-            self._rooms.give_back(room)
 
     def room(self, spec: Any) -> buffers.Message:
         """Return the items that a receive writes, or refuse it before it is posted."""
@@ -370,7 +219,7 @@ class Post:
                 self._envelopes.taken += not posted.cancelled
                 self._open.discard(posted)
 
-    @_alone
+    @alone
     def withdraw(self, posted: "Posted") -> None:
         """Cancel a receive; a message that has matched it stays for another one."""
         posted.cancel()
@@ -389,7 +238,7 @@ class Post:
         )
         self._probed.insert(next(later, len(self._probed)), found)
 
-    @_alone
+    @alone
     def probe(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope that a receive would match now, which stays there."""
         self._check_open("Probe")
@@ -405,7 +254,7 @@ class Post:
             self._probed.append(found)
         return found
 
-    @_alone
+    @alone
     def receive_if_there(self, source: int, tag: int) -> Envelope | None:
         """Return the envelope of a message, which no other receive gets."""
         self._check_open("Mprobe")
@@ -433,7 +282,7 @@ class Post:
         posted.wait(self.check)
         return posted.envelope
 
-    @_alone
+    @alone
     def deliver(
         self, envelope: Envelope, into: buffers.Message, after: Event | None
     ) -> Copying:
@@ -455,6 +304,8 @@ class Post:
                 room = self._room_for(envelope.nbytes)
                 self._data.receive_parts(coming)
                 found = self._crossing(envelope, into, after, room, coming)
+            elif envelope.follows:
+                found = self._following(envelope, into, after)
             else:
                 block = opened(envelope.handle) if envelope.nbytes else None
                 source = 0 if block is None else block.address + envelope.offset
@@ -462,7 +313,10 @@ class Post:
                 found = Copying(done, envelope, into, block)
         except BaseException:
             self._give_back(room)
-            self._acknowledge(envelope)
+            if envelope.follows:
+                self._following(envelope, None, None)
+            else:
+                self._acknowledge(envelope)
             if coming is not None:
                 self._data.receive_parts(coming)  # so that MPI does not keep the rest
             raise
@@ -487,13 +341,38 @@ class Post:
         done = Crossing(coming.requests, start, self.check, self._lock)
         return Copying(done, envelope, into, None, room)
 
+    def _following(
+        self, envelope: Envelope, into: buffers.Message | None, after: Event | None
+    ) -> Copying:
+        """Copy data when its place has arrived; ``into`` is None: do not copy it."""
+        text, blocks = bytearray(_MOST), list[Opened]()
+        requests: list[MPI.Request] = []
+
+        def start() -> Event:
+            handle, offset = place_in(text, envelope)
+            if into is None:
+                return Event()  # has ended
+            blocks.append(opened(handle))  # is mapped as long as this function exists
+            source = blocks[0].address + offset
+            return self.copies.begin(into, source, envelope.nbytes, blocks[0], after)
+
+        tag = envelope.number % self._tags
+        self._data.receive(requests, text, envelope.source, tag)
+        done = Crossing(requests, start, self.check, self._lock)
+        found = Copying(done, envelope, into, None)
+        if into is None:
+            self._copying.append(found)
+        return found
+
     def _acknowledge(self, envelope: Envelope) -> None:
         """Let the sender reuse the memory of a message, if it has any."""
-        if envelope.handle:
+        if envelope.handle or envelope.follows:
             self._receipts.owe(envelope.source, envelope.number, envelope.nbytes)
 
 
 def settle_all() -> None:
     """Wait for all copies to arrays, for the end of the program."""
+    progress.hurry_all()
     for post in _posts:
+        post.outgoing.settle()
         post.copies.settle()

@@ -11,6 +11,7 @@ from numba_symm.mpi.buffers import array_in, message, on_device
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import Done, Message, Receiving, Sending
+from numba_symm.mpi.postponed import SendingLater, later
 from numba_symm.mpi.requests import Prequest, Request, describe, waited
 
 NOBODY = MPI.PROC_NULL
@@ -19,8 +20,10 @@ NOBODY = MPI.PROC_NULL
 class Messages:
     """The point-to-point methods of a communicator.
 
-    A send copies its array and returns, whatever its size: ``Send``, ``Bsend``,
-    ``Rsend`` and the nonblocking ones never wait for the receiver; ``Ssend`` does.
+    A send copies its array and returns: ``Send``, ``Bsend``, ``Rsend`` and the
+    nonblocking ones do not wait for the receiver; ``Ssend`` does. Above the limit of
+    bytes that the receiver has not received, ``Send`` and ``Rsend`` wait, too, and the
+    nonblocking ones copy later.
     A message of a device array is received by a device array, and one of a host
     array by a host array.
     """
@@ -32,11 +35,24 @@ class Messages:
     def Send(self, buf: Any, dest: int, tag: int = 0) -> None:
         """Send a message. The array may be used when this returns."""
         if on_device(buf) and dest != NOBODY:
-            self.post.send(message(buf), dest, tag)
+            found = message(buf)
+            postponed = later(self.post, found, dest, tag)
+            if postponed is None:
+                self.post.send(found, dest, tag)
+            else:
+                postponed.wait("Send")
         else:
             self.host.Send(None if dest == NOBODY else buf, dest, tag)
 
-    Bsend = Rsend = Send
+    Rsend = Send
+
+    @translated
+    def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
+        """Send a message, whatever the receiver has not received."""
+        if on_device(buf) and dest != NOBODY:
+            self.post.send(message(buf), dest, tag)
+        else:
+            self.host.Bsend(None if dest == NOBODY else buf, dest, tag)
 
     @translated
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
@@ -45,18 +61,35 @@ class Messages:
 
     @translated
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message; return a request, which is done."""
+        """Send a message; return a request, which is done unless it copies later."""
         if dest == NOBODY:
             return Done()
         if not on_device(buf):
             return self.host.Isend(buf, dest, tag)
         return self._send(message(buf), dest, tag)
 
-    def _send(self, found: buffers.Message, dest: int, tag: int) -> Done:
+    def _send(
+        self, found: buffers.Message, dest: int, tag: int, copied: bool = False
+    ) -> Request:
+        postponed = later(self.post, found, dest, tag, copied)
+        if postponed is not None:
+            return SendingLater(postponed, matched=False)
+        return self._send_now(found, dest, tag)
+
+    def _send_now(self, found: buffers.Message, dest: int, tag: int) -> Request:
         self.post.send(found, dest, tag)
         return Done()
 
-    Ibsend = Irsend = Isend
+    Irsend = Isend
+
+    @translated
+    def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Any:
+        """Send a message, whatever was not received; return a request that is done."""
+        if dest == NOBODY:
+            return Done()
+        if not on_device(buf):
+            return self.host.Ibsend(buf, dest, tag)
+        return self._send_now(message(buf), dest, tag)
 
     @translated
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
@@ -67,7 +100,10 @@ class Messages:
             return self.host.Issend(buf, dest, tag)
         return self._send_matched(message(buf), dest, tag)
 
-    def _send_matched(self, found: buffers.Message, dest: int, tag: int) -> Sending:
+    def _send_matched(self, found: buffers.Message, dest: int, tag: int) -> Request:
+        postponed = later(self.post, found, dest, tag)
+        if postponed is not None:
+            return SendingLater(postponed, matched=True)
         matched = self.post.send(found, dest, tag, matched=True)
         return Sending(partial(self.post.has_ended, matched), self.post.check)
 
@@ -120,9 +156,13 @@ class Messages:
             both = self.Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
             _complete(both, status)
             return
-        post = self.post
+        post, found = self.post, message(sendbuf)
         stream = post.stream_of(array_in(recvbuf), "Recv")  # refuses a capture first
-        staged = post.stage(message(sendbuf), dest, sendtag)
+        if not post.admits(found, dest, sendtag):
+            given = sendbuf, dest, sendtag, recvbuf, source, recvtag
+            _complete(self.Isendrecv(*given), status)
+            return
+        staged = post.stage(found, dest, sendtag)
         try:  # what the host can do while the send's copy runs
             into = post.room(recvbuf)
             idle = staged.room is not None and staged.stream == stream
@@ -192,8 +232,10 @@ class Messages:
         """Send an array's message, and receive another one into it; a request."""
         if not on_device(buf):
             return self.host.Isendrecv_replace(buf, dest, sendtag, source, recvtag)
-        self.Send(buf, dest, sendtag)  # copies the array before it returns
-        return self.Irecv(buf, source, recvtag)
+        if dest == NOBODY:
+            return self.Irecv(buf, source, recvtag)
+        sends = self._send(message(buf), dest, sendtag, copied=True)
+        return Together(self.Irecv(buf, source, recvtag), sends)
 
     # Persistent ones.
 
@@ -211,7 +253,7 @@ class Messages:
         """Prepare a send."""
         if not on_device(buf):
             return self.host.Bsend_init(buf, dest, tag)
-        return self._prepared(self._send, buf, dest, tag)
+        return self._prepared(self._send_now, buf, dest, tag)
 
     @translated
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> Any:
@@ -312,8 +354,9 @@ class Together(Request):
         return not isinstance(self._receives, Request) or self._receives._progress()
 
     def _withdraw(self) -> None:
-        if isinstance(self._receives, Request):
-            self._receives._withdraw()
+        for each in (self._receives, self._sends):
+            if isinstance(each, Request):
+                each._withdraw()
 
     def _finish(self, status: MPI.Status | None) -> None:
         self._receives.Wait(status)

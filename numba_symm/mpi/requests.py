@@ -8,6 +8,7 @@ from typing import Any, Self
 from mpi4py import MPI
 
 from numba_symm import arrays
+from numba_symm.mpi import progress
 from numba_symm.mpi.errors import refusal, translated, unsupported
 
 PAUSE = 20e-6
@@ -26,6 +27,7 @@ def waited(look: Callable[[], Any], check: Callable[[], None]) -> Any:
     """
     looks = 0
     while not (found := look()):
+        progress.advance()
         check()
         looks += 1
         if looks > _BUSY:
@@ -89,7 +91,7 @@ class Request:
         return True
 
     def _withdraw(self) -> None:
-        """End a receive without a message. Do nothing for other calls."""
+        """End after an exception: a receive without a message, a send with a copy."""
 
     @translated
     def Wait(self, status: MPI.Status | None = None) -> bool:
@@ -106,6 +108,7 @@ class Request:
     @translated
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the arrays of the call may be used."""
+        progress.advance()
         if self._ended is not None:
             self._tell(status)
         elif not self._active:
@@ -117,6 +120,7 @@ class Request:
     @translated
     def Get_status(self, status: MPI.Status | None = None) -> bool:
         """Return what :meth:`Test` would return; the request stays active."""
+        progress.advance()
         if not self._active:
             describe(status)
             return True

@@ -15,7 +15,7 @@ from numba_symm import mpi as MPI
 from numba_symm.errors import CollectiveTimeout, RankLeft
 from numba_symm.launch import devices
 from numba_symm.mpi import comm as comm_of_mpi
-from numba_symm.mpi import crossings, jobs, messages
+from numba_symm.mpi import crossings, jobs, messages, sends
 from numba_symm.mpi.crossings import Copying
 from numba_symm.mpi.envelopes import Envelope, Posted
 from numba_symm.mpi.pending import Receiving
@@ -184,8 +184,8 @@ def test_messages_ask_no_event_during_a_capture(comm, monkeypatch):
     """That would invalidate the capture."""
     asked = []
     monkeypatch.setattr(comm.post, "reap", lambda: asked.append(1))
-    monkeypatch.setattr(messages, "SIMULATED", False)
-    monkeypatch.setattr(messages.streams, "is_capturing", lambda stream: True)
+    monkeypatch.setattr(sends, "SIMULATED", False)
+    monkeypatch.setattr(sends.streams, "is_capturing", lambda stream: True)
     for call in (
         lambda: comm.Send(array(1), comm.rank),
         lambda: comm.Iprobe(comm.rank),

@@ -1,0 +1,285 @@
+"""Messages above the limit of what a rank has not received.
+
+Their envelopes are sent immediately, so MPI's order of messages holds. Their data is
+copied to this process' memory when a receive has matched the envelope, or when earlier
+messages were received. So a rank that waits here waits for no more than MPI's own
+standard send may wait for: the matching receive. Afterwards, a message of the channel
+of data has the place of the data. Who does what before whom:
+
+1. The sender starts the envelope's synchronous send. MPI ends it after a receive has
+   matched.
+2. The receiver posts a receive of the place, with the tag of the message's number.
+3. The sender copies the data, and sends the place when the copy has ended.
+4. The receiver copies the data from there. Then it sends a receipt, as for others.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from numba_symm import own_arrays, streams
+from numba_symm.environment import SIMULATED
+from numba_symm.errors import CollectiveTimeout
+from numba_symm.events import Event
+from numba_symm.mpi import buffers, packing, progress
+from numba_symm.mpi.envelopes import FOLLOWS, HEADER, place
+from numba_symm.mpi.requests import PAUSE, Request, describe, waited
+from numba_symm.mpi.rooms import Room
+from numba_symm.mpi.sends import Sends
+
+
+class Postponed:
+    """A message that is announced, and whose data is sent later.
+
+    Attributes:
+        post: of its communicator.
+        ended: whether the array may be used.
+
+    Args:
+        post: of its communicator.
+        found: its items, whose array must not change before :meth:`advance` is True.
+        dest: the rank to which it is sent.
+        tag: its tag.
+        copied: whether the caller may change the array before that.
+    """
+
+    def __init__(
+        self,
+        post: Sends,
+        found: buffers.Message,
+        dest: int,
+        tag: int,
+        copied: bool = False,
+    ):
+        stream = post.stream_of(found.array, "Send")
+        if copied or found.layout.runs is not None:
+            found = _copy_of(found, stream)  # a kernel, which no other thread launches
+        self.post, self._dest, self._tag = post, dest, tag
+        self._found: buffers.Message | None = found
+        self._nbytes = found.nbytes
+        self._requests: list[MPI.Request] = []  # of the envelope
+        self._placing: list[MPI.Request] = []  # of the place
+        self._room: Room | None = None
+        self._done: Event | None = None  # the end of the copy
+        self._hurries = self.ended = False
+        self._error: Exception | None = None
+        with post._lock:
+            self._after = post.outgoing.event(stream)
+        progress.add(self)  # first, because an interrupt may follow the start
+        try:
+            offset = 0 if post.is_apart(dest) else FOLLOWS
+            with post._lock:  # envelopes are in the order of their numbers
+                self._number = next(post._numbers)
+                text = HEADER.pack(self._number, self._nbytes, offset)
+                post._envelopes.send(text, dest, tag, True, self._requests)
+        except BaseException:
+            self.hurry()
+            raise
+
+    def matched(self) -> bool:
+        """Return whether a receive has matched it."""
+        with self.post._lock:
+            return bool(self._requests[0].Test())
+
+    def advance(self) -> bool:
+        """Do what can be done now; return whether the array may be used. Never wait."""
+        with self.post._lock:
+            if not self.ended and self._requests:
+                try:
+                    self._advance()
+                except Exception as error:  # for its own request, whoever calls this
+                    self._fail(error)
+            return self.ended
+
+    def _advance(self) -> None:
+        post = self.post
+        if post._freed:
+            self._end()
+            return
+        post._check_open("Send")  # makes the GPU current in this thread
+        if self._done is None:
+            if not (self._hurries or self.matched() or self._is_admitted()):
+                return
+            self._start()
+        if self._done is not None and self._done.query():
+            self._place()
+
+    def _is_admitted(self) -> bool:
+        self.post._take_receipts()
+        return self.post.flow.admits(self._dest, self._nbytes)
+
+    def _start(self) -> None:
+        """Start the copy of the data, unless it goes to host memory."""
+        post, found = self.post, self._found
+        assert found is not None
+        if post.is_apart(self._dest):
+            self._done = self._after  # the copy waits for it, and must not wait here
+            return
+        if self._room is None:
+            self._room = post._room_for(self._nbytes)
+        stream = post.outgoing.stream
+        self._after.wait(stream)
+        streams.copy(self._room.address, found.address, self._nbytes, stream)
+        self._done = post.outgoing.event(stream)
+
+    def _place(self) -> None:
+        """Send the place of the data, or to another island the data."""
+        post, room, number = self.post, self._room, self._number
+        if self._placing or number in post._by_mpi:  # before an interrupt
+            self._end()
+            return
+        if room is None:
+            assert self._found is not None
+            data = np.empty(self._nbytes, np.uint8)
+            stream = post.outgoing.stream
+            given = data.ctypes.data, self._found.address, self._nbytes, stream
+            streams.copy_to_host(*given)
+            if not SIMULATED:
+                streams.synchronize(stream)
+            post.send_data(data, self._dest, number)
+        else:
+            if number not in post._receipts.unread:
+                post.lend(room, self._dest, number, self._nbytes)
+            self._send_place(place(number, room.offset, room.handle))
+        self._end()
+
+    def _send_place(self, text: bytes) -> None:
+        tag = self._number % self.post._tags
+        self.post._data.send(text, self._dest, tag, into=self._placing)
+
+    def _fail(self, error: Exception) -> None:
+        """Make its request raise, and the receive that matches it."""
+        self._error = error
+        post = self.post
+        if not (self._placing or post.is_apart(self._dest) or post._freed):
+            post._give_back(self._room)
+            post._receipts.unread[self._number] = None  # the receipt arrives anyway
+            self._send_place(place(self._number, 0, b""))
+        self._end()
+
+    def _end(self) -> None:
+        self.ended = True
+        self._found = None  # the program may drop its array
+
+    def hurry(self) -> None:
+        """Copy the array now, which may change, because its call raises."""
+        if not self._requests:  # it was not announced
+            self._end()
+            progress.remove(self)
+        self._hurries = True
+        while not self.advance():
+            time.sleep(PAUSE)
+
+    def drop(self, error: Exception) -> None:
+        """End without the receiver, in a communicator that was freed or has failed."""
+        with self.post._lock:
+            if not self.ended:
+                self._error = error
+                self._end()
+        progress.remove(self)
+
+    def wait(self, what: str, matched: bool = False) -> None:
+        """Wait until the array may be used, or until it was matched, too.
+
+        Args:
+            what: the call, for errors.
+            matched: whether to wait for the match.
+        """
+        begin = time.monotonic()
+
+        def look() -> bool:
+            return self.advance() and (not matched or self.matched())
+
+        def check() -> None:
+            try:
+                self.post.check()
+            except Exception as error:
+                self.drop(error)
+                raise
+            seconds = self.post.timeout
+            if seconds and time.monotonic() - begin > seconds:
+                raise self._late(what)
+
+        try:
+            waited(look, check)
+        except BaseException:
+            self.hurry()
+            raise
+        finally:
+            if self.ended:
+                progress.remove(self)
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        """Raise the error by which it was not sent, if there is one."""
+        if self._error is not None:
+            raise self._error
+
+    def _late(self, what: str) -> CollectiveTimeout:
+        flow, rank = self.post.flow, self.post._rank
+        return CollectiveTimeout(
+            f"{what}: rank {rank} waited for rank {self._dest} to receive its message "
+            f"of {self._nbytes} bytes with tag {self._tag}; it has "
+            f"{flow.unreceived[self._dest]} bytes of earlier ones to receive, and "
+            f"NUMBA_SYMM_MESSAGE_LIMIT is {flow.limit} (timeout: "
+            f"{self.post.timeout:g} s); receive them first, or raise that limit. The "
+            "message is sent nevertheless",
+            ranks=(rank, self._dest),
+            operation=what,
+        )
+
+
+def _copy_of(found: buffers.Message, stream: int) -> buffers.Message:
+    """Return a copy of a message's elements, without gaps."""
+    made = own_arrays.empty((found.nbytes,), np.dtype(np.uint8), "Send")
+    copy = buffers.message(made)
+    if found.layout.runs is None:
+        streams.copy(copy.address, found.address, found.nbytes, stream)
+    else:
+        packing.pack(found, made)(stream)
+    return copy
+
+
+class SendingLater(Request):
+    """The request of such a message.
+
+    Args:
+        message: the message.
+        matched: whether it is done only when a receive has matched it.
+    """
+
+    def __init__(self, message: Postponed, matched: bool):
+        super().__init__()
+        self._message, self._matched = message, matched
+        progress.in_background()
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        try:
+            self._message.wait("Wait", self._matched)
+        finally:
+            self._active = not self._message.ended
+        describe(status)
+
+    def _withdraw(self) -> None:
+        self._message.hurry()
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        message = self._message
+        if not message.advance() or (self._matched and not message.matched()):
+            message.post.check()
+            return False
+        self._active = False
+        message.raise_error()
+        describe(status)
+        return True
+
+
+def later(
+    post: Any, found: buffers.Message, dest: int, tag: int, copied: bool = False
+) -> Postponed | None:
+    """Return a message above the limit, which was announced; None if it is not."""
+    if post.admits(found, dest, tag):
+        return None
+    return Postponed(post, found, dest, tag, copied)

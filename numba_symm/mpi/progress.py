@@ -1,0 +1,114 @@
+"""Messages whose data is sent later: every wait of this module moves them on.
+
+A peer may wait for such data while this rank waits for something else, also within MPI
+or on the GPU. So a thread moves them on, too, while there are any.
+"""
+
+import threading
+import time
+from typing import Protocol
+
+from mpi4py import MPI
+
+from numba_symm import streams, threads
+
+_PAUSE = 1e-3  # seconds between two looks of the thread
+
+
+class Pending(Protocol):
+    """Such a message.
+
+    Attributes:
+        post: of its communicator.
+    """
+
+    @property
+    def post(self) -> object:
+        """Return what identifies its communicator."""
+
+    def hurry(self) -> None:
+        """Send it now; wait for nothing but the copy."""
+
+    def drop(self, error: Exception) -> None:
+        """End without the receiver; its request raises an error."""
+
+    def advance(self) -> bool:
+        """Do what can be done now; return whether it has ended. Never wait or raise."""
+
+
+_pending: list[Pending] = []
+_lock = threading.Lock()  # of the thread's start and end
+_thread: threading.Thread | None = None
+_stopped = False
+
+
+def add(message: Pending) -> None:
+    """Move a message on from now on, until :meth:`Pending.advance` returns True."""
+    _pending.append(message)
+
+
+def hurry_all(post: object = None) -> None:
+    """Send those of a communicator, or all, whatever their receivers do."""
+    for each in list(_pending):
+        if post in (None, each.post):
+            each.hurry()
+            remove(each)
+
+
+def drop_all(post: object, error: Exception) -> None:
+    """Drop those of a communicator, which ends; their requests raise an error."""
+    for each in list(_pending):
+        if each.post is post:
+            each.drop(error)
+
+
+def remove(message: Pending) -> None:
+    """Move it on no more. Idempotent."""
+    if message in _pending:
+        _pending.remove(message)
+
+
+def advance() -> None:
+    """Do what can be done now for all messages. Never wait."""
+    if not _pending:
+        return
+    with streams.relaxed():  # the program may be capturing one of its streams
+        for each in list(_pending):
+            if each.advance():
+                remove(each)
+
+
+def in_background() -> None:
+    """Let a thread move messages on, if MPI may be called by several threads."""
+    global _thread
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        return
+    with _lock:
+        if _thread is None and not _stopped:
+            made = threading.Thread(
+                target=_serve, name="numba_symm messages", daemon=True
+            )
+            threads.start(made, "Isend")
+            _thread = made
+
+
+def _serve() -> None:
+    global _thread
+    while True:
+        with _lock:
+            if _stopped or not _pending or MPI.Is_finalized():
+                _thread = None
+                return
+        advance()
+        time.sleep(_PAUSE)
+
+
+def stop() -> None:
+    """End the thread, at the end of the program."""
+    global _stopped
+    thread, _stopped = _thread, True
+    try:
+        if thread is not None:
+            thread.join()
+    finally:
+        _stopped = False
