@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import numpy as np
 
-from numba_symm import arrays, environment, streams
+from numba_symm import arguments, arrays, environment, grids, streams
 from numba_symm.arguments import shown
 from numba_symm.collectives import (
     kernel_set,
@@ -1144,6 +1144,38 @@ class Communicator(Persistent, OthersNames):
             CollectiveError, ClosedError: as for any call.
         """
         return messages.group(self._calls)
+
+    @by_one_thread
+    def launch_limit(self, kernel: Any, threads: int) -> int:
+        """Return how many blocks of a kernel may wait for each other. Not collective.
+
+        A block that waits keeps its place on a multiprocessor. So a grid whose blocks
+        wait for each other, such as in ``grid_barrier``, must be on the GPU as a whole.
+        Ranks that share a GPU divide it. The library's own kernels, and the program's
+        other ones, take places too: launch fewer blocks if some run meanwhile.
+
+        Args:
+            kernel: a kernel of ``numba.cuda.jit`` that was compiled: by its signature,
+                or by a first launch. The limit follows from its registers and its
+                static shared memory.
+            threads: of a block, 1 to 1024.
+
+        Returns:
+            The number of blocks; 0 if a block needs more than this rank's share. In the
+            simulator, 1024 divided by ``threads``.
+
+        Raises:
+            ArgumentError: it is not such a kernel, or ``threads`` is not such a number.
+            ClosedError: the communicator was closed.
+        """
+        island = self._calls.island
+        island.check_open()
+        threads = arguments.integer(
+            *(threads, "launch_limit", "threads to be an integer from 1 to 1024"),
+            *(1, 1024, "pass the threads of a block"),
+        )
+        most = grids.most_blocks(kernel, threads)
+        return most // devices.sharers(island.gpus)[island.gpu.uuid]
 
     def check(self) -> None:
         """Raise if the communicator has failed or was closed. Never waits.

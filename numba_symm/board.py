@@ -23,7 +23,6 @@ from numba_symm import driver, errors, forks, loads, waits
 from numba_symm.backends.host import memory_file
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import (
-    CallMismatch,
     ClosedError,
     CollectiveError,
     CollectiveTimeout,
@@ -488,8 +487,8 @@ def describe(
         text = f"rank {rank} {cause}"
         return Failure(CollectiveTimeout, text, hint, two, operation, limit)
     if not kind:
-        text = name.format(rank=rank, peer=peer)
-        return Failure(CallMismatch, text, hint, two)
+        text = name.format(rank=rank, peer=peer, place=place, epoch=epoch)
+        return Failure(waits.error_of(number), text, hint, two)
     if number in waits.SIGNALS and epoch:
         epoch, hint = 0, waits.LATER_BLOCK.format(epoch)
     at = f"{kind} {place}" + f", epoch {epoch}" * (epoch > 0)

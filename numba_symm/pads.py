@@ -12,7 +12,7 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.device import signals
+from numba_symm.device import barriers, signals
 from numba_symm.device.intrinsics import fence_acq_rel_sys
 from numba_symm.device.signals import MAX_CHANNELS, Context
 from numba_symm.errors import ArgumentError
@@ -26,7 +26,7 @@ THREADS = 32
 
 def pad_nbytes(world_size: int) -> int:
     """Return the bytes of one pad."""
-    return (4 + 8) * MAX_CHANNELS * world_size
+    return (12 * world_size + 16) * MAX_CHANNELS
 
 
 def context_type(world_size: int) -> Any:
@@ -59,7 +59,7 @@ def make_barrier() -> Any:
     """Return the kernel behind ``SymmetricMemory.barrier``."""
 
     def pad_barrier(ctx: Any, channel: int) -> None:
-        signals.barrier(ctx, channel)
+        barriers.barrier(ctx, channel)
 
     return pad_barrier
 

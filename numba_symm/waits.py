@@ -9,11 +9,18 @@ An algorithm with words of its own has its line here, with an unused number.
 import itertools
 from typing import NamedTuple
 
+from numba_symm.errors import CallMismatch, CollectiveError
+
 OTHER_CALL = (
     "If that rank was not late, its call differs from this one: "
     "Communicator(…, debug=True) reports the difference"
 )
 NO_COUNTERPART = "If that rank was not late, it made no call that matches this one"
+NO_ROOM = (
+    "If that rank was not late, its grid does not fit on its GPU beside what else runs "
+    "there (comm.launch_limit says how many blocks may wait), or it made no call that "
+    "matches this one"
+)
 NO_WRITER = "If no rank was late, none stored what this wait compares with"
 LATER_BLOCK = (
     f"{NO_COUNTERPART}, or it makes that call in a later block: the simulator runs at "
@@ -73,6 +80,11 @@ def of_operation(words: str) -> int:
     return _wait(next(n for n in itertools.count(64) if n not in TABLE), words)
 
 
+def error_of(number: int) -> type[CollectiveError]:
+    """Return the error for a record whose meaning is a whole text."""
+    return CollectiveError if number in MISTAKES else CallMismatch
+
+
 def _other(number: int, words: str = "", hint: str = "") -> int:
     return _add(Waited(number, words, "", hint))
 
@@ -89,7 +101,8 @@ PUT_SIGNAL = _wait(1, "put_signal", "channel", NO_COUNTERPART)
 WAIT_SIGNAL = _wait(2, "wait_signal", "channel", NO_COUNTERPART)
 WAIT_UNTIL = _wait(33, "wait_until", "channel", NO_COUNTERPART)
 WAIT_WORD = _wait(34, "wait_until_at", "word", NO_WRITER)
-SIGNALS = PUT_SIGNAL, WAIT_SIGNAL, WAIT_UNTIL, WAIT_WORD
+GRID_BARRIER = _wait(35, "grid_barrier", "channel", NO_ROOM)
+SIGNALS = PUT_SIGNAL, WAIT_SIGNAL, WAIT_UNTIL, WAIT_WORD, GRID_BARRIER
 BARRIER = _wait(3, "barrier")
 ONE_SHOT = _wait(5, "all_reduce (one_shot)")
 TWO_SHOT = _wait(7, "all_reduce or reduce (two_shot)")
@@ -124,6 +137,26 @@ CALL_MISMATCH = _other(
     "rank {rank}'s call differs from rank {peer}'s: operation, count, dtype, op or "
     "root; Communicator(…, debug=True) reports the difference",
 )
+
+# Mistakes that a thread finds in debug mode. The numbers are cut to 16 and 24 bits.
+_IN_KERNEL = "rank {rank}'s kernel asked for "
+BAD_SLOT = _other(
+    36,
+    f"{_IN_KERNEL}channel {{place}} to or from rank {{epoch}}: expected a rank of the "
+    "context and channels 0 to 127",
+)
+BAD_RANK = _other(
+    37, f"{_IN_KERNEL}rank {{epoch}}'s buffer: expected a rank of the context"
+)
+BAD_BUFFER = _other(
+    38,
+    f"{_IN_KERNEL}an array of {{epoch}} bytes: expected at most the buffer's",
+)
+BAD_TEAM = _other(39, f"{_IN_KERNEL}a barrier of a team: expected a team of this rank")
+BAD_COMPARISON = _other(
+    40, f"{_IN_KERNEL}comparison {{place}}: expected symm.EQ, NE, GT, GE, LT or LE"
+)
+MISTAKES = BAD_SLOT, BAD_RANK, BAD_BUFFER, BAD_TEAM, BAD_COMPARISON
 
 # Stored by a host, with a text on the board.
 AFAR = _other(124)

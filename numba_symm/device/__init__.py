@@ -15,6 +15,14 @@ The simulator starts the next block of a kernel when all threads that run wait. 
 at most 1024 threads of a launch together.
 """
 
+from numba_symm.device.barriers import (
+    barrier,
+    barrier_arrive,
+    barrier_wait,
+    grid_barrier,
+    grid_barrier_arrive,
+    grid_barrier_wait,
+)
 from numba_symm.device.counting import (
     EQ,
     GE,
@@ -81,12 +89,12 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.polling import Guard
 from numba_symm.device.signals import (
     Context,
-    barrier,
     peer_address,
     peer_array,
     put_signal,
     wait_signal,
 )
+from numba_symm.device.teams import Team
 
 __all__ = [
     "EQ",
@@ -97,6 +105,7 @@ __all__ = [
     "NE",
     "Context",
     "Guard",
+    "Team",
     "array_at",
     "atomic_add",
     "atomic_add_acquire",
@@ -123,9 +132,14 @@ __all__ = [
     "atomic_xor_acquire",
     "atomic_xor_release",
     "barrier",
+    "barrier_arrive",
+    "barrier_wait",
     "device_function",
     "fence_acq_rel_sys",
     "globaltimer",
+    "grid_barrier",
+    "grid_barrier_arrive",
+    "grid_barrier_wait",
     "ld_acquire_sys_u32",
     "ld_acquire_sys_u64",
     "ld_relaxed_sys_u32",

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from numba_symm.device.checks import check_comparison, check_slot
 from numba_symm.device.intrinsics import (
     array_at,
     atomic_add_release,
     block_size,
-    check_comparison,
-    check_slot,
     device_function,
     later_blocks,
     ld_acquire_sys_u32,
@@ -159,7 +158,7 @@ def test(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
         >>> int(old[0])
         0
     """
-    check_comparison(comparison)
+    check_comparison(ctx, comparison)
     wanted = (np.int64(comparison), np.int64(value))
     return _holds(_count(ctx, ctx.rank, channel, src), wanted)
 
@@ -193,7 +192,7 @@ def wait_until(ctx: Any, src: int, channel: int, comparison: int, value: int) ->
         >>> int(old[0])
         1
     """
-    check_comparison(comparison)
+    check_comparison(ctx, comparison)
     address = _count(ctx, ctx.rank, channel, src)
     record = wait_record(WAIT_UNTIL, ctx.rank, src, channel, later_blocks())
     wanted = (np.int64(comparison), np.int64(value))
@@ -233,7 +232,7 @@ def wait_until_at(
         >>> int(old[0])
         1
     """
-    check_comparison(comparison)
+    check_comparison(ctx, comparison)
     address = word_address(array, index)
     record = wait_record(WAIT_WORD, ctx.rank, ctx.rank, 0, later_blocks())
     wanted = (np.int64(comparison), np.int64(value), np.int64(word_kind(array)))

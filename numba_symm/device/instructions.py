@@ -14,13 +14,14 @@ Sources: `ld
 from typing import NamedTuple
 
 NONE, LOADS, STORES, UPDATES = "none", "loads", "stores", "updates"
-ORDERS, MEETS = "orders", "meets"
+ORDERS, MEETS, ENDS = "orders", "meets", "ends"
 """The effects of an instruction.
 
 - ``NONE``: its result follows from its operands, or is a clock.
 - ``LOADS``, ``STORES``, ``UPDATES``: it accesses the memory at its first operand, or
   both loads and stores there as one access.
 - ``ORDERS``: it orders accesses of its thread.
+- ``ENDS``: its thread ends.
 - ``MEETS``: threads execute it together, so no compiler may copy it into both branches
   of a condition. It orders their accesses.
 """
@@ -137,6 +138,7 @@ _add("fence_acq_rel_sys", "fence.acq_rel.sys;", "void", ORDERS)
 _add("griddepcontrol_wait", "griddepcontrol.wait;", "void", ORDERS)
 _START_NEXT = "griddepcontrol.launch_dependents;"
 _add("griddepcontrol_launch_dependents", _START_NEXT, "void", ORDERS)
+_add("exit_thread", "exit;", "void", ENDS)
 _add("globaltimer", "mov.u64 $0, %globaltimer;", "s64")
 
 # Conversions between bits and numbers.

@@ -276,6 +276,19 @@ def block_size() -> int:
     return cuda.blockDim.x * cuda.blockDim.y * cuda.blockDim.z  # type: ignore[no-any-return]
 
 
+@device_function
+def grid_size() -> int:
+    """Return the number of blocks in the grid."""
+    return cuda.gridDim.x * cuda.gridDim.y * cuda.gridDim.z  # type: ignore[no-any-return]
+
+
+@device_function
+def grid_index() -> int:
+    """Return the block's index in the grid, counted through all dimensions."""
+    row = cuda.blockIdx.y + cuda.gridDim.y * cuda.blockIdx.z
+    return cuda.blockIdx.x + cuda.gridDim.x * row  # type: ignore[no-any-return]
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def word_of(typingctx: Any, bits: Any) -> Any:
     """Return bits as an 8-byte word: a signed integer, as all data words."""
@@ -287,29 +300,24 @@ def _nothing(context: Any, builder: Any, signature: Any, args: Any) -> Any:
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def check_slot(
-    typingctx: Any, ctx: Any, owner: Any, channel: Any, source: Any, channels: Any
-) -> Any:
-    """Check nothing, to save time on a GPU."""
-    return types.void(ctx, owner, channel, source, channels), _nothing
+def is_checked(typingctx: Any, ctx: Any) -> Any:
+    """Return whether a context asks for checks; a constant, so others cost nothing."""
+    found = getattr(getattr(ctx, "instance_class", None), "checked", False)
+    constant = ir.Constant(ir.IntType(1), int(found))
+    return types.boolean(ctx), lambda context, builder, signature, args: constant
 
 
 @intrinsic  # type: ignore[untyped-decorator]
-def check_peer(typingctx: Any, ctx: Any, rank: Any) -> Any:
-    """Check nothing, either."""
-    return types.void(ctx, rank), _nothing
+def size_of(typingctx: Any, ctx: Any) -> Any:
+    """Return the bytes of the buffers; 0 if the context does not have them."""
+    fields = getattr(ctx, "fields", ())
 
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if "size" not in fields:
+            return ir.Constant(_LLVM[_I64], 0)
+        return builder.extract_value(args[0], fields.index("size"))
 
-@intrinsic  # type: ignore[untyped-decorator]
-def check_buffer(typingctx: Any, ctx: Any, shape: Any, dtype: Any) -> Any:
-    """Check nothing, either."""
-    return types.void(ctx, shape, dtype), _nothing
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def check_comparison(typingctx: Any, comparison: Any) -> Any:
-    """Check nothing, either."""
-    return types.void(comparison), _nothing
+    return _I64(ctx), codegen
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -324,9 +332,8 @@ def poll_pause(typingctx: Any, polls: Any) -> Any:
     return types.void(polls), _nothing
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
-    """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
+def _lengths(shape: Any, dtype: Any) -> Any:
+    """Return the types of an array's lengths, or raise TypingError."""
     lengths = shape.types if isinstance(shape, types.BaseTuple) else (shape,)
     if not all(isinstance(types.unliteral(each), types.Integer) for each in lengths):
         raise TypingError(
@@ -336,6 +343,30 @@ def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
         raise TypingError(
             f"expected dtype to be a NumPy scalar type such as np.float32, got {dtype}"
         )
+    return lengths
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def nbytes_of(typingctx: Any, shape: Any, dtype: Any) -> Any:
+    """Return the bytes of an array of ``shape`` and ``dtype``."""
+    several = isinstance(shape, types.BaseTuple)
+    number = len(_lengths(shape, dtype))
+    lengths = types.UniTuple(_I64, number) if several else _I64
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        itemsize = context.get_abi_sizeof(context.get_data_type(dtype.dtype))
+        total = ir.Constant(_LLVM[_I64], itemsize)
+        for each in cgutils.unpack_tuple(builder, args[0]) if several else [args[0]]:
+            total = builder.mul(total, each)
+        return total
+
+    return _I64(lengths, dtype), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def array_at(typingctx: Any, address: Any, shape: Any, dtype: Any) -> Any:
+    """Return a C-contiguous array of ``shape`` and ``dtype`` over ``address``."""
+    lengths = _lengths(shape, dtype)
     ndim = len(lengths)
     array = types.Array(dtype.dtype, ndim, "C")
 

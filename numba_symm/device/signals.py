@@ -13,20 +13,14 @@ Every wait has a deadline: see ``polling.py``.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from numba_symm.device.checks import check_buffer, check_peer, check_slot
 from numba_symm.device.intrinsics import (
     array_at,
     array_function,
-    block_size,
-    check_buffer,
-    check_peer,
-    check_slot,
     device_function,
     later_blocks,
     ld_acquire_sys_u32,
     st_release_sys_u32,
-    syncthreads,
-    syncthreads_or,
-    thread_index,
 )
 from numba_symm.device.polling import Guard, make_wait, wait_record
 from numba_symm.waits import PUT_SIGNAL, WAIT_SIGNAL
@@ -83,6 +77,28 @@ def _slot(ctx: Any, owner: int, channel: int, source: int) -> int:
 
 
 @device_function
+def put(ctx: Any, dst: int, channel: int, operation: int) -> bool:
+    """Signal as :func:`put_signal`, with the number of the operation that it is for."""
+    slot = _slot(ctx, dst, channel, ctx.rank)
+    record = wait_record(operation, ctx.rank, dst, channel, later_blocks())
+    taken = _wait_for_slot(ctx.guard, slot, 0, record)  # explore: put-wait
+    if taken:  # explore: put
+        st_release_sys_u32(slot, 1)
+    return taken
+
+
+@device_function
+def take(ctx: Any, src: int, channel: int, operation: int) -> bool:
+    """Wait as :func:`wait_signal`, with the number of the operation that it is for."""
+    slot = _slot(ctx, ctx.rank, channel, src)
+    record = wait_record(operation, ctx.rank, src, channel, later_blocks())
+    arrived = _wait_for_slot(ctx.guard, slot, 1, record)  # explore: take-wait
+    if arrived:  # explore: take
+        st_release_sys_u32(slot, 0)
+    return arrived
+
+
+@device_function
 def put_signal(ctx: Any, dst: int, channel: int) -> bool:
     """Signal rank ``dst`` on ``channel``, after it has taken the previous signal.
 
@@ -93,12 +109,7 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
     Returns:
         False if the deadline has passed, or another rank has failed.
     """
-    slot = _slot(ctx, dst, channel, ctx.rank)
-    record = wait_record(PUT_SIGNAL, ctx.rank, dst, channel, later_blocks())
-    taken = _wait_for_slot(ctx.guard, slot, 0, record)  # explore: put-wait
-    if taken:  # explore: put
-        st_release_sys_u32(slot, 1)
-    return taken
+    return put(ctx, dst, channel, PUT_SIGNAL)
 
 
 @device_function
@@ -112,43 +123,7 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
     Returns:
         False if the deadline has passed, or another rank has failed.
     """
-    slot = _slot(ctx, ctx.rank, channel, src)
-    record = wait_record(WAIT_SIGNAL, ctx.rank, src, channel, later_blocks())
-    arrived = _wait_for_slot(ctx.guard, slot, 1, record)  # explore: take-wait
-    if arrived:  # explore: take
-        st_release_sys_u32(slot, 0)
-    return arrived
-
-
-@device_function
-def barrier(ctx: Any, channel: int) -> bool:
-    """Wait until the same block of every rank has called this on ``channel``.
-
-    Every thread of one block calls it, on every rank. What any thread of these blocks
-    wrote before it is visible to all of them after it. ``channel`` is 0 to 127, which
-    is not checked on a GPU. It is made of signals, so a timeout's text names a signal.
-
-    Returns:
-        False, in all threads of the block, if the deadline has passed or a rank has
-        failed. After that, store nothing that a peer may read.
-    """
-    thread = thread_index()
-    threads = block_size()
-    arrived = True
-    # All writes of this block come before its release of the signals below.
-    syncthreads()  # explore: synchronize
-    peer = thread
-    while peer < len(ctx.pads) and arrived:
-        if peer != ctx.rank:
-            arrived = put_signal(ctx, peer, channel)
-        peer += threads
-    peer = thread
-    while peer < len(ctx.pads) and arrived:
-        if peer != ctx.rank:
-            arrived = wait_signal(ctx, peer, channel)  # explore: wait
-        peer += threads
-    # The peers' writes, acquired by one thread each, become visible to all.
-    return not syncthreads_or(not arrived)  # explore: agree
+    return take(ctx, src, channel, WAIT_SIGNAL)
 
 
 @device_function

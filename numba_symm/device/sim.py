@@ -196,6 +196,9 @@ atomic_xor, atomic_xor_acquire, atomic_xor_release = _atomics("xor")
 atomic_exch, atomic_exch_acquire, atomic_exch_release = _atomics("exch")
 atomic_cas, atomic_cas_acquire, atomic_cas_release = _atomics("cas")
 
+atom_add_release_sys_u64: Any
+"""Declared for type checkers, as are all of these functions that device code calls."""
+
 for _verb, _kinds in ATOMICS.items():
     for _order in ATOMIC_ORDERS:
         for _kind in _kinds:
@@ -358,56 +361,22 @@ def block_size() -> int:
     return math.prod(_thread()._manager._block_dim)
 
 
+def grid_size() -> int:
+    """Return the number of blocks in the grid."""
+    return int(math.prod(_thread()._manager._grid_dim))
+
+
+def grid_index() -> int:
+    """Return the block's index in the grid, counted through all dimensions."""
+    thread = _thread()
+    x, y, _ = thread._manager._grid_dim
+    block = thread.blockIdx
+    return block.x + x * (block.y + y * block.z)  # type: ignore[no-any-return]
+
+
 def word_of(bits: int) -> int:
     """Return bits as an 8-byte word: a signed integer, as ``ptx.py`` has them."""
     return ((int(bits) & 0xFFFFFFFFFFFFFFFF) ^ 1 << 63) - (1 << 63)
-
-
-def _check_mapped(ctx: Any) -> None:
-    if ctx.check_mapped is not None:
-        ctx.check_mapped()
-
-
-def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -> None:
-    """Refuse a slot of a signal pad that does not exist or was unmapped."""
-    _check_mapped(ctx)
-    ranks = max(owner, source) < ctx.world_size and min(owner, source) >= 0
-    if not ranks or not 0 <= channel < channels:
-        raise ArgumentError(
-            f"a signal to rank {owner} from rank {source} on channel {channel}: "
-            f"expected ranks 0 to {ctx.world_size - 1} and channels 0 to "
-            f"{channels - 1}; a GPU does not check this"
-        )
-
-
-def check_peer(ctx: Any, rank: int) -> None:
-    """Refuse a rank that does not exist, and a buffer that was unmapped."""
-    _check_mapped(ctx)
-    if not 0 <= rank < ctx.world_size:
-        raise ArgumentError(
-            f"rank {rank}'s buffer: expected ranks 0 to {ctx.world_size - 1}; a GPU "
-            "does not check this"
-        )
-
-
-def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
-    """Refuse an array that is larger than its buffer."""
-    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    if ctx.buffer_size is not None and nbytes > ctx.buffer_size:
-        raise ArgumentError(
-            f"peer_array: expected at most {ctx.buffer_size} bytes, the buffer's size, "
-            f"got {nbytes} for shape {shape} of {np.dtype(dtype)}; a GPU does not "
-            "check this"
-        )
-
-
-def check_comparison(comparison: int) -> None:
-    """Refuse what is not one of the comparisons."""
-    if comparison not in range(6):
-        raise ArgumentError(
-            f"expected symm.EQ, NE, GT, GE, LT or LE as the comparison, got "
-            f"{comparison!r}"
-        )
 
 
 def word_address(array: Any, index: Any) -> int:
@@ -424,6 +393,25 @@ def word_address(array: Any, index: Any) -> int:
 def word_kind(array: Any) -> int:
     """Return which kind of word its elements are."""
     return _WORDS[array.dtype]
+
+
+def nbytes_of(shape: Any, dtype: Any) -> int:
+    """Return the bytes of an array of ``shape`` and ``dtype``."""
+    return int(np.prod(shape) * np.dtype(dtype).itemsize)
+
+
+def is_checked(ctx: Any) -> bool:
+    """Return True: the simulator checks, see ``sim_checks.py``."""
+    return True
+
+
+def size_of(ctx: Any) -> int:
+    """Return the bytes of the buffers, if they are known."""
+    return ctx.buffer_size or 0
+
+
+def exit_thread() -> None:
+    """Do nothing: the simulator raises errors instead."""
 
 
 def later_blocks() -> int:

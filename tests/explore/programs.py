@@ -5,6 +5,14 @@ from typing import Any
 from numba import cuda
 
 from numba_symm.collectives.protocols.workspace import MAX_BLOCKS, THREADS
+from numba_symm.device.barriers import (
+    barrier,
+    barrier_arrive,
+    barrier_wait,
+    grid_barrier,
+    grid_barrier_arrive,
+    grid_barrier_wait,
+)
 from numba_symm.device.counting import GE, put_with_signal, signal_set, wait_until
 from numba_symm.device.intrinsics import (
     array_at,
@@ -20,7 +28,7 @@ from numba_symm.device.intrinsics import (
     syncthreads,
     syncthreads_or,
 )
-from numba_symm.device.signals import barrier, peer_address, put_signal, wait_signal
+from numba_symm.device.signals import peer_address, put_signal, wait_signal
 
 DEPTH, DATA, READ = 2, 0, 1  # of a pipeline, and its channels
 
@@ -182,3 +190,49 @@ def pipeline(ctx: Any, inputs: int, outputs: int, chunks: int) -> None:
             syncthreads()  # explore: all-read
             if thread == 0:
                 signal_set(ctx, left, READ, chunk + 1)
+
+
+@device_function
+def exchange_between_grids(
+    ctx: Any, team: Any, inputs: int, outputs: int, rounds: int
+) -> None:
+    """In each step, store at each rank of a team; load what other blocks stored."""
+    thread, block, grid = cuda.threadIdx.x, cuda.blockIdx.x, cuda.gridDim.x
+    worker = THREADS * block + thread
+    other = THREADS * ((block + 1) % grid) + 1 - thread
+    for i in range(rounds):
+        word = ld_u64(inputs + 8 * (rounds * worker + i))
+        for k in range(team.size):
+            place = team.place * MAX_BLOCKS * THREADS + worker
+            st_u64(peer_address(ctx, team.ranks[k]) + 8 * place, word)
+        token = grid_barrier_arrive(ctx, 0, team)
+        if not grid_barrier_wait(ctx, 0, token, team):
+            break
+        for k in range(team.size):
+            place = k * MAX_BLOCKS * THREADS + other
+            word = ld_u64(peer_address(ctx, ctx.rank) + 8 * place)
+            st_u64(outputs + 8 * ((rounds * worker + i) * team.size + k), word)
+        if not grid_barrier(ctx, 0, team):
+            break
+
+
+@device_function
+def exchange_in_teams(
+    ctx: Any, team: Any, inputs: int, outputs: int, rounds: int
+) -> None:
+    """As ``exchange``, within a team, with an arrival apart from its wait."""
+    thread = cuda.threadIdx.x
+    for i in range(rounds):
+        word = ld_u64(inputs + 8 * (rounds * thread + i))
+        for k in range(team.size):
+            place = team.place * THREADS + thread
+            st_u64(peer_address(ctx, team.ranks[k]) + 8 * place, word)
+        arrived = barrier_arrive(ctx, 1, team)
+        if not barrier_wait(ctx, 1, team, arrived):
+            break
+        for k in range(team.size):
+            place = k * THREADS + 1 - thread
+            word = ld_u64(peer_address(ctx, ctx.rank) + 8 * place)
+            st_u64(outputs + 8 * ((rounds * thread + i) * team.size + k), word)
+        if not barrier(ctx, 1, team):
+            break

@@ -55,6 +55,7 @@ _MODULES = (
     "numba_symm.device.polling",
     "numba_symm.device.signals",
     "numba_symm.device.counting",
+    "numba_symm.device.barriers",
     "numba_symm.device.codecs",
     "numba_symm.device.arithmetic",
     "numba_symm.device.lanes",
@@ -255,6 +256,7 @@ def _device_code(
         add(name, ModuleType(name))
     add("numba_symm.streams", streams)
     add("numba_symm.device.intrinsics", intrinsics)
+    add("numba_symm.device.checks", intrinsics)
     add("numba_symm.environment", environment)
     add("numba_symm.kernels", compiled)
     binds = (made.bind for _, _, made in entries)
@@ -313,7 +315,7 @@ def program(path: Path, code: SimpleNamespace, *edits: tuple[str, str]) -> Modul
         assert text.count(old) == 1, f"expected {old!r} once, got {text.count(old)}"
         text = text.replace(old, new)
     package = ModuleType("numba_symm")
-    package.device = code.signals
+    package.device = SimpleNamespace(**vars(code.signals) | vars(code.barriers))
     numba = ModuleType("numba")
     numba.cuda = intrinsics.cuda
     mpi = ModuleType("mpi4py")

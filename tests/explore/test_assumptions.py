@@ -23,6 +23,7 @@ from explore.scenarios import (
     words_by_signals,
 )
 from explore.source import device_code
+from explore.test_barriers import exchanges as exchanges_of_grids
 from explore.test_copies import calls_by_copies, puts_and_gets
 from explore.test_counting import pipelines
 
@@ -65,7 +66,9 @@ PROTOCOLS = {
     "messages": (messages, SEES),
     "messages_with_gaps": (messages_with_gaps, SEES),
     "signals": (words_by_signals, SEES),
-    "counted_signals": (pipelines, set()),  # one kernel, which needs no other one
+    # Of one kernel, which needs no other one.
+    "counted_signals": (pipelines, set()),
+    "barriers_of_grids": (exchanges_of_grids, set()),
     # The program stores and loads in other kernels before and after.
     "barrier_in_a_kernel": (exchanges_between_barriers, INHERITS),
     "barrier_on_a_stream": (plain_stores_between_barriers, INHERITS),

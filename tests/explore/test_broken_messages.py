@@ -48,9 +48,9 @@ PADS_BROKEN = {
     "every thread waits": within("pads", "wait", "cuda.threadIdx.x == 0", "True"),
 }
 IN_KERNEL_BROKEN = {
-    "no syncthreads before": removed("signals", "synchronize"),
-    "no syncthreads after": replaced("signals", "agree", "return arrived"),
-    "no wait": removed("signals", "wait"),
+    "no syncthreads before": removed("barriers", "synchronize"),
+    "no syncthreads after": replaced("barriers", "agree", "return arrived"),
+    "no wait": removed("barriers", "wait"),
 }
 
 

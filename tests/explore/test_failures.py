@@ -26,6 +26,7 @@ from explore.scenarios import (
     words_by_signals,
 )
 from explore.source import device_code
+from explore.test_barriers import exchanges as exchanges_of_grids
 from explore.test_copies import calls_by_copies
 from explore.test_counting import pipelines
 from explore.test_operations import calls_of_pairs
@@ -54,6 +55,7 @@ CALLS = {
     "barrier": exchanges_between_barriers,
     "signals": words_by_signals,
     "pipeline": pipelines,
+    "grids": exchanges_of_grids,
 }
 
 AGREED = "syncthreads_or(failed)"
@@ -126,7 +128,15 @@ BROKEN = {
     ),
     "a barrier that returns only what its thread found": (
         ("barrier",),
-        replaced("signals", "agree", "syncthreads()\nreturn arrived"),
+        replaced("barriers", "agree", "syncthreads()\nreturn arrived"),
+    ),
+    "signals after giving up": (
+        ("grids",),
+        replaced("barriers", "token", "return before"),
+    ),
+    "a generation after giving up": (
+        ("grids",),
+        within("barriers", "generation", "arrived and thread == 0", "thread == 0"),
     ),
     "a signal that was not taken": (
         ("signals",),

@@ -12,11 +12,12 @@ import pytest
 from numba.core.errors import TypingError
 from numba.cuda import types
 
-from numba_symm.device import links
+from numba_symm.device import Team, links
 from numba_symm.kernels import Kernel
 from numba_symm.pads import context_type
 from tests.machine_code import Code, opcodes
 from tests.ranks.memory import test_device_atomics as atomics
+from tests.ranks.memory import test_device_barriers as barriers
 from tests.ranks.memory import test_device_counting as counting
 
 WORDS = types.Array(types.int64, 1, "C")
@@ -117,3 +118,31 @@ def test_waits_for_words_poll_what_they_compare():
     for kernel, of in ((counting.compare, TABLE), (counting.count_together, WORDS)):
         signature = (of,) if kernel is counting.compare else (types.int64, of)
         assert compiled(kernel, *signature).usage["LOCAL"] == "0"
+
+
+TEAM = types.NamedTuple(
+    (types.int64, types.int64, types.UniTuple(types.int64, 2)), Team
+)
+
+
+def test_a_barrier_of_grids_sends_one_signal_to_each_rank():
+    code = compiled(barriers.sum_over_all, types.int64, types.int64, TABLE)
+    # Two barriers. In each, a block counts itself, after a release.
+    counts = code.find(r"(ATOMG|REDG)\..*ADD\.64\.STRONG\.SYS")
+    assert len(counts) == 2
+    assert all(follows_a_fence(code, place) for place in counts)
+    narrow, wide = ([f"LDG.E{width}.STRONG.SYS", "CCTL.IVALL"] for width in ("", ".64"))
+    # The last block waits for empty slots, the first one for signals, and the others
+    # for the generation.
+    assert waits(code).count(narrow) == 4
+    assert waits(code).count(wide) == 2
+    signals = code.find(r"STG\.E\.STRONG\.SYS")
+    assert len(signals) == 4
+    assert all(follows_a_fence(code, place) for place in signals)
+    assert code.usage["LOCAL"] == "0"
+
+
+def test_a_barrier_of_a_team_has_its_signals_only():
+    code = compiled(barriers.sum_over_teams, TEAM, TEAM, WORDS)
+    assert len(code.find(r"STG\.E\.STRONG\.SYS")) == 2 * 3
+    assert code.usage["LOCAL"] == "0"

@@ -7,6 +7,7 @@ from explore import intrinsics
 
 from numba_symm.device import ptx, sim
 from numba_symm.device.instructions import (
+    ENDS,
     LOADS,
     MEETS,
     NONE,
@@ -45,5 +46,7 @@ def wanted_effect(template):
         "griddepcontrol": ORDERS,
     }
     effects |= {"bar": MEETS, "shfl": MEETS}
+    if template == "exit;":
+        return ENDS
     words = re.findall(r"([a-z]+)\.\w", template)
     return next((effects[word] for word in words if word in effects), NONE)

@@ -34,7 +34,7 @@ def shared(comm, world):
 def test_members_describe_the_memory(comm, shared):
     assert (shared.rank, shared.world_size) == (comm.rank, comm.size)
     assert shared.buffer_size == 160
-    assert shared.signal_pad_size == 12 * pads.MAX_CHANNELS * comm.size
+    assert shared.signal_pad_size == pads.MAX_CHANNELS * (12 * comm.size + 16)
     assert len(set(shared.buffer_ptrs)) == len(shared.buffer_ptrs) == comm.size
     assert len(set(shared.signal_pad_ptrs)) == comm.size
     assert shared.ctx.buffers == tuple(shared.buffer_ptrs)

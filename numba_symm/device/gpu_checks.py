@@ -1,0 +1,72 @@
+"""Checks of the device functions' arguments: on a GPU in debug mode only.
+
+A thread that finds a mistake stores a record on every rank's board and ends. So the
+communicator fails on all ranks, with the mistake in its text, and the CUDA context
+survives. The type of a context without debug mode has no checks, which cost nothing.
+``sim_checks.py`` has the same names for the simulator.
+"""
+
+from typing import Any
+
+from numba_symm.device.intrinsics import (
+    device_function,
+    exit_thread,
+    is_checked,
+    nbytes_of,
+    size_of,
+)
+from numba_symm.device.polling import fail, wait_record
+from numba_symm.waits import BAD_BUFFER, BAD_COMPARISON, BAD_RANK, BAD_SLOT, BAD_TEAM
+
+
+@device_function
+def _refuse(ctx: Any, operation: int, place: int, other: int) -> None:
+    fail(ctx.guard, wait_record(operation, ctx.rank, ctx.rank, place, other))
+    exit_thread()
+
+
+@device_function
+def _is_rank(ctx: Any, rank: int) -> bool:
+    return 0 <= rank < ctx.world_size  # type: ignore[no-any-return]
+
+
+@device_function
+def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -> None:
+    """Refuse a slot of a signal pad that does not exist."""
+    if is_checked(ctx):
+        other = source if owner == ctx.rank else owner
+        if not (_is_rank(ctx, other) and 0 <= channel < channels):
+            _refuse(ctx, BAD_SLOT, channel, other)
+
+
+@device_function
+def check_peer(ctx: Any, rank: int) -> None:
+    """Refuse a rank that does not exist."""
+    if is_checked(ctx) and not _is_rank(ctx, rank):
+        _refuse(ctx, BAD_RANK, rank, rank)
+
+
+@device_function
+def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
+    """Refuse an array that is larger than its buffer."""
+    if is_checked(ctx) and nbytes_of(shape, dtype) > size_of(ctx):
+        _refuse(ctx, BAD_BUFFER, 0, nbytes_of(shape, dtype))
+
+
+@device_function
+def check_team(ctx: Any, team: Any) -> None:
+    """Refuse a team to which this rank does not belong."""
+    if is_checked(ctx) and team is not None and team.place < 0:
+        _refuse(ctx, BAD_TEAM, 0, 0)
+
+
+@device_function
+def check_grid() -> None:
+    """Check nothing: a grid that does not fit ends by its deadline."""
+
+
+@device_function
+def check_comparison(ctx: Any, comparison: int) -> None:
+    """Refuse what is not one of the comparisons."""
+    if is_checked(ctx) and not 0 <= comparison <= 5:
+        _refuse(ctx, BAD_COMPARISON, comparison, 0)

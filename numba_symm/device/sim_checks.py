@@ -1,0 +1,77 @@
+"""Checks of the device functions' arguments in the simulator, which raise errors.
+
+The error's traceback has the line of the user's kernel. ``gpu_checks.py`` has the same
+names.
+"""
+
+import threading
+from typing import Any
+
+import numpy as np
+
+from numba_symm.errors import ArgumentError
+
+
+def _check_mapped(ctx: Any) -> None:
+    if ctx.check_mapped is not None:
+        ctx.check_mapped()
+
+
+def check_slot(ctx: Any, owner: int, channel: int, source: int, channels: int) -> None:
+    """Refuse a slot of a signal pad that does not exist or was unmapped."""
+    _check_mapped(ctx)
+    ranks = max(owner, source) < ctx.world_size and min(owner, source) >= 0
+    if not ranks or not 0 <= channel < channels:
+        raise ArgumentError(
+            f"a signal to rank {owner} from rank {source} on channel {channel}: "
+            f"expected ranks 0 to {ctx.world_size - 1} and channels 0 to "
+            f"{channels - 1}; a GPU checks this in debug mode only"
+        )
+
+
+def check_peer(ctx: Any, rank: int) -> None:
+    """Refuse a rank that does not exist, and a buffer that was unmapped."""
+    _check_mapped(ctx)
+    if not 0 <= rank < ctx.world_size:
+        raise ArgumentError(
+            f"rank {rank}'s buffer: expected ranks 0 to {ctx.world_size - 1}; a GPU "
+            "checks this in debug mode only"
+        )
+
+
+def check_buffer(ctx: Any, shape: Any, dtype: Any) -> None:
+    """Refuse an array that is larger than its buffer."""
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    if ctx.buffer_size is not None and nbytes > ctx.buffer_size:
+        raise ArgumentError(
+            f"peer_array: expected at most {ctx.buffer_size} bytes, the buffer's size, "
+            f"got {nbytes} for shape {shape} of {np.dtype(dtype)}; a GPU checks "
+            "this in debug mode only"
+        )
+
+
+def check_team(ctx: Any, team: Any) -> None:
+    """Refuse a team to which this rank does not belong."""
+    if team is None:
+        return
+    ranks = getattr(team, "ranks", ())
+    if ctx.rank not in ranks or max(ranks) >= ctx.world_size:
+        raise ArgumentError(
+            f"expected a team of rank {ctx.rank} or None, got {team!r}; only the "
+            "team's ranks call its barrier"
+        )
+
+
+def check_grid() -> None:
+    """Refuse a barrier of a grid whose blocks cannot run together."""
+    thread: Any = threading.current_thread()
+    thread._manager.launch.check_size("grid_barrier")
+
+
+def check_comparison(ctx: Any, comparison: int) -> None:
+    """Refuse what is not one of the comparisons."""
+    if comparison not in range(6):
+        raise ArgumentError(
+            f"expected symm.EQ, NE, GT, GE, LT or LE as the comparison, got "
+            f"{comparison!r}"
+        )

@@ -1,0 +1,85 @@
+"""Teams: some of a communicator's ranks, for barriers in kernels."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from numba_symm.errors import ArgumentError
+
+
+class Team(NamedTuple):
+    """Some ranks, in an order that all of them agree on.
+
+    The host makes it, without other ranks, by one of the methods. Kernels take it as an
+    ordinary argument. Each of its ranks makes it with equal ranks.
+
+    Attributes:
+        place: this rank's index in the team; -1: it does not belong to it.
+        size: the number of ranks in the team.
+        ranks: their numbers in the communicator, by place.
+
+    Example:
+        >>> team = symm.Team.of(ctx, [0])
+        >>> @cuda.jit
+        ... def kernel(ctx, team, old):
+        ...     symm.barrier(ctx, 3, team)
+        ...     old[0] = team.size
+        >>> kernel[1, 2](ctx, team, old)
+        >>> int(old[0])
+        1
+    """
+
+    place: int
+    size: int
+    ranks: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ctx: Any, ranks: Sequence[int]) -> "Team":
+        """Return the team of those ranks, in that order.
+
+        Raises:
+            ArgumentError: there are none, one is not a rank, or one is there twice.
+        """
+        found = tuple(ranks)
+        known = range(ctx.world_size)
+        valid = all(type(rank) is int and rank in known for rank in found)
+        if not found or not valid or len(set(found)) < len(found):
+            raise ArgumentError(
+                f"Team: expected different ranks from 0 to {known[-1]}, got {found}"
+            )
+        index = found.index(ctx.rank) if ctx.rank in found else -1
+        return cls(index, len(found), found)
+
+    @classmethod
+    def strided(cls, ctx: Any, start: int, stride: int, size: int) -> "Team":
+        """Return the team of ``size`` ranks from ``start`` on, ``stride`` apart."""
+        return cls.of(ctx, [start + stride * k for k in range(size)])
+
+    @classmethod
+    def masked(cls, ctx: Any, mask: int) -> "Team":
+        """Return the team of the ranks whose bits are set in ``mask``."""
+        return cls.of(ctx, [bit for bit in range(mask.bit_length()) if mask >> bit & 1])
+
+    @classmethod
+    def row(cls, ctx: Any, columns: int) -> "Team":
+        """Return this rank's row of a mesh, whose rows have that many ranks.
+
+        Raises:
+            ArgumentError: the number of ranks is not a multiple of ``columns``.
+        """
+        _check_mesh(ctx, columns)
+        return cls.strided(ctx, ctx.rank // columns * columns, 1, columns)
+
+    @classmethod
+    def column(cls, ctx: Any, columns: int) -> "Team":
+        """Return this rank's column of such a mesh; see :meth:`row`."""
+        _check_mesh(ctx, columns)
+        rows = ctx.world_size // columns
+        return cls.strided(ctx, ctx.rank % columns, columns, rows)
+
+
+def _check_mesh(ctx: Any, columns: int) -> None:
+    if type(columns) is not int or columns < 1 or ctx.world_size % columns:
+        raise ArgumentError(
+            f"Team: expected a number of columns that divides {ctx.world_size} ranks, "
+            f"got {columns!r}"
+        )
