@@ -9,12 +9,21 @@ Linux kernel releases the lock when the process ends. The other processes wait f
 entry. If the lock is released and there is none, or after ``LONGEST_WAIT``, each of
 them compiles, without a lock. So does a process that cannot lock. No process loads code
 on a GPU under a lock, because loading may wait for a peer that waits for the lock.
+
+A process that waits asks for locks only, less and less often, and reads the disk when
+it need not wait any more. The folder may be on another node's disk. So each node has a
+byte of its own for each key. The process that compiles locks it, and on other nodes the
+first process that waits. The others of the node ask for this byte only, because the
+Linux kernel knows of a lock of its own node without asking the other one.
+
+Ranks compile the same kernels at the same time, and Numba types device functions once a
+process. So a process lets others begin that have compiled more than it.
 """
 
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +35,10 @@ from numba_symm.launch import locks
 LONGEST_WAIT = 30.0
 """Seconds; a kernel takes a few, also where all cores are in use."""
 
-_POLL = 0.02  # seconds
+_POLL = 0.02  # seconds at first; later, the wait so far divided by _FINENESS
+_FINENESS = 32
+_LONGEST_POLL = 0.25  # seconds
+_HEAD_START = 0.005  # seconds for others, if this process has compiled nothing
 _LOCKS = "numba-symm.locks"
 
 _DIGEST_BYTES = 32
@@ -37,6 +49,8 @@ _EVERY_PROCESS = (
 )
 
 _warned = False
+_compiled = 0
+"""How many entries this process has compiled."""
 
 
 def folder() -> Path:
@@ -70,12 +84,14 @@ def compiled_once(key: bytes, compile_it: Callable[[], bytes]) -> bytes:
 
     Of several processes that need it, one compiles it.
     """
+    global _compiled
     code = load(key)
     if code is None:
         with _alone(key):
             code = load(key)  # another process may have stored it in between
             if code is None:
                 code = compile_it()
+                _compiled += 1
                 store(key, code)
     return code
 
@@ -127,17 +143,20 @@ def _alone(key: bytes) -> Iterator[None]:
 
     If neither is possible, do nothing.
     """
-    descriptor = None
+    descriptor, bytes_ = None, (_byte(key), _byte(_on_this_node(key)))
+    time.sleep(_HEAD_START / (1 + _compiled))
     try:
         try:
             descriptor = _opened()
-            if not locks.try_lock(descriptor, _byte(key)):
-                _await_entry(key, descriptor)
+            if locks.try_lock(descriptor, bytes_[0]):
+                locks.try_lock(descriptor, bytes_[1])
+            else:
+                _await_entry(descriptor, *bytes_)
         except (OSError, RuntimeError) as error:
             _say_why(error)
         yield
     finally:
-        _close(descriptor, _byte(key))
+        _close(descriptor, bytes_)
 
 
 def _say_why(error: Exception) -> None:
@@ -161,30 +180,45 @@ def _opened() -> int:
     return os.open(folder() / _LOCKS, flags, 0o666)
 
 
-def _close(descriptor: int | None, byte: int) -> None:
-    """Close the file of locks, and release the lock if this process holds it.
+def _close(descriptor: int | None, bytes_: Iterable[int]) -> None:
+    """Close the file of locks, and release those that this process holds.
 
     Closing is not enough, because a child that was forked meanwhile has the
     description, too.
     """
     if descriptor is not None:
         with suppress(OSError):  # no locks here
-            locks.unlock(descriptor, byte)
+            for byte in bytes_:
+                locks.unlock(descriptor, byte)
         os.close(descriptor)
 
 
-def _await_entry(key: bytes, descriptor: int) -> None:
-    """Wait until the key has an entry, no process compiles it, or it took too long."""
-    byte = _byte(key)
-    last = time.monotonic() + LONGEST_WAIT
-    while load(key) is None and locks.is_locked(descriptor, byte):
-        if time.monotonic() > last:
+def _await_entry(descriptor: int, byte: int, of_node: int) -> None:
+    """Wait until no process compiles an entry, or it took too long.
+
+    Args:
+        descriptor: of the file of locks.
+        byte: the entry's byte.
+        of_node: the byte of the entry and this node.
+    """
+    began = time.monotonic()
+    while True:
+        if not locks.is_locked(descriptor, of_node):  # or this process holds it
+            if not locks.is_locked(descriptor, byte):
+                return
+            locks.try_lock(descriptor, of_node)
+        waited = time.monotonic() - began
+        if waited > LONGEST_WAIT:
             _warn(
                 f"a kernel is compiled here, because the process that compiles it for "
                 f"others has taken more than {LONGEST_WAIT:.0f} s; was it stopped?"
             )
             return
-        time.sleep(_POLL)
+        time.sleep(min(max(_POLL, waited / _FINENESS), _LONGEST_POLL))
+
+
+def _on_this_node(key: bytes) -> bytes:
+    return sha256(key + os.uname().nodename.encode()).digest()
 
 
 def _byte(key: bytes) -> int:

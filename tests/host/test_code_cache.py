@@ -7,9 +7,11 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -116,6 +118,92 @@ def test_a_process_that_is_stopped_is_not_waited_for_indefinitely(
         assert code_cache.compiled_once(KEY, lambda: b"mine") == b"mine"
     assert 0.3 < time.monotonic() - begun < 5
     assert code_cache.load(KEY) == b"mine"
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Count looks at the disk and at locks: "disk", "node", or "key", by thread."""
+    found = Counter()
+    bytes_ = {code_cache._byte(KEY): "key"}
+    bytes_[code_cache._byte(code_cache._on_this_node(KEY))] = "node"
+    load, is_locked = code_cache.load, locks.is_locked
+
+    def loading(key):
+        found["disk", threading.get_ident()] += 1
+        return load(key)
+
+    def asking(descriptor, byte):
+        found[bytes_[byte], threading.get_ident()] += 1
+        return is_locked(descriptor, byte)
+
+    monkeypatch.setattr(code_cache, "load", loading)
+    monkeypatch.setattr(locks, "is_locked", asking)
+    return lambda what: sorted(n for (kind, _), n in found.items() if kind == what)
+
+
+def waiting(number):
+    """Start threads that need the kernel; each returns its thread."""
+    threads = [
+        threading.Thread(target=code_cache.compiled_once, args=(KEY, lambda: b"code"))
+        for _ in range(number)
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def test_those_who_wait_for_a_process_of_their_node_ask_about_it_only(
+    start, log, asked
+):
+    start()
+    wait_until(lambda: compilations(log) == 1)
+    for thread in waiting(3):
+        thread.join(30)
+    assert asked("disk") == [2, 2, 2]  # before the wait, and after it
+    assert asked("key") == [1, 1, 1]
+    assert all(number >= 3 for number in asked("node"))
+
+
+def test_one_process_of_a_node_asks_about_another_node(cache, asked):
+    code_cache.store(b"another key", b"")  # makes the folder
+    descriptor = code_cache._opened()
+    locks.lock(descriptor, code_cache._byte(KEY))  # as a process of another node does
+    threads = waiting(3)
+    wait_until(lambda: sum(asked("key")) >= 10)
+    os.close(descriptor)
+    for thread in threads:
+        thread.join(30)
+    *others, one = asked("key")
+    assert one >= 5
+    assert all(number <= 3 for number in others)  # at the beginning and at the end
+    assert max(asked("disk")) == 2
+
+
+def test_long_waits_are_polled_rarely(monkeypatch):
+    now, sleeps = [0.0], []
+
+    def sleep(seconds):
+        sleeps.append(seconds)
+        now[0] += seconds
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    monkeypatch.setattr(code_cache, "time", clock)
+    monkeypatch.setattr(locks, "is_locked", lambda *given: now[0] < 10)
+    code_cache._await_entry(0, 1, 2)
+    assert len(sleeps) < 200  # 500 at intervals of 20 ms
+    late = (now[0] - 10) / 10
+    assert late < 1 / code_cache._FINENESS
+    assert sleeps[0] == min(sleeps) <= 0.02
+
+
+def test_who_has_compiled_most_begins_first(cache, monkeypatch):
+    sleeps = []
+    monkeypatch.setattr(code_cache.time, "sleep", sleeps.append)
+    monkeypatch.setattr(code_cache, "_compiled", 0)
+    for number in range(3):
+        code_cache.compiled_once(b"key %d" % number, lambda: b"")
+    assert sleeps == sorted(sleeps, reverse=True)
+    assert len(set(sleeps)) == 3
 
 
 def test_a_wait_can_be_interrupted(start, log, monkeypatch):
