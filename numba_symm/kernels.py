@@ -22,7 +22,6 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from numba import cuda
 from numba.cuda import types
 
 from numba_symm import code_cache, driver, loads
@@ -34,7 +33,7 @@ from numba_symm.packed import Packed
 if SIMULATED:
     from numba_symm import simulator
 else:
-    from numba_symm.device import ptx
+    from numba_symm.device import compiler, ptx
 
 T = TypeVar("T")
 
@@ -123,19 +122,12 @@ class Kernel:
     def ptx(self, cc: tuple[int, int]) -> str:
         """Compile to PTX for a compute capability; needs no GPU."""
         threads = self.threads * self.held
+        bounds = threads, REGISTERS // self.registers // threads
         compile_it = functools.partial(
-            cuda.compile,
-            self.function,
-            types.void(*self.signature),
-            device=False,
-            abi="numba",
-            cc=cc,
-            output="ptx",
-            launch_bounds=(threads, REGISTERS // self.registers // threads),
+            compiler.kernel_ptx, self.function, self.signature, cc, bounds
         )
         with without_collecting():
-            text, _ = _with_room(compile_it)
-        text = _TRUTH_AS_FLOAT.sub(_selected, str(text))
+            text = _TRUTH_AS_FLOAT.sub(_selected, _with_room(compile_it))
         if cc < (9, 0):  # GPUs without early launches
             return re.sub(r"griddepcontrol\.\w+;", "", text)
         return text

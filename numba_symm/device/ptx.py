@@ -15,14 +15,13 @@ from llvmlite import ir
 from numba import cuda
 from numba.core.errors import NumbaError, TypingError
 from numba.cuda import cgutils, types
-from numba.cuda.compiler import compile_cuda
 from numba.cuda.core.ir_utils import alias_func_extensions
 from numba.cuda.dispatcher import CUDADispatcher
 from numba.cuda.extending import intrinsic
 from numba.cuda.np.arrayobj import np_cfarray
 from numba.cuda.nvvmutils import call_sreg
 
-from numba_symm.device import links
+from numba_symm.device import compiler, links
 from numba_symm.device.instructions import (
     ATOMIC_ORDERS,
     ATOMICS,
@@ -33,9 +32,6 @@ from numba_symm.device.instructions import (
 )
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-OLDEST = (8, 0)
-"""The lowest compute capability of the GPUs that kernels run on."""
 
 _I16, _I32, _I64 = types.uint16, types.uint32, types.int64
 _F32, _F64 = types.float32, types.float64
@@ -69,8 +65,7 @@ is_stopped: ContextVar[Callable[[], bool]] = ContextVar(
 class _DeviceFunction(CUDADispatcher):  # type: ignore[misc]
     """A device function that Numba compiles without a GPU.
 
-    Numba's own asks the current GPU for its compute capability. Of all capabilities
-    from ``OLDEST`` on, the result is the same code of LLVM, compiled with the kernel.
+    Numba's own asks the current GPU for its compute capability.
     """
 
     def compile_device(self, args: Any, return_type: Any = None) -> Any:
@@ -83,14 +78,7 @@ class _DeviceFunction(CUDADispatcher):  # type: ignore[misc]
             if is_stopped.get()():
                 raise Stopped
             with _failing_once((self, args)), self._compiling_counter:
-                compiled = compile_cuda(
-                    self.py_func,
-                    return_type,
-                    args,
-                    forceinline=True,
-                    nvvm_options={"opt": 3},
-                    cc=OLDEST,
-                )
+                compiled = compiler.compiled(self.py_func, args, return_type)
             self.overloads[args] = compiled
             compiled.target_context.insert_user_function(
                 compiled.entry_point, compiled.fndesc, [compiled.library]

@@ -1,7 +1,11 @@
 """What Numba compiles once a process, and what again for each kernel."""
 
+import re
+
 import numpy as np
 import pytest
+from numba import cuda
+from numba.cuda import types
 
 from numba_symm import dtypes
 from numba_symm.collectives.kernels import (
@@ -12,7 +16,7 @@ from numba_symm.collectives.kernels import (
     two_shot,
 )
 from numba_symm.collectives.operations import OPERATIONS
-from numba_symm.device import ptx
+from numba_symm.device import compiler
 
 FLOAT32 = dtypes.element(np.float32, "test")
 INT64 = dtypes.element(np.int64, "test")
@@ -23,14 +27,14 @@ ALL, SCAN = OPERATIONS["all_reduce"].exchange, OPERATIONS["scan"].exchange
 def compiled(monkeypatch):
     """Return the names of the device functions that are compiled from now on."""
     found = []
-    compile_cuda = ptx.compile_cuda
+    compile_it = compiler.compiled
 
-    def noting(function, *args, **options):
+    def noting(function, *args):
         module = function.__module__.rpartition(".")[2]
         found.append(f"{module}.{function.__qualname__.rpartition('.')[2]}")
-        return compile_cuda(function, *args, **options)
+        return compile_it(function, *args)
 
-    monkeypatch.setattr(ptx, "compile_cuda", noting)
+    monkeypatch.setattr(compiler, "compiled", noting)
     return found
 
 
@@ -99,3 +103,32 @@ def test_a_compute_capability_shares_them_with_another(compiled):
     assert not compiled
     assert ".target sm_80" in first
     assert ".target sm_90" in second
+
+
+def test_the_code_is_numbas_own():
+    """Numba compiles the kernel with all its passes, options and look-ups."""
+    kernel = one_shot.kernel(12, FLOAT32, "sum", True, "marked", 2, ALL)
+    bounds = kernel.threads * kernel.held, 1
+    given = kernel.function, kernel.signature
+    mine = compiler.kernel_ptx(*given, (9, 0), bounds)
+    numbas, _ = cuda.compile(
+        kernel.function,
+        types.void(*kernel.signature),
+        device=False,
+        abi="numba",
+        cc=(9, 0),
+        output="ptx",
+        launch_bounds=bounds,
+    )
+    assert len(mine) > 10_000
+    assert renamed(mine) == renamed(numbas)
+
+
+def renamed(ptx):
+    """Return PTX with numbers in place of mangled names, which have the options."""
+    names = {}
+
+    def number(name):
+        return names.setdefault(name[0], f"name{len(names)}")
+
+    return re.sub(r"_Z\w+", number, ptx)

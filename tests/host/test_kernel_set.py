@@ -32,7 +32,7 @@ from numba_symm.collectives.protocols.binding import Call
 from numba_symm.collectives.protocols.handshake import make_handshake
 from numba_symm.collectives.requests import Requests
 from numba_symm.collectives.transfers import Transfers
-from numba_symm.device import ptx
+from numba_symm.device import compiler
 from numba_symm.errors import ArgumentError
 from numba_symm.kernels import Kernel
 from numba_symm.waits import BARRIER
@@ -356,15 +356,15 @@ def test_a_users_operator_that_numba_cannot_compile_is_named(monkeypatch):
         return a.spelled + b
 
     tried = []
-    compile_cuda = ptx.compile_cuda
+    compile_it = compiler.compiled
 
-    def compile_one(function, *args, **options):
+    def compile_one(function, *args):
         tried.append(function.__name__)
-        return compile_cuda(function, *args, **options)
+        return compile_it(function, *args)
 
     kernels = listing("all_reduce", op=spelled)
     monkeypatch.setattr(Kernel, "load", lambda kernel: kernel.ptx((9, 0)))
-    monkeypatch.setattr(ptx, "compile_cuda", compile_one)
+    monkeypatch.setattr(compiler, "compiled", compile_one)
     with pytest.raises(ArgumentError, match=r"prepare: expected a function.*spelled"):
         kernel_set.load(kernels, 0, 1, "prepare")
     assert tried.count("spelled") == 2  # 1024 times, if each of its callers tried twice

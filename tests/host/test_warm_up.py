@@ -16,7 +16,7 @@ from numba_symm.collectives.islands import construction
 from numba_symm.collectives.kernels import one_shot
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.warm_up import first_kernel, while_constructing
-from numba_symm.device import ptx
+from numba_symm.device import compiler
 from numba_symm.kernels import Kernel
 
 RANKS = 11  # no other test of this folder compiles for as many
@@ -26,14 +26,14 @@ RANKS = 11  # no other test of this folder compiles for as many
 def compiled(monkeypatch):
     """Return which thread has compiled which device function or kernel."""
     found = []
-    compile_cuda = ptx.compile_cuda
+    compile_it = compiler.compiled
 
-    def compile_one(function, return_type, args, **options):
-        result = compile_cuda(function, return_type, args, **options)
+    def compile_one(function, args, *options):
+        result = compile_it(function, args, *options)
         found.append((threading.current_thread().name, function, args))
         return result
 
-    monkeypatch.setattr(ptx, "compile_cuda", compile_one)
+    monkeypatch.setattr(compiler, "compiled", compile_one)
     return found
 
 
@@ -50,7 +50,7 @@ def test_what_the_thread_has_compiled_is_not_compiled_again(
     stopped, join, compile_one = (
         threading.Event(),
         threading.Thread.join,
-        ptx.compile_cuda,
+        compiler.compiled,
     )
     main = threading.current_thread()
 
@@ -58,13 +58,13 @@ def test_what_the_thread_has_compiled_is_not_compiled_again(
         stopped.set()
         join(thread, *timeout)
 
-    def held(*given, **options):
+    def held(*given):
         if len(compiled) >= 5 and threading.current_thread() is not main:
             assert stopped.wait(60)
-        return compile_one(*given, **options)
+        return compile_one(*given)
 
     monkeypatch.setattr(threading.Thread, "join", joined)
-    monkeypatch.setattr(ptx, "compile_cuda", held)
+    monkeypatch.setattr(compiler, "compiled", held)
     with while_constructing(RANKS):
         wait_until(lambda: len(compiled) >= 5)
     assert len(compiled) < 15  # one had begun, and compiles those that it calls
