@@ -72,10 +72,10 @@ def bound(monkeypatch):
         found.append((self.factory.__name__, blocks + (beside if early else 0)))
         return bind(self, grid, *args, held=held, early=early)
 
-    def launched(*args, behind=None):
+    def launched(kernel, end, grid, arguments=(), behind=None):
         before.append(behind)
         try:
-            return launch(*args, behind=behind)
+            return launch(kernel, end, grid, arguments, behind)
         finally:
             before.pop()
 
