@@ -1,6 +1,9 @@
 """The machine code of kernels, as NVIDIA's tools print it."""
 
+import bisect
+import itertools
 import re
+import struct
 import subprocess
 import tempfile
 from collections import deque
@@ -23,16 +26,16 @@ class Code:
 
     def __init__(self, kernel, cc):
         self.kernel = kernel
-        self.usage, text = machine_code(kernel, cc)
+        self.usage, text = _READ.pop((kernel, cc), None) or machine_code(kernel, cc)
         self.instructions = []
         labels = {}
         for line in text.splitlines():
             if label := re.match(r"(\.L_x_\d+):", line):
                 labels[label[1]] = len(self.instructions)
-            if found := re.match(r"\s*/\*\w+\*/\s+(@\S+)?\s*([A-Z][\w.]*)(.*);", line):
-                self.instructions.append(
-                    Instruction(*(part or "" for part in found.groups()))
-                )
+            if found := re.match(LINE, line):
+                place, *parts = found.groups()
+                labels[f"0x{int(place, 16):x}"] = len(self.instructions)
+                self.instructions.append(Instruction(*(part or "" for part in parts)))
         self._next = [
             self._successors(index, labels) for index in range(len(self.instructions))
         ]
@@ -41,7 +44,8 @@ class Code:
         guard, opcode, operands = self.instructions[index]
         kind = opcode.partition(".")[0]
         jumps = kind in ("BRA", "BRX") or opcode.startswith("CALL.REL")
-        targets = [labels[name] for name in re.findall(r"\.L_x_\d+", operands) if jumps]
+        names = re.findall(r"\.L_x_\d+", operands) or re.findall(r"0x\w+", operands)
+        targets = [labels[name] for name in names] if jumps else []
         conditional = guard or "P" in operands.partition("`")[0]
         if kind not in ("BRA", "BRX", "EXIT", "RET") or conditional:
             targets.append(index + 1)
@@ -145,13 +149,91 @@ def are_marks(code, stores):
     return places == apart
 
 
+_READ = {}
+"""By kernel and compute capability, what :func:`read_together` has read."""
+
+
+def read_together(jobs):
+    """Read the machine code of kernels by one process for each compute capability.
+
+    nvdisasm takes 0.4 s to start, and reads one file. So the instructions of all
+    kernels are one file, in which jumps have addresses in place of labels.
+
+    Args:
+        jobs: kernels, each with a compute capability.
+    """
+    for cc in dict.fromkeys(cc for _, cc in jobs):
+        texts, usages = [], {}
+        with tempfile.TemporaryDirectory() as folder:
+            cubin, joined = Path(folder, "one.cubin"), Path(folder, "all")
+            for kernel in dict.fromkeys(kernel for kernel, of in jobs if of == cc):
+                try:
+                    code = kernel.cubin(cc)
+                except Exception:  # its own test will raise it
+                    continue
+                cubin.write_bytes(code)
+                usage, sections = usage_of(cubin), instructions_of(code)
+                if len(sections) > 1:  # a call of another section has no address
+                    _READ[kernel, cc] = usage, run("nvdisasm", "-c", str(cubin))
+                    continue
+                usages[kernel] = usage
+                texts += sections
+            if not texts:
+                continue
+            joined.write_bytes(b"".join(texts))
+            sm = "SM{}{}".format(*cc)
+            lines = run("nvdisasm", "-c", "-b", sm, str(joined)).splitlines()
+        ends = list(itertools.accumulate(map(len, texts)))
+        parts = [[] for _ in texts]
+        for line in lines:
+            if found := re.match(LINE, line):
+                number = bisect.bisect_right(ends, int(found[1], 16))
+                start = ends[number] - len(texts[number])
+                parts[number].append(moved(line, start))
+        for (kernel, usage), part in zip(usages.items(), parts, strict=True):
+            _READ[kernel, cc] = usage, "\n".join(part)
+
+
+LINE = r"\s*/\*(\w+)\*/\s+(@\S+)?\s*([A-Z][\w.]*)(.*);"
+
+
+def moved(line, start):
+    """Return a line whose addresses count from ``start``."""
+    found = re.match(LINE, line)
+    assert not found[3].startswith("BRX"), "its targets are only in the whole cubin"
+    if found[3].startswith(("BRA", "CALL.REL")):
+        line = re.sub(
+            r"0x(\w+)(?=\s*;)", lambda at: f"0x{int(at[1], 16) - start:x}", line
+        )
+    return line.replace(found[1], f"{int(found[1], 16) - start:x}", 1)
+
+
+def instructions_of(cubin):
+    """Return the instructions in a cubin, by section."""
+    (sections,) = struct.unpack_from("<Q", cubin, 0x28)
+    size, number, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    headers = [
+        struct.unpack_from("<IIQQQQIIQQ", cubin, sections + size * i)
+        for i in range(number)
+    ]
+    return [
+        cubin[place : place + nbytes]
+        for name, kind, _, _, place, nbytes, *_ in headers
+        if kind == 1 and cubin.startswith(b".text.", headers[names][4] + name)
+    ]
+
+
 def machine_code(kernel, cc=(9, 0)):
     """Return the resources of a kernel's cubin, and its instructions as text."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.cubin(cc))
         file.flush()
-        usage = run("cuobjdump", "-res-usage", file.name)
-        return dict(re.findall(r"(\w+):(\d+)", usage)), run("nvdisasm", "-c", file.name)
+        return usage_of(file.name), run("nvdisasm", "-c", file.name)
+
+
+def usage_of(file):
+    """Return the resources of the kernel in a file."""
+    return dict(re.findall(r"(\w+):(\d+)", run("cuobjdump", "-res-usage", str(file))))
 
 
 def run(tool, *arguments):

@@ -38,7 +38,7 @@ from numba_symm.collectives.protocols import handshake
 from numba_symm.collectives.protocols.workspace import TWO_SHOT
 from numba_symm.waits import BARRIER
 from tests.kernels import bound_kernels, named
-from tests.machine_code import Code, branches, flag_stores, opcodes
+from tests.machine_code import Code, branches, flag_stores, opcodes, read_together
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture here
 
@@ -210,6 +210,16 @@ def on(cases):
         return f"sm_{value[0]}{value[1]}"
 
     return pytest.mark.parametrize(("case", "cc"), chosen, ids=shown)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read(request):
+    """Read the machine code of the cases of all tests that are to run."""
+    items = (item for item in request.session.items if item.path == request.path)
+    found = (getattr(item, "callspec", None) for item in items)
+    params = [each.params for each in found if each and "case" in each.params]
+    cases = dict.fromkeys((each["case"], each.get("cc", (9, 0))) for each in params)
+    read_together([(kernel(*case), cc) for case, cc in cases])
 
 
 @functools.cache
