@@ -7,7 +7,7 @@ import numba_symm as ns
 
 AWAY = 1  # the absent rank
 SOON = 5.0  # seconds: far less than any timeout that would have to pass, if it is slow
-PATIENT = 60  # a timeout that never passes
+PATIENT = 600  # a timeout that never passes
 
 
 def input_of(comm, value=None):

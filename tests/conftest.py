@@ -57,14 +57,19 @@ class Agreement:
 
 
 def pytest_collection_modifyitems(items):
-    """Run the longest file first, then those of this folder, then the others.
+    """Run the longest file first, then the files that wait, then the others.
 
-    The longest occupies one of two workers until the end, and both processors. Most
-    tests of this folder wait, for processes and deadlines, so they run beside it.
+    The longest occupies one of two workers most of the time, and both processors. Tests
+    of this folder and of sharing wait for processes and deadlines, so they run beside
+    it. At the end, both workers have short files that do not wait.
     """
     here = Path(__file__).parent
+    waiting = here, here / "sharing"
     items.sort(
-        key=lambda item: (item.path.stem != "test_mpirun", item.path.parent != here)
+        key=lambda item: (
+            item.path.stem != "test_mpirun",
+            item.path.parent not in waiting,
+        )
     )
 
 
@@ -132,7 +137,7 @@ def careful(world, request):
 
 def communicators(world, request, debug=False):
     """Yield a communicator, and close it."""
-    communicator = ns.Communicator(world, timeout=60, debug=debug)
+    communicator = ns.Communicator(world, timeout=120, debug=debug)
     yield communicator
     # Closing is collective: if a rank has failed, it waits until the timeout.
     agreement = request.config.pluginmanager.get_plugin("agreement")

@@ -28,6 +28,8 @@ from typing import Any
 
 import pytest
 
+from tests.patience import patient
+
 # No module of numba_symm: numba must not be imported before _play sets the environment.
 
 PRELOADED = [
@@ -127,7 +129,7 @@ class Ranks:
         check(self._results)
 
     def run(
-        self, function: Callable[..., Any], *args: Any, deadline: float = 60
+        self, function: Callable[..., Any], *args: Any, deadline: float | None = None
     ) -> list[Any]:
         """Run ``function(comm, *args)`` on all ranks; return the values or fail."""
         results = self.outcomes(function, *args, deadline=deadline)
@@ -137,9 +139,10 @@ class Ranks:
         return check(results)
 
     def outcomes(
-        self, function: Callable[..., Any], *args: Any, deadline: float
+        self, function: Callable[..., Any], *args: Any, deadline: float | None
     ) -> list[Outcome]:
         """Run ``function(comm, *args)`` on all ranks; return the outcome of each."""
+        deadline = patient(60) if deadline is None else deadline
         self._results = [Outcome() for _ in range(self._n)]
         self._deadline, self._stuck = deadline, list(range(self._n))
         if not self._processes:
@@ -201,7 +204,7 @@ def outcomes(
     n: int,
     function: Callable[..., Any],
     *args: Any,
-    deadline: float = 60,
+    deadline: float | None = None,
     environ: Sequence[dict[str, str]] = (),
 ) -> list[Outcome]:
     """Run ``function(comm, *args)`` on ``n`` new ranks; return the outcomes.
@@ -212,7 +215,8 @@ def outcomes(
         n: the number of ranks.
         function: of a module; the ranks import it.
         args: its arguments, which are pickled.
-        deadline: seconds after which ranks that have not ended are killed.
+        deadline: seconds after which ranks that have not ended are killed; None: 60,
+            or more on a loaded machine.
         environ: environment variables of each rank, set before numba is imported.
     """
     ranks = Ranks(n, environ, once=True)

@@ -14,7 +14,7 @@ from numba import cuda
 import numba_symm as ns
 from tests.spawned import attempt, outcomes
 
-PATIENT = 60  # seconds; a timeout that never passes
+PATIENT = 600  # seconds; a timeout that never passes
 
 
 def in_a_child(function, *args):

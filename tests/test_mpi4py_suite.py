@@ -15,6 +15,7 @@ import pytest
 
 from numba_symm.command import cli
 from tests import test_mpirun
+from tests.patience import patient
 from tests.test_mpirun import ROOT
 
 VERSION = "4.1.2"
@@ -73,7 +74,7 @@ def outcomes(folder, tmp_path_factory):
     results, log = kept / "results.json", kept / "log.txt"
     program = [ROOT / "tests/mpi4py_suite.py", folder, results, *PASSED]
     mpirun = cli.mpirun_command(RANKS, [*map(str, program)], cli.find_mpirun())
-    code = test_mpirun.run(mpirun, test_mpirun.environment(RANKS), log, 240)
+    code = test_mpirun.run(mpirun, test_mpirun.environment(RANKS), log, patient(240))
     assert code == 0, log.read_text()[-5000:]
     return json.loads(results.read_text())
 

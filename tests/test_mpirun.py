@@ -6,7 +6,8 @@ process never does: the simulator disables the compiling that other tests need.
 On one rank test_one_rank.py does.
 
 NUMBA_SYMM_TEST_RANKS     the numbers of ranks, such as "4" or "1,2,8"
-NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take; default 240, on GPUs 1200
+NUMBA_SYMM_TEST_DEADLINE  the seconds a job may take; default 240, on GPUs
+                          1200; more on a loaded machine
 """
 
 import contextlib
@@ -21,6 +22,7 @@ import pytest
 from numba_symm.command import cli
 from numba_symm.errors import DeviceError
 from tests.kernels import every_call, every_kernel
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[1]
 TESTS = Path(__file__).parent
@@ -118,7 +120,7 @@ def deadline_of(environ):
     """Return the seconds a job may take: on GPUs more, where kernels are compiled."""
     if DEADLINE:
         return float(DEADLINE)
-    return 240.0 if environ.get("NUMBA_ENABLE_CUDASIM") == "1" else 1200.0
+    return patient(240 if environ.get("NUMBA_ENABLE_CUDASIM") == "1" else 1200)
 
 
 def environment(ranks):
