@@ -73,6 +73,7 @@ class Calls:
         self.rank, self.size, self.gpu = end.rank, end.size, island.gpu
         self.island = island
         self.heap = heap
+        heap.debug = debug
         self.end = end
         self.binder: Binder = Binder(end)
         self.thread = ThreadGuard(island.gpu.ordinal)

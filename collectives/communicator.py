@@ -133,7 +133,8 @@ class Communicator(Persistent, OthersNames):
         debug: whether to compare the arguments of every collective call between the
             ranks before it starts. A difference is then an error on every rank. This is
             slow, because the hosts wait for all ranks, as in set-up calls. ``timeout``
-            applies to kernels only.
+            applies to kernels only. Functions of ``numba_symm.device`` then check their
+            arguments on GPUs, too.
         multiprocessors: the most multiprocessors of a GPU that this communicator's
             kernels of one rank occupy at any time, at least 1, equal on all ranks.
             Messages, and the collectives made of them, take at least one for each four

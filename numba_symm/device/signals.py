@@ -59,6 +59,28 @@ class Context(_Scalars):
     owner: Any = None
     buffer_size: int | None = None
     check_mapped: Callable[[], None] | None = None
+    checked = False  # by device functions on GPUs, see ``gpu_checks.py``
+
+
+class CheckedContext(Context):
+    """A context in debug mode: device functions check their arguments on GPUs, too.
+
+    Attributes:
+        size: the bytes of a buffer.
+    """
+
+    _fields: Any = (*_Scalars._fields, "size")
+    checked = True
+
+    def __new__(cls, *values: Any) -> "CheckedContext":
+        """Return the context of the fields' values."""
+        return tuple.__new__(cls, values)
+
+    @property
+    def size(self) -> int:
+        """The bytes of a buffer."""
+        size: Any = self[-1]
+        return int(size)
 
 
 @device_function
@@ -104,7 +126,7 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
 
     One thread calls it. Earlier writes of this thread, and of threads with which it has
     synchronized (``syncthreads``), are visible to the thread that takes the signal
-    (release). ``channel`` is 0 to 127. On a GPU, neither it nor ``dst`` is checked.
+    (release). ``channel`` is 0 to 127. A GPU checks it and ``dst`` in debug mode only.
 
     Returns:
         False if the deadline has passed, or another rank has failed.
@@ -117,8 +139,8 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
     """Wait for rank ``src``'s signal on ``channel``, and take it.
 
     One thread calls it. It sees what ``src`` wrote before the signal (acquire). After a
-    ``syncthreads``, its whole block does. ``channel`` is 0 to 127. On a GPU, neither it
-    nor ``src`` is checked.
+    ``syncthreads``, its whole block does. ``channel`` is 0 to 127. A GPU checks it and
+    ``src`` in debug mode only.
 
     Returns:
         False if the deadline has passed, or another rank has failed.
@@ -144,7 +166,7 @@ def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
     Args:
         ctx: the memory's context.
         rank: the rank of the buffer.
-        shape: an int or a tuple of ints. A GPU does not check that it fits.
+        shape: an int or a tuple of ints. A GPU checks in debug mode only that it fits.
         dtype: a NumPy scalar type, such as ``np.float32``.
     """
     check_peer(ctx, rank)

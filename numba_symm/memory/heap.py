@@ -85,6 +85,7 @@ class Heap:
         self.island = island
         self._whole = whole or island
         self.allocator = allocator_of(island.backend.name, island.gpu.ordinal)
+        self.debug = False  # whether kernels of the program check their arguments
         self._entries: dict[int, _Entry] = {}
         self._found: Ranges[_Entry] = Ranges()
         self._dropped: set[int] = set()
@@ -235,7 +236,8 @@ class Heap:
         owner = entry.owner(), array
         pad = entry.pad.addresses()
         return SymmetricMemory(
-            self.island, entry.peers, block.nbytes, offset, pad, owner
+            *(self.island, entry.peers, block.nbytes, offset, pad, owner),
+            self.debug,
         )
 
     def _entry_around(self, address: int) -> _Entry | None:

@@ -9,7 +9,7 @@ from numba import cuda
 
 from numba_symm import arguments, arrays, dtypes, own_arrays, pads, streams
 from numba_symm.backends.peers import Peers
-from numba_symm.device.signals import Context
+from numba_symm.device.signals import CheckedContext, Context
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError
 from numba_symm.island import Island
@@ -40,6 +40,7 @@ class SymmetricMemory:
         offset: int,
         pad: tuple[int, ...],
         owner: Any,
+        debug: bool,
     ):
         self.rank = island.world.rank
         self.world_size = island.world.size
@@ -58,10 +59,15 @@ class SymmetricMemory:
         self._peers = peers
         # It keeps this rank's memory. Contexts and arrays over it keep that, too.
         self._owner = owner
-        self._ctx.owner = self._owner, tuple(peers.mappings)
-        self._ctx.buffer_size = self.buffer_size
+        # For kernels of the program. The library's own have checked their arguments.
+        users = self._ctx
+        if debug:
+            users = CheckedContext(*self._ctx, self.buffer_size)
+        users.owner = self._owner, tuple(peers.mappings)
+        users.buffer_size = self.buffer_size
         self._check_mapped = functools.partial(_check_mapped, island, peers)
-        self._ctx.check_mapped = self._check_mapped
+        users.check_mapped = self._check_mapped
+        self._users_ctx = users
 
     def __repr__(self) -> str:
         closed = ", closed" if self._island.closed or self._peers.closed else ""
@@ -80,7 +86,7 @@ class SymmetricMemory:
             ClosedError: the communicator or the memory was closed.
         """
         self._check_mapped()
-        return self._ctx
+        return self._users_ctx
 
     @property
     def _numba_type_(self) -> Any:

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 from numba.core.errors import TypingError
 from numba.cuda import types
+from numba.cuda.typing.typeof import typeof
 
-from numba_symm.device import Team, links
+from numba_symm.device import Context, Guard, Team, links
+from numba_symm.device.signals import CheckedContext
 from numba_symm.kernels import Kernel
 from numba_symm.pads import context_type
 from tests.machine_code import Code, opcodes
@@ -34,9 +36,10 @@ def compute_capability(monkeypatch):
 
 
 @functools.cache
-def compiled(kernel, *signature):
+def compiled(kernel, *signature, context=None):
     """Return the machine code of a kernel, whose first argument is a context."""
-    user = Kernel(lambda: kernel.py_func, (), (context_type(2), *signature), 32)
+    context = context or context_type(2)
+    user = Kernel(lambda: kernel.py_func, (), (context, *signature), 32)
     return Code(user, (9, 0))
 
 
@@ -146,3 +149,28 @@ def test_a_barrier_of_a_team_has_its_signals_only():
     code = compiled(barriers.sum_over_teams, TEAM, TEAM, WORDS)
     assert len(code.find(r"STG\.E\.STRONG\.SYS")) == 2 * 3
     assert code.usage["LOCAL"] == "0"
+
+
+def records(code):
+    """Return the threads that end right after they have stored to the boards."""
+    ends = code.find(r"EXIT")
+    accesses = r"(LDG|STG|BAR|ATOMG|REDG)\b.*"
+    last = [opcodes(code.instructions[:place], accesses)[-1:] for place in ends]
+    return last.count(["STG.E.64.STRONG.SYS"])
+
+
+def test_arguments_are_checked_in_debug_mode_only():
+    guard = Guard(5, 0, 2, 6)
+    plain = typeof(Context(0, 2, (1 << 40, 2 << 40), (3, 4), guard))
+    debug = typeof(CheckedContext(0, 2, (1 << 40, 2 << 40), (3, 4), guard, 64))
+    assert debug.fields == (*plain.fields, "size")
+    for kernel, of in (
+        (counting.count_together, (types.int64, WORDS)),
+        (atomics.last_one_adds, (WORDS,)),
+        (barriers.sum_over_teams, (TEAM, TEAM, WORDS)),
+    ):
+        checked = compiled(kernel, *of, context=debug)
+        unchecked = compiled(kernel, *of, context=plain)
+        assert records(checked) > records(unchecked)
+        more = len(checked.instructions) - len(unchecked.instructions)
+        assert more > 20

@@ -1,0 +1,70 @@
+"""Wrong arguments in a user's own kernels in debug mode, on GPUs, too."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from numba import cuda
+
+import numba_symm as ns
+from numba_symm import device as symm
+from numba_symm.environment import SIMULATED
+from tests.ranks.helpers import get, of_one_island
+
+pytestmark = of_one_island
+
+
+@cuda.jit
+def misuse(ctx, team, what, out):
+    """Make one mistake in one thread, or none."""
+    channel, rank, count, comparison = 127, ctx.rank, 2, symm.LE
+    if what == 1:
+        channel = 128
+    elif what == 2:
+        rank = ctx.world_size
+    elif what == 3:
+        count = 3
+    elif what == 4:
+        comparison = 6
+    if cuda.threadIdx.x == 0:
+        symm.signal_set(ctx, rank, channel, 1)
+        words = symm.peer_array(ctx, rank, count, np.int64)
+        words[count - 1] = 5
+        out[0] = symm.test(ctx, rank, channel, comparison, 1)
+    cuda.syncthreads()
+    if what == 5:
+        symm.barrier(ctx, 3, team)
+    out[1] = 1
+
+
+MISTAKES = [
+    "channel 128 to or from rank 0: expected a rank of the context and channels",
+    "channel 127 to or from rank 1: expected a rank of the context and channels",
+    "an array of 24 bytes: expected at most the buffer's",
+    "comparison 6: expected symm.EQ, NE",
+    "a barrier of a team: expected a team of this rank",
+]
+
+
+@pytest.mark.parametrize("what", range(6) if not SIMULATED else [0, 1])
+def test_mistakes_are_found(world, what):
+    """In the simulator, other tests make the other mistakes."""
+    if what > 0 and world.rank > 0:
+        world.barrier()
+        return
+    with ns.Communicator(MPI.COMM_SELF, timeout=5, debug=True) as comm:
+        ctx = comm.rendezvous(comm.zeros(2, np.int64)).ctx
+        out = cuda.to_device(np.zeros(2, np.int64))
+        args = ctx, symm.Team(-1 if what == 5 else 0, 1, (0,)), what, out
+        if what == 0:
+            misuse[1, 2](*args)
+            comm.synchronize()
+            assert get(out).tolist() == [1, 1]
+        elif SIMULATED:
+            with pytest.raises(ns.ArgumentError, match="channels 0 to 127"):
+                misuse[1, 2](*args)
+        else:
+            misuse[1, 2](*args)
+            with pytest.raises(ns.CollectiveError, match=MISTAKES[what - 1]):
+                comm.synchronize()
+            assert get(out).tolist() == [0, int(what != 5)]  # the context survives
+    world.barrier()
