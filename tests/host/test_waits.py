@@ -99,7 +99,7 @@ def value_of(expression, module):
     """Return the value of a name, an attribute or a literal in a module, or None."""
     try:
         return eval(ast.unparse(expression), dict(vars(module)))
-    except (AttributeError, NameError):
+    except (AttributeError, NameError, RuntimeError):  # super() outside a class
         return None
 
 
