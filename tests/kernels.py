@@ -35,13 +35,17 @@ def every_call():
 
 
 @functools.cache
-def every_kernel():
-    """Return the names of all factories that kernels are made of."""
+def every_kernel(*makers):
+    """Return the names of all factories that kernels are made of, by any of ``MAKERS``.
+
+    Args:
+        makers: names of those of interest; none: all.
+    """
     found = set()
     for path in _device_files():
         module = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and maker_of(node) in MAKERS:
+            if isinstance(node, ast.Call) and maker_of(node) in (makers or MAKERS):
                 factory = ast.unparse(node.args[0])
                 if (
                     factory != "factory"

@@ -322,22 +322,23 @@ def _lines(nbytes: int) -> int:
 @device_function
 def sync_block() -> None:
     """Wait until all threads of the block have called it; orders their accesses."""
-    bar_sync(thread_index_y(), THREADS)
+    bar_sync(thread_index_y(), THREADS)  # explore: synchronize
 
 
 @device_function
 def sync_block_or(condition: bool) -> bool:
     """Wait as ``sync_block`` does; return whether any thread's condition holds."""
-    return bar_red_or(thread_index_y(), THREADS, condition)
+    return bar_red_or(thread_index_y(), THREADS, condition)  # explore: agree
 
 
 @device_function
 def follow_previous_grid(early: bool) -> None:
     """Wait until all earlier work of the stream is done and visible.
 
-    Then the next grid may be launched, which waits here for this one.
+    Every thread calls it before it accesses memory. Then the next grid may be launched,
+    which waits here for this one.
     """
-    griddepcontrol_wait()
+    griddepcontrol_wait()  # explore: previous
     if early:
         griddepcontrol_launch_dependents()
 

@@ -2,7 +2,7 @@
 
 import functools
 
-from explore.scheduler import Launch
+from explore.launches import Launch
 
 
 class Copies:

@@ -12,7 +12,7 @@ from typing import Any
 
 from explore import scheduler
 from explore.memory import ACQUIRE, RELAXED, RELEASE, WEAK
-from explore.scheduler import POLL, STEP, SYNC
+from explore.scheduler import POLL, STEP, SYNC, WAIT
 from explore.updates import update
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.device.sim import (  # noqa: F401
@@ -118,12 +118,13 @@ def fence_acq_rel_sys() -> Generator[int, None, None]:
     scheduler.machine.memory.fence(scheduler.current.observer)
 
 
-def griddepcontrol_wait() -> None:
-    pass
+def griddepcontrol_wait() -> Generator[int, None, None]:
+    if scheduler.machine.must_wait(scheduler.current):
+        yield WAIT
 
 
 def griddepcontrol_launch_dependents() -> None:
-    pass
+    scheduler.machine.permit_next(scheduler.current)
 
 
 def globaltimer() -> int:
@@ -150,34 +151,38 @@ def poll_pause(polls: int = 0) -> Generator[int, None, None]:
     yield POLL
 
 
-def syncthreads() -> Generator[int, None, None]:
-    yield SYNC
+def syncthreads() -> Generator[int, None, bool]:
+    return syncthreads_or(False)
 
 
 def syncthreads_or(condition: bool) -> Generator[int, None, bool]:
+    return bar_red_or(0, block_size(), condition)
+
+
+def bar_sync(barrier: int, threads: int) -> Generator[int, None, bool]:
+    return bar_red_or(barrier, threads, False)
+
+
+def bar_red_or(
+    barrier: int, threads: int, condition: bool
+) -> Generator[int, None, bool]:
     thread = scheduler.current
-    thread.condition = bool(condition)
+    thread.barrier, thread.condition = (barrier, threads), bool(condition)
     yield SYNC
     return thread.any_condition
 
 
-def bar_sync(barrier: int, threads: int) -> Any:
-    return syncthreads()  # thread blocks hold one block: only its threads synchronize
-
-
-def bar_red_or(barrier: int, threads: int, condition: bool) -> Any:
-    return syncthreads_or(condition)
-
-
 def thread_index() -> int:
+    thread = scheduler.current
+    return thread.row * scheduler.machine.threads + thread.index
+
+
+def thread_index_x() -> int:
     return scheduler.current.index
 
 
-thread_index_x = thread_index
-
-
 def thread_index_y() -> int:
-    return 0
+    return scheduler.current.row
 
 
 def block_index() -> int:
@@ -192,7 +197,7 @@ grid_index = block_index
 
 
 def block_size() -> int:
-    return scheduler.machine.threads
+    return scheduler.machine.threads * scheduler.current.grid.launch.held
 
 
 def word_address(array: Any, index: Any) -> int:
@@ -284,8 +289,8 @@ class _Index:
 
 cuda = SimpleNamespace(
     threadIdx=_Index("index"),
-    blockIdx=_Index("block"),
-    gridDim=_Index("grid"),
+    blockIdx=_Index("thread_block"),
+    gridDim=_Index("thread_blocks"),
     syncthreads=syncthreads,
     jit=device_function,
     local=SimpleNamespace(array=lambda size, dtype: [None] * size),

@@ -13,11 +13,12 @@ Permitted
   other, whichever reached memory first. But a kernel's end is a point in time: the
   accesses of its threads, and those that happened before a release whose value they
   have loaded, have taken effect by then. All later accesses follow them.
-- An access happened before another one: in program order; by ``syncthreads``, for the
-  threads of a block; by a kernel's start, for all earlier kernels of its rank; or by an
+- An access happened before another one: in program order; by a barrier, for the threads
+  that wait there; by a kernel's start, for all earlier kernels of its rank; or by an
   acquire that loads the value of a release. A relaxed store after a fence is a release,
   and a relaxed load before a fence is an acquire. Nothing else orders accesses of
-  different ranks.
+  different ranks. If a kernel starts while the one before it runs, its start orders
+  nothing: each of its threads is ordered by its own ``griddepcontrol.wait``.
 - A release store, or a fence, first sends to memory every buffered store that happened
   before it, of any thread.
 
@@ -36,12 +37,15 @@ Not modelled
 - Only the latest few values of an address are kept.
 - Atomic updates (``updates.py``) reach memory immediately.
 - No kernel here uses scopes other than the system's, or the total order of fences.
+- At most two kernels of a stream run at a time, and none starts early directly behind a
+  copy, an event, or on a side stream.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 WEAK, RELAXED, ACQUIRE, RELEASE = "weak", "relaxed", "acquire", "release"
 
@@ -86,6 +90,14 @@ class Observer:
     def learn(self, known: list[int]) -> None:
         pairs = zip(self.known, known, strict=True)
         self.known = [mine if mine > other else other for mine, other in pairs]
+
+    def forget(self) -> None:
+        """Know nothing, as a thread that nothing has ordered after any other."""
+        own = self.known[self.number]
+        self.known = [0] * len(self.known)
+        self.known[self.number] = own
+        self.fenced = None
+        self.unfenced.clear()
 
 
 @dataclass(slots=True, eq=False)
@@ -302,27 +314,27 @@ class Memory:
         self._over = [0] * threads
 
     def next_kernel(
-        self, threads: list[Observer], of_rank: set[int], after_copy: bool
+        self, threads: list[Observer], of_rank: set[int], ended: Any
     ) -> None:
         """Start the next kernel of a stream.
 
         Args:
             threads: the stream's threads.
             of_rank: the numbers of all threads of its rank.
-            after_copy: whether the work before it is a copy.
+            ended: the launch that has ended; None: it is the first one.
         """
-        if after_copy and not self.copies_end:
+        if ended is not None and ended.is_copy and not self.copies_end:
             for thread in threads:
                 before = self._at_start[thread.number]
                 before[thread.number] = thread.known[thread.number]
                 thread.known = before
-        else:
-            self._end(threads)
-            synchronize(threads)
-            if not (self.starts_see and self.starts_inherit):
-                self._forget(threads, of_rank)
-        if not self.copies_end:
             self._at_start |= {each.number: list(each.known) for each in threads}
+        else:
+            self.follow(threads, of_rank, self.end(threads))
+
+    def latest(self, threads: list[Observer]) -> list[int]:
+        """Return what happened before the end of any of these threads."""
+        return latest(*(thread.known for thread in threads))
 
     def follow(
         self, threads: list[Observer], of_rank: set[int], known: list[int]
@@ -354,8 +366,12 @@ class Memory:
             if not self.starts_inherit:
                 thread.unfenced.clear()
 
-    def _end(self, threads: list[Observer]) -> None:
-        """Let all accesses of these threads take effect: their kernel has ended."""
+    def end(self, threads: list[Observer]) -> list[int]:
+        """Let all accesses of these threads take effect: their kernel has ended.
+
+        Returns:
+            What happened before that.
+        """
         for thread in threads if not self.fences_carry else ():
             thread.fenced = None
         for thread in threads if self.ends_count else ():
@@ -365,6 +381,7 @@ class Memory:
             self._over = latest(self._over, thread.known, *thread.unfenced)
         for thread in threads if not self.fences_carry else ():
             thread.unfenced.clear()
+        return self.latest(threads)
 
     def send(self, store: Store) -> None:
         """Send a buffered store to memory, after its thread's earlier ones there."""

@@ -1,8 +1,8 @@
 """The schedule: the threads of all ranks are coroutines, of which one runs at a time.
 
 A kernel's threads are generators that stop before each access to memory, at each
-``syncthreads`` and in each ``poll_pause``. A task is a thread, or a buffered store that
-will reach memory. A seed determines which task is next, by one of two rules:
+barrier and in each ``poll_pause``. A task is a thread, or a buffered store that will
+reach memory. A seed determines which task is next, by one of two rules:
 
 - any task, with equal probabilities; or
 - the task of the highest priority. Priorities are random, change a few times at random
@@ -11,14 +11,20 @@ will reach memory. A seed determines which task is next, by one of two rules:
 
 A thread whose poll has failed sleeps until memory changes. So if no task can run, none
 ever will, which is a deadlock.
+
+A kernel that is launched early starts as soon as all thread blocks of the one before
+permit it (``griddepcontrol.launch_dependents``), or have ended. Each of its threads is
+ordered after that kernel by its own ``griddepcontrol.wait``, and by nothing else. If
+all threads wait before they access memory, the two kernels need one set of vector
+clocks. If one does not, the schedule is repeated with a second set (``overlap``). A
+third kernel does not start before the first one has ended, because a kernel that waits
+does not permit it earlier.
 """
 
 import gc
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import chain, product
 from operator import attrgetter
 from random import Random
@@ -26,9 +32,20 @@ from typing import Any
 
 import numpy as np
 
-from explore.memory import Finding, Memory, Observer, latest, synchronize
+from explore.launches import (
+    BEYOND_THE_GRID,
+    Follow,
+    Grid,
+    Launch,
+    Mark,
+    Overlap,
+    Stream,
+    Thread,
+    Work,
+)
+from explore.memory import Finding, Memory, Observer, synchronize
 
-STEP, SYNC, POLL = range(3)  # the reasons for which a thread stops
+STEP, SYNC, POLL, WAIT = range(4)  # the reasons for which a thread stops
 
 _MOST_STEPS = 100_000  # of one run, about fifty times the usual number
 _PRIORITY_CHANGES = 4
@@ -39,102 +56,6 @@ TIMEOUT = 1000
 """The timeout of waits, if deadlines may pass. The clock jumps by more, or stops."""
 
 _PRIORITY = attrgetter("priority")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """A kernel of plain device code, with its grid and arguments.
-
-    Attributes:
-        is_copy: whether it represents a copy that was enqueued on the stream.
-    """
-
-    kernel: Callable[..., Any]
-    grid: int
-    args: tuple[Any, ...]
-    is_copy: bool = False
-
-    def __call__(self, stream: list["Launch"]) -> None:
-        """Enqueue it."""
-        stream.append(self)
-
-
-@dataclass(eq=False)
-class Mark:
-    """An event that is recorded on a stream, after all that precedes it there.
-
-    Attributes:
-        known: what had happened before it; None: it is not complete.
-    """
-
-    known: list[int] | None = None
-
-
-@dataclass(frozen=True)
-class Follow:
-    """What follows on a stream follows a mark of another stream."""
-
-    mark: Mark
-
-
-Work = Launch | Mark | Follow
-"""What is enqueued on a stream."""
-
-
-class Stream(list[Work]):
-    """A stream of a rank besides its first one, for copies and kernels of one block.
-
-    Its methods are those of ``numba_symm.streams.SideStream``.
-    """
-
-    def __init__(self, rank: int):
-        super().__init__()
-        self.rank = rank
-        self.stream = self
-        self._marks: dict[int, Mark] = {}
-
-    def follow(self, stream: list[Work], event: int) -> None:
-        """Make what follows here follow all work of another stream."""
-        self._marks[event] = Mark()
-        stream.append(self._marks[event])
-        self.append(Follow(self._marks[event]))
-
-    def mark(self, event: int) -> None:
-        """Record an event here."""
-        self._marks[event] = Mark()
-        self.append(self._marks[event])
-
-    def lead(self, stream: list[Work], event: int) -> None:
-        """Make what follows on another stream follow an event of this one."""
-        stream.append(Follow(self._marks[event]))
-
-    @contextmanager
-    def joined(self, stream: list[Work]) -> Iterator[None]:
-        """Do nothing: no step of the ``with`` block fails."""
-        yield
-
-
-class Thread:
-    """One simulated thread, of one launch."""
-
-    def __init__(
-        self, launch: Launch, lane: int, block: int, index: int, observer: Observer
-    ):
-        self.priority = 0.0
-        self.lane = lane
-        self.block = block
-        self.index = index
-        self.grid = launch.grid
-        self.copies = launch.is_copy
-        self.observer = observer
-        self.code: Generator[int, None, None] = launch.kernel(*launch.args)
-        self.at_sync = False
-        self.failed = False  # whether a thread of its block has found a failure
-        self.condition = False  # its argument of syncthreads_or
-        self.any_condition = False  # the result of syncthreads_or
-        self.done = False
-        self.polled_at = -1  # memory.changes when its poll began
-        self.asleep_until = 0  # memory.changes at which it wakes
 
 
 current: Thread | None = None
@@ -158,12 +79,14 @@ class Machine:
         self.haste = 0.0  # the probability that a deadline has passed at a check
         self.absent: int | None = None  # a rank that launches no kernel, given haste
         self.rule: Any = None  # checks every access, see ``failures``
-        names = list(product(range(ranks), range(blocks), range(threads)))
+        names = list(product([False], range(ranks), range(blocks), range(threads)))
         self._observers = {
-            name: Observer(i, "rank {} block {} thread {}".format(*name), len(names))
+            name: Observer(i, "rank {} block {} thread {}".format(*name[1:]), 0)
             for i, name in enumerate(names)
         }
         self.memory = Memory(len(names), self.random)
+        self._widen()
+        self.overlapping = False  # whether there is a second set of observers
         self._lowest = 0.0
         self._changes: list[int] = []  # steps at which the highest priority falls
         self._choose = self._any
@@ -174,7 +97,8 @@ class Machine:
                 for _ in range(_PRIORITY_CHANGES)
             )
         self._ranks = list(range(ranks))  # by lane
-        self._running: list[list[Thread]] = [[] for _ in range(ranks)]
+        self._running: list[list[Grid]] = [[] for _ in range(ranks)]
+        self._second = [False] * ranks  # by lane, which set its last kernel had
         self._stale = True  # whether the following must be computed again
         self._awake: list[Thread] = []  # the threads that can run
         self._best: Thread | None = None  # the one of highest priority
@@ -187,16 +111,29 @@ class Machine:
         stream, lane = Stream(rank), len(self._ranks)
         self._ranks.append(rank)
         self._running.append([])
+        self._second.append(False)
         self._shift.append(0)
         self._more.append(stream)
-        number = len(self._observers)
         for index in range(self.threads):
             name = f"rank {rank} stream {lane} thread {index}"
-            self._observers[lane, 0, index] = Observer(number + index, name, 0)
+            observer = Observer(len(self._observers), name, 0)
+            self._observers[False, lane, 0, index] = observer
+        self._widen()
+        return stream
+
+    def overlap(self) -> None:
+        """Let kernels access memory while the one before runs. None may have run."""
+        for (_, *place), first in list(self._observers.items()):
+            name = f"{first.name} (second)"
+            observer = Observer(len(self._observers), name, 0)
+            self._observers[True, *place] = observer
+        self.overlapping = True
+        self._widen()
+
+    def _widen(self) -> None:
         self.memory.widen(len(self._observers))
         for observer in self._observers.values():
             observer.known = [0] * len(self._observers)
-        return stream
 
     def drop_unreached(self, streams: list[list[Work]]) -> None:
         """Drop what follows a mark that a rank did not enqueue before it left."""
@@ -219,7 +156,7 @@ class Machine:
         machine = self
         self._streams = [deque(stream) for stream in (*streams, *self._more)]
         for lane in range(len(self._streams)):
-            self.memory.next_kernel(*self._threads_of(lane), False)
+            self.memory.next_kernel(*self._threads_of(lane), None)
         for lane in range(len(self._streams)):
             self._advance(lane)
         memory = self.memory
@@ -246,13 +183,14 @@ class Machine:
         """Find the threads that can run, and when another one wakes."""
         changes = self.memory.changes
         self._awake, self._wakes, self._stale = [], math.inf, False
-        for thread in chain(*self._running):
-            if thread.done or thread.at_sync:
-                continue
-            if thread.asleep_until <= changes:
-                self._awake.append(thread)
-            else:
-                self._wakes = min(self._wakes, thread.asleep_until)
+        for grid in chain(*self._running):
+            for thread in grid.threads:
+                if thread.done or thread.at_sync or thread.follows:
+                    continue
+                if thread.asleep_until <= changes:
+                    self._awake.append(thread)
+                else:
+                    self._wakes = min(self._wakes, thread.asleep_until)
         self._best = max(self._awake, key=_PRIORITY, default=None)
 
     def _any(self, step: int) -> Any:
@@ -281,46 +219,68 @@ class Machine:
                     best = store
         return best
 
-    def _launch_next(self, lane: int) -> None:
-        """Start a stream's next kernel, after the last one has ended."""
-        running = self._running[lane]
-        after_copy = bool(running) and running[0].copies
-        self.memory.next_kernel(*self._threads_of(lane), after_copy)
-        running.clear()
-        self._advance(lane)
-
     def _threads_of(self, lane: int) -> tuple[list[Observer], set[int]]:
         """Return a stream's threads, and the numbers of all threads of its rank."""
-        rank = self._ranks[lane]
+        rank, now = self._ranks[lane], self._second[lane]
         own, whole = [], set()
-        for (other, _, _), observer in self._observers.items():
-            if other == lane:
+        for (second, other, _, _), observer in self._observers.items():
+            if other == lane and second == now:
                 own.append(observer)
             if self._ranks[other] == rank:
                 whole.add(observer.number)
         return own, whole
 
-    def _advance(self, lane: int) -> None:
-        """Start a stream's next kernel, unless that follows another stream's work."""
-        stream, marked = self._streams[lane], False
-        observers, of_rank = self._threads_of(lane)
-        while stream and not self._running[lane]:
-            work = stream[0]
-            if isinstance(work, Mark):
-                work.known, marked = latest(*(o.known for o in observers)), True
-            elif isinstance(work, Follow):
-                if work.mark.known is None:
-                    break
-                self.memory.follow(observers, of_rank, work.mark.known)
+    def _end(self, lane: int) -> None:
+        """End a stream's kernels that are over, and start what follows."""
+        running = self._running[lane]
+        while running and running[0].is_over:
+            ended = running.pop(0)
+            self._second[lane] = ended.second
+            own, whole = self._threads_of(lane)
+            if ended.before is not None:
+                for observer in own:
+                    observer.learn(ended.before)  # its threads may not have waited
+            if running and self.overlapping:
+                running[0].before = self.memory.end(own)
             else:
+                self.memory.next_kernel(own, whole, ended.launch)
+            for thread in running[0].threads if running else ():
+                if thread.follows:
+                    thread.follows = False
+                    self._order(thread)
+        self._advance(lane)
+
+    def _advance(self, lane: int) -> None:
+        """Start a stream's next kernel, unless that must follow other work."""
+        stream, marked = self._streams[lane], False
+        while stream and self._may_start(stream[0], lane):
+            work = stream.popleft()
+            if isinstance(work, Launch):
                 self._start(work, lane)
-            stream.popleft()
+                continue
+            own, whole = self._threads_of(lane)
+            if isinstance(work, Mark):
+                work.known, marked = self.memory.latest(own), True
+            else:
+                self.memory.follow(own, whole, work.mark.known)
         for other, rank in enumerate(self._ranks) if marked else ():
             if rank == self._ranks[lane] and other != lane:
                 self._advance(other)
 
+    def _may_start(self, work: Work, lane: int) -> bool:
+        """Return whether the next work of a stream may start."""
+        running = self._running[lane]
+        if isinstance(work, Follow) and work.mark.known is None:
+            return False
+        if not running or not isinstance(work, Launch):
+            return not running
+        before = running[0]
+        first_stream = lane < self.ranks  # others have no second set
+        ready = len(running) == 1 and not before.not_ready and not before.launch.is_copy
+        return work.early and ready and first_stream
+
     def _start(self, launch: Launch, lane: int) -> None:
-        """Start a kernel on a stream.
+        """Start a kernel on a stream, early if another one is running there.
 
         If the memory drops ``starts_see`` or ``copies_end``, each thread gets the clock
         of another thread of its block, so that the accesses of the earlier thread of
@@ -328,37 +288,87 @@ class Machine:
         """
         if not (self.memory.starts_see and self.memory.copies_end):
             self._shift[lane] += 1
-        for block in range(launch.grid):
-            for index in range(self.threads):
-                number = (index + self._shift[lane]) % self.threads
-                observer = self._observers[lane, block, number]
-                observer.outdated = self.random.random() < 0.5
-                thread = Thread(launch, lane, block, index, observer)
-                if self.rule is not None:
-                    self.rule.starts(thread)
-                thread.priority = self.random.random()
-                if self.haste and self.random.random() < 0.2:
-                    # It starts late: other threads of its launch may have failed.
-                    thread.asleep_until = self.memory.changes + self.random.randrange(
-                        50
-                    )
-                self._running[lane].append(thread)
+        running = self._running[lane]
+        grid = Grid(launch, lane, self.threads, early=bool(running))
+        grid.second = self._second[lane]
+        if running and self.overlapping:
+            grid.second = not running[0].second
+        running.append(grid)
+        self._stale = True
+        for thread in grid.threads:
+            if thread.block >= launch.grid:
+                thread.observer = BEYOND_THE_GRID
+            elif not grid.early:
+                self._order(thread)
+            elif self.overlapping:
+                self._begin(thread).forget()
+            thread.priority = self.random.random()
+            if self.haste and self.random.random() < 0.2:
+                # It starts late: other threads of its launch may have failed.
+                thread.asleep_until = self.memory.changes + self.random.randrange(50)
+
+    def _begin(self, thread: Thread) -> Observer:
+        """Give a thread its vector clock."""
+        grid, lane = thread.grid, thread.lane
+        number = (thread.index + self._shift[lane]) % self.threads
+        observer = self._observers[grid.second, lane, thread.block, number]
+        observer.outdated = self.random.random() < 0.5
+        thread.observer = observer
+        if self.rule is not None:
+            self.rule.starts(thread)
+        return observer
+
+    def _order(self, thread: Thread) -> None:
+        """Let a thread follow the end of the kernel before its own."""
+        self._stale = True
+        if thread.observer is BEYOND_THE_GRID:
+            return
+        before, observer = thread.grid.before, self._begin(thread)
+        if before is not None:
+            _, whole = self._threads_of(thread.lane)
+            self.memory.follow([observer], whole, before)
+
+    def must_wait(self, thread: Thread) -> bool:
+        """Return whether a thread must wait for the end of the kernel before its own.
+
+        If that has ended, order the thread after it.
+        """
+        if thread.grid is not self._running[thread.lane][0]:
+            return True
+        if thread.grid.early:
+            self._order(thread)
+        return False
+
+    def permit_next(self, thread: Thread) -> None:
+        """Let the next kernel start, as far as a thread's block is concerned."""
+        grid = thread.grid
+        if thread.thread_block in grid.not_ready:
+            grid.not_ready.discard(thread.thread_block)
+            if not grid.not_ready:
+                self._advance(thread.lane)
 
     def _step(self, thread: Thread) -> None:
-        observer = thread.observer
         if thread.polled_at < 0:
             thread.polled_at = self.memory.changes
         try:
             stopped_for = next(thread.code)
         except StopIteration:
             thread.done = self._stale = True
-            if all(other.done for other in self._running[thread.lane]):
-                self._launch_next(thread.lane)
+            grid, block = thread.grid, thread.thread_block
+            grid.left[block] -= 1
+            if not grid.left[block]:
+                if grid.is_over:
+                    self._end(thread.lane)
+                else:
+                    self.permit_next(thread)
             return
         if stopped_for == STEP:
             return
         self._stale = True
-        if stopped_for == POLL:
+        observer = thread.observer
+        if stopped_for == WAIT:
+            thread.follows = True
+        elif stopped_for == POLL:
             # If it loaded the latest values, it loads the same until memory changes.
             if not observer.outdated and not (
                 self.haste and self.random.random() < 0.2
@@ -369,21 +379,35 @@ class Machine:
             self._lowest -= 1
             thread.priority = self._lowest
         else:
-            thread.at_sync = True
-            block = [
-                other
-                for other in self._running[thread.lane]
-                if other.block == thread.block
-            ]
-            if all(other.at_sync for other in block):
-                synchronize([other.observer for other in block])
-                found = any(other.condition for other in block)
-                failed = any(other.failed for other in block)
-                for other in block:
-                    other.failed = failed
-                    other.at_sync = other.condition = False
-                    other.any_condition = found
-                    other.observer.outdated = self.random.random() < 0.5
+            self._synchronize(thread)
+
+    def _synchronize(self, thread: Thread) -> None:
+        """Let a thread wait at its barrier, and all that wait there go on if complete.
+
+        Barriers belong to a thread block. Threads that wait at one must agree on how
+        many of them it is for.
+        """
+        thread.at_sync = True
+        number, expected = thread.barrier
+        here = [
+            other
+            for other in thread.grid.blocks[thread.thread_block]
+            if other.at_sync and other.barrier[0] == number
+        ]
+        if any(other.barrier != thread.barrier for other in here):
+            name = thread.observer.name
+            text = f"{name} waits at barrier {number} for another number of threads"
+            raise Finding("divergence", text)
+        if len(here) < expected:
+            return
+        synchronize([other.observer for other in here])
+        found = any(other.condition for other in here)
+        failed = any(other.failed for other in here)
+        for other in here:
+            other.failed = failed
+            other.at_sync = other.condition = False
+            other.any_condition = found
+            other.observer.outdated = self.random.random() < 0.5
 
     def clock(self) -> int:
         """Return the time; with the probability ``haste``, after all deadlines."""
@@ -392,7 +416,8 @@ class Machine:
         return self.time
 
     def _nothing_can_run(self) -> None:
-        stuck = [t for running in self._running for t in running if not t.done]
+        running = chain(*(grid.threads for grid in chain(*self._running)))
+        stuck = [t for t in running if not t.done and not t.follows]
         asleep = [thread for thread in stuck if not thread.at_sync]
         if not asleep:
             names = ", ".join(thread.observer.name for thread in stuck)
@@ -432,15 +457,33 @@ def _explore(
 ) -> tuple[int, Finding] | None:
     for seed in range(schedules):
         try:
-            scenario(make(seed))
+            _run(scenario, make, seed, None)
         except Finding:
-            again = make(seed)
             steps: list[str] = []
-            again.memory.log = steps.append
             try:
-                scenario(again)
+                _run(scenario, make, seed, steps.append)
             except Finding as finding:
                 finding.add_note("\n".join(steps[-_TRACE:]))
                 return seed, finding
             raise AssertionError(f"seed {seed} is not deterministic") from None
     return None
+
+
+def _run(
+    scenario: Callable[[Machine], None],
+    make: Callable[[int], Machine],
+    seed: int,
+    log: Callable[[str], None] | None,
+) -> None:
+    """Run a scenario under one schedule, with a second set of clocks if needed."""
+    for overlapping in (False, True):
+        machine = make(seed)
+        machine.memory.log = log
+        if overlapping:
+            machine.overlap()
+        try:
+            scenario(machine)
+        except Overlap:
+            assert not overlapping
+        else:
+            return

@@ -18,8 +18,8 @@ from types import CodeType, FunctionType, GeneratorType, ModuleType, SimpleNames
 from typing import Any, NamedTuple
 
 from explore import intrinsics
+from explore.launches import Launch
 from explore.markers import Edit, marked
-from explore.scheduler import Launch
 from numba_symm.collectives import kernels
 from numba_symm.collectives.algorithms import Algorithm
 from numba_symm.collectives.operations import OPERATIONS
@@ -105,8 +105,7 @@ class _Kernel:
         self._function = intrinsics.device_function(factory(*constants))
 
     def bind(self, grid: int, *args: Any, held: int = 1, early: bool = False) -> Launch:
-        # Blocks that share a thread block share nothing else.
-        return Launch(self._function, grid, args)
+        return Launch(self._function, grid, args, held=held, early=early)
 
 
 class _Stopping(ast.NodeTransformer):

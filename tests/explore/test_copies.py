@@ -11,9 +11,9 @@ from unittest.mock import ANY
 import pytest
 
 from explore.copying import Copies, Order
+from explore.launches import Launch, Stream
 from explore.markers import removed, within
 from explore.scenarios import breaks, by_anything_and_by_result, holds, worlds
-from explore.scheduler import Launch, Stream
 from explore.source import device_code
 from explore.world import INT64, World, add, an_integer
 from numba_symm.collectives.operations import OPERATIONS

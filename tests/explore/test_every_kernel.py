@@ -8,7 +8,7 @@ from explore.scenarios import (
     some_blocks,
     words_by_signals_of_the_host,
 )
-from explore.scheduler import Launch
+from explore.scheduler import Machine
 from explore.source import device_code
 from explore.test_copies import calls_by_copies
 from explore.test_failures import CALLS
@@ -90,25 +90,33 @@ def test_the_source_names_kernels():
     assert "numba_symm.pads.make_fence" in every_kernel()
 
 
+OF_ONE_BLOCK = {"make_barrier", "make_handshake"}
+
+
 def test_every_kernel_is_explored(monkeypatch):
-    launched = set()
-    run = World.run
+    """Those of the workspace also start early, and share a thread block with others."""
+    launched, early, sharing = set(), set(), set()
+    start = Machine._start
 
-    def noting(world):
-        launched.update(
-            named(each.kernel)
-            for stream in world.streams
-            for each in stream
-            if isinstance(each, Launch)
-        )
-        run(world)
+    def noting(machine, launch, lane):
+        name = named(launch.kernel)
+        launched.add(name)
+        early.update([name] if machine._running[lane] else [])
+        sharing.update([name] if launch.held > 1 and launch.grid > 1 else [])
+        start(machine, launch, lane)
 
-    monkeypatch.setattr(World, "run", noting)
+    monkeypatch.setattr(Machine, "_start", noting)
     for scenario in SCENARIOS:
         for ranks in (2, 3):
             search(scenario(device_code()), ranks, ENOUGH)
     missing = every_kernel() - launched
     assert not missing, f"no scenario launches {missing}: add one"
+    of_workspace = every_kernel("make_kernel")
+    assert len(of_workspace) > 10
+    missing = of_workspace - early
+    assert not missing, f"no scenario launches {missing} early: add one"
+    missing = {name.rpartition(".")[2] for name in of_workspace - sharing}
+    assert missing == OF_ONE_BLOCK, f"{missing} never share a thread block: add one"
 
 
 def test_every_kernels_machine_code_is_looked_at():

@@ -22,8 +22,9 @@ from explore.intrinsics import (
     syncthreads,
     thread_index,
 )
+from explore.launches import Launch
 from explore.memory import Finding
-from explore.scheduler import STEP, Launch, Machine
+from explore.scheduler import STEP, Machine
 
 add_relaxed = intrinsics.atom_add_relaxed_sys_u32
 add_acquire = intrinsics.atom_add_acquire_sys_u32

@@ -6,6 +6,7 @@ tiles, blocks without work, numbers of ranks that are not powers of 2.
 
 import pytest
 
+from explore.launches import Launch
 from explore.markers import removed, within
 from explore.scenarios import (
     a_count,
@@ -19,7 +20,7 @@ from explore.scenarios import (
     messages_too_long,
     some_blocks,
 )
-from explore.scheduler import TIMEOUT, Launch
+from explore.scheduler import TIMEOUT
 from explore.source import Shape, device_code
 from explore.test_failures import HASTE, IMPATIENT
 from explore.world import ALGORITHMS, World, by_way

@@ -7,7 +7,8 @@ import textwrap
 import pytest
 
 from explore import intrinsics
-from explore.scheduler import Launch, Machine
+from explore.launches import Launch
+from explore.scheduler import Machine
 from explore.source import compiled, device_code, executed, paths
 from numba_symm.kernels import _device_files
 
@@ -115,7 +116,7 @@ def test_functions_of_explored_modules_as_attributes():
 
             def kernel(word):
                 access.store(word, 0, 1, 5, 0)
-                workspace.sync_block()
+                workspace.keep_failure(word, False)
                 instructions.st_u64(word, access.load(word, 0, 1)[0])
 
             return kernel
