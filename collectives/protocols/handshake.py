@@ -143,6 +143,7 @@ def make_handshake(size: int) -> Any:
             digest, _, late = peek_packets(mail + 2 * VECTOR, VECTOR, epoch)
             first, second, missing = peek_packets(mail, VECTOR, epoch)
         # Others may have given up their wait for a rank that was as late as this.
+        # explore: late
         if started != 0 and must_give_up(guard, started, record):
             return 0, 0, 0, False
         return first, second, digest, True
@@ -173,6 +174,7 @@ def make_handshake(size: int) -> Any:
         # A read of the board crosses PCIe, so it is made while the packets are in
         # transit. If others sent theirs long ago and gave up since, it shows that.
         if thread < others and not failed:
+            # explore: board
             failed = ld_relaxed_sys_u64(guard.board + 8 * guard.rank) != 0
         k = thread
         while k < others:

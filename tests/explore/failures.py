@@ -1,8 +1,9 @@
 """The rule that nothing is stored after a failure, checked at every access."""
 
+from collections.abc import Callable
 from typing import Any
 
-from explore.memory import Finding
+from explore.memory import REGION, Finding
 
 
 class NoStoreAfterFailure:
@@ -12,21 +13,57 @@ class NoStoreAfterFailure:
     block has found it after the next ``syncthreads``. A later launch of a stream has
     found it if one before it marked that the rank has failed. Copies find nothing.
 
+    The ranks' own arrays have a second rule, because after a failure their ranks may
+    use them again. No later kernel of a stream stores in them
+
+    - once a handshake there has sent a packet when its rank already had a record; or
+    - once a thread of a handshake that had looked at the clock polled when its rank
+      already had a record.
+
     Args:
         board: the addresses of all records.
         kept: the addresses of words that only their own rank reads.
         marks: those of the words that mark that a rank has failed.
+        arrays: the numbers of the regions of the ranks' own arrays.
+        recorded: ``(lane)`` returns whether a record has reached the board of the rank
+            of that stream.
     """
 
-    def __init__(self, board: range, kept: set[int], marks: set[int]):
+    def __init__(
+        self,
+        board: range,
+        kept: set[int],
+        marks: set[int],
+        arrays: set[int],
+        recorded: Callable[[int], bool],
+    ):
         self._board = board
         self._kept = kept
         self._marks = marks
+        self._arrays = arrays
+        self._recorded = recorded
         self._failed: set[int] = set()  # lanes
+        self._late: set[int] = set()  # lanes
 
-    def starts(self, thread: Any) -> None:
-        """Record whether a launch before a thread's has marked a failure."""
-        thread.failed = thread.lane in self._failed and not thread.copies
+    def starts(self, grid: Any) -> None:
+        """Record whether a launch before this one has marked a failure.
+
+        If it has started early, that is when the one before has ended.
+        """
+        if grid.lane in self._failed and not grid.launch.is_copy:
+            for thread in grid.threads:
+                thread.failed = True
+
+    def polls(self, thread: Any) -> None:
+        """Record whether a thread that waits has to find a failure."""
+        if thread.has_looked_at_the_clock:
+            self._has_to_find(thread)
+
+    def _has_to_find(self, thread: Any) -> None:
+        kernel = thread.grid.launch.kernel
+        handshake = kernel.__qualname__.startswith("make_handshake")
+        if handshake and self._recorded(thread.lane):
+            self._late.add(thread.lane)
 
     def loaded(self, thread: Any, address: int, value: int) -> None:
         """Record whether a thread has loaded a record."""
@@ -41,4 +78,9 @@ class NoStoreAfterFailure:
             thread.failed = True
         elif thread.failed and address not in self._kept:
             text = f"{thread.observer.name} stores to {address:#x} after a failure"
+            raise Finding("failure", text)
+        elif address not in self._kept:
+            self._has_to_find(thread)
+        if thread.lane in self._late and address // REGION in self._arrays:
+            text = f"{thread.observer.name} stores too late at {address:#x}"
             raise Finding("failure", text)

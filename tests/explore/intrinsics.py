@@ -128,6 +128,7 @@ def griddepcontrol_launch_dependents() -> None:
 
 
 def globaltimer() -> int:
+    scheduler.current.has_looked_at_the_clock = True
     return scheduler.machine.clock()
 
 

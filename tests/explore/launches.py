@@ -121,13 +121,13 @@ class Thread:
         self.index = index
         self.thread_block, self.row = divmod(block, launch.held)
         self.thread_blocks = grid.thread_blocks
-        self.copies = launch.is_copy
         self.observer: Any = UNORDERED
         self.code: Generator[int, None, None] = launch.kernel(*launch.args)
         self.follows = False  # whether it waits for the end of the kernel before
         self.at_sync = False
         self.barrier = (0, 0)  # the number of its barrier, and of the threads there
         self.failed = False  # whether a thread of its block has found a failure
+        self.has_looked_at_the_clock = False
         self.condition = False  # its argument of bar_red_or or syncthreads_or
         self.any_condition = False  # the result of that
         self.done = False

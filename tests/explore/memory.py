@@ -39,6 +39,9 @@ Not modelled
 - No kernel here uses scopes other than the system's, or the total order of fences.
 - At most two kernels of a stream run at a time, and none starts early directly behind a
   copy, an event, or on a side stream.
+- There is no time. Where a failure must be found in time, loads of a board return what
+  has reached it last (``Memory.fresh``). A record that is in transit while a rank looks
+  at its board is found too late there, as on GPUs.
 """
 
 import math
@@ -174,6 +177,8 @@ class Memory:
         log: a function that is called with a line for each access; None: none is.
         races: whether to report races. If not, their consequences may still be found.
         last: the share of the stores that stay buffered while another task can run.
+        fresh: addresses of which every load returns what has reached memory last, as a
+            record does that has been there for the time of a poll.
 
     The others are the assumptions about the platform (``docs/architecture.md``). Each
     one can be dropped:
@@ -195,6 +200,7 @@ class Memory:
         self.log: Callable[[str], None] | None = None
         self.races = True
         self.last = 0.05
+        self.fresh = range(0)
         self.starts_see = True
         self.starts_inherit = True
         self.copies_end = True
@@ -248,7 +254,8 @@ class Memory:
         if found is None:
             oldest = self._oldest(reader, place, weak)
             found = place.values[-1]
-            if reader.outdated and self._random.random() < 0.5:
+            outdated = reader.outdated and self._random.random() < 0.5
+            if outdated and address not in self.fresh:
                 allowed = place.values[oldest:]
                 found = allowed[int(self._random.random() * len(allowed))]
             place.loads[reader.number, weak] = time, found.order

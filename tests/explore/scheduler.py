@@ -248,6 +248,8 @@ class Machine:
                 if thread.follows:
                     thread.follows = False
                     self._order(thread)
+            if running and self.rule is not None:
+                self.rule.starts(running[0])
         self._advance(lane)
 
     def _advance(self, lane: int) -> None:
@@ -306,6 +308,8 @@ class Machine:
             if self.haste and self.random.random() < 0.2:
                 # It starts late: other threads of its launch may have failed.
                 thread.asleep_until = self.memory.changes + self.random.randrange(50)
+        if self.rule is not None and not grid.early:
+            self.rule.starts(grid)
 
     def _begin(self, thread: Thread) -> Observer:
         """Give a thread its vector clock."""
@@ -314,8 +318,6 @@ class Machine:
         observer = self._observers[grid.second, lane, thread.block, number]
         observer.outdated = self.random.random() < 0.5
         thread.observer = observer
-        if self.rule is not None:
-            self.rule.starts(thread)
         return observer
 
     def _order(self, thread: Thread) -> None:
@@ -369,6 +371,8 @@ class Machine:
         if stopped_for == WAIT:
             thread.follows = True
         elif stopped_for == POLL:
+            if self.rule is not None:
+                self.rule.polls(thread)
             # If it loaded the latest values, it loads the same until memory changes.
             if not observer.outdated and not (
                 self.haste and self.random.random() < 0.2

@@ -3,7 +3,13 @@
 import pytest
 
 from explore.markers import removed, replaced, within
-from explore.scenarios import breaks, by_anything_and_by_result, calls_on_own_arrays
+from explore.scenarios import (
+    breaks,
+    by_anything_and_by_result,
+    calls_on_own_arrays,
+    holds,
+    worlds,
+)
 from explore.source import device_code
 
 DONE = "is_done(guard, ring, own, block, fallback_for)"
@@ -119,3 +125,30 @@ def test_all_reduces_of_own_arrays_broken_are_found(what, ranks, races):
 def test_flags_that_refused_calls_did_not_renew_are_found(races):
     code = device_code(FLAGS_NOT_RENEWED)
     breaks(calls_on_own_arrays(code, 2**31, 2**31 - 1), 3, races=races)
+
+
+POLLS = replaced("polling", "polls", "POLLS_PER_CHECK = 4")
+"""A wait that has begun to check may end between two checks."""
+
+OFTEN = 0.2  # deadlines pass
+
+LATE_BROKEN = {
+    "no read of the board after the addresses": within(
+        "handshake", "board", "ld_relaxed_sys_u64(guard.board + 8 * guard.rank)", "0"
+    ),
+    "no read of the board after a long wait": within(
+        "handshake", "late", "started != 0", "False"
+    ),
+}
+
+
+@worlds
+def test_late_ranks_change_no_arrays(ranks):
+    holds(calls_on_own_arrays(device_code(POLLS)), ranks, 120 // ranks, haste=OFTEN)
+
+
+@worlds
+@pytest.mark.parametrize("what", LATE_BROKEN)
+def test_late_ranks_that_change_arrays_are_found(what, ranks):
+    code = device_code(POLLS, LATE_BROKEN[what])
+    breaks(calls_on_own_arrays(code, names=["all_reduce"]), ranks, haste=OFTEN)

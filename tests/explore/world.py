@@ -7,9 +7,10 @@ import numpy as np
 
 from explore.copying import Copies, Order
 from explore.failures import NoStoreAfterFailure
+from explore.launches import Launch
 from explore.memory import REGION, Finding
 from explore.messages import Messages
-from explore.scheduler import TIMEOUT, Launch
+from explore.scheduler import TIMEOUT
 from numba_symm import dtypes
 from numba_symm.collectives.algorithms import GENERAL, Arrays
 from numba_symm.collectives.operations import ALL_REDUCE, OPERATIONS
@@ -55,6 +56,7 @@ class World(Messages):
         self.owners = {}  # ranks, by the number of a region of memory
         self.equal = []  # addresses of words that must be equal on all ranks
         self.kept = set()  # addresses of words that only their own rank reads
+        self.shared = set()  # regions of arrays that other ranks may store in
         self.workspaces = self.map("workspace", self.layout.nbytes, self.initial)
         self.board = self.memory.map("board", 8 * self.size, fill=0)
         self.buffers = self.map("buffer", 8 * 64)
@@ -91,6 +93,10 @@ class World(Messages):
         ]
         self.owners |= {address // REGION: r for r, address in enumerate(found)}
         return found
+
+    def regions(self, *addresses):
+        """Return the numbers of the regions of memory that addresses are in."""
+        return {address // REGION for address in addresses}
 
     def initial(self, offset):
         """Return the width and the initial value of a word of a workspace.
@@ -217,6 +223,7 @@ class World(Messages):
         total = [sum(column) for column in zip(*words, strict=True)]
         wanted = words[root] if name == "broadcast" else total
         outputs = self.map("output", 8 * count + 8)
+        self.shared |= self.regions(*arrays, *outputs)
         after = []
         for end, array, output in zip(self.ends, arrays, outputs, strict=True):
 
@@ -299,16 +306,21 @@ class World(Messages):
         for context in self.contexts:
             self.streams[context.rank].append(kernel.bind(1, context, 0))
 
-    def run(self):
+    def run(self, mismatch=False):
         """Run all calls, and check memory afterwards.
 
         With haste, calls may fail, and a rank may leave before its last one. Then every
-        word is right or unchanged. If a rank is absent, every rank has a record.
+        word is right or unchanged. If a rank is absent, or after a ``mismatch`` of the
+        ranks' calls, every rank has a record.
         """
-        leaver = self.let_a_rank_leave() if self.machine.haste else None
+        leaver = None
+        if self.machine.haste or mismatch:
+            self.forbid_stores_after_failures()
+        if self.machine.haste:
+            leaver = self.let_a_rank_leave()
         self.machine.run(self.streams)
-        records = [self.memory.final(self.board + 8 * r, 8) for r in range(self.size)]
-        failed = any(records) or self.machine.absent is not None
+        records = [self.record(rank) for rank in range(self.size)]
+        failed = any(records) or self.machine.absent is not None or mismatch
         if failed and not all(records):
             raise Finding("result", f"a rank has no record of the failure: {records}")
         for address, words in self.expected.items():
@@ -321,8 +333,12 @@ class World(Messages):
         if leaver is None and not any(records):
             self.check_rest()
 
-    def let_a_rank_leave(self):
-        """Check stores after failures; return the rank that leaves, or None."""
+    def record(self, rank):
+        """Return what has reached a rank's board; 0: nothing."""
+        return self.memory.final(self.board + 8 * rank, 8)
+
+    def forbid_stores_after_failures(self):
+        """Let the machine check each store."""
         board = range(self.board, self.board + 8 * self.size)
         regions = [
             each for each in vars(self.layout).values() if hasattr(each, "slots")
@@ -342,7 +358,15 @@ class World(Messages):
         state = self.code.workspace.channels(self.size, True)
         own = range(0, state.flags, 4)  # epochs
         kept |= {base + at for base in self.requested for at in own}
-        self.machine.rule = NoStoreAfterFailure(board, kept, marks)
+        if self.shared:
+            self.memory.fresh = board
+        self.machine.rule = NoStoreAfterFailure(
+            *(board, kept, marks, self.shared),
+            lambda lane: lane < self.size and self.record(lane) != 0,
+        )
+
+    def let_a_rank_leave(self):
+        """Let a rank leave before any of its calls; return it, or None."""
         leaver, first = self.machine.absent, 0
         if leaver is None:
             leaver = self.random.choice([None, self.random.randrange(self.size)])
