@@ -121,6 +121,7 @@ def await_turn(
         failed = not wait_for_epoch(guard, credit, due, record)
     else:
         failed = not _await_chunk(guard, flag, epoch, record)
+        # explore: word
         if not failed and ld_relaxed_sys_u64(flag) != word:
             failed = True
             record = wait_record(TRANSFER_MISMATCH, guard.rank, peer, 0, 0)

@@ -217,6 +217,7 @@ def make_digests_match(size: int) -> Callable[..., bool]:
         for k in range(size - 1):
             due = due_from >> k & 1 == 0
             is_one = high[k + 1] == DIGEST and (low[k + 1] ^ digest) >> 32 == 0
+            # explore: digest
             if due != is_one or (due and low[k + 1] != digest):
                 other = k + 1
         if other != 0:

@@ -184,7 +184,7 @@ def make_handshake(size: int) -> Any:
             theirs, output = REFUSED, REFUSED
             if not failed:
                 theirs, output, call, arrived = received(guard, mail, epoch, record)
-                failed = not arrived or call != digest
+                failed = not arrived or call != digest  # explore: digest
                 if arrived and failed:
                     record = wait_record(CALL_MISMATCH, guard.rank, peer, 0, epoch)
                     fail(guard, record)

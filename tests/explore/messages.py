@@ -130,6 +130,19 @@ class Messages:
             launch = self.code.transfer.bind(self.ends[rank], *lists)
             self.streams[rank].append(launch)
 
+    def differing(self, count, expected):
+        """Add a message whose receiver expects another length; it stores nothing."""
+        Message = self.code.transfer.Message
+        src, dst = self.random.sample(range(self.size), 2)
+        arrays, _ = self.inputs(max(count, expected))
+        target = self.map("output", 8 * expected)[dst]
+        self.expect(target, [-1] * expected)
+        sent = Message(dst, arrays[src], 8 * count)
+        taken = Message(src, target, 8 * expected)
+        for rank, lists in ((src, ([sent], [])), (dst, ([], [taken]))):
+            launch = self.code.transfer.bind(self.ends[rank], *lists)
+            self.streams[rank].append(launch)
+
     def with_gaps(self, count):
         """Add a message between arrays with gaps, packed and unpacked by kernels."""
         Message, pack = self.code.transfer.Message, self.code.pack
