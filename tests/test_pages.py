@@ -10,6 +10,7 @@ from tests.test_mpirun import ROOT, deadline_of, environment, run
 
 PAGES = ROOT / "docs"
 PROGRAMS = sorted(PAGES.glob("programs/*.py"))
+EXAMPLES = [ROOT / "examples/histogram.py"]  # which check their results
 ON_GPUS = {"graph"}  # nothing is captured in the simulator
 RANKS = 4
 SOURCES = [
@@ -30,7 +31,8 @@ def outputs(ranks, folder):
     environ = environment(ranks)
     simulated = environ.get("NUMBA_ENABLE_CUDASIM") == "1"
     left_out = ON_GPUS if simulated else set()
-    programs = [str(each) for each in PROGRAMS if each.stem not in left_out]
+    every = [*PROGRAMS, *EXAMPLES]
+    programs = [str(each) for each in every if each.stem not in left_out]
     runner = ["-m", "mpi4py", str(ROOT / "tests/page_programs.py"), str(folder)]
     command = cli.mpirun_command(ranks, [*runner, *programs], cli.find_mpirun())
     log = folder / "mpirun.txt"
@@ -45,6 +47,12 @@ def test_a_program_prints_what_its_page_shows(job, program):
         pytest.skip("no NVIDIA GPU")
     printed = [line for file in files for line in file.read_text().splitlines()]
     assert printed == program.with_suffix(".txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize("program", EXAMPLES, ids=lambda program: program.stem)
+def test_an_example_ends_on_every_rank(job, program):
+    for rank in range(RANKS):
+        assert f"rank {rank} " in (job / f"{program.stem}.{rank}").read_text()
 
 
 def test_every_program_runs_on_one_rank(tmp_path):
