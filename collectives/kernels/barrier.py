@@ -8,17 +8,10 @@ before its barrier is visible to all ranks' streams after theirs.
 import functools
 from typing import Any
 
-from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import Endpoint
+from numba_symm import waits
+from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.workspace import (
-    follow_previous_grid,
-    keep,
-    layout,
-    resume,
-)
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import BARRIER
 
 
 def make_barrier(size: int, operation: int) -> Any:
@@ -28,16 +21,19 @@ def make_barrier(size: int, operation: int) -> Any:
         size: number of ranks.
         operation: the number in ``waits.py`` for a wait that is given up.
     """
-    epochs, flags = layout(size).barrier.epochs, layout(size).barrier.flags
+    epochs, flags = (
+        workspace.layout(size).barrier.epochs,
+        workspace.layout(size).barrier.flags,
+    )
     raise_flags, await_flags = make_flags(size)
 
     def barrier(guard: Any, early: bool, ring: Any, own: int, grid: int) -> None:
-        follow_previous_grid(early)
-        epoch, failed = resume(own, epochs, 0)
+        workspace.follow_previous_grid(early)
+        epoch, failed = workspace.resume(own, epochs, 0)
         epoch = (epoch + 1) & 0xFFFFFFFF
         failed = raise_flags(ring, flags, guard.rank, epoch, failed)
         failed = await_flags(guard, operation, own + flags, 0, epoch, failed)
-        keep(own, epochs, 0, epoch, failed)
+        workspace.keep(own, epochs, 0, epoch, failed)
 
     return barrier
 
@@ -48,7 +44,7 @@ def kernel(size: int, operation: int) -> Kernel:
     return binding.make_kernel(make_barrier, (size, operation))
 
 
-def bind(end: Endpoint, operation: int | None = None) -> Launch:
+def bind(end: binding.Endpoint, operation: int | None = None) -> Launch:
     """Return the launch of a barrier, of its own or within another operation."""
-    of_it = kernel(end.size, BARRIER if operation is None else operation)
+    of_it = kernel(end.size, waits.BARRIER if operation is None else operation)
     return binding.launch(of_it, end, 1)

@@ -34,38 +34,17 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm import waits
-from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
+from numba_symm.collectives.protocols import (
+    binding,
+    handshake,
+    order,
+    partition,
+    workspace,
+)
 from numba_symm.collectives.protocols.chunks import make_chunks
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_is_done
-from numba_symm.collectives.protocols.order import (
-    make_in_rank_order,
-    make_mirror,
-    make_total,
-)
-from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, shard
-from numba_symm.collectives.protocols.workspace import (
-    CHUNKED,
-    LOADS,
-    MAX_BLOCKS,
-    MOST_BLOCKS,
-    THREADS,
-    TILE_BYTES,
-    VECTOR,
-    follow_previous_grid,
-    keep,
-    layout,
-    resume,
-)
-from numba_symm.device.intrinsics import (
-    block_index,
-    device_function,
-    ld_u32,
-    ld_v2_u64,
-    st_u32,
-    st_v2_u64,
-)
+from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -79,18 +58,18 @@ def make_places(size: int) -> tuple[Callable[..., int], Callable[..., int]]:
     ``(block, epoch, which)`` returns where a set of a block's slots begins, and
     ``(block, which)`` a set of its flags; ``which`` is ``SCATTERED`` or ``REDUCED``.
     """
-    at = layout(size).chunked
+    at = workspace.layout(size).chunked
     flags, slots = at.flags, at.slots
-    set_stride = (size - 1) * CHUNKED.tiles(size) * TILE_BYTES
+    set_stride = (size - 1) * workspace.CHUNKED.tiles(size) * TILE_BYTES
     half_stride = 2 * set_stride
-    flag_set = 4 * size * MAX_BLOCKS
+    flag_set = 4 * size * workspace.MAX_BLOCKS
 
-    @device_function
+    @intrinsics.device_function
     def place(block: int, epoch: int, which: int) -> int:
         half = slots + (2 * block + (epoch & 1)) * half_stride  # explore: half
         return half + which * set_stride  # explore: set
 
-    @device_function
+    @intrinsics.device_function
     def flag_place(block: int, which: int) -> int:
         return flags + which * flag_set + 4 * size * block  # explore: flags
 
@@ -105,15 +84,15 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
     ``chunk`` begins with the rank's number, but is ``chunks.py``'s otherwise.
     ``of_vector`` are three local arrays of ``size`` words.
     """
-    load, store, total = lanes.load, lanes.store, make_total(size, lanes)
-    room = CHUNKED.tiles(size)
+    load, store, total = lanes.load, lanes.store, order.make_total(size, lanes)
+    room = workspace.CHUNKED.tiles(size)
     rank_stride = room * TILE_BYTES
     others = size - 1
-    mirror = make_mirror(size)
-    batch = min(room, max(1, LOADS // size))
-    in_rank_order = make_in_rank_order(size)
+    mirror = order.make_mirror(size)
+    batch = min(room, max(1, workspace.LOADS // size))
+    in_rank_order = order.make_in_rank_order(size)
 
-    @device_function
+    @intrinsics.device_function
     def reduce(
         ring: Any,
         here: int,
@@ -137,7 +116,9 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
                         low[i], high[i] = load(source, mine + at, count)
                     else:
                         from_k = here + (j - 1) * rank_stride
-                        low[i], high[i] = ld_v2_u64(from_k + tile * TILE_BYTES)
+                        low[i], high[i] = intrinsics.ld_v2_u64(
+                            from_k + tile * TILE_BYTES
+                        )
             for i in range(batch):
                 at = vector + (base + i) * THREADS
                 if base + i < tiles and at < share:
@@ -148,7 +129,9 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
                     result = total(own_low, own_high, 0)
                     for k in range(others):
                         there = slot + mirror(k) * rank_stride
-                        st_v2_u64(ring[k] + there + (base + i) * TILE_BYTES, result)
+                        intrinsics.st_v2_u64(
+                            ring[k] + there + (base + i) * TILE_BYTES, result
+                        )
                     if target != 0:
                         at += mine
                         store(target, at, count, result[0], result[1])
@@ -159,15 +142,15 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
 def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
-    epochs = layout(size).chunked.epochs
+    epochs = workspace.layout(size).chunked.epochs
     place, flag_place = make_places(size)
     _, scatter, collect = make_chunks(size, lanes.load, lanes.store, size, False)
     reduce = make_reduce(size, lanes)
-    held = size * min(CHUNKED.tiles(size), max(1, LOADS // size))
+    held = size * min(workspace.CHUNKED.tiles(size), max(1, workspace.LOADS // size))
 
     raise_flags, await_flags = make_flags(size)
     operation = waits.CHUNKED
-    is_done = make_is_done(size)
+    is_done = handshake.make_is_done(size)
 
     def chunked_all_reduce(
         guard: Any,
@@ -184,10 +167,10 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
         fallback_for: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
-        follow_previous_grid(early)
+        workspace.follow_previous_grid(early)
         if is_done(guard, ring, own, block, fallback_for):  # explore: fallback
             return
         low = cuda.local.array(held, types.int64)
@@ -196,9 +179,9 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
         own_high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
         stride = grid * tiles * THREADS
-        before, failed = resume(own, epochs, block)
-        results_at = own + epochs + 4 * (MOST_BLOCKS + block)
-        results_before = ld_u32(results_at)  # explore: results
+        before, failed = workspace.resume(own, epochs, block)
+        results_at = own + epochs + 4 * (workspace.MOST_BLOCKS + block)
+        results_before = intrinsics.ld_u32(results_at)  # explore: results
         first = block * tiles * THREADS + thread
         # In each stage: gather the results of the chunk before last, scatter the next
         # chunk, and reduce the last one. The halves rely on this order.
@@ -247,9 +230,9 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
                 epoch = (results_before + stage) & 0xFFFFFFFF
                 flag = flag_place(block, REDUCED)
                 raise_flags(ring, flag, guard.rank, epoch, failed)
-        keep(own, epochs, block, (before + chunks) & 0xFFFFFFFF, failed)
+        workspace.keep(own, epochs, block, (before + chunks) & 0xFFFFFFFF, failed)
         if thread == 0:
-            st_u32(results_at, (results_before + chunks) & 0xFFFFFFFF)
+            intrinsics.st_u32(results_at, (results_before + chunks) & 0xFFFFFFFF)
 
     return chunked_all_reduce
 
@@ -258,11 +241,11 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
-    arguments = (ADDRESS, ADDRESS, *5 * (types.int64,))
+    arguments = (binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,))
     return binding.make_kernel(make_chunked_all_reduce, constants, *arguments)
 
 
-def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
+def bind(end: binding.Endpoint, call: binding.Call, fallback_for: int = 0) -> Launch:
     """Return the packed launch.
 
     Args:
@@ -271,9 +254,9 @@ def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
         fallback_for: after a handshake, the number in ``waits.py`` of what the ranks
             wait for there; 0: there was none.
     """
-    share = shard(call.vectors, end.size)
-    grid, tiles, chunks = chunks_of(share, end)
-    ragged = is_ragged(call, share, end.size)
+    share = partition.shard(call.vectors, end.size)
+    grid, tiles, chunks = partition.chunks_of(share, end)
+    ragged = partition.is_ragged(call, share, end.size)
     sizes = call.count, share, tiles, chunks
     arguments = (call.source, call.target, *sizes, fallback_for)
     of_call = kernel(end.size, call.element, call.op, ragged)

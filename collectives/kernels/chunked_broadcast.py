@@ -18,58 +18,40 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, Enqueue
+from numba_symm import waits
+from numba_symm.collectives.protocols import (
+    binding,
+    handshake,
+    order,
+    partition,
+    slots,
+    workspace,
+)
 from numba_symm.collectives.protocols.chunks import make_chunks
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_is_done
-from numba_symm.collectives.protocols.order import make_mirror
-from numba_symm.collectives.protocols.partition import (
-    chunks_of,
-    is_ragged,
-    moved_as,
-    shard,
-)
-from numba_symm.collectives.protocols.slots import after, make_place
-from numba_symm.collectives.protocols.workspace import (
-    CHUNKED,
-    LOADS,
-    THREADS,
-    TILE_BYTES,
-    VECTOR,
-    follow_previous_grid,
-    keep,
-    layout,
-    resume,
-)
-from numba_symm.device.intrinsics import (
-    block_index,
-    ld_v2_u64,
-    st_v2_u64,
-)
-from numba_symm.device.lanes import make_lanes
+from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
+from numba_symm.device import intrinsics, lanes
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
-from numba_symm.waits import CHUNKED_BROADCAST
 
 
 def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
-    *_, load, store = make_lanes(element, "sum", ragged, size)
+    *_, load, store = lanes.make_lanes(element, "sum", ragged, size)
     inside, scatter, collect = make_chunks(size, load, store, size - 1, True)
-    at = layout(size).chunked
+    at = workspace.layout(size).chunked
     epochs, flags = at.epochs, at.flags
-    place = make_place(size)
-    room = CHUNKED.tiles(size)
+    place = slots.make_place(size)
+    room = workspace.CHUNKED.tiles(size)
     rank_stride = room * TILE_BYTES
     others = size - 1
-    mirror = make_mirror(size)
-    held = max(min(room, max(1, LOADS // size)) * others, LOADS)
-    relayed = min(room, LOADS)
+    mirror = order.make_mirror(size)
+    held = max(min(room, max(1, workspace.LOADS // size)) * others, workspace.LOADS)
+    relayed = min(room, workspace.LOADS)
     lag = 2 if size > 2 else 1
     raise_flags, await_flags = make_flags(size)
-    operation = CHUNKED_BROADCAST
-    is_done = make_is_done(size)
+    operation = waits.CHUNKED_BROADCAST
+    is_done = handshake.make_is_done(size)
 
     def chunked_broadcast(
         guard: Any,
@@ -87,10 +69,10 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         fallback_for: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
-        follow_previous_grid(early)
+        workspace.follow_previous_grid(early)
         if is_done(guard, ring, own, block, fallback_for):  # explore: fallback
             return
         low = cuda.local.array(held, types.int64)
@@ -101,7 +83,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
         mine = (rank + size - root - 1) % size
         to_root = (root + size - rank - 1) % size
         stride = grid * tiles * THREADS
-        before, failed = resume(own, epochs, block)
+        before, failed = workspace.resume(own, epochs, block)
         first = block * tiles * THREADS + thread
         flag = flags + 4 * size * block
         for stage in range(chunks + lag):
@@ -126,7 +108,8 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                     for i in range(relayed):
                         at = vector + (base + i) * THREADS
                         if base + i < tiles and inside(mine, at, share, vectors):
-                            low[i], high[i] = ld_v2_u64(here + (base + i) * TILE_BYTES)
+                            there = here + (base + i) * TILE_BYTES
+                            low[i], high[i] = intrinsics.ld_v2_u64(there)
                     for i in range(relayed):
                         at = vector + (base + i) * THREADS
                         if base + i < tiles and inside(mine, at, share, vectors):
@@ -134,7 +117,8 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                             for k in range(others):
                                 to = ring[k] + slot + mirror(k) * rank_stride
                                 if k != to_root:  # explore: to-root
-                                    st_v2_u64(to + (base + i) * TILE_BYTES, words)
+                                    to += (base + i) * TILE_BYTES
+                                    intrinsics.st_v2_u64(to, words)
                             there = mine * share + at
                             store(array, there, count, words[0], words[1])
             if stage >= lag and not is_root:
@@ -147,7 +131,7 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                 failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:
                     break
-        keep(own, epochs, block, after(before, chunks, lag), failed)
+        workspace.keep(own, epochs, block, slots.after(before, chunks, lag), failed)
 
     return chunked_broadcast
 
@@ -155,22 +139,24 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
 @functools.cache
 def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    arguments = (types.int64, ADDRESS, *6 * (types.int64,))
+    arguments = (types.int64, binding.ADDRESS, *6 * (types.int64,))
     constants = (size, element, ragged)
     return binding.make_kernel(make_chunked_broadcast, constants, *arguments)
 
 
-def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Enqueue:
+def bind(
+    end: binding.Endpoint, call: binding.Call, fallback_for: int = 0
+) -> binding.Enqueue:
     """Return the packed launch; see ``chunked_all_reduce.bind``.
 
     The call's source and target are one.
     """
     if end.size == 1:
         return lambda stream: None
-    share = shard(call.vectors, end.size - 1)
-    grid, tiles, chunks = chunks_of(share, end)
-    ragged = is_ragged(call)
+    share = partition.shard(call.vectors, end.size - 1)
+    grid, tiles, chunks = partition.chunks_of(share, end)
+    ragged = partition.is_ragged(call)
     sizes = call.count, call.vectors, share, tiles, chunks
     arguments = (call.root, call.target, *sizes, fallback_for)
-    of_call = kernel(end.size, moved_as(call, ragged), ragged)
+    of_call = kernel(end.size, partition.moved_as(call, ragged), ragged)
     return binding.launch(of_call, end, grid, arguments)

@@ -25,37 +25,20 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
+from numba_symm.collectives.protocols import (
+    binding,
+    exchanges,
+    handshake,
+    order,
+    partition,
+    slots,
+    workspace,
+)
 from numba_symm.collectives.protocols.chunks import make_load_all
-from numba_symm.collectives.protocols.exchanges import (
-    Exchange,
-    Output,
-    make_total_for,
-    of_none,
-)
+from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_is_done
-from numba_symm.collectives.protocols.order import make_mirror
-from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, moved_as
-from numba_symm.collectives.protocols.slots import after, make_place
-from numba_symm.collectives.protocols.workspace import (
-    CHUNKED,
-    LOADS,
-    THREADS,
-    TILE_BYTES,
-    VECTOR,
-    follow_previous_grid,
-    keep,
-    layout,
-    resume,
-)
-from numba_symm.device.intrinsics import (
-    block_index,
-    device_function,
-    ld_v2_u64,
-    st_v2_u64,
-)
+from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -77,16 +60,16 @@ def make_use(
     ``chunks.make_load_all``, and ``mine`` are two local arrays.
     """
     store = lanes.store
-    total = make_total_for(size, lanes, output)
-    none_stored, none_low, none_high = of_none(element, op, output)
+    total = exchanges.make_total_for(size, lanes, output)
+    none_stored, none_low, none_high = exchanges.of_none(element, op, output)
     load_all = make_load_all(size, lanes.load)
     stores_shards = output is Output.SHARDS
-    room, others = CHUNKED.tiles(size), size - 1
+    room, others = workspace.CHUNKED.tiles(size), size - 1
     rank_stride = room * TILE_BYTES
     received = received_of(size, output)
-    batch = min(room, max(1, LOADS // received))
+    batch = min(room, max(1, workspace.LOADS // received))
 
-    @device_function
+    @intrinsics.device_function
     def use(
         slot: int,
         here: int,
@@ -105,7 +88,7 @@ def make_use(
                     tile, k = base + i // others, i % others
                     at = vector + tile * THREADS
                     if tile < tiles and at < vectors:
-                        low[i], high[i] = ld_v2_u64(
+                        low[i], high[i] = intrinsics.ld_v2_u64(
                             slot + k * rank_stride + tile * TILE_BYTES
                         )
             else:
@@ -128,27 +111,26 @@ def make_use(
 
 
 def make_chunked_exchange(
-    size: int, element: Element, op: Op, ragged: bool, kind: Exchange
+    size: int, element: Element, op: Op, ragged: bool, kind: exchanges.Exchange
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
-    is_done = make_is_done(size)
+    is_done = handshake.make_is_done(size)
     lanes = make_lanes(element, op, ragged, size)
     load, store = lanes.load, lanes.store
     raise_flags, await_flags = make_flags(size)
     sends_shards, output, operation = kind
     stores_shards, at_root = output is Output.SHARDS, output is Output.AT_ROOT
-    at = layout(size).chunked
+    at = workspace.layout(size).chunked
     epochs, flags = at.epochs, at.flags
-    place = make_place(size)
-    room, others = CHUNKED.tiles(size), size - 1
-    rank_stride = room * TILE_BYTES
-    mirror = make_mirror(size)
+    place = slots.make_place(size)
+    room, others = workspace.CHUNKED.tiles(size), size - 1
+    rank_stride, mirror = room * TILE_BYTES, order.make_mirror(size)
     use = make_use(size, element, op, lanes, output)
     # The vectors of a thread of one tile: of the other ranks' shards, or one for all;
     # and its own vector, which is the last.
     sent = max(1, others * sends_shards + (stores_shards or not sends_shards))
-    batch_out = min(room, max(1, LOADS // sent))
-    batch_in = min(room, max(1, LOADS // received_of(size, output)))
+    batch_out = min(room, max(1, workspace.LOADS // sent))
+    batch_in = min(room, max(1, workspace.LOADS // received_of(size, output)))
     held = max(batch_out * sent, batch_in * received_of(size, output))
 
     def chunked_exchange(
@@ -168,10 +150,10 @@ def make_chunked_exchange(
         fallback_for: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
-        follow_previous_grid(early)
+        workspace.follow_previous_grid(early)
         if is_done(guard, ring, own, block, fallback_for):  # explore: fallback
             return
         low = cuda.local.array(held, types.int64)
@@ -181,7 +163,7 @@ def make_chunked_exchange(
         mine = own_low, own_high
         rank = guard.rank
         stride = grid * tiles * THREADS
-        before, failed = resume(own, epochs, block)
+        before, failed = workspace.resume(own, epochs, block)
         first = block * tiles * THREADS + thread
         here = source + rank * shard_bytes if sends_shards else source
         there = target + rank * shard_bytes if stores_shards else target
@@ -206,7 +188,8 @@ def make_chunked_exchange(
                             for k in range(others):
                                 j = i * sent + (k if sends_shards else 0)
                                 to = ring[k] + slot + mirror(k) * rank_stride
-                                st_v2_u64(to + tile * TILE_BYTES, (low[j], high[j]))
+                                to += tile * TILE_BYTES
+                                intrinsics.st_v2_u64(to, (low[j], high[j]))
                             if stores_shards:
                                 j = i * sent + sent - 1
                                 store(there, at, count, low[j], high[j])
@@ -224,27 +207,34 @@ def make_chunked_exchange(
                 failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:
                     break
-        keep(own, epochs, block, after(before, chunks, 1), failed)
+        workspace.keep(own, epochs, block, slots.after(before, chunks, 1), failed)
 
     return chunked_exchange
 
 
 @functools.cache
-def kernel(size: int, element: Element, op: Op, ragged: bool, kind: Exchange) -> Kernel:
+def kernel(
+    size: int, element: Element, op: Op, ragged: bool, kind: exchanges.Exchange
+) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, kind)
-    arguments = (ADDRESS, ADDRESS, *7 * (types.int64,))
+    arguments = (binding.ADDRESS, binding.ADDRESS, *7 * (types.int64,))
     return binding.make_kernel(make_chunked_exchange, constants, *arguments)
 
 
-def bind(kind: Exchange, end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
+def bind(
+    kind: exchanges.Exchange,
+    end: binding.Endpoint,
+    call: binding.Call,
+    fallback_for: int = 0,
+) -> Launch:
     """Return the packed launch; see ``chunked_all_reduce.bind``.
 
     A reduction to a root is for two ranks at most.
     """
-    grid, tiles, chunks = chunks_of(call.vectors, end)
-    ragged = is_ragged(call)
-    element = call.element if kind.output.reduces else moved_as(call, ragged)
+    grid, tiles, chunks = partition.chunks_of(call.vectors, end)
+    ragged = partition.is_ragged(call)
+    element = call.element if kind.output.reduces else partition.moved_as(call, ragged)
     sizes = call.nbytes, call.count, call.vectors
     taken = kind.output.taken(end.rank, end.size, call.root)
     arguments = (call.source, call.target, *sizes, taken, tiles, chunks, fallback_for)

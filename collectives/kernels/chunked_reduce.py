@@ -31,30 +31,22 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
+from numba_symm import waits
+from numba_symm.collectives.protocols import (
+    binding,
+    handshake,
+    order,
+    partition,
+    slots,
+    workspace,
+)
 from numba_symm.collectives.protocols.chunks import make_chunks, make_load_all
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.handshake import make_is_done
-from numba_symm.collectives.protocols.order import make_mirror, make_total
-from numba_symm.collectives.protocols.partition import chunks_of, is_ragged, shard
-from numba_symm.collectives.protocols.slots import after, make_place
-from numba_symm.collectives.protocols.workspace import (
-    CHUNKED,
-    LOADS,
-    THREADS,
-    TILE_BYTES,
-    VECTOR,
-    follow_previous_grid,
-    keep,
-    layout,
-    resume,
-)
-from numba_symm.device.intrinsics import block_index, st_v2_u64
+from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import CHUNKED_REDUCE
 
 
 def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
@@ -62,18 +54,18 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
     lanes = make_lanes(element, op, ragged, size)
     load_all = make_load_all(size, lanes.load)
     _, scatter, collect = make_chunks(size, lanes.load, lanes.store, size - 1, False)
-    total = make_total(size, lanes)
+    total = order.make_total(size, lanes)
     raise_flags, await_flags = make_flags(size)
-    operation = CHUNKED_REDUCE
-    is_done = make_is_done(size)
-    at = layout(size).chunked
+    operation = waits.CHUNKED_REDUCE
+    is_done = handshake.make_is_done(size)
+    at = workspace.layout(size).chunked
     epochs, flags = at.epochs, at.flags
-    place = make_place(size)
-    room = CHUNKED.tiles(size)
+    place = slots.make_place(size)
+    room = workspace.CHUNKED.tiles(size)
     rank_stride = room * TILE_BYTES
     others = size - 1
-    mirror = make_mirror(size)
-    batch = min(room, max(1, LOADS // size))
+    mirror = order.make_mirror(size)
+    batch = min(room, max(1, workspace.LOADS // size))
     held = batch * size
 
     def chunked_reduce(
@@ -94,10 +86,10 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         # Ranks are numbered from the one after the root on: number k owns shard k, and
         # the root, which has the last number, none.
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
-        follow_previous_grid(early)
+        workspace.follow_previous_grid(early)
         if is_done(guard, ring, own, block, fallback_for):  # explore: fallback
             return
         low = cuda.local.array(held, types.int64)
@@ -107,7 +99,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
         rank = guard.rank
         root = mirror(number)  # its index in the ring
         stride = grid * tiles * THREADS
-        before, failed = resume(own, epochs, block)
+        before, failed = workspace.resume(own, epochs, block)
         first = block * tiles * THREADS + thread
         mine = number * share
         flag = flags + 4 * size * block
@@ -137,7 +129,9 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                             for k in range(others):
                                 if k == root:  # explore: to-root
                                     to = slot + mirror(k) * rank_stride
-                                    st_v2_u64(ring[k] + to + tile * TILE_BYTES, result)
+                                    intrinsics.st_v2_u64(
+                                        ring[k] + to + tile * TILE_BYTES, result
+                                    )
             if stage >= 2 and target != 0:
                 slot = own + place(block, before, stage - 2) + VECTOR * thread
                 vector = first + (stage - 2) * stride
@@ -149,7 +143,7 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                 failed = raise_flags(ring, flag, rank, epoch, failed)
                 if failed:
                     break
-        keep(own, epochs, block, after(before, chunks, 2), failed)
+        workspace.keep(own, epochs, block, slots.after(before, chunks, 2), failed)
 
     return chunked_reduce
 
@@ -158,19 +152,19 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
-    arguments = (ADDRESS, ADDRESS, *6 * (types.int64,))
+    arguments = (binding.ADDRESS, binding.ADDRESS, *6 * (types.int64,))
     return binding.make_kernel(make_chunked_reduce, constants, *arguments)
 
 
-def bind(end: Endpoint, call: Call, fallback_for: int = 0) -> Launch:
+def bind(end: binding.Endpoint, call: binding.Call, fallback_for: int = 0) -> Launch:
     """Return the packed launch, for three ranks or more.
 
     See ``chunked_all_reduce.bind``.
     """
     owners = end.size - 1
-    share = shard(call.vectors, owners)
-    grid, tiles, chunks = chunks_of(share, end)
-    ragged = is_ragged(call, share, owners)
+    share = partition.shard(call.vectors, owners)
+    grid, tiles, chunks = partition.chunks_of(share, end)
+    ragged = partition.is_ragged(call, share, owners)
     own = (end.rank - call.root - 1) % end.size
     sizes = call.count, share, own, tiles, chunks
     arguments = (call.source, call.target, *sizes, fallback_for)

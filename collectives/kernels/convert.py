@@ -12,9 +12,9 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols.binding import ADDRESS, Endpoint
-from numba_symm.collectives.protocols.workspace import HELD, THREADS, divide_up
-from numba_symm.device.intrinsics import block_index
+from numba_symm.collectives.protocols import binding, workspace
+from numba_symm.collectives.protocols.workspace import THREADS
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_access, make_conversion, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -29,7 +29,7 @@ def make_convert(source: Element, target: Element, op: Op, size: int) -> Any:
         lanes = source.lanes
 
         def finish(grid: int, given: int, result: int, count: int) -> None:
-            block = block_index()
+            block = intrinsics.block_index()
             if block >= grid:
                 return
             vector = block * THREADS + cuda.threadIdx.x
@@ -47,7 +47,7 @@ def make_convert(source: Element, target: Element, op: Op, size: int) -> Any:
     read, written = source.itemsize, target.itemsize
 
     def convert(grid: int, given: int, result: int, count: int) -> None:
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
         i = block * THREADS + cuda.threadIdx.x
@@ -61,12 +61,14 @@ def make_convert(source: Element, target: Element, op: Op, size: int) -> Any:
 @functools.cache
 def kernel(source: Element, target: Element, op: Op, size: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    signature = types.int64, ADDRESS, ADDRESS, types.int64
-    return Kernel(make_convert, (source, target, op, size), signature, THREADS, HELD)
+    signature = types.int64, binding.ADDRESS, binding.ADDRESS, types.int64
+    return Kernel(
+        make_convert, (source, target, op, size), signature, THREADS, workspace.HELD
+    )
 
 
 def bind(
-    end: Endpoint,
+    end: binding.Endpoint,
     kinds: tuple[Element, Element],
     given: int,
     result: int,
@@ -87,8 +89,10 @@ def bind(
     """
     source, target = kinds
     lanes = source.lanes if source == target else 1
-    grid = min(divide_up(divide_up(count, lanes), THREADS), end.max_blocks)
-    held = divide_up(grid, end.multiprocessors)
+    grid = min(
+        workspace.divide_up(workspace.divide_up(count, lanes), THREADS), end.max_blocks
+    )
+    held = workspace.divide_up(grid, end.multiprocessors)
     if op != "avg":
         size = 1  # one kernel for all numbers of ranks
     found = kernel(source, target, op, size)

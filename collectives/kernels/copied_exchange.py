@@ -14,18 +14,8 @@ root would send the message once for each rank.
 
 from typing import NamedTuple
 
-from numba_symm.collectives.protocols import handshake
-from numba_symm.collectives.protocols.binding import (
-    BindFallback,
-    Call,
-    Endpoint,
-    Enqueue,
-    Series,
-    along_ring,
-)
+from numba_symm.collectives.protocols import binding, exchanges, handshake
 from numba_symm.collectives.protocols.copies import Copies, Copy
-from numba_symm.collectives.protocols.exchanges import Exchange, Output
-from numba_symm.collectives.protocols.handshake import refusal
 
 
 class _Read(NamedTuple):
@@ -43,12 +33,12 @@ class _Read(NamedTuple):
 
 
 def bind(
-    kind: Exchange,
+    kind: exchanges.Exchange,
     operation: int,
-    bind_fallback: BindFallback,
-    end: Endpoint,
-    call: Call,
-) -> Enqueue:
+    bind_fallback: binding.BindFallback,
+    end: binding.Endpoint,
+    call: binding.Call,
+) -> binding.Enqueue:
     """Return what enqueues it, for two ranks or more, a broadcast for two.
 
     Args:
@@ -61,25 +51,27 @@ def bind(
     rank = end.rank
     words = f"{kind} of {call.count} {call.element.name} from {call.root}"
     read = _read(kind, end, call)
-    seen = known = refusal(end.size)
+    seen = known = handshake.refusal(end.size)
     copies = Copies(end.order, [])
     if read is not None:
-        seen = along_ring(rank, read.seen)
-        known = along_ring(rank, read.sources)
+        seen = binding.along_ring(rank, read.seen)
+        known = binding.along_ring(rank, read.sources)
         copies = _copies(kind, end, call, read)
     offer = handshake.Offer(operation, words, seen, seen, known)
     move = handshake.bind(bind_fallback, end, call, offer, copies)
     own = Copy(call.target + rank * call.nbytes, call.source, call.nbytes)
     if read is not None and read.output and own.source != own.target:
-        return Series(Copies(end.order, [own]), move)
+        return binding.Series(Copies(end.order, [own]), move)
     return move
 
 
-def _read(kind: Exchange, end: Endpoint, call: Call) -> _Read | None:
+def _read(
+    kind: exchanges.Exchange, end: binding.Endpoint, call: binding.Call
+) -> _Read | None:
     """Return what the ranks copy from, or None if this rank must refuse."""
     rank, size, shard_bytes = end.rank, end.size, call.nbytes
     in_place = call.source == call.target + rank * shard_bytes
-    gathers = kind.output is Output.SHARDS and not kind.sends_shards
+    gathers = kind.output is exchanges.Output.SHARDS and not kind.sends_shards
     if gathers and not in_place:
         place = end.place(call.source, shard_bytes)
         if place is not None:
@@ -100,9 +92,11 @@ def _read(kind: Exchange, end: Endpoint, call: Call) -> _Read | None:
     return None if place is None else _Read(False, place.seen, place.addresses)
 
 
-def _copies(kind: Exchange, end: Endpoint, call: Call, read: _Read) -> Copies:
+def _copies(
+    kind: exchanges.Exchange, end: binding.Endpoint, call: binding.Call, read: _Read
+) -> Copies:
     rank, size, shard_bytes, target = end.rank, end.size, call.nbytes, call.target
-    if kind.output is Output.OF_ROOT:
+    if kind.output is exchanges.Output.OF_ROOT:
         copies = [Copy(target, read.sources[call.root], shard_bytes)]
         return Copies(end.order, copies if rank != call.root else [])
     # Of an all-to-all's input, one shard is for this rank.

@@ -46,29 +46,15 @@ from typing import Any, NamedTuple
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint, Enqueue
+from numba_symm import waits
+from numba_symm.collectives.protocols import binding, partition, workspace
 from numba_symm.collectives.protocols.copies import Copy, enqueue
 from numba_symm.collectives.protocols.order import make_total
-from numba_symm.collectives.protocols.partition import (
-    LINE,
-    is_ragged,
-    moved_as,
-    shard,
-)
-from numba_symm.collectives.protocols.workspace import (
-    THREADS,
-    VECTOR,
-    divide_up,
-    follow_previous_grid,
-    layout,
-    load_failure,
-)
-from numba_symm.device.intrinsics import block_index, ld_v2_u64
+from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
-from numba_symm.waits import ALL_REDUCE_COPIES, REDUCE_COPIES
 
 LOADS = 8  # vectors that a thread loads before it stores any
 
@@ -102,11 +88,11 @@ def make_reduce_copied(size: int, element: Element, op: Op, ragged: bool) -> Any
         slots: int,
         stride: int,
     ) -> None:
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
-        follow_previous_grid(early)
-        if load_failure(own, block) != 0:
+        workspace.follow_previous_grid(early)
+        if workspace.load_failure(own, block) != 0:
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
@@ -119,7 +105,7 @@ def make_reduce_copied(size: int, element: Element, op: Op, ragged: bool) -> Any
                     k = (i % size + others - guard.rank) % size
                     if k < others:
                         at = own + slots + k * stride + VECTOR * vector
-                        low[i], high[i] = ld_v2_u64(at)
+                        low[i], high[i] = intrinsics.ld_v2_u64(at)
                     else:
                         low[i], high[i] = load(source, first + vector, count)
             for i in range(batch):
@@ -152,11 +138,11 @@ def make_store_copied(size: int, element: Element, ragged: bool) -> Any:
         slots: int,
         stride: int,
     ) -> None:
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
-        follow_previous_grid(early)
-        if load_failure(own, block) != 0:
+        workspace.follow_previous_grid(early)
+        if workspace.load_failure(own, block) != 0:
             return
         low = cuda.local.array(LOADS, types.int64)
         high = cuda.local.array(LOADS, types.int64)
@@ -170,7 +156,7 @@ def make_store_copied(size: int, element: Element, ragged: bool) -> Any:
                     vector = start + i * across
                     if vector < here:
                         at = own + slots + k * stride + VECTOR * vector
-                        low[i], high[i] = ld_v2_u64(at)
+                        low[i], high[i] = intrinsics.ld_v2_u64(at)
                 for i in range(LOADS):
                     vector = start + i * across
                     if vector < here:
@@ -183,7 +169,7 @@ def make_store_copied(size: int, element: Element, ragged: bool) -> Any:
 @functools.cache
 def reduce_kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the reducing kernel, compiled when first bound."""
-    arguments = (ADDRESS, ADDRESS, *5 * (types.int64,))
+    arguments = (binding.ADDRESS, binding.ADDRESS, *5 * (types.int64,))
     constants = (size, element, op, ragged)
     return binding.make_kernel(make_reduce_copied, constants, *arguments)
 
@@ -191,7 +177,7 @@ def reduce_kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
 @functools.cache
 def store_kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the storing kernel, compiled when first bound."""
-    arguments = (ADDRESS, *7 * (types.int64,))
+    arguments = (binding.ADDRESS, *7 * (types.int64,))
     return binding.make_kernel(make_store_copied, (size, element, ragged), *arguments)
 
 
@@ -199,7 +185,7 @@ class _Move(NamedTuple):
     """The copies to the other ranks, and the kernel that reads what they sent."""
 
     copies: list[Copy]
-    kernel: Enqueue
+    kernel: binding.Enqueue
 
 
 class _NoSide:
@@ -231,7 +217,9 @@ class Moves:
         moves: at least two.
     """
 
-    def __init__(self, end: Endpoint, barrier: Enqueue, moves: list[_Move]):
+    def __init__(
+        self, end: binding.Endpoint, barrier: binding.Enqueue, moves: list[_Move]
+    ):
         self._order = end.order
         self._barrier = barrier
         self._moves = moves
@@ -258,8 +246,10 @@ class Moves:
 
 
 def bind_all_reduce(
-    bind_barrier: Callable[[Endpoint, int], Enqueue], end: Endpoint, call: Call
-) -> Enqueue:
+    bind_barrier: Callable[[binding.Endpoint, int], binding.Enqueue],
+    end: binding.Endpoint,
+    call: binding.Call,
+) -> binding.Enqueue:
     """Return what enqueues it, for 2 to ``workspace.COPYING`` ranks.
 
     Args:
@@ -268,7 +258,7 @@ def bind_all_reduce(
         end: this rank's end.
         call: the call.
     """
-    share = shard(call.vectors, end.size)
+    share = partition.shard(call.vectors, end.size)
     chunks = _chunks(end, call, 0, share, few=(4, 3), many=(2, 2, 1))
     # Each chunk is gathered at least two moves after it is scattered.
     order = [chunks[0].scattered]
@@ -276,19 +266,21 @@ def bind_all_reduce(
         order += [chunk.scattered, before.gathered]
     order.append(chunks[-1].gathered)
     moves = [move(i % SETS) for i, move in enumerate(order)]
-    operation = ALL_REDUCE_COPIES
+    operation = waits.ALL_REDUCE_COPIES
     return Moves(end, bind_barrier(end, operation), moves)
 
 
 def bind_reduce(
-    bind_barrier: Callable[[Endpoint, int], Enqueue], end: Endpoint, call: Call
-) -> Enqueue:
+    bind_barrier: Callable[[binding.Endpoint, int], binding.Enqueue],
+    end: binding.Endpoint,
+    call: binding.Call,
+) -> binding.Enqueue:
     """Return what enqueues a reduce of two ranks; see ``bind_all_reduce``."""
     parts = 4, 2, 1
     chunks = _chunks(end, call, call.root, call.vectors, few=parts, many=parts)
     # explore: sets
     moves = [chunk.scattered(i % SETS) for i, chunk in enumerate(chunks)]
-    operation = REDUCE_COPIES
+    operation = waits.REDUCE_COPIES
     return Moves(end, bind_barrier(end, operation), moves)
 
 
@@ -306,8 +298,8 @@ class _Chunk:
         vectors: the chunk's vectors.
     """
 
-    end: Endpoint
-    call: Call
+    end: binding.Endpoint
+    call: binding.Call
     owner: int
     room: int
     share: int
@@ -328,7 +320,9 @@ class _Chunk:
     def gathered(self, which: int) -> _Move:
         """Return the gather into a set of slots, and what stores the results."""
         end, call = self.end, self.call
-        kernel = store_kernel(end.size, moved_as(call, self._ragged), self._ragged)
+        kernel = store_kernel(
+            end.size, partition.moved_as(call, self._ragged), self._ragged
+        )
         sizes = call.count, self.first, self.share, self.vectors, call.vectors
         slots = self._slots(which), VECTOR * self.room
         launch = binding.launch(kernel, end, self._grid, (call.target, *sizes, *slots))
@@ -336,11 +330,13 @@ class _Chunk:
 
     @property
     def _ragged(self) -> bool:
-        return is_ragged(self.call)
+        return partition.is_ragged(self.call)
 
     @property
     def _grid(self) -> int:
-        return max(1, min(divide_up(self.vectors, THREADS), self.end.max_blocks))
+        return max(
+            1, min(workspace.divide_up(self.vectors, THREADS), self.end.max_blocks)
+        )
 
     def _shard_of(self, rank: int) -> int:
         return (rank - self.owner) % self.end.size
@@ -353,7 +349,10 @@ class _Chunk:
     def _slots(self, which: int) -> int:
         """Return where in a workspace a set of slots begins."""
         size = self.end.size
-        return layout(size).copied.slots + which * (size - 1) * VECTOR * self.room
+        return (
+            workspace.layout(size).copied.slots
+            + which * (size - 1) * VECTOR * self.room
+        )
 
     def _copies(
         self, array: int, which: int, shard_for: Callable[[int], int]
@@ -373,8 +372,8 @@ class _Chunk:
 
 
 def _chunks(
-    end: Endpoint,
-    call: Call,
+    end: binding.Endpoint,
+    call: binding.Call,
     owner: int,
     share: int,
     few: tuple[int, ...],
@@ -390,12 +389,17 @@ def _chunks(
         few: the proportion of their lengths, if the longest one fits into a slot.
         many: else this proportion, with as many more of the first as necessary.
     """
-    region = layout(end.size).copied
+    region = workspace.layout(end.size).copied
     slots = SETS * (end.size - 1)
-    room = (region.end - region.slots) // (slots * VECTOR) // LINE * LINE
+    room = (
+        (region.end - region.slots)
+        // (slots * VECTOR)
+        // partition.LINE
+        * partition.LINE
+    )
 
     def lengths_of(parts: tuple[int, ...]) -> list[int]:
-        return [shard(share * part, sum(parts)) for part in parts]
+        return [partition.shard(share * part, sum(parts)) for part in parts]
 
     parts = few if max(lengths_of(few)) <= room else many
     while max(lengths_of(parts)) > room:

@@ -17,37 +17,28 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import binding, handshake
-from numba_symm.collectives.protocols.binding import (
-    ADDRESS,
-    BindFallback,
-    Call,
-    Endpoint,
-    Enqueue,
+from numba_symm import waits
+from numba_symm.collectives.protocols import (
+    binding,
+    handshake,
+    order,
+    partition,
+    workspace,
 )
-from numba_symm.collectives.protocols.handshake import make_refused, make_where, offered
-from numba_symm.collectives.protocols.order import make_mirror
-from numba_symm.collectives.protocols.partition import moved_as, shard
-from numba_symm.collectives.protocols.workspace import (
-    THREADS,
-    divide_up,
-    follow_previous_grid,
-)
-from numba_symm.device.intrinsics import block_index, ld_v2_u64, word_of
-from numba_symm.device.lanes import make_lanes
+from numba_symm.collectives.protocols.workspace import THREADS
+from numba_symm.device import intrinsics, lanes
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
-from numba_symm.waits import BROADCAST_DIRECT
 
 BATCH = 2  # vectors that a thread loads before it stores them
 
 
 def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
-    _, _, _, load, store = make_lanes(element, "sum", ragged, size)
-    refused, where = make_refused(size), make_where(size)
+    _, _, _, load, store = lanes.make_lanes(element, "sum", ragged, size)
+    refused, where = handshake.make_refused(size), handshake.make_where(size)
     others = size - 1
-    mirror = make_mirror(size)
+    mirror = order.make_mirror(size)
 
     def direct_broadcast(
         guard: Any,
@@ -61,8 +52,8 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
         share: int,
         root: int,
     ) -> None:
-        follow_previous_grid(early)
-        block = block_index()
+        workspace.follow_previous_grid(early)
+        block = intrinsics.block_index()
         # Owners are numbered from the one after the root on.
         owner = (guard.rank + others - root) % size
         if block >= grid or refused(own) or owner == others:  # explore: refused
@@ -73,9 +64,9 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
         first = owner * share
         mine = min(share, vectors - first)
         to_root = mirror(owner)  # its index in the ring
-        from_root, _ = ld_v2_u64(own + where(to_root))
+        from_root, _ = intrinsics.ld_v2_u64(own + where(to_root))
         for k in range(others):
-            theirs[k], _ = ld_v2_u64(own + where(k))
+            theirs[k], _ = intrinsics.ld_v2_u64(own + where(k))
         stride = grid * THREADS
         start = block * THREADS + cuda.threadIdx.x
         while start < mine:
@@ -89,7 +80,7 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
                     store(array, first + vector, count, low[i], high[i])
                     for k in range(others):
                         if k != to_root:
-                            into = word_of(theirs[k])
+                            into = intrinsics.word_of(theirs[k])
                             store(into, first + vector, count, low[i], high[i])
             start += BATCH * stride
 
@@ -100,11 +91,13 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
 def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, ragged)
-    arguments = (ADDRESS, *4 * (types.int64,))
+    arguments = (binding.ADDRESS, *4 * (types.int64,))
     return binding.make_kernel(make_direct_broadcast, constants, *arguments)
 
 
-def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
+def bind(
+    bind_fallback: binding.BindFallback, end: binding.Endpoint, call: binding.Call
+) -> binding.Enqueue:
     """Return what enqueues it, for three ranks or more.
 
     Args:
@@ -113,12 +106,12 @@ def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
         call: the call, whose source and target are one.
     """
     words = f"broadcast of {call.count} {call.element.name} from {call.root}"
-    share = shard(call.vectors, end.size - 1)
-    grid = min(divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
+    share = partition.shard(call.vectors, end.size - 1)
+    grid = min(workspace.divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
     ragged = call.count % call.element.lanes != 0
-    of_call = kernel(end.size, moved_as(call, ragged), ragged)
+    of_call = kernel(end.size, partition.moved_as(call, ragged), ragged)
     arguments = call.target, call.count, call.vectors, share, call.root
     move = binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)
-    seen = offered(end, call.target, call.nbytes)
-    offer = handshake.Offer(BROADCAST_DIRECT, words, seen, seen)
+    seen = handshake.offered(end, call.target, call.nbytes)
+    offer = handshake.Offer(waits.BROADCAST_DIRECT, words, seen, seen)
     return handshake.bind(bind_fallback, end, call, offer, move)

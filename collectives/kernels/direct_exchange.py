@@ -18,28 +18,15 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import binding, handshake
-from numba_symm.collectives.protocols.binding import (
-    ADDRESS,
-    BindFallback,
-    Call,
-    Endpoint,
-    Enqueue,
+from numba_symm.collectives.protocols import (
+    binding,
+    exchanges,
+    handshake,
+    partition,
+    workspace,
 )
-from numba_symm.collectives.protocols.exchanges import Exchange
-from numba_symm.collectives.protocols.handshake import (
-    make_load_batch,
-    make_refused,
-    make_where,
-    offered,
-)
-from numba_symm.collectives.protocols.partition import is_ragged, moved_as
-from numba_symm.collectives.protocols.workspace import (
-    THREADS,
-    divide_up,
-    follow_previous_grid,
-)
-from numba_symm.device.intrinsics import block_index, ld_v2_u64
+from numba_symm.collectives.protocols.workspace import THREADS
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
@@ -51,11 +38,11 @@ def make_direct_exchange(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
     lanes = make_lanes(element, "sum", ragged, size)
     store = lanes.store
-    refused, where = make_refused(size), make_where(size)
+    refused, where = handshake.make_refused(size), handshake.make_where(size)
     others = size - 1
     batch = max(1, LOADS // size)
     held = batch * size
-    load_batch = make_load_batch(size, batch, lanes.load)
+    load_batch = handshake.make_load_batch(size, batch, lanes.load)
 
     def direct_exchange(
         guard: Any,
@@ -69,15 +56,15 @@ def make_direct_exchange(size: int, element: Element, ragged: bool) -> Any:
         count: int,
         vectors: int,
     ) -> None:
-        follow_previous_grid(early)
-        block = block_index()
+        workspace.follow_previous_grid(early)
+        block = intrinsics.block_index()
         if block >= grid or refused(own):
             return
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         inputs = cuda.local.array(size, types.int64)
         for k in range(others):
-            inputs[k], _ = ld_v2_u64(own + where(k))
+            inputs[k], _ = intrinsics.ld_v2_u64(own + where(k))
         inputs[others] = source
         stride = grid * THREADS
         start = block * THREADS + cuda.threadIdx.x
@@ -97,13 +84,16 @@ def make_direct_exchange(size: int, element: Element, ragged: bool) -> Any:
 def kernel(size: int, element: Element, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, ragged)
-    arguments = (ADDRESS, ADDRESS, *3 * (types.int64,))
+    arguments = (binding.ADDRESS, binding.ADDRESS, *3 * (types.int64,))
     return binding.make_kernel(make_direct_exchange, constants, *arguments)
 
 
 def bind(
-    exchange: Exchange, bind_fallback: BindFallback, end: Endpoint, call: Call
-) -> Enqueue:
+    exchange: exchanges.Exchange,
+    bind_fallback: binding.BindFallback,
+    end: binding.Endpoint,
+    call: binding.Call,
+) -> binding.Enqueue:
     """Return what enqueues it, for two ranks or more.
 
     Args:
@@ -116,17 +106,19 @@ def bind(
     kind = "all_to_all" if shards else "all_gather"
     words = f"direct {kind} of {call.count} {call.element.name}"
     mine = call.source + (end.rank * call.nbytes if shards else 0)
-    grid = min(divide_up(call.vectors, THREADS), end.max_blocks, handshake.BLOCKS)
-    ragged = is_ragged(call)
-    of_call = kernel(end.size, moved_as(call, ragged), ragged)
+    grid = min(
+        workspace.divide_up(call.vectors, THREADS), end.max_blocks, handshake.BLOCKS
+    )
+    ragged = partition.is_ragged(call)
+    of_call = kernel(end.size, partition.moved_as(call, ragged), ragged)
     arguments = mine, call.target, call.nbytes, call.count, call.vectors
     move = binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)
     if not shards:
-        seen = offered(end, call.source, call.nbytes)
+        seen = handshake.offered(end, call.source, call.nbytes)
     elif call.source == call.target:
         seen = handshake.refusal(end.size)
     else:
-        seen = offered(end, call.source, end.size * call.nbytes)
+        seen = handshake.offered(end, call.source, end.size * call.nbytes)
         peers = binding.along_ring(end.rank, tuple(range(end.size)))
         seen = tuple(
             address and address + peer * call.nbytes

@@ -21,33 +21,19 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import binding, handshake
-from numba_symm.collectives.protocols.binding import (
-    ADDRESS,
-    BindFallback,
-    Call,
-    Endpoint,
-    Enqueue,
+from numba_symm import waits
+from numba_symm.collectives.protocols import (
+    binding,
+    handshake,
+    order,
+    partition,
+    workspace,
 )
-from numba_symm.collectives.protocols.handshake import (
-    make_find_inputs,
-    make_load_batch,
-    make_refused,
-    make_where,
-    offered,
-)
-from numba_symm.collectives.protocols.order import make_mirror, make_total
-from numba_symm.collectives.protocols.partition import shard
-from numba_symm.collectives.protocols.workspace import (
-    THREADS,
-    divide_up,
-    follow_previous_grid,
-)
-from numba_symm.device.intrinsics import block_index, ld_v2_u64
+from numba_symm.collectives.protocols.workspace import THREADS
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
-from numba_symm.waits import REDUCE_DIRECT
 
 LOADS = 8  # vectors that a thread loads before it reduces them
 
@@ -55,15 +41,15 @@ LOADS = 8  # vectors that a thread loads before it reduces them
 def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
-    store, total = lanes.store, make_total(size, lanes)
-    refused, where = make_refused(size), make_where(size)
-    find_inputs = make_find_inputs(size)
+    store, total = lanes.store, order.make_total(size, lanes)
+    refused, where = handshake.make_refused(size), handshake.make_where(size)
+    find_inputs = handshake.make_find_inputs(size)
     others = size - 1
-    mirror = make_mirror(size)
+    mirror = order.make_mirror(size)
     after_owner = others if size > 2 else size
     batch = max(1, LOADS // size)
     held = batch * size
-    load_batch = make_load_batch(size, batch, lanes.load)
+    load_batch = handshake.make_load_batch(size, batch, lanes.load)
 
     def direct_reduce(
         guard: Any,
@@ -78,8 +64,8 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
         share: int,
         root: int,
     ) -> None:
-        follow_previous_grid(early)
-        block = block_index()
+        workspace.follow_previous_grid(early)
+        block = intrinsics.block_index()
         # Owners are numbered from the one after the root on, or from the root.
         owner = (guard.rank + after_owner - root) % size
         if block >= grid or refused(own) or owner == others:  # explore: refused
@@ -91,7 +77,7 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
         end = min(first + share, vectors)
         into = target
         if size > 2:
-            _, into = ld_v2_u64(own + where(mirror(owner)))  # explore: into
+            _, into = intrinsics.ld_v2_u64(own + where(mirror(owner)))  # explore: into
         find_inputs(own, guard.rank, source, 0, inputs)
         stride = grid * THREADS
         start = first + block * THREADS + cuda.threadIdx.x
@@ -111,11 +97,13 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
 def kernel(size: int, element: Element, op: Op, ragged: bool) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged)
-    arguments = (ADDRESS, ADDRESS, *4 * (types.int64,))
+    arguments = (binding.ADDRESS, binding.ADDRESS, *4 * (types.int64,))
     return binding.make_kernel(make_direct_reduce, constants, *arguments)
 
 
-def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
+def bind(
+    bind_fallback: binding.BindFallback, end: binding.Endpoint, call: binding.Call
+) -> binding.Enqueue:
     """Return what enqueues it, for two ranks or more.
 
     Args:
@@ -124,17 +112,17 @@ def bind(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
         call: the call.
     """
     element, op = call.element, call.op
-    inputs = outputs = offered(end, call.source, call.nbytes)
+    inputs = outputs = handshake.offered(end, call.source, call.nbytes)
     if end.rank == call.root:
-        outputs = offered(end, call.target, call.nbytes)
+        outputs = handshake.offered(end, call.target, call.nbytes)
         if outputs[0] == 0:
             inputs = outputs
     words = f"reduce of {call.count} {element.name} by {op!r} to {call.root}"
-    share = shard(call.vectors, end.size - 1)
-    grid = min(divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
+    share = partition.shard(call.vectors, end.size - 1)
+    grid = min(workspace.divide_up(share, THREADS), end.max_blocks, handshake.BLOCKS)
     of_call = kernel(end.size, element, op, call.count % element.lanes != 0)
     sizes = call.count, call.vectors, share
     arguments = (call.source, call.target, *sizes, call.root)
     move = binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)
-    offer = handshake.Offer(REDUCE_DIRECT, words, inputs, outputs)
+    offer = handshake.Offer(waits.REDUCE_DIRECT, words, inputs, outputs)
     return handshake.bind(bind_fallback, end, call, offer, move)

@@ -33,34 +33,19 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import binding, handshake
-from numba_symm.collectives.protocols.binding import (
-    ADDRESS,
-    BindFallback,
-    Call,
-    Endpoint,
-    Enqueue,
+from numba_symm import waits
+from numba_symm.collectives.protocols import (
+    binding,
+    handshake,
+    order,
+    partition,
+    workspace,
 )
-from numba_symm.collectives.protocols.handshake import (
-    make_find_inputs,
-    make_load_batch,
-    make_refused,
-    make_where,
-    offered,
-)
-from numba_symm.collectives.protocols.order import make_total
-from numba_symm.collectives.protocols.partition import is_ragged, shard
-from numba_symm.collectives.protocols.workspace import (
-    THREADS,
-    VECTOR,
-    divide_up,
-    follow_previous_grid,
-)
-from numba_symm.device.intrinsics import block_index, ld_v2_u64, word_of
+from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
-from numba_symm.waits import ALL_REDUCE_DIRECT, REDUCE_SCATTER
 
 LOADS = 8  # vectors that a thread loads before it reduces them
 
@@ -83,13 +68,13 @@ def make_direct_shards(
         everywhere: whether all ranks get the result, else this one.
     """
     lanes = make_lanes(element, op, ragged, size)
-    store, total = lanes.store, make_total(size, lanes)
-    refused, where = make_refused(size), make_where(size)
-    find_inputs = make_find_inputs(size)
+    store, total = lanes.store, order.make_total(size, lanes)
+    refused, where = handshake.make_refused(size), handshake.make_where(size)
+    find_inputs = handshake.make_find_inputs(size)
     others = size - 1
     batch = max(1, LOADS // size)
     held = batch * size
-    load_batch = make_load_batch(size, batch, lanes.load)
+    load_batch = handshake.make_load_batch(size, batch, lanes.load)
 
     def direct_shards(
         guard: Any,
@@ -105,10 +90,10 @@ def make_direct_shards(
     ) -> None:
         # ``source`` and ``target`` are this rank's shard of its own arrays; of the
         # other ranks' arrays, it begins after ``offset`` bytes.
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
-        follow_previous_grid(early)
+        workspace.follow_previous_grid(early)
         if refused(own):  # explore: refused
             return
         low = cuda.local.array(held, types.int64)
@@ -132,14 +117,14 @@ def make_direct_shards(
                 for k in range(others):
                     # Loaded again, because the registers cannot hold all addresses
                     # beside a vector of each of eight ranks.
-                    _, there = ld_v2_u64(own + where(k))  # explore: into
+                    _, there = intrinsics.ld_v2_u64(own + where(k))  # explore: into
                     outputs[k] = there + offset  # explore: whose
                 # Along the ring, so that the ranks do not all store at the same one.
                 for k in range(others):
                     for i in range(batch):
                         vector = start + i * stride
                         if vector < vectors:
-                            into = word_of(outputs[k])
+                            into = intrinsics.word_of(outputs[k])
                             store(into, vector, count, low[i], high[i])
             start += batch * stride
 
@@ -152,11 +137,13 @@ def kernel(
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, everywhere)
-    arguments = (ADDRESS, ADDRESS, *3 * (types.int64,))
+    arguments = (binding.ADDRESS, binding.ADDRESS, *3 * (types.int64,))
     return binding.make_kernel(make_direct_shards, constants, *arguments)
 
 
-def bind_all_reduce(bind_fallback: BindFallback, end: Endpoint, call: Call) -> Enqueue:
+def bind_all_reduce(
+    bind_fallback: binding.BindFallback, end: binding.Endpoint, call: binding.Call
+) -> binding.Enqueue:
     """Return what enqueues an all-reduce, for two ranks or more.
 
     Args:
@@ -164,11 +151,11 @@ def bind_all_reduce(bind_fallback: BindFallback, end: Endpoint, call: Call) -> E
         end: this rank's end.
         call: the call.
     """
-    inputs = offered(end, call.source, call.nbytes)
-    outputs = offered(end, call.target, call.nbytes)
+    inputs = handshake.offered(end, call.source, call.nbytes)
+    outputs = handshake.offered(end, call.target, call.nbytes)
     if outputs[0] == 0:  # explore: both
         inputs = outputs
-    lanes, share = call.element.lanes, shard(call.vectors, end.size)
+    lanes, share = call.element.lanes, partition.shard(call.vectors, end.size)
     first = end.rank * share
     vectors = max(0, min(share, call.vectors - first))
     offset, count = VECTOR * first, min(share * lanes, call.count - first * lanes)
@@ -176,31 +163,31 @@ def bind_all_reduce(bind_fallback: BindFallback, end: Endpoint, call: Call) -> E
     ragged = call.count % lanes != 0
     move = _launch(end, call, share, arguments, everywhere=True, ragged=ragged)
     words = f"direct all_reduce of {_words(call)}"
-    offer = handshake.Offer(ALL_REDUCE_DIRECT, words, inputs, outputs)
+    offer = handshake.Offer(waits.ALL_REDUCE_DIRECT, words, inputs, outputs)
     return handshake.bind(bind_fallback, end, call, offer, move)
 
 
 def bind_reduce_scatter(
-    bind_fallback: BindFallback, end: Endpoint, call: Call
-) -> Enqueue:
+    bind_fallback: binding.BindFallback, end: binding.Endpoint, call: binding.Call
+) -> binding.Enqueue:
     """Return what enqueues a reduce-scatter; see ``bind_all_reduce``."""
-    inputs = offered(end, call.source, end.size * call.nbytes)
+    inputs = handshake.offered(end, call.source, end.size * call.nbytes)
     offset = end.rank * call.nbytes
-    ragged, share = is_ragged(call), call.vectors
+    ragged, share = partition.is_ragged(call), call.vectors
     arguments = call.source + offset, call.target, offset, call.count, share
     move = _launch(end, call, share, arguments, everywhere=False, ragged=ragged)
     words = f"direct reduce_scatter of {_words(call)}"
-    offer = handshake.Offer(REDUCE_SCATTER, words, inputs, inputs)
+    offer = handshake.Offer(waits.REDUCE_SCATTER, words, inputs, inputs)
     return handshake.bind(bind_fallback, end, call, offer, move)
 
 
-def _words(call: Call) -> str:
+def _words(call: binding.Call) -> str:
     return f"{call.count} {call.element.name} by {call.op!r}"
 
 
 def _launch(
-    end: Endpoint,
-    call: Call,
+    end: binding.Endpoint,
+    call: binding.Call,
     share: int,
     arguments: tuple[int, ...],
     everywhere: bool,
@@ -208,6 +195,6 @@ def _launch(
 ) -> Launch:
     """Pack the second launch; ``share`` are the vectors of the largest shard."""
     most = BLOCKS if everywhere else handshake.BLOCKS
-    grid = min(divide_up(share, THREADS), end.max_blocks, most)
+    grid = min(workspace.divide_up(share, THREADS), end.max_blocks, most)
     of_call = kernel(end.size, call.element, call.op, ragged, everywhere)
     return binding.launch(of_call, end, grid, arguments, handshake.MULTIPROCESSORS)

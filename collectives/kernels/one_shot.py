@@ -24,57 +24,35 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
-from numba_symm.collectives.protocols.exchanges import (
-    DIGEST,
-    EVERYONE,
-    Exchange,
-    Output,
-    digest_word,
-    make_digests_match,
-    make_reduced,
-    of_none,
+from numba_symm.collectives.protocols import (
+    binding,
+    exchanges,
+    mailboxes,
+    partition,
+    workspace,
 )
-from numba_symm.collectives.protocols.mailboxes import (
-    TRANSPORTS,
-    Mailboxes,
-    mailed_grid,
-    make_mailboxes,
-)
-from numba_symm.collectives.protocols.partition import is_ragged, moved_as
-from numba_symm.collectives.protocols.workspace import (
-    ONE_SHOT,
-    THREADS,
-    Region,
-    follow_previous_grid,
-    keep,
-    layout,
-    resume,
-    sync_block,
-)
-from numba_symm.device.intrinsics import (
-    block_index,
-    device_function,
-    fence_acq_rel_sys,
-)
+from numba_symm.collectives.protocols.exchanges import EVERYONE
+from numba_symm.collectives.protocols.workspace import THREADS
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import Lanes, Load, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 
-def mailboxes_of(size: int, transport: str, operation: int) -> tuple[int, Mailboxes]:
+def mailboxes_of(
+    size: int, transport: str, operation: int
+) -> tuple[int, mailboxes.Mailboxes]:
     """Return where the epochs of a transport are, and its device functions."""
-    region: Region = getattr(layout(size), f"one_shot_{transport}")
-    protocol = ONE_SHOT[transport]
-    return region.epochs, make_mailboxes(
+    region: workspace.Region = getattr(workspace.layout(size), f"one_shot_{transport}")
+    protocol = workspace.ONE_SHOT[transport]
+    return region.epochs, mailboxes.make_mailboxes(
         size, transport, region, protocol, 1, operation
     )
 
 
 @functools.cache
 def make_load_own(
-    load: Load, batch: int, kind: Exchange, sent: Callable[[int, int], Any]
+    load: Load, batch: int, kind: exchanges.Exchange, sent: Callable[[int, int], Any]
 ) -> Callable[..., None]:
     """Return a device function that loads this rank's vectors of ``batch`` tiles.
 
@@ -82,9 +60,9 @@ def make_load_own(
     start, stride, vectors, count)``.
     """
     # All ranks reduce the same vectors, so each uses its own as the others receive it.
-    same_bits = kind.output is Output.REDUCED and not kind.sends_shards
+    same_bits = kind.output is exchanges.Output.REDUCED and not kind.sends_shards
 
-    @device_function
+    @intrinsics.device_function
     def load_own(call: Any, first: int, low: Any, high: Any) -> None:
         array, start, stride, vectors, count = call
         for tile in range(first, first + batch):
@@ -115,7 +93,7 @@ def make_post(
     """
     others = size - 1
 
-    @device_function
+    @intrinsics.device_function
     def post(
         rank: int,
         ring: Any,
@@ -139,7 +117,7 @@ def make_post(
             if post_to >> k & 1 != 0:
                 data = low[k], high[k]
                 if rooted and sent_to >> k & 1 == 0:
-                    data = digest, DIGEST
+                    data = digest, exchanges.DIGEST
                 post_one(ring, k, boxes, data[0], data[1], epoch)
 
     return post
@@ -147,7 +125,7 @@ def make_post(
 
 @functools.cache
 def make_use(
-    size: int, element: Element, op: Op, lanes: Lanes, output: Output
+    size: int, element: Element, op: Op, lanes: Lanes, output: exchanges.Output
 ) -> Callable[..., None]:
     """Return a device function that reduces or stores the vectors of all ranks.
 
@@ -155,11 +133,11 @@ def make_use(
     ``shard`` is ``(target, shard_bytes, vector, count)``.
     """
     store = lanes.store
-    reduced = make_reduced(size, lanes, output)
-    none_stored, none_low, none_high = of_none(element, op, output)
-    stores_shards = output is Output.SHARDS
+    reduced = exchanges.make_reduced(size, lanes, output)
+    none_stored, none_low, none_high = exchanges.of_none(element, op, output)
+    stores_shards = output is exchanges.Output.SHARDS
 
-    @device_function
+    @intrinsics.device_function
     def use(rank: int, shard: Any, taken: int, low: Any, high: Any, spare: Any) -> None:
         target, shard_bytes, vector, count = shard
         if stores_shards:
@@ -175,7 +153,7 @@ def make_use(
     return use
 
 
-def _send_order(tiles: int, kind: Exchange) -> tuple[int, bool]:
+def _send_order(tiles: int, kind: exchanges.Exchange) -> tuple[int, bool]:
     """Return how many tiles are loaded before they are posted, and ``late``.
 
     If ``late``, the kernel uses two words from memory, the epoch and the mark of a
@@ -195,7 +173,7 @@ def make_one_shot(
     ragged: bool,
     transport: str,
     tiles: int,
-    kind: Exchange,
+    kind: exchanges.Exchange,
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction.
 
@@ -209,7 +187,7 @@ def make_one_shot(
     load_own = make_load_own(lanes.load, batch, kind, sent)
     post = make_post(size, lanes.load, sends_shards, rooted, post_one)
     use = make_use(size, element, op, lanes, kind.output)
-    digests_match = make_digests_match(size)
+    digests_match = exchanges.make_digests_match(size)
 
     def one_shot(
         guard: Any,
@@ -228,10 +206,10 @@ def make_one_shot(
         digest: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
-        follow_previous_grid(early)
+        workspace.follow_previous_grid(early)
         post_to = sent_to if rooted and thread != 0 else EVERYONE  # explore: post-to
         wanted = due_from if rooted and thread != 0 else EVERYONE  # explore: wanted
         own_low = cuda.local.array(tiles, types.int64)
@@ -240,7 +218,7 @@ def make_one_shot(
         high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
         stride = grid * THREADS
-        epoch, failed = resume(own, epochs, block)
+        epoch, failed = workspace.resume(own, epochs, block)
         start = block * THREADS + thread
         rank = guard.rank
         mine = source + rank * shard_bytes if sends_shards else source
@@ -263,7 +241,7 @@ def make_one_shot(
                             to = post_to, sent_to, digest
                             post(rank, ring, boxes, epoch, shard, words, to, low, high)
             # All have read the epoch before it changes. The packets take longer.
-            sync_block()  # explore: resumed
+            workspace.sync_block()  # explore: resumed
             for tile in range(tiles):
                 vector = start + tile * stride
                 if vector < vectors and not failed:
@@ -283,9 +261,9 @@ def make_one_shot(
                 if rooted and thread == 0:  # explore: fence
                     # Orders what thread 0 has received before the synchronization: the
                     # other threads may post to ranks from which they receive nothing.
-                    fence_acq_rel_sys()
+                    intrinsics.fence_acq_rel_sys()
                 failed = between_epochs(failed)
-        keep(own, epochs, block, epoch, failed)
+        workspace.keep(own, epochs, block, epoch, failed)
 
     return one_shot
 
@@ -298,22 +276,26 @@ def kernel(
     ragged: bool,
     transport: str,
     tiles: int,
-    kind: Exchange,
+    kind: exchanges.Exchange,
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, transport, tiles, kind)
-    arguments = (ADDRESS, ADDRESS, *7 * (types.int64,))
-    weight = TRANSPORTS[transport].weight
+    arguments = (binding.ADDRESS, binding.ADDRESS, *7 * (types.int64,))
+    weight = mailboxes.TRANSPORTS[transport].weight
     return binding.make_kernel(make_one_shot, constants, *arguments, weight=weight)
 
 
-def bind(transport: str, kind: Exchange, end: Endpoint, call: Call) -> Launch:
+def bind(
+    transport: str, kind: exchanges.Exchange, end: binding.Endpoint, call: binding.Call
+) -> Launch:
     """Return the packed launch."""
-    grid, tiles = mailed_grid(end, transport, ONE_SHOT[transport], call.vectors)
+    grid, tiles = mailboxes.mailed_grid(
+        end, transport, workspace.ONE_SHOT[transport], call.vectors
+    )
     element, op, root = call.element, call.op, call.root
     words = f"{kind.output.name} of {call.count} {element.name} by {op!r}, root {root}"
-    ragged = is_ragged(call)
-    lane = element if kind.output.reduces else moved_as(call, ragged)
+    ragged = partition.is_ragged(call)
+    lane = element if kind.output.reduces else partition.moved_as(call, ragged)
     arguments = (
         call.source,
         call.target,
@@ -322,7 +304,7 @@ def bind(transport: str, kind: Exchange, end: Endpoint, call: Call) -> Launch:
         call.vectors,
         kind.output.taken(end.rank, end.size, root),
         *kind.output.exchanged(end.rank, end.size, root),
-        digest_word(words),
+        exchanges.digest_word(words),
     )
     of_call = kernel(end.size, lane, op, ragged, transport, tiles, kind)
     return binding.launch(of_call, end, grid, arguments)

@@ -15,15 +15,9 @@ from typing import Any
 from numba.cuda import types
 
 from numba_symm import dtypes
-from numba_symm.collectives.protocols.binding import Enqueue, Series
-from numba_symm.collectives.protocols.workspace import (
-    HELD,
-    MAX_BLOCKS,
-    THREADS,
-    divide_up,
-)
-from numba_symm.device.intrinsics import block_index, thread_index_x
-from numba_symm.device.lanes import make_access
+from numba_symm.collectives.protocols import binding, workspace
+from numba_symm.collectives.protocols.workspace import THREADS
+from numba_symm.device import intrinsics, lanes
 from numba_symm.kernels import Kernel
 
 MOST_AXES = 4
@@ -51,7 +45,7 @@ def make_pack(axes: int) -> Any:
         lengths: Any,
         strides: Any,
     ) -> None:
-        index = block_index() * THREADS + thread_index_x()
+        index = intrinsics.block_index() * THREADS + intrinsics.thread_index_x()
         while index < count:
             rest, source = index, spread
             for step in range(axes):
@@ -77,7 +71,7 @@ def make_pack(axes: int) -> Any:
 
 def _access(word: int) -> Any:
     """Return device functions that load and store a word."""
-    return make_access(dtypes.element(f"uint{8 * word}", "pack"))
+    return lanes.make_access(dtypes.element(f"uint{8 * word}", "pack"))
 
 
 @functools.cache
@@ -85,7 +79,7 @@ def kernel(axes: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     listed = types.UniTuple(types.int64, axes)
     signature = *(types.int64,) * 6, listed, listed
-    return Kernel(make_pack, (axes,), signature, THREADS, HELD)
+    return Kernel(make_pack, (axes,), signature, THREADS, workspace.HELD)
 
 
 def bind(
@@ -95,7 +89,7 @@ def bind(
     strides: Sequence[int],
     itemsize: int,
     packing: bool,
-) -> Enqueue:
+) -> binding.Enqueue:
     """Return the packed launch of a copy of at least one element.
 
     For more than ``MOST_AXES`` axes, there is a launch for each index of the others.
@@ -114,17 +108,25 @@ def bind(
     axes[-1] = run // word, word
     outer, axes = axes[:-MOST_AXES], axes[-MOST_AXES:]
     count = math.prod(length for length, _ in axes)
-    grid = min(divide_up(count, THREADS), MAX_BLOCKS)
+    grid = min(workspace.divide_up(count, THREADS), workspace.MAX_BLOCKS)
     lengths, steps = zip(*axes, strict=True)
     launches = []
     for number, indices in enumerate(product(*(range(n) for n, _ in outer))):
         first = sum(i * stride for i, (_, stride) in zip(indices, outer, strict=True))
         places = packed + number * count * word, spread + first
         launch = kernel(len(axes)).bind(
-            grid, *places, word, int(packing), count, grid, lengths, steps, held=HELD
+            grid,
+            *places,
+            word,
+            int(packing),
+            count,
+            grid,
+            lengths,
+            steps,
+            held=workspace.HELD,
         )
         launches.append(launch)
-    return launches[0] if len(launches) == 1 else Series(*launches)
+    return launches[0] if len(launches) == 1 else binding.Series(*launches)
 
 
 def _joined(axes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -11,26 +11,19 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols.binding import ADDRESS, Endpoint
-from numba_symm.collectives.protocols.order import make_total
-from numba_symm.collectives.protocols.workspace import (
-    HELD,
-    THREADS,
-    VECTOR,
-    divide_up,
-)
-from numba_symm.device.intrinsics import block_index, ld_v2_u64, st_v2_u64
-from numba_symm.device.lanes import make_lanes
+from numba_symm.collectives.protocols import binding, order, workspace
+from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
+from numba_symm.device import intrinsics, lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
 
 def make_reduce_shards(number: int, element: Element, op: Op) -> Any:
     """Return the kernel for a number of shards."""
-    total = make_total(number, make_lanes(element, op, False, number))
+    total = order.make_total(number, lanes.make_lanes(element, op, False, number))
 
     def reduce_shards(grid: int, shards: int, result: int, vectors: int) -> None:
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
         low = cuda.local.array(number, types.int64)
@@ -39,8 +32,8 @@ def make_reduce_shards(number: int, element: Element, op: Op) -> Any:
         while vector < vectors:
             for i in range(number):
                 at = shards + VECTOR * (i * vectors + vector)
-                low[i], high[i] = ld_v2_u64(at)
-            st_v2_u64(result + VECTOR * vector, total(low, high, 0))
+                low[i], high[i] = intrinsics.ld_v2_u64(at)
+            intrinsics.st_v2_u64(result + VECTOR * vector, total(low, high, 0))
             vector += grid * THREADS
 
     return reduce_shards
@@ -49,12 +42,14 @@ def make_reduce_shards(number: int, element: Element, op: Op) -> Any:
 @functools.cache
 def kernel(number: int, element: Element, op: Op) -> Kernel:
     """Return the kernel, compiled when first bound."""
-    signature = types.int64, ADDRESS, ADDRESS, types.int64
-    return Kernel(make_reduce_shards, (number, element, op), signature, THREADS, HELD)
+    signature = types.int64, binding.ADDRESS, binding.ADDRESS, types.int64
+    return Kernel(
+        make_reduce_shards, (number, element, op), signature, THREADS, workspace.HELD
+    )
 
 
 def bind(
-    end: Endpoint,
+    end: binding.Endpoint,
     shards: int,
     vectors: int,
     own: int,
@@ -73,8 +68,8 @@ def bind(
         element: their type.
         op: the operator.
     """
-    grid = min(divide_up(vectors, THREADS), end.max_blocks)
-    held = divide_up(grid, end.multiprocessors)
+    grid = min(workspace.divide_up(vectors, THREADS), end.max_blocks)
+    held = workspace.divide_up(grid, end.multiprocessors)
     result = shards + own * VECTOR * vectors
     of_call = kernel(number, element, op)
     return of_call.bind(grid, grid, shards, result, vectors, held=held)

@@ -46,8 +46,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm import dtypes
-from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import Endpoint
+from numba_symm.collectives.protocols import binding, order, workspace
 from numba_symm.collectives.protocols.credit import (
     ABSENT,
     LOW_HALF,
@@ -58,29 +57,13 @@ from numba_symm.collectives.protocols.credit import (
     hand_over,
     make_learn,
 )
-from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     DEPTH,
     THREADS,
     TILE_BYTES,
     VECTOR,
-    Channels,
-    channels,
-    divide_up,
-    follow_previous_grid,
-    keep,
-    resume,
-    sync_block,
-    sync_block_or,
 )
-from numba_symm.device.intrinsics import (
-    block_index,
-    device_function,
-    ld_v2_u64,
-    st_v2_u64,
-    word_of,
-)
-from numba_symm.device.lanes import make_lanes
+from numba_symm.device import intrinsics, lanes
 from numba_symm.kernels import Kernel, Launch
 
 LOADS = 4  # vectors that a thread loads before it stores them
@@ -115,7 +98,7 @@ def make_move(room: int, load: Any, store: Any) -> Callable[..., None]:
     """
     batch = min(room, LOADS)
 
-    @device_function
+    @intrinsics.device_function
     def move(
         sending: bool, address: int, slot: int, chunk: Any, low: Any, high: Any
     ) -> None:
@@ -127,13 +110,15 @@ def make_move(room: int, load: Any, store: Any) -> Callable[..., None]:
                     if sending:
                         words = load(address, vector, count)
                     else:
-                        words = ld_v2_u64(slot + (base + i) * TILE_BYTES)
+                        words = intrinsics.ld_v2_u64(slot + (base + i) * TILE_BYTES)
                     low[i], high[i] = words
             for i in range(batch):
                 vector = first + (base + i) * THREADS
                 if base + i < tiles and vector < vectors:
                     if sending:
-                        st_v2_u64(slot + (base + i) * TILE_BYTES, (low[i], high[i]))
+                        intrinsics.st_v2_u64(
+                            slot + (base + i) * TILE_BYTES, (low[i], high[i])
+                        )
                     else:
                         store(address, vector, count, low[i], high[i])
 
@@ -149,7 +134,7 @@ def make_find(size: int, messages: int, counted: bool) -> Callable[..., Any]:
     """
     received = 5 if counted else 2  # words of a message
 
-    @device_function
+    @intrinsics.device_function
     def find(k: int, sending: bool, message: int, sends: Any, receives: Any) -> Any:
         address = 0
         nbytes = ABSENT
@@ -174,19 +159,19 @@ def make_find(size: int, messages: int, counted: bool) -> Callable[..., Any]:
     return find
 
 
-def make_places(size: int, at: Channels) -> Callable[..., Any]:
+def make_places(size: int, at: workspace.Channels) -> Callable[..., Any]:
     """Return a device function for the addresses of a channel.
 
     ``(ring, own, k, channel, sending)``, with the k-th rank of the ring, returns where
     the flags and the slots of its receiver are, and the credit of its sender.
     """
     others = size - 1
-    mirror = make_mirror(size)
+    mirror = order.make_mirror(size)
     slot_bytes = at.tiles * TILE_BYTES
     flags, slots, credits_at = at.flags, at.slots, at.credits
     stride = at.number  # in memory, however few are used
 
-    @device_function
+    @intrinsics.device_function
     def places(ring: Any, own: int, k: int, channel: int, sending: bool) -> Any:
         there = own
         for j in range(others):
@@ -225,8 +210,8 @@ def make_transfer(
             whose blocks are those of one direction.
     """
     element = dtypes.element(f"int{8 * width}", "transfer")
-    _, _, _, load, store = make_lanes(element, "sum", ragged, size)
-    at = channels(size, alone)
+    _, _, _, load, store = lanes.make_lanes(element, "sum", ragged, size)
+    at = workspace.channels(size, alone)
     others, pairs, room = size - 1, 2 * (size - 1), at.tiles
     slot_bytes, across, batch = room * TILE_BYTES, used * THREADS, min(room, LOADS)
     epochs, lengths = at.epochs, at.lengths
@@ -245,10 +230,10 @@ def make_transfer(
         sends: Any,
         receives: Any,
     ) -> None:
-        thread, block, rank = cuda.threadIdx.x, block_index(), guard.rank
+        thread, block, rank = cuda.threadIdx.x, intrinsics.block_index(), guard.rank
         if block >= grid:
             return
-        follow_previous_grid(early)
+        workspace.follow_previous_grid(early)
         low = cuda.local.array(batch, types.int64)
         high = cuda.local.array(batch, types.int64)
         channel, place, launched = block // pairs, block % pairs, grid // pairs
@@ -260,7 +245,7 @@ def make_transfer(
         flag, slot, credit = places(ring, own, k, channel, sending)
         marks = main if alone else own
         kept = own - marks + epochs  # an offset from the marks
-        epoch, failed = resume(marks, kept, block)  # explore: resume
+        epoch, failed = workspace.resume(marks, kept, block)  # explore: resume
         stopped = False  # the whole block
         own_lengths = own + lengths + pair_lengths * k
         for message in range(messages):
@@ -281,26 +266,26 @@ def make_transfer(
             first = channel * tiles * THREADS
             # An empty one is a chunk, because the receiver may expect another size.
             last = 1 if nbytes == 0 else vectors
-            size_word = word_of(nbytes << NUMBER_BITS)
+            size_word = intrinsics.word_of(nbytes << NUMBER_BITS)
             while first < last and not stopped:
                 epoch = (epoch + 1) & LOW_HALF
                 flag_now = flag + 8 * (epoch % DEPTH)
                 slot_now = slot + slot_bytes * (epoch % DEPTH) + VECTOR * thread
-                word = word_of(size_word | epoch & NUMBER)
+                word = intrinsics.word_of(size_word | epoch & NUMBER)
                 if thread == 0 and not failed:
                     failed = await_turn(
                         guard, peer, channel, sending, credit, flag_now, epoch, word
                     )
                 # What one thread has waited for, the whole block may use.
-                stopped = sync_block_or(failed)  # explore: agree
+                stopped = workspace.sync_block_or(failed)  # explore: agree
                 if stopped:  # explore: give-up
                     break
                 chunk = first + thread, tiles, vectors, count
                 move(sending, address, slot_now, chunk, low, high)
                 hand_over(sending, flag_now, word, credit, epoch)
                 first += across * tiles
-        sync_block()  # a block without messages has not synchronized yet
-        keep(marks, kept, block, epoch, failed)  # explore: keep
+        workspace.sync_block()  # a block without messages has not synchronized yet
+        workspace.keep(marks, kept, block, epoch, failed)  # explore: keep
 
     return transfer
 
@@ -325,7 +310,7 @@ def kernel(
 
 
 def bind(
-    end: Endpoint, sends: Sequence[Message], receives: Sequence[Message]
+    end: binding.Endpoint, sends: Sequence[Message], receives: Sequence[Message]
 ) -> Launch:
     """Return the packed launch of at least one message.
 
@@ -333,12 +318,16 @@ def bind(
     """
     # Small GPUs have fewer; all ranks have agreed on the smallest.
     pairs = 2 * (end.size - 1)
-    used = max(1, min(channels(end.size, False).number, end.max_blocks // pairs))
+    used = max(
+        1, min(workspace.channels(end.size, False).number, end.max_blocks // pairs)
+    )
     grid = pairs * min(used, _most_chunks(*sends, *receives))
     return _bind(end, used, False, grid, (0, 0), sends, receives)
 
 
-def bind_request(end: Endpoint, main: int, message: Message, receiving: bool) -> Launch:
+def bind_request(
+    end: binding.Endpoint, main: int, message: Message, receiving: bool
+) -> Launch:
     """Return the packed launch of a request, which runs beside all other calls.
 
     Args:
@@ -348,7 +337,7 @@ def bind_request(end: Endpoint, main: int, message: Message, receiving: bool) ->
         message: it is matched in the order of the launches of its direction.
         receiving: whether it is received.
     """
-    used = channels(end.size, True).number
+    used = workspace.channels(end.size, True).number
     grid = min(used, _most_chunks(message))
     # The blocks of a channel: to the other ranks, then from them, as in the kernel.
     rank, peer = end.rank, message.peer
@@ -360,11 +349,11 @@ def bind_request(end: Endpoint, main: int, message: Message, receiving: bool) ->
 
 
 def _most_chunks(*messages: Message) -> int:
-    return max(1, *(divide_up(each.nbytes, TILE_BYTES) for each in messages))
+    return max(1, *(workspace.divide_up(each.nbytes, TILE_BYTES) for each in messages))
 
 
 def _bind(
-    end: Endpoint,
+    end: binding.Endpoint,
     used: int,
     alone: bool,
     grid: int,
@@ -386,7 +375,7 @@ def _bind(
     return binding.launch(of_call, end, grid, (*of_request, *lists))
 
 
-def _by_ring(end: Endpoint, messages: Sequence[Message]) -> list[list[Message]]:
+def _by_ring(end: binding.Endpoint, messages: Sequence[Message]) -> list[list[Message]]:
     """Return each other rank's messages, along the ring."""
     found: list[list[Message]] = [[] for _ in range(end.size - 1)]
     for message in messages:

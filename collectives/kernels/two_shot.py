@@ -19,27 +19,16 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm import waits
-from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
+from numba_symm.collectives.protocols import (
+    binding,
+    mailboxes,
+    order,
+    partition,
+    workspace,
+)
 from numba_symm.collectives.protocols.exchanges import EVERYONE
-from numba_symm.collectives.protocols.mailboxes import (
-    TRANSPORTS,
-    mailed_grid,
-    make_mailboxes,
-)
-from numba_symm.collectives.protocols.order import make_in_rank_order, make_total
-from numba_symm.collectives.protocols.partition import is_ragged, shard
-from numba_symm.collectives.protocols.workspace import (
-    THREADS,
-    TWO_SHOT,
-    Region,
-    follow_previous_grid,
-    keep,
-    layout,
-    resume,
-    sync_block,
-)
-from numba_symm.device.intrinsics import block_index
+from numba_symm.collectives.protocols.workspace import THREADS
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
@@ -52,14 +41,14 @@ def make_two_shot(
     size: int, element: Element, op: Op, ragged: bool, transport: str, tiles: int
 ) -> Any:
     """Return the kernel; see ``one_shot.make_one_shot``."""
-    region: Region = getattr(layout(size), f"two_shot_{transport}")
+    region: workspace.Region = getattr(workspace.layout(size), f"two_shot_{transport}")
     lanes = make_lanes(element, op, ragged, size)
-    load, store, total = lanes.load, lanes.store, make_total(size, lanes)
-    mail = make_mailboxes(
-        size, transport, region, TWO_SHOT[transport], 2, waits.TWO_SHOT
+    load, store, total = lanes.load, lanes.store, order.make_total(size, lanes)
+    mail = mailboxes.make_mailboxes(
+        size, transport, region, workspace.TWO_SHOT[transport], 2, waits.TWO_SHOT
     )
     next_epoch, box, sent, post_one, receive, wipe, between_epochs = mail
-    in_rank_order = make_in_rank_order(size)
+    in_rank_order = order.make_in_rank_order(size)
     epochs, others = region.epochs, size - 1
     batch = min(tiles, max(1, LOADS // size))
     held = max(size, batch * others)
@@ -76,15 +65,15 @@ def make_two_shot(
         share: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
-        follow_previous_grid(early)
+        workspace.follow_previous_grid(early)
         low = cuda.local.array(held, types.int64)
         high = cuda.local.array(held, types.int64)
         spare = cuda.local.array(size, types.int64)
         stride = grid * THREADS
-        epoch, failed = resume(own, epochs, block)
+        epoch, failed = workspace.resume(own, epochs, block)
         start = block * THREADS + thread
         # While the block's first thread has a vector, because all synchronize here.
         while start - thread < share:
@@ -105,7 +94,7 @@ def make_two_shot(
                             post_one(ring, k, boxes, low[at], high[at], epoch)
             # All threads have read the epoch before it changes. Here, because the
             # vectors take longer to arrive.
-            sync_block()  # explore: resumed
+            workspace.sync_block()  # explore: resumed
             for tile in range(tiles):
                 vector = start + tile * stride
                 if vector < share and not failed:
@@ -144,7 +133,7 @@ def make_two_shot(
             start += tiles * stride
             if start - thread < share:
                 failed = between_epochs(failed)
-        keep(own, epochs, block, epoch, failed)
+        workspace.keep(own, epochs, block, epoch, failed)
 
     return two_shot
 
@@ -155,16 +144,18 @@ def kernel(
 ) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, op, ragged, transport, tiles)
-    arguments = (ADDRESS, ADDRESS, types.int64, types.int64)
-    weight = TRANSPORTS[transport].weight
+    arguments = (binding.ADDRESS, binding.ADDRESS, types.int64, types.int64)
+    weight = mailboxes.TRANSPORTS[transport].weight
     return binding.make_kernel(make_two_shot, constants, *arguments, weight=weight)
 
 
-def bind(transport: str, end: Endpoint, call: Call) -> Launch:
+def bind(transport: str, end: binding.Endpoint, call: binding.Call) -> Launch:
     """Return the packed launch."""
-    share = shard(call.vectors, end.size)
-    grid, tiles = mailed_grid(end, transport, TWO_SHOT[transport], share)
-    ragged = is_ragged(call, share, end.size)
+    share = partition.shard(call.vectors, end.size)
+    grid, tiles = mailboxes.mailed_grid(
+        end, transport, workspace.TWO_SHOT[transport], share
+    )
+    ragged = partition.is_ragged(call, share, end.size)
     arguments = call.source, call.target, call.count, share
     of_call = kernel(end.size, call.element, call.op, ragged, transport, tiles)
     return binding.launch(of_call, end, grid, arguments)

@@ -20,28 +20,16 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm import waits
-from numba_symm.collectives.protocols import binding
-from numba_symm.collectives.protocols.binding import ADDRESS, Call, Endpoint
-from numba_symm.collectives.protocols.exchanges import (
-    DIGEST,
-    EVERYONE,
-    Output,
-    digest_word,
-    make_digests_match,
-    make_reduced,
+from numba_symm.collectives.protocols import (
+    binding,
+    exchanges,
+    mailboxes,
+    partition,
+    workspace,
 )
-from numba_symm.collectives.protocols.mailboxes import mailed_grid, make_mailboxes
-from numba_symm.collectives.protocols.partition import is_ragged, moved_as, shard
-from numba_symm.collectives.protocols.workspace import (
-    THREADS,
-    TWO_SHOT,
-    follow_previous_grid,
-    keep,
-    layout,
-    resume,
-    sync_block,
-)
-from numba_symm.device.intrinsics import block_index, fence_acq_rel_sys
+from numba_symm.collectives.protocols.exchanges import EVERYONE
+from numba_symm.collectives.protocols.workspace import THREADS
+from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel, Launch
@@ -57,15 +45,14 @@ def make_two_shot_broadcast(
 
     A thread has ``tiles`` vectors in transit at a time.
     """
-    region = layout(size).two_shot_marked
+    region = workspace.layout(size).two_shot_marked
     lanes = make_lanes(element, "sum", ragged, size)
     load, store = lanes.load, lanes.store
-    mail = make_mailboxes(
-        size, TRANSPORT, region, TWO_SHOT[TRANSPORT], 2, waits.TWO_SHOT_BROADCAST
-    )
+    protocol, operation = workspace.TWO_SHOT[TRANSPORT], waits.TWO_SHOT_BROADCAST
+    mail = mailboxes.make_mailboxes(size, TRANSPORT, region, protocol, 2, operation)
     next_epoch, box, _, post_one, receive, _, between_epochs = mail
-    of_root = make_reduced(size, lanes, Output.OF_ROOT)
-    digests_match = make_digests_match(size)
+    of_root = exchanges.make_reduced(size, lanes, exchanges.Output.OF_ROOT)
+    digests_match = exchanges.make_digests_match(size)
     epochs, others = region.epochs, size - 1
 
     def two_shot_broadcast(
@@ -82,10 +69,10 @@ def make_two_shot_broadcast(
         digest: int,
     ) -> None:
         thread = cuda.threadIdx.x
-        block = block_index()
+        block = intrinsics.block_index()
         if block >= grid:
             return
-        follow_previous_grid(early)
+        workspace.follow_previous_grid(early)
         low = cuda.local.array(size, types.int64)
         high = cuda.local.array(size, types.int64)
         spare = cuda.local.array(size, types.int64)
@@ -96,7 +83,7 @@ def make_two_shot_broadcast(
         posts = is_root or thread == 0  # explore: posts
         wanted = EVERYONE if thread == 0 else due_from  # explore: wanted
         stride = grid * THREADS
-        epoch, failed = resume(own, epochs, block)
+        epoch, failed = workspace.resume(own, epochs, block)
         start = block * THREADS + thread
         # As long as the block's first thread has a vector, as in one_shot.py.
         while start - thread < share:
@@ -106,14 +93,14 @@ def make_two_shot_broadcast(
                 if vector < share and posts and not failed:
                     boxes = box(block, epoch, SCATTER, 0, tile, thread)
                     for k in range(others):
-                        low[k], high[k] = digest, DIGEST
+                        low[k], high[k] = digest, exchanges.DIGEST
                         if is_root:
                             low[k], high[k] = load(array, k * share + vector, count)
                     for k in range(others):
                         post_one(ring, k, boxes, low[k], high[k], epoch)
             # All threads have read the epoch before it changes. Here, because the
             # vectors take longer to arrive.
-            sync_block()  # explore: resumed
+            workspace.sync_block()  # explore: resumed
             for tile in range(tiles):
                 vector = start + tile * stride
                 if vector < share and wanted != 0 and not failed:
@@ -144,9 +131,9 @@ def make_two_shot_broadcast(
             start += tiles * stride
             if start - thread < share:
                 if thread == 0:  # explore: fence
-                    fence_acq_rel_sys()  # as in one_shot.py
+                    intrinsics.fence_acq_rel_sys()  # as in one_shot.py
                 failed = between_epochs(failed)
-        keep(own, epochs, block, epoch, failed)
+        workspace.keep(own, epochs, block, epoch, failed)
 
     return two_shot_broadcast
 
@@ -155,18 +142,27 @@ def make_two_shot_broadcast(
 def kernel(size: int, element: Element, ragged: bool, tiles: int) -> Kernel:
     """Return the kernel, compiled when first bound."""
     constants = (size, element, ragged, tiles)
-    arguments = (ADDRESS, *5 * (types.int64,))
+    arguments = (binding.ADDRESS, *5 * (types.int64,))
     return binding.make_kernel(make_two_shot_broadcast, constants, *arguments)
 
 
-def bind(end: Endpoint, call: Call) -> Launch:
+def bind(end: binding.Endpoint, call: binding.Call) -> Launch:
     """Return the packed launch, for three ranks or more."""
-    share = shard(call.vectors, end.size - 1)
-    grid, tiles = mailed_grid(end, TRANSPORT, TWO_SHOT[TRANSPORT], share)
-    ragged = is_ragged(call, share, end.size - 1)
+    share = partition.shard(call.vectors, end.size - 1)
+    grid, tiles = mailboxes.mailed_grid(
+        end, TRANSPORT, workspace.TWO_SHOT[TRANSPORT], share
+    )
+    ragged = partition.is_ragged(call, share, end.size - 1)
     words = f"broadcast of {call.count} {call.element.name}, root {call.root}"
-    taken = Output.OF_ROOT.taken(end.rank, end.size, call.root)
-    _, sent = Output.OF_ROOT.exchanged(end.rank, end.size, call.root)
-    arguments = call.target, call.count, share, taken, sent, digest_word(words)
-    of_call = kernel(end.size, moved_as(call, ragged), ragged, tiles)
+    taken = exchanges.Output.OF_ROOT.taken(end.rank, end.size, call.root)
+    _, sent = exchanges.Output.OF_ROOT.exchanged(end.rank, end.size, call.root)
+    arguments = (
+        call.target,
+        call.count,
+        share,
+        taken,
+        sent,
+        exchanges.digest_word(words),
+    )
+    of_call = kernel(end.size, partition.moved_as(call, ragged), ragged, tiles)
     return binding.launch(of_call, end, grid, arguments)

@@ -59,7 +59,7 @@ CALLS = {
 }
 
 AGREED = "syncthreads_or(failed)"
-RESUMED = "(resume(marks, kept, block)[0], 0)"
+RESUME = "workspace.resume(marks, kept, block)"
 BROKEN = {
     "a total of data that did not arrive": (
         ("one_shot_ll", "one_shot_sentinel"),
@@ -111,7 +111,7 @@ BROKEN = {
     ),
     "a request after a failed sum": (
         ("sum_then_request",),
-        within("transfer", "resume", "resume(marks, kept, block)", RESUMED),
+        within("transfer", "resume", RESUME, f"({RESUME}[0], 0)"),
     ),
     "a block that does not agree on its flags": (
         ("chunked", "gather", "reduce", "broadcast"),
