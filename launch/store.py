@@ -2,6 +2,7 @@
 
 import operator
 import pickle
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class StoreExchange:
         self._comm = tagged.checked(comm)
         self._step = 0
         self._refusal: str | None = None
+        self._reported: BaseException | None = None  # before there is a board
         self._meeting: Meeting | None = None
         self.timeout = environment.chosen_setup_timeout(timeout)
         self.call = ""
@@ -161,7 +163,7 @@ class StoreExchange:
         """Report to the others that this rank leaves by an exception. Local."""
         if self._meeting is not None:
             self._meeting.abandon(cause, self.call)
-        else:
+        elif cause is not self._reported:  # otherwise they raise when they read that
             waiting.leave(self._comm, cause, self.call)
 
     def all_gather(self, value: T, what: str, wait: Wait | None = None) -> list[T]:
@@ -255,7 +257,8 @@ class StoreExchange:
             SymmError: on all ranks, if the block failed on any, with the text of each
                 rank that failed. The class is that of the lowest failed rank's error;
                 for other errors it is SymmError. On a failed rank, its own error is
-                the cause. KeyboardInterrupt and SystemExit pass unchanged there.
+                the cause. KeyboardInterrupt and SystemExit pass unchanged there, after
+                a second at most, even if other ranks have not reached this step.
         """
         step = f"{what}: outcome"
         try:
@@ -266,7 +269,9 @@ class StoreExchange:
             reports = self.all_gather(_report(error), step)
             raise _common_error(what, reports, self.names) from error
         except BaseException as error:
-            with suppress(CollectiveError):  # the first error is raised
+            self._reported = error
+            # The first error is raised, also if others do not come.
+            with suppress(SymmError), waiting.watching(_for_others(_OUTCOMES)):
                 self.all_gather(_report(error), step)
                 error.__dict__[_MET_BY] = self._comm
             raise
@@ -286,6 +291,19 @@ class StoreExchange:
 
 
 _MET_BY = "_met_by_all_of"  # an exception's attribute
+_OUTCOMES = 1.0  # seconds in which an interrupted rank waits for the others
+
+
+def _for_others(seconds: float) -> Callable[[], bool]:
+    """Return what ends a wait after some seconds, without a report to other ranks."""
+    end = time.monotonic() + seconds
+
+    def look() -> bool:
+        if time.monotonic() > end:
+            raise ExchangeError(f"other ranks did not come within {seconds:g} s")
+        return False
+
+    return look
 
 
 def _place(message: object) -> str:
