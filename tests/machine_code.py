@@ -26,7 +26,7 @@ class Code:
 
     def __init__(self, kernel, cc):
         self.kernel = kernel
-        self.usage, text = _READ.pop((kernel, cc), None) or machine_code(kernel, cc)
+        self.usage, text = machine_code(kernel, cc)
         self.instructions = []
         labels = {}
         for line in text.splitlines():
@@ -225,6 +225,8 @@ def instructions_of(cubin):
 
 def machine_code(kernel, cc=(9, 0)):
     """Return the resources of a kernel's cubin, and its instructions as text."""
+    if (kernel, cc) in _READ:
+        return _READ.pop((kernel, cc))
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.cubin(cc))
         file.flush()

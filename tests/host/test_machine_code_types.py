@@ -10,7 +10,7 @@ from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.workspace import ONE_SHOT
 from numba_symm.dtypes import UserOperator
 from numba_symm.engines import deadline
-from tests.machine_code import machine_code
+from tests.machine_code import machine_code, read_together
 from tests.operators import ELEMENTS, PAIRS
 
 ALL = OPERATIONS["all_reduce"].exchange
@@ -25,6 +25,23 @@ CASES += [("float64", "sum"), ("complex64", "prod"), ("complex128", "avg")]
 
 def all_reduce(name, op):
     return one_shot.kernel(2, ELEMENTS[name], op, False, "ll", 1, ALL)
+
+
+def exscan(name, op):
+    kind = OPERATIONS["exscan"].exchange
+    return one_shot.kernel(3, ELEMENTS[name], op, False, "ll", 1, kind)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def read(request):
+    """Read the machine code of the kernels that tests with parameters will need."""
+    made = {"elements": all_reduce, "some_ranks_elements": exscan}
+    found = []
+    for item in request.session.items:
+        name = item.name.removeprefix("test_").partition("_are_reduced_in_registers")[0]
+        if item.path == request.path and name in made:
+            found.append((made[name](**item.callspec.params), (9, 0)))
+    read_together(found)
 
 
 def in_registers(kernel):
@@ -94,8 +111,7 @@ def test_the_most_marked_vectors_of_a_thread_stay_in_registers(ragged):
 
 @pytest.mark.parametrize(("name", "op"), [case for case in CASES if case[1] != "avg"])
 def test_some_ranks_elements_are_reduced_in_registers(name, op):
-    kind = OPERATIONS["exscan"].exchange
-    in_registers(one_shot.kernel(3, ELEMENTS[name], op, False, "ll", 1, kind))
+    in_registers(exscan(name, op))
 
 
 def clamped_sum(a, b):
