@@ -274,9 +274,14 @@ class Win(MPI.Win):
     def _settle(self, what: str = "Win") -> None:
         """Wait for this rank's copies."""
         used, self._used = self._used, {}
-        for stream in used:  # ``used`` keeps the steps until their stream is done
-            if not SIMULATED:
-                streams.synchronize(stream)
+        try:
+            for stream in list(used):
+                if not SIMULATED:
+                    streams.synchronize(stream)
+                del used[stream]  # until now, its steps' arrays were in use
+        finally:  # after a failure or an interrupt, of streams that may still run
+            for stream, steps in used.items():
+                self._used.setdefault(stream, []).extend(steps)
 
     def _run(self, steps: list[packing.PackedStep], array: Any) -> None:
         stream = self._comm.post.stream_of(array, "Win")

@@ -9,6 +9,7 @@ import pytest
 
 from numba_symm import driver
 from numba_symm.collectives import requests
+from tests.orders import orders
 
 ZERO = "CUDA_PYTHON_CUDA_PER_THREAD_DEFAULT_STREAM"
 
@@ -99,6 +100,7 @@ def waits(streams, cuda):
     return run
 
 
+@orders("streams._Trail.leave")
 def test_the_first_call_waits_for_nothing_and_one_on_another_stream_for_the_last(
     cuda, waits
 ):

@@ -22,6 +22,7 @@ from numba_symm.mpi.pending import Receiving
 from numba_symm.mpi.rooms import LEAST, rooms_of
 from numba_symm.sharing import sent
 from tests.interrupts import interrupted
+from tests.orders import orders
 from tests.ranks.helpers import needs_peers, of_one_island
 
 pytestmark = of_one_island  # of messages of device arrays
@@ -440,6 +441,7 @@ def test_a_rank_that_cannot_make_a_call_is_named_on_the_others(
     comm.Free()
 
 
+@orders("mpi.jobs.Job.start_beside")
 def test_no_memory_is_freed_while_a_nonblocking_call_is_pending(comm, monkeypatch):
     """Freeing waits for the device."""
     ended, held = [], []
