@@ -11,7 +11,7 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ import numpy as np
 from numba_symm.bench import data
 from numba_symm.bench.data import Tiled
 from numba_symm.bench.operations import NO_REDUCTION, OPERATIONS, TYPES, BenchOperation
-from numba_symm.bench.report import verdict
+from numba_symm.bench.report import Record, verdict
 from numba_symm.bench.sweep import stride
 from numba_symm.collectives.communicator import Communicator
 
@@ -41,8 +41,6 @@ MULTIPLE = 256
 """Sizes are multiples of so many bytes, as large arrays usually are."""
 
 VARIABLE = "XDG_CACHE_HOME"
-
-Record = Mapping[str, Any]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from numba_symm.bench.contenders import Contender
 from numba_symm.bench.measure import Lane, Summary, Timer, calls_per_graph
 from numba_symm.bench.operations import BenchOperation
 from numba_symm.bench.product import Product
-from numba_symm.bench.sweep import Record, Row, Sweep, fill, record_of
+from numba_symm.bench.sweep import Measurement, Row, Sweep, fill, record_of
 from numba_symm.environment import SIMULATED
 
 CALIBRATION = 5
@@ -64,7 +64,7 @@ class Overlap(Sweep):
         self._microseconds = self._typical([(self._beside, several)]) / PRODUCTS
         several.close()
 
-    def measure(self, row: Row) -> list[Record]:
+    def measure(self, row: Row) -> list[Measurement]:
         """Return the records of one row."""
         inputs, results = self._contents(row)
         lanes, records = self._lanes(row)
@@ -108,7 +108,7 @@ class Overlap(Sweep):
         self._beside.replay(graph)
         return graph
 
-    def _times(self, pairs: Sequence[tuple[Any, Any]]) -> list[Record]:
+    def _times(self, pairs: Sequence[tuple[Any, Any]]) -> list[Measurement]:
         """Return the summaries of each collective and its product, all interleaved."""
         replays = self._options.replays
         samples = np.empty((len(pairs), 3, replays))

@@ -17,7 +17,7 @@ from numba_symm.bench.measure import Lane, Timer, buffers, calls_per_graph
 from numba_symm.bench.operations import NO_REDUCTION, TYPES, BenchOperation
 from numba_symm.bench.options import sizes
 
-Record = dict[str, Any]
+Measurement = dict[str, Any]
 """The measurement of one way of a contender for one message, as in the JSON file."""
 
 ALIGNMENT = 512
@@ -117,7 +117,7 @@ class Sweep:
             for each in contenders
         }
 
-    def measure(self, row: Row) -> list[Record]:
+    def measure(self, row: Row) -> list[Measurement]:
         """Return the records of one row."""
         inputs, results = self._contents(row)
         lanes, records = self._lanes(row)
@@ -141,7 +141,7 @@ class Sweep:
     def _measure_graphs(
         self,
         row: Row,
-        captured: Sequence[tuple[Lane, Record]],
+        captured: Sequence[tuple[Lane, Measurement]],
         inputs: Sequence[Tiled],
         results: Sequence[list[Tiled]],
     ) -> None:
@@ -174,10 +174,10 @@ class Sweep:
             results.append(operation.expected(everyone, row.op, self._ranks.rank))
         return inputs, results
 
-    def _lanes(self, row: Row) -> tuple[list[Lane], list[Record]]:
+    def _lanes(self, row: Row) -> tuple[list[Lane], list[Measurement]]:
         """Return the lanes of all contenders, and records of skipped ones."""
         lanes: list[Lane] = []
-        skipped: list[Record] = []
+        skipped: list[Measurement] = []
         for contender in self._contenders:
             both = self._operation.in_place_too
             for in_place in (False, True) if both else (False,):
@@ -188,7 +188,7 @@ class Sweep:
 
     def _ways(
         self, row: Row, contender: Contender, in_place: bool
-    ) -> tuple[list[Lane], list[Record]]:
+    ) -> tuple[list[Lane], list[Measurement]]:
         """Return a contender's lanes, and records of skipped ones."""
         step = functools.partial(self._tried, row, contender, in_place)
         if isinstance(contender, Ours):  # its errors end the run
@@ -202,7 +202,7 @@ class Sweep:
 
     def _tried(
         self, row: Row, contender: Contender, in_place: bool
-    ) -> tuple[list[Lane], list[Record]]:
+    ) -> tuple[list[Lane], list[Measurement]]:
         """Return the same, after making every call once."""
         prepare = getattr(contender, self._operation.name, None)
         if prepare is None:
@@ -214,7 +214,7 @@ class Sweep:
             x = out if in_place else _shaped(source, row)
             made.append(prepare(x, out, row.op))
         lanes: list[Lane] = []
-        refused: list[Record] = []
+        refused: list[Measurement] = []
         for name, way in made[0].items():
             column = name if name in self._operation.algorithms else contender.name
             head = {"column": column, "way": name, "in_place": in_place}
@@ -310,7 +310,7 @@ def _shaped(array: Any, row: Row) -> Any:
     return elements.reshape(row.messages, elements.size // row.messages)
 
 
-def _head(row: Row) -> Record:
+def _head(row: Row) -> Measurement:
     return {
         "bytes": row.nbytes,
         "count": row.nbytes // row.dtype.itemsize,
@@ -320,10 +320,10 @@ def _head(row: Row) -> Record:
     }
 
 
-def record_of(row: Row, lane: Lane) -> Record:
+def record_of(row: Row, lane: Lane) -> Measurement:
     """Return a lane's record, without times."""
     head = {"column": lane.column, "way": lane.way, "in_place": lane.in_place}
-    known: Record = {} if lane.sent is None else {"sent": lane.sent}
+    known: Measurement = {} if lane.sent is None else {"sent": lane.sent}
     if lane.launches:
         known["launches"] = list(lane.launches)
     return head | _head(row) | {"buffers": len(lane.calls)} | known

@@ -71,7 +71,7 @@ class Failure(NamedTuple):
         return self.error(text, ranks=self.ranks, **about)
 
 
-class _Load(ctypes.Structure):
+class _LoadNote(ctypes.Structure):
     """A kernel that a rank loads, or was loading when the communicator failed.
 
     Attributes:
@@ -128,7 +128,7 @@ class Board:
         self.address = 0
         words_at = mmap.PAGESIZE
         loads_at = words_at + self._size * _WORDS
-        pieces_at = loads_at + self._size * ctypes.sizeof(_Load)
+        pieces_at = loads_at + self._size * ctypes.sizeof(_LoadNote)
         nbytes = pieces_at + 2 * self._size * _PIECE
         with ExitStack() as files:
             fd = -1
@@ -156,7 +156,7 @@ class Board:
                     self._closed = numbers.from_buffer(memory, 16 * self._size)
                     texts = ctypes.c_char * _WORDS * self._size
                     self._words = texts.from_buffer(memory, words_at)
-                    several = _Load * self._size
+                    several = _LoadNote * self._size
                     self._loads = several.from_buffer(memory, loads_at)
                     self._pieces = memoryview(memory)[pieces_at:]
                 self._undo = undo_map.pop_all()

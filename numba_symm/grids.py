@@ -41,7 +41,7 @@ _GRACE = 1.0  # seconds within which the threads of a failed launch should end
 _KEPT = 256  # threads that wait for a next launch
 
 Shape = tuple[int, int, int]
-_idle: dict[Shape, list["Team"]] = {}  # by the shape of a block
+_idle: dict[Shape, list["ThreadTeam"]] = {}  # by the shape of a block
 
 
 def together(threads: int) -> int:
@@ -71,7 +71,7 @@ def most_blocks(kernel: Any, threads: int) -> int:
     return min(int(each.max_cooperative_grid_blocks(threads)) for each in every)
 
 
-class Team:
+class ThreadTeam:
     """Threads that run blocks, and wait at barriers without polling.
 
     Args:
@@ -223,7 +223,7 @@ class GridRun:
         self.errors = QUIET
         self.debug = False
         self._started = 0
-        self._running: set[Team] = set()
+        self._running: set[ThreadTeam] = set()
         self._failed: BaseException | None = None
         self._changed = held()  # released when a block has ended
         self._lock = threading.Lock()  # guards the above, and the following
@@ -248,7 +248,7 @@ class GridRun:
             try:
                 team = _idle.setdefault(self.block, []).pop()
             except IndexError:
-                team = Team(self.block, self._make)
+                team = ThreadTeam(self.block, self._make)
             self._running.add(team)
             self._started += 1
             team.start(self, point)
@@ -276,7 +276,7 @@ class GridRun:
             if not last and len(running) < most and not room:
                 began = now  # there is room from now on
 
-    def left(self, team: Team, over: bool) -> None:
+    def left(self, team: ThreadTeam, over: bool) -> None:
         """Record that a thread has left its block, which is over if it is the last."""
         if over:
             with self._lock:

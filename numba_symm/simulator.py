@@ -37,7 +37,7 @@ from numba.cuda.simulator.kernelapi import (
 
 from numba_symm import grids
 from numba_symm.errors import ArgumentError
-from numba_symm.grids import GridRun, Team
+from numba_symm.grids import GridRun, ThreadTeam
 
 _SWITCH_INTERVAL = 1e-3  # seconds that a thread runs if others want to
 
@@ -273,7 +273,7 @@ class Thread(simulator.BlockThread):  # type: ignore[misc]
         place: the thread's index.
     """
 
-    def __init__(self, team: Team, place: grids.Shape):
+    def __init__(self, team: ThreadTeam, place: grids.Shape):
         super().__init__(None, team, (0, 0, 0), place, debug=False)
         self.turn = grids.held()
         """Held while this thread waits for work or at a barrier; a release wakes it."""

@@ -89,7 +89,7 @@ def _identity(stream: Any) -> int:
 
 _LEGACY_IDENTITY = -1  # the driver's are not negative
 
-Place = int | frozenset[int]
+StreamPosition = int | frozenset[int]
 """A stream's identity; in a capture, the graph nodes that its next one follows."""
 
 
@@ -135,7 +135,7 @@ class StreamOrder:
         Returns:
             The object whose ``leave`` is called after this call.
         """
-        place: Place
+        place: StreamPosition
         asked: Any = stream
         # The legacy stream cannot be captured. Do not query it during a capture.
         if stream in _LEGACY_DEFAULTS:
@@ -185,7 +185,9 @@ class _Trail:
         self._events = events
         self._captured = captured
         self._stream: Any = LEGACY_DEFAULT
-        self._last: Place | None = None  # where that stream was after the latest call
+        self._last: StreamPosition | None = (
+            None  # where that stream was after the latest call
+        )
 
     @functools.cached_property
     def _event(self) -> Any:
@@ -201,7 +203,7 @@ class _Trail:
         """The third one."""
         return SideStream(1)
 
-    def enter(self, stream: Any, place: Place) -> None:
+    def enter(self, stream: Any, place: StreamPosition) -> None:
         """Make ``stream`` wait for the latest call, unless it follows that anyway.
 
         In a capture, an unnecessary wait also costs the early launch, because the

@@ -24,7 +24,7 @@ CHUNK = 1 << 10 if SIMULATED else 2 << 20
 """The least bytes of a chunk's shard. An estimate: they take 40 µs at 400 Gb/s, and an
 exchange by NCCL at least about 20."""
 
-Place = tuple[int, int]
+ChunkStep = tuple[int, int]
 """A chunk, and the number of one of its exchanges or of a part of its work."""
 
 Parcels = tuple[list[Parcel], list[Parcel]]
@@ -60,7 +60,7 @@ def overlapped(site: Site, what: str, chunks: Sequence[Stages]) -> list[Enqueue]
     return steps
 
 
-def ticks(exchanges: Sequence[int]) -> list[tuple[list[Place], list[Place]]]:
+def ticks(exchanges: Sequence[int]) -> list[tuple[list[ChunkStep], list[ChunkStep]]]:
     """Return the stages at each tick: what is one exchange, and the work beside it.
 
     The first exchange of chunk c is at tick c, and its second one at tick c + 2. The
@@ -72,8 +72,8 @@ def ticks(exchanges: Sequence[int]) -> list[tuple[list[Place], list[Place]]]:
     found = []
     last = max(c + 2 * number for c, number in enumerate(exchanges))
     for tick in range(-1, last):
-        exchanged: list[Place] = []
-        work: list[Place] = []
+        exchanged: list[ChunkStep] = []
+        work: list[ChunkStep] = []
         for c, most in enumerate(exchanges):  # the first may free what the last uses
             number, odd = divmod(tick + 1 - c, 2)
             if not odd and 0 <= number <= most:

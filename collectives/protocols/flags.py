@@ -23,7 +23,7 @@ from numba_symm.device.intrinsics import (
 from numba_symm.device.polling import wait_for_epoch, wait_record
 
 
-class Flags(NamedTuple):
+class FlagFunctions(NamedTuple):
     """Device functions for one protocol's flags; the whole block calls them.
 
     Attributes:
@@ -41,7 +41,7 @@ class Flags(NamedTuple):
 
 
 @functools.cache
-def make_flags(size: int) -> Flags:
+def make_flags(size: int) -> FlagFunctions:
     """Return the device functions for ``size`` ranks."""
 
     @device_function
@@ -69,4 +69,4 @@ def make_flags(size: int) -> Flags:
             peer += THREADS
         return sync_block_or(failed)  # explore: agree
 
-    return Flags(raise_flags, await_flags)
+    return FlagFunctions(raise_flags, await_flags)

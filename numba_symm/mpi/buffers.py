@@ -20,7 +20,7 @@ from numba_symm import arrays
 from numba_symm.arguments import shown
 from numba_symm.arrays import ArrayView
 from numba_symm.mpi import datatypes
-from numba_symm.mpi.datatypes import Layout
+from numba_symm.mpi.datatypes import ItemLayout
 from numba_symm.mpi.errors import MPITypeError, refusal
 
 _SEQUENCE = (list, tuple)
@@ -41,7 +41,7 @@ class Message(NamedTuple):
     view: ArrayView
     first: int
     number: int
-    layout: Layout
+    layout: ItemLayout
 
     @property
     def size(self) -> int:
@@ -148,7 +148,7 @@ def message(spec: Any, blocks: int = 0) -> Message:
     return Message(array, *_items(given, count, displ, datatype, blocks))
 
 
-_Items = tuple[ArrayView, int, int, Layout]
+_Items = tuple[ArrayView, int, int, ItemLayout]
 """The fields of a :class:`Message` without its array."""
 
 

@@ -15,7 +15,7 @@ from mpi4py.util import dtlib
 from numba_symm.mpi.errors import refusal, unsupported
 
 
-class Layout(NamedTuple):
+class ItemLayout(NamedTuple):
     """The elements of one item of a datatype.
 
     Attributes:
@@ -48,7 +48,7 @@ class Layout(NamedTuple):
         return self.elements * self.base.itemsize
 
 
-def layout(datatype: MPI.Datatype) -> Layout:
+def layout(datatype: MPI.Datatype) -> ItemLayout:
     """Return where a datatype's elements are.
 
     Raises:
@@ -64,7 +64,7 @@ def layout(datatype: MPI.Datatype) -> Layout:
     if found is None:
         found = _derived(datatype)
         datatype.Set_attr(_kept(), found)
-    return cast(Layout, found)
+    return cast(ItemLayout, found)
 
 
 @functools.cache
@@ -74,7 +74,7 @@ def _kept() -> int:
 
 
 @functools.lru_cache(maxsize=256)
-def _named(handle: int) -> Layout:
+def _named(handle: int) -> ItemLayout:
     """Return the layout of a predefined datatype, whose handle never changes."""
     datatype = MPI.Datatype.fromhandle(handle)
     dtype = dtlib.to_numpy_dtype(datatype)
@@ -86,12 +86,12 @@ def _named(handle: int) -> Layout:
     return dense(base)
 
 
-def dense(dtype: np.dtype[Any]) -> Layout:
+def dense(dtype: np.dtype[Any]) -> ItemLayout:
     """Return the layout of items of a dtype, one after the other."""
-    return Layout(dtype, 1, dtype.itemsize, 0, dtype.itemsize, None, dtype.itemsize)
+    return ItemLayout(dtype, 1, dtype.itemsize, 0, dtype.itemsize, None, dtype.itemsize)
 
 
-def _derived(datatype: MPI.Datatype) -> Layout:
+def _derived(datatype: MPI.Datatype) -> ItemLayout:
     runs: list[tuple[np.dtype[Any], Any]] = list(_elements(datatype))
     _, extent = datatype.Get_extent()
     bases = {base for base, offsets in runs if len(offsets)}
@@ -106,14 +106,14 @@ def _derived(datatype: MPI.Datatype) -> Layout:
     offsets = np.concatenate([np.empty(0, np.int64), *(each for _, each in runs)])
     size, count = base.itemsize, len(offsets)
     if not count:
-        return Layout(base, 0, extent, 0, 0, None, 0, len(bases) < 2)
+        return ItemLayout(base, 0, extent, 0, 0, None, 0, len(bases) < 2)
     low, high = int(offsets.min()), int(offsets.max()) + size
     starts, run = _joined(offsets, size)
     gapless = len(starts) == 1 and starts[0] == 0 and run == extent
     runs_of_item = None if gapless else starts
     uniform = len(bases) < 2
     axes = None if runs_of_item is None else _axes(starts)
-    return Layout(base, count, extent, low, high, runs_of_item, run, uniform, axes)
+    return ItemLayout(base, count, extent, low, high, runs_of_item, run, uniform, axes)
 
 
 def _axes(starts: Any) -> tuple[tuple[int, int], ...] | None:

@@ -21,7 +21,7 @@ from numba_symm.mpi.packing import PackedStep
 from numba_symm.own_arrays import Memory
 from numba_symm.streams import SideStream
 
-Call = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+MethodCall = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 """A method of the communicator, and its arguments but the stream."""
 
 
@@ -77,7 +77,7 @@ class Job:
         self.what = what
         self.array = array
         self.stream = stream_for(communicator, array)
-        self._calls: list[Call] = []
+        self._calls: list[MethodCall] = []
         self._steps: list[PackedStep] = []
         self._last: list[PackedStep] = []
         self._kept: list[Any] = []  # steps have addresses only
@@ -187,7 +187,7 @@ class Job:
         self._calls.append((method, args, options))
         self._steps.append(lambda stream: method(*args, **options, stream=stream))
 
-    def only_call(self) -> Call | None:
+    def only_call(self) -> MethodCall | None:
         """Return the call of the communicator if the job has no other step."""
         alone = len(self._steps) == 1 and len(self._calls) == 1 and not self._last
         return self._calls[0] if alone else None

@@ -31,7 +31,7 @@ _LOCKS = 1 << 40  # locked by the rank that changes its memory
 _ALIVE = 1 << 41  # locked by the rank itself while it uses the window
 
 
-class _Ranks:
+class _HostRanks:
     """The ranks of a communicator of mpi4py, in calls that all of them make."""
 
     def __init__(self, host: Any):
@@ -53,7 +53,7 @@ class WindowLocks:
         self._fd = -1
         open_files.note(self, what)
         self._threads = threading.RLock()  # threads of one process share its locks
-        exchange = StoreExchange(_Ranks(host), "window")
+        exchange = StoreExchange(_HostRanks(host), "window")
         exchange.call = what
         size = host.size
         with ExitStack() as undo:
