@@ -14,6 +14,7 @@ from collections import deque
 from typing import Any
 
 from numba_symm import driver, forks
+from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, DriverError
 
 SHARE = 0.2
@@ -21,6 +22,7 @@ SHARE = 0.2
 Beyond that, the host waits for the GPU."""
 
 _FINEST = 512  # bytes: what cuMemAlloc aligns to
+_LOOKS = 50  # queries of an event, about 1 µs each
 _NO_TIMING = 2  # CU_EVENT_DISABLE_TIMING
 
 Freed = tuple[int, int]
@@ -43,6 +45,7 @@ class Reserve:
         self._unused: dict[int, list[Freed]] = {}
         self._kept = 0  # bytes that are awaited or unused
         self._events: list[Any] = []
+        self._busy: Any = None  # an event that a call of is_idle has not seen pass
         self._lock = threading.Lock()
         forks.watch(self)
 
@@ -88,6 +91,25 @@ class Reserve:
             self._sort()
             self._wait()
             self._free_unused()
+
+    def is_idle(self) -> bool:
+        """Return whether the context has no work; see :func:`idle`."""
+        with self._lock:
+            query = driver.function("cuEventQuery")
+            if self._busy is not None:
+                if query(self._busy)[0]:  # the work at the last call is not done
+                    return False
+                self._events.append(self._busy)
+                self._busy = None
+            event = self._recorded()
+            if event is None:
+                return False
+            # An idle GPU passes an event within microseconds.
+            if any(not query(event)[0] for _ in range(_LOOKS)):
+                self._events.append(event)
+                return True
+            self._busy = event
+            return False
 
     def _sort(self) -> None:
         """Await what was dropped; what need not be awaited any more is unused."""
@@ -164,6 +186,14 @@ def _records() -> bool:
     except AttributeError:  # bindings of an earlier CUDA
         return False
     return True
+
+
+def idle() -> bool:
+    """Return whether the GPU has no work of the current context. Hardly wait.
+
+    With a driver before CUDA 12.5, return False.
+    """
+    return SIMULATED or current().is_idle()
 
 
 _reserves: dict[int, Reserve] = {}

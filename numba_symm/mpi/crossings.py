@@ -14,7 +14,7 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.channels import Channel
 from numba_symm.mpi.envelopes import Envelope
 from numba_symm.mpi.requests import waited
-from numba_symm.mpi.rooms import Room
+from numba_symm.mpi.rooms import Opened, Room
 
 
 class Copying(NamedTuple):
@@ -55,6 +55,8 @@ class Crossing:
         self._requests, self._begin, self._check = requests, begin, check
         self._lock = lock
         self._copied: Event | None = None
+        self.block: Opened | None = None
+        """The sender's memory, which is mapped until the end; None for data by MPI."""
         self.error: Exception | None = None
         """Why it was not copied; for its own request, whatever call has started it."""
 

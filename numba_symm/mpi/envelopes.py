@@ -12,9 +12,11 @@ from numba_symm.launch.waiting import begin
 from numba_symm.mpi import buffers
 from numba_symm.mpi.errors import MPIError, refusal, unsupported
 from numba_symm.mpi.requests import waited
+from numba_symm.mpi.rooms import Room
 
-HEADER = struct.Struct("<qqq")
-"""The number, the bytes and the offset of an envelope; its handle follows."""
+HEADER = struct.Struct("<qqqq")
+"""The number, the bytes and the offset of an envelope, and whether its block is for one
+message only; its handle follows."""
 
 FOLLOWS = -1
 """The offset in an envelope whose data has no place yet; a message with it follows."""
@@ -30,6 +32,7 @@ class Envelope(NamedTuple):
         nbytes: its size.
         offset: its first byte in the sender's block; ``FOLLOWS``: see there.
         handle: names that block; empty if the data follows by MPI.
+        once: whether the block is for this message only.
     """
 
     source: int
@@ -38,6 +41,7 @@ class Envelope(NamedTuple):
     nbytes: int
     offset: int
     handle: bytes
+    once: bool = False
 
     @property
     def follows(self) -> bool:
@@ -45,21 +49,29 @@ class Envelope(NamedTuple):
         return self.offset == FOLLOWS
 
 
-def place(number: int, offset: int, handle: bytes) -> bytes:
-    """Return the message with the place of a message's data; no handle: none."""
-    return HEADER.pack(number, len(handle), offset) + handle
+def announced(number: int, nbytes: int, offset: int, room: Room | None) -> bytes:
+    """Return an envelope of MPI."""
+    handle, once = (b"", False) if room is None else (room.handle, bool(room.once))
+    return HEADER.pack(number, nbytes, offset, once) + handle
 
 
-def place_in(text: bytearray, envelope: Envelope) -> tuple[bytes, int]:
-    """Return the handle and the offset in such a message, or raise."""
-    _, length, offset = HEADER.unpack_from(text)
+def place(number: int, room: Room | None) -> bytes:
+    """Return the message with the place of a message's data; None: it has none."""
+    offset, length = (0, 0) if room is None else (room.offset, len(room.handle))
+    return announced(number, length, offset, room)
+
+
+def place_in(text: bytearray, envelope: Envelope) -> Envelope:
+    """Return an envelope with the place in such a message, or raise."""
+    _, length, offset, once = HEADER.unpack_from(text)
     if not length:
         raise MPIError(
             MPI.ERR_OTHER,
             f"Recv: rank {envelope.source} could not send its message with tag "
             f"{envelope.tag}; its own error has the cause",
         )
-    return bytes(text[HEADER.size : HEADER.size + length]), offset
+    handle = bytes(text[HEADER.size : HEADER.size + length])
+    return envelope._replace(offset=offset, handle=handle, once=bool(once))
 
 
 def items_of(envelope: Envelope, into: buffers.Message) -> int | None:
@@ -160,10 +172,11 @@ class Posted:
         status = self._status
         self.cancelled = status.Is_cancelled()
         if not self.cancelled:
-            number, nbytes, offset = HEADER.unpack_from(self._room)
+            number, nbytes, offset, once = HEADER.unpack_from(self._room)
             handle = bytes(self._room[HEADER.size : status.Get_count(MPI.BYTE)])
             source, tag = status.source, status.tag
-            self._envelope = Envelope(source, tag, number, nbytes, offset, handle)
+            given = source, tag, number, nbytes, offset, handle, bool(once)
+            self._envelope = Envelope(*given)
         if self._ended is not None:
             self._ended(self)
         self._ended = None

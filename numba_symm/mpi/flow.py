@@ -21,9 +21,10 @@ class Flow:
         return not (self.limit and before) or before + nbytes <= self.limit
 
     def sent(self, number: int, dest: int, nbytes: int) -> None:
-        """Note that a message is being sent."""
-        self._messages[number] = dest, nbytes
-        self.unreceived[dest] += nbytes
+        """Note that a message is being sent. Idempotent."""
+        if number not in self._messages:
+            self._messages[number] = dest, nbytes
+            self.unreceived[dest] += nbytes
 
     def received(self, number: int) -> None:
         """Note that a message was received, or is not sent."""

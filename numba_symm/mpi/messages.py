@@ -32,7 +32,7 @@ from numba_symm.mpi.envelopes import Envelope, Posted, items_of, nothing, place_
 from numba_symm.mpi.errors import FREED, MPIError
 from numba_symm.mpi.flow import Flow
 from numba_symm.mpi.requests import waited
-from numba_symm.mpi.rooms import Opened, Room, opened
+from numba_symm.mpi.rooms import Opened, Room, opened, opened_once
 from numba_symm.mpi.sends import Sends, alone
 
 _MOST = 4096  # bytes of an envelope, at most
@@ -142,6 +142,7 @@ class Post(Sends):
         waited(self._receipts.comm.Ibarrier().Test, check)  # the peers may end now
         for channel in channels:
             channel.comm.Free()
+        self._rooms.shrink()
 
     def give_up(self) -> None:
         """End without the peers, after a failure. MPI keeps the duplicates."""
@@ -167,6 +168,8 @@ class Post(Sends):
         for channel in (self._envelopes, self._receipts, self._data):
             channel.reap()
         self._take_receipts()
+        self._rooms.shrink()
+        rooms.unmap_unused()
 
     def end(self, copying: Copying) -> None:
         """Note that a copy has ended; its event may be used again."""
@@ -183,6 +186,8 @@ class Post(Sends):
     def _ended(self, copying: Copying) -> None:
         self._copying.remove(copying)
         self._give_back(copying.room)
+        done, block = copying.done, copying.block
+        rooms.copied(done.block if isinstance(done, Crossing) else block)
         self._acknowledge(copying.envelope)
 
     def room(self, spec: Any) -> buffers.Message:
@@ -307,9 +312,7 @@ class Post(Sends):
             elif envelope.follows:
                 found = self._following(envelope, into, after)
             else:
-                block = opened(envelope.handle) if envelope.nbytes else None
-                source = 0 if block is None else block.address + envelope.offset
-                done = self.copies.begin(into, source, envelope.nbytes, block, after)
+                done, block = self._copied(envelope, into, after)
                 found = Copying(done, envelope, into, block)
         except BaseException:
             self._give_back(room)
@@ -341,20 +344,31 @@ class Post(Sends):
         done = Crossing(coming.requests, start, self.check, self._lock)
         return Copying(done, envelope, into, None, room)
 
+    def _copied(
+        self, envelope: Envelope, into: buffers.Message, after: Event | None
+    ) -> tuple[Event, Opened | None]:
+        """Start the copy from a sender's block; return its end, and what keeps it."""
+        block = None
+        if envelope.nbytes:
+            open_block = opened_once if envelope.once else opened
+            block = open_block(envelope.handle)
+        source = 0 if block is None else block.address + envelope.offset
+        done = self.copies.begin(into, source, envelope.nbytes, block, after)
+        return done, block
+
     def _following(
         self, envelope: Envelope, into: buffers.Message | None, after: Event | None
     ) -> Copying:
         """Copy data when its place has arrived; ``into`` is None: do not copy it."""
-        text, blocks = bytearray(_MOST), list[Opened]()
+        text = bytearray(_MOST)
         requests: list[MPI.Request] = []
 
         def start() -> Event:
-            handle, offset = place_in(text, envelope)
+            found = place_in(text, envelope)
             if into is None:
                 return Event()  # has ended
-            blocks.append(opened(handle))  # is mapped as long as this function exists
-            source = blocks[0].address + offset
-            return self.copies.begin(into, source, envelope.nbytes, blocks[0], after)
+            event, done.block = self._copied(found, into, after)
+            return event
 
         tag = envelope.number % self._tags
         self._data.receive(requests, text, envelope.source, tag)

@@ -24,7 +24,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout
 from numba_symm.events import Event
 from numba_symm.mpi import buffers, packing, progress
-from numba_symm.mpi.envelopes import FOLLOWS, HEADER, place
+from numba_symm.mpi.envelopes import FOLLOWS, announced, place
 from numba_symm.mpi.requests import PAUSE, Request, describe, waited
 from numba_symm.mpi.rooms import Room
 from numba_symm.mpi.sends import Sends
@@ -72,7 +72,7 @@ class Postponed:
             offset = 0 if post.is_apart(dest) else FOLLOWS
             with post._lock:  # envelopes are in the order of their numbers
                 self._number = next(post._numbers)
-                text = HEADER.pack(self._number, self._nbytes, offset)
+                text = announced(self._number, self._nbytes, offset, None)
                 post._envelopes.send(text, dest, tag, True, self._requests)
         except BaseException:
             self.hurry()
@@ -114,6 +114,7 @@ class Postponed:
         """Start the copy of the data, unless it goes to host memory."""
         post, found = self.post, self._found
         assert found is not None
+        post.flow.sent(self._number, self._dest, self._nbytes)  # before others look
         if post.is_apart(self._dest):
             self._done = self._after  # the copy waits for it, and must not wait here
             return
@@ -142,7 +143,7 @@ class Postponed:
         else:
             if number not in post._receipts.unread:
                 post.lend(room, self._dest, number, self._nbytes)
-            self._send_place(place(number, room.offset, room.handle))
+            self._send_place(place(number, room))
         self._end()
 
     def _send_place(self, text: bytes) -> None:
@@ -156,12 +157,12 @@ class Postponed:
         if not (self._placing or post.is_apart(self._dest) or post._freed):
             post._give_back(self._room)
             post._receipts.unread[self._number] = None  # the receipt arrives anyway
-            self._send_place(place(self._number, 0, b""))
+            self._send_place(place(self._number, None))
         self._end()
 
     def _end(self) -> None:
         self.ended = True
-        self._found = None  # the program may drop its array
+        self._found = self._room = None  # both may be dropped
 
     def hurry(self) -> None:
         """Copy the array now, which may change, because its call raises."""

@@ -15,7 +15,7 @@ from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.channels import Channel, Receipts
 from numba_symm.mpi.copies import Copies
 from numba_symm.mpi.crossings import Data, on_host
-from numba_symm.mpi.envelopes import HEADER
+from numba_symm.mpi.envelopes import announced
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
 from numba_symm.mpi.flow import Flow
 from numba_symm.mpi.rooms import Room, Rooms, rooms_of
@@ -180,7 +180,7 @@ class Sends:
                 finally:
                     self._give_back(room)
                 room = None
-        offset, handle = (0, b"") if room is None else (room.offset, room.handle)
+        offset = 0 if room is None else room.offset
         with self._lock:
             self._data.reap()
             number = next(self._numbers)
@@ -188,7 +188,7 @@ class Sends:
                 self.send_data(data, dest, number)  # first, because it may fail
             if room is not None:
                 self.lend(room, dest, number, nbytes)
-            text = HEADER.pack(number, nbytes, offset) + handle
+            text = announced(number, nbytes, offset, room)
             try:
                 return self._envelopes.send(text, dest, tag, matched)
             except Exception:

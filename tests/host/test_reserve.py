@@ -186,3 +186,19 @@ def test_a_forked_child_uses_nothing_of_its_parent(gpu, held):
     assert held.take(100) not in rooms
     held.release()
     assert gpu.calls == []
+
+
+def test_a_gpu_is_idle_if_all_work_is_done(gpu, held):
+    """Each call looks at one event, and no call waits."""
+    assert not held.is_idle()
+    assert not held.is_idle()
+    (event,) = gpu.recorded
+    gpu.recorded.clear()
+    gpu.cuCtxRecordEvent = lambda context, event: (0,)  # passes immediately
+    assert held.is_idle()
+    assert held.is_idle()
+    assert held._events == [event]
+    gpu.version = 12040
+    reserve._records.cache_clear()
+    assert not held.is_idle()
+    assert gpu.calls == []

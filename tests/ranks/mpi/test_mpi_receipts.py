@@ -1,5 +1,7 @@
 """When senders of messages in mpi4py's spelling reuse their memory."""
 
+import time
+
 import numpy as np
 import pytest
 from numba import cuda
@@ -10,7 +12,7 @@ from numba_symm.mpi import copies, messages, p2p
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.channels import MOST, SMALL
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.rooms import BLOCK
+from numba_symm.mpi.rooms import BLOCK, rooms_of
 from numba_symm.sharing import stats
 from numba_symm.streams import LEGACY_DEFAULT
 from tests.ranks.helpers import of_one_island
@@ -101,6 +103,41 @@ def test_a_sender_looks_for_receipts_before_it_allocates(own):
         if not step:
             before = stats().counters
     assert stats().counters == before
+
+
+@pytest.mark.parametrize("limit", [0, BLOCK])
+def test_rooms_shrink_again(own, monkeypatch, limit):
+    """Also those of messages that are sent later."""
+    right, left = around(own)
+    rooms = rooms_of(own.post.allocator)
+    own.Sendrecv(cuda.device_array(1), right, 1, cuda.device_array(1), left, 1)
+    own.Barrier()
+    monkeypatch.setattr(rooms, "most", rooms._kept)
+    for size in [size for size in rooms._free if size > BLOCK]:
+        monkeypatch.setitem(rooms._free, size, [])
+    monkeypatch.setattr(own.post.flow, "limit", limit)
+    blocks, before = own.post.allocator._blocks, stats()
+    number = len(blocks)
+    xs = [cuda.to_device(np.full(BLOCK + 1, tag, "u1")) for tag in range(3)]
+    requests = [own.Isend(x, right, tag) for tag, x in enumerate(xs)]
+    # The thread that sends messages later may send one beside a call of this thread.
+    assert len(blocks) - number in ((0, 1, 2) if limit else (3,))
+    own.Barrier()
+    out = cuda.device_array(BLOCK + 1, "u1")
+    for tag in (2, 0, 1):
+        own.Recv(out, left, tag)
+        assert (out.copy_to_host() == tag).all()
+    MPI.Request.Waitall(requests)
+    own.Barrier()
+    end = time.monotonic() + 20
+    while own.post._receipts.unread or rooms._leaving:
+        assert time.monotonic() < end
+        own.post.reap()
+    own.Barrier()
+    assert len(blocks) == number
+    assert stats() == before
+    own.Sendrecv(xs[2], right, 1, out, left, 1)
+    assert (out.copy_to_host() == 2).all()
 
 
 def test_a_message_that_nobody_waits_for_is_received(own, monkeypatch):
