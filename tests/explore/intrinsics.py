@@ -191,7 +191,7 @@ def block_index() -> int:
 
 
 def grid_size() -> int:
-    return scheduler.current.grid
+    return scheduler.current.thread_blocks
 
 
 grid_index = block_index
