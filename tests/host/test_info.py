@@ -41,7 +41,7 @@ def test_info_prints_what_a_report_needs_as_json(monkeypatch):
     assert found["system"] in Path("/etc/os-release").read_text()
     assert found["packages"].keys() >= {"numba-cuda", "torch", "cupy", "nvidia-nccl"}
     assert found["packages"]["numba-symm"] == "0.1.0"
-    assert "NCCL" in found["nccl"]
+    assert "nccl" in found["nccl"].lower()  # its version, or how to install it
     assert found["mpi"]["library"] == info.mpi_library()[0]
     assert found["mpi"]["cuda_aware"] in (True, False)
     assert found["mpirun"]["path"] == cli.find_mpirun()
