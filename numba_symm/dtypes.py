@@ -65,7 +65,14 @@ class Element:
         return self.name in _NARROW
 
 
-_NARROW = ("float8_e4m3fn", "float8_e5m2")
+OVERFLOWS: dict[str, tuple[Any, int]] = {
+    # It has no infinity, but NaN.
+    "float8_e4m3fn": (np.nextafter(np.float32(464), np.float32(465)), 0x7F),
+    "float8_e5m2": (np.float32(61440), 0x7C),
+}
+"""By 8-bit float, the least float32 that overflows, and the bits of the result."""
+
+_NARROW = tuple(OVERFLOWS)
 _NARROW_CAPABILITY = (8, 9)  # the lowest that converts 8-bit floats
 
 _ACCUMULATE = {

@@ -21,6 +21,7 @@ from numba_symm.device.intrinsics import (
     f64_of_bits,
     word_of,
 )
+from numba_symm.dtypes import OVERFLOWS
 from numba_symm.environment import SIMULATED
 
 
@@ -163,11 +164,10 @@ class Narrow(NamedTuple):
 
 
 NARROW = {
-    "float8_e4m3fn": Narrow(  # has no infinity, but NaN
-        f32x2_of_e4m3x2,
-        e4m3x2_of_f32x2,
-        np.nextafter(np.float32(464), np.float32(465)),
-        0x7F,
+    "float8_e4m3fn": Narrow(
+        *(f32x2_of_e4m3x2, e4m3x2_of_f32x2), *OVERFLOWS["float8_e4m3fn"]
     ),
-    "float8_e5m2": Narrow(f32x2_of_e5m2x2, e5m2x2_of_f32x2, np.float32(61440), 0x7C),
+    "float8_e5m2": Narrow(
+        *(f32x2_of_e5m2x2, e5m2x2_of_f32x2), *OVERFLOWS["float8_e5m2"]
+    ),
 }

@@ -12,6 +12,7 @@ from numba_symm.environment import SIMULATED
 if SIMULATED or TYPE_CHECKING:
     from numba_symm.device.sim import *  # noqa: F403
 else:
+    from numba_symm.device import float8  # noqa: F401  # types of elements
     from numba_symm.device.ptx import *  # noqa: F403
 
 _WIDTHS = {

@@ -139,23 +139,15 @@ def _type_of(scalars: tuple[str, ...]) -> Any:
     return kind if len(scalars) == 1 else types.UniTuple(kind, len(scalars))
 
 
-def _flat(numba_type: Any) -> list[Any]:
-    """Return the scalars that make up a scalar, a tuple or ``void``."""
-    if numba_type == types.void:
-        return []
-    return list(numba_type) if isinstance(numba_type, types.UniTuple) else [numba_type]
-
-
-def _emit(found: Instruction) -> Callable[..., Any]:
-    """Return Numba code generation for one inline PTX statement.
+def statement(found: Instruction) -> Callable[..., Any]:
+    """Return a function of a builder and scalars that adds one inline PTX statement.
 
     Each one is marked to have side effects and to clobber memory. So the compiler does
     not drop it, repeat it, or move it across other memory accesses.
     """
-    result = _type_of(found.result)
-    operands = [_type_of(each) for each in found.operands]
+    results = [_TYPES[each] for each in found.result]
+    inputs = [_TYPES[each] for operand in found.operands for each in operand]
     attributes = ("convergent",) if found.effect == MEETS else ()
-    results, inputs = _flat(result), [s for o in operands for s in _flat(o)]
     constraints = [f"={_CONSTRAINT[t]}" for t in results]
     constraints += [_CONSTRAINT[t] for t in inputs] + ["~{memory}"]
     returned = [_LLVM[t] for t in results]
@@ -167,24 +159,34 @@ def _emit(found: Instruction) -> Callable[..., Any]:
         llvm_result = ir.LiteralStructType(returned)
     function = ir.FunctionType(llvm_result, [_LLVM[t] for t in inputs])
 
+    def add(builder: Any, values: list[Any]) -> Any:
+        asm = ir.InlineAsm(
+            function, found.template, ",".join(constraints), side_effect=True
+        )
+        return builder.call(asm, values, attrs=attributes)
+
+    return add
+
+
+def _emit(found: Instruction) -> Callable[..., Any]:
+    """Return Numba code generation for an instruction."""
+    add, number = statement(found), len(found.result)
+
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         values = []
-        for operand, value in zip(operands, args, strict=True):
-            if isinstance(operand, types.UniTuple):
+        for operand, value in zip(found.operands, args, strict=True):
+            if len(operand) > 1:
                 values += [builder.extract_value(value, k) for k in range(len(operand))]
             else:
                 values.append(value)
-        statement = ir.InlineAsm(
-            function, found.template, ",".join(constraints), side_effect=True
-        )
-        out = builder.call(statement, values, attrs=attributes)
-        if not results:
+        out = add(builder, values)
+        if number == 0:
             return context.get_dummy_value()
-        if result == types.boolean:
+        if found.result == ("pred",):
             return builder.icmp_unsigned("!=", out, out.type(0))
-        if len(results) == 1:
+        if number == 1:
             return out
-        parts = [builder.extract_value(out, k) for k in range(len(results))]
+        parts = [builder.extract_value(out, k) for k in range(number)]
         return context.make_tuple(builder, signature.return_type, parts)
 
     return codegen

@@ -130,6 +130,15 @@ def put_signal(ctx: Any, dst: int, channel: int) -> bool:
 
     Returns:
         False if the deadline has passed, or another rank has failed.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     symm.put_signal(ctx, 0, 2)
+        ...     old[0] = symm.wait_signal(ctx, 0, 2)
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        1
     """
     return put(ctx, dst, channel, PUT_SIGNAL)
 
@@ -144,13 +153,36 @@ def wait_signal(ctx: Any, src: int, channel: int) -> bool:
 
     Returns:
         False if the deadline has passed, or another rank has failed.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     if cuda.blockIdx.x == 0:
+        ...         old[0] = symm.wait_signal(ctx, 0, 2)
+        ...     else:
+        ...         symm.put_signal(ctx, 0, 2)
+        >>> kernel[2, 1](ctx, old)
+        >>> int(old[0])
+        1
     """
     return take(ctx, src, channel, WAIT_SIGNAL)
 
 
 @device_function
 def peer_address(ctx: Any, rank: int) -> int:
-    """Return the address of rank ``rank``'s buffer in this process."""
+    """Return the address of rank ``rank``'s buffer in this process.
+
+    Any thread calls it. On a GPU, the rank is checked in debug mode only.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     symm.st_u64(symm.peer_address(ctx, 0) + 8, 5)
+        ...     old[0] = symm.ld_u64(symm.peer_address(ctx, 0) + 8)
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        5
+    """
     check_peer(ctx, rank)
     return ctx.buffers[rank]  # type: ignore[no-any-return]
 
@@ -167,7 +199,20 @@ def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
         ctx: the memory's context.
         rank: the rank of the buffer.
         shape: an int or a tuple of ints. A GPU checks in debug mode only that it fits.
-        dtype: a NumPy scalar type, such as ``np.float32``.
+        dtype: a NumPy scalar type, such as ``np.float32``, or of ``ml_dtypes``:
+            ``bfloat16``, and the 8-bit floats ``float8_e4m3fn`` and ``float8_e5m2``. An
+            8-bit float is a float32 once it is loaded, and needs compute capability 8.9
+            on a GPU. Convert a loaded bfloat16 by ``np.float32`` before computing.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     there = symm.peer_array(ctx, 0, (2, 3), np.float32)
+        ...     there[1, 2] = 7
+        ...     old[0] = there[1, 2]
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        7
     """
     check_peer(ctx, rank)
     check_buffer(ctx, shape, dtype)

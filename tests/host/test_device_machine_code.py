@@ -21,6 +21,7 @@ from tests.machine_code import Code, opcodes
 from tests.ranks.memory import test_device_atomics as atomics
 from tests.ranks.memory import test_device_barriers as barriers
 from tests.ranks.memory import test_device_counting as counting
+from tests.ranks.memory import test_device_elements as elements
 
 WORDS = types.Array(types.int64, 1, "C")
 TABLE = types.Array(types.int64, 2, "C")
@@ -174,3 +175,14 @@ def test_arguments_are_checked_in_debug_mode_only():
         assert records(checked) > records(unchecked)
         more = len(checked.instructions) - len(unchecked.instructions)
         assert more > 20
+
+
+FLOATS = types.Array(types.float32, 1, "C")
+
+
+@pytest.mark.parametrize("dtype", elements.DTYPES[1:], ids=lambda dtype: dtype.__name__)
+def test_8_bit_floats_are_converted_by_the_hardware(dtype):
+    code = compiled(elements.storing(dtype), FLOATS, FLOATS, types.int64)
+    assert code.find(r"F2FP\.(SATFINITE\.)?\w*(E4M3|E5M2).*")
+    assert code.find(r"F2FP\.F16\.(E4M3|E5M2)\.UNPACK_B|HADD2\.F32")
+    assert code.find(r"STG?\.E\.U8")
