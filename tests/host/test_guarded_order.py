@@ -296,7 +296,7 @@ def test_data_for_another_island_is_read_when_its_copy_has_ended(gpu):
 @orders("mpi.sends.Sends._wait")
 def test_an_envelope_is_sent_when_the_copy_of_its_message_has_ended(gpu):
     gpu.take(sends)
-    room = SimpleNamespace(offset=0, handle=b"")
+    room = SimpleNamespace(offset=0, handle=b"", once=None)
     post = MagicMock(
         _numbers=itertools.count(),
         _receipts=SimpleNamespace(unread={}),
