@@ -38,5 +38,24 @@ class Invocation(NamedTuple, Generic[Kind]):
     count: Any = None
 
 
+def invocation(
+    operation: Kind,
+    x: Any = None,
+    out: Any = None,
+    stream: Any = None,
+    op: Any = "sum",
+    algorithm: str | None = None,
+    root: Any = None,
+    tables: tuple[Any, ...] = (),
+    peers: tuple[Any, ...] = (),
+    count: Any = None,
+) -> Invocation[Kind]:
+    """Return an invocation. A class takes keywords more slowly than a function."""
+    given = operation, x, out, stream, op, algorithm, root, tables, peers, count
+    return _new(Invocation, given)
+
+
+_new = tuple.__new__
+
 OPTIONS = 4
 """The first field that is an option. Equal options and arrays need equal kernels."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from numba_symm.collectives import plans
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.invocation import invocation
 from numba_symm.collectives.messages import RECV, SEND, SENDRECV
 from numba_symm.collectives.neighbors import (
     NEIGHBOR_ALL_GATHER,
@@ -57,7 +57,7 @@ class Persistent:
         ``plan()`` or ``plan(stream=…)``, is collective. Making it is collective only in
         debug mode.
         """
-        given = Invocation(ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
     def all_gather_init(
@@ -69,7 +69,7 @@ class Persistent:
         algorithm: str | None = None,
     ) -> Plan:
         """Prepare an :meth:`all_gather`, as ``all_reduce_init`` does."""
-        given = Invocation(ALL_GATHER, x, out, stream, algorithm=algorithm)
+        given = invocation(ALL_GATHER, x, out, stream, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
     def all_to_all_init(
@@ -81,7 +81,7 @@ class Persistent:
         algorithm: str | None = None,
     ) -> Plan:
         """Prepare an :meth:`all_to_all`, as ``all_reduce_init`` does."""
-        given = Invocation(ALL_TO_ALL, x, out, stream, algorithm=algorithm)
+        given = invocation(ALL_TO_ALL, x, out, stream, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
     def reduce_scatter_init(
@@ -94,7 +94,7 @@ class Persistent:
         algorithm: str | None = None,
     ) -> Plan:
         """Prepare a :meth:`reduce_scatter`, as ``all_reduce_init`` does."""
-        given = Invocation(REDUCE_SCATTER, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(REDUCE_SCATTER, x, out, stream, op=op, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
     def scan_init(
@@ -107,7 +107,7 @@ class Persistent:
         algorithm: str | None = None,
     ) -> Plan:
         """Prepare a :meth:`scan`, as ``all_reduce_init`` does."""
-        given = Invocation(SCAN, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(SCAN, x, out, stream, op=op, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
     def exscan_init(
@@ -120,7 +120,7 @@ class Persistent:
         algorithm: str | None = None,
     ) -> Plan:
         """Prepare an :meth:`exscan`, as ``all_reduce_init`` does."""
-        given = Invocation(EXSCAN, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(EXSCAN, x, out, stream, op=op, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
     def reverse_scan_init(
@@ -133,7 +133,7 @@ class Persistent:
         algorithm: str | None = None,
     ) -> Plan:
         """Prepare a :meth:`reverse_scan`, as ``all_reduce_init`` does."""
-        given = Invocation(REVERSE_SCAN, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(REVERSE_SCAN, x, out, stream, op=op, algorithm=algorithm)
         return plans.plan(self._calls, given)
 
     def reduce_init(
@@ -147,7 +147,7 @@ class Persistent:
         algorithm: str | None = None,
     ) -> Plan:
         """Prepare a :meth:`reduce`, as ``all_reduce_init`` does."""
-        given = Invocation(
+        given = invocation(
             REDUCE, x, out, stream, op=op, algorithm=algorithm, root=root
         )
         return plans.plan(self._calls, given)
@@ -161,7 +161,7 @@ class Persistent:
         algorithm: str | None = None,
     ) -> Plan:
         """Prepare a :meth:`broadcast`, as ``all_reduce_init`` does."""
-        given = Invocation(BROADCAST, x, x, stream, algorithm=algorithm, root=root)
+        given = invocation(BROADCAST, x, x, stream, algorithm=algorithm, root=root)
         return plans.plan(self._calls, given)
 
     def reduce_scatter_v_init(
@@ -175,7 +175,7 @@ class Persistent:
     ) -> Plan:
         """Prepare a :meth:`reduce_scatter_v`, as ``all_reduce_init`` does."""
         tables = ((counts, None),)
-        given = Invocation(REDUCE_SHARD, x, out, stream, op=op, tables=tables)
+        given = invocation(REDUCE_SHARD, x, out, stream, op=op, tables=tables)
         return plans.of_shards(self._calls, given)
 
     def gather_init(
@@ -187,7 +187,7 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`gather`, as ``all_reduce_init`` does."""
-        given = Invocation(GATHER, x, out, stream, root=root)
+        given = invocation(GATHER, x, out, stream, root=root)
         return plans.of_collective(self._calls, given)
 
     def gather_v_init(
@@ -201,7 +201,7 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`gather_v`, as ``all_reduce_init`` does."""
-        given = Invocation(
+        given = invocation(
             GATHER_V, x, out, stream, root=root, tables=((counts, displs),)
         )
         return plans.of_collective(self._calls, given)
@@ -215,7 +215,7 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`scatter`, as ``all_reduce_init`` does."""
-        given = Invocation(SCATTER, x, out, stream, root=root)
+        given = invocation(SCATTER, x, out, stream, root=root)
         return plans.of_collective(self._calls, given)
 
     def scatter_v_init(
@@ -229,7 +229,7 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`scatter_v`, as ``all_reduce_init`` does."""
-        given = Invocation(
+        given = invocation(
             SCATTER_V, x, out, stream, root=root, tables=((counts, displs),)
         )
         return plans.of_collective(self._calls, given)
@@ -244,7 +244,7 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare an :meth:`all_gather_v`, as ``all_reduce_init`` does."""
-        given = Invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
+        given = invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
         return plans.of_collective(self._calls, given)
 
     def all_to_all_v_init(
@@ -260,7 +260,7 @@ class Persistent:
     ) -> Plan:
         """Prepare an :meth:`all_to_all_v`, as ``all_reduce_init`` does."""
         tables = (send_counts, send_displs), (recv_counts, recv_displs)
-        given = Invocation(ALL_TO_ALL_V, x, out, stream, tables=tables)
+        given = invocation(ALL_TO_ALL_V, x, out, stream, tables=tables)
         return plans.of_collective(self._calls, given)
 
     def neighbor_all_gather_init(
@@ -273,7 +273,7 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`neighbor_all_gather`, as ``all_reduce_init`` does."""
-        given = Invocation(
+        given = invocation(
             NEIGHBOR_ALL_GATHER, x, out, stream, peers=(destinations, sources)
         )
         return plans.of_collective(self._calls, given)
@@ -288,7 +288,7 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`neighbor_all_to_all`, as ``all_reduce_init`` does."""
-        given = Invocation(
+        given = invocation(
             NEIGHBOR_ALL_TO_ALL, x, out, stream, peers=(destinations, sources)
         )
         return plans.of_collective(self._calls, given)
@@ -301,7 +301,7 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`send`. Neither it nor calling the plan is collective."""
-        given = Invocation(SEND, x, stream=stream, peers=(dst, None))
+        given = invocation(SEND, x, stream=stream, peers=(dst, None))
         return plans.of_messages(self._calls, given)
 
     def recv_init(
@@ -313,7 +313,7 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`recv`. Neither it nor calling the plan is collective."""
-        given = Invocation(RECV, None, out, stream, peers=(None, src), count=count)
+        given = invocation(RECV, None, out, stream, peers=(None, src), count=count)
         return plans.of_messages(self._calls, given)
 
     def sendrecv_init(
@@ -327,7 +327,7 @@ class Persistent:
         stream: Any = None,
     ) -> Plan:
         """Prepare a :meth:`sendrecv`. Neither it nor calling the plan is collective."""
-        given = Invocation(SENDRECV, x, out, stream, peers=(dst, src), count=count)
+        given = invocation(SENDRECV, x, out, stream, peers=(dst, src), count=count)
         return plans.of_messages(self._calls, given)
 
     def group_init(self) -> AbstractContextManager[Plan]:

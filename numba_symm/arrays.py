@@ -74,7 +74,7 @@ def stream_of(array: Any) -> int | None:
     It is the current stream of torch or CuPy for their arrays.
     """
     kind = _KINDS.get(type(array)) or _kind_of(array)
-    return kind.stream(array)
+    return None if kind.stream is None else kind.stream(array)
 
 
 def strides_of(array: Any) -> tuple[int, ...]:
@@ -106,12 +106,13 @@ class _ArrayClass(NamedTuple):
 
     Attributes:
         read: returns the fields of an array; its second argument names the caller.
-        stream: returns the handle of the stream that an array names, or None.
+        stream: returns the handle of the stream that an array names, or None. None: the
+            arrays name no streams.
         strides: returns the strides of an array, in bytes.
     """
 
     read: Callable[[Any, str], Fields]
-    stream: Callable[[Any], int | None]
+    stream: Callable[[Any], int | None] | None
     strides: Callable[[Any], tuple[int, ...]]
 
 
@@ -122,7 +123,7 @@ _KINDS: dict[type, _ArrayClass] = {}
 def _kind_of(array: Any) -> _ArrayClass:
     """Return how to read an array of a class that is not in ``_KINDS``."""
     if SIMULATED:
-        return _SIMULATED
+        return _KINDS.setdefault(type(array), _SIMULATED)
     if isinstance(array, _NUMBAS):
         return _KINDS.setdefault(type(array), _NUMBA)
     for name, attribute, kinds in (
@@ -314,7 +315,7 @@ def _read_simulated(array: Any, what: str) -> Fields:
     return address, shape, array.dtype, order, not flags.writeable
 
 
-_SIMULATED = _ArrayClass(_read_simulated, lambda array: None, _own_strides)
+_SIMULATED = _ArrayClass(_read_simulated, None, _own_strides)
 
 
 def is_simulated(array: Any) -> bool:
