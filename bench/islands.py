@@ -6,7 +6,6 @@ from typing import Any
 
 from numba_symm.bench.calls import ROOT
 from numba_symm.collectives.communicator import Communicator, inside
-from numba_symm.islands import Islands
 
 NCCL_HOST = "NCCL_HOSTID"
 """NCCL's variable for the name of a node. Ranks of different nodes exchange bytes over
@@ -39,22 +38,19 @@ def transports() -> dict[str, str]:
 
 def engine(comm: Communicator) -> str | None:
     """Return the name and version of the engine; None within one island."""
-    islands = inside(comm).ranks
-    if not isinstance(islands, Islands):
-        return None
-    return f"{islands.engine.name} ({islands.engine.version})"
+    found = inside(comm).ranks.engine
+    return None if found is None else f"{found.name} ({found.version})"
 
 
 def captures(comm: Communicator) -> bool:
     """Return whether a graph can capture the communicator's calls."""
-    islands = inside(comm).ranks
-    return not isinstance(islands, Islands) or islands.engine.capturable
+    found = inside(comm).ranks.engine
+    return found is None or found.capturable
 
 
 def sent(comm: Communicator) -> int:
     """Return the bytes that this rank has sent to other islands so far."""
-    islands = inside(comm).ranks
-    return islands.sent if isinstance(islands, Islands) else 0
+    return inside(comm).ranks.sent
 
 
 def needed(operation: str, parts: Sequence[Sequence[int]], nbytes: int) -> int:

@@ -4,16 +4,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from numba_symm.collectives.enqueueing import Enqueuer
-from numba_symm.island import Island
+from numba_symm.members import Members
 
 T = TypeVar("T")
+A = TypeVar("A")
 
 
 class Agreement:
     """Prepares calls; in debug mode, the ranks then compare them.
 
     Args:
-        island: the ranks.
+        members: the ranks.
         enqueuer: makes the communicator fail after an error that is not a refusal.
         debug: whether the ranks compare their calls.
 
@@ -21,9 +22,9 @@ class Agreement:
         debug: the same.
     """
 
-    def __init__(self, island: Island, enqueuer: Enqueuer, debug: bool):
+    def __init__(self, members: Members, enqueuer: Enqueuer, debug: bool):
         self.debug = debug
-        self._island = island
+        self._members = members
         self._enqueuer = enqueuer
 
     def made(self, what: str, prepare: Callable[..., T], *args: Any) -> T:
@@ -38,51 +39,52 @@ class Agreement:
             ClosedError: the communicator was closed.
             CollectiveError: it has failed. Argument errors are raised before that.
         """
-        self._island.check_open()
+        self._members.check_open()
         try:
             made = prepare(*args)
         except BaseException as error:
             self._enqueuer.give_up_unless_refused(error, what)
             raise
-        self._island.check()
+        self._members.check()
         return made
 
     def checked(
         self,
         what: str,
-        words: Callable[..., str],
-        prepare: Callable[..., T],
-        *args: Any,
+        words: Callable[[T, A], str],
+        prepare: Callable[[A], T],
+        given: A,
         then: Callable[[T], None] | None = None,
     ) -> T:
         """Do as :meth:`made`; in debug mode, raise an error of one rank on all.
 
         Args:
             what: the operation.
-            words: ``words(made, *args)`` returns a text of the prepared call, which
+            words: ``words(made, given)`` returns a text of the prepared call, which
                 must be equal on all ranks.
             prepare: as for :meth:`made`.
-            *args: these arguments.
+            given: its argument.
             then: compares more, if the texts are equal. Collective.
 
         Raises:
             SymmError: in debug mode, on all ranks: ``prepare`` failed on one, or they
                 differ.
         """
-        self._island.check_open()
+        if self._members.closed:
+            self._members.check_open()
         try:
-            made = prepare(*args)
+            made = prepare(given)
         except BaseException as error:
-            if self.debug and isinstance(error, Exception) and not self._island.failed:
+            if self.debug and isinstance(error, Exception) and not self._members.failed:
                 self._raise_on_all(error, what)
             self._enqueuer.give_up_unless_refused(error, what)
             raise
-        self._island.check()
+        self._members.check()
         if self.debug:
-            exchange = self._island.exchange
-            with self._island.set_up(what):
+            exchange = self._members.exchange
+            with self._members.set_up(what):
                 with exchange.agreed(what):
-                    text = words(made, *args)
+                    text = words(made, given)
                 exchange.agree_equal(text, what)
                 if then is not None:
                     then(made)
@@ -90,5 +92,5 @@ class Agreement:
 
     def _raise_on_all(self, error: Exception, what: str) -> None:
         """Raise an error of this rank on all ranks, which make the same call."""
-        with self._island.set_up(what), self._island.exchange.agreed(what):
+        with self._members.set_up(what), self._members.exchange.agreed(what):
             raise error

@@ -1,6 +1,6 @@
 """The life of a call: read, check, agree, choose, remember, enqueue.
 
-``Calls`` owns the parts of a communicator: the island of ranks, its symmetric memory,
+``Calls`` owns the parts of a communicator: its ranks, their symmetric memory,
 the workspace and the order of streams. ``communicator.py`` has the methods that users
 call; ``lifetime.py`` makes and closes these parts.
 """
@@ -26,7 +26,7 @@ from numba_symm.collectives.thread_guard import ThreadGuard
 from numba_symm.collectives.transfers import Prepared
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.island import Island
+from numba_symm.members import Members
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
 
@@ -44,7 +44,7 @@ class Calls:
         rank: this rank.
         size: the number of ranks.
         gpu: this rank's GPU.
-        island: the ranks with their GPUs and their status board.
+        members: the ranks with their GPUs and their status board.
         heap: their symmetric memory.
         end: this rank's end of the communicator, for kernels.
         binder: binds calls to kernels.
@@ -62,7 +62,7 @@ class Calls:
 
     def __init__(
         self,
-        island: Island,
+        members: Members,
         heap: Heap,
         order: StreamOrder,
         end: Endpoint,
@@ -70,16 +70,16 @@ class Calls:
         debug: bool,
         memory: own_arrays.Memory | None,
     ):
-        self.rank, self.size, self.gpu = end.rank, end.size, island.gpu
-        self.island = island
+        self.rank, self.size, self.gpu = end.rank, end.size, members.gpu
+        self.members = members
         self.heap = heap
         heap.debug = debug
         self.end = end
         self.binder: Binder = Binder(end)
-        self.thread = ThreadGuard(island.gpu.ordinal)
+        self.thread = ThreadGuard(members.gpu.ordinal)
         self.streams = CallStreams(stream)
-        self.enqueuer = Enqueuer(island, order, memory)
-        self.agreement = Agreement(island, self.enqueuer, debug)
+        self.enqueuer = Enqueuer(members, order, memory)
+        self.agreement = Agreement(members, self.enqueuer, debug)
         self.staging = staging.Staging()
         self._plans = Cache(MAX_PLANS)
         self._barrier: Enqueue | None = None
@@ -87,7 +87,7 @@ class Calls:
     def __repr__(self) -> str:
         return (
             f"<Communicator rank {self.rank} of {self.size}, "
-            f"{self.island.backend.name} memory, {self.gpu.name}>"
+            f"{self.members.backend.name} memory, {self.gpu.name}>"
         )
 
     # Operations.
@@ -158,7 +158,7 @@ class Calls:
         name, call = operation.work(given, read, written, self.end, self.gpu)
         launch = None
         if call is not None:
-            self.island.check()  # after a failure, do not compile a kernel
+            self.members.check()  # after a failure, do not compile a kernel
             with loads.of(what):
                 launch = self.binder.operation(operation, name, call)
         self._plans.put(key, launch)
@@ -182,7 +182,7 @@ class Calls:
 
     def transfer(self, what: str, call: Prepared) -> None:
         """Enqueue messages, or add them to an open group; raise after a failure."""
-        self.island.check()
+        self.members.check()
         if self.enqueuer.group is not None:
             self.enqueuer.group.add(call)
             return

@@ -17,7 +17,7 @@ from numba_symm.collectives import (
     vector_forms,
 )
 from numba_symm.collectives.calls import Calls
-from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.invocation import invocation
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.messages import IRECV, ISEND, RECV, SEND, SENDRECV
 from numba_symm.collectives.neighbors import (
@@ -49,9 +49,9 @@ from numba_symm.collectives.vector_forms import (
     SCATTER_V,
 )
 from numba_symm.environment import SIMULATED
-from numba_symm.island import Island
 from numba_symm.launch import devices, ranks, tagged
 from numba_symm.launch.devices import GPU
+from numba_symm.members import Members
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.memory.symmetric import SymmetricMemory
 
@@ -89,7 +89,7 @@ class Inside(NamedTuple):
         give_up: makes it fail after an error within a call, as ``Enqueuer.give_up``.
     """
 
-    ranks: Island
+    ranks: Members
     debug: bool
     give_up: Callable[..., None]
 
@@ -97,7 +97,7 @@ class Inside(NamedTuple):
 def inside(comm: "Communicator") -> Inside:
     """Return what other packages of this library may use of a communicator."""
     calls = comm._calls
-    return Inside(calls.island, calls.agreement.debug, calls.enqueuer.give_up)
+    return Inside(calls.members, calls.agreement.debug, calls.enqueuer.give_up)
 
 
 @with_algorithms
@@ -175,23 +175,23 @@ class Communicator(Persistent, OthersNames):
         if ranks.launched_rank() == 0:  # the others have the same variables
             environment.warn_of_unknown()
         ranks.warn_if_alone(comm)
-        given = stream, debug, multiprocessors, requests
-        self._become(construction.begin(comm, device, timeout, *given))
+        options = lifetime.Options(stream, debug, multiprocessors, requests)
+        self._become(construction.begin(comm, device, timeout, options))
         if self.rank == 0:
-            devices.warn_if_sliced(self._calls.island.gpus)
+            devices.warn_if_sliced(self._calls.members.gpus)
             if requests:
-                devices.warn_if_queues_are_few(self._calls.island.gpus)
+                devices.warn_if_queues_are_few(self._calls.members.gpus)
 
     def _become(self, calls: Calls) -> None:
         self._calls = calls
         self.rank: int = calls.rank
         self.size: int = calls.size
         self.device: GPU = calls.gpu
-        self.backend: str = calls.island.backend.name
-        self.refused_backends = calls.island.refused
-        self.peer_access = calls.island.peer_access
-        self.islands = calls.island.parts
-        self.timeout = calls.island.timeout
+        self.backend: str = calls.members.backend.name
+        self.refused_backends = calls.members.refused
+        self.peer_access = calls.members.peer_access
+        self.islands = calls.members.parts
+        self.timeout = calls.members.timeout
         self.multiprocessors = lifetime.multiprocessors_of(calls)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -259,8 +259,8 @@ class Communicator(Persistent, OthersNames):
             ArgumentError, BackendError: on all ranks.
         """
         calls = self._calls
-        with calls.island.set_up("rendezvous"):
-            with calls.island.exchange.agreed("rendezvous"):
+        with calls.members.set_up("rendezvous"):
+            with calls.members.exchange.agreed("rendezvous"):
                 view = arrays.dense(arrays.view(array, "rendezvous"), "rendezvous")
                 arrays.check_device(view, self.device.ordinal, "rendezvous")
             return calls.heap.rendezvous(view.address, array)
@@ -269,7 +269,7 @@ class Communicator(Persistent, OthersNames):
         """Rendezvous by address, for ``comm.allocator.rendezvous(ptr, comm)``."""
         with (
             self._calls.thread.alone("rendezvous"),
-            self._calls.island.set_up("rendezvous"),
+            self._calls.members.set_up("rendezvous"),
         ):
             return self._calls.heap.rendezvous(ptr)
 
@@ -302,15 +302,15 @@ class Communicator(Persistent, OthersNames):
             CollectiveError, ClosedError: this communicator has failed or was closed.
             DeviceError, BackendError, ExchangeError: a new communicator cannot be made.
         """
-        island = self._calls.island
-        with self._calls.island.set_up("split"):
-            with island.exchange.agreed("split"):
-                number, order = tagged.checked_split(island.comm, color, key)
-            given = island.exchange.all_gather((number, order), "split: colors")
+        everyone = self._calls.members
+        with everyone.set_up("split"):
+            with everyone.exchange.agreed("split"):
+                number, order = tagged.checked_split(everyone.comm, color, key)
+            given = everyone.exchange.all_gather((number, order), "split: colors")
             ranked = sorted(range(self.size), key=lambda rank: given[rank][1])  # stable
             same = [rank for rank in ranked if given[rank][0] == number]
             members = [] if number is None else same
-            part = functools.partial(ranks.split, island.comm, number, order)
+            part = functools.partial(ranks.split, everyone.comm, number, order)
             return self._of(construction.child(self._calls, "split", part, members))
 
     @by_one_thread
@@ -325,9 +325,9 @@ class Communicator(Persistent, OthersNames):
             DeviceError, BackendError, ExchangeError: the new communicator cannot be
                 made.
         """
-        with self._calls.island.set_up("dup"):
+        with self._calls.members.set_up("dup"):
             everyone = range(self.size)
-            comm = self._calls.island.comm
+            comm = self._calls.members.comm
             made = construction.child(self._calls, "dup", lambda: comm, everyone)
             return cast(Communicator, self._of(made))
 
@@ -397,7 +397,7 @@ class Communicator(Persistent, OthersNames):
             CollectiveError: an earlier call of the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        given = Invocation(ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(ALL_REDUCE, x, out, stream, op=op, algorithm=algorithm)
         return self._calls.call(given)
 
     @by_one_thread
@@ -465,7 +465,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(ALL_GATHER, x, out, stream, algorithm=algorithm)
+        given = invocation(ALL_GATHER, x, out, stream, algorithm=algorithm)
         return self._calls.call(given)
 
     def all_to_all(
@@ -494,7 +494,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(ALL_TO_ALL, x, out, stream, algorithm=algorithm)
+        given = invocation(ALL_TO_ALL, x, out, stream, algorithm=algorithm)
         return self._calls.call(given)
 
     def reduce_scatter(
@@ -527,7 +527,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(REDUCE_SCATTER, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(REDUCE_SCATTER, x, out, stream, op=op, algorithm=algorithm)
         return self._calls.call(given)
 
     def scan(
@@ -559,7 +559,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(SCAN, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(SCAN, x, out, stream, op=op, algorithm=algorithm)
         return self._calls.call(given)
 
     def exscan(
@@ -581,7 +581,7 @@ class Communicator(Persistent, OthersNames):
             -0.0. The identity of a function is unknown: rank 0's ``out`` keeps its
             contents then, and a new array has undefined contents.
         """
-        given = Invocation(EXSCAN, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(EXSCAN, x, out, stream, op=op, algorithm=algorithm)
         return self._calls.call(given)
 
     def reverse_scan(
@@ -602,7 +602,7 @@ class Communicator(Persistent, OthersNames):
             ``out``, or the new array, of x's shape. Rank 0 gets the bits of
             :meth:`all_reduce`, except for those of a NaN.
         """
-        given = Invocation(REVERSE_SCAN, x, out, stream, op=op, algorithm=algorithm)
+        given = invocation(REVERSE_SCAN, x, out, stream, op=op, algorithm=algorithm)
         return self._calls.call(given)
 
     def reduce(
@@ -636,7 +636,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`; ArgumentError if ``root`` is not a rank.
         """
-        given = Invocation(
+        given = invocation(
             REDUCE, x, out, stream, op=op, algorithm=algorithm, root=root
         )
         return self._calls.call(given)
@@ -667,7 +667,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`; ArgumentError if ``root`` is not a rank.
         """
-        given = Invocation(BROADCAST, x, x, stream, algorithm=algorithm, root=root)
+        given = invocation(BROADCAST, x, x, stream, algorithm=algorithm, root=root)
         return self._calls.call(given)
 
     def reduce_scatter_v(
@@ -702,7 +702,7 @@ class Communicator(Persistent, OthersNames):
             As :meth:`all_reduce`.
         """
         tables = ((counts, None),)
-        given = Invocation(REDUCE_SHARD, x, out, stream, op=op, tables=tables)
+        given = invocation(REDUCE_SHARD, x, out, stream, op=op, tables=tables)
         return vector_forms.reduce_scatter(self._calls, given)
 
     def gather(
@@ -733,7 +733,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(GATHER, x, out, stream, root=root)
+        given = invocation(GATHER, x, out, stream, root=root)
         return vector_forms.collected(self._calls, given)
 
     def gather_v(
@@ -767,7 +767,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(
+        given = invocation(
             GATHER_V, x, out, stream, root=root, tables=((counts, displs),)
         )
         return vector_forms.collected(self._calls, given)
@@ -802,7 +802,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(SCATTER, x, out, stream, root=root)
+        given = invocation(SCATTER, x, out, stream, root=root)
         return vector_forms.collected(self._calls, given)
 
     def scatter_v(
@@ -838,7 +838,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(
+        given = invocation(
             SCATTER_V, x, out, stream, root=root, tables=((counts, displs),)
         )
         return vector_forms.collected(self._calls, given)
@@ -871,7 +871,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
+        given = invocation(ALL_GATHER_V, x, out, stream, tables=((counts, displs),))
         return vector_forms.collected(self._calls, given)
 
     def all_to_all_v(
@@ -909,7 +909,7 @@ class Communicator(Persistent, OthersNames):
             As :meth:`all_reduce`.
         """
         tables = (send_counts, send_displs), (recv_counts, recv_displs)
-        given = Invocation(ALL_TO_ALL_V, x, out, stream, tables=tables)
+        given = invocation(ALL_TO_ALL_V, x, out, stream, tables=tables)
         return vector_forms.collected(self._calls, given)
 
     def neighbor_all_gather(
@@ -942,7 +942,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(
+        given = invocation(
             NEIGHBOR_ALL_GATHER, x, out, stream, peers=(destinations, sources)
         )
         return vector_forms.collected(self._calls, given)
@@ -975,7 +975,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`all_reduce`.
         """
-        given = Invocation(
+        given = invocation(
             NEIGHBOR_ALL_TO_ALL, x, out, stream, peers=(destinations, sources)
         )
         return vector_forms.collected(self._calls, given)
@@ -1005,7 +1005,7 @@ class Communicator(Persistent, OthersNames):
             CollectiveError: an earlier call of the communicator has failed.
             ClosedError: the communicator was closed.
         """
-        given = Invocation(SEND, x, stream=stream, peers=(dst, None))
+        given = invocation(SEND, x, stream=stream, peers=(dst, None))
         messages.start(self._calls, given)
 
     @by_one_thread
@@ -1040,7 +1040,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`send`.
         """
-        given = Invocation(RECV, None, out, stream, peers=(None, src), count=count)
+        given = invocation(RECV, None, out, stream, peers=(None, src), count=count)
         return messages.start(self._calls, given)
 
     @by_one_thread
@@ -1075,7 +1075,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`send`.
         """
-        given = Invocation(SENDRECV, x, out, stream, peers=(dst, src), count=count)
+        given = invocation(SENDRECV, x, out, stream, peers=(dst, src), count=count)
         return messages.start(self._calls, given)
 
     @by_one_thread
@@ -1096,7 +1096,7 @@ class Communicator(Persistent, OthersNames):
                 requests, a group is open, or the stream is being captured.
             CollectiveError, ClosedError: as for any call.
         """
-        given = Invocation(ISEND, x, stream=stream, peers=(dst, None))
+        given = invocation(ISEND, x, stream=stream, peers=(dst, None))
         return messages.request(self._calls, given)
 
     @by_one_thread
@@ -1116,7 +1116,7 @@ class Communicator(Persistent, OthersNames):
         Raises:
             As :meth:`isend`.
         """
-        given = Invocation(
+        given = invocation(
             IRECV, out=out, stream=stream, peers=(None, src), count=count
         )
         return messages.request(self._calls, given)
@@ -1169,14 +1169,18 @@ class Communicator(Persistent, OthersNames):
             ArgumentError: it is not such a kernel, or ``threads`` is not such a number.
             ClosedError: the communicator was closed.
         """
-        island = self._calls.island
-        island.check_open()
+        members = self._calls.members
+        members.check_open()
         threads = arguments.integer(
-            *(threads, "launch_limit", "threads to be an integer from 1 to 1024"),
-            *(1, 1024, "pass the threads of a block"),
+            threads,
+            "launch_limit",
+            "threads to be an integer from 1 to 1024",
+            least=1,
+            most=1024,
+            do="pass the threads of a block",
         )
         most = grids.most_blocks(kernel, threads)
-        return most // devices.sharers(island.gpus)[island.gpu.uuid]
+        return most // devices.sharers(members.gpus)[members.gpu.uuid]
 
     def check(self) -> None:
         """Raise if the communicator has failed or was closed. Never waits.
@@ -1186,7 +1190,7 @@ class Communicator(Persistent, OthersNames):
                 The text has the cause.
             ClosedError: the communicator was closed.
         """
-        self._calls.island.check()
+        self._calls.members.check()
 
     def synchronize(self, stream: Any = None) -> None:
         """Wait for a stream, then :meth:`check`. Not collective.
@@ -1196,7 +1200,7 @@ class Communicator(Persistent, OthersNames):
         """
         self._calls.enqueuer.refuse_in_group("synchronize")
         handle, _ = self._calls.streams.default(stream)
-        if not SIMULATED and not self._calls.island.closed:
+        if not SIMULATED and not self._calls.members.closed:
             streams.synchronize(handle)
             if self._calls.requests is not None:
                 self._calls.requests.settle()
@@ -1215,7 +1219,7 @@ class Communicator(Persistent, OthersNames):
         lifetime.close(self._calls)
 
     def __enter__(self) -> Self:
-        self._calls.island.check_open()
+        self._calls.members.check_open()
         return self
 
     def __exit__(

@@ -7,7 +7,7 @@ from numba_symm.collectives.call_streams import Stream
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.transfers import Pending
 from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
-from numba_symm.island import Island
+from numba_symm.members import Members
 from numba_symm.streams import StreamOrder
 
 REFUSALS = (ArgumentError, ClosedError, CollectiveError)
@@ -18,7 +18,7 @@ class Enqueuer:
     """Enqueues the calls of a communicator.
 
     Args:
-        island: the ranks.
+        members: the ranks.
         order: orders the calls of all streams.
         memory: the memory of the workspace.
 
@@ -28,11 +28,11 @@ class Enqueuer:
     """
 
     def __init__(
-        self, island: Island, order: StreamOrder, memory: own_arrays.Memory | None
+        self, members: Members, order: StreamOrder, memory: own_arrays.Memory | None
     ):
         self.order = order
         self.group: Pending | None = None
-        self._island = island
+        self._members = members
         self._memory = memory
 
     def run(
@@ -63,7 +63,8 @@ class Enqueuer:
                 finally:
                     trail.leave()
             except BaseException as error:
-                self._island.keep(self._memory, *keep)
+                if self._members.engine is not None:
+                    self._members.engine.keep(self._memory, *keep)
                 self.give_up(error, what, handle)
                 raise
 
@@ -83,7 +84,7 @@ class Enqueuer:
         """
         spoiled = [streams.spoil_capture(handle) for handle in stream_handles]
         if not (spoiled and all(spoiled)):
-            self._island.abandon(error, what)
+            self._members.abandon(error, what)
 
     def refuse_in_group(self, what: str) -> None:
         """Refuse a call that is impossible before the calls of a group have started."""

@@ -42,11 +42,12 @@ from numba_symm.island import Island
 from numba_symm.kernels import load_listed
 from numba_symm.launch import devices, ranks, tagged, waiting
 from numba_symm.launch.tagged import TaggedComm
+from numba_symm.members import Members
 from numba_symm.memory.heap import Heap
 from numba_symm.streams import StreamOrder
 
 _open: "weakref.WeakSet[Calls]" = weakref.WeakSet()
-_in_use: dict[Island, str] = {}  # the backends of open communicators, in order
+_in_use: dict[Members, str] = {}  # the backends of open communicators, in order
 
 
 def backend() -> str:
@@ -56,40 +57,43 @@ def backend() -> str:
     return environment.requested_backend() or environment.BACKENDS[0]
 
 
-def begin(
-    island: Island,
-    stream: Any,
-    debug: bool,
-    multiprocessors: int | None,
-    requests: bool,
-) -> Calls:
-    """Return the calls of a new communicator over an island. Collective."""
-    with undone(island) as undo:
-        heap = Heap(island)
+class Options(NamedTuple):
+    """The options of a communicator, as the caller of the constructor passed them."""
+
+    stream: Any
+    debug: Any
+    multiprocessors: int | None
+    requests: Any
+
+
+def begin(members: Members, options: Options) -> Calls:
+    """Return the calls of a new communicator of one island. Collective."""
+    with undone(members) as undo:
+        heap = Heap(members)
         undo.callback(heap.close_locally)
-        given = debug, multiprocessors, requests
-        settings = agreed_settings(island, stream, *given)
+        settings = agreed_settings(members, options)
         whole = limit = settings.limit
         if settings.requests:
-            limit = _left_by_requests(limit, island.world.size)
+            limit = _left_by_requests(limit, members.world.size)
         order, end, memory = joined(heap, limit)
-        calls = Calls(island, heap, order, end, stream, settings.debug, memory)
+        debug = settings.debug
+        calls = Calls(members, heap, order, end, options.stream, debug, memory)
         if settings.requests:
-            nbytes = channels(island.world.size, True).end
+            nbytes = channels(members.world.size, True).end
             memory, workspace = heap.allocate(nbytes, "workspace of requests")
             calls.requests = Requests(end, workspace.addresses, memory, whole)
         return opened(calls)
 
 
 @contextmanager
-def undone(island: Island) -> Iterator[ExitStack]:
+def undone(members: Members) -> Iterator[ExitStack]:
     """Undo the construction of a communicator if the block raises an exception."""
     with ExitStack() as undo:
         try:
             yield undo
         except BaseException as error:
             with ExitStack() as steps:  # run in reverse order
-                steps.callback(island.give_up, error)
+                steps.callback(members.give_up, error)
                 steps.push(undo.pop_all())
             raise
         undo.pop_all()
@@ -109,25 +113,23 @@ class Settings(NamedTuple):
     limit: int
 
 
-def agreed_settings(
-    island: Island, stream: Any, debug: Any, multiprocessors: int | None, requests: Any
-) -> Settings:
+def agreed_settings(members: Members, options: Options) -> Settings:
     """Check the settings of a communicator. Collective."""
-    exchange = island.exchange
+    exchange = members.exchange
     with exchange.agreed("Communicator"):
-        debug = arguments.flag(debug, "Communicator", "debug")
-        requests = arguments.flag(requests, "Communicator", "requests")
-        streams.handle_or_default(stream)
-        asked = environment.chosen_multiprocessors(multiprocessors)
+        debug = arguments.flag(options.debug, "Communicator", "debug")
+        requests = arguments.flag(options.requests, "Communicator", "requests")
+        streams.handle_or_default(options.stream)
+        asked = environment.chosen_multiprocessors(options.multiprocessors)
         limit = _multiprocessors(asked)
     given = f"multiprocessors={asked}, debug={debug}, requests={requests}"
     exchange.agree_equal(given, "Communicator")
     limits = exchange.all_gather(limit, "limits of multiprocessors")
     if asked is None and not SIMULATED:  # simulated ranks never share a GPU
-        ranks_of = devices.sharers(island.gpus)
+        ranks_of = devices.sharers(members.gpus)
         limits = [
             max(1, each // ranks_of[gpu.uuid])
-            for each, gpu in zip(limits, island.gpus, strict=True)
+            for each, gpu in zip(limits, members.gpus, strict=True)
         ]
     return Settings(debug, requests, min(limits))
 
@@ -166,11 +168,11 @@ def joined(
 
 def opened(calls: Calls) -> Calls:
     """Return a communicator's calls, which are closed or dropped in the end."""
-    island = calls.island
+    members = calls.members
     if not SIMULATED:
         _load_ahead(calls)
     held = (
-        island,
+        members,
         calls.heap,
         calls.enqueuer.order,
         calls.requests,
@@ -178,7 +180,7 @@ def opened(calls: Calls) -> Calls:
     )
     calls.when_dropped = weakref.finalize(calls, _drop, repr(calls), *held)
     calls.when_dropped.atexit = False  # the end of the process frees it
-    _in_use[island] = island.backend.name
+    _in_use[members] = members.backend.name
     _open.add(calls)
     forks.watch(calls)
     return calls
@@ -189,8 +191,8 @@ def _load_ahead(calls: Calls) -> None:
     if calls.size == 1 or not environment.loads_ahead():
         return
     with loads.ahead():
-        load_listed(tagged.of_job(calls.island.comm))
-        if len(calls.island.parts) == 1:  # ``end`` has all ranks' workspaces
+        load_listed(tagged.of_job(calls.members.comm))
+        if len(calls.members.parts) == 1:  # ``end`` has all ranks' workspaces
             kernel_set.load_default(calls.end)
 
 
@@ -216,9 +218,9 @@ def child(
         join: makes the new communicator of its ranks.
     """
     part: ranks.Comm | TaggedComm | None
-    exchange, step = calls.island.exchange, f"{what}: all ranks have arrived"
+    exchange, step = calls.members.exchange, f"{what}: all ranks have arrived"
     with exchange.agreed(what):
-        comm = tagged.checked(calls.island.comm)
+        comm = tagged.checked(calls.members.comm)
         if not isinstance(comm, TaggedComm):
             part = exchange.together(step, divided)
     if isinstance(comm, TaggedComm):
@@ -248,9 +250,18 @@ Join = Callable[[Calls, ranks.Comm | TaggedComm, Sequence[int]], Calls]
 
 def join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -> Calls:
     """Return a new communicator of some ranks of an island. Collective."""
-    island = Island(comm, calls.gpu.ordinal, calls.island.timeout, part=True)
-    given = calls.streams.given, calls.agreement.debug, multiprocessors_of(calls)
-    return begin(island, *given, calls.requests is not None)
+    island = Island(comm, calls.gpu.ordinal, calls.members.timeout, part=True)
+    return begin(island, options_of(calls))
+
+
+def options_of(calls: Calls) -> Options:
+    """Return the options of a communicator, for one of some of its ranks."""
+    return Options(
+        stream=calls.streams.given,
+        debug=calls.agreement.debug,
+        multiprocessors=multiprocessors_of(calls),
+        requests=calls.requests is not None,
+    )
 
 
 def _child_of(
@@ -259,7 +270,7 @@ def _child_of(
     members: Sequence[int],
     join: Join,
 ) -> Calls:
-    board, exchange = calls.island.board, calls.island.exchange
+    board, exchange = calls.members.board, calls.members.exchange
 
     def left() -> bool:
         board.look()
@@ -275,18 +286,18 @@ def _child_of(
 
 def close(calls: Calls) -> None:
     """Close a communicator on all ranks; after a failure, on this rank."""
-    island = calls.island
-    if island.closed:
+    members = calls.members
+    if members.closed:
         return
     with calls.thread.alone("close"):
         calls.enqueuer.refuse_in_group("close")
-        known = island.known_failure
+        known = members.known_failure
         try:
             if not SIMULATED:
                 streams.synchronize_device()
             elif calls.requests is not None:
                 calls.requests.close()
-            failure = island.failure_after_meeting()
+            failure = members.failure_after_meeting()
             if failure is not None:
                 raise failure
             # All ranks do this now. A rank that left it by an interrupt would report
@@ -295,36 +306,36 @@ def close(calls: Calls) -> None:
         except BaseException as error:
             failure = None  # its traceback has this frame, whose objects it would keep
             close_locally(calls, error, "close")
-            if not isinstance(error, CollectiveError) or island.known_failure != known:
+            if not isinstance(error, CollectiveError) or members.known_failure != known:
                 raise
 
 
 def _close(calls: Calls) -> None:
     _forget(calls)
     calls.heap.close()
-    calls.island.close()
+    calls.members.close()
     if not _open:  # no kernel of this process waits for another rank
         reserve.release()
 
 
 def close_locally(calls: Calls, cause: BaseException, operation: str = "") -> None:
     """Close on this rank, even if steps fail; report the cause to the other ranks."""
-    island = calls.island
+    members = calls.members
     with ExitStack() as steps:  # run in reverse order
-        steps.callback(island.close_locally)
+        steps.callback(members.close_locally)
         steps.callback(calls.heap.close_locally)
         steps.callback(_forget, calls)
-        steps.callback(island.abandon, cause, operation)
+        steps.callback(members.abandon, cause, operation)
 
 
 def leave(calls: Calls, error: BaseException | None) -> None:
     """Leave a ``with`` statement, by an exception or without one."""
-    island = calls.island
+    members = calls.members
     if error is None:
         close(calls)
-    elif not island.closed:
+    elif not members.closed:
         # Do not wait for the other ranks, which may still be within the statement.
-        island.abandon(error)
+        members.abandon(error)
         try:
             with calls.thread.alone("close"):
                 close_locally(calls, error)
@@ -337,12 +348,13 @@ def _forget(calls: Calls) -> None:
     calls.disown()
     if calls.requests is not None:
         calls.requests.close()
-    calls.island.settle()
+    if calls.members.engine is not None:
+        calls.members.engine.settle()
     calls.forget()
-    _in_use.pop(calls.island, None)
+    _in_use.pop(calls.members, None)
 
 
-def _fill_sentinels(island: Island, workspace: int) -> None:
+def _fill_sentinels(island: Members, workspace: int) -> None:
     """Mark mailboxes as empty, before a peer may store into them."""
     for region in layout(island.world.size).sentinels:
         nbytes = region.end - region.slots
@@ -401,7 +413,7 @@ def _multiprocessors(asked: int | None) -> int:
 
 def _drop(
     name: str,
-    island: Island,
+    members: Members,
     heap: Heap,
     order: StreamOrder,
     requests: Requests | None,
@@ -412,17 +424,17 @@ def _drop(
     The garbage collector may call this in any thread, at any moment. Unmapping is
     deferred, because it waits for the GPU.
     """
-    island.why_closed = "the communicator was dropped; keep it until it is closed"
+    members.why_closed = "the communicator was dropped; keep it until it is closed"
     with ExitStack() as steps:  # run in reverse order
         steps.callback(warnings.warn, f"{name} was not closed", ResourceWarning)
-        steps.callback(_in_use.pop, island, None)
-        steps.callback(setattr, island, "closed", True)
-        steps.callback(deferred.defer, _undo, island, heap, order, requests, context)
-        steps.callback(island.abandon, "dropped the communicator without closing it")
+        steps.callback(_in_use.pop, members, None)
+        steps.callback(setattr, members, "closed", True)
+        steps.callback(deferred.defer, _undo, members, heap, order, requests, context)
+        steps.callback(members.abandon, "dropped the communicator without closing it")
 
 
 def _undo(
-    island: Island,
+    members: Members,
     heap: Heap,
     order: StreamOrder,
     requests: Requests | None,
@@ -431,7 +443,7 @@ def _undo(
     """Unmap the memory of a dropped communicator."""
     with ExitStack() as steps:  # run in reverse order
         steps.enter_context(streams.on_context(context))
-        steps.callback(island.close_locally)
+        steps.callback(members.close_locally)
         steps.callback(heap.close_locally)
         steps.callback(order.close)
         if requests is not None:
@@ -453,7 +465,7 @@ def _warn_of_open() -> None:
     for calls in list(_open):
         if not calls.when_dropped.alive:
             continue  # the parent's, in a forked child
-        calls.island.abandon(error or "ended without closing the communicator")
+        calls.members.abandon(error or "ended without closing the communicator")
         if error is None:
             warnings.warn(
                 f"{calls!r} was still open at exit: call close() on every rank, or use "

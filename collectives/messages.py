@@ -57,7 +57,7 @@ ISEND, IRECV = Kind("isend", True, False), Kind("irecv", False, True)
 
 def prepared(calls: Calls, given: MessageCall) -> Prepared:
     """Prepare to send, to receive, or both."""
-    calls.island.check_open()
+    calls.members.check_open()
     return staging.prepared(calls, given, _prepared)
 
 
@@ -90,7 +90,7 @@ def requests_of(calls: Calls, what: str) -> Requests:
     """Return the requests of a communicator, or refuse a call that needs them."""
     if calls.requests is not None:
         return calls.requests
-    parts = calls.island.parts
+    parts = calls.members.parts
     if len(parts) > 1:
         found = "; ".join(map(name_ranks, parts))
         raise ArgumentError(
@@ -137,7 +137,7 @@ def request(calls: Calls, given: MessageCall) -> Request:
         except BaseException as error:
             failed(error)
             raise
-    return Request(calls.island, what, done, call.result, call.stream, requests.settle)
+    return Request(calls.members, what, done, call.result, call.stream, requests.settle)
 
 
 def _bound(calls: Calls, message: tuple[Message, bool]) -> Enqueue:
@@ -152,7 +152,7 @@ def collecting(
 ) -> Iterator[None]:
     """Collect the calls within a ``with`` block, and pass them to ``done``."""
     with calls.thread.alone(what):
-        calls.island.check()
+        calls.members.check()
         calls.enqueuer.refuse_in_group(what)
         calls.staging.begin()
         pending = calls.enqueuer.group = Pending(calls.size)
@@ -162,7 +162,7 @@ def collecting(
         finally:
             calls.thread.held = False
             calls.enqueuer.group = None
-        calls.island.check()
+        calls.members.check()
         done(pending)
 
 

@@ -70,7 +70,7 @@ class Plan:
                 checked = calls.agreement.checked
                 chosen = checked("a plan", self._words, self._chosen, stream)
             else:
-                calls.island.check()
+                calls.members.check()
                 chosen = self._chosen(stream)
             start(chosen, self)
         finally:
@@ -121,7 +121,7 @@ class Detached:
             return False
         calls.thread.begin(self._name)
         try:
-            calls.island.check()
+            calls.members.check()
             self._start(stream, *arrays)
         finally:
             calls.thread.finish()

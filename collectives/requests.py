@@ -26,7 +26,7 @@ from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.events import Event
-from numba_symm.island import Island
+from numba_symm.members import Members
 from numba_symm.own_arrays import Memory
 from numba_symm.streams import SideStream
 
@@ -61,7 +61,7 @@ class Request:
 
     def __init__(
         self,
-        island: Island,
+        members: Members,
         what: str,
         done: Done,
         out: Any,
@@ -69,7 +69,7 @@ class Request:
         settle: Callable[[], None],
     ):
         self._settle = settle
-        self._island = island
+        self._members = members
         self._what = what
         self._done = done
         self._out = out
@@ -91,7 +91,7 @@ class Request:
         Raises:
             CollectiveError, ClosedError: as for any call.
         """
-        self._island.check()
+        self._members.check()
         handle, _ = self._stream if stream is None else owned(stream)
         self._done.wait(handle)
         return self._out
@@ -104,7 +104,7 @@ class Request:
         """
         done = self._done.query()
         self._settle()
-        self._island.check()
+        self._members.check()
         return done
 
     def synchronize(self) -> Any:
@@ -116,10 +116,10 @@ class Request:
         Raises:
             CollectiveError, ClosedError: as for any call.
         """
-        if not self._island.closed:
+        if not self._members.closed:
             self._done.synchronize()
         self._settle()
-        self._island.check()
+        self._members.check()
         return self._out
 
     @staticmethod

@@ -6,6 +6,7 @@ be grouped with other messages. Counts and displacements are those of MPI.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from numba_symm import arrays, dtypes
@@ -29,7 +30,7 @@ from numba_symm.collectives.counts import (
     refuse_overlap,
     table_of,
 )
-from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.invocation import Invocation, invocation
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue, Series
@@ -93,23 +94,23 @@ def prepared(calls: Calls, given: FormCall) -> Prepared:
     what = given.operation.name
 
     def then(call: Prepared) -> None:
-        agree_on_counts(calls.island.exchange, what, call.transfers)
+        agree_on_counts(calls.members.exchange, what, call.transfers)
 
-    checked = calls.agreement.checked
-    return checked(what, _words, _checked, calls, given, then=then)
+    prepare = partial(_checked, calls)
+    return calls.agreement.checked(what, _words, prepare, given, then)
 
 
-def _words(call: Prepared, calls: Calls, _: FormCall) -> str:
-    """Return what the ranks must agree on; raise if the open group refuses the call."""
-    if calls.enqueuer.group is not None:
-        calls.enqueuer.group.check(call.transfers, call.stream)
+def _words(call: Prepared, _: FormCall) -> str:
     return call.transfers.words
 
 
 def _checked(calls: Calls, given: FormCall) -> Prepared:
     """Prepare a call of arrays with or without gaps."""
     given = given.operation.check(calls, given)
-    return staging.prepared(calls, given, _formed)
+    call = staging.prepared(calls, given, _formed)
+    if calls.agreement.debug and calls.enqueuer.group is not None:
+        calls.enqueuer.group.check(call.transfers, call.stream)  # before ranks compare
+    return call
 
 
 def _formed(calls: Calls, given: FormCall) -> Prepared:
@@ -173,10 +174,11 @@ Reductions = tuple[str, Enqueue | None, Stream, Any]
 def shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
     """Prepare a ``reduce_scatter_v``; in debug mode, the ranks agree first."""
     what = given.operation.name
-    return calls.agreement.checked(what, _words_of_shards, _shards, calls, given)
+    prepare = partial(_shards, calls)
+    return calls.agreement.checked(what, _words_of_shards, prepare, given)
 
 
-def _words_of_shards(made: Reductions, *_: object) -> str:
+def _words_of_shards(made: Reductions, _: object) -> str:
     return made[0]
 
 
@@ -213,7 +215,7 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
         address = source.address + first * itemsize
         shard = source._replace(address=address, shape=(count,))
         into = target._replace(shape=(count,)) if root == calls.rank else None
-        reduction = Invocation(operation, op=given.op, root=root)
+        reduction = invocation(operation, op=given.op, root=root)
         launches.append(calls.packed(reduction, shard, into))
     op = dtypes.reduction(given.op, what)
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"

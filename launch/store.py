@@ -137,10 +137,14 @@ class StoreExchange:
             seconds: how long it waits at most; None: ``timeout``.
             limit: the setting that gives these seconds, as a text.
         """
-        rank = self.names[self.rank]
-        seconds = self.timeout if seconds is None else seconds
-        given = self.call or what, rank, seconds, limit
-        return Wait(*given, self.names, self.nodes)
+        return Wait(
+            self.call or what,
+            rank=self.names[self.rank],
+            seconds=self.timeout if seconds is None else seconds,
+            limit=limit,
+            names=self.names,
+            nodes=self.nodes,
+        )
 
     def look(self, wait: Wait, absent: Sequence[int]) -> None:
         """Raise if the wait for ``absent`` has lasted too long, or a rank has failed.

@@ -8,10 +8,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
-from numba_symm import engines, environment, forks, waits
+from numba_symm import engines, environment, waits
 from numba_symm.board import Failure
+from numba_symm.engines.protocol import Engine
 from numba_symm.errors import (
     ArgumentError,
     CollectiveError,
@@ -25,34 +25,33 @@ from numba_symm.launch.islands import Parts, described, divide
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
+from numba_symm.members import Members
 from numba_symm.watchdog import Watchdog
 
 
-class Islands(Island):
-    """The ranks of several islands, with the interface of one.
+class Islands(Members):
+    """The ranks of several islands.
 
     Collective: every rank passes the same ``timeout`` and ``parts``.
 
     Args:
-        comm: the ranks; as for :class:`Island`.
-        device: as for :class:`Island`.
-        timeout: as for :class:`Island`.
-        part: as for :class:`Island`.
+        comm: the ranks; as for :class:`Members`.
+        device: as for :class:`Members`.
+        timeout: as for :class:`Members`.
+        part: as for :class:`Members`.
         parts: the islands; None: they are found.
 
     Attributes:
-        parts: the ranks of each island.
         nodes: by rank, the node's name.
         index: the number of this rank's island.
         local: this rank's number there.
         inner: this rank's island.
-        engine: moves bytes between the islands.
         operation: the call that uses the engine, for errors.
         shown: whether this rank prints the islands.
-        sent: the bytes that this rank's calls have given to the engine for others.
     """
 
     comm: TaggedComm
+    engine: Engine
 
     def __init__(
         self,
@@ -66,12 +65,10 @@ class Islands(Island):
         self.watchdog: Watchdog | None = None
         self._shared = ExitStack()  # what all ranks free together
         self.operation = "Communicator"
-        self.sent = 0
         super().__init__(comm, device, timeout, part)
 
-    def _make(self, device: int | None, timeout: float | None) -> None:
+    def _make(self, device: int | None) -> None:
         exchange = self.exchange
-        self._agree(timeout)
         with exchange.agreed("Communicator"):
             _refuse_one_thread()
             self.shown = environment.show_islands() and self.world.rank == 0
@@ -87,10 +84,16 @@ class Islands(Island):
         self.local = mine.index(rank)
         comm = self.comm.part(mine, Purpose.ISLAND)
         with exchange.agreed("Communicator"):
-            given = self.gpu.ordinal, self.timeout, True
             nodes = [self.world.node] * len(mine)
             with waiting.watching(self._left(mine)):
-                self.inner = Island(comm, *given, names=mine, nodes=nodes)
+                self.inner = Island(
+                    comm,
+                    self.gpu.ordinal,
+                    self.timeout,
+                    part=True,
+                    names=mine,
+                    nodes=nodes,
+                )
             # Here, because another island may fail in this step.
             self._undo.callback(self.inner.close_locally)
             self._shared.callback(self.inner.close)
@@ -106,7 +109,6 @@ class Islands(Island):
         self._across = _Across(self)
         self._start_watchdog()
         exchange.meet_at(self._across)  # the watchdog reports the islands' failures
-        forks.watch(self)
 
     def _start_watchdog(self) -> None:
         comm = self.comm.part(range(self.comm.size), Purpose.WATCHDOG)
@@ -181,9 +183,14 @@ class Islands(Island):
         others = [rank for rank in members if rank != self.world.rank]
         return lambda: any(map(ahead, others))
 
+    @property
+    def island(self) -> Island:
+        """This rank's island."""
+        return self.inner
+
     @contextmanager
     def within(self, what: str) -> Iterator[None]:
-        """Do work within each island; see :meth:`Island.within`."""
+        """Do work within each island; see :meth:`Members.within`."""
         with self.exchange.agreed(what):
             try:
                 yield
@@ -200,10 +207,14 @@ class Islands(Island):
 
     def wait(self, what: str) -> Wait:
         """Start a wait for other islands within a call, and return it."""
-        limit = f"timeout: {self.timeout:g} s"
-        given = what, self.world.rank, self.timeout, limit
-        hint = waits.OTHER_MESSAGE if what == waits.MESSAGE else waits.OTHER_CALL
-        return Wait(*given, nodes=self.nodes, hint=hint)
+        return Wait(
+            what,
+            self.world.rank,
+            self.timeout,
+            limit=f"timeout: {self.timeout:g} s",
+            nodes=self.nodes,
+            hint=waits.OTHER_MESSAGE if what == waits.MESSAGE else waits.OTHER_CALL,
+        )
 
     def _gate(self, wait: Wait) -> Failure | None:
         failure = self.board.failure()
@@ -255,20 +266,9 @@ class Islands(Island):
         self.watch()
         self.board.look()
 
-    def keep(self, *objects: Any) -> None:
-        """Keep objects of a call that has failed if MPI may still use their memory."""
-        self.engine.keep(*objects)
-
-    def settle(self) -> None:
-        """Wait for threads that run kernels, before memory is unmapped."""
-        self.engine.settle()
-
-    def give_up(self, error: BaseException) -> None:
-        """Undo what was made, after the construction has failed."""
-        everybodys = self._is_everybodys(error)
-        super().give_up(error)
-        if everybodys:
-            self._shared.close()
+    def _release(self, error: BaseException) -> None:
+        super()._release(error)
+        self._shared.close()
 
     def _is_everybodys(self, error: BaseException) -> bool:
         # An error of the engine may be this rank's only, which has reported it.

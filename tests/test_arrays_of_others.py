@@ -57,7 +57,7 @@ class Taken:
     """Memory as large as a workspace, taken after that was released."""
 
     def __init__(self, comm):
-        self.allocator, self.memory = comm.allocator, comm._calls.island.backend
+        self.allocator, self.memory = comm.allocator, comm._calls.members.backend
         self.nbytes = layout(comm.size).nbytes
         self.wanted = REUSED.to_bytes() * self.nbytes
 

@@ -448,7 +448,7 @@ def loads_too_long(world):
         other.synchronize()
         if world.rank == AWAY:
             with loads.of("all_gather"), loads.noted("one_shot"):
-                while not comm._calls.island.failed:
+                while not comm._calls.members.failed:
                     time.sleep(0.01)
         calls = lambda: comm.all_reduce(input_of(comm)), comm.synchronize
         texts = [attempt(call)[0] for call in calls]

@@ -107,7 +107,7 @@ def killed(world, at):
     comm = ns.Communicator(world, timeout=PATIENT)
     world.barrier()
     if world.rank == AWAY:
-        channel = comm._calls.island.channel
+        channel = comm._calls.members.channel
         channel.all_gather_fds = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
         if at == "close":
             channel.all_gather_fds(0)

@@ -4,20 +4,21 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from numba_symm.collectives import lifetime, warm_up
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.islands.binder import IslandsBinder
 from numba_symm.collectives.islands.site import ALIGNED, STAGING, Site, padded
+from numba_symm.collectives.lifetime import Options
 from numba_symm.collectives.protocols.workspace import layout
 from numba_symm.errors import ArgumentError, PeerAccessError
-from numba_symm.island import Apart, Island, patience
+from numba_symm.island import Apart, Island
 from numba_symm.islands import Islands
 from numba_symm.launch import ranks, waiting
 from numba_symm.launch.islands import among, described
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
+from numba_symm.members import patience
 from numba_symm.memory.heap import Heap
 
 
@@ -25,22 +26,18 @@ def begin(
     comm: ranks.Comm,
     device: int | None,
     timeout: float | None,
-    stream: Any,
-    debug: bool,
-    multiprocessors: int | None,
-    requests: bool,
+    options: Options,
 ) -> Calls:
     """Return the calls of a new communicator. Collective.
 
     The ranks try to be one island first; if they are not, they are divided.
     """
-    settings = stream, debug, multiprocessors, requests
     with warm_up.while_constructing(ranks.checked(comm).size):
-        return _made(comm, device, timeout, *settings)
+        return _made(comm, device, timeout, options)
 
 
 def _made(
-    comm: ranks.Comm, device: int | None, timeout: float | None, *settings: Any
+    comm: ranks.Comm, device: int | None, timeout: float | None, options: Options
 ) -> Calls:
     mine = waiting.duplicate(comm, Wait("Communicator", comm.rank, patience()))
     try:
@@ -52,9 +49,9 @@ def _made(
                 f"mpi4py's, got {comm!r}"
             ) from error
     else:
-        return lifetime.begin(island, *settings)
+        return lifetime.begin(island, options)
     islands = Islands(mine, device, timeout)
-    calls = _begin(islands, *settings)
+    calls = _begin(islands, options)
     if islands.shown:
         _show(f"numba-symm: islands: {islands.described()}")
     return calls
@@ -77,33 +74,20 @@ def child(
 
 def _join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -> Calls:
     """Return a new communicator of some ranks, which are one island or several."""
-    parts = among(calls.island.parts, members)
+    parts = among(calls.members.parts, members)
     if len(parts) == 1:
         return lifetime.join(calls, comm, members)
     assert isinstance(comm, TaggedComm)  # only MPI's ranks are several islands
-    timeout, ordinal = calls.island.timeout, calls.gpu.ordinal
+    timeout, ordinal = calls.members.timeout, calls.gpu.ordinal
     islands = Islands(comm, ordinal, timeout, part=True, parts=parts)
-    return _begin(
-        islands,
-        calls.streams.given,
-        calls.agreement.debug,
-        calls.end.multiprocessors,
-        False,
-    )
+    return _begin(islands, lifetime.options_of(calls))
 
 
-def _begin(
-    islands: Islands,
-    stream: Any,
-    debug: bool,
-    multiprocessors: int | None,
-    requests: bool,
-) -> Calls:
+def _begin(islands: Islands, options: Options) -> Calls:
     """Return the calls of a new communicator of several islands. Collective."""
     inner = islands.inner
     with lifetime.undone(islands) as undo:
-        given = debug, multiprocessors, requests
-        settings = lifetime.agreed_settings(islands, stream, *given)
+        settings = lifetime.agreed_settings(islands, options)
         if settings.requests:
             raise ArgumentError(
                 "Communicator: expected one island for requests=True, got the islands "
@@ -111,7 +95,7 @@ def _begin(
                 "use send, recv and group"
             )
         islands.connect(settings.limit)
-        heap = Heap(inner, islands)
+        heap = Heap(islands)
         undo.callback(heap.close_locally)
         start = padded(layout(inner.world.size).nbytes)
         with islands.within("Communicator"):
@@ -120,6 +104,7 @@ def _begin(
         staging = padded(memory.address + start)
         world = islands.world
         whole = dataclasses.replace(end, rank=world.rank, size=world.size)
-        calls = Calls(islands, heap, order, whole, stream, settings.debug, memory)
+        stream, debug = options.stream, settings.debug
+        calls = Calls(islands, heap, order, whole, stream, debug, memory)
         calls.binder = IslandsBinder(Site(islands, end, staging))
         return lifetime.opened(calls)

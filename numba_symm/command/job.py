@@ -2,7 +2,6 @@
 
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.errors import SymmError
-from numba_symm.islands import Islands
 from numba_symm.launch import devices, ranks
 
 
@@ -18,10 +17,9 @@ def islands() -> str | None:
     try:
         with Communicator(MPI.COMM_WORLD) as comm:
             found = inside(comm).ranks
-            text = f"one, {ranks.name_ranks(range(comm.size))}"
-            if isinstance(found, Islands):
-                text = found.described()
             most = max(devices.sharers(found.gpus).values())
-            return text + (f"; up to {most} ranks on a GPU" if most > 1 else "")
+            return found.described() + (
+                f"; up to {most} ranks on a GPU" if most > 1 else ""
+            )
     except SymmError as error:
         return f"none: {error}"

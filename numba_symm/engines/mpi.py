@@ -388,8 +388,8 @@ class _ParcelMove:
 
 class _Send(_ParcelMove):
     def _begin(self, at: tuple[int, int, int]) -> None:
-        given = [self._room.sent(*at), ranks.mpi().BYTE], self._there, self._tag
-        begin(self.requests, self._mpi.Isend, *given)
+        sent = [self._room.sent(*at), ranks.mpi().BYTE]
+        begin(self.requests, self._mpi.Isend, sent, self._there, self._tag)
 
     def _finished(self) -> bool:
         return bool(self.requests[0].Test())
@@ -412,8 +412,8 @@ class _Receive(_ParcelMove):
         return True
 
     def _begin(self, at: tuple[int, int, int]) -> None:
-        given = [self._room.free(*at), ranks.mpi().BYTE], self._there, self._tag
-        begin(self.requests, self._mpi.Irecv, *given)
+        room = [self._room.free(*at), ranks.mpi().BYTE]
+        begin(self.requests, self._mpi.Irecv, room, self._there, self._tag)
 
     def _finished(self) -> bool:
         mpi = ranks.mpi()

@@ -12,7 +12,7 @@ from numba_symm.backends import ipc
 from numba_symm.backends.peers import Peers, map_peers
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
-from numba_symm.island import Island
+from numba_symm.members import Members
 from numba_symm.memory.allocator import Block, allocator_of
 from numba_symm.memory.symmetric import SymmetricMemory
 from numba_symm.own_arrays import Memory
@@ -81,9 +81,9 @@ class Heap:
             returned is valid for one generation.
     """
 
-    def __init__(self, island: Island, whole: Island | None = None):
-        self.island = island
-        self._whole = whole or island
+    def __init__(self, members: Members):
+        self._members = members
+        self.island = island = members.island
         self.allocator = allocator_of(island.backend.name, island.gpu.ordinal)
         self.debug = False  # whether kernels of the program check their arguments
         self._entries: dict[int, _Entry] = {}
@@ -97,8 +97,8 @@ class Heap:
 
     def array(self, shape: Any, dtype: Any, what: str) -> Any:
         """Return a new symmetric array of zeros. Collective."""
-        exchange = self._whole.exchange
-        with self._whole.set_up(what):
+        exchange = self._members.exchange
+        with self._members.set_up(what):
             with exchange.agreed(what):
                 dtype = dtypes.checked(dtype, what)
                 shape = arrays.checked_shape(shape, dtype, what)
@@ -114,17 +114,17 @@ class Heap:
         A failure removes what was mapped. Allocations have equal numbers on all
         islands, of which only some may need more signal pads.
         """
-        if self._whole is self.island:
+        if self._members is self.island:
             yield
             return
         first = self._count
         try:
-            with self._whole.within(what):
+            with self._members.within(what):
                 yield
         except BaseException as error:
-            if self._whole.exchange.is_everybodys(error):
+            if self._members.exchange.is_everybodys(error):
                 undoing = f"{what}: unmapping what another island could not map"
-                with self._whole.within(undoing):
+                with self._members.within(undoing):
                     arenas = {arena.number for arena in self._arenas}
                     new = [n for n in self._entries if n >= first and n not in arenas]
                     self._remove(new, undoing)
@@ -214,7 +214,7 @@ class Heap:
                 on all ranks.
             array: the object that keeps memory of another library; kept until close.
         """
-        exchange, what = self._whole.exchange, "rendezvous"
+        exchange, what = self._members.exchange, "rendezvous"
         with exchange.agreed(what):
             address = arguments.address(address, what)
             entry = self._entry_around(address)

@@ -12,7 +12,7 @@ from numba_symm.backends.peers import Peers
 from numba_symm.device.signals import CheckedContext, Context
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, ClosedError
-from numba_symm.island import Island
+from numba_symm.members import Members
 from numba_symm.own_arrays import Memory
 
 
@@ -34,7 +34,7 @@ class SymmetricMemory:
 
     def __init__(
         self,
-        island: Island,
+        island: Members,
         peers: Peers,
         nbytes: int,
         offset: int,
@@ -337,7 +337,7 @@ class SymmetricMemory:
         self._check_mapped()
 
 
-def _check_mapped(island: Island, peers: Peers) -> None:
+def _check_mapped(island: Members, peers: Peers) -> None:
     island.check_open()
     if peers.closed:
         raise ClosedError("this symmetric memory was closed by its communicator")

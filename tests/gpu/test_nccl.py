@@ -48,7 +48,7 @@ def possible(world):
 @pytest.fixture(scope="module")
 def islands(world):
     with made(world) as comm:
-        assert comm._calls.island.engine.name == "nccl"
+        assert comm._calls.members.engine.name == "nccl"
         yield comm
 
 
@@ -207,7 +207,7 @@ def test_mpi_cannot_be_captured(world, stream):
 def late(world, comm, rank, operation="all_reduce"):
     """Check that every rank raises that a rank is late, and close."""
     for _ in range(500):
-        if comm._calls.island.failed:
+        if comm._calls.members.failed:
             break
         time.sleep(0.01)
     said = rf"waited for ranks? .*{rank} on .* in {operation} \(timeout: 2 s\)"

@@ -15,7 +15,12 @@ from numba_symm.collectives import select, spelling
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.collectives.invocation import Invocation
-from numba_symm.collectives.operations import ALL_GATHER, ALL_REDUCE, Operation
+from numba_symm.collectives.operations import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    REDUCE,
+    Operation,
+)
 from numba_symm.errors import ArgumentError
 from numba_symm.launch import devices
 
@@ -50,9 +55,9 @@ def calls(monkeypatch, bound, launched):
     end = SimpleNamespace(rank=0, size=2, choices=select.CHOICES)
     gpu = SimpleNamespace(ordinal=0, name="GPU", compute_capability=(9, 0))
     nothing = lambda: None  # noqa: E731
-    island = SimpleNamespace(check=nothing, check_open=nothing, gpu=gpu)
+    members = SimpleNamespace(check=nothing, closed=False, gpu=gpu)
     heap = SimpleNamespace(generation=0)
-    return Calls(island, heap, order, end, None, False, None)
+    return Calls(members, heap, order, end, None, False, None)
 
 
 @pytest.mark.parametrize(
@@ -161,10 +166,13 @@ def test_other_arrays_are_worked_out_again(calls, bound, x, out):
     assert len(bound) == 2
 
 
-def test_another_operator_is_worked_out_again(calls, bound):
-    for op in ("sum", "max", "sum", "max"):
-        call(calls, array(X), array(Y), op)
-    assert [each.op for each in bound] == ["sum", "max"]
+def test_another_option_is_worked_out_again(calls, bound):
+    given = Invocation(REDUCE, array(X), array(Y), root=0)
+    others = [{}, {"op": "max"}, {"algorithm": "chunked"}, {"root": 1}]
+    for other in others * 2:
+        calls.call(given._replace(**other))
+    assert [each.op for each in bound] == ["sum", "max", "sum", "sum"]
+    assert [each.root for each in bound] == [0, 0, 0, 1]
 
 
 def test_new_mappings_are_worked_out_again(calls, bound):
@@ -209,7 +217,7 @@ def test_an_operation_without_an_operator_remembers_its_calls(calls, bound):
 
 def test_what_follows_the_array_is_passed_by_keyword():
     """By position, one argument could be mistaken for another."""
-    others = ("empty", "zeros", "split", "prepare")
+    others = ("empty", "zeros", "split", "prepare", "launch_limit")
     for name, method in inspect.getmembers(Communicator):
         if name.startswith("_") or not callable(method) or name in others:
             continue

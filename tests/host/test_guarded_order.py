@@ -181,7 +181,7 @@ def test_a_communicator_waits_for_the_stream_before_it_looks(gpu):
     gpu.take(communicator)
     comm = MagicMock(check=gpu.noting("check"))
     comm._calls.streams.default.return_value = STREAM, None
-    comm._calls.island.closed = False
+    comm._calls.members.closed = False
     comm._calls.requests.settle = gpu.noting("settle")
     communicator.Communicator.synchronize(comm, STREAM)
     assert gpu.names == ["cuStreamSynchronize", "settle", "check"]
@@ -191,8 +191,8 @@ def test_a_communicator_waits_for_the_stream_before_it_looks(gpu):
 def test_a_communicator_is_unmapped_after_all_work_of_all_ranks(gpu, monkeypatch):
     gpu.take(lifetime)
     calls = MagicMock(requests=None)
-    calls.island.closed = False
-    calls.island.failure_after_meeting = gpu.noting("meet")
+    calls.members.closed = False
+    calls.members.failure_after_meeting = gpu.noting("meet")
     monkeypatch.setattr(lifetime, "_close", gpu.noting("unmap"))
     lifetime.close(calls)
     assert gpu.names == ["cuCtxSynchronize", "meet", "unmap"]

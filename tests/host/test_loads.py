@@ -238,5 +238,5 @@ def test_what_a_construction_loads(monkeypatch, parts, size, variable, loaded):
     )
     monkeypatch.setattr(kernel_set, "load_default", lambda end: found.append("default"))
     island = SimpleNamespace(comm=SimpleNamespace(size=4), parts=((),) * parts)
-    lifetime._load_ahead(SimpleNamespace(size=size, island=island, end=None))
+    lifetime._load_ahead(SimpleNamespace(size=size, members=island, end=None))
     assert found == loaded

@@ -14,6 +14,7 @@ from numba_symm import dtypes, kernels
 from numba_symm.collectives import warm_up
 from numba_symm.collectives.islands import construction
 from numba_symm.collectives.kernels import one_shot
+from numba_symm.collectives.lifetime import Options
 from numba_symm.collectives.operations import ALL_REDUCE
 from numba_symm.collectives.warm_up import first_kernel, while_constructing
 from numba_symm.device import compiler
@@ -141,7 +142,7 @@ def test_it_ends_with_a_construction_that_fails(waiting, monkeypatch):
     monkeypatch.setattr(construction, "Island", island)
     comm = SimpleNamespace(rank=0, size=2, allgather=None, barrier=None)
     with pytest.raises(KeyboardInterrupt):
-        construction.begin(comm, None, None, None, False, None, False)
+        construction.begin(comm, None, None, Options(None, False, None, False))
     assert not waiting[0].is_alive()
     assert sys.getswitchinterval() == interval
 

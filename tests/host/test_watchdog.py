@@ -189,7 +189,7 @@ watchdog.ranks.mpi = lambda: types.SimpleNamespace(
 )
 watchdog._fall_silent_before_finalize()
 island = types.SimpleNamespace(abandon=abandon)
-lifetime._open = [types.SimpleNamespace(island=island, when_dropped=anything)]
+lifetime._open = [types.SimpleNamespace(members=island, when_dropped=anything)]
 """
 
 

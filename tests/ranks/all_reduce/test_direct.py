@@ -33,7 +33,7 @@ def refused(comm):
     comm.synchronize()
     words = layout(comm.size).direct.slots + 4 * VECTOR * (comm.size - 1)
     place = comm._calls.end.workspaces[comm.rank] + words
-    kept = comm._calls.island.backend.read(place, VECTOR * (comm.size - 1))
+    kept = comm._calls.members.backend.read(place, VECTOR * (comm.size - 1))
     return bool((np.frombuffer(kept, np.int64)[::2] == 0).any())
 
 

@@ -40,7 +40,7 @@ class Workspace:
         self.comm, self.world = comm, world
         self.at = layout(comm.size)
         self.base = comm._calls.end.workspaces[comm.rank]
-        self.memory = comm._calls.island.backend
+        self.memory = comm._calls.members.backend
 
     def region(self, algorithm):
         name = ALGORITHMS[algorithm].region if algorithm else "barrier"

@@ -303,7 +303,7 @@ def test_a_close_after_a_failure_unmaps_what_was_dropped_before(world):
     with pytest.warns(ResourceWarning, match="was not closed"):
         drop(last)
     world.barrier()
-    failed._calls.island.abandon("left for a test")
+    failed._calls.members.abandon("left for a test")
     with contextlib.suppress(ns.RankLeft):  # of the rank that was first
         failed.close()
     assert not deferred._queue.steps
@@ -312,7 +312,7 @@ def test_a_close_after_a_failure_unmaps_what_was_dropped_before(world):
 def test_a_failed_communicator_does_not_wait_for_the_garbage_collector(world):
     comm = ns.Communicator(world, timeout=60)
     world.barrier()
-    comm._calls.island.abandon("left for a test")
+    comm._calls.members.abandon("left for a test")
     gc.disable()
     try:
         with contextlib.suppress(ns.RankLeft):  # of the rank that was first

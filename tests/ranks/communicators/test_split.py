@@ -94,7 +94,9 @@ def test_a_child_has_what_its_parent_has(world):
                 assert child.stream is stream
                 assert child.allocator is comm.allocator
                 assert child._calls.end.workspaces != comm._calls.end.workspaces
-                assert child._calls.island.guard.board != comm._calls.island.guard.board
+                assert (
+                    child._calls.members.guard.board != comm._calls.members.guard.board
+                )
 
 
 @needs_peers
@@ -243,10 +245,10 @@ def test_arrays_of_a_child_stay_readable_after_its_close(comm, world):
 def test_a_failure_is_its_communicators_alone(comm, world):
     child, other = comm.split(world.rank % 2), comm.dup()
     if world.rank == 0:
-        child._calls.island.abandon(Mistake("child"))
+        child._calls.members.abandon(Mistake("child"))
     world.barrier()
     if world.rank % 2 == 0:
-        wait_for(lambda: child._calls.island.failed)  # later on other islands
+        wait_for(lambda: child._calls.members.failed)  # later on other islands
         with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
             child.check()
         with pytest.raises(ns.RankLeft, match="rank 0 left by Mistake: child;"):
@@ -258,7 +260,7 @@ def test_a_failure_is_its_communicators_alone(comm, world):
     check_works(other)
     check_works(comm)
     world.barrier()  # no rank uses it any more
-    comm._calls.island.abandon(Mistake("parent"))
+    comm._calls.members.abandon(Mistake("parent"))
     world.barrier()
     refused(world, ns.RankLeft, lambda: comm.split(0), "left by Mistake: parent;")
     refused(world, ns.RankLeft, comm.dup, "left by Mistake: parent;")
@@ -269,10 +271,10 @@ def test_a_failure_is_its_communicators_alone(comm, world):
 
 def test_closing_raises_a_failure_after_another_one_was_raised(comm, world):
     child = comm.dup()
-    child._calls.island.known_failure = Failure(ns.RankLeft, "a rank was interrupted")
+    child._calls.members.known_failure = Failure(ns.RankLeft, "a rank was interrupted")
     world.barrier()
     if world.rank == 0:
-        child._calls.island.board.abandon(Mistake("child"))
+        child._calls.members.board.abandon(Mistake("child"))
     world.barrier()
     refused(world, ns.RankLeft, child.close, "rank 0 left by Mistake: child;")
 
@@ -372,7 +374,7 @@ def test_a_child_that_cannot_be_made_fails_on_all_ranks(
     def refuse(*_):
         raise ns.BackendError("no such grid")
 
-    before, messages = len(lifetime._open), either._calls.island.comm
+    before, messages = len(lifetime._open), either._calls.members.comm
     if not isinstance(messages, TaggedComm):
         messages = None
     for call, step in (

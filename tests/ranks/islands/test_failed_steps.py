@@ -52,7 +52,7 @@ def fail_in(comm, number):
 
     The other ranks have all messages by then. Returns a context.
     """
-    received, island = waiting._received, comm._calls.island
+    received, island = waiting._received, comm._calls.members
 
     def fail_once(*given):
         if not island.failed:
@@ -70,7 +70,7 @@ def test_all_ranks_begin_a_call_or_none_does(world, comm, step):
     last = world.rank == world.size - 1
     failing = fail_in(comm, step) if last else contextlib.nullcontext()
     try:
-        with failing, comm._calls.island.set_up("zeros"):
+        with failing, comm._calls.members.set_up("zeros"):
             began = True
     except ns.CollectiveError as error:
         said = str(error)
@@ -79,7 +79,7 @@ def test_all_ranks_begin_a_call_or_none_does(world, comm, step):
 
 def test_a_rank_that_answers_and_leaves_lets_the_others_begin(world, comm):
     """Its report may arrive before its answer."""
-    received, island = waiting._received, comm._calls.island
+    received, island = waiting._received, comm._calls.members
     began = False
 
     def after_the_report(*given):
@@ -89,7 +89,7 @@ def test_a_rank_that_answers_and_leaves_lets_the_others_begin(world, comm):
     if world.rank == 0:
         late = receiving(2, after_the_report)
     leaving = contextlib.suppress(RuntimeError, ns.RankLeft)
-    with leaving, late, comm._calls.island.set_up("zeros"):
+    with leaving, late, comm._calls.members.set_up("zeros"):
         began = True
         while world.rank < world.size - 1:
             island.look()
@@ -115,7 +115,7 @@ def test_a_failure_at_any_step_of_a_split_leaves_no_rank_waiting(world, monkeypa
         failing = fail_in(comm, number) if world.rank else contextlib.nullcontext()
         with failing, contextlib.suppress(ns.SymmError), comm.split(0) as part:
             part.barrier()
-        failed = comm._calls.island.board.failure()
+        failed = comm._calls.members.board.failure()
         with contextlib.suppress(ns.CollectiveError):
             comm.close()
         if not any(world.allgather(failed is not None)):
@@ -134,12 +134,12 @@ def test_a_refusal_before_the_report_of_a_failure_is_that_failure(world, comm, c
     with receiving(0, refuses), pytest.raises(ns.RankLeft) as caught:
         getattr(comm, call)()
     assert str(caught.value).startswith(f"{refusal}; results since the last check are")
-    assert comm._calls.island.failed
+    assert comm._calls.members.failed
     world.barrier()
 
 
 def test_a_late_rank_of_a_set_up_call_is_named_with_its_node(world, comm):
-    island, late = comm._calls.island, world.size - 1
+    island, late = comm._calls.members, world.size - 1
     island.exchange.timeout = 0.1
     if world.rank == late:
         while not island.failed:

@@ -35,7 +35,7 @@ def comm(world, monkeypatch):
 def test_work_is_done_while_the_bytes_of_another_chunk_cross(
     by_mpi, comm, name, monkeypatch
 ):
-    engine = comm._calls.island.engine
+    engine = comm._calls.members.engine
     running, beside = engine._running, []
 
     @contextlib.contextmanager
@@ -64,11 +64,11 @@ def test_work_is_done_while_the_bytes_of_another_chunk_cross(
 def test_every_rail_has_a_shard_of_a_broadcast(world, comm):
     count = ONE_RAIL  # of eight bytes each
     x = array_of(comm, np.full(count, comm.rank), symmetric=False)
-    before = comm._calls.island.sent
+    before = comm._calls.members.sent
     comm.broadcast(x, root=1)
     comm.synchronize()
     assert (get(x) == 1).all()
-    sent = world.allgather(comm._calls.island.sent - before)
+    sent = world.allgather(comm._calls.members.sent - before)
     assert sum(sent) == 8 * count * (len(comm.islands) - 1)  # once for each island
     for part in comm.islands:  # an even share of each rank
         assert len({sent[rank] for rank in part}) == 1

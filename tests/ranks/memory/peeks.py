@@ -8,7 +8,7 @@ from numba_symm import pads
 def read(comm, address, nbytes):
     """Return the bytes at a device address, once all work is done."""
     comm.synchronize()
-    return comm._calls.island.backend.read(address, nbytes)
+    return comm._calls.members.backend.read(address, nbytes)
 
 
 def pad_of(comm, memory):

@@ -191,7 +191,7 @@ def zeroed(comm, memory):
     """Return whether this rank's signal pad is all zero, once nothing runs."""
     comm.synchronize()
     own = memory.signal_pad_ptrs[comm.rank]
-    return not any(comm._calls.island.backend.read(own, memory.signal_pad_size))
+    return not any(comm._calls.members.backend.read(own, memory.signal_pad_size))
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ def test_members_describe_the_memory(comm, shared):
     assert shared.ctx.buffers == tuple(shared.buffer_ptrs)
     assert shared.ctx.pads == tuple(shared.signal_pad_ptrs)
     assert (shared.ctx.rank, shared.ctx.world_size) == (comm.rank, comm.size)
-    assert shared.ctx.guard == comm._calls.island.guard
+    assert shared.ctx.guard == comm._calls.members.guard
 
 
 def test_pointers_lead_to_every_ranks_memory(comm, shared):
@@ -265,7 +265,7 @@ def test_pads_do_not_alias(comm, world):
     for number, memory in enumerate(memories):  # they are theirs on every rank
         for peer in range(comm.size):
             slot = memory.signal_pad_ptrs[peer] + 4 * comm.rank
-            comm._calls.island.backend.write(slot, (number + 1).to_bytes(4, "little"))
+            comm._calls.members.backend.write(slot, (number + 1).to_bytes(4, "little"))
     wait_for_all(comm, world)
     for number, memory in enumerate(memories):
         assert pad_of(comm, memory)[0].tolist() == [number + 1] * comm.size
@@ -275,7 +275,7 @@ def test_pads_do_not_alias(comm, world):
 def test_a_pad_is_zero_when_it_is_used_again(comm, world):
     memory = comm.rendezvous(comm.empty(1, np.int32))
     used = memory.signal_pad_ptrs
-    comm._calls.island.backend.write(used[comm.rank], b"\1" * memory.signal_pad_size)
+    comm._calls.members.backend.write(used[comm.rank], b"\1" * memory.signal_pad_size)
     assert pad_of(comm, memory).all()
     for _ in range(2 * pads.PADS_PER_ARENA):
         del memory  # and its array

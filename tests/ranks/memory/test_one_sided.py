@@ -319,7 +319,7 @@ def test_nothing_works_after_a_failure(world):
     comm = ns.Communicator(world, timeout=60)
     memory = comm.rendezvous(comm.empty(5, np.float32))
     world.barrier()
-    comm._calls.island.abandon("is away")
+    comm._calls.members.abandon("is away")
     world.barrier()
     for call in calls_of(memory):
         refused(world, ns.RankLeft, call, "is away; ")

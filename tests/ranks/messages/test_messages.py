@@ -441,7 +441,7 @@ def test_bad_messages(comm, world):
 def test_another_number_of_bytes_is_an_error(world):
     """It is an error on all ranks, also on those that were not in the message."""
     comm = ns.Communicator(world, timeout=60)
-    engine = getattr(comm._calls.island, "engine", None)
+    engine = getattr(comm._calls.members, "engine", None)
     if engine is not None and engine.name == "nccl":
         comm.close()
         pytest.skip("NCCL does not compare the numbers of bytes")
@@ -454,7 +454,7 @@ def test_another_number_of_bytes_is_an_error(world):
         if comm.rank < 2:
             comm.synchronize()
     world.barrier()
-    wait_for(lambda: comm._calls.island.failed)  # later on other islands
+    wait_for(lambda: comm._calls.members.failed)  # later on other islands
     text = "rank 1 receives another number of bytes than rank 0 sends"
     refused(world, ns.CallMismatch, comm.synchronize, text)
     comm.close()  # every rank has raised the failure

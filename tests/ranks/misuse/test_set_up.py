@@ -359,7 +359,7 @@ def test_a_rendezvous_that_failed_can_be_tried_again(
     with monkeypatch.context() as patch:
         if last:
             backend = comm.allocator._backend if method != "fill" else None
-            Broken(patch, backend or comm._calls.island.backend, method)
+            Broken(patch, backend or comm._calls.members.backend, method)
         everywhere(
             ns.BackendError,
             lambda: comm.allocator.rendezvous(pointer, comm),
@@ -370,7 +370,7 @@ def test_a_rendezvous_that_failed_can_be_tried_again(
     comm.synchronize()
     world.barrier()
     for address in memory.buffer_ptrs:  # of the ranks of this island
-        assert not any(comm._calls.island.backend.read(address, 80))
+        assert not any(comm._calls.members.backend.read(address, 80))
     comm.allocator.free(pointer)
     # An island that did not fail may have mapped more than another one.
     comm.rendezvous(comm.empty(4, np.float32)).barrier()

@@ -295,7 +295,7 @@ def test_the_end_of_a_program_after_another_ranks_failure(apart, monkeypatch):
     assert sent.producer.sent
     last = made.rank == made.size - 1
     if last:
-        made.communicator._calls.island.abandon(ValueError("7"), "Recv")
+        made.communicator._calls.members.abandon(ValueError("7"), "Recv")
     monkeypatch.setattr(comm_of_mpi, "_open", [made])
     monkeypatch.setattr(sent.log, "warning", lambda *given: reports.append(given))
     with warnings.catch_warnings(record=True) as found:
@@ -352,7 +352,7 @@ def test_free_waits_for_no_rank_that_has_left(world, apart, comm, monkeypatch):
     child, first = grid.Dup(), grid.Dup()
     stays = made.rank < made.size - 1
     if not stays:
-        made.communicator._calls.island.abandon(ValueError("7"), "Recv")
+        made.communicator._calls.members.abandon(ValueError("7"), "Recv")
     else:
         with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7"):
             first.Free()  # until now, this rank did not know of its failure
@@ -395,7 +395,7 @@ def test_what_is_made_after_a_failure_works(world, apart):
     """It works although only some ranks know of the failure."""
     made = MPI.Comm(apart, timeout=20)
     if made.rank == 0:
-        made.communicator._calls.island.abandon(ValueError("7"), "Recv")
+        made.communicator._calls.members.abandon(ValueError("7"), "Recv")
         with pytest.raises(MPI.Exception, match="by ValueError: 7"):
             made.Probe()
     new = made.Dup()

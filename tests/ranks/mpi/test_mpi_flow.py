@@ -239,7 +239,7 @@ def test_two_ranks_that_send_before_they_receive(apart, monkeypatch):
     for tag in range(2):
         comm.Send(array(tag), right, tag)
     if comm.rank == 0:
-        comm.communicator._calls.island.abandon(ValueError("7"), "Recv")
+        comm.communicator._calls.members.abandon(ValueError("7"), "Recv")
     else:
         with pytest.raises(MPI.Exception, match="left Recv by ValueError: 7") as found:
             comm.Ssend(array(3), right, 3)

@@ -91,7 +91,7 @@ def test_a_failed_one_is_replaced(apart):
     """On all ranks, although some do not know of its failure."""
     failed = MPI.Comm(apart, timeout=20)
     if failed.rank == 0:
-        failed.communicator._calls.island.abandon(ValueError("7"), "Recv")
+        failed.communicator._calls.members.abandon(ValueError("7"), "Recv")
     made = MPI.Comm(apart, timeout=20)
     assert made is not failed
     assert exchanged(made)
