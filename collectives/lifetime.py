@@ -250,7 +250,9 @@ Join = Callable[[Calls, ranks.Comm | TaggedComm, Sequence[int]], Calls]
 
 def join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -> Calls:
     """Return a new communicator of some ranks of an island. Collective."""
-    island = Island(comm, calls.gpu.ordinal, calls.members.timeout, part=True)
+    parent = calls.members, members
+    given = calls.gpu.ordinal, calls.members.timeout
+    island = Island(comm, *given, part=True, parent=parent)
     return begin(island, options_of(calls))
 
 

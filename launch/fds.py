@@ -14,22 +14,23 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from array import array
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 from numba_symm import arguments, forks, open_files
 from numba_symm.errors import ArgumentError, ClosedError, ExchangeError
 from numba_symm.launch import waiting
+from numba_symm.launch.ends import Links, close_all, credentials, descriptors
 from numba_symm.launch.store import StoreExchange
 
 _GREETING = struct.Struct("=16sI")  # the listening rank's token, the caller's rank
-_UCRED = struct.Struct("=iII")
-_MESSAGE = b"f"  # beside each descriptor; an empty message would mean "closed"
+_NUMBER = struct.Struct("=q")  # of a channel, beside each descriptor
 _CONTROL_SPACE = socket.CMSG_SPACE(4)
 _BACKLOG = 1024
 _STRANGERS = 64  # calls beside those of ranks that are kept until ranks are known
@@ -43,23 +44,6 @@ _LOOK_SECONDS = 0.02
 
 def _too_many() -> str:
     return f"this process may have too many open files; {open_files.advice()}"
-
-
-class Credentials(NamedTuple):
-    """The process at the other end of a connection, as the Linux kernel reports it."""
-
-    pid: int
-    uid: int
-    gid: int
-
-
-def credentials(connection: socket.socket) -> Credentials:
-    """Return the credentials of the other end of a connected Unix socket.
-
-    Its process id is that of this process' pid namespace; 0 for a process outside it.
-    """
-    option = (socket.SOL_SOCKET, socket.SO_PEERCRED)
-    return Credentials(*_UCRED.unpack(connection.getsockopt(*option, _UCRED.size)))
 
 
 class IpcChannel:
@@ -87,14 +71,7 @@ class IpcChannel:
                 f"IpcChannel: expected a StoreExchange, got {exchange!r}; pass "
                 "StoreExchange(comm, name)"
             )
-        self.rank = exchange.rank
-        self.size = exchange.size
-        self._exchange = exchange
-        self._closed = False
-        open_files.note(self, exchange.call or exchange.prefix)
-        self._stash: list[deque[int]] = [deque() for _ in range(self.size)]
-        self._ends: dict[int, socket.socket] = {}  # by rank, until that end closes
-        self._callers: list[socket.socket] = []  # accepted, and not known to be ranks
+        self._begin(exchange, Links(), range(exchange.size), -1)
         token = secrets.token_bytes(16)
         with ExitStack() as undo, ExitStack() as listening:
             undo.callback(self.close)
@@ -121,6 +98,49 @@ class IpcChannel:
             undo.pop_all()
         forks.watch(self)
 
+    def _begin(
+        self,
+        exchange: StoreExchange,
+        links: Links,
+        members: Sequence[int],
+        number: int,
+    ) -> None:
+        """Set the attributes: which sockets it uses, and for which of their ranks."""
+        self.rank = exchange.rank
+        self.size = exchange.size
+        self._exchange = exchange
+        self._links = links
+        self._members = members
+        self._number = number
+        self._closed = False
+        self._callers: list[socket.socket] = []  # accepted, and not known to be ranks
+        open_files.note(self, exchange.call or exchange.prefix)
+
+    def beside(
+        self, exchange: StoreExchange, members: Sequence[int], number: int
+    ) -> "IpcChannel":
+        """Return a channel of some of these ranks, by the same sockets. Local.
+
+        Either channel may be closed first, and threads may use both simultaneously.
+
+        Args:
+            exchange: the ranks.
+            members: their numbers in this channel.
+            number: the same on all of them; from 0, and of no other open channel of
+                these sockets.
+        """
+        made = IpcChannel.__new__(IpcChannel)
+        with self._links.lock:
+            self._links.users += 1
+        members = [self._members[member] for member in members]
+        made._begin(exchange, self._links, members, number)
+        forks.watch(made)
+        return made
+
+    def _stashed(self, rank: int) -> "deque[int | None]":
+        """Return what has arrived from a rank for this channel."""
+        return self._links.stash[self._number, self._members[rank]]
+
     def send_fd(self, dst: int, fd: int) -> None:
         """Send a descriptor of ``fd``'s file to rank ``dst``; ``fd`` stays open.
 
@@ -133,15 +153,15 @@ class IpcChannel:
         dst = self._checked_rank(dst, "send_fd: dst")
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _checked(fd))]
         if dst == self.rank:
-            self._stash[dst].append(_duplicate(fd))
+            self._stashed(dst).append(_duplicate(fd))
             return
         wait = self._exchange.wait("send_fd")
         while True:
-            end = self._ends.get(dst)
+            end = self._links.ends.get(self._members[dst])
             if end is None:
                 raise ExchangeError(f"{self._unsent(dst)}, {_ENDED}")
             try:
-                end.sendmsg([_MESSAGE], rights, socket.MSG_NOSIGNAL)
+                end.sendmsg([_NUMBER.pack(self._number)], rights, socket.MSG_NOSIGNAL)
                 return
             except OSError as error:
                 if error.errno in _GONE:
@@ -167,8 +187,9 @@ class IpcChannel:
         """
         src = self._checked_rank(src, "recv_fd: src")
         wait = self._exchange.wait("recv_fd")
-        while not self._stash[src]:
-            if src != self.rank and src not in self._ends:
+        stashed = self._stashed(src)
+        while not stashed:
+            if src != self.rank and self._members[src] not in self._links.ends:
                 raise ExchangeError(
                     f"rank {self.rank} waits for a file descriptor from rank {src}, "
                     f"{_ENDED}"
@@ -176,12 +197,20 @@ class IpcChannel:
             self._exchange.look(wait, [src])
             ahead = self._exchange.is_ahead(src)
             arrived = self._receive(0 if ahead else _LOOK_SECONDS)
+            with self._links.lock:  # another thread may have received it
+                arrived = arrived or bool(stashed)
             if ahead and not arrived:
                 raise ExchangeError(
                     f"rank {self.rank} waits for a file descriptor from rank {src}, "
                     "which has sent none"
                 )
-        return self._stash[src].popleft()
+        found = stashed.popleft()
+        if found is None:
+            raise ExchangeError(
+                f"the file descriptor that rank {src} sent to rank {self.rank} was "
+                f"lost: {_too_many()}"
+            )
+        return found
 
     def all_gather_fds(self, fd: int) -> list[int]:
         """Return a descriptor of every rank's file, in rank order. Collective.
@@ -226,23 +255,25 @@ class IpcChannel:
         Call it after a failed collective that every rank has left, because then none is
         in transit. After ``close`` there are none.
         """
-        more = True
-        while more:
-            with suppress(ExchangeError):  # a lost descriptor need not be closed
-                more = self._receive(0)
+        while self._receive(0):
+            pass
         self._close_stashed()
 
     def close(self) -> None:
-        """Close the sockets and all descriptors that no call returned. Idempotent."""
+        """Close all descriptors that no call returned. Idempotent.
+
+        The sockets are closed with the last channel that uses them.
+        """
+        if self._closed:
+            return
         self._closed = True
         open_files.forget(self)
         self._reject(self._callers)
-        while self._ends:
-            self._ends.popitem()[1].close()
-        self._close_stashed()
+        self._links.drop(self._number)
 
     def disown(self) -> None:
         """Close a forked child's copies of the sockets, which its parent owns."""
+        self._links.lock = threading.RLock()  # another thread may have held it
         self.close()
 
     def __enter__(self) -> Self:
@@ -284,7 +315,7 @@ class IpcChannel:
                 time.sleep(_RETRY_SECONDS)  # the queue of callers is full
             self._check_user(end, dst)
             end.send(_GREETING.pack(token, self.rank))
-            self._ends[dst] = end
+            self._links.ends[dst] = end
             undo.pop_all()
 
     def _admit(self, listener: socket.socket) -> bool:
@@ -328,7 +359,7 @@ class IpcChannel:
                 end.close()
                 continue
             missing.remove(src)
-            self._ends[src] = end
+            self._links.ends[src] = end
             self._check_user(end, src)
         self._reject(self._callers)
 
@@ -341,20 +372,31 @@ class IpcChannel:
             )
 
     def _receive(self, seconds: float) -> bool:
-        """Wait for messages and stash their descriptors. Return whether any arrived."""
+        """Wait for messages from these ranks, and stash their descriptors.
+
+        Returns:
+            Whether any arrived, for this channel or another one.
+        """
         poll = select.poll()  # select.select fails for descriptors above 1023
-        for end in self._ends.values():
-            poll.register(end, select.POLLIN)
+        ends = [
+            (rank, end)
+            for rank, member in enumerate(self._members)
+            if (end := self._links.ends.get(member)) is not None
+        ]
+        for _, end in ends:
+            if end.fileno() >= 0:  # not closed by another thread
+                poll.register(end, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(seconds * 1000)}
-        for src, end in list(self._ends.items()):
-            if end.fileno() in ready:
-                self._receive_from(src, end)
+        with self._links.lock:
+            for rank, end in ends:
+                if end.fileno() in ready:
+                    self._receive_from(rank, end)
         return bool(ready)
 
     def _receive_from(self, src: int, end: socket.socket) -> None:
         try:
             data, control, flags, _ = end.recvmsg(
-                len(_MESSAGE), _CONTROL_SPACE, socket.MSG_CMSG_CLOEXEC
+                _NUMBER.size, _CONTROL_SPACE, socket.MSG_CMSG_CLOEXEC
             )
         except OSError as error:
             if error.errno in (errno.ECONNRESET, *_FULL):
@@ -363,24 +405,23 @@ class IpcChannel:
                 f"rank {self.rank} cannot receive a file descriptor from rank {src}: "
                 f"{error.strerror}"
             ) from error
+        member = self._members[src]
         if not data:
-            del self._ends[src]
+            del self._links.ends[member]
             end.close()
             return
-        fds = _descriptors(control)
-        if len(fds) == 1 and not flags & socket.MSG_CTRUNC:
-            self._stash[src].append(fds[0])
-            return
-        _close_all(fds)
-        raise ExchangeError(
-            f"the file descriptor that rank {src} sent to rank {self.rank} was lost: "
-            f"{_too_many()}"
-        )
+        fds: list[int | None] = list(descriptors(control))
+        if len(fds) != 1 or flags & socket.MSG_CTRUNC:
+            close_all(fds)
+            fds = [None]
+        (number,) = _NUMBER.unpack(data)
+        self._links.stash[number, member].append(fds[0])
 
     def _close_stashed(self) -> None:
-        for stashed in self._stash:
-            _close_all(stashed)
-            stashed.clear()
+        for rank in range(self.size):
+            stashed = self._stashed(rank)
+            while stashed:
+                close_all([stashed.popleft()])
 
     def _unsent(self, dst: int) -> str:
         return f"rank {self.rank} could not send a file descriptor to rank {dst}"
@@ -415,14 +456,6 @@ def _caller(end: socket.socket, token: bytes) -> int | None:
     return int(src) if secrets.compare_digest(found, token) else None
 
 
-def _descriptors(control: list[tuple[int, int, bytes]]) -> list[int]:
-    fds = array("i")
-    for level, kind, data in control:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    return fds.tolist()
-
-
 def _checked(fd: int) -> "array[int]":
     try:
         return array("i", [fd])
@@ -439,8 +472,3 @@ def _duplicate(fd: int) -> int:
             f"file descriptor {fd} cannot be duplicated: {error.strerror}"
             + (f"; {_too_many()}" if error.errno == errno.EMFILE else "")
         ) from error
-
-
-def _close_all(fds: Iterable[int]) -> None:
-    for fd in fds:
-        os.close(fd)

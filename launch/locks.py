@@ -5,9 +5,11 @@ process has the description any more, so when the process ends, in whatever way.
 beyond the end of the file can be locked, too.
 """
 
+import copy
 import fcntl
 import os
 import struct
+from collections.abc import Sequence
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
 
@@ -55,3 +57,41 @@ def locked_by_another(fd: int, start: int, stop: int) -> tuple[int, int] | None:
 def is_locked(fd: int, byte: int) -> bool:
     """Return whether another description locks a byte."""
     return locked_by_another(fd, byte, byte + 1) is not None
+
+
+class Presence:
+    """Locks that show which ranks' processes run, whatever these have closed.
+
+    Args:
+        fd: a descriptor of the locks' file, which the caller may close.
+        start: the byte of rank 0; this rank locks the byte of its own.
+        size: the number of ranks.
+        rank: this rank.
+    """
+
+    def __init__(self, fd: int, start: int, size: int, rank: int):
+        self._bytes: Sequence[int] = range(start, start + size)
+        self._users = [1]  # of the descriptor
+        self._fd = reopened(fd)
+        try:
+            lock(self._fd, self._bytes[rank])
+        except BaseException:
+            self.close()
+            raise
+
+    def part(self, members: Sequence[int]) -> "Presence":
+        """Return the locks of some of the ranks. Either object may be closed first."""
+        made = copy.copy(self)
+        made._bytes = [self._bytes[member] for member in members]
+        self._users[0] += 1
+        return made
+
+    def runs(self, rank: int) -> bool:
+        """Return whether another rank's process runs."""
+        return is_locked(self._fd, self._bytes[rank])
+
+    def close(self) -> None:
+        """Release this rank's lock, unless another object uses it."""
+        self._users[0] -= 1
+        if self._users == [0]:
+            os.close(self._fd)

@@ -15,12 +15,12 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from numba_symm import driver, errors, forks, loads, waits
-from numba_symm.backends.host import memory_file
+from numba_symm.backends.host import mapped, memory_file
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import (
     ClosedError,
@@ -94,12 +94,15 @@ class Board:
         exchange: the ranks, with their numbers and nodes in texts.
         channel: sends file descriptors between them.
         undo: closes the board, in any case.
+        presence: returns locks that this board shares; None: it has its own.
 
     Attributes:
         address: the address of rank 0's record for this process' kernels, after
             :meth:`register`.
+        alive: the locks that show which ranks' processes run, until it is closed.
     """
 
+    alive: Any = None
     _records: Any
     _steps: Any
     _closed: Any
@@ -111,6 +114,7 @@ class Board:
         exchange: StoreExchange,
         channel: IpcChannel,
         undo: ExitStack,
+        presence: Callable[[], locks.Presence] | None = None,
     ):
         # Before others rely on it, because its close shows that this rank has left.
         undo.callback(self.close)
@@ -122,7 +126,6 @@ class Board:
         self._reporting = threading.RLock()
         self._step = 0
         self._turn = 0
-        self._alive = -1
         self._records = self._steps = self._closed = self._words = self._loads = None
         self._pieces = memoryview(b"")
         self.address = 0
@@ -144,10 +147,10 @@ class Board:
                     if self._rank != 0:
                         fd = channel.recv_fd(0)
                         files.callback(os.close, fd)
-                    self._alive = locks.reopened(fd)
                     undo_map.callback(self._let_go_of_lock)
-                    locks.lock(self._alive, _LOCKS + self._rank)
-                    memory = mmap.mmap(fd, nbytes)
+                    own = fd, _LOCKS, self._size, self._rank
+                    self.alive = presence() if presence else locks.Presence(*own)
+                    memory = mapped(fd, nbytes)
                     undo_map.callback(_unmap, memory)
                     undo_map.callback(self._let_go)
                     numbers = ctypes.c_uint64 * self._size
@@ -324,9 +327,8 @@ class Board:
     def _reports_ended(self, absent: Sequence[int], step: int, wait: Wait) -> bool:
         """Report a rank whose process has ended. Return whether there is one."""
         for rank in absent:
-            alive = locks.is_locked(self._alive, _LOCKS + rank)
             # It may have arrived, and closed its board, since the step was read.
-            if not alive and rank in self._absent(step):
+            if not self.alive.runs(rank) and rank in self._absent(step):
                 self._report(self._ended(rank), wait.what)
                 return True
         return False
@@ -338,7 +340,7 @@ class Board:
         are.
         """
         for rank in range(self._size):
-            if rank == self._rank or locks.is_locked(self._alive, _LOCKS + rank):
+            if rank == self._rank or self.alive.runs(rank):
                 continue
             if not self._closed[rank]:  # a rank stores it before it drops its lock
                 self._report(self._ended(rank), what)
@@ -430,9 +432,9 @@ class Board:
         self._records = self._steps = self._closed = self._words = self._loads = None
 
     def _let_go_of_lock(self) -> None:
-        if self._alive >= 0:
-            os.close(self._alive)
-        self._alive = -1
+        alive, self.alive = self.alive, None
+        if alive is not None:
+            alive.close()
 
 
 def _unmap(memory: mmap.mmap) -> None:

@@ -1,5 +1,6 @@
 """One island: ranks whose GPUs access each other's memory."""
 
+import functools
 import math
 from contextlib import AbstractContextManager, nullcontext
 
@@ -10,6 +11,7 @@ from numba_symm.device.polling import Guard
 from numba_symm.errors import PeerAccessError
 from numba_symm.launch import devices, nodes, ranks, tagged
 from numba_symm.launch.fds import IpcChannel
+from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.members import Members
 
@@ -30,8 +32,16 @@ class Island(Members):
         self.parts = (tuple(range(self.world.size)),)
         self._refuse_several()
         nodes.refuse_too_many(self.world.size)
-        self.channel = self._undo.enter_context(IpcChannel(exchange))
-        self.board = Board(exchange, self.channel, self._undo)
+        parent, self._parent = self._parent, None  # which may end first
+        presence = None
+        if parent is not None and isinstance(self.comm, TaggedComm):
+            other, members = parent
+            presence = functools.partial(other.board.alive.part, members)
+            channel = other.channel.beside(exchange, members, self.comm.tag)
+        else:
+            channel = IpcChannel(exchange)
+        self.channel = self._undo.enter_context(channel)
+        self.board = Board(exchange, self.channel, self._undo, presence)
         exchange.meet_at(self.board)
         self.gpu = devices.bind(exchange, device)
         try:

@@ -54,6 +54,8 @@ class Members(ABC):
         names: by rank, its number in texts, where a larger communicator has these
             ranks; None: the same.
         nodes: by rank, the name of its node, for texts; empty: texts name no nodes.
+        parent: an island with all these ranks, whose sockets and locks this one uses,
+            too, and the ranks' numbers there; None: it makes its own.
 
     Attributes:
         timeout: the seconds, checked.
@@ -99,11 +101,13 @@ class Members(ABC):
         part: bool = False,
         names: Sequence[int] | None = None,
         nodes: Sequence[str] = (),
+        parent: "tuple[Members, Sequence[int]] | None" = None,
     ):
         self.closed = False
         self.why_closed = "the communicator was closed; make a new one"
         self.known_failure: Failure | None = None
         self._part = part
+        self._parent = parent
         self._most: int | None = None
         self._undo = ExitStack()
         self.comm = comm

@@ -35,7 +35,7 @@ class HostBackend:
             with ExitStack() as undo:
                 fd = memory_file("numba_symm", size)
                 undo.callback(os.close, fd)
-                memory = mmap.mmap(fd, size)
+                memory = mapped(fd, size)
                 undo.pop_all()
         except (OSError, OverflowError) as error:
             raise BackendError(f"cannot allocate {size} bytes: {error}") from error
@@ -61,7 +61,7 @@ class HostBackend:
                 f"expected a peer's memory of {nbytes} bytes, got {found}"
             )
         try:
-            memory = mmap.mmap(handle, nbytes)
+            memory = mapped(handle, nbytes)
         except OSError as error:
             raise BackendError(f"cannot map {nbytes} bytes: {error}") from error
         return Mapping(address_of(memory), nbytes, memory)
@@ -100,6 +100,33 @@ def memory_file(name: str, nbytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def mapped(fd: int, nbytes: int) -> mmap.mmap:
+    """Return a mapping of a file that needs no descriptor, unlike Python's own.
+
+    Python duplicates the descriptor. So it maps no file here, and the file replaces
+    that memory before anything uses it.
+    """
+    memory = mmap.mmap(-1, nbytes)
+    address, how = address_of(memory), mmap.PROT_READ | mmap.PROT_WRITE
+    if _mmap(address, nbytes, how, mmap.MAP_SHARED | _FIXED, fd, 0) != address:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return memory
+
+
+_FIXED = 0x10  # MAP_FIXED: at exactly this address
+_mmap = ctypes.CDLL(None, use_errno=True).mmap
+_mmap.restype = ctypes.c_size_t
+_mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
 
 
 # By the descriptor of its file: of an allocation's bytes, the most that use no memory.

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from numba_symm import open_files, threads
 from numba_symm.errors import ClosedError, ExchangeError
-from numba_symm.launch.fds import credentials
+from numba_symm.launch.ends import credentials
 from numba_symm.sharing.finalizer_lock import log
 
 COUNTERS, MEMORY = range(2)

@@ -423,9 +423,9 @@ def test_a_child_of_a_fork_does_not_keep_its_parent_alive():
     def play(made, comm):
         child = os.fork()
         if child == 0:
-            os._exit(made._alive != -1)
+            os._exit(made.alive is not None)
         _, status = os.waitpid(child, 0)
-        assert made._alive != -1
+        assert made.alive is not None
         return os.waitstatus_to_exitcode(status)
 
     with warnings.catch_warnings():

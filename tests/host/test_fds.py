@@ -13,7 +13,7 @@ from numba_symm.errors import (
     CollectiveTimeout,
     ExchangeError,
 )
-from numba_symm.launch import fds, waiting
+from numba_symm.launch import ends, fds, waiting
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from tests.descriptors import content, gathered, memory, open_channel, open_fds
@@ -125,7 +125,7 @@ def test_received_descriptors_are_not_inherited():
             fd = memory("mine")
             received = channel.all_gather_fds(fd)
             inheritable = [os.get_inheritable(each) for each in received]
-            fds._close_all([fd, *received])
+            ends.close_all([fd, *received])
             return inheritable
 
     assert run_ranks(2, play) == [[False, False]] * 2
@@ -144,7 +144,7 @@ def test_a_descriptor_that_was_lost_raises():
         with open_channel(comm) as channel:
             comm.barrier()
             if comm.rank == 1:
-                return channel._ends[0].send(fds._MESSAGE)
+                return channel._links.ends[0].send(fds._NUMBER.pack(-1))
             with pytest.raises(ExchangeError, match="that rank 1 sent to rank 0 was"):
                 channel.recv_fd(1)
             return None
@@ -352,6 +352,51 @@ def test_closing_twice_is_fine_and_using_it_then_is_refused():
     run_ranks(2, play)
 
 
+class Part:
+    """Some of the ranks, which exchange nothing but descriptors."""
+
+    allgather = barrier = None
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+
+
+def beside(channel, members, rank, number):
+    part = Part(members.index(rank), len(members))
+    return channel.beside(StoreExchange(part, "part", 10.0), members, number)
+
+
+def test_channels_share_sockets_and_keep_their_descriptors_apart():
+    """Ranks 2 and 0 of three have more channels; the first one is closed first."""
+
+    def play(comm):
+        first = open_channel(comm)
+        sockets = list(first._links.ends.values())
+        assert len(sockets) == 2
+        if comm.rank == 1:
+            comm.barrier()
+            first.close()
+            return None
+        second = beside(first, (2, 0), comm.rank, 5)
+        third = beside(second, (1, 0), second.rank, 6)  # of ranks 0 and 2
+        for channel in (third, first, second):
+            fd = memory(f"{channel._number} of {comm.rank}")
+            channel.send_fd(2 - comm.rank if channel is first else 1 - channel.rank, fd)
+            os.close(fd)
+        found = [content(second.recv_fd(1 - second.rank))]  # the last of three
+        comm.barrier()
+        first.close()  # with what has arrived for it
+        found.append(content(third.recv_fd(1 - third.rank)))
+        second.close()
+        assert all(end.fileno() >= 0 for end in sockets)
+        third.close()
+        assert all(end.fileno() < 0 for end in sockets)
+        return found
+
+    found = run_ranks(3, play)
+    assert found == [["5 of 2", "6 of 2"], None, ["5 of 0", "6 of 0"]]
+
+
 def test_closing_closes_descriptors_that_nobody_took():
     def play(comm):
         with open_channel(comm) as channel:
@@ -361,7 +406,7 @@ def test_closing_closes_descriptors_that_nobody_took():
             comm.barrier()
             os.close(channel.recv_fd(1 - comm.rank))
             channel._receive(1)
-            return len(channel._stash[1 - comm.rank])
+            return len(channel._stashed(1 - comm.rank))
 
     assert run_ranks(2, play) == [1, 1]
 

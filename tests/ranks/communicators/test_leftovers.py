@@ -2,11 +2,9 @@
 
 import contextlib
 import gc
-import mmap
 import threading
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -169,8 +167,7 @@ def test_a_failed_construction_leaves_nothing(world, monkeypatch, step):
             arguments["device"] = 1000 if last else None
         elif step == "board":
             if last:
-                broken_map = SimpleNamespace(PAGESIZE=mmap.PAGESIZE, mmap=fail)
-                patch.setattr(board, "mmap", broken_map)
+                patch.setattr(board, "mapped", fail)
         else:
             patch.setattr(backends, "create", broken)
         before = counted(world)

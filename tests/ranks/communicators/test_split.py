@@ -11,6 +11,7 @@ from numba_symm.board import Failure
 from numba_symm.collectives import lifetime
 from numba_symm.launch import waiting
 from numba_symm.launch.tagged import TaggedComm
+from tests.descriptors import open_fds
 from tests.ranks.helpers import (
     check_works,
     get,
@@ -190,6 +191,19 @@ def test_a_duplicate_works_beside_the_original(comm, world):
             check_works(each)
 
 
+@of_one_island
+def test_duplicates_use_the_sockets_and_locks_of_the_original(comm, world):
+    """The simulator keeps a descriptor of each allocation."""
+    gc.collect()
+    before = open_fds()
+    many = [comm.dup() for _ in range(5)]
+    assert open_fds() - before <= len(many)
+    for each in many:
+        each.rendezvous(each.empty(3, np.float32)).barrier()
+        each.close()
+    assert open_fds() <= before
+
+
 @needs_peers
 def test_a_part_may_be_smaller_than_the_islands_that_are_pretended(world, monkeypatch):
     """The last row of a grid may have fewer ranks than the others."""
@@ -217,6 +231,7 @@ def test_children_outlive_their_parent(either, world):
     check_works(child)
     with child.split(0) as grandchild:
         child.close()
+        grandchild.rendezvous(grandchild.empty(3, np.float32))
         check_works(grandchild)
     check_works(other)
     other.close()
