@@ -26,7 +26,7 @@ from numba_symm.mpi.errors import MPITypeError, refusal
 _SEQUENCE = (list, tuple)
 
 
-class Message(NamedTuple):
+class Items(NamedTuple):
     """The items that one argument names.
 
     Attributes:
@@ -58,7 +58,7 @@ class Message(NamedTuple):
         """The address of the first item."""
         return self.view.address + self.first
 
-    def items(self, first: int, count: int) -> "Message":
+    def items(self, first: int, count: int) -> "Items":
         """Return ``count`` of these items from item ``first`` on."""
         start = self.first + first * self.layout.extent
         return check_room(self._replace(first=start, number=count))
@@ -73,12 +73,12 @@ class Vector(NamedTuple):
         displs: the item at which those of each rank begin.
     """
 
-    whole: Message
+    whole: Items
     counts: tuple[int, ...]
     displs: tuple[int, ...]
 
     @property
-    def parts(self) -> list[Message]:
+    def parts(self) -> list[Items]:
         """The message of each rank."""
         places = zip(self.displs, self.counts, strict=True)
         return [self.whole.items(*place) for place in places]
@@ -132,7 +132,7 @@ def in_place(spec: Any) -> bool:
     return spec is None or is_constant(spec, MPI.IN_PLACE)
 
 
-def message(spec: Any, blocks: int = 0) -> Message:
+def message(spec: Any, blocks: int = 0) -> Items:
     """Return the items that a specification names.
 
     Args:
@@ -144,12 +144,12 @@ def message(spec: Any, blocks: int = 0) -> Message:
     given = _fields(array, datatype)
     if _is_remembered(count, displ, datatype):
         code = None if datatype is None else datatype.handle
-        return Message(array, *_remembered(given, count, displ, code, blocks))
-    return Message(array, *_items(given, count, displ, datatype, blocks))
+        return Items(array, *_remembered(given, count, displ, code, blocks))
+    return Items(array, *_items(given, count, displ, datatype, blocks))
 
 
 _Items = tuple[ArrayView, int, int, ItemLayout]
-"""The fields of a :class:`Message` without its array."""
+"""The fields of a :class:`Items` without its array."""
 
 
 def _is_remembered(count: Any, displ: Any, datatype: Any) -> bool:
@@ -235,7 +235,7 @@ def vector(spec: Any, blocks: int) -> Vector:
     return Vector(whole, numbers, starts)
 
 
-def typed(spec: Any, blocks: int) -> list[Message]:
+def typed(spec: Any, blocks: int) -> list[Items]:
     """Return the items of each rank, of ``[x, counts, displs, types]``.
 
     Displacements are in bytes, as MPI's ``Alltoallw`` has them.
@@ -309,7 +309,7 @@ def _fields(array: Any, datatype: Any) -> arrays.Fields:
     return arrays.fields(array, "message")
 
 
-def _whole(array: Any, given: arrays.Fields, datatype: Any) -> Message:
+def _whole(array: Any, given: arrays.Fields, datatype: Any) -> Items:
     """Return a message of no items at the beginning of an array."""
     view = ArrayView(*given)
     if view.order is None:
@@ -325,7 +325,7 @@ def _whole(array: Any, given: arrays.Fields, datatype: Any) -> Message:
         found = datatypes.dense(view.dtype)
     else:
         found = datatypes.layout(_datatype(datatype))
-    return Message(array, view, 0, 0, found)
+    return Items(array, view, 0, 0, found)
 
 
 def _datatype(given: Any) -> MPI.Datatype:
@@ -361,7 +361,7 @@ def naturals(values: Any, blocks: int, name: str, code: int) -> tuple[int, ...]:
     return tuple(_natural(value, name, code) for value in found)
 
 
-def check_room(found: Message, blocks: int = 1) -> Message:
+def check_room(found: Items, blocks: int = 1) -> Items:
     """Return a message, or refuse one that exceeds its array."""
     layout, items = found.layout, found.number * blocks
     if items and layout.elements:

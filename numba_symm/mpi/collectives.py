@@ -16,7 +16,7 @@ from numba_symm import arrays, streams
 from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.communicator import Communicator
 from numba_symm.mpi import buffers, packing
-from numba_symm.mpi.buffers import Message, in_place, message, on_device
+from numba_symm.mpi.buffers import Items, in_place, message, on_device
 from numba_symm.mpi.errors import refusal
 from numba_symm.mpi.jobs import Job
 from numba_symm.own_arrays import Memory
@@ -73,7 +73,7 @@ def gather(comm: Ranks, sendbuf: Any, recvbuf: Any, root: int = 0) -> Job | None
 
 
 def _gathered(
-    comm: Ranks, what: str, sendbuf: Any, into: Message | None, root: int
+    comm: Ranks, what: str, sendbuf: Any, into: Items | None, root: int
 ) -> tuple[Job, Any, Any]:
     """Return the job, this rank's input and the output of a gather on ``root``."""
     if into is None:
@@ -90,7 +90,7 @@ def _gathered(
     return job, job.read(message(sendbuf)), out
 
 
-def sent(comm: Ranks, what: str, found: Message) -> tuple[Job, Any, None]:
+def sent(comm: Ranks, what: str, found: Items) -> tuple[Job, Any, None]:
     """Return the job and the input of a rank that has no output."""
     job = Job(comm.communicator, what, found.array)
     return job, job.read(found), None
@@ -234,7 +234,7 @@ def alltoallw(comm: Ranks, sendbuf: Any, recvbuf: Any) -> Job | None:
 
 
 def _exchanged(
-    comm: Ranks, what: str, outgoing: list[Message], incoming: list[Message]
+    comm: Ranks, what: str, outgoing: list[Items], incoming: list[Items]
 ) -> Job:
     there, here = outgoing[comm.rank].nbytes, incoming[comm.rank].nbytes
     if there != here:
@@ -250,8 +250,8 @@ def _exchanged(
 def exchanged(
     comm: Ranks,
     what: str,
-    outgoing: list[list[Message]],
-    incoming: list[list[Message]],
+    outgoing: list[list[Items]],
+    incoming: list[list[Items]],
 ) -> Job:
     """Return the job that sends messages to and receives some from every rank.
 
@@ -279,7 +279,7 @@ def exchanged(
     return job
 
 
-def _as_many(found: Message, part: Message, rank: int, what: str) -> Message:
+def _as_many(found: Items, part: Items, rank: int, what: str) -> Items:
     """Return this rank's items, or refuse them if they are not those of its count."""
     if found.nbytes != part.nbytes:
         raise refusal(
@@ -290,11 +290,11 @@ def _as_many(found: Message, part: Message, rank: int, what: str) -> Message:
     return found
 
 
-def _counts(parts: list[Message]) -> list[int]:
+def _counts(parts: list[Items]) -> list[int]:
     return [part.nbytes for part in parts]
 
 
-def _room(job: Job, parts: list[Message]) -> Any:
+def _room(job: Job, parts: list[Items]) -> Any:
     """Return room for the bytes of all parts.
 
     If the parts lie one after another, it is their own memory.
@@ -314,19 +314,19 @@ def _room(job: Job, parts: list[Message]) -> Any:
     return job.temporary(sum(counts), np.dtype(np.uint8))
 
 
-def _collect(job: Job, parts: list[Message], packed: Any) -> None:
+def _collect(job: Job, parts: list[Items], packed: Any) -> None:
     """Add the copies of all parts to one array."""
     _moved(job, parts, packed, out=False)
 
 
-def _spread(job: Job, parts: list[Message], packed: Any) -> None:
+def _spread(job: Job, parts: list[Items], packed: Any) -> None:
     """Add the copies of one array to all parts."""
     for part in parts:
         check_writable(part.view, job.what)
     _moved(job, parts, packed, out=True)
 
 
-def _moved(job: Job, parts: list[Message], packed: Any, out: bool) -> None:
+def _moved(job: Job, parts: list[Items], packed: Any, out: bool) -> None:
     address, first = arrays.view(packed, job.what).address, 0
     for part in parts:
         if part.nbytes and part.layout.runs is not None:

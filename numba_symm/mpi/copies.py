@@ -8,12 +8,12 @@ from numba_symm import streams
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
 from numba_symm.mpi import packing
-from numba_symm.mpi.buffers import Message
+from numba_symm.mpi.buffers import Items
 from numba_symm.own_arrays import Memory
 from numba_symm.streams import SideStream
 
 
-class Copies:
+class CopyStream:
     """The stream of one communicator's copies, which may run beside the program's work.
 
     Its events are used again, because to make one takes longer than to record it.
@@ -44,7 +44,7 @@ class Copies:
         return self._side.stream
 
     def begin(
-        self, into: Message, source: int, nbytes: int, owner: Any, after: Event | None
+        self, into: Items, source: int, nbytes: int, owner: Any, after: Event | None
     ) -> Event:
         """Start a copy to an array; return its end.
 

@@ -30,7 +30,7 @@ class Copying(NamedTuple):
 
     done: "Event | Crossing"
     envelope: Envelope
-    into: buffers.Message | None
+    into: buffers.Items | None
     block: Any
     room: Room | None = None
 

@@ -74,7 +74,7 @@ def place_in(text: bytearray, envelope: Envelope) -> Envelope:
     return envelope._replace(offset=offset, handle=handle, once=bool(once))
 
 
-def items_of(envelope: Envelope, into: buffers.Message) -> int | None:
+def items_of(envelope: Envelope, into: buffers.Items) -> int | None:
     """Return how many items with gaps a message has, or refuse it; None: no gaps."""
     if envelope.nbytes > into.nbytes:
         raise refusal(

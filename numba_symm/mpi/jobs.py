@@ -15,7 +15,7 @@ from numba_symm.collectives.enqueueing import REFUSALS
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
 from numba_symm.mpi import packing
-from numba_symm.mpi.buffers import Message
+from numba_symm.mpi.buffers import Items
 from numba_symm.mpi.errors import MPIError, unsupported
 from numba_symm.mpi.packing import PackedStep
 from numba_symm.own_arrays import Memory
@@ -83,7 +83,7 @@ class Job:
         self._kept: list[Any] = []  # steps have addresses only
         self._lingers = False
 
-    def read(self, message: Message) -> Any:
+    def read(self, message: Items) -> Any:
         """Return a contiguous array of a message's elements."""
         if message.layout.runs is None:
             return self.view(message)
@@ -92,7 +92,7 @@ class Job:
             self.then_move(packing.pack, message, packed)
         return packed
 
-    def write(self, message: Message) -> Any:
+    def write(self, message: Items) -> Any:
         """Return a contiguous array whose elements the message has in the end."""
         check_writable(message.view, self.what)
         if message.layout.runs is None:
@@ -101,7 +101,7 @@ class Job:
         self.then_unpack(message, packed)
         return packed
 
-    def view(self, message: Message) -> Any:
+    def view(self, message: Items) -> Any:
         """Return the elements of a message without gaps, in their own memory."""
         view, dtype = message.view, message.layout.base
         self._kept.append(message.array)
@@ -169,13 +169,13 @@ class Job:
         self._steps.append(step)
 
     def then_move(
-        self, move: Callable[[Message, Any], PackedStep], message: Message, packed: Any
+        self, move: Callable[[Items, Any], PackedStep], message: Items, packed: Any
     ) -> None:
         """Add ``packing.pack`` or ``packing.unpack``."""
         with self._all_or_none(self.stream):
             self._steps.append(move(message, packed))
 
-    def then_unpack(self, message: Message, packed: Any) -> None:
+    def then_unpack(self, message: Items, packed: Any) -> None:
         """In the end, copy packed elements to those of a message."""
         check_writable(message.view, self.what)
         if message.size:

@@ -26,7 +26,7 @@ from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.buffers import message
 from numba_symm.mpi.channels import MOST, Channel, Receipts, apart
-from numba_symm.mpi.copies import Copies
+from numba_symm.mpi.copies import CopyStream
 from numba_symm.mpi.crossings import Coming, Copying, Crossing, Data
 from numba_symm.mpi.envelopes import Envelope, Posted, items_of, nothing, place_in
 from numba_symm.mpi.errors import FREED, MPIError
@@ -77,7 +77,7 @@ class Post(Sends):
         self._stream = stream
         self._check, self._enter = check, enter
         self._threads = threading.local()  # has ``ready`` where the GPU is current
-        self.copies, self.outgoing = Copies(), Copies()
+        self.copies, self.outgoing = CopyStream(), CopyStream()
         self.timeout = environment.chosen_timeout(timeout)
         self._copying: list[Copying] = []
         self._numbers = itertools.count()
@@ -190,7 +190,7 @@ class Post(Sends):
         rooms.copied(done.block if isinstance(done, Crossing) else block)
         self._acknowledge(copying.envelope)
 
-    def room(self, spec: Any) -> buffers.Message:
+    def room(self, spec: Any) -> buffers.Items:
         """Return the items that a receive writes, or refuse it before it is posted."""
         self._check_open("Recv")
         found = message(spec)
@@ -289,7 +289,7 @@ class Post(Sends):
 
     @alone
     def deliver(
-        self, envelope: Envelope, into: buffers.Message, after: Event | None
+        self, envelope: Envelope, into: buffers.Items, after: Event | None
     ) -> Copying:
         """Start the copy of a message to its array; :meth:`end` follows it.
 
@@ -329,7 +329,7 @@ class Post(Sends):
     def _crossing(
         self,
         envelope: Envelope,
-        into: buffers.Message,
+        into: buffers.Items,
         after: Event | None,
         room: Room,
         coming: Coming,
@@ -345,7 +345,7 @@ class Post(Sends):
         return Copying(done, envelope, into, None, room)
 
     def _copied(
-        self, envelope: Envelope, into: buffers.Message, after: Event | None
+        self, envelope: Envelope, into: buffers.Items, after: Event | None
     ) -> tuple[Event, Opened | None]:
         """Start the copy from a sender's block; return its end, and what keeps it."""
         block = None
@@ -357,7 +357,7 @@ class Post(Sends):
         return done, block
 
     def _following(
-        self, envelope: Envelope, into: buffers.Message | None, after: Event | None
+        self, envelope: Envelope, into: buffers.Items | None, after: Event | None
     ) -> Copying:
         """Copy data when its place has arrived; ``into`` is None: do not copy it."""
         text = bytearray(_MOST)

@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from numba_symm import arrays, dtypes, own_arrays, streams
 from numba_symm.mpi import buffers, operators, packing
-from numba_symm.mpi.buffers import Message
+from numba_symm.mpi.buffers import Items
 from numba_symm.mpi.errors import refusal
 from numba_symm.own_arrays import Memory
 from numba_symm.sharing import SharedHandle, open_shared, share
@@ -19,13 +19,13 @@ from numba_symm.sharing.sent import leave_out
 _BYTE = np.dtype(np.uint8)
 
 
-def bytes_of(found: Message) -> Any:
+def bytes_of(found: Items) -> Any:
     """Return the bytes of a message without gaps."""
     memory = Memory(found.address, found.nbytes, found.array)
     return memory.array(found.nbytes, _BYTE)
 
 
-def copied(of: Message, into: Message) -> list[packing.PackedStep]:
+def copied(of: Items, into: Items) -> list[packing.PackedStep]:
     """Return the copy of one message's elements to those of another one."""
     if not of.nbytes:
         return []
@@ -40,7 +40,7 @@ def copied(of: Message, into: Message) -> list[packing.PackedStep]:
     return [packing.pack(of, between), packing.unpack(into, between)]
 
 
-def reduced(of: Message, into: Message, op: Any, what: str) -> list[packing.PackedStep]:
+def reduced(of: Items, into: Items, op: Any, what: str) -> list[packing.PackedStep]:
     """Return the reduction of one message's elements into those of another one."""
     if op == MPI.NO_OP or not of.nbytes:
         return []

@@ -10,7 +10,7 @@ from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import array_in, message, on_device
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.pending import Done, Message, Receiving, Sending
+from numba_symm.mpi.pending import DoneRequest, Message, Receiving, Sending
 from numba_symm.mpi.postponed import SendingLater, later
 from numba_symm.mpi.requests import Prequest, Request, describe, waited
 
@@ -63,22 +63,22 @@ class Messages:
     def Isend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done unless it copies later."""
         if dest == NOBODY:
-            return Done()
+            return DoneRequest()
         if not on_device(buf):
             return self.host.Isend(buf, dest, tag)
         return self._send(message(buf), dest, tag)
 
     def _send(
-        self, found: buffers.Message, dest: int, tag: int, copied: bool = False
+        self, found: buffers.Items, dest: int, tag: int, copied: bool = False
     ) -> Request:
         postponed = later(self.post, found, dest, tag, copied)
         if postponed is not None:
             return SendingLater(postponed, matched=False)
         return self._send_now(found, dest, tag)
 
-    def _send_now(self, found: buffers.Message, dest: int, tag: int) -> Request:
+    def _send_now(self, found: buffers.Items, dest: int, tag: int) -> Request:
         self.post.send(found, dest, tag)
-        return Done()
+        return DoneRequest()
 
     Irsend = Isend
 
@@ -86,7 +86,7 @@ class Messages:
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message, whatever was not received; return a request that is done."""
         if dest == NOBODY:
-            return Done()
+            return DoneRequest()
         if not on_device(buf):
             return self.host.Ibsend(buf, dest, tag)
         return self._send_now(message(buf), dest, tag)
@@ -95,12 +95,12 @@ class Messages:
     def Issend(self, buf: Any, dest: int, tag: int = 0) -> Any:
         """Send a message; return a request, which is done when it was matched."""
         if dest == NOBODY:
-            return Done()
+            return DoneRequest()
         if not on_device(buf):
             return self.host.Issend(buf, dest, tag)
         return self._send_matched(message(buf), dest, tag)
 
-    def _send_matched(self, found: buffers.Message, dest: int, tag: int) -> Request:
+    def _send_matched(self, found: buffers.Items, dest: int, tag: int) -> Request:
         postponed = later(self.post, found, dest, tag)
         if postponed is not None:
             return SendingLater(postponed, matched=True)
@@ -130,12 +130,12 @@ class Messages:
         The data is copied in ``Wait`` or ``Test``.
         """
         if source == NOBODY:
-            return Done(NOBODY)
+            return DoneRequest(NOBODY)
         if not on_device(buf):
             return self.host.Irecv(buf, source, tag)
         return self._receive(self.post.room(buf), source, tag)
 
-    def _receive(self, into: buffers.Message, source: int, tag: int) -> Receiving:
+    def _receive(self, into: buffers.Items, source: int, tag: int) -> Receiving:
         stream = self.post.stream_of(into.array, "Recv")
         begin = partial(self.post.receive, source, tag)
         return Receiving(self.post, into, stream, begin)
@@ -270,7 +270,7 @@ class Messages:
         if not on_device(buf):
             return self.host.Recv_init(buf, source, tag)
         if source == NOBODY:
-            return Prequest(partial(Done, NOBODY))
+            return Prequest(partial(DoneRequest, NOBODY))
         into = self.post.room(buf)
         return Prequest(partial(self._receive, into, source, tag), [into.array])
 
@@ -279,7 +279,7 @@ class Messages:
     ) -> Prequest:
         """Return a send whose argument is read now."""
         if dest == NOBODY:
-            return Prequest(Done)
+            return Prequest(DoneRequest)
         found = message(buf)
         return Prequest(partial(start, found, dest, tag), [found.array])
 

@@ -19,7 +19,7 @@ from numba_symm.collectives.kernels import pack as kernel
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.device.intrinsics import device_function
 from numba_symm.environment import SIMULATED
-from numba_symm.mpi.buffers import Message
+from numba_symm.mpi.buffers import Items
 from numba_symm.own_arrays import Memory
 
 THREADS = 128
@@ -52,17 +52,17 @@ def _scatter(packed: Any, spread: Any, runs: Any, extent: int, words: int) -> No
 _GATHER, _SCATTER = cuda.jit(_gather), cuda.jit(_scatter)
 
 
-def pack(message: Message, packed: Any) -> PackedStep:
+def pack(message: Items, packed: Any) -> PackedStep:
     """Return the copy of a message's elements to an array of as many bytes."""
     return _moved(True, message, packed)
 
 
-def unpack(message: Message, packed: Any) -> PackedStep:
+def unpack(message: Items, packed: Any) -> PackedStep:
     """Return the copy of an array's bytes to a message's elements."""
     return _moved(False, message, packed)
 
 
-def _moved(packing: bool, message: Message, packed: Any) -> PackedStep:
+def _moved(packing: bool, message: Items, packed: Any) -> PackedStep:
     layout = message.layout
     runs = layout.runs
     assert runs is not None  # else there is nothing to pack

@@ -27,7 +27,7 @@ class Receiving(Request):
     def __init__(
         self,
         post: Post,
-        into: buffers.Message,
+        into: buffers.Items,
         stream: int | None,
         begin: Callable[[], Posted],
     ):
@@ -141,7 +141,7 @@ class Sending(Request):
         return True
 
 
-class Done(Request):
+class DoneRequest(Request):
     """A call that was done when it was started.
 
     Args:

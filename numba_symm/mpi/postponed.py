@@ -48,7 +48,7 @@ class Postponed:
     def __init__(
         self,
         post: Sends,
-        found: buffers.Message,
+        found: buffers.Items,
         dest: int,
         tag: int,
         copied: bool = False,
@@ -57,7 +57,7 @@ class Postponed:
         if copied or found.layout.runs is not None:
             found = _copy_of(found, stream)  # a kernel, which no other thread launches
         self.post, self._dest, self._tag = post, dest, tag
-        self._found: buffers.Message | None = found
+        self._found: buffers.Items | None = found
         self._nbytes = found.nbytes
         self._requests: list[MPI.Request] = []  # of the envelope
         self._placing: list[MPI.Request] = []  # of the place
@@ -232,7 +232,7 @@ class Postponed:
         )
 
 
-def _copy_of(found: buffers.Message, stream: int) -> buffers.Message:
+def _copy_of(found: buffers.Items, stream: int) -> buffers.Items:
     """Return a copy of a message's elements, without gaps."""
     made = own_arrays.empty((found.nbytes,), np.dtype(np.uint8), "Send")
     copy = buffers.message(made)
@@ -278,7 +278,7 @@ class SendingLater(Request):
 
 
 def later(
-    post: Any, found: buffers.Message, dest: int, tag: int, copied: bool = False
+    post: Any, found: buffers.Items, dest: int, tag: int, copied: bool = False
 ) -> Postponed | None:
     """Return a message above the limit, which was announced; None if it is not."""
     if post.admits(found, dest, tag):

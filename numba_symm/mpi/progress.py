@@ -15,7 +15,7 @@ from numba_symm import streams, threads
 _PAUSE = 1e-3  # seconds between two looks of the thread
 
 
-class Pending(Protocol):
+class StartedMessage(Protocol):
     """Such a message.
 
     Attributes:
@@ -36,14 +36,14 @@ class Pending(Protocol):
         """Do what can be done now; return whether it has ended. Never wait or raise."""
 
 
-_pending: list[Pending] = []
+_pending: list[StartedMessage] = []
 _lock = threading.Lock()  # of the thread's start and end
 _thread: threading.Thread | None = None
 _stopped = False
 
 
-def add(message: Pending) -> None:
-    """Move a message on from now on, until :meth:`Pending.advance` returns True."""
+def add(message: StartedMessage) -> None:
+    """Move a message on from now on, until its ``advance`` returns True."""
     _pending.append(message)
 
 
@@ -62,7 +62,7 @@ def drop_all(post: object, error: Exception) -> None:
             each.drop(error)
 
 
-def remove(message: Pending) -> None:
+def remove(message: StartedMessage) -> None:
     """Move it on no more. Idempotent."""
     if message in _pending:
         _pending.remove(message)

@@ -7,7 +7,7 @@ from mpi4py import MPI
 
 from numba_symm import arrays
 from numba_symm.mpi import operators
-from numba_symm.mpi.buffers import Message, in_place, message, naturals, on_device
+from numba_symm.mpi.buffers import Items, in_place, message, naturals, on_device
 from numba_symm.mpi.collectives import Ranks, at_root, check_root, sent
 from numba_symm.mpi.errors import refusal
 from numba_symm.mpi.jobs import Job
@@ -118,7 +118,7 @@ def reduce_scatter(
 
 
 def _reduced_shards(
-    comm: Ranks, what: str, of: Message, into: Message, counts: list[int], op: Any
+    comm: Ranks, what: str, of: Items, into: Items, counts: list[int], op: Any
 ) -> Job:
     """Return the job that reduces ``of`` and gives each rank a shard of the result."""
     of = _elements(of, what)
@@ -167,7 +167,7 @@ def _same_memory(x: Any, out: Any) -> bool:
     return a.address < b.address + b.nbytes and b.address < a.address + a.nbytes
 
 
-def _elements(found: Message, what: str) -> Message:
+def _elements(found: Items, what: str) -> Items:
     """Return a message whose elements can be reduced, or refuse it."""
     if not found.layout.uniform:
         raise refusal(
@@ -178,7 +178,7 @@ def _elements(found: Message, what: str) -> Message:
     return found
 
 
-def _check_equal(of: Message, into: Message, what: str) -> None:
+def _check_equal(of: Items, into: Items, what: str) -> None:
     if of.layout.base != into.layout.base:
         raise refusal(
             MPI.ERR_TYPE,

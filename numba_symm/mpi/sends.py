@@ -13,7 +13,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.channels import Channel, Receipts
-from numba_symm.mpi.copies import Copies
+from numba_symm.mpi.copies import CopyStream
 from numba_symm.mpi.crossings import Data, on_host
 from numba_symm.mpi.envelopes import announced
 from numba_symm.mpi.errors import FREED, MPIError, P, T, refusal, unsupported
@@ -35,7 +35,7 @@ def alone(
     return locked
 
 
-class Staged(NamedTuple):
+class StagedSend(NamedTuple):
     """A message that is being copied to its room.
 
     Attributes:
@@ -65,7 +65,7 @@ class Sends:
     """
 
     flow: Flow
-    outgoing: Copies
+    outgoing: CopyStream
     timeout: float
     islands: list[int]
     allocator: SymmetricMemoryAllocator
@@ -111,7 +111,7 @@ class Sends:
         return found
 
     def send(
-        self, found: buffers.Message, dest: int, tag: int, matched: bool = False
+        self, found: buffers.Items, dest: int, tag: int, matched: bool = False
     ) -> MPI.Request:
         """Send a message in any case, whose array may be used afterwards.
 
@@ -121,7 +121,7 @@ class Sends:
         """
         return self.announce(self.stage(found, dest, tag), matched)
 
-    def admits(self, found: buffers.Message, dest: int, tag: int) -> bool:
+    def admits(self, found: buffers.Items, dest: int, tag: int) -> bool:
         """Return whether a message may be sent now, or refuse its destination."""
         self._check_send(dest, tag)
         nbytes = found.nbytes
@@ -145,7 +145,7 @@ class Sends:
                 f"Send: expected a tag from 0 to {self._tags - 1}, got {tag}",
             )
 
-    def stage(self, found: buffers.Message, dest: int, tag: int) -> Staged:
+    def stage(self, found: buffers.Items, dest: int, tag: int) -> StagedSend:
         """Start the copy of a message to its room.
 
         :meth:`announce` or :meth:`drop` follows.
@@ -154,7 +154,7 @@ class Sends:
         nbytes, stream = found.nbytes, self.stream_of(found.array, "Send")
         room = self._room_for(nbytes) if nbytes else None
         if room is None:
-            return Staged(dest, tag, 0, None, stream)
+            return StagedSend(dest, tag, 0, None, stream)
         try:
             if found.layout.runs is None:
                 streams.copy(room.address, found.address, nbytes, stream)
@@ -165,9 +165,9 @@ class Sends:
         except BaseException:
             self._give_back(room)
             raise
-        return Staged(dest, tag, nbytes, room, stream)
+        return StagedSend(dest, tag, nbytes, room, stream)
 
-    def announce(self, staged: Staged, matched: bool = False) -> MPI.Request:
+    def announce(self, staged: StagedSend, matched: bool = False) -> MPI.Request:
         """Wait for the copy of a message, and send its envelope; see :meth:`send`."""
         dest, tag, nbytes, room, stream = staged
         data = None
@@ -221,7 +221,7 @@ class Sends:
         """Return whether a rank is in another island."""
         return self.islands[dest] != self.islands[self._rank]
 
-    def _wait(self, staged: Staged) -> None:
+    def _wait(self, staged: StagedSend) -> None:
         """Wait for the copy of a message; if that fails, give its room back."""
         try:
             if not SIMULATED:
@@ -230,7 +230,7 @@ class Sends:
             self._give_back(staged.room)
             raise
 
-    def drop(self, staged: Staged) -> None:
+    def drop(self, staged: StagedSend) -> None:
         """Give the room of a message back, which is not sent."""
         if staged.room is not None:
             self._wait(staged)

@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from numba_symm.mpi import buffers
-from numba_symm.mpi.buffers import Message, message, on_device
+from numba_symm.mpi.buffers import Items, message, on_device
 from numba_symm.mpi.collectives import exchanged
 from numba_symm.mpi.comm import Device, add_kind
 from numba_symm.mpi.forms import forms, of_objects
@@ -68,19 +68,17 @@ def neighbor_alltoallw(comm: Any, sendbuf: Any, recvbuf: Any) -> Job | None:
     return _between(comm, "Neighbor_alltoallw", outgoing, incoming)
 
 
-def _blocks(spec: Any, number: int) -> list[Message]:
+def _blocks(spec: Any, number: int) -> list[Items]:
     found = message(spec, number)
     each = found.number
     return [found.items(block * each, each) for block in range(number)]
 
 
-def _between(
-    comm: Any, what: str, outgoing: list[Message], incoming: list[Message]
-) -> Job:
+def _between(comm: Any, what: str, outgoing: list[Items], incoming: list[Items]) -> Job:
     """Return the job of messages to the destinations and from the sources."""
     sources, destinations = comm.host.inoutedges
-    sends: list[list[Message]] = [[] for _ in range(comm.size)]
-    receives: list[list[Message]] = [[] for _ in range(comm.size)]
+    sends: list[list[Items]] = [[] for _ in range(comm.size)]
+    receives: list[list[Items]] = [[] for _ in range(comm.size)]
     for rank, part in zip(destinations, outgoing, strict=True):
         if rank != MPI.PROC_NULL:
             sends[rank].append(part)

@@ -24,7 +24,7 @@ from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.ranks import grouped, name_ranks
 from numba_symm.mpi import buffers, packing
-from numba_symm.mpi.buffers import Message, message
+from numba_symm.mpi.buffers import Items, message
 from numba_symm.mpi.comm import Device
 from numba_symm.mpi.errors import refusal, translated, unsupported
 from numba_symm.mpi.one_sided import (
@@ -34,7 +34,7 @@ from numba_symm.mpi.one_sided import (
     mapped_by_all,
     reduced,
 )
-from numba_symm.mpi.pending import Done
+from numba_symm.mpi.pending import DoneRequest
 from numba_symm.mpi.window_locks import WindowLocks
 
 _BYTE = np.dtype(np.uint8)
@@ -221,7 +221,7 @@ class Win(MPI.Win):
                 f"MPI.PROC_NULL, got {rank}",
             )
 
-    def _target(self, rank: int, target: Any, origin: Message, what: str) -> Message:
+    def _target(self, rank: int, target: Any, origin: Items, what: str) -> Items:
         """Return the items of a target specification, of as many bytes as origin."""
         self._check_target(rank, what)
         given = (target,) if not isinstance(target, (list, tuple)) else tuple(target)
@@ -237,7 +237,7 @@ class Win(MPI.Win):
         if memory is not None:
             view = arrays.view(memory, what)
         first = disp * self._units[rank]
-        found = Message(memory, view, first, number, layout)
+        found = Items(memory, view, first, number, layout)
         try:
             buffers.check_room(found)
         except ValueError as error:
@@ -417,10 +417,10 @@ class Win(MPI.Win):
         return self._requested(call, origin, result, target_rank, target, op)
 
     @translated
-    def _requested(self, call: Callable[..., None], *args: Any) -> Done:
+    def _requested(self, call: Callable[..., None], *args: Any) -> DoneRequest:
         call(*args)
         self._settle()
-        return Done()
+        return DoneRequest()
 
     # Synchronization, in MPI's methods after a step of this window.
 
@@ -450,7 +450,7 @@ class _Origin:
             spec = [self._there, *spec[1:]] if several else self._there
         self._spec = spec
 
-    def __enter__(self) -> Message:
+    def __enter__(self) -> Items:
         found = message(self._spec)
         if self._written:
             check_writable(found.view, "Win")

@@ -270,10 +270,10 @@ def test_mpi_moves_what_the_stream_has_stored(gpu):
     ]
 
 
-@orders("mpi.copies.Copies.settle")
+@orders("mpi.copies.CopyStream.settle")
 def test_the_stream_of_copies_is_destroyed_when_it_is_done(gpu):
     gpu.take(copies)
-    of_messages = copies.Copies()
+    of_messages = copies.CopyStream()
     of_messages.settle()
     assert not gpu.calls
     stream = of_messages.stream
@@ -305,7 +305,7 @@ def test_an_envelope_is_sent_when_the_copy_of_its_message_has_ended(gpu):
     post.is_apart.return_value = False
     post._envelopes.send = gpu.noting("envelope")
     post._wait = lambda staged: sends.Sends._wait(post, staged)
-    staged = sends.Staged(1, 0, 8, room, STREAM)
+    staged = sends.StagedSend(1, 0, 8, room, STREAM)
     sends.Sends.announce(post, staged)
     assert gpu.calls == [("cuStreamSynchronize", STREAM), "envelope"]
     gpu.calls.clear()

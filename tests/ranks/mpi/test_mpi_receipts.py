@@ -78,7 +78,7 @@ def test_an_interrupt_sends_no_receipt_again(own, monkeypatch):
 
 def test_an_event_is_used_again_once(monkeypatch):
     """The same holds if an interrupt ends a copy, which then begins again."""
-    made, x = copies.Copies(), cuda.to_device(np.zeros(1, "i4"))
+    made, x = copies.CopyStream(), cuda.to_device(np.zeros(1, "i4"))
     into, after = message(x), made.event(LEGACY_DEFAULT)
     given = into, into.address, into.nbytes, x, after
 
