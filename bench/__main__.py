@@ -20,7 +20,7 @@ from typing import Any
 from mpi4py.run import set_abort_status
 
 import numba_symm as ns
-from numba_symm.bench import cold, facts, islands, options, plot
+from numba_symm.bench import cold, facts, options, plot, traffic
 from numba_symm.bench.contenders import Contender, load
 from numba_symm.bench.contenders.ours import Ours
 from numba_symm.bench.measure import Timer
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None, name: str = options.MODULE) -> int:
     asked = options.same_on_all(ranks, lambda: options.parse(argv, name))
     os.environ.update(facts.NVLS_OFF)  # before any library that reads them loads
     if asked.islands:
-        islands.pretend(asked.islands, ranks)
+        traffic.pretend(asked.islands, ranks)
     if not asked.cold:
         return _measured(asked, ranks, shlex.join(argv))
     with cold.kernel_cache(asked.cache, ranks) as kernels:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numba_symm as ns
-from numba_symm.bench import islands
+from numba_symm.bench import traffic
 from numba_symm.environment import SIMULATED
 from numba_symm.launch import info
 
@@ -37,8 +37,8 @@ def facts(comm: ns.Communicator, ranks: Any) -> dict[str, Any]:
         "memory": comm.backend,
         "multiprocessors": comm.multiprocessors,
         "islands": comm.islands,
-        "engine": islands.engine(comm),
-        "nccl": ranks.allgather(islands.transports()),
+        "engine": traffic.engine(comm),
+        "nccl": ranks.allgather(traffic.transports()),
         "nvls": "off",
         "commit": commit(Path(__file__).resolve().parent),
         "versions": versions,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from numba_symm.bench.contenders.ours import NAME
-from numba_symm.bench.islands import needed
 from numba_symm.bench.operations import BenchOperation
+from numba_symm.bench.traffic import needed
 
 Record = Mapping[str, Any]
 

@@ -4,11 +4,11 @@ from typing import Any
 
 from numba_symm import arrays, streams
 
-Stream = tuple[int, Any]
+HeldStream = tuple[int, Any]
 """A stream's handle, and the object that keeps the stream."""
 
 
-def owned(stream: Any) -> Stream:
+def owned(stream: Any) -> HeldStream:
     """Return a stream's handle, and the object that keeps the stream or None."""
     owner = None if isinstance(stream, int) else stream
     return streams.handle_or_default(stream), owner
@@ -29,13 +29,13 @@ class CallStreams:
         self.given = given
         self._own = owned(given)
 
-    def of(self, stream: Any, array: Any) -> Stream:
+    def of(self, stream: Any, array: Any) -> HeldStream:
         """Return the stream that was passed; for None, that of work on an array."""
         if stream is None:
             named = arrays.stream_of(array)
             return self._own if named is None else (named, None)
         return owned(stream)
 
-    def default(self, stream: Any) -> Stream:
+    def default(self, stream: Any) -> HeldStream:
         """Return the stream that was passed; for None, the communicator's."""
         return self._own if stream is None else owned(stream)

@@ -104,11 +104,11 @@ class Calls:
             self.thread.finish()
         return out
 
-    def prepared(self, given: Invocation[Operation]) -> staging.Bound:
+    def prepared(self, given: Invocation[Operation]) -> staging.BoundCall:
         """Check and pack a call; in debug mode, compare it with the other ranks'."""
         return self.agreement.checked(given.operation.name, _words, self.bound, given)
 
-    def bound(self, given: Invocation[Operation]) -> staging.Bound:
+    def bound(self, given: Invocation[Operation]) -> staging.BoundCall:
         """Check and pack a call; see :meth:`call`."""
         operation, x, out = given[:3]
         what = operation.name

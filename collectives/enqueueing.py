@@ -3,7 +3,7 @@
 from typing import Any
 
 from numba_symm import own_arrays, streams
-from numba_symm.collectives.call_streams import Stream
+from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.transfers import Pending
 from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
@@ -36,7 +36,7 @@ class Enqueuer:
         self._memory = memory
 
     def run(
-        self, what: str, launch: Enqueue | None, stream: Stream, *keep: Any
+        self, what: str, launch: Enqueue | None, stream: HeldStream, *keep: Any
     ) -> None:
         """Enqueue a call, or add it to the open group.
 

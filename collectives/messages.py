@@ -14,7 +14,7 @@ import numpy as np
 from numba_symm import arrays, streams
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
-from numba_symm.collectives.call_streams import Stream
+from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import are_apart, check_apart, check_peer
 from numba_symm.collectives.invocation import Invocation
@@ -34,7 +34,7 @@ from numba_symm.errors import ArgumentError
 from numba_symm.launch.ranks import name_ranks
 
 
-class Kind(NamedTuple):
+class MessageKind(NamedTuple):
     """A message of one array, or of one in each direction.
 
     Attributes:
@@ -48,11 +48,11 @@ class Kind(NamedTuple):
     receives: bool
 
 
-MessageCall = Invocation[Kind]
+MessageCall = Invocation[MessageKind]
 
-SEND, RECV = Kind("send", True, False), Kind("recv", False, True)
-SENDRECV = Kind("sendrecv", True, True)
-ISEND, IRECV = Kind("isend", True, False), Kind("irecv", False, True)
+SEND, RECV = MessageKind("send", True, False), MessageKind("recv", False, True)
+SENDRECV = MessageKind("sendrecv", True, True)
+ISEND, IRECV = MessageKind("isend", True, False), MessageKind("irecv", False, True)
 
 
 def prepared(calls: Calls, given: MessageCall) -> Prepared:
@@ -172,7 +172,7 @@ def group(calls: Calls) -> AbstractContextManager[None]:
 
 
 def start_group(
-    calls: Calls, found: Pending, stream: Stream | None = None, *keep: Any
+    calls: Calls, found: Pending, stream: HeldStream | None = None, *keep: Any
 ) -> None:
     """Enqueue the calls of a group, or add them to an open one.
 

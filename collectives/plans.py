@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from numba_symm.collectives import messages, vector_forms
-from numba_symm.collectives.call_streams import Stream, owned
+from numba_symm.collectives.call_streams import HeldStream, owned
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.invocation import Invocation
 from numba_symm.collectives.operations import Operation
@@ -31,7 +31,7 @@ class Plan:
         name: str,
         call: str,
         start: Start | None,
-        stream: Stream | None,
+        stream: HeldStream | None,
         arrays: tuple[Any, ...],
         out: Any = None,
         compared: bool = True,
@@ -85,7 +85,7 @@ class Plan:
     def _words(self, *_: object) -> str:
         return f"{self._name} of {self._call}"
 
-    def _chosen(self, stream: Any) -> Stream | None:
+    def _chosen(self, stream: Any) -> HeldStream | None:
         if stream is None:
             return self._stream
         try:
@@ -110,7 +110,7 @@ class Detached:
         self._start = start
         self._generation = calls.heap.generation
 
-    def __call__(self, stream: Stream, *arrays: Any) -> bool:
+    def __call__(self, stream: HeldStream, *arrays: Any) -> bool:
         """Enqueue the call, unless symmetric memory was unmapped since it was packed.
 
         Returns:
@@ -157,7 +157,7 @@ def _packed(calls: Calls, what: str, call: Prepared, compared: bool) -> Plan:
         calls.agreement.made(what, call.packed, calls.binder.messages, what)
     bare = call._replace(keep=(), result=None)
 
-    def start(stream: Stream, *keep: Any) -> None:
+    def start(stream: HeldStream, *keep: Any) -> None:
         calls.transfer(what, bare._replace(stream=stream, keep=keep))
 
     words = call.transfers.words or "messages"

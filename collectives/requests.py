@@ -19,7 +19,7 @@ from numba import cuda
 
 from numba_symm import streams, threads
 from numba_symm.collectives import kernel_set
-from numba_symm.collectives.call_streams import Stream, owned
+from numba_symm.collectives.call_streams import HeldStream, owned
 from numba_symm.collectives.kernels import transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Endpoint, Enqueue
@@ -65,7 +65,7 @@ class Request:
         what: str,
         done: Done,
         out: Any,
-        stream: Stream,
+        stream: HeldStream,
         settle: Callable[[], None],
     ):
         self._settle = settle
@@ -260,7 +260,9 @@ class _Direction:
     """
 
     def __init__(self) -> None:
-        self._entries: deque[_Entry] = deque()  # of all that may be pending, in order
+        self._entries: deque[_StartedRequest] = (
+            deque()
+        )  # of all that may be pending, in order
         self._side = SideStream(1)
         self._worker = _Worker() if SIMULATED else None
 
@@ -272,7 +274,7 @@ class _Direction:
         failed: Callable[[BaseException], None],
     ) -> Done:
         self.idle()
-        entry = _Entry(keep)
+        entry = _StartedRequest(keep)
         self._entries.append(entry)  # first: a signal may interrupt what follows
         if self._worker is not None:
             done: Done = self._worker.launch(launch, failed)
@@ -302,7 +304,7 @@ class _Direction:
 
 
 @dataclass
-class _Entry:
+class _StartedRequest:
     """A request of a lane.
 
     Attributes:

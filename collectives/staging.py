@@ -18,7 +18,7 @@ import numpy as np
 
 from numba_symm import arrays, own_arrays, streams
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives.call_streams import CallStreams, Stream
+from numba_symm.collectives.call_streams import CallStreams, HeldStream
 from numba_symm.collectives.checks import check_writable
 from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.collectives.invocation import Invocation
@@ -89,7 +89,7 @@ def _new(nbytes: int, stream: int, what: str) -> Any:
     return own_arrays.empty((nbytes,), np.dtype(np.uint8), what)
 
 
-Bound = tuple[Enqueue | None, Any, Stream]
+BoundCall = tuple[Enqueue | None, Any, HeldStream]
 """A call's launch, None for a call without elements; its output; its stream."""
 
 
@@ -103,7 +103,7 @@ class Caller(Protocol):
 
     def remembered(self, work_out: Any, given: Any) -> Any: ...  # noqa: D102
 
-    def bound(self, given: Invocation[Operation]) -> Bound: ...  # noqa: D102
+    def bound(self, given: Invocation[Operation]) -> BoundCall: ...  # noqa: D102
 
 
 C = TypeVar("C", bound=Caller)
@@ -242,8 +242,8 @@ class Replaced:
 
 
 def bound(
-    calls: Caller, given: Invocation[Operation], out: Any, chosen: Stream
-) -> Bound:
+    calls: Caller, given: Invocation[Operation], out: Any, chosen: HeldStream
+) -> BoundCall:
     """Do what ``Calls.bound`` does, if ``x``, or the output ``out``, has gaps."""
     if calls.enqueuer.group is None:
         calls.staging.begin()

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from numba_symm import streams
-from numba_symm.collectives.call_streams import Stream
+from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.workspace import most_messages
@@ -147,7 +147,7 @@ class Prepared(NamedTuple):
     """
 
     transfers: Transfers
-    stream: Stream
+    stream: HeldStream
     keep: tuple[Any, ...]
     result: Any
     before: tuple[Enqueue, ...] = ()
@@ -179,8 +179,8 @@ class Pending:
         self.fills: list[Fill] = []
         self.before: list[Enqueue] = []
         self.after: list[Enqueue] = []
-        self.stream: Stream | None = None
-        self.launches: list[tuple[str, Enqueue, Stream]] = []
+        self.stream: HeldStream | None = None
+        self.launches: list[tuple[str, Enqueue, HeldStream]] = []
         self.kept: list[Any] = []
         self._size = size
         self._sent, self._received = [0] * size, [0] * size  # by peer
@@ -192,8 +192,8 @@ class Pending:
         return {handle for handle, _ in filter(None, [self.stream, *streams])}
 
     def check(
-        self, more: Transfers, stream: Stream
-    ) -> tuple[Stream, list[int], list[int]]:
+        self, more: Transfers, stream: HeldStream
+    ) -> tuple[HeldStream, list[int], list[int]]:
         """Return the stream, and the numbers of messages of each peer with a call's.
 
         Raises:

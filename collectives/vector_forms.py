@@ -12,7 +12,7 @@ from typing import Any
 from numba_symm import arrays, dtypes
 from numba_symm.arrays import ArrayView
 from numba_symm.collectives import staging
-from numba_symm.collectives.call_streams import Stream
+from numba_symm.collectives.call_streams import HeldStream
 from numba_symm.collectives.calls import Calls
 from numba_symm.collectives.checks import (
     check_apart,
@@ -167,7 +167,7 @@ def reduce_scatter(calls: Calls, given: Invocation[Operation]) -> Any:
     return out
 
 
-Reductions = tuple[str, Enqueue | None, Stream, Any]
+Reductions = tuple[str, Enqueue | None, HeldStream, Any]
 """A ``reduce_scatter_v``: words to compare, its launch, its stream, its output."""
 
 

@@ -21,7 +21,7 @@ from numba_symm.errors import (
 )
 from numba_symm.island import Island
 from numba_symm.launch import devices, ranks, waiting
-from numba_symm.launch.islands import Parts, described, divide
+from numba_symm.launch.division import Parts, described, divide
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait

@@ -17,8 +17,8 @@ from numba_symm.errors import (
 )
 from numba_symm.launch import nodes, ranks, tagged, waiting
 from numba_symm.launch.devices import GPU
+from numba_symm.launch.division import Parts
 from numba_symm.launch.fds import IpcChannel
-from numba_symm.launch.islands import Parts
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait

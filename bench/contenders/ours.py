@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
-from numba_symm.bench import islands
+from numba_symm.bench import traffic
 from numba_symm.bench.calls import EnqueueOn
 from numba_symm.bench.contenders import Launched, Way, Ways, no_context
 from numba_symm.bench.operations import OPERATIONS, BenchOperation
@@ -56,7 +56,7 @@ class Ours:
     @property
     def captures(self) -> bool:
         """Whether graphs can capture the calls."""
-        return not SIMULATED and islands.captures(self._comm)
+        return not SIMULATED and traffic.captures(self._comm)
 
     @property
     def islands(self) -> tuple[tuple[int, ...], ...]:
@@ -66,7 +66,7 @@ class Ours:
     @property
     def sent(self) -> int:
         """The bytes that this rank has sent to other islands so far."""
-        return islands.sent(self._comm)
+        return traffic.sent(self._comm)
 
     def allocate(self, nbytes: int) -> Any:
         """Return a new array of bytes. Collective."""

@@ -15,7 +15,7 @@ from numba_symm.errors import ArgumentError, PeerAccessError
 from numba_symm.island import Apart, Island
 from numba_symm.islands import Islands
 from numba_symm.launch import ranks, waiting
-from numba_symm.launch.islands import among, described
+from numba_symm.launch.division import among, described
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
 from numba_symm.members import patience

@@ -20,7 +20,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import BackendError, CollectiveError
 from numba_symm.launch import ranks
 from numba_symm.launch.devices import GPU
-from numba_symm.launch.islands import Parts
+from numba_symm.launch.division import Parts
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait

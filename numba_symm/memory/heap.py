@@ -53,7 +53,7 @@ class _Pad:
         return tuple(base + self.offset for base in self.arena.peers.addresses)
 
 
-class Place(NamedTuple):
+class MappedPlace(NamedTuple):
     """The addresses of a part of a symmetric allocation.
 
     Attributes:
@@ -264,7 +264,7 @@ class Heap:
         found = ipc.allocation_around(address, what)
         return Block(found.nbytes, ipc.IpcBackend(), found, own=False)
 
-    def place(self, address: int, nbytes: int) -> Place | None:
+    def place(self, address: int, nbytes: int) -> MappedPlace | None:
         """Return the addresses of symmetric memory on all ranks.
 
         Not collective: they are those of the same part of the other ranks' allocations.
@@ -276,7 +276,7 @@ class Heap:
             offset = address - entry.block.address
             inside = offset + nbytes <= entry.block.nbytes
             if inside and (entry.block.own or entry.owner() is not None):
-                return Place(
+                return MappedPlace(
                     tuple(base + offset for base in entry.peers.addresses),
                     tuple(base + offset for base in entry.peers.seen),
                 )

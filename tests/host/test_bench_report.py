@@ -4,7 +4,7 @@ import json
 import pytest
 
 from numba_symm.bench import __main__ as bench
-from numba_symm.bench import facts, islands, plot, progress, report
+from numba_symm.bench import facts, plot, progress, report, traffic
 from numba_symm.bench.operations import OPERATIONS
 from numba_symm.bench.report import Report
 
@@ -319,7 +319,7 @@ NEEDED = {
 
 @pytest.mark.parametrize(("name", "nbytes"), NEEDED.items())
 def test_what_a_hierarchical_algorithm_sends(name, nbytes):
-    assert islands.needed(name, [(0, 1), (2,)], 12) == nbytes
+    assert traffic.needed(name, [(0, 1), (2,)], 12) == nbytes
 
 
 def test_the_bytes_between_islands_are_shown_beside_what_is_needed():

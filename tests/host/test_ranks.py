@@ -10,7 +10,7 @@ import pytest
 from numba_symm import environment
 from numba_symm.errors import ArgumentError, CollectiveTimeout
 from numba_symm.launch import nodes, ranks, tagged, waiting
-from numba_symm.launch.islands import among, divide
+from numba_symm.launch.division import among, divide
 from numba_symm.launch.nodes import World
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import Purpose

@@ -20,7 +20,7 @@ from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.command import job
 from numba_symm.engines import mpi
 from numba_symm.environment import SIMULATED
-from numba_symm.launch.islands import divide
+from numba_symm.launch.division import divide
 from tests import operators
 from tests.expected import expected
 from tests.ranks.helpers import (

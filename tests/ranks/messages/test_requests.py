@@ -160,7 +160,7 @@ def test_arrays_of_an_interrupted_request_are_kept(world, monkeypatch):
 def test_a_direction_is_asked_only_while_it_keeps_arrays(world):
     lane, asked = requests._Direction(), []
     done = SimpleNamespace(query=lambda: asked.append(True) or True)
-    lane._entries.append(requests._Entry(None, done))
+    lane._entries.append(requests._StartedRequest(None, done))
     for _ in range(3):
         assert lane.idle()
     lane.close()
