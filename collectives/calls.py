@@ -140,14 +140,15 @@ class Calls:
 
         ``target`` is None on a rank that has no output.
         """
-        operation, what = given.operation, given.operation.name
+        operation = given.operation
+        what = operation.name
         if type(given.op) is not str:  # another one is checked if it is not remembered
             given = given._replace(op=dtypes.reduction(given.op, what))
         if given.algorithm is not None:
             operation.check_algorithm(given.algorithm)
         # All that is checked below. Plans hold peers' addresses, which change when a
         # symmetric block is unmapped.
-        key = (what, given[OPTIONS:], source, target, self.heap.generation)
+        key = (what, given[OPTIONS], source, target, self.heap.generation)
         known: Enqueue | None = self._plans.get(key)
         if known is not UNKNOWN:
             return known

@@ -57,5 +57,5 @@ def invocation(
 
 _new = tuple.__new__
 
-OPTIONS = 4
-"""The first field that is an option. Equal options and arrays need equal kernels."""
+OPTIONS = slice(4, 7)
+"""The options of operations. For equal ones and equal arrays, a call is remembered."""

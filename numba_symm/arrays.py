@@ -307,12 +307,12 @@ def _read_simulated(array: Any, what: str) -> Fields:
             f"{what}: expected a device array, got {type(array).__name__}; pass an "
             "array of Numba's simulator, such as of comm.empty or cuda.to_device"
         )
-    if array.dtype.hasobject or not array.dtype.itemsize:  # impossible on a GPU
-        dtypes.checked(array.dtype, what)
-    flags = array.flags
+    dtype, flags = array.dtype, array.flags  # each is a call of Python
+    if dtype.hasobject or not dtype.itemsize:  # impossible on a GPU
+        dtypes.checked(dtype, what)
     order = _order(flags.c_contiguous, flags.f_contiguous)
     address, shape = array.ctypes.data, tuple(array.shape)
-    return address, shape, array.dtype, order, not flags.writeable
+    return address, shape, dtype, order, not flags.writeable
 
 
 _SIMULATED = _ArrayClass(_read_simulated, None, _own_strides)
