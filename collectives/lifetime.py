@@ -250,7 +250,8 @@ Join = Callable[[Calls, ranks.Comm | TaggedComm, Sequence[int]], Calls]
 
 def join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -> Calls:
     """Return a new communicator of some ranks of an island. Collective."""
-    parent = calls.members, members
+    # Of several islands, a rank's board and sockets are those of its own.
+    parent = (calls.members, members) if len(calls.members.parts) == 1 else None
     given = calls.gpu.ordinal, calls.members.timeout
     island = Island(comm, *given, part=True, parent=parent)
     return begin(island, options_of(calls))
