@@ -34,7 +34,7 @@ def pipeline(ctx, base, chunks, out):
                 mine[i] = 1000 * ctx.rank + 10 * step + i
             if cuda.syncthreads_or(np.int32(failed)):
                 break
-            row = there[step % DEPTH]
+            row = there[(base + step) % DEPTH]
             symm.put_with_signal(ctx, right, DATA, row, mine, 1)
         if step >= DEPTH - 1:
             at = step - DEPTH + 1
@@ -43,7 +43,7 @@ def pipeline(ctx, base, chunks, out):
             if cuda.syncthreads_or(np.int32(failed)):
                 break
             for i in range(cuda.threadIdx.x, CHUNK, cuda.blockDim.x):
-                out[at, i] = here[at % DEPTH, i]
+                out[at, i] = here[(base + at) % DEPTH, i]
             # All threads have read the chunk before its credit.
             cuda.syncthreads()
             if cuda.threadIdx.x == 0:
