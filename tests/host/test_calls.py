@@ -1,5 +1,6 @@
 """The host's part of a plain call: what is checked, and what is remembered."""
 
+import contextlib
 import inspect
 import re
 from types import SimpleNamespace
@@ -207,6 +208,32 @@ def test_an_unknown_operator_is_refused(calls, op):
     call(calls, array(X), array(Y))
     with pytest.raises(ArgumentError, match="expected an operator, got op="):
         call(calls, array(X), array(Y), op)
+
+
+def test_debug_mode_binds_a_call_as_usual_before_the_ranks_compare_it(calls, launched):
+    met = []
+
+    @contextlib.contextmanager
+    def meeting(what):
+        met.append((what, len(calls._plans), len(launched)))
+        yield
+
+    calls.agreement.debug = True
+    calls.members.failed = False
+    calls.members.set_up = meeting
+    calls.members.exchange = SimpleNamespace(
+        agreed=meeting, agree_equal=lambda *texts: met.append(texts)
+    )
+    call(calls, array(X), array(Y))
+    words = "32 float32 in C order, op 'sum', algorithm None"
+    one = ("all_reduce", 1, 0)  # bound, not launched
+    assert met == [one, one, (words, "all_reduce")]
+    assert len(launched) == 1
+    met.clear()
+    with pytest.raises(ArgumentError, match="overlap"):  # on all ranks, as they agree
+        call(calls, array(X), array(X + 4))
+    assert met == [("all_reduce", 1, 1)] * 2
+    assert len(launched) == 1
 
 
 def test_an_operation_without_an_operator_remembers_its_calls(calls, bound):
