@@ -91,6 +91,6 @@ class Agreement:
         return made
 
     def _raise_on_all(self, error: Exception, what: str) -> None:
-        """Raise an error of this rank on all ranks, which make the same call."""
+        """Raise this rank's error on all ranks, which are in the same call."""
         with self._members.set_up(what), self._members.exchange.agreed(what):
             raise error

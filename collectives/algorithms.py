@@ -2,7 +2,7 @@
 
 The table of operations has an entry for each. The choice, the checks, the errors, the
 docstrings, the pages, the benchmark and the tests read these entries. None of them
-knows an algorithm by its name.
+depends on an algorithm's name.
 """
 
 import enum
@@ -32,7 +32,7 @@ class Algorithm(NamedTuple):
         bind: packs a call.
         waits: the numbers in ``waits.py`` of what its kernels wait for.
         region: the region of the workspace (an attribute of ``Layout``) that its data
-            passes through, or its handshake.
+            or its handshake uses.
         transport: how its mailboxes are filled (``mailboxes.TRANSPORTS``); "": it has
             none.
         fewest: the least number of ranks.
@@ -40,7 +40,7 @@ class Algorithm(NamedTuple):
         floats: whether it is for floats only.
         x: where it needs the inputs to be.
         out: where it needs the outputs to be.
-        either: whether it needs only one of both there.
+        either: whether it suffices that the inputs or the outputs are there.
         in_place: whether the output may be the input.
         copies: whether copy engines move the data.
     """

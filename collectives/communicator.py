@@ -1150,15 +1150,15 @@ class Communicator(Persistent, OthersNames):
     def launch_limit(self, kernel: Any, threads: int) -> int:
         """Return how many blocks of a kernel may wait for each other. Not collective.
 
-        A block that waits keeps its place on a multiprocessor. So a grid whose blocks
-        wait for each other, such as in ``grid_barrier``, must be on the GPU as a whole.
+        A block that waits keeps its place on a multiprocessor. So all blocks of a grid
+        must run together if they wait for each other, such as in ``grid_barrier``.
         Ranks that share a GPU divide it. The library's own kernels, and the program's
         other ones, take places too: launch fewer blocks if some run meanwhile.
 
         Args:
-            kernel: a kernel of ``numba.cuda.jit`` that was compiled: by its signature,
-                or by a first launch. The limit follows from its registers and its
-                static shared memory.
+            kernel: a compiled kernel of ``numba.cuda.jit``: one with a signature, or
+                one that was launched before. Its registers and its static shared memory
+                determine the limit.
             threads: of a block, 1 to 1024.
 
         Returns:
@@ -1166,7 +1166,8 @@ class Communicator(Persistent, OthersNames):
             simulator, 1024 divided by ``threads``.
 
         Raises:
-            ArgumentError: it is not such a kernel, or ``threads`` is not such a number.
+            ArgumentError: ``kernel`` is not a compiled kernel, or ``threads`` is not
+                from 1 to 1024.
             ClosedError: the communicator was closed.
         """
         members = self._calls.members

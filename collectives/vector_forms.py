@@ -52,8 +52,8 @@ class Form:
     """A collective that consists of messages.
 
     The functions take the communicator and the call. ``shape`` and ``transfers`` run
-    for new arguments only. They get views in place of the arrays, and no stream, and
-    their results depend on nothing else.
+    for new arguments only. They get views in place of the arrays, and no stream. Their
+    results depend on these arguments only.
 
     Attributes:
         name: the name of the communicator's method.

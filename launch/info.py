@@ -185,7 +185,8 @@ def backend_and_reason(gpus: int) -> str:
 def mpi_library() -> tuple[str, bool | None]:
     """Return the MPI library with its version, and whether it is CUDA-aware.
 
-    Without a library, the reason takes its place. None: the library does not say.
+    Without a library, return the reason in its place. None: the library does not report
+    whether it is.
     """
     asked = subprocess.run(
         [sys.executable, "-c", ASK_MPI],

@@ -274,7 +274,7 @@ class StoreExchange:
             raise _common_error(what, reports, self.names) from error
         except BaseException as error:
             self._reported = error
-            # The first error is raised, also if others do not come.
+            # Raise the first error even if other ranks do not reach this step.
             with suppress(SymmError), waiting.watching(_for_others(_OUTCOMES)):
                 self.all_gather(_report(error), step)
                 error.__dict__[_MET_BY] = self._comm

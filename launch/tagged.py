@@ -1,19 +1,19 @@
-"""Messages of the library's own: tables of ranks, each with tags of its own.
+"""The library's own messages by MPI: tables of ranks, each with its own tags.
 
 One duplicate of the user's communicator serves a communicator, its nodes and islands,
 their watchdog and engine, and all communicators that ``split`` and ``dup`` make of it.
-So MPI makes one communicator, by a call that can be polled. MPI makes one of some of
-the ranks only by calls that block within MPI. There, a rank that has died leaves the
-others waiting without a deadline, and Python's signal handlers do not run.
+So MPI makes one communicator only, by a call that can be polled. To make a communicator
+of some ranks, MPI has only calls that block. In these, ranks wait without a deadline
+for a rank that has died, and Python's signal handlers do not run.
 
-Who may use a tag: every communicator has a *number*, which each of its ranks has in use
-for this communicator only. Its messages have tags of that number, one range for each
-purpose. A rank that has sent a message keeps the number in use until the message was
-received: it releases the number when all ranks have closed the communicator, or have
-given up its construction together, but not after a failure, and not when the
-communicator was dropped. A message that a failure leaves in MPI is thus never received
-by a later communicator: if its sender is one of that communicator's ranks, the number
-differs, and ranks receive from ranks of their own communicator only.
+Who may use a tag: every communicator has a *number*, which each of its ranks uses for
+this communicator only. The number has one range of tags for each purpose. A rank that
+has sent a message keeps the number until the message was received. So it releases the
+number when all ranks have closed the communicator, or have given up its construction
+together. It does not release the number after a failure, nor if the communicator was
+dropped. Therefore no later communicator receives a message that a failure left in MPI.
+If the sender is one of its ranks, its number differs, and it receives from its own
+ranks only.
 """
 
 import threading
@@ -99,9 +99,10 @@ class TaggedComm:
         """
         shared = self._shared
         try:
-            # Each rank gives the numbers that it uses, or None while another thread
-            # decides what these are. Of the communicators that decide, that of the
-            # lowest number precedes the others on all of its ranks, so it succeeds.
+            # Each rank gives the numbers that it uses, or None while it is another
+            # communicator's turn to take one. Of the communicators that wait, the one
+            # with the lowest number precedes the others on all of its ranks, so it
+            # succeeds.
             while None in (masks := gather(shared.used(by=self._number))):
                 pass
             used = 0
@@ -125,8 +126,8 @@ class TaggedComm:
         """Stop using the tags, after all their messages were received. Idempotent.
 
         The last user of a duplicate on this rank frees it, so not all ranks may free it
-        at the same moment. MPI calls that collective, but anticipates that it is local
-        (MPI 4.1, advice to implementors of MPI_COMM_FREE).
+        at the same moment. That call is collective, but the standard expects libraries
+        to make it local (MPI 4.1, advice to implementors of MPI_COMM_FREE).
         """
         if not self.released:
             self.released = True
@@ -163,7 +164,7 @@ class _Shared:
             self._uses[number] += 1
 
     def used(self, by: int) -> int | None:
-        """Return the set of numbers in use, as bits; None if another one decides."""
+        """Return the numbers in use, as bits; None while another one takes a number."""
         with self._lock:
             self._deciding.add(by)
             if self._holder in (None, by):
@@ -173,7 +174,7 @@ class _Shared:
             return sum(1 << number for number in self._uses)
 
     def decided(self, by: int) -> None:
-        """Let other communicators decide."""
+        """Let other communicators take a number."""
         with self._lock:
             self._deciding.discard(by)
             if self._holder == by:

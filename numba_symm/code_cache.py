@@ -10,14 +10,15 @@ entry. If the lock is released and there is none, or after ``LONGEST_WAIT``, eac
 them compiles, without a lock. So does a process that cannot lock. No process loads code
 on a GPU under a lock, because loading may wait for a peer that waits for the lock.
 
-A process that waits asks for locks only, less and less often, and reads the disk when
-it need not wait any more. The folder may be on another node's disk. So each node has a
-byte of its own for each key. The process that compiles locks it, and on other nodes the
-first process that waits. The others of the node ask for this byte only, because the
-Linux kernel knows of a lock of its own node without asking the other one.
+A process that waits tests locks only, at growing intervals, and reads the disk when the
+wait has ended. The folder may be on another node's disk. So each node has a byte of its
+own for each key. The process that compiles locks the key's byte and that of its node;
+on another node, the first process that waits locks that of its node. The node's other
+processes test this byte only, because the Linux kernel knows the locks of its own node
+without a request to the other one.
 
 Ranks compile the same kernels at the same time, and Numba types device functions once a
-process. So a process lets others begin that have compiled more than it.
+process. So a process that has compiled fewer kernels waits longer before it begins.
 """
 
 import functools

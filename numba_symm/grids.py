@@ -1,7 +1,8 @@
 """The threads of the simulator: teams, which wake each other, and the grids they run.
 
-A team has the threads of one block. It is used again for other blocks and kernels. The
-last thread at a barrier wakes the others, so no thread polls for a barrier.
+A team here has the threads of one block; ``device/teams.py`` has teams of ranks. It
+runs other blocks and kernels afterwards. The last thread at a barrier wakes the others,
+so no thread polls for a barrier.
 
 The blocks of a program's kernel run together where they wait. The next block starts
 when all threads that run wait, at a barrier or in a poll, or after ``LONGEST``. So a
@@ -29,7 +30,7 @@ MOST_THREADS = 1024
 LONGEST = 0.1
 """Seconds after which the next block starts although a thread may not wait.
 
-A kernel may poll by loads of its own, which look like work.
+A kernel may poll by ordinary loads, which the simulator does not recognize as a wait.
 """
 
 QUIET: dict[str, Any] = {"all": "ignore"}
@@ -85,7 +86,7 @@ class ThreadTeam:
     def __init__(self, shape: Shape, make: Callable[..., Any]):
         self._block_dim = shape
         self._grid_dim: Shape = (1, 1, 1)
-        self.block_state = np.zeros(shape, np.bool_)  # of syncthreads_count and its kin
+        self.block_state = np.zeros(shape, np.bool_)  # of syncthreads_count, …
         self.launch: GridRun | None = None
         self._lock = threading.Lock()  # guards the following, and releases of turns
         self.running = 0
@@ -204,7 +205,7 @@ class GridRun:
         shared: returns a block's shared memory.
 
     Attributes:
-        errors: what arithmetic does on overflow and its kin, for ``numpy.seterr``.
+        errors: what arithmetic does on errors such as overflow, for ``numpy.seterr``.
         debug: whether the program asked for Numba's debug mode.
     """
 

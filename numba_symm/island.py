@@ -19,8 +19,8 @@ from numba_symm.members import Members
 class Apart(PeerAccessError):
     """The ranks are not one island. Raised on all of them.
 
-    Unless they are a part of a communicator, ``comm`` is not released, because the
-    ranks make several islands by its messages.
+    ``comm`` is then not released, because the ranks use its messages to make several
+    islands. It is released only if they are a part of a communicator.
     """
 
 

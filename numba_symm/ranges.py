@@ -58,7 +58,7 @@ class Ranges(Generic[T]):
 class Misses:
     """Ranges of addresses where a look-up found nothing.
 
-    Only the first ``_MOST`` are kept apart. After that, every range counts as one.
+    Only the first ``_MOST`` are kept. If there were more, every range counts as missed.
     """
 
     def __init__(self) -> None:

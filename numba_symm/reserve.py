@@ -45,7 +45,7 @@ class Reserve:
         self._unused: dict[int, list[Freed]] = {}
         self._kept = 0  # bytes that are awaited or unused
         self._events: list[Any] = []
-        self._busy: Any = None  # an event that a call of is_idle has not seen pass
+        self._busy: Any = None  # an event that had not passed in the last is_idle
         self._lock = threading.Lock()
         forks.watch(self)
 

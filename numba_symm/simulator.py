@@ -230,8 +230,8 @@ def _of_this_rank(method: Callable[..., Any]) -> Callable[..., Any]:
             raise ArgumentError(
                 f"cuda.atomic.{method.__name__}: expected an array of this rank, got a "
                 "peer's; it is atomic for the threads of one GPU only. Call "
-                "symm.atomic_add and its kin of numba_symm.device, which are atomic "
-                "for all GPUs"
+                "symm.atomic_add or another function of numba_symm.device that is "
+                "atomic for all GPUs"
             )
         return method(self, array, *args)
 

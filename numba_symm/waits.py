@@ -18,8 +18,8 @@ OTHER_CALL = (
 NO_COUNTERPART = "If that rank was not late, it made no call that matches this one"
 NO_ROOM = (
     "If that rank was not late, its grid does not fit on its GPU beside what else runs "
-    "there (comm.launch_limit says how many blocks may wait), or it made no call that "
-    "matches this one"
+    "there (comm.launch_limit returns how many blocks may wait), or it made no call "
+    "that matches this one"
 )
 NO_WRITER = "If no rank was late, none stored what this wait compares with"
 LATER_BLOCK = (

@@ -1,9 +1,9 @@
 """All-gather and all-to-all between the ranks' own arrays, by loads.
 
-Each rank loads its shard of every other rank's input, or the whole one in an
-all-gather, and stores it in its own output, a few vectors at a time, without the
-workspace in between. The inputs must be symmetric: see ``handshake.py`` for the
-exchange of their addresses, and for what happens otherwise. Each rank offers every
+Each rank loads its shard of every other rank's input; in an all-gather, it loads the
+whole input. It stores what it has loaded in its own output, a few vectors at a time,
+and does not use the workspace. The inputs must be symmetric. ``handshake.py`` describes
+the exchange of their addresses, and the call with other inputs. Each rank offers every
 other rank the address of what that rank loads.
 
 Memory order: that of ``handshake.py``, which orders the streams' earlier work before

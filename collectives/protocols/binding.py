@@ -155,14 +155,14 @@ known (``bench/README.md``).
 """
 
 EARLY_VECTORS = 2
-"""The most vectors that a thread sends in a grid that is smaller to be early.
+"""The most vectors of a thread in a grid that has fewer blocks in order to be early.
 
 An early launch saves about 1 µs, which is how long a second vector takes.
 """
 
 
 def most_blocks(end: Endpoint, most: int, held: int, tiles: int) -> int:
-    """Return the most blocks of a call: fewer than possible, if it is then early.
+    """Return the most blocks of a call: fewer than possible, if that makes it early.
 
     Args:
         end: this rank's end.

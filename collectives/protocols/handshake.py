@@ -109,8 +109,8 @@ class Offer(NamedTuple):
         words: the call in words, equal on all ranks.
         read: what ``offered`` returned for the array that is read.
         written: the same for the one that is written.
-        known: where this rank assumes that each of the ring's ranks has what it reads;
-            any other offer is refused. Empty: it reads where they offer it.
+        known: for each rank of the ring, the address at which this rank assumes what it
+            reads; it refuses any other offer. Empty: it accepts every offered address.
     """
 
     operation: int

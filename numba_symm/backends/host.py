@@ -129,7 +129,7 @@ _mmap.argtypes = (
 )
 
 
-# By the descriptor of its file: of an allocation's bytes, the most that use no memory.
+# By the descriptor of an allocation's file: an upper limit of its bytes without memory.
 _allocated: dict[int, int] = {}
 _lock = threading.RLock()  # other threads close none while one looks at them all
 
@@ -141,7 +141,7 @@ def _refuse_too_much(nbytes: int, ranks: int) -> None:
     it, because their allocations are symmetric.
     """
     left = host_memory.available()
-    # Look at the files only if all might not fit, because there may be thousands.
+    # Look at the files only if their sum does not fit, because there may be thousands.
     if ranks * (nbytes + sum(_allocated.values())) <= left:
         return
     for fd in list(_allocated):
@@ -156,7 +156,7 @@ def _refuse_too_much(nbytes: int, ranks: int) -> None:
 
 
 def _look_at(fd: int) -> None:
-    """Note how many bytes of a file use no memory yet; they do not become more."""
+    """Note how many bytes of a file use no memory yet; their number never grows."""
     try:
         found = os.fstat(fd)
     except OSError:  # a finalizer of this thread has freed it meanwhile

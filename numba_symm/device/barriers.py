@@ -1,11 +1,11 @@
 """Barriers in kernels: of a block of every rank, or of the whole grids of all ranks.
 
-Both are made of the signals in ``signals.py``: one to and one from each rank. In a
-barrier of grids, the blocks of a rank first count themselves in a word of their rank's
-pad. The last one signals for all of them, so each rank sends one signal to each other
-rank, whatever the number of blocks. The first block takes the signals, and then lets
-the others go on by a second word, the generation. Only the rank itself accesses these
-two words, which follow those of ``counting.py``.
+Both consist of the signals in ``signals.py``: one to and one from each rank. In a
+barrier of grids, each block of a rank first adds 1 to a count in the rank's own pad.
+The last block signals for all of them, so each rank sends one signal to each other
+rank, whatever the number of blocks. The first block takes the signals, and then stores
+the next generation, for which the other blocks wait. Only the rank itself accesses
+count and generation, which follow the words of ``counting.py``.
 """
 
 from typing import Any
@@ -173,7 +173,7 @@ def grid_barrier(ctx: Any, channel: int, team: Any = None) -> bool:
 
     All blocks must be able to run together: on one GPU, those of all ranks that share
     it. Otherwise the first ones wait until the deadline for blocks that start only
-    after them. ``comm.launch_limit`` says how many may wait.
+    after them. ``comm.launch_limit`` returns how many may wait.
 
     Args:
         ctx: the memory's context.

@@ -6,8 +6,9 @@ It makes the same code as ``cuda.compile`` does, in about two thirds of the time
   they need no passes for these. A user's operator has all of Numba's passes.
 - Numba hashes and compares all its options whenever it types a call of its own. Here,
   the options are one object.
-- The text of a device function is made once, and not for each kernel that calls it.
-- NVVM checks the code while it compiles it, and not before that, too.
+- The LLVM text of a device function is made once, and not for each kernel that calls
+  it.
+- NVVM does not verify the code separately before it compiles it.
 """
 
 import functools
@@ -50,8 +51,8 @@ class _Compiler(compiler.CUDACompiler):  # type: ignore[misc]  # Numba is untype
 class _Typing(CUDATypingContext):  # type: ignore[misc]
     """Numba's typing, which remembers the types of operators on numbers.
 
-    Otherwise, each ``a + b`` asks all definitions of ``+``, and makes a text of each
-    that does not match.
+    Otherwise, Numba tries all definitions of ``+`` for each ``a + b``, and formats a
+    message for each that does not match.
     """
 
     def __init__(self, shared: Any):

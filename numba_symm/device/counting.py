@@ -1,8 +1,8 @@
 """Signals that count: a 64-bit word for each channel and source rank.
 
 The words follow the slots of a signal pad, at ``world_size * channel + source``. Only
-the source rank adds to a word or sets it, and the owner of the pad reads it. No word
-returns to 0 by itself, so a program counts on, also in the next launch.
+the source rank adds to a word or sets it, and the owner of the pad reads it. Nothing
+else changes a word, so the next launch continues with the last value.
 """
 
 from typing import Any
@@ -146,7 +146,7 @@ def signal_read(ctx: Any, src: int, channel: int) -> int:
 
 @device_function
 def test(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
-    """Return whether rank ``src``'s word of ``channel`` compares with ``value``.
+    """Return whether ``src``'s word of ``channel`` satisfies a comparison.
 
     It does not wait. Otherwise it is as :func:`wait_until`.
 
@@ -165,7 +165,7 @@ def test(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
 
 @device_function
 def wait_until(ctx: Any, src: int, channel: int, comparison: int, value: int) -> bool:
-    """Wait until rank ``src``'s word of ``channel`` compares with ``value``.
+    """Wait until ``src``'s word of ``channel`` satisfies a comparison with ``value``.
 
     One thread calls it. It sees what ``src`` wrote before the word's value (acquire).
     After a ``syncthreads``, its whole block does. It polls this rank's own memory.
@@ -174,8 +174,8 @@ def wait_until(ctx: Any, src: int, channel: int, comparison: int, value: int) ->
         ctx: the memory's context.
         src: the rank that signals; may be this rank.
         channel: 0 to 127; not checked on a GPU, unless in debug mode.
-        comparison: ``EQ``, ``NE``, ``GT``, ``GE``, ``LT`` or ``LE``. A count may have
-            passed the wanted one already, so use ``GE`` for counts that grow.
+        comparison: ``EQ``, ``NE``, ``GT``, ``GE``, ``LT`` or ``LE``. A count may
+            already exceed ``value``, so use ``GE`` for counts that grow.
         value: the value to compare with, an int64.
 
     Returns:
@@ -203,11 +203,11 @@ def wait_until(ctx: Any, src: int, channel: int, comparison: int, value: int) ->
 def wait_until_at(
     ctx: Any, array: Any, index: Any, comparison: int, value: int
 ) -> bool:
-    """Wait until an array's element compares with ``value``.
+    """Wait until an array's element satisfies a comparison with ``value``.
 
-    One thread calls it. The element is stored by a release (``st_release_sys_…``, or an
-    atomic operation), and the wait acquires. Poll memory of this rank; polling a peer's
-    loads the link.
+    One thread calls it. It acquires, so let the other rank store the element by a
+    release (``st_release_sys_…``, or an atomic operation). Wait for elements in this
+    rank's memory: polls of a peer's memory occupy the link.
 
     Args:
         ctx: a context of the communicator, for the deadline.

@@ -1,8 +1,8 @@
 """Numba's types of the 8-bit floats of ``ml_dtypes``, as elements of arrays.
 
-An element is a float32 once it is loaded, and is rounded when it is stored or converted
-to its type: to nearest even, and beyond the largest number as by ``ml_dtypes``. So a
-kernel computes with float32. The conversions need compute capability 8.9.
+A kernel loads an element as a float32, and computes with float32. It rounds when it
+stores the element or converts to its type: to nearest even, and beyond the largest
+number as ``ml_dtypes`` does. The conversions need compute capability 8.9.
 
 Numba itself has bfloat16, whose arithmetic it compiles from NVIDIA's headers.
 """

@@ -2,8 +2,8 @@
 
 A thread that finds a mistake stores a record on every rank's board and ends. So the
 communicator fails on all ranks, with the mistake in its text, and the CUDA context
-survives. The type of a context without debug mode has no checks, which cost nothing.
-``sim_checks.py`` has the same names for the simulator.
+survives. Kernels for a context without debug mode have no checks. ``sim_checks.py`` has
+the same names for the simulator.
 """
 
 from typing import Any

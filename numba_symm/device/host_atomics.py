@@ -1,7 +1,7 @@
 """Atomic operations of the simulator: on memory that processes share.
 
-A lock would hide a race with a plain store, and would not hold between processes. So
-these are instructions of the CPU, which LLVM makes when the first one is used.
+A lock would hide a race with a plain store, and would not exclude other processes. So
+these are instructions of the CPU. LLVM compiles all of them when the first one is used.
 """
 
 import ctypes

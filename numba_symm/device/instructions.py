@@ -1,4 +1,4 @@
-"""The PTX instructions that kernels use: one table, which no compiler has to read.
+"""The PTX instructions that kernels use, in one table that depends on no compiler.
 
 ``ptx.py`` makes Numba's intrinsics from it, and ``sim.py`` has a function of each name
 for the simulator. Another compiler that takes inline PTX needs no more than this table.

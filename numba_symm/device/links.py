@@ -1,7 +1,8 @@
 """Atomic operations between GPUs: their functions' names, and where there are none.
 
 A GPU updates a word of another one's memory atomically only if their link supports it:
-NVLink does, PCIe does not. There, the update would be two accesses, and lose others.
+NVLink does, PCIe does not. Over PCIe, an update would be a load and a store, which may
+overwrite other updates.
 """
 
 from collections.abc import Sequence

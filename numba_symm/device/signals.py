@@ -193,7 +193,7 @@ def peer_array(ctx: Any, rank: int, shape: Any, dtype: Any) -> Any:
 
     Numba's ``cuda.atomic`` is atomic for the threads of one GPU only. It loses updates
     of a peer's array, and of an array that a peer changes at the same time. Use
-    :func:`atomic_add` and its kin.
+    :func:`atomic_add` and the other atomic operations here.
 
     Args:
         ctx: the memory's context.

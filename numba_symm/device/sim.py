@@ -150,7 +150,7 @@ def _bits_as(kind: Any, value: Any) -> Any:
 
 
 def _atomic(verb: str, order: str) -> Callable[..., Any]:
-    """Return an atomic operation on an array's element; all orders are the strongest.
+    """Return a sequentially consistent atomic operation on an array's element.
 
     See ``host_atomics.py``.
     """

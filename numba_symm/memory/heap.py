@@ -76,9 +76,9 @@ class Heap:
     collective: every rank calls them with equal sizes, in the same order.
 
     Attributes:
-        generation: changes whenever :meth:`place` may return something else for memory
-            about which it was asked before. So a packed call with the addresses that it
-            returned is valid for one generation.
+        generation: changes whenever :meth:`place` may return another result for the
+            same memory than before. A packed call has addresses that it returned, so
+            the call is valid for one generation.
     """
 
     def __init__(self, members: Members):

@@ -132,7 +132,7 @@ class Channel:
         self._kept.append((requests, data))
 
     def reap(self) -> None:
-        """Let go of the data that was sent."""
+        """Drop the data that MPI has sent."""
         if self._kept:
             self._kept = [each for each in self._kept if not all(map(_done, each[0]))]
 

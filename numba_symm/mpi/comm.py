@@ -75,8 +75,9 @@ class Device(Messages):
         origin = self.host
         if allocator is None:  # before MPI duplicates anything, because it may fail
             allocator = self.communicator.allocator
-            # If this fails, all ranks make another one before they begin again. So they
-            # are in step then, although not all may have begun to duplicate this one.
+            # If this fails, all ranks make another communicator before they repeat
+            # this. So they then duplicate the same one, although some may not have
+            # begun to duplicate this one.
             own = inside(self.communicator).ranks.comm
             assert isinstance(own, TaggedComm)  # because ``host`` is mpi4py's
             origin = own.mpi

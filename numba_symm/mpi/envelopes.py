@@ -19,7 +19,7 @@ HEADER = struct.Struct("<qqqq")
 message only; its handle follows."""
 
 FOLLOWS = -1
-"""The offset in an envelope whose data has no place yet; a message with it follows."""
+"""The offset of data that has no place yet; the place follows in another message."""
 
 
 class Envelope(NamedTuple):

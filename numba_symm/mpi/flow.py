@@ -1,4 +1,4 @@
-"""How much a rank sends to another one before it is received."""
+"""The bytes that a rank has sent to other ranks, which have not received them."""
 
 from numba_symm.environment import message_limit
 
@@ -16,7 +16,7 @@ class Flow:
         self._messages: dict[int, tuple[int, int]] = {}
 
     def admits(self, dest: int, nbytes: int) -> bool:
-        """Return whether a message may be sent now. A large one is sent alone."""
+        """Return whether a message may be sent now; above the limit, only alone."""
         before = self.unreceived[dest]
         return not (self.limit and before) or before + nbytes <= self.limit
 

@@ -48,7 +48,7 @@ class Messages:
 
     @translated
     def Bsend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a message, whatever the receiver has not received."""
+        """Send a message, regardless of the limit."""
         if on_device(buf) and dest != NOBODY:
             self.post.send(message(buf), dest, tag)
         else:
@@ -84,7 +84,7 @@ class Messages:
 
     @translated
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> Any:
-        """Send a message, whatever was not received; return a request that is done."""
+        """Send a message, regardless of the limit; return a request that is done."""
         if dest == NOBODY:
             return DoneRequest()
         if not on_device(buf):

@@ -1,10 +1,10 @@
-"""Messages above the limit of what a rank has not received.
+"""Postponed messages: those above the limit of bytes that a rank has not received.
 
-Their envelopes are sent immediately, so MPI's order of messages holds. Their data is
-copied to this process' memory when a receive has matched the envelope, or when earlier
-messages were received. So a rank that waits here waits for no more than MPI's own
-standard send may wait for: the matching receive. Afterwards, a message of the channel
-of data has the place of the data. Who does what before whom:
+The sender sends their envelopes immediately, so MPI's order of messages holds. It
+copies the data to memory of its process when a receive has matched the envelope, or
+when enough earlier messages were received. So it waits at most for the matching
+receive, as MPI's standard send may do. Then it sends the place of the data, by the
+channel of data. Who does what before whom:
 
 1. The sender starts the envelope's synchronous send. MPI ends it after a receive has
    matched.
@@ -165,7 +165,7 @@ class Postponed:
         self._found = self._room = None  # both may be dropped
 
     def hurry(self) -> None:
-        """Copy the array now, which may change, because its call raises."""
+        """Copy the array now: the call raises, so its caller may change the array."""
         if not self._requests:  # it was not announced
             self._end()
             progress.remove(self)
@@ -182,7 +182,7 @@ class Postponed:
         progress.remove(self)
 
     def wait(self, what: str, matched: bool = False) -> None:
-        """Wait until the array may be used, or until it was matched, too.
+        """Wait until the array may be used, and if asked, until a receive has matched.
 
         Args:
             what: the call, for errors.

@@ -1,7 +1,7 @@
-"""Messages whose data is sent later: every wait of this module moves them on.
+"""Postponed messages: every wait of this package sends their data when it may.
 
 A peer may wait for such data while this rank waits for something else, also within MPI
-or on the GPU. So a thread moves them on, too, while there are any.
+or on the GPU. So a thread does the same, while there are any.
 """
 
 import threading
@@ -43,7 +43,7 @@ _stopped = False
 
 
 def add(message: StartedMessage) -> None:
-    """Move a message on from now on, until its ``advance`` returns True."""
+    """Let waits advance a message, until its ``advance`` returns True."""
     _pending.append(message)
 
 
@@ -63,7 +63,7 @@ def drop_all(post: object, error: Exception) -> None:
 
 
 def remove(message: StartedMessage) -> None:
-    """Move it on no more. Idempotent."""
+    """Let no wait advance it any more. Idempotent."""
     if message in _pending:
         _pending.remove(message)
 
@@ -79,7 +79,7 @@ def advance() -> None:
 
 
 def in_background() -> None:
-    """Let a thread move messages on, if MPI may be called by several threads."""
+    """Start a thread that advances messages, if several threads may call MPI."""
     global _thread
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return

@@ -1,13 +1,14 @@
 """Memory of this process through which its messages pass.
 
-A sender copies a message here, and the receiver copies it from here. So a send never
-waits for its receiver, whatever its size, and the receiver needs nothing of the sender.
-Each allocation is shared once (:func:`numba_symm.share`), and opened once by each peer.
+A sender copies a message here, and the receiver copies it from here. So up to the limit
+in ``flow.py``, a send does not wait for its receiver. Each allocation is shared once
+(:func:`numba_symm.share`), and opened once by each peer.
 
-Rooms are kept and used again, up to ``Rooms.most`` bytes of blocks with one room. Those
-above that serve one message: its receiver unmaps the block afterwards, and its sender
-frees it. Both wait for the GPU, on which a kernel may wait for a rank that waits for
-this one. So each does it only when it finds its GPU idle, in a later call.
+Rooms are kept and used again, up to ``Rooms.most`` bytes of blocks with one room. A
+further block serves one message: its receiver unmaps it afterwards, and its sender
+frees it. Both operations wait for the GPU. A kernel there may wait for a rank that
+waits for this one. So each rank does it in a later call, in which it finds its GPU
+idle.
 """
 
 import functools
@@ -197,7 +198,7 @@ _read: "deque[Opened]" = deque()  # blocks for one message, which was copied
 
 
 def copied(block: Opened | None) -> None:
-    """Note that a message was copied; unmap its block later if it was the only one."""
+    """Note that a message was copied; unmap a block later that served only this one."""
     if block is not None and block.once:
         _read.append(block)
         unmap_unused()

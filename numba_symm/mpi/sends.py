@@ -113,7 +113,7 @@ class Sends:
     def send(
         self, found: buffers.Items, dest: int, tag: int, matched: bool = False
     ) -> MPI.Request:
-        """Send a message in any case, whose array may be used afterwards.
+        """Send a message, regardless of the limit; its array may be used afterwards.
 
         Returns:
             The request of the envelope. If ``matched``, it is done when a receive has
@@ -175,7 +175,7 @@ class Sends:
             self._wait(staged)
             if self.is_apart(dest):
                 try:
-                    self.reap()  # lets go of earlier data
+                    self.reap()  # drops data that MPI has sent
                     data = on_host(room, nbytes, stream)
                 finally:
                     self._give_back(room)

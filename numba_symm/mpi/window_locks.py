@@ -155,7 +155,7 @@ class WindowLocks:
             raise ClosedError("Win: Free was called on the window; make a new one")
 
     def close(self) -> None:
-        """Let go of the file, and so of this rank's locks. Local and idempotent."""
+        """Close the file, and so release this rank's locks. Local and idempotent."""
         open_files.forget(self)
         fd, self._fd = self._fd, -1
         if fd >= 0:

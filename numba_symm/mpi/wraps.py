@@ -1,4 +1,4 @@
-"""The object of this module for a communicator of mpi4py, which is its attribute.
+"""The object of this package for a communicator of mpi4py, stored as its attribute.
 
 So a second call of ``Comm`` with the same communicator finds the first one's object.
 MPI drops the reference when the communicator of mpi4py is freed. The object stays open
