@@ -125,8 +125,8 @@ def wait_for_the_absent(ctx, found):
 
 def test_a_block_that_does_not_come_ends_all_waits(world):
     comm = ns.Communicator(world, timeout=0.3)
-    memory, found = comm.rendezvous(comm.zeros(1, np.int64)), zeros(3)
-    found[:] = 7
+    memory = comm.rendezvous(comm.zeros(1, np.int64))
+    found = cuda.to_device(np.full(3, 7))
     wait_for_the_absent[3, 2](memory.ctx, found)
     text = r"waited for rank \d in grid_barrier, channel 4 .* does not fit on its GPU"
     with pytest.raises(ns.CollectiveTimeout, match=text):

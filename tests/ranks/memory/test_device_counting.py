@@ -163,8 +163,8 @@ def wait_in_vain(ctx, what, found):
 )
 def test_a_wait_in_vain_has_a_deadline(world, what, text):
     comm = ns.Communicator(world, timeout=0.2)
-    memory, found = comm.rendezvous(comm.zeros(1, np.int64)), zeros(1)
-    found[0] = 7
+    memory = comm.rendezvous(comm.zeros(1, np.int64))
+    found = cuda.to_device(np.full(1, 7))
     wait_in_vain[1, 2](memory.ctx, what, found)
     with pytest.raises(ns.CollectiveTimeout, match=text):
         comm.synchronize()
