@@ -58,4 +58,4 @@ def invocation(
 _new = tuple.__new__
 
 OPTIONS = slice(4, 7)
-"""The options of operations. For equal ones and equal arrays, a call is remembered."""
+"""The fields that are options. A call is remembered by its options and its arrays."""

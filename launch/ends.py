@@ -36,7 +36,7 @@ class Links:
         ends: by the rank's number in the first channel, until that end closes.
         stash: by channel and rank, what has arrived; None: a descriptor that was lost.
         users: how many channels have not been closed.
-        lock: held by a thread that receives, for whichever channel.
+        lock: held by a thread that receives, for any channel.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Links:
 
 
 def descriptors(control: list[tuple[int, int, bytes]]) -> list[int]:
-    """Return the descriptors beside a message."""
+    """Return the descriptors that were sent with a message."""
     fds = array("i")
     for level, kind, data in control:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):

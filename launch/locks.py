@@ -60,7 +60,7 @@ def is_locked(fd: int, byte: int) -> bool:
 
 
 class Presence:
-    """Locks that show which ranks' processes run, whatever these have closed.
+    """Locks that show which ranks' processes run.
 
     Args:
         fd: a descriptor of the locks' file, which the caller may close.

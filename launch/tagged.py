@@ -1,10 +1,10 @@
 """The library's own messages by MPI: tables of ranks, each with its own tags.
 
 One duplicate of the user's communicator serves a communicator, its nodes and islands,
-their watchdog and engine, and all communicators that ``split`` and ``dup`` make of it.
-So MPI makes one communicator only, by a call that can be polled. To make a communicator
-of some ranks, MPI has only calls that block. In these, ranks wait without a deadline
-for a rank that has died, and Python's signal handlers do not run.
+and their watchdog and engine. It also serves all communicators that ``split`` and
+``dup`` make of it. So MPI makes one communicator only, by a call that can be polled. To
+make a communicator of some ranks, MPI has only calls that block. In these, ranks wait
+without a deadline for a rank that has died, and Python's signal handlers do not run.
 
 Who may use a tag: every communicator has a *number*, which each of its ranks uses for
 this communicator only. The number has one range of tags for each purpose. A rank that

@@ -14,8 +14,8 @@ A process that waits tests locks only, at growing intervals, and reads the disk 
 wait has ended. The folder may be on another node's disk. So each node has a byte of its
 own for each key. The process that compiles locks the key's byte and that of its node;
 on another node, the first process that waits locks that of its node. The node's other
-processes test this byte only, because the Linux kernel knows the locks of its own node
-without a request to the other one.
+processes test this byte only. The Linux kernel knows the locks of its own node without
+a request to the other one.
 
 Ranks compile the same kernels at the same time, and Numba types device functions once a
 process. So a process that has compiled fewer kernels waits longer before it begins.

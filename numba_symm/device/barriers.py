@@ -169,7 +169,8 @@ def grid_barrier(ctx: Any, channel: int, team: Any = None) -> bool:
     Every thread of the grid calls it, on every rank. Grids of different ranks may have
     different sizes. What any thread of these grids wrote before it is visible to all of
     them after it. It costs an atomic operation of each block in its GPU's own memory,
-    one signal to each rank, and a store that the blocks of a rank poll.
+    and one signal to each rank. The first block also stores a word that the other
+    blocks of its rank poll.
 
     All blocks must be able to run together: on one GPU, those of all ranks that share
     it. Otherwise the first ones wait until the deadline for blocks that start only
