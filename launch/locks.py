@@ -9,6 +9,7 @@ import copy
 import fcntl
 import os
 import struct
+import threading
 from collections.abc import Sequence
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, pid
@@ -59,6 +60,9 @@ def is_locked(fd: int, byte: int) -> bool:
     return locked_by_another(fd, byte, byte + 1) is not None
 
 
+_users = threading.RLock()  # a finalizer may close an object in between
+
+
 class Presence:
     """Locks that show which ranks' processes run.
 
@@ -83,7 +87,8 @@ class Presence:
         """Return the locks of some of the ranks. Either object may be closed first."""
         made = copy.copy(self)
         made._bytes = [self._bytes[member] for member in members]
-        self._users[0] += 1
+        with _users:
+            self._users[0] += 1
         return made
 
     def runs(self, rank: int) -> bool:
@@ -92,6 +97,8 @@ class Presence:
 
     def close(self) -> None:
         """Release this rank's lock, unless another object uses it."""
-        self._users[0] -= 1
-        if self._users == [0]:
+        with _users:
+            self._users[0] -= 1
+            last = self._users == [0]
+        if last:
             os.close(self._fd)

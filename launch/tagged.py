@@ -153,7 +153,7 @@ class _Shared:
         # Not every communicator has this attribute in Open MPI.
         highest = ranks.mpi().COMM_WORLD.Get_attr(ranks.mpi().TAG_UB)
         self.most: int = (highest + 1) // TAGS - 1
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close a communicator
         self._uses: Counter[int] = Counter()  # by number, the tables that have it
         self._deciding: set[int] = set()  # the communicators in ``child``, by number
         self._holder: int | None = None  # the one that may take a number

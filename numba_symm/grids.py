@@ -251,8 +251,9 @@ class GridRun:
             except IndexError:
                 team = ThreadTeam(self.block, self._make)
             self._running.add(team)
-            self._started += 1
             team.start(self, point)
+            # Last, because a barrier of the grid counts the threads of these blocks.
+            self._started += 1
             self._wake_grid()
             self._wait(most)
         except BaseException as error:  # including an interrupt

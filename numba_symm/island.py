@@ -41,7 +41,13 @@ class Island(Members):
         else:
             channel = IpcChannel(exchange)
         self.channel = self._undo.enter_context(channel)
-        self.board = Board(exchange, self.channel, self._undo, presence)
+        try:
+            self.board = Board(exchange, self.channel, self._undo, presence)
+        except BaseException as error:
+            if exchange.is_everybodys(error):
+                # A sibling made later uses the same sockets, and gets this number.
+                self.channel.discard()
+            raise
         exchange.meet_at(self.board)
         self.gpu = devices.bind(exchange, device)
         try:

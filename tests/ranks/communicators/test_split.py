@@ -9,7 +9,7 @@ from numba import cuda
 import numba_symm as ns
 from numba_symm.board import Failure
 from numba_symm.collectives import lifetime
-from numba_symm.launch import waiting
+from numba_symm.launch import fds, waiting
 from numba_symm.launch.tagged import TaggedComm
 from tests.descriptors import open_fds
 from tests.ranks.helpers import (
@@ -202,6 +202,22 @@ def test_duplicates_use_the_sockets_and_locks_of_the_original(comm, world):
         each.rendezvous(each.empty(3, np.float32)).barrier()
         each.close()
     assert open_fds() <= before
+
+
+@needs_peers
+@of_one_island
+def test_a_failed_duplicate_leaves_no_descriptor_to_the_next(comm, world, monkeypatch):
+    """They have one number, and use the same sockets."""
+
+    def failing(*_):
+        raise OSError("not received")
+
+    with monkeypatch.context() as patch:
+        if world.rank == world.size - 1:
+            patch.setattr(fds.IpcChannel, "recv_fd", failing)
+        refused(world, ns.SymmError, comm.dup, "not received")
+    with comm.dup() as other:
+        check_works(other)
 
 
 @needs_peers
