@@ -138,7 +138,7 @@ class Communicator(Persistent, OthersNames):
         multiprocessors: the most multiprocessors of a GPU that this communicator's
             kernels of one rank occupy at any time, at least 1, equal on all ranks.
             Messages, and the collectives made of them, take at least one for each four
-            other ranks. None: ``NUMBA_SYMM_MULTIPROCESSORS``, else two less than a
+            other ranks. None: ``NUMBA_SYMM_MULTIPROCESSORS``, else one less than a
             quarter, divided by the number of this communicator's ranks that share the
             GPU. So the kernels of four communicators leave some to the program's own.
         requests: whether :meth:`isend` and :meth:`irecv` may be called, equal on all

@@ -23,9 +23,8 @@ class Messages:
     A send copies its array and returns: ``Send``, ``Bsend``, ``Rsend`` and the
     nonblocking ones do not wait for the receiver; ``Ssend`` does. Above the limit of
     bytes that the receiver has not received, ``Send`` and ``Rsend`` wait, too, and the
-    nonblocking ones copy later.
-    A message of a device array is received by a device array, and one of a host
-    array by a host array.
+    nonblocking ones copy later. Only a receive into a device array receives a message
+    of a device array. The same holds for host arrays.
     """
 
     host: Any
