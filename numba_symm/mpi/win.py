@@ -10,6 +10,7 @@ atomic among each other, for all types and operators.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from operator import index
@@ -38,6 +39,8 @@ from numba_symm.mpi.pending import DoneRequest
 from numba_symm.mpi.window_locks import WindowLocks
 
 _BYTE = np.dtype(np.uint8)
+_Use = tuple[int, list[packing.PackedStep]]
+"""A stream, and steps on it, which keep temporary arrays."""
 
 
 def _synchronizing(name: str, step: Callable[["Win", str], None]) -> Any:
@@ -68,7 +71,8 @@ class Win(MPI.Win):
     _locks: WindowLocks
     _units: list[int]
     _memory: list[Any]
-    _used: dict[int, list[packing.PackedStep]]  # by stream; steps have temporary arrays
+    _used: dict[int, _Use]  # by number
+    _numbers: Iterator[int]
 
     @classmethod
     @translated
@@ -177,7 +181,7 @@ class Win(MPI.Win):
         made._locks = found
         made.array, made._comm = memory, comm
         made._units, made._memory = units, mapped
-        made._used = {}
+        made._used, made._numbers = {}, itertools.count()
         return made
 
     def tomemory(self) -> Any:
@@ -268,26 +272,28 @@ class Win(MPI.Win):
         """Wait for this rank's copies, and for its program's work on its memory."""
         post = self._comm.post
         for array in (None, self.array):
-            self._used.setdefault(post.stream_of(array, what), [])
+            self._used[next(self._numbers)] = post.stream_of(array, what), []
         self._settle()
 
     def _settle(self, what: str = "Win") -> None:
-        """Wait for this rank's copies."""
-        used, self._used = self._used, {}
-        try:
-            for stream in list(used):
-                if not SIMULATED:
-                    streams.synchronize(stream)
-                del used[stream]  # until now, its steps' arrays were in use
-        finally:  # after a failure or an interrupt, of streams that may still run
-            for stream, steps in used.items():
-                self._used.setdefault(stream, []).extend(steps)
+        """Wait for this rank's copies, also of those that other threads enqueued."""
+        used = list(self._used.items())
+        for stream in dict.fromkeys(stream for _, (stream, _) in used):
+            if not SIMULATED:
+                streams.synchronize(stream)
+        # Until now, their arrays were in use, and other threads had to wait, too.
+        for number, _ in used:
+            self._used.pop(number, None)
 
     def _run(self, steps: list[packing.PackedStep], array: Any) -> None:
         stream = self._comm.post.stream_of(array, "Win")
-        self._used.setdefault(stream, []).extend(steps)
+        first, last = next(self._numbers), next(self._numbers)
+        self._used[first] = stream, steps  # an interrupt may leave some steps enqueued
         for step in steps:
             step(stream)
+        # Another thread may have waited before, and then drops the first number.
+        self._used[last] = stream, steps
+        self._used.pop(first, None)
 
     @translated
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:

@@ -343,12 +343,12 @@ def test_a_blocking_call_waits_before_it_looks_but_not_in_a_capture(gpu, monkeyp
 @orders("mpi.win.Win._settle")
 def test_a_window_waits_for_each_stream_while_it_keeps_the_steps(gpu):
     gpu.take(win)
-    window = SimpleNamespace(_used={STREAM: ["step"], OTHER: ["another step"]})
+    window = SimpleNamespace(_used={0: (STREAM, []), 1: (OTHER, []), 2: (OTHER, [])})
     win.Win._settle(window)
     both = [("cuStreamSynchronize", STREAM), ("cuStreamSynchronize", OTHER)]
     assert gpu.calls == both
     assert not window._used
-    window._used = {STREAM: ["step"], OTHER: ["another step"]}
+    window._used = {0: (STREAM, ["step"]), 1: (OTHER, ["another step"])}
     gpu.failing = {"cuStreamSynchronize"}
     with pytest.raises(DriverError):
         win.Win._settle(window)
@@ -356,6 +356,34 @@ def test_a_window_waits_for_each_stream_while_it_keeps_the_steps(gpu):
     gpu.failing = set()
     win.Win._settle(window)
     assert gpu.calls == both  # it has not forgotten any
+
+
+@orders("mpi.win.Win._settle")
+def test_threads_wait_for_what_each_other_enqueued(gpu, monkeypatch):
+    """Each second thread is a call in the middle of the first one's."""
+    gpu.take(win)
+    window = SimpleNamespace(_used={}, _numbers=itertools.count(), _comm=MagicMock())
+    window._comm.post.stream_of.return_value = STREAM
+
+    def step(stream):
+        win.Win._settle(window)  # finds the call, but not this step on the stream
+        gpu.calls.append("enqueue")
+
+    win.Win._run(window, [step], None)
+    win.Win._settle(window)
+    assert gpu.names == ["cuStreamSynchronize", "enqueue", "cuStreamSynchronize"]
+
+    def synchronize(stream):
+        gpu.calls.append("begin")
+        if gpu.calls.count("begin") == 1:
+            win.Win._settle(window)
+        gpu.calls.append("end")
+
+    monkeypatch.setattr(streams, "synchronize", synchronize)
+    win.Win._run(window, [gpu.noting("enqueue")], None)
+    win.Win._settle(window)
+    assert gpu.names == ["enqueue", "begin", "begin", "end", "end"]
+    assert not window._used
 
 
 @orders("sharing.consumer.Reference.wait")
