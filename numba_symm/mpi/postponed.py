@@ -85,20 +85,38 @@ class Postponed:
 
     def advance(self) -> bool:
         """Do what can be done now; return whether the array may be used. Never wait."""
-        with self.post._lock:
-            if not self.ended and self._requests:
+        lock = self.post._lock
+        # The thread that has the lock may wait for one that this thread has.
+        if not lock.acquire(blocking=False):
+            return self.ended
+        try:
+            if not self.ended and self._requests and self._may_advance():
                 try:
                     self._advance()
                 except Exception as error:  # for its own request, whoever calls this
                     self._fail(error)
             return self.ended
+        finally:
+            lock.release()
+
+    def _enter(self) -> None:
+        """Make the rank's GPU current in this thread, or raise."""
+        if not self.post._freed:
+            self.post._check_open("Send")
+
+    def _may_advance(self) -> bool:
+        """Return whether the rank's GPU is current in this thread."""
+        try:
+            self._enter()
+        except Exception:  # another one is, and the message is not this thread's
+            return False
+        return True
 
     def _advance(self) -> None:
         post = self.post
         if post._freed:
             self._end()
             return
-        post._check_open("Send")  # makes the GPU current in this thread
         if self._done is None:
             if not (self._hurries or self.matched() or self._is_admitted()):
                 return
@@ -169,6 +187,8 @@ class Postponed:
         if not self._requests:  # it was not announced
             self._end()
             progress.remove(self)
+        if not self.ended:
+            self._enter()  # or else this thread would never advance it
         self._hurries = True
         while not self.advance():
             time.sleep(PAUSE)
@@ -187,7 +207,13 @@ class Postponed:
         Args:
             what: the call, for errors.
             matched: whether to wait for the match.
+
+        Raises:
+            ArgumentError: another GPU is current in this thread; it may be waited for
+                again.
         """
+        if not self.ended:
+            self._enter()
         begin = time.monotonic()
 
         def look() -> bool:
@@ -254,7 +280,7 @@ class SendingLater(Request):
     def __init__(self, message: Postponed, matched: bool):
         super().__init__()
         self._message, self._matched = message, matched
-        progress.in_background()
+        progress.in_background(message.post._enter)
 
     def _finish(self, status: MPI.Status | None) -> None:
         try:

@@ -6,6 +6,8 @@ or on the GPU. So a thread does the same, while there are any.
 
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from mpi4py import MPI
@@ -16,11 +18,7 @@ _PAUSE = 1e-3  # seconds between two looks of the thread
 
 
 class StartedMessage(Protocol):
-    """Such a message.
-
-    Attributes:
-        post: of its communicator.
-    """
+    """Such a message."""
 
     @property
     def post(self) -> object:
@@ -64,7 +62,7 @@ def drop_all(post: object, error: Exception) -> None:
 
 def remove(message: StartedMessage) -> None:
     """Let no wait advance it any more. Idempotent."""
-    if message in _pending:
+    with suppress(ValueError):  # also if another thread removes it now
         _pending.remove(message)
 
 
@@ -78,22 +76,27 @@ def advance() -> None:
                 remove(each)
 
 
-def in_background() -> None:
-    """Start a thread that advances messages, if several threads may call MPI."""
+def in_background(enter: Callable[[str], None]) -> None:
+    """Start a thread that advances messages, if several threads may call MPI.
+
+    Args:
+        enter: makes the rank's GPU current in the thread, for a named call.
+    """
     global _thread
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return
     with _lock:
-        if _thread is None and not _stopped:
+        if (_thread is None or not _thread.is_alive()) and not _stopped:
             made = threading.Thread(
-                target=_serve, name="numba_symm messages", daemon=True
+                target=_serve, args=(enter,), name="numba_symm messages", daemon=True
             )
             threads.start(made, "Isend")
             _thread = made
 
 
-def _serve() -> None:
+def _serve(enter: Callable[[str], None]) -> None:
     global _thread
+    enter("Isend")
     while True:
         with _lock:
             if _stopped or not _pending or MPI.Is_finalized():

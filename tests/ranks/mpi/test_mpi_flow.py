@@ -251,7 +251,7 @@ def test_two_ranks_that_send_before_they_receive(apart, monkeypatch):
 
 def test_free_lets_peers_receive_first(limited, monkeypatch):
     """Without the thread that moves messages on, too."""
-    monkeypatch.setattr(progress, "in_background", lambda: None)
+    monkeypatch.setattr(progress, "in_background", lambda enter: None)
     right, left = around(limited)
     made = limited.Dup()
     requests = [made.Isend(array(tag), right, tag) for tag in range(5)]

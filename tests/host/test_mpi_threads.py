@@ -1,0 +1,88 @@
+"""Messages that several threads advance, with stubs of what they use."""
+
+import threading
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+
+from numba_symm import streams
+from numba_symm.errors import ArgumentError
+from numba_symm.mpi import progress
+from numba_symm.mpi.flow import Flow
+from numba_symm.mpi.postponed import Postponed
+
+
+@pytest.fixture
+def message():
+    """A message to rank 1, whose envelope was sent."""
+    made = object.__new__(Postponed)
+    made.post = MagicMock(_lock=threading.RLock(), flow=Flow(2), timeout=0)
+    made.post._freed, made.post._by_mpi = False, {}
+    made._requests, made._number, made._dest, made._nbytes = [MagicMock()], 7, 1, 8
+    made._hurries = made.ended = False
+    made._done = made._room = made._found = made._error = None
+    made._placing = []
+    return made
+
+
+def done_in_a_thread(call):
+    """Return what the call returns in another thread, which must not wait."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(20)
+    return found
+
+
+def test_a_message_of_a_busy_communicator_is_not_waited_for(message):
+    """The thread that has its lock may wait for a lock of this one."""
+    with message.post._lock:
+        assert done_in_a_thread(message.advance) == [False]
+    message._requests[0].Test.return_value = False
+    message.post.flow.unreceived[1] = 1
+    message.post.flow.limit = 1
+    assert done_in_a_thread(message.advance) == [False]
+    assert message._requests[0].Test.called
+
+
+def test_a_thread_with_another_gpu_fails_no_message_of_others(message):
+    message.post._check_open.side_effect = ArgumentError("Send: expected GPU 0")
+    assert not message.advance()
+    assert not message.ended
+    assert message._error is None
+    for call in (lambda: message.wait("Wait"), message.hurry):
+        with pytest.raises(ArgumentError, match="expected GPU 0"):
+            call()
+    assert not message.ended
+    message.post._freed = True
+    assert message.advance()
+
+
+def test_a_thread_that_has_ended_is_replaced(monkeypatch):
+    """A new one makes the GPU current before it advances messages."""
+    ended = threading.Thread(target=int)
+    ended.start()
+    ended.join()
+    calls, started = [], []
+
+    def advance():
+        calls.append("advance")
+        return True
+
+    def start(thread, what):
+        thread.start()
+        started.append(thread)
+
+    monkeypatch.setattr(streams, "SIMULATED", True)
+    monkeypatch.setattr(progress, "_pending", [SimpleNamespace(advance=advance)])
+    monkeypatch.setattr(progress, "_thread", ended)
+    monkeypatch.setattr(progress.threads, "start", start)
+    levels = {"Query_thread": lambda: 3, "THREAD_MULTIPLE": 3}
+    stub = SimpleNamespace(**levels, Is_finalized=lambda: False)
+    monkeypatch.setattr(progress, "MPI", stub)
+    progress.in_background(calls.append)
+    (thread,) = started
+    thread.join(20)
+    assert calls == ["Isend", "advance"]
+    progress.remove(stub)  # another thread has removed it before
