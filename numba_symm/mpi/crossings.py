@@ -12,7 +12,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
 from numba_symm.mpi import buffers
 from numba_symm.mpi.channels import Channel
-from numba_symm.mpi.envelopes import Envelope
+from numba_symm.mpi.envelopes import Envelope, not_sent
 from numba_symm.mpi.requests import waited
 from numba_symm.mpi.rooms import Opened, Room
 
@@ -40,6 +40,7 @@ class Crossing:
 
     Args:
         requests: mpi4py's requests.
+        envelope: the message.
         begin: starts the copy, and returns its end.
         check: raises if the communicator has failed.
         lock: is held while MPI is asked, and while the copy is started.
@@ -48,12 +49,13 @@ class Crossing:
     def __init__(
         self,
         requests: list[MPI.Request],
+        envelope: Envelope,
         begin: Callable[[], Event],
         check: Callable[[], None],
         lock: AbstractContextManager[Any],
     ):
         self._requests, self._begin, self._check = requests, begin, check
-        self._lock = lock
+        self._envelope, self._lock = envelope, lock
         self._copied: Event | None = None
         self.block: Opened | None = None
         """The sender's memory, which is mapped until the end; None for data by MPI."""
@@ -65,13 +67,24 @@ class Crossing:
         with self._lock:
             if self.error is None and self._copied is None:
                 try:
-                    if MPI.Request.Testall(self._requests):
+                    if self._has_arrived():
                         self._copied = self._begin()
                 except Exception as error:
                     self.error = error
         if self._copied is None:
             return self.error is not None
         return self._copied.query()
+
+    def _has_arrived(self) -> bool:
+        """Return whether the data has arrived, or raise if the sender could not."""
+        status = MPI.Status()
+        for request in self._requests:
+            if not request.Get_status(status):
+                return False
+            # The status of a request that MPI has ended before names no source.
+            if status.source != MPI.ANY_SOURCE and not status.Get_count(MPI.BYTE):
+                raise not_sent(self._envelope)
+        return MPI.Request.Testall(self._requests)
 
     def synchronize(self) -> None:
         """Wait until the copy has ended."""
@@ -122,6 +135,12 @@ class Data(Channel):
         """Send the data of a message of this rank; return the requests."""
         tag = number % self._tags
         return [self.send([part, MPI.BYTE], dest, tag) for part in _parts(data)]
+
+    def refuse_parts(self, nbytes: int, dest: int, number: int) -> None:
+        """Send empty parts instead of data, so that the receiver raises."""
+        tag, empty = number % self._tags, np.empty(0, np.uint8)
+        for _ in range(0, nbytes, _PART):
+            self.send([empty, MPI.BYTE], dest, tag)
 
     def coming(self, envelope: Envelope) -> Coming | None:
         """Return the data that :meth:`receive_parts` receives, if MPI sends any."""

@@ -65,13 +65,18 @@ def place_in(text: bytearray, envelope: Envelope) -> Envelope:
     """Return an envelope with the place in such a message, or raise."""
     _, length, offset, once = HEADER.unpack_from(text)
     if not length:
-        raise MPIError(
-            MPI.ERR_OTHER,
-            f"Recv: rank {envelope.source} could not send its message with tag "
-            f"{envelope.tag}; its own error has the cause",
-        )
+        raise not_sent(envelope)
     handle = bytes(text[HEADER.size : HEADER.size + length])
     return envelope._replace(offset=offset, handle=handle, once=bool(once))
+
+
+def not_sent(envelope: Envelope) -> MPIError:
+    """Return the receiver's error for a message that its sender could not send."""
+    return MPIError(
+        MPI.ERR_OTHER,
+        f"Recv: rank {envelope.source} could not send its message with tag "
+        f"{envelope.tag}; its own error has the cause",
+    )
 
 
 def items_of(envelope: Envelope, into: buffers.Items) -> int | None:

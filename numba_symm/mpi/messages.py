@@ -341,7 +341,7 @@ class Post(Sends):
             streams.copy_from_host(room.address, host, nbytes, self.copies.stream)
             return self.copies.begin(into, room.address, nbytes, room.memory, after)
 
-        done = Crossing(coming.requests, start, self.check, self._lock)
+        done = Crossing(coming.requests, envelope, start, self.check, self._lock)
         return Copying(done, envelope, into, None, room)
 
     def _copied(
@@ -372,7 +372,7 @@ class Post(Sends):
 
         tag = envelope.number % self._tags
         self._data.receive(requests, text, envelope.source, tag)
-        done = Crossing(requests, start, self.check, self._lock)
+        done = Crossing(requests, envelope, start, self.check, self._lock)
         found = Copying(done, envelope, into, None)
         if into is None:
             self._copying.append(found)

@@ -11,6 +11,9 @@ channel of data. Who does what before whom:
 2. The receiver posts a receive of the place, with the tag of the message's number.
 3. The sender copies the data, and sends the place when the copy has ended.
 4. The receiver copies the data from there. Then it sends a receipt, as for others.
+
+To another island, the sender sends the data instead of the place. If the sender fails,
+the place is empty, or the data has empty parts. Then the receiver raises.
 """
 
 import time
@@ -171,12 +174,21 @@ class Postponed:
     def _fail(self, error: Exception) -> None:
         """Make its request raise, and the receive that matches it."""
         self._error = error
-        post = self.post
-        if not (self._placing or post.is_apart(self._dest) or post._freed):
-            post._give_back(self._room)
-            post._receipts.unread[self._number] = None  # the receipt arrives anyway
-            self._send_place(place(self._number, None))
-        self._end()
+        post, number = self.post, self._number
+        try:
+            if post._freed or self._placing or number in post._by_mpi:
+                pass  # the receiver gets the data, or nothing any more
+            elif post.is_apart(self._dest):
+                post.flow.received(number)  # no receipt arrives
+                post._data.refuse_parts(self._nbytes, self._dest, number)
+            else:
+                post._give_back(self._room)
+                post._receipts.unread[number] = None  # the receipt arrives anyway
+                self._send_place(place(number, None))
+        except Exception as another:
+            error.add_note(f"Rank {self._dest} was not told, by {another!r}.")
+        finally:
+            self._end()
 
     def _end(self) -> None:
         self.ended = True

@@ -4,11 +4,15 @@ import threading
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
 from numba_symm import streams
 from numba_symm.errors import ArgumentError
 from numba_symm.mpi import progress
+from numba_symm.mpi.crossings import Crossing, Data
+from numba_symm.mpi.envelopes import Envelope
 from numba_symm.mpi.flow import Flow
 from numba_symm.mpi.postponed import Postponed
 
@@ -57,6 +61,47 @@ def test_a_thread_with_another_gpu_fails_no_message_of_others(message):
     assert not message.ended
     message.post._freed = True
     assert message.advance()
+
+
+def test_a_failed_message_to_another_island_ends_on_both_sides(message):
+    """The sender's parts are empty, and the receiver raises."""
+    sent = []
+    data = object.__new__(Data)
+    data._tags, data.send = 100, lambda *given: sent.append(given)
+    message.post._data = data
+    message.post.is_apart.return_value = True
+    message.post.outgoing = None  # so that nothing can be copied
+    message._found, message._done = MagicMock(), MagicMock()
+    message._nbytes, message.post.flow.limit = (1 << 30) + 1, 0
+    message.post.flow.sent(7, 1, message._nbytes)
+    assert message.advance()
+    assert [(part[0].size, dest, tag) for part, dest, tag in sent] == [(0, 1, 7)] * 2
+    assert message.post.flow.unreceived == [0, 0]
+    with pytest.raises(AttributeError):
+        message.raise_error()
+
+
+def test_a_receiver_raises_for_an_empty_part():
+    comm = MPI.COMM_SELF.Dup()
+    begun = []
+
+    def start():
+        begun.append(1)
+        return SimpleNamespace(query=lambda: True)
+
+    for nbytes in (8, 0):
+        data = np.empty(8, np.uint8)
+        requests = [comm.Irecv([data, MPI.BYTE], 0, 7)]
+        lock, envelope = threading.RLock(), Envelope(0, 3, 7, 8, 0, b"")
+        found = Crossing(requests, envelope, start, lambda: None, lock)
+        assert not found.query()
+        comm.Send([np.zeros(nbytes, np.uint8), MPI.BYTE], 0, 7)
+        found.synchronize()
+        assert len(begun) == 1
+        assert (found.error is None) == bool(nbytes)
+        if found.error is not None:
+            assert "rank 0 could not send its message with tag 3" in str(found.error)
+    comm.Free()
 
 
 def test_a_thread_that_has_ended_is_replaced(monkeypatch):
