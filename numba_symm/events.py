@@ -227,11 +227,12 @@ class _Owned:
     """An event of the driver, destroyed with this object."""
 
     def __init__(self, handle: Any):
-        self.handle = handle
         self._destroy = driver.function("cuEventDestroy")  # usable at exit, too
+        self.handle = handle
 
     def __del__(self) -> None:
-        self._destroy(self.handle)  # a failure cannot be reported here
+        if hasattr(self, "handle"):  # not interrupted before it was kept
+            self._destroy(self.handle)  # a failure cannot be reported here
 
 
 class Stream:

@@ -1,5 +1,6 @@
 """A call waits for the one before unless both are on one stream."""
 
+import gc
 import importlib.util
 import itertools
 import threading
@@ -7,7 +8,7 @@ import weakref
 
 import pytest
 
-from numba_symm import driver
+from numba_symm import driver, events
 from numba_symm.collectives import requests
 from tests.orders import orders
 
@@ -205,3 +206,13 @@ def test_closed_requests_are_done_before_their_arrays_are_dropped(monkeypatch):
     lane.close()
     assert calls[0] == ("cuStreamSynchronize", True)
     assert alive() is None
+
+
+def test_an_event_whose_constructor_was_interrupted_is_dropped_silently(monkeypatch):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(driver, "function", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        events._Owned(1)
+    gc.collect()  # an error of a finalizer fails the test
