@@ -4,8 +4,8 @@ import atexit
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from numba_symm import (
@@ -66,9 +66,15 @@ class Options(NamedTuple):
     requests: Any
 
 
-def begin(members: Members, options: Options) -> Calls:
-    """Return the calls of a new communicator of one island. Collective."""
-    with undone(members) as undo:
+def begin(make: Callable[[ExitStack], Island], options: Options) -> Calls:
+    """Return the calls of a new communicator of one island. Collective.
+
+    Args:
+        make: makes the island; see :class:`Members` for its argument.
+        options: the options.
+    """
+    with ExitStack() as undo:
+        members = make(undo)
         heap = Heap(members)
         undo.callback(heap.close_locally)
         settings = agreed_settings(members, options)
@@ -82,21 +88,9 @@ def begin(members: Members, options: Options) -> Calls:
             nbytes = channels(members.world.size, True).end
             memory, workspace = heap.allocate(nbytes, "workspace of requests")
             calls.requests = Requests(end, workspace.addresses, memory, whole)
-        return opened(calls)
-
-
-@contextmanager
-def undone(members: Members) -> Iterator[ExitStack]:
-    """Undo the construction of a communicator if the block raises an exception."""
-    with ExitStack() as undo:
-        try:
-            yield undo
-        except BaseException as error:
-            with ExitStack() as steps:  # run in reverse order
-                steps.callback(members.give_up, error)
-                steps.push(undo.pop_all())
-            raise
-        undo.pop_all()
+        opened(calls)
+        undo.pop_all()  # to drop ``calls`` would report an interrupt from now on
+    return calls
 
 
 class Settings(NamedTuple):
@@ -166,8 +160,8 @@ def joined(
     return order, end, memory
 
 
-def opened(calls: Calls) -> Calls:
-    """Return a communicator's calls, which are closed or dropped in the end."""
+def opened(calls: Calls) -> None:
+    """Note a communicator's calls, which are closed or dropped in the end."""
     members = calls.members
     if not SIMULATED:
         _load_ahead(calls)
@@ -183,7 +177,6 @@ def opened(calls: Calls) -> Calls:
     _in_use[members] = members.backend.name
     _open.add(calls)
     forks.watch(calls)
-    return calls
 
 
 def _load_ahead(calls: Calls) -> None:
@@ -253,8 +246,11 @@ def join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) ->
     # Of several islands, a rank's board and sockets are those of its own.
     parent = (calls.members, members) if len(calls.members.parts) == 1 else None
     given = calls.gpu.ordinal, calls.members.timeout
-    island = Island(comm, *given, part=True, parent=parent)
-    return begin(island, options_of(calls))
+
+    def make(undo: ExitStack) -> Island:
+        return Island(comm, undo, *given, part=True, parent=parent)
+
+    return begin(make, options_of(calls))
 
 
 def options_of(calls: Calls) -> Options:

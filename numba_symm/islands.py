@@ -36,6 +36,7 @@ class Islands(Members):
 
     Args:
         comm: the ranks; as for :class:`Members`.
+        undo: as for :class:`Members`.
         device: as for :class:`Members`.
         timeout: as for :class:`Members`.
         part: as for :class:`Members`.
@@ -56,6 +57,7 @@ class Islands(Members):
     def __init__(
         self,
         comm: TaggedComm,
+        undo: ExitStack,
         device: int | None,
         timeout: float | None,
         part: bool = False,
@@ -65,7 +67,7 @@ class Islands(Members):
         self.watchdog: Watchdog | None = None
         self._shared = ExitStack()  # what all ranks free together
         self.operation = "Communicator"
-        super().__init__(comm, device, timeout, part)
+        super().__init__(comm, undo, device, timeout, part)
 
     def _make(self, device: int | None) -> None:
         exchange = self.exchange
@@ -88,6 +90,7 @@ class Islands(Members):
             with waiting.watching(self._left(mine)):
                 self.inner = Island(
                     comm,
+                    self._undo,
                     self.gpu.ordinal,
                     self.timeout,
                     part=True,
@@ -95,7 +98,6 @@ class Islands(Members):
                     nodes=nodes,
                 )
             # Here, because another island may fail in this step.
-            self._undo.callback(self.inner.close_locally)
             self._shared.callback(self.inner.close)
         others = tuple(part for part in self.parts if part != mine)
         self.inner.note = (

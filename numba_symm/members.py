@@ -46,6 +46,8 @@ class Members(ABC):
     Args:
         comm: the ranks, by messages of their own: see :func:`waiting.duplicate`. It is
             released in the end.
+        undo: gives the construction up if an exception ends its block. Otherwise its
+            end closes what was made here, without other ranks.
         device: the ordinal of this rank's GPU. None: one is assigned.
         timeout: seconds that a kernel waits for a peer; 0: indefinitely; None:
             ``NUMBA_SYMM_TIMEOUT``, else 300.
@@ -96,6 +98,7 @@ class Members(ABC):
     def __init__(
         self,
         comm: ranks.Comm | TaggedComm,
+        undo: ExitStack,
         device: int | None,
         timeout: float | None,
         part: bool = False,
@@ -114,10 +117,11 @@ class Members(ABC):
         self.exchange = StoreExchange(self.comm, "communicator", patience(), names)
         self.exchange.call, self.exchange.nodes = "Communicator", nodes
         try:
-            waiting.claim(comm)
             self._agree(timeout)
             self._make(device)
             forks.watch(self)
+            # Last, but here: an interrupt may follow before the caller has this object.
+            undo.push(self._end)
         except BaseException as error:
             self.give_up(error)
             raise
@@ -272,8 +276,15 @@ class Members(ABC):
             self.board.abandon(cause, operation)
             self.known_failure = self.board.failure()
 
+    def _end(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """End the block in which this was made."""
+        if error is None:
+            self.close_locally()
+        else:
+            self.give_up(error)
+
     def give_up(self, error: BaseException) -> None:
-        """Undo what was made, after the construction has failed.
+        """Undo what was made, after the construction has failed. Idempotent.
 
         Args:
             error: the cause. If only this rank raises it, the rank reports it to the

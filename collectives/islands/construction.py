@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from numba_symm.collectives import lifetime, warm_up
 from numba_symm.collectives.calls import Calls
@@ -11,7 +12,7 @@ from numba_symm.collectives.islands.binder import IslandsBinder
 from numba_symm.collectives.islands.site import ALIGNED, STAGING, Site, padded
 from numba_symm.collectives.lifetime import Options
 from numba_symm.collectives.protocols.workspace import layout
-from numba_symm.errors import ArgumentError, PeerAccessError
+from numba_symm.errors import ArgumentError, PeerAccessError, SymmError
 from numba_symm.island import Apart, Island
 from numba_symm.islands import Islands
 from numba_symm.launch import ranks, waiting
@@ -40,21 +41,40 @@ def _made(
     comm: ranks.Comm, device: int | None, timeout: float | None, options: Options
 ) -> Calls:
     mine = waiting.duplicate(comm, Wait("Communicator", comm.rank, patience()))
+    with _claimed(mine):
+        try:
+            return lifetime.begin(
+                lambda undo: Island(mine, undo, device, timeout), options
+            )
+        except Apart as error:
+            if not isinstance(mine, TaggedComm):
+                raise PeerAccessError(
+                    f"{error}; between several islands, expected a communicator of "
+                    f"mpi4py's, got {comm!r}"
+                ) from error
+        calls = _begin(lambda undo: Islands(mine, undo, device, timeout), options)
+        islands = calls.members
+        assert isinstance(islands, Islands)
+        if islands.shown:
+            _show(f"numba-symm: islands: {islands.described()}")
+        return calls
+
+
+@contextmanager
+def _claimed(comm: ranks.Comm | TaggedComm) -> Iterator[None]:
+    """Use a duplicate in the block; report an interrupt of the block to all ranks.
+
+    That includes an interrupt while there is neither an island nor several. A rank that
+    waits by messages may get two reports; ``comm`` is not used afterwards.
+    """
     try:
-        island = Island(mine, device, timeout)
-    except Apart as error:
-        if not isinstance(mine, TaggedComm):
-            raise PeerAccessError(
-                f"{error}; between several islands, expected a communicator of "
-                f"mpi4py's, got {comm!r}"
-            ) from error
-    else:
-        return lifetime.begin(island, options)
-    islands = Islands(mine, device, timeout)
-    calls = _begin(islands, options)
-    if islands.shown:
-        _show(f"numba-symm: islands: {islands.described()}")
-    return calls
+        waiting.claim(comm)
+        yield
+    except BaseException as error:
+        waiting.claim(comm)  # if the interrupt came first; the others have used it
+        if not isinstance(error, SymmError):
+            waiting.leave(comm, error, "Communicator")
+        raise
 
 
 @functools.cache  # once in a process
@@ -78,15 +98,19 @@ def _join(calls: Calls, comm: ranks.Comm | TaggedComm, members: Sequence[int]) -
     if len(parts) == 1:
         return lifetime.join(calls, comm, members)
     assert isinstance(comm, TaggedComm)  # only MPI's ranks are several islands
-    timeout, ordinal = calls.members.timeout, calls.gpu.ordinal
-    islands = Islands(comm, ordinal, timeout, part=True, parts=parts)
-    return _begin(islands, lifetime.options_of(calls))
+
+    def make(undo: ExitStack) -> Islands:
+        given = calls.gpu.ordinal, calls.members.timeout
+        return Islands(comm, undo, *given, part=True, parts=parts)
+
+    return _begin(make, lifetime.options_of(calls))
 
 
-def _begin(islands: Islands, options: Options) -> Calls:
+def _begin(make: Callable[[ExitStack], Islands], options: Options) -> Calls:
     """Return the calls of a new communicator of several islands. Collective."""
-    inner = islands.inner
-    with lifetime.undone(islands) as undo:
+    with ExitStack() as undo:
+        islands = make(undo)
+        inner = islands.inner
         settings = lifetime.agreed_settings(islands, options)
         if settings.requests:
             raise ArgumentError(
@@ -107,4 +131,6 @@ def _begin(islands: Islands, options: Options) -> Calls:
         stream, debug = options.stream, settings.debug
         calls = Calls(islands, heap, order, whole, stream, debug, memory)
         calls.binder = IslandsBinder(Site(islands, end, staging))
-        return lifetime.opened(calls)
+        lifetime.opened(calls)
+        undo.pop_all()
+    return calls

@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 import numba_symm as ns
 from numba_symm.launch import waiting
+from numba_symm.members import Members
 
 PATIENT = 60  # a timeout that never passes
 SOON = 20  # seconds; a rank that is left waiting would take PATIENT or all time
@@ -74,6 +75,24 @@ class Lines:
             return f"{type(error).__name__}: {error}", None
         finally:
             sys.settrace(None)
+
+
+class At(Lines):
+    """Interrupts one event of a function: the n-th of its kind."""
+
+    def __init__(self, function, event, number):
+        super().__init__()
+        self.code, self.event, self.number = function.__code__, event, number
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code is not self.code:
+            return None
+        if event == self.event:
+            self.count += 1
+            if self.count == self.number:
+                sys.settrace(None)
+                raise Late
+        return self
 
 
 def is_undisturbed(frame):
@@ -192,3 +211,33 @@ def test_an_interrupted_constructor_leaves_nobody_waiting(world):
         shown = f"rank {away} at line {point}: {everyone}"
         assert max(seconds for _, seconds in everyone) < SOON, shown
         assert [errors[-1] for errors, _ in everyone] == [""] * world.size, shown
+
+
+HANDOVERS = [
+    (waiting.claim, "line", 4, False),  # a later call would return the duplicate again
+    (Members.__init__, "return", 1, False),
+    (Members.__init__, "return", 1, True),  # of ranks that are not one island
+    (Members.__init__, "return", 3, True),  # after that of this rank's island
+]
+
+
+@pytest.mark.parametrize(("function", "event", "number", "several"), HANDOVERS)
+def test_an_interrupt_between_steps_of_the_constructor_is_reported(
+    world, monkeypatch, function, event, number, several
+):
+    """There, a function has returned what its caller does not have yet."""
+    monkeypatch.setenv("NUMBA_SYMM_SETUP_TIMEOUT", f"{SOON}")
+    monkeypatch.delenv("NUMBA_SYMM_ISLAND_SIZE", raising=False)
+    if several:
+        monkeypatch.setenv("NUMBA_SYMM_ISLAND_SIZE", "1")
+    away = world.size - 1
+
+    def construct():
+        with made(world) as comm:
+            comm.zeros(3)
+
+    lines = At(function, event, number) if world.rank == away else Lines()
+    errors = world.allgather(lines.of(construct)[0])
+    again = world.allgather(Lines().of(construct)[0])
+    assert again == [""] * world.size, (errors, again)
+    assert all("Late" in each for each in errors) or world.size == 1, errors
