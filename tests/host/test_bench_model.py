@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from numba_symm.bench import model
-from numba_symm.bench.model import BOUNDS, Link, Nodes
+from numba_symm.bench.laboratory import model
+from numba_symm.bench.laboratory.model import BOUNDS, Link, Nodes
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -1,6 +1,6 @@
 """A model of calls over several nodes, from measured times within a node and of a link.
 
-    python -m numba_symm.bench.model --plot model.png
+    python -m numba_symm.bench.laboratory.model --plot model.png
 
 It prints tables in Markdown. It has the same chunks and ticks as the library. For each
 tick, it adds the time of the exchange or of the work beside it, whichever is longer.
@@ -25,7 +25,7 @@ from numba_symm.collectives.islands.reductions import ONE_STEP, SMALL
 from numba_symm.collectives.islands.site import STAGING
 from numba_symm.environment import SIMULATED
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 WIDTH = 4  # bytes of an element
 
@@ -349,7 +349,7 @@ def draw(nodes: Sequence[Nodes], image: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the tables; draw the plot, if one is asked for."""
     parser = argparse.ArgumentParser(
-        "python -m numba_symm.bench.model",
+        "python -m numba_symm.bench.laboratory.model",
         description="Compute what calls over several nodes should take.",
     )
     words = "draw how close each operation is to its bound, into a file such as r.png"
