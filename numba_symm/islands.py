@@ -115,9 +115,14 @@ class Islands(Members):
     def _start_watchdog(self) -> None:
         comm = self.comm.part(range(self.comm.size), Purpose.WATCHDOG)
         self._shared.callback(self._release_watchdog, comm)
-        with self.exchange.agreed("Communicator"):
+
+        def start() -> None:
             self.watchdog = Watchdog(comm, self.board, *engines.partners(self))
             self._undo.callback(self.watchdog.stop)
+
+        with self.exchange.agreed("Communicator"):
+            # A thread that nothing stops would use the duplicate after it was freed.
+            waiting.undisturbed(start)
 
     def _release_watchdog(self, comm: TaggedComm) -> None:
         if self.watchdog is None or not self.watchdog.told:
