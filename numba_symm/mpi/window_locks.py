@@ -20,7 +20,7 @@ import numpy as np
 
 from numba_symm import forks, open_files
 from numba_symm.backends.host import memory_file
-from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft
+from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft, SymmError
 from numba_symm.launch import locks
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
@@ -53,6 +53,7 @@ class WindowLocks:
         self._fd = -1
         open_files.note(self, what)
         self._threads = threading.RLock()  # threads of one process share its locks
+        self._inside = [False] * host.size  # whether this rank is in ``held``
         exchange = StoreExchange(_HostRanks(host), "window")
         exchange.call = what
         size = host.size
@@ -90,11 +91,20 @@ class WindowLocks:
         Raises:
             CollectiveTimeout: another rank has held it for too long.
             RankLeft: a rank has ended while it held the lock.
+            SymmError: this thread holds it, so a signal handler makes this call.
         """
         self._check()
         mine, release = self._rank + 1, locks.unlocking(_LOCKS + target)
         with self._threads:
+            # The file's lock would admit the handler, and its end would release it.
+            if self._inside[target]:
+                raise SymmError(
+                    f"{what}: expected no signal handler to make this call while it "
+                    "interrupts another change of the same memory in this window; let "
+                    "the handler set a flag, and make the call after it"
+                )
             try:
+                self._inside[target] = True
                 self._acquire(target, what)
                 holder = int(self._holders[target])
                 if holder:
@@ -111,6 +121,7 @@ class WindowLocks:
                 # Not only after the store: a signal handler may have raised before it.
                 if self._holders[target] == mine:
                     self._holders[target] = 0
+                self._inside[target] = False
                 # The first call here, because a signal handler may raise after it.
                 fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, release)
 

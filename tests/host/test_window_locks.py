@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft
+from numba_symm.errors import ClosedError, CollectiveTimeout, RankLeft, SymmError
 from numba_symm.launch import locks
 from numba_symm.mpi import window_locks
 from numba_symm.mpi.window_locks import WindowLocks
@@ -91,6 +91,30 @@ def test_an_interrupt_leaves_no_lock(made, other):
         locks.unlock(other, window_locks._LOCKS)
 
     assert interrupted(call, check, turns=400)
+
+
+def test_a_signal_handler_is_refused_within_a_change(made, other):
+    def handler(number, frame):
+        with made.held(0, "Put"):
+            pass
+
+    def is_locked():
+        free = locks.try_lock(other, window_locks._LOCKS)
+        if free:
+            locks.unlock(other, window_locks._LOCKS)
+        return not free
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with made.held(0, "Accumulate"):
+            with pytest.raises(SymmError, match="Put: expected no signal handler"):
+                signal.raise_signal(signal.SIGUSR1)
+            assert made._holders[0] == 1
+            assert is_locked()
+        signal.raise_signal(signal.SIGUSR1)  # here, it may
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not is_locked()
 
 
 def test_threads_exclude_each_other(made):
