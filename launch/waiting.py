@@ -5,6 +5,7 @@ messages. A wait can have a deadline, and can name the ranks that it waits for.
 """
 
 import copy
+import functools
 import math
 import os
 import signal
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import starmap
@@ -39,8 +40,18 @@ _SPIN = 2e-4  # seconds of a wait without sleep
 _LONGEST_PAUSE = 1e-3
 
 _watched: ContextVar[tuple[Callable[[], bool], ...]] = ContextVar("watched", default=())
-_begun: list[tuple[Any, list[tuple[Any, Any]]]] = []  # Idup's argument and results
+_begun: list[list[tuple[Any, Any]]] = []  # Idup's results, of each communicator
 _unfinished: list[Any] = []  # requests, whose memory MPI may still use
+
+
+@functools.cache
+def _key() -> int:
+    """Return the key of a communicator's own list in ``_begun``, its attribute.
+
+    MPI drops the attribute when the communicator is freed. A new one may have the same
+    handle, but has no attribute.
+    """
+    return int(sys.modules["mpi4py.MPI"].Comm.Create_keyval())
 
 
 class Wait:
@@ -185,11 +196,12 @@ def duplicates(comm: Any, number: int, wait: Wait) -> list[Any]:
     Raises:
         CollectiveTimeout: not all ranks have arrived in time; MPI cannot name them.
     """
-    begun: list[tuple[Any, Any]] | None
-    begun = next((found for of, found in _begun if of == comm), None)
+    begun: list[tuple[Any, Any]] | None = comm.Get_attr(_key())
     if begun is None:
         begun = []
-        _begun.append((comm, begun))  # first, because an interrupt may follow the start
+        comm.Set_attr(_key(), begun)
+    if not any(each is begun for each in _begun):
+        _begun.append(begun)  # first, because an interrupt may follow the start
     for index in range(number):
         if index == len(begun):
             begin(begun, comm.Idup)
@@ -210,10 +222,25 @@ def claim(comm: Any) -> None:
     """
     used = comm.mpi if isinstance(comm, TaggedComm) else comm
     for each in list(_begun):
-        if any(made is used for made, _ in each[1]):
-            _begun.remove(each)
+        if any(made is used for made, _ in each):
             # Of more duplicates than are used now, MPI may still store the handles.
-            _unfinished.extend(pair for pair in each[1] if not pair[1].Test())
+            _unfinished.extend(each)
+            each.clear()
+            _begun[:] = [other for other in _begun if other is not each]
+    _drop_finished()
+
+
+def _drop_finished() -> None:
+    """Drop the requests that MPI has ended."""
+    for each in list(_unfinished):
+        request = each[1] if isinstance(each, tuple) else each
+        try:
+            ended = request.Test()
+        except sys.modules["mpi4py.MPI"].Exception:  # it has failed
+            ended = True
+        if ended:
+            with suppress(ValueError):  # another thread has dropped it
+                _unfinished.remove(each)
 
 
 def all_gather(comm: Comm | TaggedComm, value: T, wait: Wait) -> list[T]:

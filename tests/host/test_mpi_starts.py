@@ -106,6 +106,10 @@ def test_a_value_for_other_ranks():
 
 def test_a_duplicate(monkeypatch):
     monkeypatch.setattr(waiting, "_begun", [])
-    host = SimpleNamespace(Idup=partial(CALL, None))
+    monkeypatch.setattr(waiting, "_key", int)
+    found = {}
+    attributes = {"Get_attr": found.get, "Set_attr": found.__setitem__}
+    host = SimpleNamespace(Idup=partial(CALL, None), **attributes)
     interrupted(waiting.duplicates, host, 2, Wait("Communicator", 0))
-    assert waiting._begun == [(host, [0])]
+    assert waiting._begun == [[0]]
+    assert found[0] is waiting._begun[0]

@@ -168,16 +168,29 @@ class FakeMPI:
     finalized = False
 
     class Comm(Alone):
+        begun = None
+
         def __init__(self, name):
             self.name = name
 
         def __bool__(self):
             return self.name != "null"
 
+        def __eq__(self, other):
+            return self.name == other.name
+
+        __hash__ = None
+
+        def Set_attr(self, key, value):
+            assert key == "key of duplicates"
+            self.begun = value
+
         def Idup(self):
             return FakeMPI.Comm("duplicate"), FakeMPI.Request()
 
         def Get_attr(self, key):
+            if key == "key of duplicates":
+                return self.begun
             assert key == FakeMPI.TAG_UB
             return 32767  # the least that MPI permits
 
@@ -216,6 +229,8 @@ def mpi(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", FakeMPI)
     monkeypatch.setattr(FakeMPI, "finalized", False)
     monkeypatch.setattr(waiting, "_begun", [])
+    monkeypatch.setattr(waiting, "_unfinished", [])
+    monkeypatch.setattr(waiting, "_key", lambda: "key of duplicates")
     return FakeMPI
 
 
@@ -240,7 +255,7 @@ def test_an_interrupted_rank_continues_with_the_same_duplicate(mpi, monkeypatch)
         patch.setattr(Wait, "pause", interrupted)
         with pytest.raises(KeyboardInterrupt):
             duplicate(world)
-    _, [(begun, _)] = waiting._begun[-1]
+    [(begun, _)] = waiting._begun[-1]
     assert duplicate(other).mpi is not begun
     # It may be interrupted again, until it is about to report that to the others.
     found = [duplicate(world) for _ in range(2)]
@@ -249,7 +264,14 @@ def test_an_interrupted_rank_continues_with_the_same_duplicate(mpi, monkeypatch)
     later = duplicate(world)
     assert later.mpi is not begun
     waiting.claim(later)
-    assert [of for of, _ in waiting._begun] == [other]
+    assert waiting._begun == [other.begun]
+
+
+def test_a_new_communicator_with_the_handle_of_an_old_one_has_its_own(mpi):
+    old, new = mpi.Comm("world"), mpi.Comm("world")  # which are equal
+    first = duplicate(old)
+    assert duplicate(old).mpi is first.mpi
+    assert duplicate(new).mpi is not first.mpi
 
 
 def test_duplicates_have_the_same_purpose_on_an_interrupted_rank(mpi, monkeypatch):
@@ -259,8 +281,7 @@ def test_duplicates_have_the_same_purpose_on_an_interrupted_rank(mpi, monkeypatc
     wait = Wait("Comm", 0)
     with pytest.raises(StopIteration):  # amid the second
         waiting.duplicates(world, 3, wait)
-    ((_, begun),) = waiting._begun
-    first, second = begun
+    ((first, second),) = waiting._begun
     pauses = iter([False] * 9)
     monkeypatch.setattr(Wait, "pause", lambda *_: next(pauses))
     found = waiting.duplicates(world, 3, wait)
@@ -272,15 +293,17 @@ def test_duplicates_have_the_same_purpose_on_an_interrupted_rank(mpi, monkeypatc
 
 def test_a_duplicate_that_is_not_used_is_kept_until_mpi_has_made_it(mpi, monkeypatch):
     """MPI stores its handle later, and mpi4py's object must live until then."""
-    monkeypatch.setattr(waiting, "_unfinished", [])
-    monkeypatch.setattr(Wait, "pause", lambda *_: waiting._begun[0][1][1:])
+    monkeypatch.setattr(Wait, "pause", lambda *_: waiting._begun[0][1:])
     world, wait = mpi.Comm("world"), Wait("Comm", 0)
     with pytest.raises(CollectiveTimeout, match="rank 0 waited for other ranks in C"):
         waiting.duplicates(world, 2, wait)
-    ((_, (first, second)),) = waiting._begun
+    ((first, second),) = waiting._begun
     assert waiting.duplicates(world, 1, wait) == [first[0]]
     waiting.claim(first[0])
     assert waiting._unfinished == [second]
+    later = waiting.duplicates(world, 1, Wait("Comm", 0, 9))
+    waiting.claim(later[0])
+    assert not waiting._unfinished
 
 
 def test_nothing_is_made_once_mpi_has_finalized(mpi):
