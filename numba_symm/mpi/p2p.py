@@ -55,7 +55,10 @@ class Messages:
 
     @translated
     def Ssend(self, buf: Any, dest: int, tag: int = 0) -> None:
-        """Send a message, and wait until a receive has matched it."""
+        """Send a message, and wait until a receive has matched it, without a deadline.
+
+        A receive waits as long for its message. Both raise if the communicator fails.
+        """
         self.Issend(buf, dest, tag).Wait()
 
     @translated

@@ -17,6 +17,7 @@ the place is empty, or the data has empty parts. Then the receiver raises.
 """
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from mpi4py import MPI
 
 from numba_symm import own_arrays, streams
 from numba_symm.environment import SIMULATED
-from numba_symm.errors import CollectiveTimeout
+from numba_symm.errors import CollectiveTimeout, DriverError
 from numba_symm.events import Event
 from numba_symm.mpi import buffers, packing, progress
 from numba_symm.mpi.envelopes import FOLLOWS, announced, place
@@ -182,9 +183,10 @@ class Postponed:
                 post.flow.received(number)  # no receipt arrives
                 post._data.refuse_parts(self._nbytes, self._dest, number)
             else:
-                post._give_back(self._room)
+                room = self._room
                 post._receipts.unread[number] = None  # the receipt arrives anyway
                 self._send_place(place(number, None))
+                self._give_back(room)
         except Exception as another:
             error.add_note(f"Rank {self._dest} was not told, by {another!r}.")
         finally:
@@ -193,6 +195,13 @@ class Postponed:
     def _end(self) -> None:
         self.ended = True
         self._found = self._room = None  # both may be dropped
+
+    def _give_back(self, room: Room | None) -> None:
+        """Let other messages use a room that the receiver does not know."""
+        if room is not None:
+            with suppress(DriverError):  # whose room is not used again
+                self.post.outgoing.settle()  # a copy may still write the room
+                self.post._give_back(room)
 
     def hurry(self) -> None:
         """Copy the array now: the call raises, so its caller may change the array."""
@@ -209,8 +218,11 @@ class Postponed:
         """End without the receiver, in a communicator that was freed or has failed."""
         with self.post._lock:
             if not self.ended:
-                self._error = error
+                self._error, room = error, self._room
                 self._end()
+                if room is not None and not self._placing:
+                    self.post._receipts.unread.pop(self._number, None)
+                    self._give_back(room)
         progress.remove(self)
 
     def wait(self, what: str, matched: bool = False) -> None:
@@ -218,7 +230,7 @@ class Postponed:
 
         Args:
             what: the call, for errors.
-            matched: whether to wait for the match.
+            matched: whether to wait for the match, indefinitely, as MPI does.
 
         Raises:
             ArgumentError: another GPU is current in this thread; it may be waited for
@@ -237,7 +249,7 @@ class Postponed:
             except Exception as error:
                 self.drop(error)
                 raise
-            seconds = self.post.timeout
+            seconds = 0 if matched else self.post.timeout
             if seconds and time.monotonic() - begin > seconds:
                 raise self._late(what)
 

@@ -16,6 +16,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,12 @@ import numpy as np
 from numba_symm import reserve
 from numba_symm.arrays import view
 from numba_symm.environment import DEFAULT_MESSAGE_LIMIT, message_limit
-from numba_symm.memory.allocator import Block, SymmetricMemoryAllocator
+from numba_symm.errors import ExchangeError
+from numba_symm.memory.allocator import (
+    Block,
+    SymmetricMemoryAllocator,
+    on_allocation_failure,
+)
 from numba_symm.own_arrays import Memory
 from numba_symm.sharing import SharedHandle, collect, open_shared, share
 from numba_symm.sharing.sent import leave_out
@@ -79,6 +85,7 @@ class Rooms:
         self._kept = 0  # bytes of blocks with one room
         self._leaving = 0  # blocks that are to be freed
         self._freeable: deque[Block] = deque()  # those that no process uses
+        on_allocation_failure(self._free_for_others)
 
     def take_free(self, nbytes: int) -> Room | None:
         """Return room for at least ``nbytes``, or None if none is free."""
@@ -107,17 +114,25 @@ class Rooms:
             self._free[room.nbytes].append(room)
             return
         room.once.cancel()  # if no receiver has opened it
-        self._leaving += 1
+        with _lock:  # each communicator's lock is another one
+            self._leaving += 1
 
     def shrink(self) -> None:
         """Free the blocks that no process uses any more, if the GPU is idle."""
         if not self._leaving or not reserve.idle():
             return
-        collect()
-        with _lock:
-            while self._freeable:
-                self._allocator.release(self._freeable.popleft())
-                self._leaving -= 1
+        try:
+            collect()
+        finally:
+            with _lock:
+                while self._freeable:
+                    self._allocator.release(self._freeable.popleft())
+                    self._leaving -= 1
+
+    def _free_for_others(self) -> None:
+        """Free such blocks after an allocation has failed."""
+        with suppress(ExchangeError):  # a later call reports it; some were freed
+            self.shrink()
 
     def _for_once(self, size: int) -> Room:
         block = self._allocator.allocate(size)

@@ -1,6 +1,7 @@
 """Messages that several threads advance, with stubs of what they use."""
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -9,8 +10,8 @@ import pytest
 from mpi4py import MPI
 
 from numba_symm import streams
-from numba_symm.errors import ArgumentError
-from numba_symm.mpi import progress
+from numba_symm.errors import ArgumentError, CollectiveTimeout, ExchangeError
+from numba_symm.mpi import progress, rooms
 from numba_symm.mpi.crossings import Crossing, Data
 from numba_symm.mpi.envelopes import Envelope
 from numba_symm.mpi.flow import Flow
@@ -24,7 +25,7 @@ def message():
     made.post = MagicMock(_lock=threading.RLock(), flow=Flow(2), timeout=0)
     made.post._freed, made.post._by_mpi = False, {}
     made._requests, made._number, made._dest, made._nbytes = [MagicMock()], 7, 1, 8
-    made._hurries = made.ended = False
+    made._hurries, made.ended, made._tag = False, False, 3
     made._done = made._room = made._found = made._error = None
     made._placing = []
     return made
@@ -79,6 +80,48 @@ def test_a_failed_message_to_another_island_ends_on_both_sides(message):
     assert message.post.flow.unreceived == [0, 0]
     with pytest.raises(AttributeError):
         message.raise_error()
+
+
+def test_a_dropped_message_gives_its_room_back_when_no_copy_writes_it(message):
+    calls = []
+    message.post.outgoing.settle = lambda: calls.append("settle")
+    message.post._give_back = calls.append
+    message.post._receipts.unread = {}
+    message._room = "room"
+    message.drop(ValueError("7"))
+    message.drop(ValueError("8"))
+    assert calls == ["settle", "room"]
+    with pytest.raises(ValueError, match="7"):
+        message.raise_error()
+
+
+def test_a_failed_allocation_frees_the_rooms_of_one_message(monkeypatch):
+    failing, released = [], []
+    monkeypatch.setattr(rooms, "on_allocation_failure", failing.append)
+    monkeypatch.setattr(rooms.reserve, "idle", lambda: True)
+
+    def collect():
+        raise ExchangeError("a process is stopped")
+
+    monkeypatch.setattr(rooms, "collect", collect)
+    made = rooms.Rooms(SimpleNamespace(release=released.append))
+    for block in ("first", "second"):
+        made.give_back(rooms.Room(None, b"", 0, 8, once=MagicMock()))
+        made._freeable.append(block)
+    (callback,) = failing
+    callback()
+    assert released == ["first", "second"]
+    assert not made._leaving
+
+
+def test_only_a_send_that_needs_no_match_has_a_deadline(message):
+    """Another receive may match a synchronous send at any later time."""
+    message.post.timeout = 1e-9
+    for matched, error in ((True, None), (False, CollectiveTimeout)):
+        looks = iter([False] * 3 + [True])
+        message.advance = lambda looks=looks: next(looks)
+        with nullcontext() if error is None else pytest.raises(error):
+            message.wait("Wait", matched)
 
 
 def test_a_receiver_raises_for_an_empty_part():
