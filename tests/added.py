@@ -15,13 +15,17 @@ from numba_symm.collectives import kernels, operations
 PAGE = Path(__file__).parents[1] / "docs/adding-an-algorithm.md"
 NAME = "pulled"
 _folder = tempfile.TemporaryDirectory()
+_number = ""  # the name of its wait
 
 
 def add():
     """Follow the page: what is in its blocks goes to the files that it names."""
+    global _number
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     wait, kernel, entry = blocks
+    before = set(vars(waits))
     exec(wait, vars(waits))
+    (_number,) = set(vars(waits)) - before
     path = Path(_folder.name, f"{NAME}.py")
     path.write_text(kernel)
     name = f"{kernels.__name__}.{NAME}"
@@ -34,6 +38,7 @@ def add():
 def remove():
     """Undo that."""
     made = operations.ALL_REDUCE.algorithms.pop(NAME)
+    delattr(waits, _number)
     del waits.TABLE[made.waits[0]], sys.modules[f"{kernels.__name__}.{NAME}"]
 
 

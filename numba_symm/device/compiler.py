@@ -93,8 +93,7 @@ class _Flags(CUDAFlags):  # type: ignore[misc]
         return self is other
 
 
-@functools.cache
-def _flags(inlined: bool) -> _Flags:
+def _new_flags(inlined: bool) -> _Flags:
     """Return the options of device functions, which LLVM inlines, or of kernels."""
     flags = _Flags()
     flags.no_compile = True  # to machine code; NVVM does that
@@ -108,6 +107,22 @@ def _flags(inlined: bool) -> _Flags:
     flags.compute_capability = OLDEST
     flags.max_registers = None
     flags.lto = False
+    return flags
+
+
+_shared_flags = functools.cache(_new_flags)
+
+
+def _flags(inlined: bool, own: bool) -> _Flags:
+    """Return options for a function of the library's own, or of a user.
+
+    Numba writes into them when it inlines a function: then SSA form is off, also for
+    what is compiled later with the same options. So a user's function has its own.
+    """
+    if not own:
+        return _new_flags(inlined)
+    flags = _shared_flags(inlined)
+    flags.enable_ssa = True
     return flags
 
 
@@ -136,7 +151,7 @@ def _compiled(
             func=function,
             args=args,
             return_type=return_type,
-            flags=_flags(inlined),
+            flags=_flags(inlined, own),
             locals={},
             pipeline_class=_Compiler if own else compiler.CUDACompiler,
             call_conv=CUDACallConv(cuda_target.target_context),

@@ -13,6 +13,7 @@ from numba.core.errors import TypingError
 from numba.cuda import types
 from numba.cuda.typing.typeof import typeof
 
+from numba_symm.collectives.protocols import handshake
 from numba_symm.device import Context, Guard, Team, links
 from numba_symm.device.signals import CheckedContext
 from numba_symm.kernels import Kernel
@@ -66,6 +67,12 @@ def test_every_update_is_one_instruction_at_system_scope():
 
 EXPECTED = ["ADD", "ADD.64", "ADD.F32", "ADD.F64", "AND", "CAS.64", "EXCH.64", "MAX"]
 EXPECTED += ["MAX.64", "MIN.S32", "MIN.S64", "OR", "XOR.64"]
+
+
+def test_a_users_kernel_changes_no_options_of_the_librarys_functions():
+    """Numba turns SSA form off in the options of what it inlines functions into."""
+    compiled(atomics.update_all, types.int64, TABLE)
+    handshake.handshake_kernel.__wrapped__(2).ptx((9, 0))
 
 
 def test_an_acquire_drops_what_l1_holds_and_a_release_waits_for_stores():

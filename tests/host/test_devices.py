@@ -300,7 +300,8 @@ def test_ranks_that_share_a_gpu_divide_its_limit(
     def settle(comm):
         rank.number = comm.rank
         island = SimpleNamespace(exchange=StoreExchange(comm, "test"), gpus=gpus)
-        return lifetime.agreed_settings(island, None, False, asked, False).limit
+        options = lifetime.Options(None, False, asked, False)
+        return lifetime.agreed_settings(island, options).limit
 
     monkeypatch.delenv("NUMBA_SYMM_MULTIPROCESSORS", raising=False)
     monkeypatch.setattr("cuda.core.Device", current_device)

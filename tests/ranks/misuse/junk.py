@@ -137,7 +137,8 @@ def calls(comm, world):
     found |= methods("Event", recorded(), leave=("from_ipc_handle",))
     found |= methods("Stream", ns.Stream())
     channel = ns.IpcChannel(ns.StoreExchange(world, "junk", 1e-6))
-    found |= {n: closing(call) for n, call in methods("IpcChannel", channel).items()}
+    public = methods("IpcChannel", channel, leave=("beside",))
+    found |= {n: closing(call) for n, call in public.items()}
     found["IpcChannel"] = ns.IpcChannel
     return {
         name: call for name, call in found.items() if inspect.signature(call).parameters
