@@ -57,3 +57,19 @@ html_static_path = ["_static"]
 html_css_files = ["pages.css"]
 html_copy_source = False
 html_show_sphinx = False
+
+
+def setup(app):
+    """Leave the examples of device functions to ``tests/simulated``.
+
+    It runs each with memory of its own; here, all examples of a page share theirs.
+    """
+
+    def skip(app, what, name, found, options, lines):
+        if name.startswith("numba_symm.device."):
+            lines[:] = [
+                f"{line}  # doctest: +SKIP" if ">>> " in line else line
+                for line in lines
+            ]
+
+    app.connect("autodoc-process-docstring", skip)
