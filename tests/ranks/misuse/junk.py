@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 from mpi4py import MPI
+from numba import cuda
 
 import numba_symm as ns
 from numba_symm.environment import SIMULATED
@@ -154,12 +155,14 @@ def misuses(comm, world):
     good = valid(comm, world)
     handle = ns.share(good["x"], opens=len(JUNK))
     event = ns.Event(interprocess=True)
+    idle = cuda.jit("void()")(lambda: None)
     special = {
         "Communicator.prepare": {
             "calls": "all_reduce",
             "dtypes": ["int8"],
             "ops": ["sum"],
         },
+        "Communicator.launch_limit": {"kernel": idle, "threads": 32},
         "Event.from_ipc_handle": {"handle": event.ipc_handle()},
         "SymmetricMemoryAllocator.rendezvous": {"comm": comm},
         "open_shared": {"handle": handle},
