@@ -81,7 +81,7 @@ class Crossing:
         for request in self._requests:
             if not request.Get_status(status):
                 return False
-            # The status of a request that MPI has ended before names no source.
+            # A request that MPI has ended before has a status without a source.
             if status.source != MPI.ANY_SOURCE and not status.Get_count(MPI.BYTE):
                 raise not_sent(self._envelope)
         return MPI.Request.Testall(self._requests)

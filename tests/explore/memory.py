@@ -39,7 +39,7 @@ Not modelled
 - No kernel here uses scopes other than the system's, or the total order of fences.
 - At most two kernels of a stream run at a time, and none starts early directly behind a
   copy, an event, or on a side stream.
-- There is no time. Where a failure must be found in time, loads of a board return what
+- Time is left out. Where a failure must be found in time, loads of a board return what
   has reached it last (``Memory.fresh``). A record that is in transit while a rank looks
   at its board is found too late there, as on GPUs.
 """

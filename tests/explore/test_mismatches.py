@@ -1,6 +1,6 @@
 """Calls that differ between the ranks: all ranks fail, and store nothing wrong.
 
-There is no deadline here. So a difference that no rank finds leaves ranks waiting, or
+Waits have no deadline here. So a difference that no rank finds leaves ranks waiting, or
 without a record, or one of them with a result that is not that of its own call.
 """
 
