@@ -73,7 +73,7 @@ def barrier(ctx: Any, channel: int, team: Any = None) -> bool:
         >>> int(old[0])
         1
     """
-    return barrier_wait(ctx, channel, team, barrier_arrive(ctx, channel, team))
+    return barrier_wait(ctx, channel, barrier_arrive(ctx, channel, team), team)
 
 
 @device_function
@@ -91,7 +91,7 @@ def barrier_arrive(ctx: Any, channel: int, team: Any = None) -> bool:
         >>> @cuda.jit
         ... def kernel(ctx, old):
         ...     arrived = symm.barrier_arrive(ctx, 3)
-        ...     old[0] = symm.barrier_wait(ctx, 3, None, arrived)
+        ...     old[0] = symm.barrier_wait(ctx, 3, arrived)
         >>> kernel[1, 2](ctx, old)
         >>> int(old[0])
         1
@@ -110,9 +110,7 @@ def barrier_arrive(ctx: Any, channel: int, team: Any = None) -> bool:
 
 
 @device_function
-def barrier_wait(
-    ctx: Any, channel: int, team: Any = None, arrived: bool = True
-) -> bool:
+def barrier_wait(ctx: Any, channel: int, arrived: bool, team: Any = None) -> bool:
     """Wait until the other blocks have arrived at a barrier, see :func:`barrier`.
 
     Every thread of the block calls it, after :func:`barrier_arrive`. What the other
@@ -121,8 +119,8 @@ def barrier_wait(
     Args:
         ctx: the memory's context.
         channel: that of the arrival.
-        team: that of the arrival.
         arrived: what the arrival returned in this thread.
+        team: that of the arrival.
 
     Returns:
         As :func:`barrier`.
@@ -130,8 +128,8 @@ def barrier_wait(
     Example:
         >>> @cuda.jit
         ... def kernel(ctx, old):
-        ...     symm.barrier_arrive(ctx, 3)
-        ...     old[0] = symm.barrier_wait(ctx, 3)
+        ...     arrived = symm.barrier_arrive(ctx, 3)
+        ...     old[0] = symm.barrier_wait(ctx, 3, arrived)
         >>> kernel[1, 2](ctx, old)
         >>> int(old[0])
         1

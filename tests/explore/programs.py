@@ -228,7 +228,7 @@ def exchange_in_teams(
             place = team.place * THREADS + thread
             st_u64(peer_address(ctx, team.ranks[k]) + 8 * place, word)
         arrived = barrier_arrive(ctx, 1, team)
-        if not barrier_wait(ctx, 1, team, arrived):
+        if not barrier_wait(ctx, 1, arrived, team):
             break
         for k in range(team.size):
             place = k * THREADS + 1 - thread

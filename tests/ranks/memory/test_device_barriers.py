@@ -56,7 +56,7 @@ def sum_over_teams(ctx, row, column, out):
         there = symm.peer_array(ctx, column.ranks[k], 16, np.int64)
         there[8 + column.place] = total
     arrived = symm.barrier_arrive(ctx, 2, column)
-    passed = symm.barrier_wait(ctx, 2, column, arrived) and passed
+    passed = symm.barrier_wait(ctx, 2, arrived, column) and passed
     if thread == 0:
         out[0] = total
         out[1] = 0
