@@ -37,14 +37,13 @@ from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     handshake,
-    order,
     partition,
     workspace,
 )
 from numba_symm.collectives.protocols.chunks import make_chunks
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
-from numba_symm.device import intrinsics
+from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch

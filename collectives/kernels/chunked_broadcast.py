@@ -22,7 +22,6 @@ from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     handshake,
-    order,
     partition,
     slots,
     workspace,
@@ -30,7 +29,7 @@ from numba_symm.collectives.protocols import (
 from numba_symm.collectives.protocols.chunks import make_chunks
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
-from numba_symm.device import intrinsics, lanes
+from numba_symm.device import intrinsics, lanes, order
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
 

@@ -29,7 +29,6 @@ from numba_symm.collectives.protocols import (
     binding,
     exchanges,
     handshake,
-    order,
     partition,
     slots,
     workspace,
@@ -38,7 +37,7 @@ from numba_symm.collectives.protocols.chunks import make_load_all
 from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
-from numba_symm.device import intrinsics
+from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch

@@ -49,10 +49,10 @@ from numba.cuda import types
 from numba_symm import waits
 from numba_symm.collectives.protocols import binding, partition, workspace
 from numba_symm.collectives.protocols.copies import Copy, enqueue
-from numba_symm.collectives.protocols.order import make_total
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
 from numba_symm.device import intrinsics
 from numba_symm.device.lanes import make_lanes
+from numba_symm.device.order import make_total
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
 

@@ -21,12 +21,11 @@ from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     handshake,
-    order,
     partition,
     workspace,
 )
 from numba_symm.collectives.protocols.workspace import THREADS
-from numba_symm.device import intrinsics, lanes
+from numba_symm.device import intrinsics, lanes, order
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
 

@@ -37,12 +37,11 @@ from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     handshake,
-    order,
     partition,
     workspace,
 )
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
-from numba_symm.device import intrinsics
+from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch

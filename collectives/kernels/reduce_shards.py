@@ -11,9 +11,9 @@ from typing import Any
 from numba import cuda
 from numba.cuda import types
 
-from numba_symm.collectives.protocols import binding, order, workspace
+from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
-from numba_symm.device import intrinsics, lanes
+from numba_symm.device import intrinsics, lanes, order
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 

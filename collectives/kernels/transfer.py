@@ -46,7 +46,7 @@ from numba import cuda
 from numba.cuda import types
 
 from numba_symm import dtypes
-from numba_symm.collectives.protocols import binding, order, workspace
+from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.credit import (
     ABSENT,
     LOW_HALF,
@@ -63,7 +63,7 @@ from numba_symm.collectives.protocols.workspace import (
     TILE_BYTES,
     VECTOR,
 )
-from numba_symm.device import intrinsics, lanes
+from numba_symm.device import intrinsics, lanes, order
 from numba_symm.kernels import Kernel, Launch
 
 LOADS = 4  # vectors that a thread loads before it stores them

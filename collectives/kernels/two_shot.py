@@ -22,13 +22,12 @@ from numba_symm import waits
 from numba_symm.collectives.protocols import (
     binding,
     mailboxes,
-    order,
     partition,
     workspace,
 )
 from numba_symm.collectives.protocols.exchanges import EVERYONE
 from numba_symm.collectives.protocols.workspace import THREADS
-from numba_symm.device import intrinsics
+from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     CHUNKED,
     LOADS,
@@ -18,6 +17,7 @@ from numba_symm.collectives.protocols.workspace import (
 )
 from numba_symm.device.intrinsics import device_function, ld_v2_u64, st_v2_u64
 from numba_symm.device.lanes import Load, Store
+from numba_symm.device.order import make_mirror
 
 
 class ChunkAccess(NamedTuple):

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numba_symm.collectives.protocols.binding import digest_of
-from numba_symm.collectives.protocols.order import make_in_rank_order, make_total
 from numba_symm.device.intrinsics import device_function, word_of
 from numba_symm.device.lanes import Lanes
+from numba_symm.device.order import make_in_rank_order, make_total
 from numba_symm.device.polling import fail, wait_record
 from numba_symm.dtypes import Element, Op, UserOperator, identity
 from numba_symm.waits import CALL_MISMATCH

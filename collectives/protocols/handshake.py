@@ -49,8 +49,6 @@ from numba_symm.collectives.protocols.binding import (
     digest_of,
 )
 from numba_symm.collectives.protocols.flags import make_flags
-from numba_symm.collectives.protocols.mailboxes import peek_packets, post_packets
-from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     THREADS,
     VECTOR,
@@ -70,6 +68,8 @@ from numba_symm.device.intrinsics import (
     word_of,
 )
 from numba_symm.device.lanes import Load
+from numba_symm.device.order import make_mirror
+from numba_symm.device.packets import peek_packets, post_packets
 from numba_symm.device.polling import (
     fail,
     is_time_to_check,

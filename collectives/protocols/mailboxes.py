@@ -49,7 +49,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from numba_symm.collectives.protocols.binding import Endpoint, most_blocks
-from numba_symm.collectives.protocols.order import make_mirror
 from numba_symm.collectives.protocols.workspace import (
     HELD,
     MARK,
@@ -71,13 +70,8 @@ from numba_symm.device.intrinsics import (
     thread_index_x,
     word_of,
 )
-from numba_symm.device.polling import (
-    is_time_to_check,
-    must_give_up,
-    pause,
-    since,
-    wait_record,
-)
+from numba_symm.device.order import make_mirror
+from numba_symm.device.packets import make_poll, peek_packets, post_packets
 
 EMPTY = -1
 """A word of an empty mailbox."""
@@ -89,7 +83,6 @@ LAST_EPOCH = 2**32 - 2  # explore: last-epoch
 """The epoch after which 1 follows: even, so that halves continue to alternate."""
 
 _NOT_THE_TOP_BIT = 0x7FFFFFFFFFFFFFFF
-_LOW = 0xFFFFFFFF
 
 
 class Transport(NamedTuple):
@@ -185,29 +178,6 @@ def _clear_marked(box: int) -> None:
 
 
 @device_function
-def post_packets(box: int, stride: int, low: int, high: int, epoch: int) -> None:
-    """Send a vector as two packets, ``stride`` bytes apart."""
-    flag = word_of(epoch << 32)
-    first, second = (low & _LOW) | flag, (low >> 32 & _LOW) | flag
-    st_relaxed_sys_v2_u64(box, (first, second))
-    third, fourth = (high & _LOW) | flag, (high >> 32 & _LOW) | flag
-    st_relaxed_sys_v2_u64(box + stride, (third, fourth))
-
-
-@device_function
-def peek_packets(box: int, stride: int, epoch: int) -> Any:
-    """Return a vector's two words, then 0 if both packets are of that epoch."""
-    flag = word_of(epoch << 32)
-    first, second = ld_relaxed_sys_v2_u64(box)
-    third, fourth = ld_relaxed_sys_v2_u64(box + stride)
-    # explore: wrong
-    wrong = (first ^ flag) | (second ^ flag) | (third ^ flag) | (fourth ^ flag)
-    low = word_of((first & _LOW) | second << 32)
-    high = word_of((third & _LOW) | fourth << 32)
-    return low, high, wrong >> 32
-
-
-@device_function
 def _post_ll(box: int, low: int, high: int, epoch: int) -> None:
     post_packets(box, TILE_BYTES, low, high, epoch)
 
@@ -292,55 +262,6 @@ class Mailboxes(NamedTuple):
     receive: Callable[..., bool]
     wipe: Callable[..., None]
     between_epochs: Callable[[bool], bool]
-
-
-@functools.cache
-def make_poll(size: int, peek: Any) -> Callable[..., bool]:
-    """Return what ``Mailboxes.receive`` does, but for making the mailboxes ready.
-
-    ``(guard, operation, first, rank_stride, epoch, block, low, high, wanted)``. The
-    strides are arguments, so that Numba types it once for all protocols.
-    """
-    others = size - 1
-
-    @device_function
-    def poll(
-        guard: Any,
-        operation: int,
-        first: int,
-        rank_stride: int,
-        epoch: int,
-        block: int,
-        low: Any,
-        high: Any,
-        wanted: int,
-    ) -> bool:
-        polls = 0
-        started = 0
-        arrived = False
-        given_up = False
-        while not arrived and not given_up:
-            # All mailboxes are loaded before any is compared, because a branch on one
-            # would make the next load wait for it.
-            missing = 0
-            for k in range(others):
-                low[k + 1], high[k + 1], gap = peek(first + k * rank_stride, epoch)
-                missing |= gap if wanted >> k & 1 != 0 else 0
-            arrived = missing == 0
-            if not arrived:
-                polls = pause(polls)
-                if is_time_to_check(polls):
-                    started = since(started)
-                    late = 0
-                    for k in range(others):
-                        _, _, gap = peek(first + k * rank_stride, epoch)
-                        if gap != 0 and wanted >> k & 1 != 0:
-                            late = (guard.rank + 1 + k) % size
-                    record = wait_record(operation, guard.rank, late, block, epoch)
-                    given_up = must_give_up(guard, started, record)
-        return arrived
-
-    return poll
 
 
 @functools.cache

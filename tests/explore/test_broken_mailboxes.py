@@ -95,7 +95,7 @@ BROKEN = {
     **{
         f"the {which} flag not looked at": (
             LL,
-            within("mailboxes", "wrong", f"{which} ^ flag", "0"),
+            within("packets", "wrong", f"{which} ^ flag", "0"),
         )
         for which in ("first", "second", "third", "fourth")
     },
