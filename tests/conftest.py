@@ -1,7 +1,8 @@
 """Fixtures of the tests on ranks, and what keeps those under mpirun in step.
 
 A plain pytest leaves ranks/ and gpu/ alone; test_mpirun.py starts their files. By
-hand: ``numba-symm run -n 3 -m pytest tests/ranks``.
+hand: ``numba-symm run -n 3 -m pytest tests/ranks``. test_in_place.py starts those of
+in_place/: ``numba-symm run -n 3 --as-mpi4py -m pytest tests/in_place``.
 """
 
 import gc
@@ -25,6 +26,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 if not UNDER_MPIRUN:
     collect_ignore_glob = ["ranks/test_*.py", "ranks/*/test_*.py", "gpu/test_*.py"]
+    collect_ignore_glob += ["in_place/test_*.py"]
 
 
 class Agreement:

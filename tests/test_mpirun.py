@@ -95,14 +95,14 @@ def on_gpus(job):
     return job[0].parent.name == "gpu"
 
 
-def check(job, ranks, tmp_path):
-    """Run a job's tests on that many ranks, or skip them."""
+def check(job, ranks, tmp_path, runner=()):
+    """Run a job's tests on that many ranks, or skip them; ``runner`` runs rank.py."""
     environ = environment(ranks)
     if on_gpus(job) and environ.get("NUMBA_ENABLE_CUDASIM") == "1":
         pytest.skip("no NVIDIA GPU")
     deadline = deadline_of(environ)
     dump = deadline - min(15, deadline / 4)  # time enough to write it
-    program = [str(ROOT / "tests/rank.py"), str(tmp_path), str(dump), *PYTEST]
+    program = [*runner, str(ROOT / "tests/rank.py"), str(tmp_path), str(dump), *PYTEST]
     program += map(str, job)
     command = cli.mpirun_command(ranks, program, cli.find_mpirun())
     code = run(command, environ, tmp_path / "mpirun.txt", deadline)

@@ -31,7 +31,7 @@ from numba_symm.launch.devices import visible_gpus
 
 BENCH = "numba-symm bench"
 
-OWN_FLAGS = ("-h", "--help", "-n", "-m", "--simulate")
+OWN_FLAGS = ("-h", "--help", "-n", "-m", "--simulate", "--as-mpi4py")
 """Flags of ``run``; all others before the program are mpirun's."""
 
 OPEN_MPI = {
@@ -100,8 +100,8 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser(
         "run",
         help="start a Python program on several ranks of this node",
-        usage="numba-symm run [-h] -n RANKS [--simulate] [mpirun's flags --] "
-        "[-m] program ...",
+        usage="numba-symm run [-h] -n RANKS [--simulate] [--as-mpi4py] "
+        "[mpirun's flags --] [-m] program ...",
         description="Start a Python program on several ranks of this node. Without "
         "GPUs, or with --simulate, kernels run in Numba's CUDA simulator. An error "
         "that several ranks have is shown once.",
@@ -119,6 +119,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--simulate", action="store_true", help="use the simulator instead of GPUs"
+    )
+    run.add_argument(
+        "--as-mpi4py",
+        action="store_true",
+        help="put numba_symm.mpi in the place of mpi4py.MPI, so that an unchanged "
+        "program of mpi4py, and the packages it imports, pass device arrays",
     )
     run.add_argument("-m", dest="module", action="store_true", help="run a module")
     run.add_argument("program", help="a script, or with -m the name of a module")
@@ -203,6 +209,7 @@ def _tune(options: argparse.Namespace) -> int:
             "nothing; pass -n, and --simulate without GPUs"
         )
     options.module, options.program = True, "numba_symm.bench.tune"
+    options.as_mpi4py = False
     given = {"--largest": options.largest, "--plot": options.plot}
     options.arguments = [f"{name}={value}" for name, value in given.items() if value]
     tune.parse(options.arguments)  # before ranks start, which parse them again
@@ -270,12 +277,13 @@ def split_flags(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _run(options: argparse.Namespace, flags: Sequence[str]) -> int:
     """Replace this process by mpirun, which keeps its exit code and signals."""
-    from numba_symm.command.runner import WORD  # imports mpi4py
+    from numba_symm.command.runner import IN_PLACE, WORD  # imports mpi4py
 
     simulate = simulation_needed(options.ranks, ask=options.simulate)
     runner = Path(__file__).with_name("runner.py")
     numbers = str(os.getpid()), str(options.ranks)  # mpirun takes this process' place
-    program = [str(runner), *numbers, *["-m"] * options.module]
+    program = [str(runner), *numbers, *[IN_PLACE] * options.as_mpi4py]
+    program += ["-m"] * options.module
     program += [options.program, *options.arguments]
     command = mpirun_command(options.ranks, program, find_mpirun(), flags)
     if not options.module and not Path(options.program).is_file():

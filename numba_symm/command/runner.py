@@ -1,6 +1,6 @@
 """Runs the program in each rank that ``numba-symm run`` starts, and shows its errors.
 
-    python runner.py MPIRUN RANKS [-m] PROGRAM [ARGUMENTS]
+    python runner.py MPIRUN RANKS [--as-mpi4py] [-m] PROGRAM [ARGUMENTS]
 
 This module does not see a program's ordinary output. An error that several ranks raise
 is shown once, with their numbers. The first rank that fails collects the errors of the
@@ -29,8 +29,10 @@ import time
 import traceback
 from array import array
 from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import TypeGuard
 
 from mpi4py.run import set_abort_status
@@ -49,6 +51,9 @@ PRINTED = b"p"
 
 WORD = "NUMBA_SYMM_RUN"
 """The variable with the random word, which the program does not see."""
+
+IN_PLACE = "--as-mpi4py"
+"""The argument that puts ``numba_symm.mpi`` in the place of ``mpi4py.MPI``."""
 
 LAUNCHER = ("<frozen runpy>", runpy.__file__, __file__)
 """The files whose frames precede those of the program."""
@@ -290,6 +295,40 @@ def is_ours(error: BaseException | None) -> TypeGuard[BaseException]:
     return type(error).__module__.partition(".")[0] == "numba_symm"
 
 
+class InPlace(MetaPathFinder, Loader):
+    """Puts ``numba_symm.mpi`` in the place of ``mpi4py.MPI`` when one is imported.
+
+    Not earlier, because a program may set ``mpi4py.rc``, and choose a GPU, before that.
+    """
+
+    def find_spec(self, name: str, path: object, _: object = None) -> ModuleSpec | None:
+        """Return how to import either of the two, if it is the first of them."""
+        if name not in ("mpi4py.MPI", "numba_symm.mpi"):
+            return None
+        sys.meta_path.remove(self)
+        if name == "mpi4py.MPI":
+            return ModuleSpec(name, self)
+        found = PathFinder.find_spec(name, path)  # type: ignore[arg-type]
+        if found is not None:
+            self._own, found.loader = found.loader, self
+        return found
+
+    _own: Loader | None = None  # that of numba_symm.mpi, if it is the first
+
+    def create_module(self, _: ModuleSpec) -> None:
+        """Let Python make the module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import ``numba_symm.mpi``, which imports mpi4py's own module, and install."""
+        if self._own is not None:
+            self._own.exec_module(module)
+        else:
+            del sys.modules["mpi4py.MPI"]  # so that this import finds mpi4py's
+        from numba_symm import mpi
+
+        mpi.install()
+
+
 def run(program: Sequence[str]) -> None:
     """Run a script, or the module after ``-m``, as Python does."""
     module = program[0] == "-m"
@@ -305,6 +344,9 @@ def run(program: Sequence[str]) -> None:
 
 def main(mpirun: str, ranks: str, *program: str) -> None:
     """Run the program of one rank; see the module's docstring."""
+    if program[0] == IN_PLACE:
+        program = program[1:]
+        sys.meta_path.insert(0, InPlace())
     process = os.getpid()
     failure = None
     rank, word = own_rank(), os.environ.pop(WORD, "")

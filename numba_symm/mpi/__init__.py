@@ -8,15 +8,17 @@ A program of mpi4py changes its import and one line::
 
 Its device arrays then stay on the GPUs, and its host arrays go to mpi4py. Names that
 are not here are those of ``mpi4py.MPI``. Importing this module starts MPI, as importing
-``mpi4py.MPI`` does.
+``mpi4py.MPI`` does. :func:`install` puts it in the place of ``mpi4py.MPI``, for
+programs and packages that nobody edits.
 """
 
 from typing import Any
 
 from mpi4py import MPI as _MPI
 
-from numba_symm.mpi.comm import Comm, Finalize
+from numba_symm.mpi.comm import Comm
 from numba_symm.mpi.errors import MPIError
+from numba_symm.mpi.in_place import Finalize, Init, Init_thread, install
 from numba_symm.mpi.p2p import Attach_buffer, Detach_buffer
 from numba_symm.mpi.pending import Message
 from numba_symm.mpi.requests import Prequest, Request
@@ -31,11 +33,14 @@ __all__ = [
     "Distgraphcomm",
     "Finalize",
     "Graphcomm",
+    "Init",
+    "Init_thread",
     "MPIError",
     "Message",
     "Prequest",
     "Request",
     "Win",
+    "install",
 ]
 
 

@@ -127,14 +127,19 @@ class Device(Messages):
         """Make the rank's GPU current in this thread, or raise."""
         devices.enter_thread(self._options["device"], what)
 
-    def _wrapped(self, comm: Any) -> Any:
-        """Return a new communicator of mpi4py as one of this module."""
+    def _wrapped(self, comm: Any, owned: bool = True) -> Any:
+        """Return a communicator of mpi4py as one of this module; ``Free`` frees both.
+
+        Args:
+            comm: a new communicator.
+            owned: False: ``Free`` does not free mpi4py's.
+        """
         if not comm or comm.is_inter:
             return comm
         kind = _KINDS[type(comm)]
         made: Any = kind.__new__(kind, comm)
         options, allocator = dict(self._options), self.post.allocator
-        made._begin(options, self.synchronizes, owned=True, allocator=allocator)
+        made._begin(options, self.synchronizes, owned, allocator)
         made._given = self._given
         own, failed = self.post.islands[self.rank], self._failure is not None
         if not made._find_islands(own, failed):
@@ -412,10 +417,9 @@ def add_kind(kind: type[Device]) -> None:
     _KINDS[kind._plain] = kind
 
 
-def Finalize() -> None:
-    """Free all communicators, as the end of the program does, and end MPI."""
+def close_all() -> None:
+    """Close all communicators. The end of the program does it, too."""
     _close_all()
-    MPI.Finalize()
 
 
 @atexit.register

@@ -63,6 +63,7 @@ def test_the_command_ends_with_the_program_and_its_arguments(tmp_path):
             "--mca a b -n 3",
         ),
         ("run -n 2 --simulate -x A -- a.py", "run -n 2 --simulate a.py", "-x A"),
+        ("run --as-mpi4py -x A -- -m a", "run --as-mpi4py -m a", "-x A"),
         ("run -h", "run -h", ""),
         ("info --x --", "info --x --", ""),
     ],
@@ -267,6 +268,18 @@ def test_tune_starts_the_measurement_on_all_gpus(monkeypatch):
     assert words[words.index("-n") + 1] == "2"
     given = ["--largest=1M", "--plot=r.png"]
     assert words[-4:] == ["-m", "numba_symm.bench.tune", *given]
+
+
+def test_run_passes_its_own_flags_to_the_runner(monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        cli.os, "execve", lambda file, words, env: started.append(words)
+    )
+    for flags in ("", "--as-mpi4py"):
+        cli.main(["run", "-n", "3", "--simulate", *flags.split(), "-m", "a", "--b"])
+        number = str(os.getpid())
+        given = started[-1][started[-1].index(number) :]
+        assert given == [number, "3", *flags.split(), "-m", "a", "--b"]
 
 
 @pytest.mark.parametrize(

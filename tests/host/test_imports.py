@@ -16,6 +16,7 @@ LAZY = {
     ("command.cli", "command.job"): "`run` makes no communicator",
     ("command.cli", "command.runner"): "only `run` needs mpi4py for its variable",
     ("command.cli", "engines.nccl"): "only `info` looks for NCCL",
+    ("command.runner", "mpi"): "a program may first set variables that Numba reads",
 }
 """Imports of our own modules within functions, each with its reason."""
 
