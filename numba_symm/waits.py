@@ -156,7 +156,11 @@ BAD_TEAM = _other(39, f"{_IN_KERNEL}a barrier of a team: expected a team of this
 BAD_COMPARISON = _other(
     40, f"{_IN_KERNEL}comparison {{place}}: expected symm.EQ, NE, GT, GE, LT or LE"
 )
-MISTAKES = BAD_SLOT, BAD_RANK, BAD_BUFFER, BAD_TEAM, BAD_COMPARISON
+BAD_COPY = _other(
+    47,
+    f"{_IN_KERNEL}a copy of {{epoch}} elements: expected arrays of the same shape",
+)
+MISTAKES = BAD_SLOT, BAD_RANK, BAD_BUFFER, BAD_TEAM, BAD_COMPARISON, BAD_COPY
 
 # Stored by a host, with a text on the board.
 AFAR = _other(124)

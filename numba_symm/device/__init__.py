@@ -87,6 +87,14 @@ from numba_symm.device.intrinsics import (
     st_v2_u64,
 )
 from numba_symm.device.polling import Guard
+from numba_symm.device.puts import (
+    get,
+    get_block,
+    get_warp,
+    put,
+    put_block,
+    put_warp,
+)
 from numba_symm.device.signals import (
     Context,
     peer_address,
@@ -136,6 +144,9 @@ __all__ = [
     "barrier_wait",
     "device_function",
     "fence_acq_rel_sys",
+    "get",
+    "get_block",
+    "get_warp",
     "globaltimer",
     "grid_barrier",
     "grid_barrier_arrive",
@@ -151,7 +162,10 @@ __all__ = [
     "ld_v2_u64",
     "peer_address",
     "peer_array",
+    "put",
+    "put_block",
     "put_signal",
+    "put_warp",
     "put_with_signal",
     "signal_add",
     "signal_read",

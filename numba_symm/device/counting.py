@@ -13,7 +13,6 @@ from numba_symm.device.checks import check_comparison, check_slot
 from numba_symm.device.intrinsics import (
     array_at,
     atomic_add_release,
-    block_size,
     device_function,
     later_blocks,
     ld_acquire_sys_u32,
@@ -25,6 +24,7 @@ from numba_symm.device.intrinsics import (
     word_kind,
 )
 from numba_symm.device.polling import make_wait, wait_record
+from numba_symm.device.puts import put_block
 from numba_symm.device.signals import MAX_CHANNELS
 from numba_symm.waits import WAIT_UNTIL, WAIT_WORD
 
@@ -253,9 +253,8 @@ def put_with_signal(
         ctx: the memory's context.
         dst: the rank of ``target``.
         channel: 0 to 127, as in :func:`signal_add`.
-        target: an array of one dimension in ``dst``'s memory, of ``source``'s size or
-            larger.
-        source: an array of one dimension.
+        target: an array in ``dst``'s memory.
+        source: an array of the same shape and dtype; both as for :func:`put_block`.
         value: what to add to the word, an int64.
 
     Example:
@@ -270,11 +269,8 @@ def put_with_signal(
         >>> int(old[0])
         9
     """
-    thread = thread_index()
-    threads = block_size()
-    for i in range(thread, source.size, threads):
-        target[i] = source[i]
+    put_block(ctx, target, source)
     # The copies of all threads come before the release of the signal.
     syncthreads()  # explore: copied
-    if thread == 0:
+    if thread_index() == 0:
         signal_add(ctx, dst, channel, value)

@@ -16,7 +16,14 @@ from numba_symm.device.intrinsics import (
     size_of,
 )
 from numba_symm.device.polling import fail, wait_record
-from numba_symm.waits import BAD_BUFFER, BAD_COMPARISON, BAD_RANK, BAD_SLOT, BAD_TEAM
+from numba_symm.waits import (
+    BAD_BUFFER,
+    BAD_COMPARISON,
+    BAD_COPY,
+    BAD_RANK,
+    BAD_SLOT,
+    BAD_TEAM,
+)
 
 
 @device_function
@@ -70,3 +77,10 @@ def check_comparison(ctx: Any, comparison: int) -> None:
     """Refuse what is not one of the comparisons."""
     if is_checked(ctx) and not 0 <= comparison <= 5:
         _refuse(ctx, BAD_COMPARISON, comparison, 0)
+
+
+@device_function
+def check_copy(ctx: Any, target: Any, source: Any) -> None:
+    """Refuse a copy between arrays of different shapes."""
+    if is_checked(ctx) and target.shape != source.shape:
+        _refuse(ctx, BAD_COPY, 0, source.size)

@@ -134,6 +134,27 @@ _add("st_u16", "st.global.u16 [$0], $1;", "void = s64, u16", STORES)
 _add("ld_u8", "ld.global.u8 $0, [$1];", "u16 = s64", LOADS)
 _add("st_u8", "st.global.u8 [$0], $1;", "void = s64, u16", STORES)
 
+# Data in memory of any kind, such as the shared memory of a block.
+_add("ld_any_v2_u64", "ld.v2.u64 {$0,$1}, [$2];", _LOADED, LOADS)
+_add("st_any_v2_u64", "st.v2.u64 [$0], {$1,$2};", _STORED, STORES)
+_add("ld_any_u64", "ld.u64 $0, [$1];", "s64 = s64", LOADS)
+_add("st_any_u64", "st.u64 [$0], $1;", _LONG, STORES)
+_add("ld_any_u32", "ld.u32 $0, [$1];", "u32 = s64", LOADS)
+_add("st_any_u32", "st.u32 [$0], $1;", _WORD, STORES)
+_add("ld_any_u16", "ld.u16 $0, [$1];", "u16 = s64", LOADS)
+_add("st_any_u16", "st.u16 [$0], $1;", "void = s64, u16", STORES)
+_add("ld_any_u8", "ld.u8 $0, [$1];", "u16 = s64", LOADS)
+_add("st_any_u8", "st.u8 [$0], $1;", "void = s64, u16", STORES)
+
+# The 64 bits of two words, the lower one first, from bit $3 on, which is below 64. A
+# shift by 64 clears all bits.
+_add(
+    "bits_from",
+    "{.reg .b64 low, high; .reg .u32 left; sub.u32 left, 64, $3;"
+    " shr.u64 low, $1, $3; shl.b64 high, $2, left; or.b64 $0, low, high;}",
+    "s64 = s64, s64, u32",
+)
+
 _add("fence_acq_rel_sys", "fence.acq_rel.sys;", "void", ORDERS)
 _add("griddepcontrol_wait", "griddepcontrol.wait;", "void", ORDERS)
 _START_NEXT = "griddepcontrol.launch_dependents;"

@@ -11,9 +11,11 @@ from numba_symm.environment import SIMULATED
 
 if SIMULATED or TYPE_CHECKING:
     from numba_symm.device.sim import *  # noqa: F403
+    from numba_symm.device.sim_views import *  # noqa: F403
 else:
     from numba_symm.device import float8  # noqa: F401  # types of elements
     from numba_symm.device.ptx import *  # noqa: F403
+    from numba_symm.device.ptx_views import *  # noqa: F403
 
 _WIDTHS = {
     "u8": ("1 byte, as a uint16", "any address"),

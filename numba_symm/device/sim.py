@@ -101,6 +101,17 @@ def st_v2_u64(address: int, words: tuple[int, int]) -> None:
 ld_relaxed_sys_v2_u64, st_relaxed_sys_v2_u64 = ld_v2_u64, st_v2_u64
 
 
+ld_any_u8, ld_any_u16, ld_any_u32, ld_any_u64 = ld_u8, ld_u16, ld_u32, ld_u64
+st_any_u8, st_any_u16, st_any_u32, st_any_u64 = st_u8, st_u16, st_u32, st_u64
+ld_any_v2_u64, st_any_v2_u64 = ld_v2_u64, st_v2_u64
+
+
+def bits_from(low: int, high: int, first: int) -> int:
+    """Return the 64 bits of two words, the lower one first, from a bit on."""
+    both = (int(high) & 0xFFFFFFFFFFFFFFFF) << 64 | int(low) & 0xFFFFFFFFFFFFFFFF
+    return word_of(both >> first)
+
+
 _KINDS = {
     np.dtype(np.int32): "s32",
     np.dtype(np.uint32): "u32",

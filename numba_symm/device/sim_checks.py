@@ -75,3 +75,13 @@ def check_comparison(ctx: Any, comparison: int) -> None:
             f"expected symm.EQ, NE, GT, GE, LT or LE as the comparison, got "
             f"{comparison!r}"
         )
+
+
+def check_copy(ctx: Any, target: Any, source: Any) -> None:
+    """Refuse a copy between arrays of different shapes, and an unmapped buffer."""
+    _check_mapped(ctx)
+    if tuple(target.shape) != tuple(source.shape):
+        raise ArgumentError(
+            f"a copy: expected arrays of the same shape, got {tuple(source.shape)} "
+            f"into {tuple(target.shape)}; a GPU checks this in debug mode only"
+        )

@@ -5,7 +5,6 @@ simulator's. Conditions: no element narrower than 4 bytes; in arrays over addres
 each element takes 8 bytes, whatever its dtype, and has an integer value.
 """
 
-import math
 from collections.abc import Generator
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ from explore.updates import update
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.device.sim import (  # noqa: F401
     bf16_of_f32,
+    bits_from,
     bits_of_f32,
     bits_of_f64,
     e4m3x2_of_f32x2,
@@ -113,6 +113,11 @@ def st_relaxed_sys_v2_u64(address: int, words: Any) -> Generator[int, None, None
     _store(address + 8, 8, words[1], RELAXED)
 
 
+ld_any_u8, ld_any_u16, ld_any_u32, ld_any_u64 = ld_u8, ld_u16, ld_u32, ld_u64
+st_any_u8, st_any_u16, st_any_u32, st_any_u64 = st_u8, st_u16, st_u32, st_u64
+ld_any_v2_u64, st_any_v2_u64 = ld_v2_u64, st_v2_u64
+
+
 def fence_acq_rel_sys() -> Generator[int, None, None]:
     yield STEP
     scheduler.machine.memory.fence(scheduler.current.observer)
@@ -141,7 +146,7 @@ def check_slot(*args) -> None:
 
 
 check_peer = check_buffer = check_comparison = check_slot
-check_team = check_grid = check_slot
+check_team = check_grid = check_copy = check_slot
 
 
 def exit_thread() -> None:
@@ -209,12 +214,18 @@ def word_kind(array: Any) -> int:
     return 0
 
 
+def views_of(target: Any, source: Any) -> tuple[int, ...]:
+    assert target.shape == source.shape
+    rows, columns = (1, *target.shape)[-2:]
+    layout = rows, columns, 8 * columns, 8
+    return 8, target._address, *layout, source._address, *layout
+
+
 class array_at:
     """An array, whose elements ``source.py`` loads and stores by these methods."""
 
     def __init__(self, address: int, shape: Any, dtype: Any):
         self.shape = shape if isinstance(shape, tuple) else (shape,)
-        self.size = math.prod(self.shape)
         self._address = address
 
     def _place(self, index: Any) -> int:

@@ -28,6 +28,7 @@ from numba_symm.device.intrinsics import (
     syncthreads,
     syncthreads_or,
 )
+from numba_symm.device.puts import get_block, put_block
 from numba_symm.device.signals import peer_address, put_signal, wait_signal
 
 DEPTH, DATA, READ = 2, 0, 1  # of a pipeline, and its channels
@@ -236,3 +237,16 @@ def exchange_in_teams(
             st_u64(outputs + 8 * ((rounds * thread + i) * team.size + k), word)
         if not barrier(ctx, 1, team):
             break
+
+
+@device_function
+def put_and_get(ctx: Any, inputs: int, outputs: int, words: int) -> None:
+    """Put words at the next rank; get from the one before what is there."""
+    size, rank = ctx.world_size, ctx.rank
+    there = peer_address(ctx, (rank + 1) % size) + 8 * (rank & 1)
+    put_block(ctx, array_at(there, words, None), array_at(inputs, words, None))
+    # All ranks' puts come before any get.
+    barrier(ctx, 0)  # explore: between-copies
+    before, writer = (rank - 1 + size) % size, (rank - 2 + size) % size
+    there = peer_address(ctx, before) + 8 * (writer & 1)
+    get_block(ctx, array_at(outputs, words, None), array_at(there, words, None))

@@ -54,6 +54,7 @@ _MODULES = (
     "numba_symm.collectives.protocols.partition",
     "numba_symm.device.polling",
     "numba_symm.device.signals",
+    "numba_symm.device.puts",
     "numba_symm.device.counting",
     "numba_symm.device.barriers",
     "numba_symm.device.codecs",
@@ -170,16 +171,6 @@ class _StoppingAtElements(_Stopping):
         for node in ast.walk(expression):
             ast.copy_location(node, of)
         return _Filled(parts).visit(expression)
-
-
-class _StoppingInArrays(_StoppingAtElements):
-    """Does so in the library's functions that take arrays."""
-
-    decorators = _Stopping.decorators
-
-
-_OF_ARRAYS = ("/device/counting.py",)
-"""The ends of the files with such functions."""
 
 
 def _last_name(node: ast.expr) -> str | None:
@@ -370,8 +361,7 @@ def compiled(text: str, path: str, edits: tuple[Edit, ...] = ()) -> CodeType:
     places = marked(text, tree) if edits else {}
     for edit in edits:
         edit.apply(tree, places)
-    stopping = _StoppingInArrays if path.endswith(_OF_ARRAYS) else _Stopping
-    tree = ast.fix_missing_locations(stopping(path).visit(tree))
+    tree = ast.fix_missing_locations(_Stopping(path).visit(tree))
     return compile(tree, path, "exec")
 
 

@@ -8,11 +8,14 @@ import itertools
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from numba import cuda
 from numba.core.errors import TypingError
 from numba.cuda import types
 from numba.cuda.typing.typeof import typeof
 
+from numba_symm import device as symm
 from numba_symm.collectives.protocols import handshake
 from numba_symm.device import Context, Guard, Team, links
 from numba_symm.device.signals import CheckedContext
@@ -21,6 +24,7 @@ from numba_symm.pads import context_type
 from tests.machine_code import Code, opcodes
 from tests.ranks.memory import test_device_atomics as atomics
 from tests.ranks.memory import test_device_barriers as barriers
+from tests.ranks.memory import test_device_copies as copies
 from tests.ranks.memory import test_device_counting as counting
 from tests.ranks.memory import test_device_debug as debugging
 from tests.ranks.memory import test_device_elements as elements
@@ -173,8 +177,8 @@ def test_arguments_are_checked_in_debug_mode_only():
     signature = TEAM, types.int64, WORDS
     checked = compiled(debugging.misuse, *signature, context=debug)
     unchecked = compiled(debugging.misuse, *signature, context=plain)
-    # Of a slot twice, a rank, a buffer, a comparison and a team.
-    assert records(checked) - records(unchecked) >= 5
+    # Of a slot twice, a rank, a buffer, a copy, a comparison and a team.
+    assert records(checked) - records(unchecked) >= 6
     assert len(checked.instructions) - len(unchecked.instructions) > 50
 
 
@@ -187,3 +191,46 @@ def test_8_bit_floats_are_converted_by_the_hardware():
     assert code.find(r"F2FP\.(SATFINITE\.)?\w*(E4M3|E5M2).*")
     assert code.find(r"F2FP\.F16\.(E4M3|E5M2)\.UNPACK_B|HADD2\.F32")
     assert code.find(r"STG?\.E\.U8")
+
+
+BYTES, CASES = (types.Array(kind, 2, "C") for kind in (types.uint8, types.int64))
+
+
+@cuda.jit
+def copy_a_matrix(ctx, target, source):
+    symm.put_block(ctx, target, source)
+
+
+def test_copies_access_16_bytes_whatever_the_alignment():
+    code = compiled(copy_a_matrix, BYTES, BYTES)
+    loops = [code.loop(store) for store in code.find(r"ST\.E\.128")]
+    found = [sorted(opcodes(loop, r"(LD|ST|LDL|STL)\b.*")) for loop in loops]
+    load, store = ["LD.E.128"], ["ST.E.128"]
+    # Vectors that are shifted need two loads. A batch has the loads of four vectors.
+    assert [each for each in found if each.count(*store) == 4] == [
+        *4 * [8 * load + 4 * store],
+        *4 * [4 * load + 4 * store],
+    ]
+    assert [each for each in found if each.count(*store) == 1] == [
+        2 * load + store,
+        load + store,
+    ]
+    assert len(found) == 10
+    # Words are shifted by the hardware's funnel shift.
+    assert len(code.find(r"SHF\.R\.U64")) == 2 * 5 * 2
+    copied = compiled(copies.copying(np.uint8, 0, 4096), CASES, BYTES, BYTES)
+    assert copied.usage["LOCAL"] == "0"
+
+
+REFUSED = [
+    (types.Array(types.int32, 2, "C"), types.Array(types.int64, 2, "C")),
+    (types.Array(types.int64, 3, "C"), types.Array(types.int64, 3, "C")),
+    (types.Array(types.int64, 2, "C", readonly=True), types.Array(types.int64, 2, "C")),
+    (types.Array(types.int64, 2, "C"), types.int64),
+]
+
+
+@pytest.mark.parametrize("arrays", REFUSED, ids=str)
+def test_copies_between_other_arrays_do_not_compile(arrays):
+    with pytest.raises(TypingError, match="a copy: expected two arrays of one or two"):
+        compiled(copy_a_matrix, *arrays)

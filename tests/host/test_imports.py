@@ -55,7 +55,8 @@ def files():
 
 FILES = files()
 
-SEAM = ("device.compiler", "device.float8", "device.ptx", "kernels", "simulator")
+SEAM = ("device.compiler", "device.float8", "device.ptx", "device.ptx_views", "kernels")
+SEAM += ("simulator",)
 """The modules that know the insides of numba-cuda; no others would change with it."""
 
 PUBLIC = ("numba", "numba.cuda", "numba.cuda.types")

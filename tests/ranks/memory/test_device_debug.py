@@ -29,6 +29,7 @@ def misuse(ctx, team, what, out):
         symm.signal_set(ctx, rank, channel, 1)
         words = symm.peer_array(ctx, rank, count, np.int64)
         words[count - 1] = 5
+        symm.put(ctx, words[:1], words[(0 if what == 6 else 1) :])
         out[0] = symm.test(ctx, rank, channel, comparison, 1)
     cuda.syncthreads()
     if what == 5:
@@ -42,10 +43,11 @@ MISTAKES = [
     "an array of 24 bytes: expected at most the buffer's",
     "comparison 6: expected symm.EQ, NE",
     "a barrier of a team: expected a team of this rank",
+    "a copy of 2 elements: expected arrays of the same shape",
 ]
 
 
-@pytest.mark.parametrize("what", range(6) if not SIMULATED else [0, 1])
+@pytest.mark.parametrize("what", range(7) if not SIMULATED else [0, 1])
 def test_mistakes_are_found(world, what):
     """In the simulator, other tests make the other mistakes."""
     if what > 0 and world.rank > 0:

@@ -1,0 +1,58 @@
+"""What copies need to know of arrays, as intrinsics that Numba makes.
+
+``sim_views.py`` has the same names for the simulator.
+"""
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core.errors import TypingError
+from numba.cuda import cgutils, types
+from numba.cuda.extending import intrinsic
+
+_I64 = types.int64
+_SIZES = (1, 2, 4, 8, 16)
+
+
+def _number(value: int) -> Any:
+    return ir.Constant(ir.IntType(64), value)
+
+
+def _layout(context: Any, builder: Any, array: Any, value: Any) -> list[Any]:
+    """Return an array's address, rows, columns, and bytes from each to the next."""
+    made = context.make_array(array)(context, builder, value)
+    lengths = cgutils.unpack_tuple(builder, made.shape, array.ndim)
+    strides = cgutils.unpack_tuple(builder, made.strides, array.ndim)
+    if array.ndim == 1:
+        lengths, strides = [_number(1), *lengths], [_number(0), *strides]
+    address = builder.ptrtoint(made.data, ir.IntType(64))
+    return [address, *lengths, *strides]
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def views_of(typingctx: Any, target: Any, source: Any) -> Any:
+    """Return an element's bytes, and the layouts of a copy's target and source.
+
+    A layout is an address, the numbers of rows and columns, and the bytes from one row
+    and from one column to the next.
+    """
+    arrays = [each for each in (target, source) if isinstance(each, types.Array)]
+    same = len({(each.dtype, each.ndim) for each in arrays}) == 1
+    if len(arrays) < 2 or not same or source.ndim not in (1, 2) or not target.mutable:
+        raise TypingError(
+            "a copy: expected two arrays of one or two dimensions and of the same "
+            f"dtype, the first one to write to, got {target} and {source}"
+        )
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        size = context.get_abi_sizeof(context.get_data_type(source.dtype))
+        if size not in _SIZES:
+            raise TypingError(
+                f"a copy: expected elements of 1, 2, 4, 8 or 16 bytes, got {source}"
+            )
+        found = [_number(size)]
+        for each, value in zip((target, source), args, strict=True):
+            found += _layout(context, builder, each, value)
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return types.UniTuple(_I64, 11)(target, source), codegen

@@ -1,0 +1,346 @@
+"""Copies between arrays by a thread, a warp or a block: ``put`` and ``get``.
+
+A copy moves rows of bytes. Its threads store aligned vectors of 16 bytes, whatever the
+alignment of target and source. If they differ by the alignment within a vector, each
+thread loads two adjacent aligned vectors and shifts the words between them. The second
+load usually hits the L1 cache, because the next thread has loaded that vector. Without
+shifts, all accesses would be as narrow as the common alignment.
+
+The bytes before the first whole vector of a row and after the last one are copied
+element by element, and so are short rows and strided elements. A copy accesses no byte
+outside of its arrays.
+
+Accesses are weak: what a copy needs, and what needs it, is ordered by signals, barriers
+and ``syncthreads`` around it. None of these functions synchronizes.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba_symm.device.checks import check_copy
+from numba_symm.device.intrinsics import (
+    bits_from,
+    block_size,
+    device_function,
+    ld_any_u8,
+    ld_any_u16,
+    ld_any_u32,
+    ld_any_u64,
+    ld_any_v2_u64,
+    st_any_u8,
+    st_any_u16,
+    st_any_u32,
+    st_any_u64,
+    st_any_v2_u64,
+    thread_index,
+    views_of,
+)
+
+_VECTOR = 16
+_SHORT = 128
+"""The bytes of a row from which on its vectors are copied, rather than its elements."""
+
+_WARP = 32
+
+
+@device_function
+def lane_index() -> int:
+    """Return the thread's index in its warp."""
+    return thread_index() % _WARP
+
+
+@device_function
+def warp_size() -> int:
+    """Return the number of threads in this warp; the last one may be partial."""
+    return min(_WARP, block_size() - thread_index() + lane_index())
+
+
+@device_function
+def copy_element(target: int, source: int, size: int) -> None:
+    """Copy an element of that many bytes."""
+    if size == 1:
+        st_any_u8(target, ld_any_u8(source))
+    elif size == 2:
+        st_any_u16(target, ld_any_u16(source))
+    elif size == 4:
+        st_any_u32(target, ld_any_u32(source))
+    else:
+        st_any_u64(target, ld_any_u64(source))
+        if size == 16:
+            st_any_u64(target + 8, ld_any_u64(source + 8))
+
+
+@device_function
+def _load_aligned(address: int, skipped: int) -> Any:
+    return ld_any_v2_u64(address)
+
+
+@device_function
+def _load_shifted(address: int, skipped: int) -> Any:
+    """Return the 16 bytes that begin ``skipped`` bytes after an aligned address."""
+    first, second = ld_any_v2_u64(address)
+    third, fourth = ld_any_v2_u64(address + _VECTOR)
+    bits = 8 * (skipped & 7)
+    if skipped >= 8:
+        return bits_from(second, third, bits), bits_from(third, fourth, bits)
+    return bits_from(first, second, bits), bits_from(second, third, bits)
+
+
+def _make_move(load: Callable[[int, int], Any]) -> Callable[..., None]:
+    """Return a device function that copies vectors.
+
+    ``(target, source, skipped, vectors, lane, lanes)``: both addresses are aligned, and
+    the vectors begin ``skipped`` bytes after ``source``.
+    """
+
+    @device_function
+    def move(
+        target: int, source: int, skipped: int, vectors: int, lane: int, lanes: int
+    ) -> None:
+        k = lane
+        # Four at a time, so that a thread waits once for the loads of four.
+        while k + 3 * lanes < vectors:
+            a = load(source + _VECTOR * k, skipped)
+            b = load(source + _VECTOR * (k + lanes), skipped)
+            c = load(source + _VECTOR * (k + 2 * lanes), skipped)
+            d = load(source + _VECTOR * (k + 3 * lanes), skipped)
+            st_any_v2_u64(target + _VECTOR * k, a)
+            st_any_v2_u64(target + _VECTOR * (k + lanes), b)
+            st_any_v2_u64(target + _VECTOR * (k + 2 * lanes), c)
+            st_any_v2_u64(target + _VECTOR * (k + 3 * lanes), d)
+            k += 4 * lanes
+        while k < vectors:
+            one = load(source + _VECTOR * k, skipped)
+            st_any_v2_u64(target + _VECTOR * k, one)
+            k += lanes
+
+    return move
+
+
+_move_aligned = _make_move(_load_aligned)
+_move_shifted = _make_move(_load_shifted)
+
+
+@device_function
+def _copy_row(
+    target: int, source: int, nbytes: int, size: int, lane: int, lanes: int
+) -> None:
+    """Copy adjacent elements of ``size`` bytes, at most 8, by ``lanes`` threads."""
+    head = -target & 15  # up to the target's first aligned vector
+    skipped = (source - target) & 15  # of the source's vector in which that begins
+    loaded = _VECTOR
+    if skipped > 0:
+        loaded = 2 * _VECTOR - skipped
+        # The vector in which it begins must not begin before the source.
+        head += _VECTOR if head < skipped else 0  # explore: from-the-first
+    # The last one that is loaded must not end after it.
+    # explore: to-the-last
+    vectors = max(0, (nbytes - head - loaded + _VECTOR) // _VECTOR)
+    head = head if vectors > 0 else nbytes
+    tail = head + _VECTOR * vectors
+    if skipped == 0:
+        _move_aligned(target + head, source + head, 0, vectors, lane, lanes)
+    else:
+        first = source + head - skipped
+        _move_shifted(target + head, first, skipped, vectors, lane, lanes)
+    place = lane * size
+    while place < head + nbytes - tail:
+        at = place if place < head else place - head + tail
+        copy_element(target + at, source + at, size)
+        place += lanes * size
+
+
+@device_function
+def _copy_elements(size: int, to: Any, of: Any, lane: int, lanes: int) -> None:
+    """Copy the elements of rows one by one; ``to`` and ``of`` are layouts."""
+    target, rows, columns, row_to, column_to = to
+    source, _, _, row_of, column_of = of
+    k = lane
+    while k < rows * columns:
+        row = k // columns
+        column = k - columns * row
+        place = target + row * row_to + column * column_to
+        copy_element(place, source + row * row_of + column * column_of, size)
+        k += lanes
+
+
+@device_function
+def _copy(ctx: Any, target: Any, source: Any, lane: int, lanes: int) -> None:
+    """Copy an array, by ``lanes`` threads that all call this."""
+    found = views_of(target, source)
+    check_copy(ctx, target, source)
+    size, to, of = found[0], found[1:6], found[6:]
+    target_at, rows, columns, row_to, column_to = to
+    source_at, _, _, row_of, column_of = of
+    length = size * columns
+    adjacent = column_to == size and column_of == size
+    if adjacent and row_to == length and row_of == length:
+        length *= rows
+        rows = 1
+    if adjacent and (rows == 1 or length >= _SHORT):
+        # One row by all threads, or a row for each warp.
+        width = lanes if rows == 1 else min(lanes, _WARP)
+        abreast = lanes // width
+        row = lane // width
+        while row < rows and lane < abreast * width:
+            at, its = target_at + row * row_to, source_at + row * row_of
+            _copy_row(at, its, length, min(size, 8), lane % width, width)
+            row += abreast
+    else:
+        _copy_elements(size, to, of, lane, lanes)
+
+
+@device_function
+def put(ctx: Any, target: Any, source: Any) -> None:
+    """Copy an array into a peer's, by the calling thread alone.
+
+    One thread calls it. It orders nothing and waits for nothing. Before it, what it
+    copies must be visible to this thread, and the peer must have read what it
+    overwrites. A later :func:`put_signal` of this thread, or one after ``syncthreads``,
+    publishes the copy.
+
+    Args:
+        ctx: the memory's context.
+        target: an array of one or two dimensions in a peer's memory, such as a part of
+            a :func:`peer_array`. It may be strided.
+        source: an array of the same shape and dtype, which does not overlap with it, in
+            memory of any kind. Not checked on a GPU, unless in debug mode. Elements
+            have 1, 2, 4, 8 or 16 bytes.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     there = symm.peer_array(ctx, 0, (2, 4), np.int64)
+        ...     there[0, 3] = 7
+        ...     symm.put(ctx, there[1], there[0])
+        ...     old[0] = there[1, 3]
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        7
+    """
+    _copy(ctx, target, source, 0, 1)
+
+
+@device_function
+def put_warp(ctx: Any, target: Any, source: Any) -> None:
+    """Copy an array into a peer's, by all threads of a warp.
+
+    Every thread of the warp calls it with the same arguments. Before it, call
+    ``cuda.syncwarp()`` if other threads wrote what it copies, and after it before one
+    thread's signal. Otherwise it is as :func:`put`.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     there = symm.peer_array(ctx, 0, (4, 4), np.int64)
+        ...     there[cuda.threadIdx.x, 0] = 1 + cuda.threadIdx.x
+        ...     cuda.syncthreads()
+        ...     symm.put_warp(ctx, there[:, 1], there[:, 0])  # columns
+        ...     cuda.syncthreads()
+        ...     old[0] = there[3, 1]
+        >>> kernel[1, 4](ctx, old)
+        >>> int(old[0])
+        4
+    """
+    _copy(ctx, target, source, lane_index(), warp_size())
+
+
+@device_function
+def put_block(ctx: Any, target: Any, source: Any) -> None:
+    """Copy an array into a peer's, by all threads of a block.
+
+    Every thread of the block calls it with the same arguments. Before it, call
+    ``syncthreads`` if other threads wrote what it copies, and after it before one
+    thread's signal. :func:`barrier` and :func:`put_with_signal` contain that. Otherwise
+    it is as :func:`put`.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     there = symm.peer_array(ctx, 0, (4, 4), np.int64)
+        ...     there[cuda.threadIdx.x, 0] = 1 + cuda.threadIdx.x
+        ...     cuda.syncthreads()
+        ...     symm.put_block(ctx, there[:, 2:], there[:, :2])
+        ...     symm.barrier(ctx, 3)
+        ...     old[0] = there[3, 2]
+        >>> kernel[1, 4](ctx, old)
+        >>> int(old[0])
+        4
+    """
+    _copy(ctx, target, source, thread_index(), block_size())
+
+
+@device_function
+def get(ctx: Any, target: Any, source: Any) -> None:
+    """Copy an array of a peer, by the calling thread alone.
+
+    One thread calls it, after it has seen what the peer wrote: after its
+    :func:`wait_signal`, or after ``syncthreads`` if another thread has waited. A thread
+    waits for what it loads from a peer, but not for what it stores there. So prefer
+    :func:`put` where either is possible.
+
+    Args:
+        ctx: the memory's context.
+        target: an array of one or two dimensions, in memory of any kind.
+        source: an array of the same shape and dtype in a peer's memory. Otherwise both
+            are as for :func:`put`.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     there = symm.peer_array(ctx, 0, 4, np.int64)
+        ...     there[3] = 7
+        ...     symm.get(ctx, old, there[3:])
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        7
+    """
+    _copy(ctx, target, source, 0, 1)
+
+
+@device_function
+def get_warp(ctx: Any, target: Any, source: Any) -> None:
+    """Copy an array of a peer, by all threads of a warp.
+
+    Every thread of the warp calls it with the same arguments. Call ``cuda.syncwarp()``
+    after it, before other threads read the copy. Otherwise it is as :func:`get`.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     there = symm.peer_array(ctx, 0, 4, np.int64)
+        ...     mine = cuda.shared.array(4, np.int64)
+        ...     there[cuda.threadIdx.x] = cuda.threadIdx.x
+        ...     cuda.syncthreads()
+        ...     symm.get_warp(ctx, mine, there)
+        ...     cuda.syncthreads()
+        ...     old[0] = mine[3]
+        >>> kernel[1, 4](ctx, old)
+        >>> int(old[0])
+        3
+    """
+    _copy(ctx, target, source, lane_index(), warp_size())
+
+
+@device_function
+def get_block(ctx: Any, target: Any, source: Any) -> None:
+    """Copy an array of a peer, by all threads of a block.
+
+    Every thread of the block calls it with the same arguments. Call ``syncthreads``
+    after it, before other threads read the copy. Otherwise it is as :func:`get`.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     there = symm.peer_array(ctx, 0, (4, 2), np.int64)
+        ...     mine = cuda.shared.array((4, 1), np.int64)
+        ...     there[cuda.threadIdx.x, 1] = cuda.threadIdx.x
+        ...     symm.barrier(ctx, 3)
+        ...     symm.get_block(ctx, mine, there[:, 1:])
+        ...     cuda.syncthreads()
+        ...     old[0] = mine[3, 0]
+        >>> kernel[1, 4](ctx, old)
+        >>> int(old[0])
+        3
+    """
+    _copy(ctx, target, source, thread_index(), block_size())

@@ -1,0 +1,37 @@
+"""What copies need to know of arrays, in the simulator; see ``ptx_views.py``."""
+
+from typing import Any
+
+import numpy as np
+
+from numba_symm.errors import ArgumentError
+
+_SIZES = (1, 2, 4, 8, 16)
+
+
+def _kind(array: Any) -> Any:
+    """Return the dtype of what a copy takes; None: it does not take it."""
+    dtype = getattr(array, "dtype", None)
+    taken = dtype is not None and np.ndim(array) in (1, 2) and dtype.itemsize in _SIZES
+    return dtype if taken else None
+
+
+def _words(array: Any) -> str:
+    shape, dtype = getattr(array, "shape", None), getattr(array, "dtype", None)
+    return type(array).__name__ if dtype is None else f"{shape} of {dtype}"
+
+
+def views_of(target: Any, source: Any) -> tuple[int, ...]:
+    """Return an element's bytes, and the layouts of a copy's target and source."""
+    if _kind(target) is None or _kind(target) != _kind(source):
+        raise ArgumentError(
+            "a copy: expected two arrays of one or two dimensions and of the same "
+            f"dtype, got {_words(target)} and {_words(source)}"
+        )
+    found = [int(source.dtype.itemsize)]
+    for each in target, source:
+        shape, strides = each.shape, each.strides
+        if len(shape) == 1:
+            shape, strides = (1, *shape), (0, *strides)
+        found += [int(each.ctypes.data), *shape, *strides]
+    return tuple(found)
