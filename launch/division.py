@@ -55,6 +55,36 @@ def among(parts: Parts, members: Sequence[int]) -> Parts:
     return tuple(map(tuple, groups.values()))
 
 
+def consecutive(part: Sequence[int]) -> bool:
+    """Return whether ranks in ascending order follow one another."""
+    return part[-1] - part[0] < len(part)
+
+
+class Places:
+    """Where ranks are, found once, because there may be many.
+
+    Args:
+        parts: the ranks of each island.
+
+    Attributes:
+        of: by rank, its island's number, and its own number there.
+        largest: the number of ranks of the largest island.
+        smallest: that of the smallest one.
+        consecutive: whether each island's ranks follow one another.
+        even: whether all islands have equally many ranks, which are consecutive.
+    """
+
+    def __init__(self, parts: Parts):
+        self.of = {
+            rank: (index, number)
+            for index, part in enumerate(parts)
+            for number, rank in enumerate(part)
+        }
+        self.largest, self.smallest = max(map(len, parts)), min(map(len, parts))
+        self.consecutive = all(map(consecutive, parts))
+        self.even = self.largest == self.smallest and self.consecutive
+
+
 def described(parts: Parts, nodes: Sequence[str]) -> str:
     """Return "ranks 0, 1 on a, rank 2 on b", one entry an island."""
     return ", ".join(f"{name_ranks(part)} on {nodes[part[0]]}" for part in parts)

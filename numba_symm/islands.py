@@ -21,7 +21,7 @@ from numba_symm.errors import (
 )
 from numba_symm.island import Island
 from numba_symm.launch import devices, ranks, waiting
-from numba_symm.launch.division import Parts, described, divide
+from numba_symm.launch.division import Parts, Places, described, divide
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import Purpose, TaggedComm
 from numba_symm.launch.waiting import Wait
@@ -46,6 +46,7 @@ class Islands(Members):
         nodes: by rank, the node's name.
         index: the number of this rank's island.
         local: this rank's number there.
+        places: where the ranks are.
         inner: this rank's island.
         operation: the call that uses the engine, for errors.
         shown: whether this rank prints the islands.
@@ -80,6 +81,7 @@ class Islands(Members):
         self._bind(device)
         parts = self._known or divide(self.nodes, self.peer_access, self._most)
         self.parts = exchange.all_gather(parts, "islands")[0]
+        self.places = Places(self.parts)
         self.index, mine = next(
             (index, part) for index, part in enumerate(self.parts) if rank in part
         )

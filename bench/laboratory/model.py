@@ -19,10 +19,9 @@ from pathlib import Path
 from numba_symm.bench.contenders.ours import NAME
 from numba_symm.bench.plot import human
 from numba_symm.bench.report import best, microseconds
-from numba_symm.collectives.islands.moves import ONE_RAIL, chained
-from numba_symm.collectives.islands.pipeline import CHUNK, several, ticks
-from numba_symm.collectives.islands.reductions import ONE_STEP, SMALL
-from numba_symm.collectives.islands.site import STAGING
+from numba_symm.collectives.islands.moves import chained
+from numba_symm.collectives.islands.pipeline import several, ticks
+from numba_symm.collectives.islands.sizes import DEFAULT
 from numba_symm.environment import SIMULATED
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -109,17 +108,17 @@ class Nodes:
     def all_reduce(self, nbytes: int) -> float:
         """Return the microseconds of an all-reduce, by the bytes of its message."""
         m, away = self.number, self.number - 1
-        if nbytes <= SMALL:
+        if nbytes <= DEFAULT.small:
             across = self.link(away * nbytes)
             return self.inside("all_reduce", nbytes) + across + self.combined(m, nbytes)
-        most = int(STAGING / 2 / (2 / self.gpus * WIDTH))
+        most = int(DEFAULT.staging / 2 / (2 / self.gpus * WIDTH))
         chunks = divided(nbytes, self.gpus, most)
         works, exchanges = [], []
         for chunk in chunks:
             shard = chunk / self.gpus
             first = self.inside("reduce_scatter", chunk)
             last = self.inside("all_gather", chunk)
-            if m > 2 and m * shard > ONE_STEP:
+            if m > 2 and m * shard > DEFAULT.one_step:
                 works.append([first, self.combined(m, shard / m), last])
                 exchanges.append([away / m * shard] * 2)
             else:
@@ -131,14 +130,14 @@ class Nodes:
         """Return the microseconds of a reduce-scatter, by the bytes of its input."""
         m, size = self.number, self.number * self.gpus
         shard = nbytes / size
-        if (2 * m - 1) * shard <= STAGING:
+        if (2 * m - 1) * shard <= DEFAULT.staging:
             each = self.inside("reduce_scatter", nbytes / m)
             last = [each, self.combined(m, shard)]
-            if shard < CHUNK:
+            if shard < DEFAULT.chunk:
                 return self.overlapped([[(m - 1) * shard]], [[m * each, last[1]]])
             works = [*[[each, 0.0]] * (m - 1), last]
             return self.overlapped([*[[shard]] * (m - 1), [0.0]], works)
-        most = int(STAGING / 2 / ((2 * m - 1 + self.gpus) * WIDTH))
+        most = int(DEFAULT.staging / 2 / ((2 * m - 1 + self.gpus) * WIDTH))
         chunks = divided(shard, 1, most)
         works = [
             [
@@ -154,7 +153,7 @@ class Nodes:
         """Return the microseconds of an all-gather, by the bytes of its output."""
         m, each = self.number, nbytes / (self.number * self.gpus)
         island = self.inside("all_gather", nbytes / m)
-        times = m - 1 if each >= CHUNK and m > 2 else 1  # exchanges
+        times = m - 1 if each >= DEFAULT.chunk and m > 2 else 1  # exchanges
         exchanges = [[(m - 1) / times * each]] * times
         works = [[0.0, (m - 1) / times * island]] * times
         return self.overlapped([*exchanges, []], [*works, [island]])
@@ -162,7 +161,7 @@ class Nodes:
     def broadcast(self, nbytes: int) -> float:
         """Return the microseconds of a broadcast, by the bytes of its message."""
         away = self.number - 1
-        if self.gpus == 1 or away * nbytes <= ONE_RAIL:
+        if self.gpus == 1 or away * nbytes <= DEFAULT.one_rail:
             return self.link(away * nbytes) + self.inside("broadcast", nbytes)
         chunks = divided(nbytes, self.gpus, nbytes, 2 * self.number)
         chain = chained(len(chunks), self.number)
@@ -203,7 +202,7 @@ class Nodes:
 def divided(nbytes: float, shards: int, most: int, number: int = 0) -> list[float]:
     """Return the bytes of each chunk, as :func:`several` divides them."""
     count = max(1, int(nbytes / WIDTH))
-    each = several(count, shards, WIDTH, most, number) * WIDTH
+    each = several(count, shards, WIDTH, most, DEFAULT.chunk, number) * WIDTH
     full, rest = divmod(count * WIDTH, each)
     return [float(each)] * full + [float(rest)] * (rest > 0)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from numba_symm.collectives.binder import Binder, Placing
-from numba_symm.collectives.islands import moves, own, reductions, scatters
+from numba_symm.collectives.islands import moves, own, reductions, scans, scatters
 from numba_symm.collectives.islands.site import Site
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import OPERATIONS, Operation
@@ -20,7 +20,7 @@ STEPS: dict[str, Callable[[Site, Call], list[Enqueue]]] = {
     "reduce_scatter_v": reductions.reduce,  # one for each rank's shard
     "reduce_scatter": scatters.reduce_scatter,
     **{
-        each.name: partial(reductions.scanned, each)
+        each.name: partial(scans.scanned, each)
         for each in OPERATIONS.values()
         if each.exchange.output.scans
     },

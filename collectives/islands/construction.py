@@ -8,8 +8,10 @@ from contextlib import ExitStack, contextmanager
 
 from numba_symm.collectives import lifetime, warm_up
 from numba_symm.collectives.calls import Calls
+from numba_symm.collectives.islands import sizes
 from numba_symm.collectives.islands.binder import IslandsBinder
-from numba_symm.collectives.islands.site import ALIGNED, STAGING, Site, padded
+from numba_symm.collectives.islands.site import ALIGNED, Site, padded
+from numba_symm.collectives.islands.sizes import Sizes
 from numba_symm.collectives.lifetime import Options
 from numba_symm.collectives.protocols.workspace import layout
 from numba_symm.errors import ArgumentError, PeerAccessError, SymmError
@@ -112,6 +114,7 @@ def _begin(make: Callable[[ExitStack], Islands], options: Options) -> Calls:
         islands = make(undo)
         inner = islands.inner
         settings = lifetime.agreed_settings(islands, options)
+        _refuse_too_many(len(islands.parts), sizes.DEFAULT)
         if settings.requests:
             raise ArgumentError(
                 "Communicator: expected one island for requests=True, got the islands "
@@ -123,14 +126,30 @@ def _begin(make: Callable[[ExitStack], Islands], options: Options) -> Calls:
         undo.callback(heap.close_locally)
         start = padded(layout(inner.world.size).nbytes)
         with islands.within("Communicator"):
-            more = start - layout(inner.world.size).nbytes + ALIGNED + STAGING
+            more = (
+                start
+                - layout(inner.world.size).nbytes
+                + ALIGNED
+                + sizes.DEFAULT.staging
+            )
             order, end, memory = lifetime.joined(heap, settings.limit, more)
         staging = padded(memory.address + start)
         world = islands.world
         whole = dataclasses.replace(end, rank=world.rank, size=world.size)
         stream, debug = options.stream, settings.debug
         calls = Calls(islands, heap, order, whole, stream, debug, memory)
-        calls.binder = IslandsBinder(Site(islands, end, staging))
+        site = Site(islands, end, staging, sizes=sizes.DEFAULT)
+        calls.binder = IslandsBinder(site)
         lifetime.opened(calls)
         undo.pop_all()
     return calls
+
+
+def _refuse_too_many(islands: int, limits: Sizes) -> None:
+    """Raise ArgumentError if the staging memory has no room for so many islands."""
+    if islands > limits.islands:
+        raise ArgumentError(
+            f"Communicator: expected at most {limits.islands} islands, whose parts of "
+            f"a call fit into {limits.staging >> 10} KiB of staging memory, got "
+            f"{islands}; make several communicators (in MPI: comm.Split)"
+        )

@@ -6,10 +6,11 @@ rail. The island's own kernels send it on to the other ranks.
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from numba_symm import waits
+from numba_symm.collectives.islands import rails
 from numba_symm.collectives.islands.pipeline import (
-    CHUNK,
     Parcels,
     Stages,
     in_shards,
@@ -20,21 +21,13 @@ from numba_symm.collectives.islands.pipeline import (
 from numba_symm.collectives.islands.site import (
     Site,
     StagingRanges,
-    fitting,
     of_island,
-    padded,
     parcels,
 )
-from numba_symm.collectives.kernels import barrier as barriers
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Call, Enqueue
-from numba_symm.collectives.protocols.workspace import VECTOR
+from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.engines.protocol import Parcel
-from numba_symm.environment import SIMULATED
-
-ONE_RAIL = 256 if SIMULATED else 256 << 10
-"""The most bytes of a broadcast that the root sends to all other islands. An estimate:
-at 400 Gb/s they take 5 µs, and another step within the root's island 2 to 3."""
 
 
 def all_gather(site: Site, call: Call) -> list[Enqueue]:
@@ -48,7 +41,9 @@ def all_gather(site: Site, call: Call) -> list[Enqueue]:
     count, element = call.count, call.element
     exchanges: list[Parcels] = []
     last: list[list[Enqueue]] = []
-    apart = nbytes >= CHUNK and m > 2  # an exchange with one island after another
+    apart = (
+        nbytes >= site.sizes.chunk and m > 2
+    )  # an exchange with one island after another
     inner = site.beside if apart else site
     for d in range(1, m):
         to, source = site.parts[(index + d) % m], site.parts[(index - d) % m]
@@ -76,20 +71,39 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
     A small message crosses along the root's rail. A large one is first distributed
     within the root's island. Then one shard of it crosses along each rail, and the
     other islands gather the shards. If there are many chunks, each island sends them to
-    the next one, and no rank sends a byte twice.
+    the next one, and no rank sends a byte twice. If there are more islands than that,
+    the shards cross in parts.
     """
-    shards = site.largest
-    if shards == 1 or call.nbytes * (len(site.parts) - 1) <= ONE_RAIL:
-        return overlapped(site, "broadcast", [_on_one_rail(site, call)])
-    width, m = call.element.itemsize, len(site.parts)
-    most = several(call.count, shards, width, call.count + VECTOR * shards, 2 * m)
-    chunks = list(in_shards(site, call.count, most, shards))
-    if len(chunks) > 1:
+    shards, m, sizes = site.largest, len(site.parts), site.sizes
+    small = call.nbytes * (m - 1) <= sizes.one_rail
+    if small or (site.by_rails and call.nbytes <= sizes.small):
+        return _on_one_rail(site, call)
+    width = call.element.itemsize
+    most = call.count + VECTOR * shards
+    fits = several(call.count, shards, width, most, sizes.chunk, 2 * m)
+    bounds = list(in_shards(site, call.count, fits, shards))
+    chain = chained(len(bounds), m)
+    if site.by_rails:
+        each = divide_up(call.nbytes, shards * len(bounds))
+        chain = _shorter_as_chain(site, len(bounds), each)
+        bounds = bounds if chain else [*in_shards(site, call.count, most, shards)]
+    elif shards == 1 and not chain:
+        return _on_one_rail(site, call)
+    if len(bounds) > 1:
         site = site.beside
-    chain = chained(len(chunks), m)
+    crossing = [
+        _Crossing(site, call, call.target + first * width, count // n, n)
+        for first, count, n in bounds
+    ]
+    if site.listing:  # other roots have other steps
+        return [step for each in crossing for step in each.first() + each.last()]
+    if chain:
+        return _along_a_chain(site, crossing)
+    if site.by_rails:
+        return _in_parts(site, crossing)
     stages = [
-        _on_all_rails(site, call, call.target + first * width, count // n, n, chain)
-        for first, count, n in chunks
+        Stages([each.first(), each.last()], [each.from_one_to_all()])
+        for each in crossing
     ]
     return overlapped(site, "broadcast", stages)
 
@@ -97,32 +111,48 @@ def broadcast(site: Site, call: Call) -> list[Enqueue]:
 def chained(chunks: int, islands: int) -> bool:
     """Return whether chunks take less time from island to island than from one to all.
 
-    A tick is the time of one chunk on a link. In a chain, the last chunk needs two more
-    ticks for each island after the root's. From one to all, each chunk needs as many
+    A tick is the time of one chunk on a link. In a chain, the last chunk needs one more
+    tick for each island after the root's. From one to all, each chunk needs as many
     ticks as there are other islands.
     """
     others = islands - 1
-    return chunks + 2 * others < chunks * others
+    return chunks + others < chunks * others
 
 
-def _on_one_rail(site: Site, call: Call) -> Stages:
-    """Return the stages of a message that crosses along the root's rail."""
+def _shorter_as_chain(site: Site, chunks: int, nbytes: int) -> bool:
+    """Return whether chunks take less time from island to island than in parts.
+
+    Args:
+        site: this rank's site.
+        chunks: the number of chunks.
+        nbytes: of each chunk's shard.
+    """
+    m, sizes = len(site.parts), site.sizes
+    chain = (chunks + m - 1) * (sizes.start + nbytes)
+    parts = (rails.steps(m) + 1) * sizes.start + (m - 1) * sizes.message
+    return chain < parts + 2 * chunks * nbytes
+
+
+def _on_one_rail(site: Site, call: Call) -> list[Enqueue]:
+    """Return the steps of a message that crosses along the root's rail."""
     island, number = site.place_of(call.root)
+    at, nbytes = call.target, call.nbytes
     owner = number % len(site.mine)
-    inner = site.spread(call.target, 1, call.count, call.element, owner)
-    if site.index != island:
-        mine = site.rank == site.on_rail(site.index, number)
-        receives = [Parcel(call.root, call.target, call.nbytes)] if mine else []
-        return Stages([[], inner], [([], receives)])
-    peers = [site.on_rail(j, number) for j in site.others]
-    sends = [Parcel(peer, call.target, call.nbytes) for peer in peers]
-    return Stages([[], inner], [(sends if site.rank == call.root else [], [])])
+    inner = site.spread(at, 1, call.count, call.element, owner)
+    if site.by_rails:
+        crossing = rails.spread(site, "broadcast", at, nbytes, island, number)
+        return [*crossing, *inner]
+    sends, receives = list[Parcel](), list[Parcel]()
+    if site.rank == call.root:
+        peers = [site.on_rail(j, number) for j in site.others]
+        sends = [Parcel(peer, at, nbytes) for peer in peers]
+    elif site.index != island and site.rank == site.on_rail(site.index, number):
+        receives = [Parcel(call.root, at, nbytes)]
+    return [*site.between("broadcast", sends, receives), *inner]
 
 
-def _on_all_rails(
-    site: Site, call: Call, target: int, count: int, shards: int, chain: bool
-) -> Stages:
-    """Return the stages of a chunk that crosses in shards.
+class _Crossing:
+    """A chunk of a broadcast, of which a shard crosses along each rail.
 
     Args:
         site: this rank's site.
@@ -130,82 +160,179 @@ def _on_all_rails(
         target: address of the chunk.
         count: elements of a shard.
         shards: the number of shards.
-        chain: whether each island sends to the next one; else the root's to all.
+
+    Attributes:
+        island: the number of the root's island.
+        nbytes: of a shard.
+        mine: the number of each shard that this rank owns, and its address.
     """
-    island, root = site.place_of(call.root)
-    element, nbytes = call.element, count * call.element.itemsize
-    mine = [
-        (number, target + number * nbytes)
-        for number in range(shards)
-        if site.on_rail(site.index, number) == site.rank
-    ]
-    m, exchanged = len(site.parts), len(site.parts) - 1 if chain else 1
-    work: list[list[Enqueue]] = [[] for _ in range(exchanged + 1)]
-    exchanges: list[Parcels] = [([], []) for _ in range(exchanged)]
-    # The number of exchanges before this island's own.
-    before = min((site.index - island) % m, exchanged)
-    if before == 0 or site.listing:  # other roots use the other branch
-        work[0] += site.spread(target, 1, shards * count, element, root)
-    if before > 0 or site.listing:
-        work[max(before, 1)] += site.spread(target, shards, count, element)
-    if before > 0:
-        sender = (site.index - 1) % m if chain else island
-        exchanges[before - 1][1].extend(
-            Parcel(site.on_rail(sender, number), at, nbytes) for number, at in mine
-        )
-    if before < exchanged:
-        exchanges[before][0].extend(
-            Parcel(site.on_rail(after, number), at, nbytes)
-            for number, at in mine
-            for after in ([(site.index + 1) % m] if chain else site.others)
-        )
-    return Stages(work, exchanges)
+
+    def __init__(self, site: Site, call: Call, target: int, count: int, shards: int):
+        self.island, self._root = site.place_of(call.root)
+        self.nbytes = count * call.element.itemsize
+        self.mine = [
+            (number, target + number * self.nbytes)
+            for number in range(shards)
+            if site.on_rail(site.index, number) == site.rank
+        ]
+        self._site, self._element = site, call.element
+        self._target, self._count, self._shards = target, count, shards
+
+    def first(self) -> list[Enqueue]:
+        """Return the steps that distribute the chunk within the root's island."""
+        site, count = self._site, self._shards * self._count
+        if site.index != self.island and not site.listing:
+            return []
+        return site.spread(self._target, 1, count, self._element, self._root)
+
+    def last(self) -> list[Enqueue]:
+        """Return the steps by which another island gathers the shards."""
+        site = self._site
+        if site.index == self.island and not site.listing:
+            return []
+        return site.spread(self._target, self._shards, self._count, self._element)
+
+    def with_island(self, island: int) -> list[Parcel]:
+        """Return a parcel for each shard that this rank owns, to or from an island."""
+        return [
+            Parcel(self._site.on_rail(island, number), at, self.nbytes)
+            for number, at in self.mine
+        ]
+
+    def from_one_to_all(self) -> Parcels:
+        """Return the exchange in which the root's island sends to all others."""
+        site = self._site
+        if site.index != self.island:
+            return [], self.with_island(self.island)
+        return [each for j in site.others for each in self.with_island(j)], []
+
+
+def _along_a_chain(site: Site, chunks: "Sequence[_Crossing]") -> list[Enqueue]:
+    """Return the steps in which each island sends chunks to the next one."""
+    m, number = len(site.parts), len(chunks)
+    place = (site.index - chunks[0].island) % m
+    before, after = (site.index - 1) % m, (site.index + 1) % m
+    steps: list[Enqueue] = []
+    for tick in range(-1, number + 1):  # chunk t arrives at tick t, and is sent on next
+        sends, receives, work = list[Parcel](), list[Parcel](), list[Enqueue]()
+        if place == 0:
+            if 0 <= tick < number:
+                sends = chunks[tick].with_island(after)
+            if tick + 1 < number:
+                work = chunks[tick + 1].first()
+        else:
+            if 0 <= tick < number:
+                receives = chunks[tick].with_island(before)
+            if tick - 1 >= 0:
+                work = chunks[tick - 1].last()
+                sends = chunks[tick - 1].with_island(after) if place < m - 1 else []
+        steps += site.between("broadcast", sends, receives, work)
+    return steps
+
+
+def _in_parts(site: Site, chunks: "Sequence[_Crossing]") -> list[Enqueue]:
+    """Return the steps in which each rail scatters parts of a shard, and gathers them.
+
+    There is a part for each island. The root's island sends all parts along a binomial
+    tree, so a rank gets its own, and those that it passes on. Then all exchange them.
+    """
+    m = len(site.parts)
+    island = chunks[0].island
+    place = (site.index - island) % m
+
+    def parcel(chunk: _Crossing, mine: tuple[int, int], peer: int, parts: range) -> Any:
+        number, at = mine
+        part = divide_up(divide_up(chunk.nbytes, m), VECTOR) * VECTOR
+        first = min(parts.start * part, chunk.nbytes)
+        nbytes = min(parts.stop * part, chunk.nbytes) - first
+        rank = site.on_rail((island + peer) % m, number)
+        return [Parcel(rank, at + first, nbytes)] * (nbytes > 0)
+
+    def parcels_of(peer: int, parts: range) -> list[Parcel]:
+        return [
+            found
+            for chunk in chunks
+            for mine in chunk.mine
+            for found in parcel(chunk, mine, peer, parts)
+        ]
+
+    def held(place: int) -> range:
+        """Return the parts that a rank gets in the scatter."""
+        return range(place, min(place + (place & -place or m), m))
+
+    steps = [step for chunk in chunks for step in chunk.first()]
+    for step in reversed(range(rails.steps(m))):
+        sends, receives = list[Parcel](), list[Parcel]()
+        peer = place ^ 1 << step
+        if place % (2 << step) == 0 and peer < m:
+            sends = parcels_of(peer, held(peer))
+        elif place % (2 << step) == 1 << step:
+            receives = parcels_of(peer, held(place))
+        steps += site.between("broadcast", sends, receives)
+    others = [peer for peer in range(1, m) if peer != place]
+    sends, receives = list[Parcel](), list[Parcel]()
+    for peer in others if place else ():
+        if place not in held(peer):
+            sends += parcels_of(peer, range(place, place + 1))
+        if peer not in held(place):
+            receives += parcels_of(peer, range(peer, peer + 1))
+    if place:
+        receives += parcels_of(0, range(1))
+    else:
+        sends = [each for peer in others for each in parcels_of(peer, range(1))]
+    steps += site.between("broadcast", sends, receives)
+    return steps + [step for chunk in chunks for step in chunk.last()]
 
 
 def all_to_all(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of an all-to-all, which is made of messages."""
     if call.source != call.target:
-        return _exchanged(site, call.source, call.target, call.nbytes, call.nbytes)
-    # In place: what arrives waits in the staging memory, in chunks of every shard.
+        return _exchanged(site, call)
+    # In place: what arrives waits in the staging memory. Each batch has pairs of ranks
+    # whose numbers have certain sums, so that both send what the other one replaces.
     steps: list[Enqueue] = []
-    width = call.element.itemsize
-    fits = fitting(site, site.size, width)
-    for first, count in site.chunks(call.count, fits):
-        nbytes = count * width
-        stride = padded(nbytes)
-        staging = StagingRanges(site).take(site.size * stride)
-        source = call.source + first * width
-        steps += _exchanged(site, source, staging, nbytes, call.nbytes, stride)
-        for rank in range(site.size):
-            at = source + rank * call.nbytes
-            steps += site.copy(at, staging + rank * stride, nbytes)
+    size, width, half = site.size, call.element.itemsize, site.sizes.half
+    most = min(call.count, half // width)
+    number = max(1, min(size, half // (most * width))) if most else 1
+    for first, count in site.chunks(call.count, most):
+        for batch in range(0, size, number):
+            sums = range(batch, min(size, batch + number))
+            steps += _replaced(site, call, first, count, sums)
     return steps
 
 
-def _exchanged(
-    site: Site,
-    source: int,
-    target: int,
-    nbytes: int,
-    apart: int,
-    into: int | None = None,
+def _replaced(
+    site: Site, call: Call, first: int, count: int, sums: range
 ) -> list[Enqueue]:
-    """Return the steps that send bytes of each shard, and receive such of every rank.
+    """Return the steps that exchange parts of shards in place.
 
     Args:
         site: this rank's site.
-        source: address of what is sent to rank 0.
-        target: address for what rank 0 sends.
-        nbytes: of each.
-        apart: bytes from one rank's to the next one's, in the source.
-        into: the same in the target; None: the same.
+        call: the call.
+        first: the first element of each part.
+        count: the number of elements of each.
+        sums: the sums of the two ranks' numbers, modulo the number of ranks.
     """
-    into = apart if into is None else into
-    own = site.rank
-    others = [rank for rank in range(site.size) if rank != own]
-    sends = [Message(rank, source + rank * apart, nbytes) for rank in others]
-    receives = [Message(rank, target + rank * into, nbytes) for rank in others]
-    steps = site.copy(target + own * into, source + own * apart, nbytes)
+    size, nbytes = site.size, count * call.element.itemsize
+    start = call.source + first * call.element.itemsize
+    sends, receives, last = list[Message](), list[Message](), list[Enqueue]()
+    for number, each in enumerate(sums):
+        peer, at = (each - site.rank) % size, site.staging + number * nbytes
+        if peer != site.rank:
+            place = start + peer * call.nbytes
+            sends.append(Message(peer, place, nbytes))
+            receives.append(Message(peer, at, nbytes))
+            last += site.copy(place, at, nbytes)
+    return [*messages(site, sends, receives, "all_to_all"), *last]
+
+
+def _exchanged(site: Site, call: Call) -> list[Enqueue]:
+    """Return the steps that send each rank its shard, and receive that of each."""
+    nbytes, own = call.nbytes, site.rank * call.nbytes
+    others = [rank for rank in range(site.size) if rank != site.rank]
+    sends = [Message(rank, call.source + rank * nbytes, nbytes) for rank in others]
+    receives = [Message(rank, call.target + rank * nbytes, nbytes) for rank in others]
+    steps = site.copy(call.target + own, call.source + own, nbytes)
     return steps + messages(site, sends, receives, "all_to_all")
 
 
@@ -220,15 +347,17 @@ def messages(
 
 
 def barrier(site: Site) -> list[Enqueue]:
-    """Return the steps of a barrier: in each island before and after a message."""
-    staging = StagingRanges(site)
-    token, into = staging.take(1), staging.take(len(site.parts))
-    steps: list[Enqueue] = [barriers.bind(site.end)]
-    if site.local == 0:
+    """Return the steps of a barrier: in each island before and after messages."""
+    m, staging = len(site.parts), StagingRanges(site)
+    token, into = staging.take(1), staging.take(m)
+    steps = site.met()
+    if site.local == 0 and site.by_rails:
+        steps += rails.crossed(site, token, into)
+    elif site.local == 0:
         peers = {j: site.parts[j][0] for j in site.others}
         steps += site.between(
             "barrier",
             [Parcel(peer, token, 1) for peer in peers.values()],
             [Parcel(peer, into + j, 1) for j, peer in peers.items()],
         )
-    return [*steps, barriers.bind(site.end)]
+    return steps + site.met()

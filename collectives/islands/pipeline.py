@@ -15,14 +15,9 @@ from numba_symm.collectives.islands.site import Site
 from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.engines.protocol import Parcel
-from numba_symm.environment import SIMULATED
 
 CHUNKS = 8
 """The number of chunks of a large message, if they fit into the staging memory."""
-
-CHUNK = 1 << 10 if SIMULATED else 2 << 20
-"""The least bytes of a chunk's shard. An estimate: they take 40 µs at 400 Gb/s, and an
-exchange by NCCL at least about 20."""
 
 ChunkStep = tuple[int, int]
 """A chunk, and the number of one of its exchanges or of a part of its work."""
@@ -71,10 +66,13 @@ def ticks(exchanges: Sequence[int]) -> list[tuple[list[ChunkStep], list[ChunkSte
     """
     found = []
     last = max(c + 2 * number for c, number in enumerate(exchanges))
+    longest = 2 * max(exchanges)
     for tick in range(-1, last):
         exchanged: list[ChunkStep] = []
         work: list[ChunkStep] = []
-        for c, most in enumerate(exchanges):  # the first may free what the last uses
+        # There may be many chunks. The first may free what the last uses.
+        for c in range(max(0, tick - longest), min(len(exchanges), tick + 2)):
+            most = exchanges[c]
             number, odd = divmod(tick + 1 - c, 2)
             if not odd and 0 <= number <= most:
                 work.append((c, number))
@@ -91,7 +89,7 @@ def joined(pairs: Sequence[Parcels]) -> Parcels:
 
 
 def several(
-    count: int, shards: int, width: int, most: int, number: int = CHUNKS
+    count: int, shards: int, width: int, most: int, least: int, number: int = CHUNKS
 ) -> int:
     """Return how many elements a chunk has, so that several chunks overlap.
 
@@ -100,10 +98,11 @@ def several(
         shards: the number of shards of a chunk.
         width: bytes of an element.
         most: the elements of a chunk that fits, a multiple of vectors.
+        least: the bytes of a chunk's shard.
         number: of chunks of a large message, at least ``CHUNKS``.
     """
     number = max(CHUNKS, number)
-    each = max(CHUNK, divide_up(count * width, shards * number)) // width
+    each = max(least, divide_up(count * width, shards * number)) // width
     return min(most, divide_up(each, VECTOR) * VECTOR * shards)
 
 

@@ -11,8 +11,10 @@ So all ranks get the same bits, whatever the message's size. Chunks of a message
 through the staging memory one after another.
 """
 
+import functools
 from typing import NamedTuple
 
+from numba_symm.collectives.islands import rails
 from numba_symm.collectives.islands.pipeline import (
     Parcels,
     Stages,
@@ -22,36 +24,21 @@ from numba_symm.collectives.islands.pipeline import (
     several,
 )
 from numba_symm.collectives.islands.site import (
+    ALIGNED,
     Carried,
     Site,
     StagingRanges,
     fitting,
-    padded,
 )
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import (
     ALL_REDUCE,
     REDUCE,
     REDUCE_SCATTER,
-    REVERSE_SCAN,
-    SCAN,
-    Operation,
 )
 from numba_symm.collectives.protocols.binding import Call, Enqueue
-from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
-from numba_symm.dtypes import UserOperator
 from numba_symm.engines.protocol import Parcel
-from numba_symm.environment import SIMULATED
-
-SMALL = 256 if SIMULATED else 32 << 10
-"""Bytes of the largest carried message that every rank exchanges as a whole."""
-
-ONE_STEP = 512 if SIMULATED else 256 << 10
-"""Bytes that the owner of a carried shard receives at most in one step.
-
-Longer shards are exchanged in two: parts of them, and the results of these.
-"""
 
 
 class _IslandShard(NamedTuple):
@@ -71,30 +58,44 @@ class _IslandShard(NamedTuple):
 def all_reduce(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of an all-reduce."""
     carried = Carried(call)
-    if call.count * carried.width <= SMALL:
+    if _small(site, carried):
         return _small_all_reduce(site, carried)
     return _in_shards(site, carried, None)
 
 
 def reduce(site: Site, call: Call) -> list[Enqueue]:
     """Return the steps of a reduce. The root is a rank."""
+    carried = Carried(call)
+    make = _small_reduce if site.by_rails and _small(site, carried) else _in_shards
     if site.listing:  # the kernels differ with the root's place in this island
         roots = site.mine[0], site.mine[-1]
-        return [step for r in roots for step in _in_shards(site, Carried(call), r)]
-    return _in_shards(site, Carried(call), call.root)
+        return [step for r in roots for step in make(site, carried, r)]
+    return make(site, carried, call.root)
+
+
+def _small(site: Site, carried: Carried) -> bool:
+    """Return whether islands exchange whole results, which each rank combines."""
+    nbytes, sizes = carried.call.count * carried.width, site.sizes
+    if not site.by_rails:
+        return nbytes <= sizes.small
+    return len(site.parts) * nbytes <= sizes.along
 
 
 def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
     """Return the fewest steps: each rank gets what every island has."""
     call, m = carried.call, len(site.parts)
     staging = StagingRanges(site)
-    stride = padded(call.count * carried.width)
+    nbytes = call.count * carried.width
+    stride = divide_up(nbytes, VECTOR) * VECTOR
     wide = staging.take(stride)
-    slots = staging.take(m * stride)
+    slots = staging.take(rails.slots(m) * stride)
     steps, source = site.widened(carried, call.source, wide, call.count)
     own = slots + site.index * stride
     steps.append(site.within(ALL_REDUCE, carried.step(source, own, call.count)))
-    nbytes = call.count * carried.width
+    if site.by_rails:
+        steps += rails.gathered(site, "all_reduce", slots, stride)
+        steps += site.combined(carried, slots, stride, site.index, m)
+        return steps + site.finished(carried, own, call.target, call.count)
     mine = len(site.mine)
     sends = [
         Parcel(rank, own, nbytes)
@@ -111,19 +112,45 @@ def _small_all_reduce(site: Site, carried: Carried) -> list[Enqueue]:
     return steps + site.finished(carried, own, call.target, call.count)
 
 
+def _small_reduce(site: Site, carried: Carried, root: int) -> list[Enqueue]:
+    """Return the steps of a reduce to the root, along its rail."""
+    call, m = carried.call, len(site.parts)
+    island, number = site.place_of(root)
+    staging = StagingRanges(site)
+    stride = divide_up(call.count * carried.width, VECTOR) * VECTOR
+    wide = staging.take(stride)
+    slots = staging.take(rails.slots(m) * stride)
+    steps, source = site.widened(carried, call.source, wide, call.count)
+    owner = number % len(site.mine)
+    own = slots + rails.own_slot(site, island) * stride
+    partial = own if site.local == owner else 0
+    step = carried.step(source, partial, call.count, owner)
+    steps.append(site.within(REDUCE, step))
+    steps += rails.collected(site, "reduce", slots, stride, island, number)
+    if site.rank == root or site.listing:
+        steps += site.combined(carried, slots, stride, island, m)
+        at = slots + island * stride
+        steps += site.finished(carried, at, call.target, call.count)
+    return steps
+
+
 def _in_shards(site: Site, carried: Carried, root: int | None) -> list[Enqueue]:
     """Return the steps of an all-reduce; with a root, of a reduce."""
-    call, m, shards = carried.call, len(site.parts), site.largest
+    call, m = carried.call, len(site.parts)
     # The staging memory has the chunk itself, if its type differs. For each shard that
     # the rank owns, it has the reduced shard and what other islands send. With a root,
-    # it also has the result.
-    owned = divide_up(shards, site.smallest)
+    # it also has the result. Beside them it has the ends of all ranges.
     rooted = root is not None
-    each = (m if rooted or m == 2 else 2) + rooted
-    pieces = (carried.element != call.element) + each * owned / shards
-    most = fitting(site, pieces, carried.width)
-    most = several(call.count, shards, carried.width, most)
-    if call.count * carried.width <= SMALL:
+    for shards in (site.largest, site.smallest):
+        owned = divide_up(shards, site.smallest)
+        lost = 4 * ALIGNED * (1 + owned) + 4 * VECTOR * m * owned
+        if lost <= site.sizes.half // 4:
+            break
+    pieces = (carried.element != call.element) + (2 + rooted) * owned / shards
+    unit = VECTOR * shards
+    most = fitting(site, pieces, carried.width, lost, unit)
+    most = several(call.count, shards, carried.width, most, site.sizes.chunk)
+    if call.count * carried.width <= site.sizes.small:
         shards = 1
     chunks = list(in_shards(site, call.count, most, shards))
     if len(chunks) > 1:
@@ -165,7 +192,8 @@ class _CrossingChunk:
         self.staging = StagingRanges(site, number)
         each = count // shards
         self.shards = [_IslandShard(k, k * each, each) for k in range(shards)]
-        self.results: dict[_IslandShard, int] = {}  # addresses of those for the root
+        # In the root's island, addresses of the shards' results for the root.
+        self.results: dict[_IslandShard, int] = {}
         # The root owns the first shard of its island.
         self.shift = (-1, 0) if root is None else site.place_of(root)
 
@@ -193,7 +221,7 @@ class _CrossingChunk:
         count = self.shards[0].length
         m, width = len(site.parts), carried.width
         # A part is what one island's owner combines: the shard, or an m-th of it.
-        apart = self.root is None and m > 2 and m * count * width > ONE_STEP
+        apart = m > 2 and m * count * width > site.sizes.one_step
         lanes = carried.element.lanes
         part = divide_up(divide_up(count, m), lanes) * lanes if apart else count
         stride = divide_up(part * width, VECTOR) * VECTOR
@@ -305,11 +333,11 @@ class _Rail:
         root = chunk.shift[0]
         sends, receives = [], []
         for j, peer in self.peers.items():
-            if chunk.root is None or j == root:
+            if chunk.root is None or self.apart or j == root:
                 start, count = self._bounds(j)
                 at = self.partial + start * width
                 sends.append(Parcel(peer, at, count * width))
-            if chunk.root is None or site.index == root:
+            if chunk.root is None or self.apart or site.index == root:
                 _, count = self._bounds(site.index)
                 at = self.slots + j * self.stride
                 receives.append(Parcel(peer, at, count * width))
@@ -319,7 +347,7 @@ class _Rail:
         """Return the reduction of this island's part in the order of the islands."""
         site, chunk, carried = self.site, self.chunk, self.carried
         element = carried.call.element
-        if chunk.root is not None and site.index != chunk.shift[0]:
+        if chunk.root is not None and not self.apart and not self.at_root:
             return []
         start, count = self._bounds(site.index)
         own = self.slots + site.index * self.stride
@@ -330,93 +358,45 @@ class _Rail:
         if count:
             slots, m = self.slots, len(site.parts)
             steps += site.combined(carried, slots, self.stride, site.index, m)
-        target = chunk.at(self.shard) + start * element.itemsize
-        if chunk.root is not None and site.rank != chunk.root:
-            target = chunk.staging.take(count * element.itemsize)
-            chunk.results[self.shard] = target
+        target = self.result + start * element.itemsize
         return steps + site.finished(carried, own, target, count)
+
+    @property
+    def at_root(self) -> bool:
+        """Whether the root is in this rank's island."""
+        return self.site.index == self.chunk.shift[0]
+
+    @functools.cached_property
+    def result(self) -> int:
+        """The address of the shard's result.
+
+        A rank that is not the root passes it on from the staging memory.
+        """
+        chunk, itemsize = self.chunk, self.carried.call.element.itemsize
+        if chunk.root in (None, self.site.rank):
+            return chunk.at(self.shard)
+        if self.at_root:
+            at = chunk.staging.take_last(self.shard.length * itemsize)
+            chunk.results[self.shard] = at
+            return at
+        start, count = self._bounds(self.site.index)
+        return chunk.staging.take_last(count * itemsize) - start * itemsize
 
     def second(self) -> Parcels:
         """Return the exchange of the results of all parts."""
         element = self.carried.call.element
-        at = self.chunk.at(self.shard)
+        at = self.result
 
         def parcel(island: int, peer: int) -> Parcel:
             start, count = self._bounds(island)
             return Parcel(peer, at + start * element.itemsize, count * element.itemsize)
 
-        sends = [parcel(self.site.index, peer) for peer in self.peers.values()]
-        return sends, [parcel(j, peer) for j, peer in self.peers.items()]
-
-
-def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
-    """Return the steps of a scan: each island reduces the ranks that this one uses."""
-    carried = Carried(call)
-    width, itemsize = carried.width, call.element.itemsize
-    fits = several(call.count, 1, width, fitting(site, len(site.parts) + 4, width))
-    if fits < call.count:
-        site = site.beside
-    output = operation.exchange.output
-    inclusive_scan, used = _used(output, site, site.rank)
-    alone = site.index not in used
-    order = sorted(used)
-    exclusive = site.rank not in output.used(site.rank, site.size, 0)
-    some_use_none = any(not output.used(rank, site.size, 0) for rank in site.mine)
-    chunks: list[Stages] = []
-    for first, count in site.chunks(call.count, fits):
-        staging, steps = StagingRanges(site, len(chunks)), list[Enqueue]()
-        stride = padded(count * width)
-        wide, inclusive = staging.take(stride), staging.take(stride)
-        slots = staging.take((len(site.parts) + 1) * stride)
-        at = {j: slots + k * stride for k, j in enumerate(order)}
-        own = at.get(site.index, slots + len(order) * stride)
-        at_source = call.source + first * itemsize
-        target = call.target + first * itemsize
-        widened, source = site.widened(carried, at_source, wide, count)
-        steps += widened
-        steps.append(
-            site.within(inclusive_scan, carried.step(source, inclusive, count))
-        )
-        if exclusive:
-            steps.append(site.within(operation, carried.step(source, own, count)))
-        else:
-            steps += site.copy(own, inclusive, count * width)
+        root = self.chunk.shift[0]
         sends = [
-            Parcel(rank, inclusive, count * width)
-            for j in site.others
-            for rank in site.parts[j]
-            if _used(output, site, rank)[1].get(site.index) == site.rank
+            parcel(self.site.index, peer)
+            for j, peer in self.peers.items()
+            if self.chunk.root is None or j == root
         ]
-        receives = [
-            Parcel(used[j], at[j], count * width) for j in order if j != site.index
-        ]
-        identity = staging.take(count * itemsize)
-        if some_use_none:
-            # The identity is that of the call's own type, which may have no infinity.
-            own_type = Call(at_source, identity, count, call.element, carried.op)
-            steps.append(site.within(operation, own_type))
-        last: list[Enqueue] = []
-        if order:
-            place = 0 if alone else order.index(site.index)
-            last += site.combined(carried, slots, stride, place, len(order))
-            last += site.finished(carried, slots + place * stride, target, count)
-        elif not isinstance(call.op, UserOperator):
-            last += site.copy(target, identity, count * itemsize)
-        chunks.append(Stages([steps, last], [(sends, receives)]))
-    return overlapped(site, operation.name, chunks)
-
-
-def _used(output: Output, site: Site, rank: int) -> tuple[Operation, dict[int, int]]:
-    """Return a scan and, by island, the rank whose result another rank uses.
-
-    Its result of that scan within the island reduces exactly those of the island's
-    ranks that the result of ``rank`` reduces.
-    """
-    first_ranks = 0 in output.used(site.size - 1, site.size, 0)
-    scan, last = (SCAN, max) if first_ranks else (REVERSE_SCAN, min)
-    all_used = output.used(rank, site.size, 0)
-    found = {
-        j: [each for each in part if each in all_used]
-        for j, part in enumerate(site.parts)
-    }
-    return scan, {j: last(part) for j, part in found.items() if part}
+        if self.chunk.root is not None and not self.at_root:
+            return sends, []
+        return sends, [parcel(j, peer) for j, peer in self.peers.items()]

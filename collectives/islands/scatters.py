@@ -1,15 +1,17 @@
 """Reduce-scatters over several islands: within each in rank order, then in theirs."""
 
+import dataclasses
+
 from numba_symm.collectives.islands.pipeline import (
-    CHUNK,
     Parcels,
     Stages,
     joined,
     overlapped,
     several,
 )
+from numba_symm.collectives.islands.reductions import reduce
 from numba_symm.collectives.islands.site import (
-    STAGING,
+    ALIGNED,
     Carried,
     Site,
     StagingRanges,
@@ -18,7 +20,7 @@ from numba_symm.collectives.islands.site import (
 )
 from numba_symm.collectives.operations import REDUCE, REDUCE_SCATTER
 from numba_symm.collectives.protocols.binding import Call, Enqueue
-from numba_symm.collectives.protocols.workspace import divide_up
+from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
 from numba_symm.engines.protocol import Parcel
 
 
@@ -28,24 +30,42 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
     Each island reduces the shard of every rank to the rank on that one's rail.
     """
     carried, m = Carried(call), len(site.parts)
-    width, itemsize = carried.width, call.element.itemsize
-    ranges = 2 * m - 1 + (carried.element != call.element) * len(site.mine)
-    if site.even and ranges * padded(call.count * width) <= STAGING:
+    if not site.even:
+        return _scatter_one_by_one(site, carried)
+    wide = (carried.element != call.element) * len(site.mine)
+    nbytes = (2 * m - 1 + wide) * padded(call.count * carried.width)
+    if m <= site.sizes.few and nbytes <= site.sizes.staging:
         return _scatter_by_islands(site, carried)
-    if site.even:
-        return _scatter_packed(site, carried)
+    return _scatter_packed(site, carried)
+
+
+def _scatter_one_by_one(site: Site, carried: Carried) -> list[Enqueue]:
+    """Return the steps of a reduce-scatter that reduces one rank's shard at a time."""
+    call, m = carried.call, len(site.parts)
+    width, itemsize = carried.width, call.element.itemsize
     # The staging memory has the shards for a rail's ranks, those from all islands, and
     # a widened one.
-    most = divide_up(site.largest, site.smallest)
-    fits = several(call.count, 1, width, fitting(site, m * most + m + 1, width))
+    most = m * (divide_up(site.largest, site.smallest) + 1) + 1
+    fits = fitting(site, most, width, 2 * ALIGNED + VECTOR * most)
+    if not fits:
+        at = call.source
+        return [
+            step
+            for rank in range(site.size)
+            for step in reduce(
+                site,
+                dataclasses.replace(call, source=at + rank * call.nbytes, root=rank),
+            )
+        ]
+    fits = several(call.count, 1, width, fits, site.sizes.chunk)
     if fits < call.count:
         site = site.beside
     chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
         staging, steps = StagingRanges(site, len(chunks)), list[Enqueue]()
-        stride = padded(count * width)
-        wide, slots = staging.take(stride), staging.take(m * stride)
-        own = slots + site.index * stride
+        stride = divide_up(count * width, VECTOR) * VECTOR
+        wide, slots = staging.take(stride), staging.take((most - 1) * stride)
+        own, free = slots + site.index * stride, slots + m * stride
         sends: list[Parcel] = []
         for rank in range(site.size):
             island, number = site.place_of(rank)
@@ -56,7 +76,7 @@ def reduce_scatter(site: Site, call: Call) -> list[Enqueue]:
             if rank == site.rank:
                 partial = own
             elif owner == site.local and island != site.index:
-                partial = staging.take(stride)
+                partial, free = free, free + stride
                 sends.append(Parcel(rank, partial, count * width))
             step = carried.step(source, partial, count, owner)
             steps += [*widened, site.within(REDUCE, step)]
@@ -84,7 +104,7 @@ def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
     own, wide = slots + index * stride, 0
     if carried.element != call.element:
         wide = staging.take(len(site.mine) * stride)
-    inner = site if nbytes < CHUNK else site.beside
+    inner = site if nbytes < site.sizes.chunk else site.beside
 
     def reduced(island: int, target: int) -> list[Enqueue]:
         first = site.parts[island][0] * call.count * call.element.itemsize
@@ -106,7 +126,7 @@ def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
     last = site.combined(carried, slots, stride, index, m)
     last += site.finished(carried, own, call.target, call.count)
     mine = reduced(index, own)
-    if nbytes < CHUNK:
+    if nbytes < site.sizes.chunk:
         steps = [step for each in work for step in each]
         chunks = [Stages([steps + mine, last], [joined(exchanges)])]
     else:
@@ -119,63 +139,77 @@ def _scatter_by_islands(site: Site, carried: Carried) -> list[Enqueue]:
 def _scatter_packed(site: Site, carried: Carried) -> list[Enqueue]:
     """Return the steps of a reduce-scatter in chunks, which are parts of all shards.
 
-    The parts of an island's shards are copied next to each other, so that its
-    reduce-scatter reduces them all.
+    The parts of the shards of several islands are copied next to each other, so that
+    one reduce-scatter within the island reduces them. The number of launches grows
+    with the bytes, not with the islands.
     """
     call, m, mine = carried.call, len(site.parts), len(site.mine)
-    width = carried.width
-    most = fitting(site, 2 * m - 1 + mine, width)
-    fits = several(call.count, 1, width, most)
+    width, itemsize = carried.width, call.element.itemsize
+    converted = carried.element != call.element
+    # An eighth of a half has the parts that are reduced together, twice if their type
+    # differs; the rest has a chunk's partial results, and those of all islands.
+    together = site.sizes.half // 8 // (1 + converted)
+    fits = fitting(site, 2 * m, width, site.sizes.half // 8 + VECTOR * m + 8 * ALIGNED)
+    fits = min(fits, together // (mine * width) // VECTOR * VECTOR)
+    fits = several(call.count, 1, width, fits, site.sizes.chunk)
     site = site.beside
     chunks: list[Stages] = []
     for first, count in site.chunks(call.count, fits):
         staging, steps = StagingRanges(site, len(chunks)), list[Enqueue]()
-        nbytes = count * width
-        packed, stride = staging.take(mine * nbytes), padded(nbytes)
-        slots, partials = staging.take(m * stride), staging.take((m - 1) * stride)
+        nbytes, stride = count * width, divide_up(count * width, VECTOR) * VECTOR
+        slots, partials = staging.take(m * stride), staging.take(m * nbytes)
         own = slots + site.index * stride
-        exchange: Parcels = ([], [])
-        for number in range(m):
-            island = (site.index + 1 + number) % m  # this one is the last
-            starts = [rank * call.count + first for rank in site.parts[island]]
-            packing, source = _packed(site, carried, starts, packed, count)
-            target = own if island == site.index else partials + number * stride
-            steps += packing
-            step = carried.step(source, target, count)
-            steps.append(site.within(REDUCE_SCATTER, step))
-            if island != site.index:
-                peer = site.on_rail(island, site.local)
-                exchange[0].append(Parcel(peer, target, nbytes))
-                exchange[1].append(Parcel(peer, slots + island * stride, nbytes))
+        if mine > 1 or converted:
+            number = max(1, together // (mine * nbytes))  # of islands together
+            room = [staging.take(number * mine * nbytes) for _ in range(1 + converted)]
+            for island in range(0, m, number):
+                islands = range(island, min(m, island + number))
+                at = partials + island * nbytes
+                steps += _reduced(site, carried, first, count, islands, room, at)
+            apart = nbytes
+        else:  # the input is this island's result
+            partials, apart = call.source + first * itemsize, call.nbytes
+        steps += site.copy(own, partials + site.index * apart, nbytes)
+        peers = [(j, site.on_rail(j, site.local)) for j in site.others]
+        exchange = (
+            [Parcel(peer, partials + j * apart, nbytes) for j, peer in peers],
+            [Parcel(peer, slots + j * stride, nbytes) for j, peer in peers],
+        )
         last = site.combined(carried, slots, stride, site.index, m)
-        result = call.target + first * call.element.itemsize
+        result = call.target + first * itemsize
         last += site.finished(carried, own, result, count)
         chunks.append(Stages([steps, last], [exchange]))
     return overlapped(site, "reduce_scatter", chunks)
 
 
-def _packed(
-    site: Site, carried: Carried, starts: list[int], target: int, count: int
-) -> tuple[list[Enqueue], int]:
-    """Return the steps that store ranges of the input next to each other.
+def _reduced(
+    site: Site,
+    carried: Carried,
+    first: int,
+    count: int,
+    islands: range,
+    room: list[int],
+    target: int,
+) -> list[Enqueue]:
+    """Return the steps that reduce, within the island, parts of some islands' shards.
 
     Args:
         site: this rank's site.
-        carried: the call, as whose carried elements they are stored.
-        starts: the first element of each range.
-        target: the address of the first one, if they are stored.
+        carried: the call.
+        first: the first element of each part.
         count: the number of elements of each.
-
-    Returns:
-        The steps, and the address of the first range.
+        islands: the islands.
+        room: addresses for all these parts; a second one if their type differs.
+        target: the address of the results for the rank on this one's rail, one after
+            another.
     """
-    element = carried.call.element
-    steps: list[Enqueue] = []
-    for number, start in enumerate(starts):
-        source = carried.call.source + start * element.itemsize
-        at = target + number * count * carried.width
-        widened, found = site.widened(carried, source, at, count)
-        if len(starts) == 1:
-            return widened, found
-        steps += widened or site.copy(at, found, count * carried.width)
-    return steps, target
+    call, mine, number = carried.call, len(site.mine), len(islands)
+    itemsize, shard = call.element.itemsize, call.nbytes
+    source = call.source + islands.start * mine * shard + first * itemsize
+    # By the ranks of an island, and then by islands.
+    steps = site.packed(
+        room[0], source, (mine, number, count * itemsize), (shard, mine * shard)
+    )
+    widened, at = site.widened(carried, room[0], room[-1], mine * number * count)
+    step = carried.step(at, target, number * count)
+    return [*steps, *widened, site.within(REDUCE_SCATTER, step)]

@@ -7,22 +7,18 @@ from functools import partial
 from typing import Any
 
 from numba_symm import dtypes, streams
-from numba_symm.collectives.kernels import convert, reduce_shards, transfer
+from numba_symm.collectives.islands.sizes import DEFAULT, Sizes
+from numba_symm.collectives.kernels import barrier as barriers
+from numba_symm.collectives.kernels import convert, pack, reduce_shards, transfer
 from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.operations import ALL_GATHER, BROADCAST, Operation
 from numba_symm.collectives.protocols.binding import Call, Endpoint, Enqueue, Series
 from numba_symm.collectives.protocols.workspace import HELD, VECTOR, divide_up
 from numba_symm.dtypes import Element, Op, UserOperator
 from numba_symm.engines.protocol import Collective, Parcel
-from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, CollectiveError
 from numba_symm.islands import Islands
-
-STAGING = 1 << 17 if SIMULATED else 64 << 20
-"""Bytes of the memory through which reductions pass, on each rank.
-
-It has two halves, for two chunks that overlap.
-"""
+from numba_symm.launch.division import consecutive
 
 ALIGNED = 256  # bytes
 
@@ -34,10 +30,11 @@ class Site:
     Attributes:
         islands: the ranks.
         end: this rank's end of its island, for kernels.
-        staging: the address of ``STAGING`` bytes, which every call may use.
+        staging: the address of ``sizes.staging`` bytes, which every call may use.
         listing: whether calls are bound for the sake of their kernels only. Then a
             chunk is left out if an equal one needs the same kernels.
         shares: whether kernels leave the engine's multiprocessors to the engine.
+        sizes: the limits by which calls choose their steps.
     """
 
     islands: Islands
@@ -45,6 +42,7 @@ class Site:
     staging: int
     listing: bool = False
     shares: bool = False
+    sizes: Sizes = DEFAULT
 
     @property
     def parts(self) -> Sequence[Sequence[int]]:
@@ -79,19 +77,22 @@ class Site:
     @property
     def largest(self) -> int:
         """The number of ranks of the largest island."""
-        return max(map(len, self.parts))
+        return self.islands.places.largest
 
     @property
     def smallest(self) -> int:
         """The number of ranks of the smallest island."""
-        return min(map(len, self.parts))
+        return self.islands.places.smallest
 
     @property
     def even(self) -> bool:
         """Whether all islands have equally many ranks, which are consecutive."""
-        return all(
-            len(part) == len(self.mine) and _consecutive(part) for part in self.parts
-        )
+        return self.islands.places.even
+
+    @property
+    def by_rails(self) -> bool:
+        """Whether small messages cross in steps along the rails, not all at a time."""
+        return len(self.parts) > self.sizes.few
 
     @property
     def others(self) -> list[int]:
@@ -100,9 +101,7 @@ class Site:
 
     def place_of(self, rank: int) -> tuple[int, int]:
         """Return the number of a rank's island, and the rank's number there."""
-        return next(
-            (j, part.index(rank)) for j, part in enumerate(self.parts) if rank in part
-        )
+        return self.islands.places.of[rank]
 
     def on_rail(self, island: int, number: int) -> int:
         """Return the rank of an island that is on the rail of this number."""
@@ -197,7 +196,7 @@ class Site:
             element: their type.
         """
         nbytes = count * element.itemsize
-        if _consecutive(part):
+        if consecutive(part):
             return self.spread(target + part[0] * nbytes, len(part), count, element)
         return [
             step
@@ -238,6 +237,23 @@ class Site:
         if target == source or nbytes == 0:
             return []
         return [partial(streams.copy, target, source, nbytes)]
+
+    def packed(
+        self, target: int, source: int, shape: Sequence[int], apart: Sequence[int]
+    ) -> list[Enqueue]:
+        """Return the copy of elements with gaps to contiguous memory.
+
+        Args:
+            target: the address of that memory.
+            source: the address of the first element.
+            shape: the lengths of the axes; the last one is of bytes, without gaps.
+            apart: bytes from one index to the next, of the other axes.
+        """
+        return [pack.bind(target, source, shape, (*apart, 1), 1, True)]
+
+    def met(self) -> list[Enqueue]:
+        """Return a barrier of the island."""
+        return [barriers.bind(self.end)]
 
     def combined(
         self, carried: "Carried", first: int, stride: int, own: int, number: int
@@ -325,10 +341,11 @@ class StagingRanges:
     """
 
     def __init__(self, site: Site, number: int | None = 0):
-        self._next, self._end = site.staging, site.staging + STAGING
+        half = site.sizes.half
+        self._next, self._end = site.staging, site.staging + 2 * half
         if number is not None:
-            self._next += number % 2 * STAGING // 2
-            self._end = self._next + STAGING // 2
+            self._next += number % 2 * half
+            self._end = self._next + half
 
     def take(self, nbytes: int) -> int:
         """Return the address of a range that is aligned for every kernel."""
@@ -337,9 +354,14 @@ class StagingRanges:
         assert self._next <= self._end, "islands: the staging memory is too small"
         return found
 
+    def take_last(self, nbytes: int) -> int:
+        """Return the address of a range at the end.
 
-def _consecutive(part: Sequence[int]) -> bool:
-    return part[-1] - part[0] < len(part)
+        A chunk still uses it while the chunk after next uses what :meth:`take` returns.
+        """
+        self._end -= padded(nbytes)
+        assert self._next <= self._end, "islands: the staging memory is too small"
+        return self._end
 
 
 def padded(nbytes: int) -> int:
@@ -347,18 +369,19 @@ def padded(nbytes: int) -> int:
     return divide_up(nbytes, ALIGNED) * ALIGNED
 
 
-def fitting(site: Site, pieces: float, width: int) -> int:
-    """Return how many elements a chunk has at most, for a number of copies of it.
+def fitting(
+    site: Site, pieces: float, width: int, lost: int, unit: int = VECTOR
+) -> int:
+    """Return how many elements a chunk has at most; 0 if not even a few fit.
 
     Args:
         site: this rank's site.
         pieces: how many copies of a chunk a half of the staging memory holds.
         width: bytes of an element.
+        lost: bytes of that half between them.
+        unit: what the number of elements is a multiple of.
     """
-    lost = ALIGNED * (2 * int(pieces) + 2 * len(site.parts) * site.largest + 8)
-    most = int((STAGING // 2 - lost) / (pieces * width))
-    unit = VECTOR * site.largest
-    assert most >= unit, "islands: the staging memory is too small"
+    most = int(max(0, site.sizes.half - lost) / (pieces * width))
     return most // unit * unit
 
 

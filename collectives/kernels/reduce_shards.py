@@ -13,16 +13,28 @@ from numba.cuda import types
 
 from numba_symm.collectives.protocols import binding, workspace
 from numba_symm.collectives.protocols.workspace import THREADS, VECTOR
-from numba_symm.device import intrinsics, lanes, order
+from numba_symm.device import intrinsics, lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
+MOST = 8
+"""The most shards of which a thread has a vector at a time."""
 
-def make_reduce_shards(number: int, element: Element, op: Op) -> Any:
-    """Return the kernel for a number of shards."""
-    total = order.make_total(number, lanes.make_lanes(element, op, False, number))
 
-    def reduce_shards(grid: int, shards: int, result: int, vectors: int) -> None:
+def make_reduce_shards(number: int, more: bool, element: Element, op: Op) -> Any:
+    """Return the kernel.
+
+    Args:
+        number: of how many shards a thread loads a vector at a time.
+        more: whether there are more shards.
+        element: their type.
+        op: the operator.
+    """
+    unpack, pack, combine, _, _ = lanes.make_lanes(element, op, False, number)
+
+    def reduce_shards(
+        grid: int, shards: int, result: int, vectors: int, total: int
+    ) -> None:
         block = intrinsics.block_index()
         if block >= grid:
             return
@@ -33,19 +45,34 @@ def make_reduce_shards(number: int, element: Element, op: Op) -> Any:
             for i in range(number):
                 at = shards + VECTOR * (i * vectors + vector)
                 low[i], high[i] = intrinsics.ld_v2_u64(at)
-            intrinsics.st_v2_u64(result + VECTOR * vector, total(low, high, 0))
+            reduced = unpack(low[0], high[0])
+            for i in range(1, number):
+                reduced = combine(reduced, unpack(low[i], high[i]))
+            if more:
+                for first in range(number, total, number):
+                    for i in range(number):
+                        if first + i < total:
+                            at = shards + VECTOR * ((first + i) * vectors + vector)
+                            low[i], high[i] = intrinsics.ld_v2_u64(at)
+                    for i in range(number):
+                        if first + i < total:
+                            reduced = combine(reduced, unpack(low[i], high[i]))
+            intrinsics.st_v2_u64(result + VECTOR * vector, pack(reduced))
             vector += grid * THREADS
 
     return reduce_shards
 
 
-@functools.cache
 def kernel(number: int, element: Element, op: Op) -> Kernel:
-    """Return the kernel, compiled when first bound."""
-    signature = types.int64, binding.ADDRESS, binding.ADDRESS, types.int64
-    return Kernel(
-        make_reduce_shards, (number, element, op), signature, THREADS, workspace.HELD
-    )
+    """Return the kernel for a number of shards, compiled when first bound."""
+    return _kernel(min(number, MOST), number > MOST, element, op)
+
+
+@functools.cache
+def _kernel(number: int, more: bool, element: Element, op: Op) -> Kernel:
+    signature = types.int64, *(binding.ADDRESS,) * 2, *(types.int64,) * 2
+    constants = number, more, element, op
+    return Kernel(make_reduce_shards, constants, signature, THREADS, workspace.HELD)
 
 
 def bind(
@@ -72,4 +99,4 @@ def bind(
     held = workspace.divide_up(grid, end.multiprocessors)
     result = shards + own * VECTOR * vectors
     of_call = kernel(number, element, op)
-    return of_call.bind(grid, grid, shards, result, vectors, held=held)
+    return of_call.bind(grid, grid, shards, result, vectors, number, held=held)

@@ -40,7 +40,10 @@ def reductions_of_shards(code):
 
     def scenario(machine):
         world = World(machine, code, blocks=some_blocks(machine, code))
-        number, vectors = machine.random.choice([2, 3]), machine.random.choice([1, 5])
+        number, vectors = (
+            machine.random.choice([2, 3, 10]),
+            machine.random.choice([1, 5]),
+        )
         shards = world.map("shards", 16 * vectors * number)
         own = machine.random.randrange(number)
         for rank, end in enumerate(world.ends):

@@ -12,6 +12,7 @@ from numba_symm.collectives.islands.site import Site
 from numba_symm.collectives.operations import OPERATIONS
 from numba_symm.collectives.protocols.binding import Call
 from numba_symm.engines import nccl
+from numba_symm.launch.division import Places
 
 RANKS = 3
 
@@ -23,6 +24,7 @@ def site(parts=((0,), (1,), (2,)), rank=0, engine=nccl._COLLECTIVES):
     islands = SimpleNamespace(
         engine=SimpleNamespace(collectives=each),
         parts=parts,
+        places=Places(parts),
         world=SimpleNamespace(rank=rank, size=sum(map(len, parts))),
         refuse_finalized=lambda: None,
         sent=0,

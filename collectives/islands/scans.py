@@ -1,0 +1,174 @@
+"""Scans over several islands: each island reduces the ranks that a rank uses."""
+
+from numba_symm.collectives.islands import rails
+from numba_symm.collectives.islands.pipeline import Stages, overlapped, several
+from numba_symm.collectives.islands.site import (
+    ALIGNED,
+    Carried,
+    Site,
+    StagingRanges,
+    fitting,
+)
+from numba_symm.collectives.operations import (
+    ALL_REDUCE,
+    REVERSE_SCAN,
+    SCAN,
+    Operation,
+)
+from numba_symm.collectives.protocols.binding import Call, Enqueue
+from numba_symm.collectives.protocols.workspace import VECTOR, divide_up
+from numba_symm.dtypes import UserOperator
+from numba_symm.engines.protocol import Parcel
+
+
+def scanned(operation: Operation, site: Site, call: Call) -> list[Enqueue]:
+    """Return the steps of a scan."""
+    carried, m = Carried(call), len(site.parts)
+    small = m * call.count * carried.width <= site.sizes.along
+    on_rails = site.by_rails and site.islands.places.consecutive and small
+    # Besides the slots, the staging memory has three ranges of a chunk.
+    slots = rails.slots(m) if on_rails else m + 1
+    lost = 4 * ALIGNED + VECTOR * (slots + 3)
+    fits = fitting(site, slots + 3, carried.width, lost)
+    if not on_rails:
+        fits = several(call.count, 1, carried.width, fits, site.sizes.chunk)
+    if fits < call.count:
+        site = site.beside
+    scan = _Scan(operation, site, carried, slots)
+    if on_rails:
+        return scan.on_rails()
+    chunks = [
+        scan.chunk(number, *chunk)
+        for number, chunk in enumerate(site.chunks(call.count, fits))
+    ]
+    return overlapped(site, operation.name, chunks)
+
+
+class _Scan:
+    """A scan.
+
+    Args:
+        operation: the operation.
+        site: this rank's site.
+        carried: the call.
+        slots: how many slots it needs.
+    """
+
+    def __init__(self, operation: Operation, site: Site, carried: Carried, slots: int):
+        self.operation, self.site, self.carried = operation, site, carried
+        self.slots = slots
+        output, size = operation.exchange.output, site.size
+        self.upwards = 0 in output.used(size - 1, size, 0)
+        self.inclusive_scan = SCAN if self.upwards else REVERSE_SCAN
+        all_used = output.used(site.rank, size, 0)
+        found = {
+            j: [each for each in part if each in all_used]
+            for j, part in enumerate(site.parts)
+        }
+        # By island, the rank whose inclusive scan within the island is of exactly the
+        # island's ranks that this rank uses.
+        last = max if self.upwards else min
+        self.used = {j: last(part) for j, part in found.items() if part}
+        self.exclusive = site.rank not in all_used
+        self.some_use_none = any(not output.used(each, size, 0) for each in site.mine)
+
+    def chunk(self, number: int, first: int, count: int) -> Stages:
+        """Return the stages of a chunk."""
+        site, carried, order = self.site, self.carried, sorted(self.used)
+        call = carried.call
+        staging, nbytes = StagingRanges(site, number), count * carried.width
+        stride = divide_up(nbytes, VECTOR) * VECTOR
+        inclusive, slots = staging.take(stride), staging.take(self.slots * stride)
+        at = {j: slots + k * stride for k, j in enumerate(order)}
+        own = at.get(site.index, slots + len(order) * stride)
+        source = call.source + first * call.element.itemsize
+        target = call.target + first * call.element.itemsize
+        steps, wide = self._widened(staging, source, count)
+        step = carried.step(wide, inclusive, count)
+        steps.append(site.within(self.inclusive_scan, step))
+        if self.exclusive:
+            step = carried.step(wide, own, count)
+            steps.append(site.within(self.operation, step))
+        else:
+            steps += site.copy(own, inclusive, nbytes)
+        sends = [Parcel(rank, inclusive, nbytes) for rank in self._users()]
+        receives = [
+            Parcel(self.used[j], at[j], nbytes) for j in order if j != site.index
+        ]
+        place = order.index(site.index) if site.index in self.used else 0
+        identity = self._identity(staging, source, count, steps)
+        if order:
+            last = self._combined(slots, stride, place, len(order), target, count)
+        else:
+            last = self._of_none(identity, target, count)
+        return Stages([steps, last], [(sends, receives)])
+
+    def on_rails(self) -> list[Enqueue]:
+        """Return the steps in which all ranks get what each island has in total."""
+        site, carried, call = self.site, self.carried, self.carried.call
+        staging, nbytes = StagingRanges(site), call.count * carried.width
+        stride = divide_up(nbytes, VECTOR) * VECTOR
+        slots = staging.take(self.slots * stride)
+        own = slots + site.index * stride
+        steps, wide = self._widened(staging, call.source, call.count)
+        step = carried.step(wide, own, call.count)
+        steps.append(site.within(ALL_REDUCE, step))
+        steps += rails.gathered(site, self.operation.name, slots, stride)
+        scan = self.operation if self.exclusive else self.inclusive_scan
+        steps.append(site.within(scan, step))
+        identity = self._identity(staging, call.source, call.count, steps)
+        if not self.used:
+            return steps + self._of_none(identity, call.target, call.count)
+        low, high = min(self.used), max(self.used)
+        first, place = slots + low * stride, 0
+        if site.index in self.used:
+            place = site.index - low
+        of_call = high + 1 - low, call.target, call.count
+        return steps + self._combined(first, stride, place, *of_call)
+
+    def _widened(
+        self, staging: StagingRanges, source: int, count: int
+    ) -> tuple[list[Enqueue], int]:
+        """Return the step to carried elements, and their address."""
+        wide = staging.take(count * self.carried.width)
+        return self.site.widened(self.carried, source, wide, count)
+
+    def _users(self) -> list[int]:
+        """Return the ranks of other islands that use this rank's inclusive scan."""
+        site = self.site
+        if self.upwards:
+            later = site.mine[site.local + 1 :]
+            users = range(site.rank, later[0] if later else site.size)
+        else:
+            before = site.mine[: site.local]
+            users = range(before[-1] + 1 if before else 0, site.rank)
+        return [rank for rank in users if site.place_of(rank)[0] != site.index]
+
+    def _identity(
+        self, staging: StagingRanges, source: int, count: int, steps: list[Enqueue]
+    ) -> int:
+        """Return the address of what ranks get that use none; append its step.
+
+        It is the identity of the call's own type, which may have no infinity.
+        """
+        call = self.carried.call
+        at = staging.take(call.element.itemsize * count)
+        if self.some_use_none:
+            own_type = Call(source, at, count, call.element, self.carried.op)
+            steps.append(self.site.within(self.operation, own_type))
+        return at
+
+    def _combined(
+        self, first: int, stride: int, place: int, number: int, target: int, count: int
+    ) -> list[Enqueue]:
+        """Return the reduction of slots, into one of them and the output."""
+        site, carried = self.site, self.carried
+        steps = site.combined(carried, first, stride, place, number)
+        return steps + site.finished(carried, first + place * stride, target, count)
+
+    def _of_none(self, identity: int, target: int, count: int) -> list[Enqueue]:
+        """Return the step of a rank that uses none; a user's operator has no result."""
+        call = self.carried.call
+        if isinstance(call.op, UserOperator):
+            return []
+        return self.site.copy(target, identity, count * call.element.itemsize)

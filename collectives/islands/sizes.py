@@ -1,0 +1,74 @@
+"""The sizes by which calls over several islands choose their steps."""
+
+from dataclasses import dataclass
+
+from numba_symm.environment import SIMULATED
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Limits, equal on all ranks. All but ``few`` are bytes.
+
+    Attributes:
+        staging: of the memory through which reductions pass, on each rank. It has two
+            halves, for two chunks that overlap.
+        few: up to this number of islands, each sends small messages to every other one.
+        small: of the largest carried message that few islands exchange as a whole.
+        along: the most that a rank receives in a call whose steps follow the rails.
+        one_step: that the owner of a carried shard receives at most in one step. Longer
+            shards are exchanged in two: parts of them, and the results of these.
+        chunk: the least of a chunk's shard.
+        one_rail: the most of a broadcast that the root sends to all other islands.
+        start: that cross while an exchange starts.
+        message: that cross while another message of an exchange starts.
+    """
+
+    staging: int
+    few: int
+    small: int
+    along: int
+    one_step: int
+    chunk: int
+    one_rail: int
+    start: int
+    message: int
+
+    @property
+    def half(self) -> int:
+        """The bytes of half of the staging memory."""
+        return self.staging // 2
+
+    @property
+    def islands(self) -> int:
+        """The most islands whose slots of the smallest chunks fit into a half."""
+        return self.half >> 10
+
+
+ON_GPUS = Sizes(
+    staging=64 << 20,
+    few=8,
+    small=32 << 10,
+    along=4 << 20,
+    one_step=256 << 10,
+    # An estimate: they take 40 µs at 400 Gb/s, and an exchange by NCCL at least 20.
+    chunk=2 << 20,
+    # An estimate: at 400 Gb/s they take 5 µs, and another step within an island 2 to 3.
+    one_rail=256 << 10,
+    # Assumptions: 11 µs and 3 µs at 400 Gb/s.
+    start=512 << 10,
+    message=128 << 10,
+)
+
+IN_THE_SIMULATOR = Sizes(
+    staging=1 << 17,
+    few=3,
+    small=256,
+    along=1 << 11,
+    one_step=512,
+    chunk=1 << 10,
+    one_rail=256,
+    start=512,
+    message=128,
+)
+
+DEFAULT = IN_THE_SIMULATOR if SIMULATED else ON_GPUS

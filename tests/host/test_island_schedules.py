@@ -1,0 +1,169 @@
+"""Schedules over many islands, without ranks: results, messages and limits."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from numba_symm import dtypes
+from numba_symm.collectives.islands.sizes import IN_THE_SIMULATOR, ON_GPUS
+from numba_symm.collectives.operations import OPERATIONS
+from tests.expected import expected
+from tests.schedules import (
+    SOURCE,
+    STAGING,
+    TARGET,
+    Combine,
+    Convert,
+    Copy,
+    Exchange,
+    Job,
+    Machine,
+    Pack,
+    Within,
+    even,
+    exchanges,
+    flat,
+    folded,
+    of_sizes,
+)
+
+SHAPES = [
+    *(even(2, 2), even(5, 1), even(4, 3), even(9, 2), even(32, 1)),
+    *(of_sizes(3, 3, 2), of_sizes(1, 4, 2, 2, 3, 1), of_sizes(4, 1)),
+    ((0, 2, 4), (1, 5, 8), (3, 6, 7), (9,)),
+    tuple((i, i + 5) for i in range(5)),
+]
+SCANS = [each for each in OPERATIONS.values() if each.exchange.output.scans]
+REDUCING = ("all_reduce", "reduce", "reduce_scatter", *(each.name for each in SCANS))
+NAMES = (*REDUCING, "all_gather", "all_to_all", "broadcast")
+
+
+def wanted(parts, operation, inputs, rank, root, op):
+    """Return a rank's output: reduced within each island, then in their order."""
+    size = len(inputs)
+    exchange = operation.exchange
+    if not operation.reduces:
+        return expected(operation, inputs, rank, root, None, None, np.concatenate)
+    if operation.at_root and rank != root:
+        return None
+    if exchange.sends_shards:
+        count = len(inputs[0]) // size
+        inputs = [each[rank * count :][:count] for each in inputs]
+    used = set(exchange.output.used(rank, size, root))
+    found = [[inputs[r] for r in part if r in used] for part in parts]
+    found = [folded(each, op) for each in found if each]
+    return folded(found, op) if found else None
+
+
+def check(parts, sizes, name, count, kind="float32", seed=0, root=0, place=False):
+    """Execute a call on all ranks, and compare every bit. Returns the machine."""
+    job, operation = Job(parts, sizes), OPERATIONS[name]
+    many = job.size if name in ("all_gather", "all_to_all", "reduce_scatter") else 1
+    element = dtypes.element(np.dtype(kind), "test")
+    machine = Machine(job, count * many * element.itemsize, seed)
+    random = np.random.default_rng(seed)
+    number = count * operation.shards(job.size)
+    inputs = [random.standard_normal(number).astype(kind) for _ in range(job.size)]
+    at = TARGET if place or operation.in_place else SOURCE
+    for rank, values in enumerate(inputs):
+        machine.at(rank, at, values.nbytes)[:] = values.view(np.uint8)
+    machine.run(
+        {
+            rank: job.schedule(rank, name, count, kind, root=root, place=place)
+            for rank in range(job.size)
+        }
+    )
+    for rank in range(job.size):
+        result = wanted(parts, operation, inputs, rank, root, "sum")
+        if result is not None:
+            found = machine.values(rank, TARGET, len(result), element)
+            assert found.tobytes() == result.tobytes(), (name, rank)
+    return machine
+
+
+@pytest.mark.parametrize(
+    "parts", SHAPES, ids=lambda p: "+".join(str(len(i)) for i in p)
+)
+def test_results_have_the_bits_of_the_order_of_islands(parts):
+    """Small calls, calls in one chunk, and in several that share the memory."""
+    small = dataclasses.replace(IN_THE_SIMULATOR, staging=1 << 14)
+    sizes = {1: ON_GPUS, 53: IN_THE_SIMULATOR, 701: small}
+    last = sum(map(len, parts)) - 1
+    for seed, (count, limits) in enumerate(sizes.items()):
+        for name in NAMES:
+            each = count // len(parts) if name in NAMES[-3:] else count
+            check(parts, limits, name, max(1, each), seed=seed, root=last * (seed % 2))
+        check(parts, limits, "all_to_all", count, "int64", seed, place=True)
+
+
+def inside(job, steps, nbytes):
+    """Check that all addresses are in the memory that they are meant for."""
+    ends = {at: at + nbytes for at in (SOURCE, TARGET)}
+    ends[STAGING] = STAGING + job.sizes.staging
+
+    def within(address, size):
+        base = max(at for at in ends if at <= address)
+        assert address + size <= ends[base], (hex(address), size)
+
+    for step in flat(steps):
+        match step:
+            case Exchange():
+                for parcel in (*step.sends, *step.receives):
+                    within(parcel.address, parcel.nbytes)
+            case Copy():
+                within(step.source, step.nbytes)
+                within(step.target, step.nbytes)
+            case Pack():
+                within(step.target, math.prod(step.shape))
+                *outer, run = step.shape
+                last = np.dot(np.subtract(outer, 1), step.apart)
+                within(step.source + int(last), run)
+            case Combine():
+                within(step.first, step.stride * step.number)
+            case Convert():
+                within(step.source, step.count * step.kinds[0].itemsize)
+                within(step.target, step.count * step.kinds[1].itemsize)
+            case Within():
+                call = step.call
+                for address in {call.source, call.target} - {0}:
+                    within(address, call.nbytes)
+
+
+def passed(steps, peer, sending):
+    """Return the bytes of each parcel to a rank, or from it, in their order."""
+    each = [e.sends if sending else e.receives for e in exchanges(steps)]
+    return [p.nbytes for parcels in each for p in parcels if p.peer == peer]
+
+
+LARGE = [even(2, 64), even(33, 1), even(1000, 8), even(10_000, 1)]
+LARGE += [of_sizes(*(1 + i % 8 for i in range(100)))]
+KINDS = [("int8", "sum"), ("float16", "avg"), ("complex128", "sum")]
+
+
+@pytest.mark.parametrize("parts", LARGE, ids=lambda p: f"{len(p)} islands")
+def test_schedules_fit_and_match_for_many_islands_and_all_sizes(parts):
+    job = Job(parts, most_chunks=4)
+    random = np.random.default_rng(len(parts))
+    for name in (*NAMES, "barrier"):
+        shards = name in NAMES[-3:-1] or name == "reduce_scatter"
+        for power in (9, 26, 40) if name != "all_to_all" else (30,):
+            kind, op = KINDS[random.integers(3)] if name in REDUCING else KINDS[0]
+            if "scan" in name:
+                op = "sum"
+            rank = int(random.integers(job.size))
+            count = (1 << power) + int(random.integers(99))
+            element = dtypes.element(np.dtype(kind), "test")
+            count = max(1, count // element.itemsize // (job.size if shards else 1))
+            of_call = name, count, kind, op, int(random.integers(job.size)), False
+            steps = job.schedule(rank, *of_call)
+            nbytes = count * element.itemsize * (job.size if shards else 1)
+            inside(job, steps, nbytes)
+            met = [p.peer for e in exchanges(steps) for p in (*e.sends, *e.receives)]
+            if met:
+                peer = met[int(random.integers(len(met)))]
+                there = job.schedule(peer, *of_call)
+                for sending in (True, False):
+                    here = passed(steps, peer, sending)
+                    assert here == passed(there, rank, not sending), of_call
