@@ -11,6 +11,7 @@ import numpy as np
 from numba_symm import arguments, arrays, environment, grids, streams
 from numba_symm.arguments import shown
 from numba_symm.collectives import (
+    equality,
     kernel_set,
     lifetime,
     messages,
@@ -1182,6 +1183,52 @@ class Communicator(Persistent, OthersNames):
         )
         most = grids.most_blocks(kernel, threads)
         return most // devices.sharers(members.gpus)[members.gpu.uuid]
+
+    @by_one_thread
+    def digest(self, x: Any, *, stream: Any = None) -> int:
+        """Return a 64-bit digest of an array's bits. Not collective.
+
+        Arrays of equal bits in index order have equal digests, whatever their dtypes,
+        shapes, strides and addresses. Two other arrays have equal digests by chance
+        only, which is 2**-64. It detects no intent: who knows the function can make
+        different arrays of equal digests. The host waits for the stream.
+
+        Args:
+            x: a device array of any shape and dtype. One that is not in C order is
+                copied into memory of the communicator first.
+            stream: as for :meth:`all_reduce`; it may not be one that is captured.
+
+        Returns:
+            The digest, from 0 to 2**64 - 1. It is 0 for an array without elements.
+
+        Raises:
+            ArgumentError: the array or the stream is wrong, or a group is open.
+            CollectiveError, ClosedError: the communicator has failed or was closed.
+        """
+        return equality.digest(self._calls, x, stream)
+
+    @by_one_thread
+    def check_equal(self, x: Any, *, stream: Any = None) -> None:
+        """Raise on every rank if the ranks' arrays do not have equal bits.
+
+        Collective: every rank passes an array of equal shape and dtype. The hosts wait
+        for their streams and for each other. The ranks compare digests, as of
+        :meth:`digest`. If these differ, they compare those of shorter ranges until they
+        have found the first difference.
+
+        Args:
+            x: as for :meth:`digest`.
+            stream: as for :meth:`digest`.
+
+        Raises:
+            ArraysDiffer: on all ranks. The text has the ranks whose arrays differ from
+                those of most ranks, the first index that differs, and what each rank
+                has there.
+            ArgumentError: on all ranks: shapes or dtypes differ, an array or a stream
+                is wrong, or a group is open.
+            CollectiveError, ClosedError: the communicator has failed or was closed.
+        """
+        equality.check_equal(self._calls, x, stream)
 
     def check(self) -> None:
         """Raise if the communicator has failed or was closed. Never waits.

@@ -28,6 +28,7 @@ from numba_symm.device import Context
 from numba_symm.environment import allow_overlapping_devices
 from numba_symm.errors import (
     ArgumentError,
+    ArraysDiffer,
     BackendError,
     CallMismatch,
     ClosedError,
@@ -60,6 +61,7 @@ except PackageNotFoundError:  # run from a checkout
 __all__ = [
     "GPU",
     "ArgumentError",
+    "ArraysDiffer",
     "BackendError",
     "CallMismatch",
     "ClosedError",

@@ -38,6 +38,26 @@ class BackendError(SymmError):
     """Memory could not be allocated, exported, imported or mapped."""
 
 
+class ArraysDiffer(SymmError):
+    """Ranks passed arrays of different bits to ``check_equal``.
+
+    Attributes:
+        ranks: the ranks whose arrays differ from those of most ranks.
+        index: the first index at which any two arrays differ.
+    """
+
+    def __init__(
+        self,
+        text: str = "",
+        *,
+        ranks: tuple[int, ...] = (),
+        index: tuple[int, ...] = (),
+    ):
+        super().__init__(text)
+        self.ranks = ranks
+        self.index = index
+
+
 class DriverError(BackendError):
     """A CUDA driver call failed; the text has its name and the driver's reason."""
 

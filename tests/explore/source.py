@@ -60,6 +60,7 @@ _MODULES = (
     "numba_symm.device.codecs",
     "numba_symm.device.arithmetic",
     "numba_symm.device.lanes",
+    "numba_symm.device.digests",
     "numba_symm.device.order",
     "numba_symm.device.packets",
     "numba_symm.collectives.protocols.exchanges",

@@ -1,5 +1,7 @@
 """Tests that every kernel is explored, and that its machine code is checked."""
 
+import numpy as np
+
 from explore.scenarios import (
     a_count,
     messages_with_gaps,
@@ -14,6 +16,8 @@ from explore.test_copies import calls_by_copies
 from explore.test_failures import CALLS
 from explore.test_operations import PAIRS, calls_of_pairs
 from explore.world import INT64, World, add, an_integer
+from numba_symm.collectives.protocols.workspace import THREADS
+from tests.digests import hashes
 from tests.host import test_machine_code, test_machine_code_types
 from tests.kernels import every_kernel, named
 
@@ -59,6 +63,26 @@ def reductions_of_shards(code):
     return scenario
 
 
+def digests(code):
+    """Each rank adds the hashes of ranges of its own memory, the last one shorter."""
+
+    def scenario(machine):
+        world = World(machine, code)
+        inputs, words = world.inputs(7)
+        sums = world.map("sums", 8 * 2 * THREADS)
+        for rank in range(len(world.ends)):
+            given = inputs[rank], 8 * 7, 0, 4, 3, sums[rank]
+            add(code.digest.bind(*given), world.streams[rank])
+            padded = np.array([*words[rank], 0], np.int64)
+            vectors = hashes(padded).reshape(4, 2).sum(axis=1, dtype=np.uint64)
+            found = np.zeros((2, THREADS), np.uint64)
+            found[0, :3], found[1, 0] = vectors[:3], vectors[3]
+            world.expect(sums[rank], found.view(np.int64).ravel().tolist())
+        world.run()
+
+    return scenario
+
+
 def marks(code):
     """Each rank stores numbers into its own word, one after another."""
 
@@ -75,6 +99,7 @@ def marks(code):
 
 SCENARIOS = [
     conversions,
+    digests,
     marks,
     reductions_of_shards,
     *CALLS.values(),
