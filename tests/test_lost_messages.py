@@ -50,7 +50,7 @@ def holds(world):
     from numba_symm import mpi
 
     comm = mpi.Comm(world, timeout=TIMEOUT)
-    window = mpi.Win.Allocate(8, 8, comm=comm)
+    window = mpi.Win.Allocate_device(8, 8, comm=comm)
     x = cuda.to_device(np.ones(1))
     window.Fence()
     window.Accumulate(x, 0)

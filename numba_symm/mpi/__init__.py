@@ -12,37 +12,38 @@ are not here are those of ``mpi4py.MPI``. Importing this module starts MPI, as i
 programs and packages that nobody edits.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI as _MPI
 
-from numba_symm.mpi.comm import Comm
-from numba_symm.mpi.errors import MPIError
-from numba_symm.mpi.in_place import Finalize, Init, Init_thread, install
-from numba_symm.mpi.p2p import Attach_buffer, Detach_buffer
-from numba_symm.mpi.pending import Message
-from numba_symm.mpi.requests import Prequest, Request
-from numba_symm.mpi.topologies import Cartcomm, Distgraphcomm, Graphcomm
-from numba_symm.mpi.win import Win
+from numba_symm.mpi.communicators import Comm as Comm
+from numba_symm.mpi.communicators import Intercomm as Intercomm
+from numba_symm.mpi.communicators import Intracomm as Intracomm
+from numba_symm.mpi.errors import MPIError as MPIError
+from numba_symm.mpi.in_place import Finalize as Finalize
+from numba_symm.mpi.in_place import Init as Init
+from numba_symm.mpi.in_place import Init_thread as Init_thread
+from numba_symm.mpi.in_place import install as install
+from numba_symm.mpi.p2p import Attach_buffer as Attach_buffer
+from numba_symm.mpi.p2p import Detach_buffer as Detach_buffer
+from numba_symm.mpi.pending import Message as Message
+from numba_symm.mpi.requests import Prequest as Prequest
+from numba_symm.mpi.requests import Request as Request
+from numba_symm.mpi.topologies import Cartcomm as Cartcomm
+from numba_symm.mpi.topologies import Distgraphcomm as Distgraphcomm
+from numba_symm.mpi.topologies import Graphcomm as Graphcomm
+from numba_symm.mpi.topologies import Topocomm as Topocomm
+from numba_symm.mpi.win import Win as Win
 
-__all__ = [
-    "Attach_buffer",
-    "Cartcomm",
-    "Comm",
-    "Detach_buffer",
-    "Distgraphcomm",
-    "Finalize",
-    "Graphcomm",
-    "Init",
-    "Init_thread",
-    "MPIError",
-    "Message",
-    "Prequest",
-    "Request",
-    "Win",
-    "install",
-]
+_NAMES = [name for name in dir(_MPI) if name[0] != "_"]
 
+if TYPE_CHECKING:  # they keep the names above, and read the others from mpi4py's types
+    from mpi4py.MPI import *  # type: ignore[assignment] # noqa: F403
+else:
+    globals().update(
+        {name: getattr(_MPI, name) for name in _NAMES if name not in globals()}
+    )
+    __all__ = [*_NAMES, "MPIError", "install"]
 
-def __getattr__(name: str) -> Any:
-    return getattr(_MPI, name)
+    def __getattr__(name: str) -> Any:
+        return getattr(_MPI, name)

@@ -113,6 +113,29 @@ def on_device(*specs: Any) -> bool:
     return True in found
 
 
+def of_host(plain: Any, advice: str) -> Any:
+    """Return mpi4py's method, which refuses device arrays.
+
+    Args:
+        plain: the method.
+        advice: why it takes no others, and what to do; ends the error.
+    """
+    name = plain.__name__
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **options: Any) -> Any:
+        for spec in (*args, *options.values()):
+            if arrays.on_device(array_in(spec)):
+                raise refusal(
+                    MPI.ERR_BUFFER,
+                    f"{name}: expected arrays on the host, got "
+                    f"{type(array_in(spec)).__name__} on the device; {advice}",
+                )
+        return plain(self, *args, **options)
+
+    return method
+
+
 def _nowhere(array: Any) -> bool:
     return array is None or is_constant(array, MPI.IN_PLACE) or is_bottom(array)
 

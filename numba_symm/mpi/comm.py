@@ -3,7 +3,6 @@
 import atexit
 import sys
 import warnings
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Self
 
@@ -35,6 +34,31 @@ from numba_symm.streams import SideStream
 _open: list["Device"] = []
 """Those with a communicator that the end of the program closes, in order."""
 
+SHARED = ("_given", "_life", "_options", "host", "post", "shortcuts", "synchronizes")
+"""What all objects of one communicator have."""
+
+
+class Life:
+    """What changes in a communicator's life, for all objects of it.
+
+    Attributes:
+        owned: whether ``Free`` frees mpi4py's communicator, too.
+        name: that of mpi4py's constant in whose place it is, such as ``COMM_WORLD``.
+        made: the library's communicator, once it is needed.
+        side: the stream of nonblocking collectives, once it is needed.
+        freed: whether it was freed.
+        wraps: calls of ``Comm``, or of the method that made it, less those of ``Free``.
+        watched: the library's communicator whose failures count while this one has
+            none: the parent's, or after ``Free`` the one that was closed.
+    """
+
+    def __init__(self, owned: bool):
+        self.owned, self.name = owned, ""
+        self.made: Communicator | None = None
+        self.side: SideStream | None = None
+        self.freed, self.wraps = False, 0
+        self.watched: Communicator | None = None
+
 
 class Device(Messages):
     """The calls on device arrays; what is not here is mpi4py's own.
@@ -46,15 +70,11 @@ class Device(Messages):
     rank: int
     size: int
     synchronizes = True
-    _plain: type[Any] = MPI.Intracomm
-    _owned = False
-    _freed = False
-    _wraps = 0  # calls of Comm, or of the method that made it, less those of Free
-    _watched: Communicator | None = None
-    """The library's communicator whose failures count while this one has none.
-
-    It is the parent's, or after ``Free`` the one that was closed.
-    """
+    _plain: type[Any]
+    _life: Life
+    _given: dict[str, Any]
+    _options: dict[str, Any]
+    shortcuts: Cache
 
     def _begin(
         self,
@@ -66,9 +86,7 @@ class Device(Messages):
         self._given = {**options, "synchronize": synchronize}
         self._options = dict(options)
         self.synchronizes = synchronize
-        self._owned = owned
-        self._made: Communicator | None = None
-        self._side: SideStream | None = None
+        self._life = Life(owned)
         self.shortcuts = Cache(shortcuts.MOST)
         self.host = self._plain(self)
         """The communicator of mpi4py, whose methods take host arrays only."""
@@ -85,66 +103,89 @@ class Device(Messages):
         given = stream, self._check, self._enter, options.get("timeout")
         self.post = Post(origin, allocator, *given)
 
+    def __getattr__(self, name: str) -> Any:
+        """Refuse a call of a null communicator, which has no attributes."""
+        if name in SHARED:
+            raise refusal(
+                MPI.ERR_COMM,
+                "expected a communicator, got MPI.COMM_NULL; pass one that this "
+                "process belongs to, such as MPI.COMM_WORLD",
+            )
+        raise AttributeError(
+            f"{type(self).__name__!r} object has no attribute {name!r}"
+        )
+
+    def _share(self, first: "Device") -> None:
+        """Become another object of the same communicator."""
+        for name in SHARED:
+            setattr(self, name, getattr(first, name))
+
     @property
     def communicator(self) -> Communicator:
         """The library's communicator. All ranks make it together when it is needed."""
-        if self._freed:
+        life = self._life
+        if life.freed:
             raise MPIError(MPI.ERR_COMM, FREED)
-        if self._made is None:
-            self._made = Communicator(self.host, **self._options)
-            self._options["device"] = self._made.device.ordinal
+        if life.made is None:
+            life.made = Communicator(self.host, **self._options)
+            self._options["device"] = life.made.device.ordinal
             _open.append(self)
-        return self._made
+        return life.made
 
     @property
     def side(self) -> SideStream:
         """The stream of nonblocking collectives, which run beside other calls."""
-        if self._side is None:
-            self._side = SideStream(1)
-        return self._side
+        if self._life.side is None:
+            self._life.side = SideStream(1)
+        return self._life.side
 
     def _check(self) -> None:
         """Raise if the library's communicator has failed.
 
-        Until it is made, the parent's counts in its place, if ``_watched`` is set.
+        Until it is made, the parent's counts in its place, if ``watched`` is set.
         Otherwise a rank would wait for a message of a rank that has left.
         """
-        if self._made is not None:
-            self._made.check()
-        elif self._watched is not None:
+        life = self._life
+        if life.made is not None:
+            life.made.check()
+        elif life.watched is not None:
             with suppress(ClosedError):  # the program may close the parent first
-                self._watched.check()
+                life.watched.check()
             if self._failure is not None:  # the parent failed before it was closed
                 raise self._failure.exception()
 
     @property
     def _failure(self) -> Failure | None:
         """The failure that :meth:`_check` raises, if this rank knows of one."""
-        found = self._watched if self._made is None else self._made
+        found = self._life.made or self._life.watched
         return None if found is None else inside(found).ranks.known_failure
 
     def _enter(self, what: str) -> None:
         """Make the rank's GPU current in this thread, or raise."""
         devices.enter_thread(self._options["device"], what)
 
-    def _wrapped(self, comm: Any, owned: bool = True) -> Any:
+    def _wrapped(self, comm: Any, owned: bool = True, kind: Any = None) -> Any:
         """Return a communicator of mpi4py as one of this module; ``Free`` frees both.
 
         Args:
             comm: a new communicator.
             owned: False: ``Free`` does not free mpi4py's.
+            kind: its class; None: the one that stands for mpi4py's.
         """
-        if not comm or comm.is_inter:
+        if not comm:
             return comm
-        kind = _KINDS[type(comm)]
-        made: Any = kind.__new__(kind, comm)
+        kind = kind or kind_of(comm)
+        made: Any = MPI.Comm.__new__(kind, comm)
+        if comm.is_inter:
+            made._begin_inter(self)
+            return made
         options, allocator = dict(self._options), self.post.allocator
         made._begin(options, self.synchronizes, owned, allocator)
         made._given = self._given
         own, failed = self.post.islands[self.rank], self._failure is not None
         if not made._find_islands(own, failed):
-            made._watched = self._watched if self._made is None else self._made
-        made._wraps = 1
+            made._life.watched = self._life.made or self._life.watched
+        made._life.wraps = 1
         wraps.note(made)
         return made
 
@@ -163,7 +204,7 @@ class Device(Messages):
                 wraps.check_equal(self._given, given)
         except (CollectiveError, ClosedError):
             return False
-        self._wraps += 1
+        self._life.wraps += 1
         return True
 
     def _find_islands(self, own: int, failed: bool = False) -> bool:
@@ -183,20 +224,26 @@ class Device(Messages):
         return self
 
     def __reduce__(self) -> Any:
-        raise ValueError("cannot pickle a communicator; make one in each process")
+        name = self._life.name if "_life" in vars(self) else "COMM_NULL"
+        if not name:
+            raise ValueError("cannot pickle a communicator; make one in each process")
+        return _named, (type(self), name)
 
     # Communicators.
 
     @translated
     def Dup(self, info: MPI.Info | None = None) -> Any:
         """Return a new communicator of the same ranks."""
-        return self._wrapped(self.host.Dup(info))
+        return self._wrapped(self.host.Dup(info), kind=type(self))
 
-    Clone = Dup
+    @translated
+    def Clone(self) -> Any:
+        """Return a new communicator of the same ranks."""
+        return self._wrapped(self.host.Clone(), kind=type(self))
 
     def Dup_with_info(self, info: MPI.Info) -> Any:
         """Return a new communicator of the same ranks, with hints."""
-        return self._wrapped(self.host.Dup_with_info(info))
+        return self._wrapped(self.host.Dup_with_info(info), kind=type(self))
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Any, MPI.Request]:
         """Return a new communicator of the same ranks, and a request that is done."""
@@ -210,10 +257,6 @@ class Device(Messages):
         """Return a new communicator of a group of ranks. Collective over all ranks."""
         return self._wrapped(self.host.Create(group))
 
-    def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
-        """Return a new communicator of a group of ranks. Collective over these."""
-        return self._wrapped(self.host.Create_group(group, tag))
-
     def Split(self, color: int = 0, key: int = 0) -> Any:
         """Return a new communicator of the ranks that pass the same color."""
         return self._wrapped(self.host.Split(color, key))
@@ -224,44 +267,6 @@ class Device(Messages):
         """Return a new communicator of the ranks that share something."""
         return self._wrapped(self.host.Split_type(split_type, key, info))
 
-    def Create_cart(
-        self,
-        dims: Sequence[int],
-        periods: Sequence[bool] | None = None,
-        reorder: bool = False,
-    ) -> Any:
-        """Return a new communicator whose ranks are a grid."""
-        return self._wrapped(self.host.Create_cart(dims, periods, reorder))
-
-    def Create_graph(
-        self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
-    ) -> Any:
-        """Return a new communicator whose ranks are the nodes of a graph."""
-        return self._wrapped(self.host.Create_graph(index, edges, reorder))
-
-    def Create_dist_graph_adjacent(
-        self,
-        sources: Sequence[int],
-        destinations: Sequence[int],
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        """Return a new communicator of a graph, of which each rank names its edges."""
-        create = self.host.Create_dist_graph_adjacent
-        return self._wrapped(create(sources, destinations, *args, **options))
-
-    def Create_dist_graph(
-        self,
-        sources: Sequence[int],
-        degrees: Sequence[int],
-        destinations: Sequence[int],
-        *args: Any,
-        **options: Any,
-    ) -> Any:
-        """Return a new communicator of a graph, of which each rank names some edges."""
-        create = self.host.Create_dist_graph
-        return self._wrapped(create(sources, degrees, destinations, *args, **options))
-
     @translated
     def Free(self) -> None:
         """Close the communicator. Collective. After a failure, it waits for no rank.
@@ -269,15 +274,22 @@ class Device(Messages):
         If ``Comm`` was called several times with one communicator of mpi4py, the last
         ``Free`` closes. The communicator that was passed to ``Comm`` is not freed.
         """
-        if self._freed:
+        life = self._life
+        if life.freed:
             raise MPIError(MPI.ERR_COMM, FREED)
-        self._wraps -= 1
-        if self._wraps > 0:
+        if life.name and life.wraps == 1:
+            raise refusal(
+                MPI.ERR_COMM,
+                f"Free: expected a communicator that the program made, got {life.name},"
+                " which lives as long as the program; omit the call",
+            )
+        life.wraps -= 1
+        if life.wraps > 0:
             return
-        self._freed = True
+        life.freed = True
         wraps.forget(self)
-        if self._made is not None:
-            self._watched = self._made
+        if life.made is not None:
+            life.watched = life.made
         try:
             if self._failure is None:
                 progress.hurry_all(self.post)  # a peer may still receive these
@@ -289,15 +301,16 @@ class Device(Messages):
                 self.post.give_up()
         if self._failure is not None:
             return
-        if self._owned:
-            self._plain.Free(self)
-            self.host = self._plain()  # it had the handle that was freed
+        if life.owned:
+            type(self.host).Free(self)
+            self.host = type(self.host)()  # it had the handle that was freed
 
     Disconnect = Free
 
     def _close(self) -> None:
-        made, self._made = self._made, None
-        side, self._side = self._side, None
+        life = self._life
+        made, life.made = life.made, None
+        side, life.side = life.side, None
         self.shortcuts.clear()
         try:
             if made is not None:
@@ -313,7 +326,7 @@ class Device(Messages):
     @translated
     def Barrier(self) -> None:
         """Wait for all ranks, and for the earlier work of their streams."""
-        if self._made is None:
+        if self._life.made is None:
             self.host.Barrier()
             return
         job = collectives.barrier(self)
@@ -340,81 +353,36 @@ class Device(Messages):
     Reduce_scatter, Ireduce_scatter, Reduce_scatter_init = forms(
         "Reduce_scatter", reductions.reduce_scatter
     )
-    Scan, Iscan, Scan_init = forms("Scan", reductions.scan)
-    Exscan, Iexscan, Exscan_init = forms("Exscan", reductions.exscan)
 
 
 for _name in (
     *("bcast", "gather", "scatter", "allgather", "alltoall"),
-    *("reduce", "allreduce", "scan", "exscan"),
+    *("reduce", "allreduce"),
     *("send", "bsend", "ssend", "isend", "ibsend", "issend"),
     *("recv", "irecv", "sendrecv"),
 ):
     setattr(Device, _name, of_objects(_name))
 
 
-class Comm(Device, MPI.Intracomm):  # type: ignore[misc]
-    """An intracommunicator of mpi4py, whose buffer calls take device arrays too.
-
-    It has the handle, the ranks and the attributes of ``comm``. mpi4py makes the calls
-    with host arrays or with objects, and has all other methods. Construction is
-    collective; it binds this rank to a GPU. A second call with the same communicator
-    returns the same object, until it was freed as often, or has failed.
-
-    Blocking calls wait for the stream that the array names, else for ``stream``. So
-    their arrays may be used when they return. Within a capture they return immediately.
-
-    Args:
-        comm: the communicator of mpi4py.
-        synchronize: False: blocking collectives return when they are enqueued, so
-            the arrays may be used by later work of that stream only.
-        options: ``device``, ``timeout``, ``stream``, ``debug``, ``multiprocessors``,
-            ``requests``, as for :class:`numba_symm.Communicator`. The communicators
-            that are made of this one have the same.
-
-    Attributes:
-        communicator: the library's communicator, for calls that MPI does not have.
-        host: the communicator of mpi4py.
-
-    Raises:
-        MPI.Exception: on all ranks.
-    """
-
-    @translated
-    def __new__(cls, comm: Any = None, synchronize: bool = True, **options: Any) -> Any:
-        """Return an object with the communicator's handle, if possible the first."""
-        if isinstance(comm, MPI.Comm) and comm and comm.is_inter:
-            raise refusal(
-                MPI.ERR_COMM,
-                "Comm: expected an intracommunicator, got an intercommunicator; pass "
-                "comm.Merge()",
-            )
-        found = wraps.find(comm)
-        if found is not None:
-            given = {**options, "synchronize": synchronize}
-            if found._serves_again(given):
-                return found
-        return super().__new__(cls, comm)
-
-    @translated
-    def __init__(self, comm: MPI.Intracomm, synchronize: bool = True, **options: Any):
-        if self._wraps:  # an earlier call has made it
-            return
-        self._begin(options, synchronize, owned=False)
-        parts = self.communicator.islands
-        own = [number for number, part in enumerate(parts) if self.rank in part]
-        self._find_islands(own[0])
-        self._wraps = 1
-        wraps.note(self)
+_KINDS: dict[type, Any] = {}
+"""The class here for each class of mpi4py; the modules of the classes add them."""
 
 
-_KINDS: dict[type, Any] = {MPI.Intracomm: Comm}
-"""The class here for each class of mpi4py; ``topologies.py`` adds its own."""
+def add_kinds(*kinds: Any) -> None:
+    """From now on, wrap communicators of mpi4py's classes as objects of these."""
+    for kind in kinds:
+        _KINDS[kind._plain] = kind
 
 
-def add_kind(kind: type[Device]) -> None:
-    """From now on, wrap communicators of mpi4py's class as objects of ``kind``."""
-    _KINDS[kind._plain] = kind
+def kind_of(comm: Any) -> Any:
+    """Return the class here of a communicator of mpi4py."""
+    return next(_KINDS[each] for each in type(comm).__mro__ if each in _KINDS)
+
+
+def _named(kind: Any, name: str) -> Any:
+    """Return what has the name of one of mpi4py's constants in this process."""
+    found = getattr(sys.modules["mpi4py.MPI"], name)
+    return found if type(found) is kind else kind(found)
 
 
 def close_all() -> None:

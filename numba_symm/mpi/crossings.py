@@ -11,9 +11,9 @@ from numba_symm import streams
 from numba_symm.environment import SIMULATED
 from numba_symm.events import Event
 from numba_symm.mpi import buffers
+from numba_symm.mpi.calls import waited
 from numba_symm.mpi.channels import Channel
 from numba_symm.mpi.envelopes import Envelope, not_sent
-from numba_symm.mpi.requests import waited
 from numba_symm.mpi.rooms import Opened, Room
 
 

@@ -10,8 +10,8 @@ from mpi4py import MPI
 from numba_symm.errors import SymmError
 from numba_symm.launch.waiting import begin
 from numba_symm.mpi import buffers
+from numba_symm.mpi.calls import waited
 from numba_symm.mpi.errors import MPIError, refusal, unsupported
-from numba_symm.mpi.requests import waited
 from numba_symm.mpi.rooms import Room
 
 HEADER = struct.Struct("<qqqq")

@@ -15,7 +15,9 @@ import mpi4py
 from mpi4py import MPI
 
 from numba_symm.errors import ArgumentError
-from numba_symm.mpi.comm import Comm, close_all
+from numba_symm.mpi import wraps
+from numba_symm.mpi.comm import close_all
+from numba_symm.mpi.communicators import Comm, adopt_strays
 
 NAME = "mpi4py.MPI"
 
@@ -101,10 +103,10 @@ def _make_communicators(options: dict[str, Any]) -> None:
     """Replace COMM_WORLD and COMM_SELF. Collective over all ranks."""
     facade: Any = sys.modules["numba_symm.mpi"]
     world = Comm(MPI.COMM_WORLD, **options)
-    facade.COMM_WORLD, facade.COMM_SELF = (
-        world,
-        world._wrapped(MPI.COMM_SELF, owned=False),
-    )
+    own = wraps.find(MPI.COMM_SELF) or world._wrapped(MPI.COMM_SELF, owned=False)
+    world._life.name, own._life.name = "COMM_WORLD", "COMM_SELF"
+    facade.COMM_WORLD, facade.COMM_SELF = world, own
+    adopt_strays(world)
 
 
 def _place(module: types.ModuleType) -> None:

@@ -25,13 +25,13 @@ from numba_symm.launch.waiting import Wait
 from numba_symm.memory.allocator import SymmetricMemoryAllocator
 from numba_symm.mpi import buffers, progress, rooms
 from numba_symm.mpi.buffers import message
+from numba_symm.mpi.calls import waited
 from numba_symm.mpi.channels import MOST, Channel, Receipts, apart
 from numba_symm.mpi.copies import CopyStream
 from numba_symm.mpi.crossings import Coming, Copying, Crossing, Data
 from numba_symm.mpi.envelopes import Envelope, Posted, items_of, nothing, place_in
 from numba_symm.mpi.errors import FREED, MPIError
 from numba_symm.mpi.flow import Flow
-from numba_symm.mpi.requests import waited
 from numba_symm.mpi.rooms import Opened, Room, opened, opened_once
 from numba_symm.mpi.sends import Sends, alone
 

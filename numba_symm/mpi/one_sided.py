@@ -1,5 +1,6 @@
-"""Parts of one-sided calls: the memory of all ranks, copies and reductions."""
+"""Parts of one-sided calls: origins, the memory of all ranks, copies, reductions."""
 
+import functools
 from collections.abc import Callable
 from operator import index
 from typing import Any
@@ -8,9 +9,10 @@ import numpy as np
 from mpi4py import MPI
 
 from numba_symm import arrays, dtypes, own_arrays, streams
+from numba_symm.collectives.checks import check_writable
 from numba_symm.mpi import buffers, operators, packing
-from numba_symm.mpi.buffers import Items
-from numba_symm.mpi.errors import refusal
+from numba_symm.mpi.buffers import Items, message
+from numba_symm.mpi.errors import refusal, translated
 from numba_symm.own_arrays import Memory
 from numba_symm.sharing import SharedHandle, open_shared, share
 from numba_symm.sharing.kinds import locate
@@ -150,8 +152,73 @@ def _shared(memory: Any, opens: int, what: str) -> SharedHandle:
         raise refusal(
             MPI.ERR_BUFFER,
             f"{what}: the array is in this process' private memory; under the "
-            "simulator, use MPI.Win.Allocate or comm.communicator.empty",
+            "simulator, use MPI.Win.Allocate_device or comm.communicator.empty",
         )
     shared = share(memory, opens=opens)
     leave_out(shared)  # the program itself has not shared it
     return shared
+
+
+def synchronizing(name: str, step: Callable[[Any, str], None]) -> Any:
+    """Return the method of ``MPI.Win`` of that name, after a step of the window."""
+    plain = getattr(MPI.Win, name)
+
+    @functools.wraps(plain)
+    def method(self: Any, *args: Any, **options: Any) -> None:
+        if not self._of_host:
+            step(self, name)
+        plain(self, *args, **options)
+
+    return translated(method)
+
+
+def moving(method: Any) -> Any:
+    """Return a method of windows of device memory as one of all windows.
+
+    mpi4py's method serves windows of host memory. It would read or write addresses of
+    the device there.
+    """
+    plain = buffers.of_host(
+        getattr(MPI.Win, method.__name__),
+        "the window is over host memory; make it by MPI.Win.Allocate_device",
+    )
+
+    @functools.wraps(method)
+    def either(self: Any, *args: Any, **options: Any) -> Any:
+        call = plain if self._of_host else method
+        return call(self, *args, **options)
+
+    return translated(either)
+
+
+class Origin:
+    """The items of an origin, on the device; a host array is copied there and back."""
+
+    def __init__(self, win: Any, spec: Any, written: bool = False):
+        self._win, self._host = win, None
+        self._written = written
+        array = buffers.array_in(spec)
+        if array is not None and not arrays.on_device(array):
+            self._host = _numpy(array)
+            self._there = packing.on_device(np.ascontiguousarray(self._host))
+            several = isinstance(spec, (list, tuple))
+            spec = [self._there, *spec[1:]] if several else self._there
+        self._spec = spec
+
+    def __enter__(self) -> Items:
+        found = message(self._spec)
+        if self._written:
+            check_writable(found.view, "Win")
+        return found
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None and self._host is not None:
+            self._win._settle()  # the copy there lives as long
+            if self._written:
+                self._host[...] = self._there.copy_to_host()
+
+
+def _numpy(array: Any) -> Any:
+    if isinstance(array, np.ndarray):
+        return array
+    return np.frombuffer(array, np.uint8)

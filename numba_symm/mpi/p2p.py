@@ -8,11 +8,12 @@ from mpi4py import MPI
 
 from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import array_in, message, on_device
+from numba_symm.mpi.calls import Call, describe, waited
 from numba_symm.mpi.errors import translated
 from numba_symm.mpi.messages import Post
 from numba_symm.mpi.pending import DoneRequest, Message, Receiving, Sending
 from numba_symm.mpi.postponed import SendingLater, later
-from numba_symm.mpi.requests import Prequest, Request, describe, waited
+from numba_symm.mpi.requests import Own, Prequest, Request
 
 NOBODY = MPI.PROC_NULL
 
@@ -197,7 +198,7 @@ class Messages:
         try:
             sends = self.Isend(sendbuf, dest, sendtag)
         except BaseException:
-            if isinstance(receives, Request):
+            if isinstance(receives, Call):
                 receives._withdraw()
             else:
                 receives.Cancel()
@@ -345,7 +346,7 @@ def _complete(request: Request, status: MPI.Status | None) -> None:
         raise
 
 
-class Together(Request):
+class Together(Own):
     """A receive and a send, whose status is that of the receive."""
 
     def __init__(self, receives: Any, sends: Any):
@@ -353,11 +354,11 @@ class Together(Request):
         self._receives, self._sends = receives, sends
 
     def _progress(self) -> bool:
-        return not isinstance(self._receives, Request) or self._receives._progress()
+        return not isinstance(self._receives, Call) or self._receives._progress()
 
     def _withdraw(self) -> None:
         for each in (self._receives, self._sends):
-            if isinstance(each, Request):
+            if isinstance(each, Call):
                 each._withdraw()
 
     def _finish(self, status: MPI.Status | None) -> None:

@@ -7,14 +7,16 @@ from typing import Any
 from mpi4py import MPI
 
 from numba_symm.mpi import buffers
+from numba_symm.mpi.calls import describe, waited
 from numba_symm.mpi.crossings import Copying, Crossing
 from numba_symm.mpi.envelopes import Envelope, Posted
 from numba_symm.mpi.errors import translated
+from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.messages import Post
-from numba_symm.mpi.requests import Request, describe, waited
+from numba_symm.mpi.requests import Own
 
 
-class Receiving(Request):
+class Receiving(Own):
     """A receive.
 
     Args:
@@ -117,7 +119,7 @@ class Receiving(Request):
         self._posted.cancel()
 
 
-class Sending(Request):
+class Sending(Own):
     """A send that is done when a receive has matched it.
 
     Args:
@@ -141,7 +143,7 @@ class Sending(Request):
         return True
 
 
-class DoneRequest(Request):
+class DoneRequest(Own):
     """A call that was done when it was started.
 
     Args:
@@ -160,9 +162,10 @@ class DoneRequest(Request):
         return True
 
 
-class Message(MPI.Message):
+class Message(MPI.Message, metaclass=Kind):
     """A message that a matched probe has found, of a device array."""
 
+    _plain = MPI.Message
     _post: Post | None = None
     _envelope: Envelope | None = None
 

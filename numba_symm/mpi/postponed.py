@@ -28,8 +28,9 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import CollectiveTimeout, DriverError
 from numba_symm.events import Event
 from numba_symm.mpi import buffers, packing, progress
+from numba_symm.mpi.calls import PAUSE, describe, waited
 from numba_symm.mpi.envelopes import FOLLOWS, announced, place
-from numba_symm.mpi.requests import PAUSE, Request, describe, waited
+from numba_symm.mpi.requests import Own
 from numba_symm.mpi.rooms import Room
 from numba_symm.mpi.sends import Sends
 
@@ -293,7 +294,7 @@ def _copy_of(found: buffers.Items, stream: int) -> buffers.Items:
     return copy
 
 
-class SendingLater(Request):
+class SendingLater(Own):
     """The request of such a message.
 
     Args:

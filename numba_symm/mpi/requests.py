@@ -1,6 +1,5 @@
 """Requests: calls that were started, and are waited for later."""
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -8,153 +7,44 @@ from typing import Any, Self
 from mpi4py import MPI
 
 from numba_symm import arrays
-from numba_symm.mpi import progress
-from numba_symm.mpi.errors import refusal, translated, unsupported
-
-PAUSE = 20e-6
-"""Seconds between two looks for what other ranks do."""
-
-_BUSY = 200  # looks without a pause
+from numba_symm.arguments import shown
+from numba_symm.mpi.calls import PAUSE, Call, describe, status_at, waited
+from numba_symm.mpi.errors import MPITypeError, refusal, translated
+from numba_symm.mpi.kinds import Kind
 
 
-def waited(look: Callable[[], Any], check: Callable[[], None]) -> Any:
-    """Look until something is found, and return it.
-
-    Args:
-        look: returns what it finds.
-        check: raises if the communicator has failed, so that what other ranks should do
-            may never happen.
-    """
-    looks = 0
-    while not (found := look()):
-        progress.advance()
-        check()
-        looks += 1
-        if looks > _BUSY:
-            time.sleep(PAUSE)
-    return found
-
-
-def _of_objects(name: str) -> Any:
-    """Return mpi4py's class method of that name, of requests for pickled objects."""
-    plain = getattr(MPI.Request, name)
-
-    @functools.wraps(plain)
-    def method(requests: Sequence[Any], *args: Any, **options: Any) -> Any:
-        if _has_own(requests):
-            raise unsupported(
-                f"{name}: expected requests of mpi4py, got some of device arrays; call "
-                f"{name.capitalize()}"
-            )
-        return plain(requests, *args, **options)
-
-    return staticmethod(method)
-
-
-class Request:
+class Request(Call, metaclass=Kind):
     """A call that was started. Its methods are those of ``mpi4py.MPI.Request``.
 
-    The class methods also take requests of mpi4py, so that a program may wait for its
-    host and its device arrays together. ``Request()`` is a null request.
+    The class methods take requests of mpi4py, too, so that a program may wait for its
+    host and its device arrays together.
+
+    Args:
+        request: a request of either kind, of which this is another object; None: this
+            is a null request.
     """
 
-    def __init__(self) -> None:
-        self._active = type(self) is not Request
-        # Of a call that is done, until a caller gets it.
-        self._ended: MPI.Status | None = None
+    _plain = MPI.Request
 
-    def __bool__(self) -> bool:
-        return self._active
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, MPI.Request):
-            return not self and other == MPI.REQUEST_NULL
-        return self is other
-
-    __hash__ = object.__hash__
-
-    @property
-    def is_active(self) -> bool:
-        """Whether a call was started and has not been waited for."""
-        return self._active
+    def __init__(self, request: Any = None):
+        if request is not None:
+            _has_own([request], "Request")
+        super().__init__(active=bool(request))
+        self._of = request
 
     def _finish(self, status: MPI.Status | None) -> None:
-        """Wait for the call, and describe it."""
-        raise NotImplementedError
+        self._of.Wait(status)
 
     def _poll(self, status: MPI.Status | None) -> bool:
-        """Return whether the call is done, and describe it if so. Never wait."""
-        raise NotImplementedError
+        return bool(self._of.Test(status))
 
     def _progress(self) -> bool:
-        """Start what can be started now; return whether all was. Never wait."""
-        return True
-
-    def _withdraw(self) -> None:
-        """End after an exception: a receive without a message, a send with a copy."""
-
-    @translated
-    def Wait(self, status: MPI.Status | None = None) -> bool:
-        """Wait until the arrays of the call may be used."""
-        if self._ended is not None:
-            self._tell(status)
-        elif self._active:
-            self._finish(status)
-            self._active = False
-        else:
-            describe(status)
-        return True
-
-    @translated
-    def Test(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the arrays of the call may be used."""
-        progress.advance()
-        if self._ended is not None:
-            self._tell(status)
-        elif not self._active:
-            describe(status)
-        elif self._poll(status):
-            self._active = False
-        return not self._active
-
-    @translated
-    def Get_status(self, status: MPI.Status | None = None) -> bool:
-        """Return what :meth:`Test` would return; the request stays active."""
-        progress.advance()
-        if not self._active:
-            describe(status)
-            return True
-        if self._ended is None:
-            found = MPI.Status()
-            if not self._poll(found):
-                return False
-            self._ended = found
-            self._active = True  # the next caller gets the status
-        _copy(self._ended, status)
-        return True
-
-    def _tell(self, status: MPI.Status | None) -> None:
-        """Store the status of a call that is done, for one caller only."""
-        assert self._ended is not None
-        _copy(self._ended, status)
-        self._ended, self._active = None, False
-
-    def wait(self, status: MPI.Status | None = None) -> None:
-        """Do as :meth:`Wait`."""
-        self.Wait(status)
-
-    def test(self, status: MPI.Status | None = None) -> tuple[bool, None]:
-        """Return what :meth:`Test` returns, and None."""
-        return self.Test(status), None
+        return not isinstance(self._of, Call) or self._of._progress()
 
     def Cancel(self) -> None:
         """Cancel a receive that no message has matched. Do nothing for other calls."""
-
-    def Free(self) -> None:
-        """Give the request up; its call is completed."""
-        self._ended, self._active = None, False
-
-    free = Free
+        if self._active:
+            self._of.Cancel()
 
     @classmethod
     @translated
@@ -165,11 +55,12 @@ class Request:
     ) -> bool:
         """Wait for all requests."""
         requests = list(requests)  # an iterator ends after one pass
-        own = [request for request in requests if isinstance(request, Request)]
+        _has_own(requests, "Waitall")
+        own = [request for request in requests if isinstance(request, Call)]
         if len(own) > 1:  # start all copies before any is waited for
             waited(lambda: all([each._progress() for each in own]), lambda: None)
         for index, request in enumerate(requests):
-            request.Wait(_status(statuses, index))
+            request.Wait(status_at(statuses, index))
         return True
 
     @classmethod
@@ -180,6 +71,7 @@ class Request:
     ) -> bool:
         """Return whether all requests are done; until then, all stay active."""
         requests = list(requests)
+        _has_own(requests, "Testall")
         if not all([request.Get_status() for request in requests]):
             return False
         return cls.Waitall(requests, statuses)
@@ -187,7 +79,7 @@ class Request:
     @classmethod
     def Waitany(cls, requests: Sequence[Any], status: MPI.Status | None = None) -> int:
         """Wait for one request; return its index, MPI.UNDEFINED if none is active."""
-        if not _has_own(requests):
+        if not _has_own(requests, "Waitany"):
             return MPI.Request.Waitany(requests, status)
         while True:
             index, found = cls.Testany(requests, status)
@@ -200,7 +92,7 @@ class Request:
         cls, requests: Sequence[Any], status: MPI.Status | None = None
     ) -> tuple[int, bool]:
         """Return the index of a request that is done, and whether there is one."""
-        if not _has_own(requests):
+        if not _has_own(requests, "Testany"):
             return MPI.Request.Testany(requests, status)
         active = _active(requests)
         if not active:
@@ -218,7 +110,7 @@ class Request:
         statuses: list[MPI.Status] | None = None,
     ) -> list[int] | None:
         """Wait for some requests; return their indices, None if none is active."""
-        if not _has_own(requests):
+        if not _has_own(requests, "Waitsome"):
             return MPI.Request.Waitsome(requests, statuses)
         while True:
             found = cls.Testsome(requests, statuses)
@@ -233,14 +125,14 @@ class Request:
         statuses: list[MPI.Status] | None = None,
     ) -> list[int] | None:
         """Return the indices of requests that are done, None if none is active."""
-        if not _has_own(requests):
+        if not _has_own(requests, "Testsome"):
             return MPI.Request.Testsome(requests, statuses)
         active = _active(requests)
         if not active:
             return None
         done: list[int] = []
         for index in active:
-            if requests[index].Test(_status(statuses, len(done))):
+            if requests[index].Test(status_at(statuses, len(done))):
                 done.append(index)
         return done
 
@@ -249,21 +141,174 @@ class Request:
         cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
     ) -> list[Any]:
         """Wait for all requests; return the objects of mpi4py's receives."""
+        requests = list(requests)
+        _has_own(requests, "waitall")
         return [
-            request.wait(_status(statuses, index))
+            request.wait(status_at(statuses, index))
             for index, request in enumerate(requests)
         ]
 
-    testall: Any = _of_objects("testall")
-    testany: Any = _of_objects("testany")
-    testsome: Any = _of_objects("testsome")
-    waitany: Any = _of_objects("waitany")
-    waitsome: Any = _of_objects("waitsome")
+    # Like these, with the objects of mpi4py's receives; of ours, None.
+
+    @classmethod
+    def testall(
+        cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
+    ) -> tuple[bool, list[Any] | None]:
+        """Return whether all requests are done, and if so, their objects."""
+        requests = list(requests)
+        _has_own(requests, "testall")
+        if not all([request.Get_status() for request in requests]):
+            return False, None
+        return True, cls.waitall(requests, statuses)
+
+    @classmethod
+    def testany(
+        cls, requests: Sequence[Any], status: MPI.Status | None = None
+    ) -> tuple[int, bool, Any]:
+        """Return the index of a request that is done, whether there is one, its object.
+
+        If no request is active, the index is MPI.UNDEFINED.
+        """
+        if not _has_own(requests, "testany"):
+            return MPI.Request.testany(requests, status)
+        active = _active(requests)
+        if not active:
+            describe(status)
+        for index in active:
+            done, found = requests[index].test(status)
+            if done:
+                return index, True, found
+        return MPI.UNDEFINED, not active, None
+
+    @classmethod
+    def waitany(
+        cls, requests: Sequence[Any], status: MPI.Status | None = None
+    ) -> tuple[int, Any]:
+        """Wait for one request; return its index and its object."""
+        if not _has_own(requests, "waitany"):
+            return MPI.Request.waitany(requests, status)
+        while True:
+            index, done, found = cls.testany(requests, status)
+            if done:
+                return index, found
+            time.sleep(PAUSE)
+
+    @classmethod
+    def testsome(
+        cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Return the indices of requests that are done, and their objects."""
+        if not _has_own(requests, "testsome"):
+            return MPI.Request.testsome(requests, statuses)
+        active = _active(requests)
+        if not active:
+            return None, None
+        done: list[int] = []
+        objects = []
+        for index in active:
+            ended, found = requests[index].test(status_at(statuses, len(done)))
+            if ended:
+                done.append(index)
+                objects.append(found)
+        return done, objects
+
+    @classmethod
+    def waitsome(
+        cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
+    ) -> tuple[list[int] | None, list[Any] | None]:
+        """Wait for some requests; return their indices and their objects."""
+        if not _has_own(requests, "waitsome"):
+            return MPI.Request.waitsome(requests, statuses)
+        while True:
+            done, objects = cls.testsome(requests, statuses)
+            if done is None or done:
+                return done, objects
+            time.sleep(PAUSE)
+
+    # What MPI 4.1 adds.
+
+    @classmethod
+    def Get_status_all(
+        cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
+    ) -> bool:
+        """Return whether all requests are done; they stay active."""
+        if not _has_own(requests, "Get_status_all"):
+            return MPI.Request.Get_status_all(requests, statuses)
+        found = list(enumerate(requests))
+        return all(
+            [each.Get_status(status_at(statuses, index)) for index, each in found]
+        )
+
+    @classmethod
+    def Get_status_any(
+        cls, requests: Sequence[Any], status: MPI.Status | None = None
+    ) -> tuple[int, bool]:
+        """Return what :meth:`Testany` would return; the requests stay active."""
+        if not _has_own(requests, "Get_status_any"):
+            return MPI.Request.Get_status_any(requests, status)
+        active = _active(requests)
+        if not active:
+            describe(status)
+        for index in active:
+            if requests[index].Get_status(status):
+                return index, True
+        return MPI.UNDEFINED, not active
+
+    @classmethod
+    def Get_status_some(
+        cls, requests: Sequence[Any], statuses: list[MPI.Status] | None = None
+    ) -> list[int] | None:
+        """Return what :meth:`Testsome` would return; the requests stay active."""
+        if not _has_own(requests, "Get_status_some"):
+            return MPI.Request.Get_status_some(requests, statuses)
+        active = _active(requests)
+        if not active:
+            return None
+        done: list[int] = []
+        for index in active:
+            if requests[index].Get_status(status_at(statuses, len(done))):
+                done.append(index)
+        return done
 
 
-def _has_own(requests: Sequence[Any]) -> bool:
+class Own(Request):
+    """The base class of requests of device arrays; their calls are active."""
+
+    def __init__(self) -> None:
+        Call.__init__(self)
+
+    def __init_subclass__(cls) -> None:
+        # mpi4py's own class methods refuse objects that are not its requests: "Cannot
+        # convert ... to mpi4py.MPI.Request", with at most 200 bytes of the name.
+        cls.__name__ = (
+            "a request of numba_symm.mpi (import numba_symm.mpi as MPI there, or call "
+            "its install() first; its MPI.Request.Waitall and the others take requests "
+            "of both kinds)"
+        )
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        raise NotImplementedError
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        raise NotImplementedError
+
+    def _progress(self) -> bool:
+        return True
+
+    def Cancel(self) -> None:
+        """Cancel a receive that no message has matched. Do nothing for other calls."""
+
+
+def _has_own(requests: Sequence[Any], what: str) -> bool:
     """Return whether some requests are this library's; else mpi4py waits for them."""
-    return any(isinstance(request, Request) for request in requests)
+    for request in requests:
+        if not isinstance(request, Call | MPI.Request):
+            raise MPITypeError(
+                MPI.ERR_REQUEST,
+                f"{what}: expected requests of numba_symm.mpi or mpi4py, got "
+                f"{shown(request)}; pass MPI.REQUEST_NULL where there is none",
+            )
+    return any(isinstance(request, Call) for request in requests)
 
 
 def _active(requests: Sequence[Any]) -> list[int]:
@@ -271,41 +316,11 @@ def _active(requests: Sequence[Any]) -> list[int]:
     return [
         index
         for index, request in enumerate(requests)
-        if (request.is_active if isinstance(request, Request) else request)
+        if (request.is_active if isinstance(request, Call) else request)
     ]
 
 
-def _status(statuses: list[MPI.Status] | None, index: int) -> MPI.Status | None:
-    if statuses is None:
-        return None
-    while len(statuses) <= index:
-        statuses.append(MPI.Status())
-    return statuses[index]
-
-
-def describe(
-    status: MPI.Status | None,
-    source: int = MPI.ANY_SOURCE,
-    tag: int = MPI.ANY_TAG,
-    nbytes: int = 0,
-    cancelled: bool = False,
-) -> None:
-    """Set a status; without more arguments, to the empty one."""
-    if status is None:
-        return
-    status.Set_source(source)
-    status.Set_tag(tag)
-    status.Set_error(MPI.SUCCESS)
-    status.Set_elements(MPI.BYTE, nbytes)
-    status.Set_cancelled(cancelled)
-
-
-def _copy(found: MPI.Status, status: MPI.Status | None) -> None:
-    nbytes, cancelled = found.Get_elements(MPI.BYTE), found.Is_cancelled()
-    describe(status, found.source, found.tag, nbytes, cancelled)
-
-
-class Started(Request):
+class Started(Own):
     """A request of a call that is enqueued.
 
     Args:
@@ -333,13 +348,15 @@ def _place(array: Any) -> tuple[Any, ...]:
     return arrays.fields(array, "Start")[:2]
 
 
-class Prequest(Request):
+class Prequest(Own):
     """A call that was prepared, to be started many times.
 
     Args:
         begin: starts the call, and returns its request.
         used: the device arrays of the call, which has their addresses.
     """
+
+    _plain = MPI.Prequest
 
     def __init__(self, begin: Callable[[], Request], used: Sequence[Any] = ()):
         super().__init__()
@@ -381,6 +398,8 @@ class Prequest(Request):
     @classmethod
     def Startall(cls, requests: Sequence[Any]) -> None:
         """Start all requests."""
+        requests = list(requests)
+        _has_own(requests, "Startall")
         for request in requests:
             request.Start()
 
@@ -416,8 +435,6 @@ class Prequest(Request):
     def Free(self) -> None:
         """Give the request up."""
         self._begin = None
-
-    free = Free
 
     def __enter__(self) -> Self:
         return self

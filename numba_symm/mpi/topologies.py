@@ -13,7 +13,8 @@ from mpi4py import MPI
 from numba_symm.mpi import buffers
 from numba_symm.mpi.buffers import Items, message, on_device
 from numba_symm.mpi.collectives import exchanged
-from numba_symm.mpi.comm import Device, add_kind
+from numba_symm.mpi.comm import add_kinds
+from numba_symm.mpi.communicators import Intracomm
 from numba_symm.mpi.forms import forms, of_objects
 from numba_symm.mpi.jobs import Job
 
@@ -92,8 +93,10 @@ def _between(comm: Any, what: str, outgoing: list[Items], incoming: list[Items])
     return exchanged(comm, what, sends, receives)
 
 
-class Neighbours(Device):
-    """The collectives between neighbours."""
+class Topocomm(Intracomm, MPI.Topocomm):  # type: ignore[misc]
+    """A communicator with neighbours, and the collectives between them."""
+
+    _plain = MPI.Topocomm
 
     Neighbor_allgather, Ineighbor_allgather, Neighbor_allgather_init = forms(
         "Neighbor_allgather", neighbor_allgather
@@ -113,10 +116,10 @@ class Neighbours(Device):
 
 
 for _name in ("neighbor_allgather", "neighbor_alltoall"):
-    setattr(Neighbours, _name, of_objects(_name))
+    setattr(Topocomm, _name, of_objects(_name))
 
 
-class Cartcomm(Neighbours, MPI.Cartcomm):  # type: ignore[misc]
+class Cartcomm(Topocomm, MPI.Cartcomm):  # type: ignore[misc]
     """A communicator whose ranks are a grid, made by ``Comm.Create_cart``."""
 
     _plain = MPI.Cartcomm
@@ -126,17 +129,16 @@ class Cartcomm(Neighbours, MPI.Cartcomm):  # type: ignore[misc]
         return self._wrapped(self.host.Sub(remain_dims))
 
 
-class Graphcomm(Neighbours, MPI.Graphcomm):  # type: ignore[misc]
+class Graphcomm(Topocomm, MPI.Graphcomm):  # type: ignore[misc]
     """A communicator whose ranks are a graph, made by ``Comm.Create_graph``."""
 
     _plain = MPI.Graphcomm
 
 
-class Distgraphcomm(Neighbours, MPI.Distgraphcomm):  # type: ignore[misc]
+class Distgraphcomm(Topocomm, MPI.Distgraphcomm):  # type: ignore[misc]
     """A communicator of a graph, made by ``Comm.Create_dist_graph`` and its like."""
 
     _plain = MPI.Distgraphcomm
 
 
-for _kind in (Cartcomm, Graphcomm, Distgraphcomm):
-    add_kind(_kind)
+add_kinds(Topocomm, Cartcomm, Graphcomm, Distgraphcomm)

@@ -9,7 +9,6 @@ Accumulates hold a lock of their own on the target (``window_locks.py``), so the
 atomic among each other, for all types and operators.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -21,19 +20,22 @@ from mpi4py import MPI
 
 from numba_symm import arrays, environment, streams
 from numba_symm.arrays import ArrayView
-from numba_symm.collectives.checks import check_writable
 from numba_symm.environment import SIMULATED
 from numba_symm.launch.ranks import grouped, name_ranks
 from numba_symm.mpi import buffers, packing
 from numba_symm.mpi.buffers import Items, message
 from numba_symm.mpi.comm import Device
 from numba_symm.mpi.errors import refusal, translated, unsupported
+from numba_symm.mpi.kinds import Kind
 from numba_symm.mpi.one_sided import (
+    Origin,
     bytes_of,
     check_single,
     copied,
     mapped_by_all,
+    moving,
     reduced,
+    synchronizing,
 )
 from numba_symm.mpi.pending import DoneRequest
 from numba_symm.mpi.window_locks import WindowLocks
@@ -43,29 +45,19 @@ _Use = tuple[int, list[packing.PackedStep]]
 """A stream, and steps on it, which keep temporary arrays."""
 
 
-def _synchronizing(name: str, step: Callable[["Win", str], None]) -> Any:
-    """Return the method of ``MPI.Win`` of that name, after a step of the window."""
-    plain = getattr(MPI.Win, name)
+class Win(MPI.Win, metaclass=Kind):
+    """A window; the methods are those of ``mpi4py.MPI.Win``.
 
-    @functools.wraps(plain)
-    def method(self: "Win", *args: Any, **options: Any) -> None:
-        step(self, name)
-        plain(self, *args, **options)
-
-    return translated(method)
-
-
-class Win(MPI.Win):
-    """A window over device memory; the methods are those of ``mpi4py.MPI.Win``.
-
-    :meth:`Create` of device arrays makes it, or :meth:`Allocate` with a communicator of
-    ``numba_symm.mpi``. Windows over host memory are mpi4py's own. Origins may be on the
-    device or on the host.
+    :meth:`Create` of device arrays and :meth:`Allocate_device` make windows over device
+    memory, whose origins may be on the device or on the host. All other windows are
+    over host memory, and mpi4py makes their calls.
 
     Attributes:
         array: this rank's memory: a device array, or None.
     """
 
+    _plain = MPI.Win
+    _of_host = True
     array: Any = None
     _comm: Device
     _locks: WindowLocks
@@ -73,6 +65,14 @@ class Win(MPI.Win):
     _memory: list[Any]
     _used: dict[int, _Use]  # by number
     _numbers: Iterator[int]
+
+    @translated
+    def __new__(cls, win: Any = None) -> Any:
+        """Return another object of a window, or of none."""
+        made = MPI.Win.__new__(cls, win)
+        if type.__instancecheck__(Win, win):
+            vars(made).update(vars(win))
+        return made
 
     @classmethod
     @translated
@@ -95,12 +95,12 @@ class Win(MPI.Win):
                     "Win.Create: expected a communicator of numba_symm.mpi, such as "
                     f"comm=MPI.Comm(MPI.COMM_WORLD), for a device array, got {comm}",
                 )
-            return MPI.Win.Create(memory, disp_unit, info, comm)
+            return cls(MPI.Win.Create(memory, disp_unit, info, comm))
         nowhere = memory is None or buffers.is_bottom(memory)
         where = "nowhere" if nowhere else _where(memory)
         everywhere = set(comm.host.allgather(where))
         if "device" not in everywhere:
-            return MPI.Win.Create(memory, disp_unit, info, comm.host)
+            return cls(MPI.Win.Create(memory, disp_unit, info, comm.host))
         if "host" in everywhere:
             raise refusal(
                 MPI.ERR_BUFFER,
@@ -119,13 +119,28 @@ class Win(MPI.Win):
         info: MPI.Info = MPI.INFO_NULL,
         comm: Any = MPI.COMM_SELF,
     ) -> Any:
-        """Return a window over ``size`` new bytes, zeros. Collective.
+        """Return a window over ``size`` new bytes of host memory. Collective."""
+        return cls(MPI.Win.Allocate(size, disp_unit, info, _plain(comm)))
 
-        With a communicator of ``numba_symm.mpi`` they are on the device;
-        ``win.array`` is the array of them.
+    @classmethod
+    @translated
+    def Allocate_device(
+        cls,
+        size: int,
+        disp_unit: int = 1,
+        info: MPI.Info = MPI.INFO_NULL,
+        comm: Any = MPI.COMM_SELF,
+    ) -> Any:
+        """Return a window over ``size`` new bytes of device memory, zeros. Collective.
+
+        ``comm`` is a communicator of ``numba_symm.mpi``; ``win.array`` is the array.
         """
         if not isinstance(comm, Device):
-            return MPI.Win.Allocate(size, disp_unit, info, comm)
+            raise refusal(
+                MPI.ERR_COMM,
+                "Win.Allocate_device: expected a communicator of numba_symm.mpi, such "
+                f"as comm=MPI.Comm(MPI.COMM_WORLD), got {comm}",
+            )
 
         def allocated() -> Any:
             if not size:
@@ -134,7 +149,7 @@ class Win(MPI.Win):
             memory = allocator.memory_of(allocator.allocate(size, comm.size))
             return memory.array(size, _BYTE)
 
-        return cls._made(comm, "Win.Allocate", allocated, disp_unit, info)
+        return cls._made(comm, "Win.Allocate_device", allocated, disp_unit, info)
 
     @classmethod
     def Allocate_shared(
@@ -145,14 +160,18 @@ class Win(MPI.Win):
         comm: Any = MPI.COMM_SELF,
     ) -> Any:
         """Return a window of mpi4py, over host memory that all ranks access."""
-        return MPI.Win.Allocate_shared(size, disp_unit, info, _plain(comm))
+        return cls(MPI.Win.Allocate_shared(size, disp_unit, info, _plain(comm)))
 
     @classmethod
     def Create_dynamic(
         cls, info: MPI.Info = MPI.INFO_NULL, comm: Any = MPI.COMM_SELF
     ) -> Any:
         """Return a window of mpi4py, to which host memory is attached later."""
-        return MPI.Win.Create_dynamic(info, _plain(comm))
+        return cls(MPI.Win.Create_dynamic(info, _plain(comm)))
+
+    Attach = buffers.of_host(
+        MPI.Win.Attach, "a dynamic window takes no others; use MPI.Win.Create"
+    )
 
     @classmethod
     def _made(
@@ -176,21 +195,23 @@ class Win(MPI.Win):
             found = undo.enter_context(closing(WindowLocks(comm.host, what, seconds)))
             memory, units, mapped = mapped_by_all(comm.host, what, make, unit)
             # Memory of MPI's own, so that its locks need nothing of their target.
-            made = cls(MPI.Win.Allocate(1, 1, info, comm.host))
+            made: Win = cls(MPI.Win.Allocate(1, 1, info, comm.host))
             undo.pop_all()
-        made._locks = found
+        made._locks, made._of_host = found, False
         made.array, made._comm = memory, comm
         made._units, made._memory = units, mapped
         made._used, made._numbers = {}, itertools.count()
         return made
 
     def tomemory(self) -> Any:
-        """Return this rank's memory: a device array."""
-        return self.array
+        """Return this rank's memory: a device array, or mpi4py's buffer."""
+        return super().tomemory() if self._of_host else self.array
 
     @property
     def attrs(self) -> tuple[int, int, int]:  # type: ignore[override]
         """The address, the bytes and the displacement unit of this rank's memory."""
+        if self._of_host:
+            return super().attrs
         unit = self._units[self.group_rank]
         if self.array is None:
             return 0, 0, unit
@@ -200,6 +221,9 @@ class Win(MPI.Win):
     @translated
     def Free(self) -> None:
         """Free the window. Collective."""
+        if self._of_host:
+            super().Free()
+            return
         self._settle()
         super().Free()
         for rank, memory in enumerate(self._memory):
@@ -295,25 +319,25 @@ class Win(MPI.Win):
         self._used[last] = stream, steps
         self._used.pop(first, None)
 
-    @translated
+    @moving
     def Put(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Copy the origin's items to a rank's memory."""
         if target_rank == MPI.PROC_NULL:
             return
-        with _Origin(self, origin) as found:
+        with Origin(self, origin) as found:
             into = self._target(target_rank, target, found, "Put")
             self._run(copied(found, into), found.array)
 
-    @translated
+    @moving
     def Get(self, origin: Any, target_rank: int, target: Any = None) -> None:
         """Copy items of a rank's memory to the origin."""
         if target_rank == MPI.PROC_NULL:
             return
-        with _Origin(self, origin, written=True) as found:
+        with Origin(self, origin, written=True) as found:
             of = self._target(target_rank, target, found, "Get")
             self._run(copied(of, found), found.array)
 
-    @translated
+    @moving
     def Accumulate(
         self,
         origin: Any,
@@ -324,11 +348,11 @@ class Win(MPI.Win):
         """Reduce the origin's items into those of a rank's memory, atomically."""
         if target_rank == MPI.PROC_NULL:
             return
-        with _Origin(self, origin) as found, self._atomic(target_rank, "Accumulate"):
+        with Origin(self, origin) as found, self._atomic(target_rank, "Accumulate"):
             into = self._target(target_rank, target, found, "Accumulate")
             self._run(reduced(found, into, op, "Accumulate"), found.array)
 
-    @translated
+    @moving
     def Get_accumulate(
         self,
         origin: Any,
@@ -344,8 +368,8 @@ class Win(MPI.Win):
         if op == MPI.NO_OP:
             origin = result  # any array serves, because it is ignored
         with (
-            _Origin(self, result, written=True) as got,
-            _Origin(self, origin) as found,
+            Origin(self, result, written=True) as got,
+            Origin(self, origin) as found,
             self._atomic(target_rank, what),
         ):
             into = self._target(target_rank, target, got, what)
@@ -355,7 +379,7 @@ class Win(MPI.Win):
                 steps += reduced(found, into, op, what)
             self._run(steps, got.array)
 
-    @translated
+    @moving
     def Fetch_and_op(
         self,
         origin: Any,
@@ -370,7 +394,7 @@ class Win(MPI.Win):
         check_single(origin=origin, result=result)
         self.Get_accumulate(origin, result, target_rank, (target_disp, 1), op)
 
-    @translated
+    @moving
     def Compare_and_swap(
         self,
         origin: Any,
@@ -384,9 +408,9 @@ class Win(MPI.Win):
             return
         check_single(origin=origin, compare=compare, result=result)
         with (
-            _Origin(self, result, written=True) as got,
-            _Origin(self, origin) as new,
-            _Origin(self, compare) as old,
+            Origin(self, result, written=True) as got,
+            Origin(self, origin) as new,
+            Origin(self, compare) as old,
             self._atomic(target_rank, "Compare_and_swap"),
         ):
             into = self._target(target_rank, target_disp, new, "Compare_and_swap")
@@ -396,20 +420,24 @@ class Win(MPI.Win):
 
     # With requests, which are done when the origin may be used.
 
+    @moving
     def Rput(self, origin: Any, target_rank: int, target: Any = None) -> Any:
         """Do as :meth:`Put`; return a request."""
         return self._requested(self.Put, origin, target_rank, target)
 
+    @moving
     def Rget(self, origin: Any, target_rank: int, target: Any = None) -> Any:
         """Do as :meth:`Get`; return a request."""
         return self._requested(self.Get, origin, target_rank, target)
 
+    @moving
     def Raccumulate(
         self, origin: Any, target_rank: int, target: Any = None, op: Any = MPI.SUM
     ) -> Any:
         """Do as :meth:`Accumulate`; return a request."""
         return self._requested(self.Accumulate, origin, target_rank, target, op)
 
+    @moving
     def Rget_accumulate(
         self,
         origin: Any,
@@ -430,49 +458,16 @@ class Win(MPI.Win):
 
     # Synchronization, in MPI's methods after a step of this window.
 
-    Fence: Any = _synchronizing("Fence", _expose)
-    Post: Any = _synchronizing("Post", _expose)
-    Sync: Any = _synchronizing("Sync", _expose)
-    Complete: Any = _synchronizing("Complete", _expose)
-    Unlock: Any = _synchronizing("Unlock", _expose)
-    Unlock_all: Any = _synchronizing("Unlock_all", _expose)
-    Flush: Any = _synchronizing("Flush", _settle)
-    Flush_all: Any = _synchronizing("Flush_all", _settle)
-    Flush_local: Any = _synchronizing("Flush_local", _settle)
-    Flush_local_all: Any = _synchronizing("Flush_local_all", _settle)
-
-
-class _Origin:
-    """The items of an origin, on the device; a host array is copied there and back."""
-
-    def __init__(self, win: Win, spec: Any, written: bool = False):
-        self._win, self._host = win, None
-        self._written = written
-        array = buffers.array_in(spec)
-        if array is not None and not arrays.on_device(array):
-            self._host = _numpy(array)
-            self._there = packing.on_device(np.ascontiguousarray(self._host))
-            several = isinstance(spec, (list, tuple))
-            spec = [self._there, *spec[1:]] if several else self._there
-        self._spec = spec
-
-    def __enter__(self) -> Items:
-        found = message(self._spec)
-        if self._written:
-            check_writable(found.view, "Win")
-        return found
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None and self._host is not None:
-            self._win._settle()  # the copy there lives as long
-            if self._written:
-                self._host[...] = self._there.copy_to_host()
-
-
-def _numpy(array: Any) -> Any:
-    if isinstance(array, np.ndarray):
-        return array
-    return np.frombuffer(array, np.uint8)
+    Fence: Any = synchronizing("Fence", _expose)
+    Post: Any = synchronizing("Post", _expose)
+    Sync: Any = synchronizing("Sync", _expose)
+    Complete: Any = synchronizing("Complete", _expose)
+    Unlock: Any = synchronizing("Unlock", _expose)
+    Unlock_all: Any = synchronizing("Unlock_all", _expose)
+    Flush: Any = synchronizing("Flush", _settle)
+    Flush_all: Any = synchronizing("Flush_all", _settle)
+    Flush_local: Any = synchronizing("Flush_local", _settle)
+    Flush_local_all: Any = synchronizing("Flush_local_all", _settle)
 
 
 def _plain(comm: Any) -> Any:

@@ -20,7 +20,7 @@ def _key() -> int:
 
 def find(comm: Any) -> Any:
     """Return the object for a communicator, or None."""
-    if not isinstance(comm, MPI.Intracomm) or not comm:
+    if not isinstance(comm, MPI.Comm) or not comm or comm.is_inter:
         return None
     return comm.Get_attr(_key())
 
@@ -32,7 +32,7 @@ def note(made: Any) -> None:
 
 def forget(made: Any) -> None:
     """Let later calls make a new object."""
-    if find(made.host) is made:
+    if getattr(find(made.host), "_life", None) is made._life:
         made.host.Delete_attr(_key())
 
 

@@ -298,7 +298,10 @@ def test_what_can_be_captured_and_what_cannot(comm, apart):
     spread = to_device(np.zeros(2 * made.size * 1000, np.float32))
     pairs = MPI.FLOAT.Create_vector(1, 1, 2).Create_resized(0, 8).Commit()
     with_gaps = x, [spread, 1000, pairs]
-    prepared, win = made.Allgather_init(*with_gaps), MPI.Win.Allocate(8, comm=made)
+    prepared, win = (
+        made.Allgather_init(*with_gaps),
+        MPI.Win.Allocate_device(8, comm=made),
+    )
     made.Allreduce(x, y)
     made.Iallreduce(y, z).Wait()
     prepared.Start()
@@ -355,7 +358,7 @@ def test_torch_captures_a_call(comm, torch):
 
 
 def test_one_sided_calls_are_atomic_between_gpus(comm):
-    win, first = MPI.Win.Allocate(4 << 20, 4, comm=comm), 0
+    win, first = MPI.Win.Allocate_device(4 << 20, 4, comm=comm), 0
     numbers, one = [], to_device(np.ones(1, np.int32))
     found = to_device(np.zeros(1, np.int32))
     win.Fence()
@@ -379,7 +382,7 @@ def test_one_sided_calls_are_atomic_between_gpus(comm):
 
 def test_a_lock_made_of_compare_and_swap(comm):
     """What a rank puts before it gives the lock up, the next one gets."""
-    win = MPI.Win.Allocate(8, 4, comm=comm)
+    win = MPI.Win.Allocate_device(8, 4, comm=comm)
     zero, one = (to_device(np.full(1, n, np.int32)) for n in (0, 1))
     before, count = (to_device(np.zeros(1, np.int32)) for _ in range(2))
     win.Lock_all()

@@ -18,7 +18,7 @@ from tests.interrupts import Interrupt, interrupted
 @pytest.fixture
 def made():
     host = SimpleNamespace(rank=0, size=1, allgather=lambda x: [x], Barrier=None)
-    made = WindowLocks(host, "Win.Allocate", 0.2)
+    made = WindowLocks(host, "Win.Allocate_device", 0.2)
     yield made
     made.close()
 

@@ -14,7 +14,7 @@ from tests.ranks.watched import WatchedComm, blocking, called
 
 def test_comm_makes_no_call_of_mpi_that_blocks(apart, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(MPI.Comm, "_plain", WatchedComm)
+        patch.setattr(MPI.Intracomm, "_plain", WatchedComm)
         called.clear()
         made = MPI.Comm(apart, timeout=20)
         assert called["Idup"] == 4  # envelopes, receipts, data and the library's own

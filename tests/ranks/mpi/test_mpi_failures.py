@@ -314,8 +314,9 @@ def test_the_end_of_a_program_after_another_ranks_failure(apart, monkeypatch):
 
 def test_finalize_frees_first(apart, monkeypatch):
     made, seen = MPI.Comm(apart, timeout=20), []
+    life = made._life
     monkeypatch.setattr(comm_of_mpi, "_open", [made])
-    monkeypatch.setattr(comm_of_mpi.MPI, "Finalize", lambda: seen.append(made._made))
+    monkeypatch.setattr(comm_of_mpi.MPI, "Finalize", lambda: seen.append(life.made))
     MPI.Finalize()
     assert seen == [None]
     made.Free()

@@ -26,13 +26,13 @@ def test_captures_with_temporary_arrays(comm, monkeypatch):
     prepared = comm.Allgather_init(*given)
     with monkeypatch.context() as patch:
         patch.setattr(jobs, "_captures", lambda stream: True)
-        patch.setattr(comm, "_side", None)
+        patch.setattr(comm._life, "side", None)
         for call in (comm.Allgather, comm.Iallgather, comm.Allgather_init):
             with pytest.raises(NotImplementedError, match="Allgather_init before"):
                 call(*given)
         prepared.Start()
         assert prepared.Test()
-        assert comm._side is None  # nothing is made within a capture
+        assert comm._life.side is None  # nothing is made within a capture
     assert out.copy_to_host()[::2].tolist() == list(range(comm.size))
     pairs.Free()
 
@@ -100,7 +100,7 @@ def test_nonblocking_calls_run_beside_later_ones(comm, monkeypatch):
         reduce(*args, **options)
 
     all_reduce.__name__ = "all_reduce"
-    monkeypatch.setattr(comm, "_side", Side())
+    monkeypatch.setattr(comm._life, "side", Side())
     monkeypatch.setattr(comm.communicator, "all_reduce", all_reduce)
     monkeypatch.setattr(comm, "shortcuts", Cache(1))
     monkeypatch.setattr(jobs, "stream_for", lambda communicator, array: own)

@@ -411,7 +411,7 @@ def test_several_islands(apart, monkeypatch):
         comm.Recv(x, comm.rank)
     found = "; ".join(f"rank {rank}" for rank in range(made.size))
     with pytest.raises(NotImplementedError, match=f"got the islands {found};"):
-        MPI.Win.Allocate(8, comm=made)
+        MPI.Win.Allocate_device(8, comm=made)
     right, left = around(made)
     host = np.zeros(1)
     made.Sendrecv(np.ones(1), right, recvbuf=host, source=left)
@@ -494,6 +494,5 @@ def test_requests_of_mpi4py(comm):
     index, _ = MPI.Request.waitany(requests)
     assert requests[1 - index].wait() == (left if index == 0 else None)
     done = comm.Isend(array(1), MPI.PROC_NULL)
-    with pytest.raises(NotImplementedError, match="call Testall"):
-        MPI.Request.testall([done])
+    assert MPI.Request.testall([done]) == (True, [None])
     assert MPI.Request.Testall([done, MPI.Request(), MPI.REQUEST_NULL])

@@ -19,7 +19,7 @@ pytestmark = of_one_island
 @pytest.fixture
 def win(comm):
     """A window of 12 int32 of every rank, with displacements in elements."""
-    made = MPI.Win.Allocate(48, 4, comm=comm)
+    made = MPI.Win.Allocate_device(48, 4, comm=comm)
     yield made
     made.Free()
 
@@ -243,10 +243,10 @@ def test_a_window_that_one_rank_cannot_allocate(comm):
     last = comm.size - 1
     nbytes = 1 << 55 if comm.rank == last else 4
     with pytest.raises(MPI.Exception) as found:
-        MPI.Win.Allocate(nbytes, 4, comm=comm)
+        MPI.Win.Allocate_device(nbytes, 4, comm=comm)
     if comm.rank != last:
-        assert f"Win.Allocate: rank {last} cannot allocate" in str(found.value)
-    win = MPI.Win.Allocate(4, 4, comm=comm)
+        assert f"Win.Allocate_device: rank {last} cannot allocate" in str(found.value)
+    win = MPI.Win.Allocate_device(4, 4, comm=comm)
     win.Free()
 
 
@@ -254,7 +254,7 @@ def test_a_window_frees_the_memory_that_it_allocated(comm):
     """When the library next allocates memory, or the second time."""
     blocks, numbers = comm.post.allocator._blocks, []
     for _ in range(6):
-        MPI.Win.Allocate(8, 4, comm=comm).Free()
+        MPI.Win.Allocate_device(8, 4, comm=comm).Free()
         numbers.append(len(blocks))
     assert numbers[-1] <= numbers[2]
 
@@ -271,7 +271,7 @@ def test_an_open_window_is_not_reported(comm, monkeypatch):
         return [*reports]
 
     before = told()
-    win = MPI.Win.Allocate(48, 4, comm=comm)
+    win = MPI.Win.Allocate_device(48, 4, comm=comm)
     assert told() == before
     win.Free()
 
@@ -317,7 +317,7 @@ def test_refused_calls_on_a_window(comm, win):
 
 def test_a_window_outlives_its_communicator(comm):
     made = comm.Dup()
-    win = MPI.Win.Allocate(8, 4, comm=made)
+    win = MPI.Win.Allocate_device(8, 4, comm=made)
     made.Free()
     win.Fence()
     win.Put(array(3, 4), (win.group_rank + 1) % win.group_size)

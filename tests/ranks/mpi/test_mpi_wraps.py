@@ -120,7 +120,9 @@ def test_mpi_drops_the_reference_when_its_communicator_is_freed(world):
 
 def test_too_many_open_files_name_what_was_not_freed(apart):
     made = MPI.Comm(apart, timeout=20)
-    window = MPI.Win.Allocate(8, 8, comm=made) if made.post.islands == [0] else None
+    window = (
+        MPI.Win.Allocate_device(8, 8, comm=made) if made.post.islands == [0] else None
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     other = apart.Dup()
     lowest = os.dup(0)
@@ -135,8 +137,8 @@ def test_too_many_open_files_name_what_was_not_freed(apart):
     assert "that were neither closed nor freed (made: " in str(found.value)
     assert " by Communicator" in str(found.value)
     if window is not None:
-        assert "by Win.Allocate" in str(found.value)
+        assert "by Win.Allocate_device" in str(found.value)
         window.Free()
-        assert "Win.Allocate" not in open_files.advice()
+        assert "Win.Allocate_device" not in open_files.advice()
     made.Free()
     other.Free()

@@ -1,0 +1,176 @@
+"""What was started and is waited for later: its state, and its status."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from numba_symm.mpi import progress
+from numba_symm.mpi.errors import translated
+
+PAUSE = 20e-6
+"""Seconds between two looks for what other ranks do."""
+
+_BUSY = 200  # looks without a pause
+
+
+def waited(look: Callable[[], Any], check: Callable[[], None]) -> Any:
+    """Look until something is found, and return it.
+
+    Args:
+        look: returns what it finds.
+        check: raises if the communicator has failed, so that what other ranks should do
+            may never happen.
+    """
+    looks = 0
+    while not (found := look()):
+        progress.advance()
+        check()
+        looks += 1
+        if looks > _BUSY:
+            time.sleep(PAUSE)
+    return found
+
+
+class Call:
+    """A call that was started; its methods are those of ``mpi4py.MPI.Request``."""
+
+    def __init__(self, active: bool = True) -> None:
+        self._active = active
+        # Of a call that is done, until a caller gets it.
+        self._ended: MPI.Status | None = None
+
+    def __bool__(self) -> bool:
+        return self._active
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, MPI.Request):
+            return not self and other == MPI.REQUEST_NULL
+        return self is other or (isinstance(other, Call) and not (self or other))
+
+    __hash__ = object.__hash__
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a call was started and has not been waited for."""
+        return self._active
+
+    def _finish(self, status: MPI.Status | None) -> None:
+        """Wait for the call, and describe it."""
+        raise NotImplementedError
+
+    def _poll(self, status: MPI.Status | None) -> bool:
+        """Return whether the call is done, and describe it if so. Never wait."""
+        raise NotImplementedError
+
+    def _progress(self) -> bool:
+        """Start what can be started now; return whether all was. Never wait."""
+        return True
+
+    def _withdraw(self) -> None:
+        """End after an exception: a receive without a message, a send with a copy."""
+
+    @translated
+    def Wait(self, status: MPI.Status | None = None) -> bool:
+        """Wait until the arrays of the call may be used."""
+        if self._ended is not None:
+            self._tell(status)
+        elif self._active:
+            self._finish(status)
+            self._active = False
+        else:
+            describe(status)
+        return True
+
+    @translated
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the arrays of the call may be used."""
+        progress.advance()
+        if self._ended is not None:
+            self._tell(status)
+        elif not self._active:
+            describe(status)
+        elif self._poll(status):
+            self._active = False
+        return not self._active
+
+    @translated
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return what :meth:`Test` would return; the request stays active."""
+        progress.advance()
+        if not self._active:
+            describe(status)
+            return True
+        if self._ended is None:
+            found = MPI.Status()
+            if not self._poll(found):
+                return False
+            self._ended = found
+            self._active = True  # the next caller gets the status
+        _copy(self._ended, status)
+        return True
+
+    def _tell(self, status: MPI.Status | None) -> None:
+        """Store the status of a call that is done, for one caller only."""
+        assert self._ended is not None
+        _copy(self._ended, status)
+        self._ended, self._active = None, False
+
+    def wait(self, status: MPI.Status | None = None) -> None:
+        """Do as :meth:`Wait`."""
+        self.Wait(status)
+
+    def test(self, status: MPI.Status | None = None) -> tuple[bool, None]:
+        """Return what :meth:`Test` returns, and None."""
+        return self.Test(status), None
+
+    def get_status(self, status: MPI.Status | None = None) -> bool:
+        """Do as :meth:`Get_status`."""
+        return self.Get_status(status)
+
+    def Cancel(self) -> None:
+        """Cancel a receive that no message has matched. Do nothing for other calls."""
+
+    def cancel(self) -> None:
+        """Do as :meth:`Cancel`."""
+        self.Cancel()
+
+    def Free(self) -> None:
+        """Give the request up; its call is completed."""
+        self._ended, self._active = None, False
+
+    def free(self) -> None:
+        """Do as :meth:`Free`."""
+        self.Free()
+
+
+def status_at(statuses: list[MPI.Status] | None, index: int) -> MPI.Status | None:
+    """Return a status of a list, which grows to have it; None without a list."""
+    if statuses is None:
+        return None
+    while len(statuses) <= index:
+        statuses.append(MPI.Status())
+    return statuses[index]
+
+
+def describe(
+    status: MPI.Status | None,
+    source: int = MPI.ANY_SOURCE,
+    tag: int = MPI.ANY_TAG,
+    nbytes: int = 0,
+    cancelled: bool = False,
+) -> None:
+    """Set a status; without more arguments, to the empty one."""
+    if status is None:
+        return
+    status.Set_source(source)
+    status.Set_tag(tag)
+    status.Set_error(MPI.SUCCESS)
+    status.Set_elements(MPI.BYTE, nbytes)
+    status.Set_cancelled(cancelled)
+
+
+def _copy(found: MPI.Status, status: MPI.Status | None) -> None:
+    nbytes, cancelled = found.Get_elements(MPI.BYTE), found.Is_cancelled()
+    describe(status, found.source, found.tag, nbytes, cancelled)

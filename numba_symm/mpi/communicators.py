@@ -1,0 +1,226 @@
+"""The classes of communicators, which stand for mpi4py's of the same names."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from numba_symm.mpi import reductions, wraps
+from numba_symm.mpi.buffers import of_host
+from numba_symm.mpi.comm import Device, Life, add_kinds, kind_of
+from numba_symm.mpi.errors import refusal, translated
+from numba_symm.mpi.forms import forms, of_objects
+from numba_symm.mpi.kinds import Kind
+
+_stray: Device | None = None
+"""Makes objects of communicators that no method of a communicator here has made."""
+
+
+def adopt_strays(world: Device) -> None:
+    """From now on, all ranks make objects of those, as of the communicator's own."""
+    global _stray
+    _stray = world
+
+
+def _adopted(comm: Any) -> Any:
+    """Return an object for a new communicator of ranks of this program."""
+    return comm if _stray is None else _stray._wrapped(comm)
+
+
+class Comm(Device, MPI.Comm, metaclass=Kind):  # type: ignore[misc]
+    """A communicator of mpi4py, whose buffer calls take device arrays too.
+
+    It has the handle, the ranks and the attributes of ``comm``. mpi4py makes the calls
+    with host arrays or with objects, and has all other methods. ``Comm`` returns an
+    object of the class for ``comm``, such as :class:`Intracomm`. Construction is
+    collective; it binds this rank to a GPU. A second call with the same communicator
+    returns the same object, until it was freed as often, or has failed.
+
+    ``Intracomm``, the classes for grids and graphs, and subclasses of a program return
+    an object of their own. Of a communicator of this module, it is another object of
+    the same communicator, which is made locally, as by mpi4py. Without a communicator,
+    all of them return a null communicator.
+
+    Blocking calls wait for the stream that the array names, else for ``stream``. So
+    their arrays may be used when they return. Within a capture they return immediately.
+
+    Args:
+        comm: the communicator of mpi4py.
+        synchronize: False: blocking collectives return when they are enqueued, so
+            the arrays may be used by later work of that stream only.
+        options: ``device``, ``timeout``, ``stream``, ``debug``, ``multiprocessors``,
+            ``requests``, as for :class:`numba_symm.Communicator`. The communicators
+            that are made of this one have the same.
+
+    Attributes:
+        communicator: the library's communicator, for calls that MPI does not have.
+        host: the communicator of mpi4py.
+
+    Raises:
+        MPI.Exception: on all ranks.
+    """
+
+    _plain = MPI.Comm
+
+    # All is made here, because a subclass for mpi4py need not call ``__init__``.
+    @translated
+    def __new__(cls, comm: Any = None, synchronize: bool = True, **options: Any) -> Any:
+        """Return an object with the communicator's handle, if possible the first."""
+        if comm is None or (isinstance(comm, MPI.Comm) and not comm):
+            return MPI.Comm.__new__(cls, comm)
+        if isinstance(comm, MPI.Comm) and comm.is_inter:
+            raise refusal(
+                MPI.ERR_COMM,
+                "Comm: expected an intracommunicator, got an intercommunicator; pass "
+                "comm.Merge()",
+            )
+        given = {**options, "synchronize": synchronize}
+        found = wraps.find(comm)
+        if found is not None and cls is Comm:
+            if found._serves_again(given):
+                return found
+        elif isinstance(comm, Device) or found is not None:
+            first = comm if isinstance(comm, Device) else found
+            if options or not synchronize:
+                wraps.check_equal(first._given, given)
+            made = MPI.Comm.__new__(cls, comm)
+            made._share(first)
+            return made
+        made = MPI.Comm.__new__(kind_of(comm) if cls is Comm else cls, comm)
+        made._begin(options, synchronize, owned=False)
+        parts = made.communicator.islands
+        own = [number for number, part in enumerate(parts) if made.rank in part]
+        made._find_islands(own[0])
+        made._life.wraps = 1
+        wraps.note(made)
+        return made
+
+
+class Intracomm(Comm, MPI.Intracomm):  # type: ignore[misc]
+    """A communicator of one group of ranks."""
+
+    _plain = MPI.Intracomm
+
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> Any:
+        """Return a new communicator of a group of ranks. Collective over these."""
+        return self._wrapped(self.host.Create_group(group, tag))
+
+    @classmethod
+    def Create_from_group(cls, *args: Any, **options: Any) -> Any:
+        """Return a communicator of a group; after ``install``, for device arrays."""
+        return _adopted(MPI.Intracomm.Create_from_group(*args, **options))
+
+    @translated
+    def Create_intercomm(
+        self,
+        local_leader: int,
+        peer_comm: MPI.Intracomm,
+        remote_leader: int,
+        tag: int = 0,
+    ) -> Any:
+        """Return an intercommunicator, whose calls take host arrays only."""
+        given = local_leader, peer_comm, remote_leader, tag
+        return self._wrapped(self.host.Create_intercomm(*given))
+
+    def Create_cart(
+        self,
+        dims: Sequence[int],
+        periods: Sequence[bool] | None = None,
+        reorder: bool = False,
+    ) -> Any:
+        """Return a new communicator whose ranks are a grid."""
+        return self._wrapped(self.host.Create_cart(dims, periods, reorder))
+
+    def Create_graph(
+        self, index: Sequence[int], edges: Sequence[int], reorder: bool = False
+    ) -> Any:
+        """Return a new communicator whose ranks are the nodes of a graph."""
+        return self._wrapped(self.host.Create_graph(index, edges, reorder))
+
+    def Create_dist_graph_adjacent(
+        self,
+        sources: Sequence[int],
+        destinations: Sequence[int],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Return a new communicator of a graph, of which each rank names its edges."""
+        create = self.host.Create_dist_graph_adjacent
+        return self._wrapped(create(sources, destinations, *args, **options))
+
+    def Create_dist_graph(
+        self,
+        sources: Sequence[int],
+        degrees: Sequence[int],
+        destinations: Sequence[int],
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Return a new communicator of a graph, of which each rank names some edges."""
+        create = self.host.Create_dist_graph
+        return self._wrapped(create(sources, degrees, destinations, *args, **options))
+
+    Scan, Iscan, Scan_init = forms("Scan", reductions.scan)
+    Exscan, Iexscan, Exscan_init = forms("Exscan", reductions.exscan)
+
+
+for _name in ("scan", "exscan"):
+    setattr(Intracomm, _name, of_objects(_name))
+
+
+ADVICE = "an intercommunicator takes no others; call the method of comm.Merge()"
+
+
+class Intercomm(Comm, MPI.Intercomm):  # type: ignore[misc]
+    """A communicator of two groups of ranks. Its calls take host arrays only.
+
+    ``Merge`` returns one that takes device arrays, if both groups are of this program.
+    """
+
+    _plain = MPI.Intercomm
+
+    @translated
+    def __new__(cls, comm: Any = None) -> Any:
+        """Return an object with the communicator's handle."""
+        made = MPI.Comm.__new__(cls, comm)
+        if isinstance(comm, Intercomm) and isinstance(comm, Device):
+            made._begin_inter(comm)
+        elif comm:
+            made._begin_inter(None)
+        return made
+
+    def _begin_inter(self, parent: Device | None) -> None:
+        self._of_program = parent is not None
+        self._options = self._given = {} if parent is None else parent._options
+        self.host, self._life = MPI.Intercomm(self), Life(owned=parent is not None)
+
+    @translated
+    def Merge(self, high: bool = False) -> Any:
+        """Return a communicator of both groups."""
+        made = self.host.Merge(high)
+        return _adopted(made) if self._of_program else made
+
+    @translated
+    def Free(self) -> None:
+        """Free the communicator. Collective."""
+        MPI.Intercomm.Free(self)
+        self.host = MPI.Intercomm()
+
+    @translated
+    def Disconnect(self) -> None:
+        """Wait for the messages of this rank, and free the communicator. Collective."""
+        MPI.Intercomm.Disconnect(self)
+        self.host = MPI.Intercomm()
+
+
+_MADE_HERE = (
+    *("Free", "Disconnect", "Dup", "Clone", "Dup_with_info", "Idup", "Idup_with_info"),
+    *("Create", "Split", "Split_type"),
+)
+
+for _name in dir(Device):
+    if _name[0] != "_" and _name not in _MADE_HERE and hasattr(MPI.Intercomm, _name):
+        setattr(Intercomm, _name, of_host(getattr(MPI.Intercomm, _name), ADVICE))
+
+
+add_kinds(Comm, Intracomm, Intercomm)
