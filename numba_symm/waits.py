@@ -102,6 +102,7 @@ WAIT_SIGNAL = _wait(2, "wait_signal", "channel", NO_COUNTERPART)
 WAIT_UNTIL = _wait(33, "wait_until", "channel", NO_COUNTERPART)
 WAIT_WORD = _wait(34, "wait_until_at", "word", NO_WRITER)
 GRID_BARRIER = _wait(35, "grid_barrier", "channel", NO_ROOM)
+GET_PACKETS = _wait(46, "get_packets", "block", NO_COUNTERPART)
 SIGNALS = PUT_SIGNAL, WAIT_SIGNAL, WAIT_UNTIL, WAIT_WORD, GRID_BARRIER
 BARRIER = _wait(3, "barrier")
 ONE_SHOT = _wait(5, "all_reduce (one_shot)")
@@ -138,6 +139,13 @@ CALL_MISMATCH = _other(
     "root; Communicator(…, debug=True) reports the difference",
 )
 
+OVERWRITTEN = _other(
+    48,
+    "rank {rank} waited for packets of rank {peer} of epoch {epoch}, which a later one "
+    "has overwritten: before a sender uses a mailbox again, it must wait until the "
+    "receiver has read it",
+)
+
 # Mistakes that a thread finds in debug mode. The numbers are cut to 16 and 24 bits.
 _IN_KERNEL = "rank {rank}'s kernel asked for "
 BAD_SLOT = _other(
@@ -160,7 +168,15 @@ BAD_COPY = _other(
     47,
     f"{_IN_KERNEL}a copy of {{epoch}} elements: expected arrays of the same shape",
 )
-MISTAKES = BAD_SLOT, BAD_RANK, BAD_BUFFER, BAD_TEAM, BAD_COMPARISON, BAD_COPY
+BAD_MAILBOX = _other(
+    49,
+    f"{_IN_KERNEL}packets in a mailbox: expected at least {{epoch}} elements, aligned "
+    "to 16 bytes",
+)
+MISTAKES = (
+    *(BAD_SLOT, BAD_RANK, BAD_BUFFER, BAD_TEAM, BAD_COMPARISON),
+    *(BAD_COPY, BAD_MAILBOX, OVERWRITTEN),
+)
 
 # Stored by a host, with a text on the board.
 AFAR = _other(124)

@@ -86,6 +86,15 @@ from numba_symm.device.intrinsics import (
     st_u64,
     st_v2_u64,
 )
+from numba_symm.device.packet_puts import (
+    get_packets,
+    get_packets_block,
+    get_packets_warp,
+    mailbox_size,
+    put_packets,
+    put_packets_block,
+    put_packets_warp,
+)
 from numba_symm.device.polling import Guard
 from numba_symm.device.puts import (
     get,
@@ -146,6 +155,9 @@ __all__ = [
     "fence_acq_rel_sys",
     "get",
     "get_block",
+    "get_packets",
+    "get_packets_block",
+    "get_packets_warp",
     "get_warp",
     "globaltimer",
     "grid_barrier",
@@ -160,10 +172,14 @@ __all__ = [
     "ld_u32",
     "ld_u64",
     "ld_v2_u64",
+    "mailbox_size",
     "peer_address",
     "peer_array",
     "put",
     "put_block",
+    "put_packets",
+    "put_packets_block",
+    "put_packets_warp",
     "put_signal",
     "put_warp",
     "put_with_signal",

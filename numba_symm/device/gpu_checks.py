@@ -12,6 +12,7 @@ from numba_symm.device.intrinsics import (
     device_function,
     exit_thread,
     is_checked,
+    mailbox_of,
     nbytes_of,
     size_of,
 )
@@ -20,6 +21,7 @@ from numba_symm.waits import (
     BAD_BUFFER,
     BAD_COMPARISON,
     BAD_COPY,
+    BAD_MAILBOX,
     BAD_RANK,
     BAD_SLOT,
     BAD_TEAM,
@@ -84,3 +86,12 @@ def check_copy(ctx: Any, target: Any, source: Any) -> None:
     """Refuse a copy between arrays of different shapes."""
     if is_checked(ctx) and target.shape != source.shape:
         _refuse(ctx, BAD_COPY, 0, source.size)
+
+
+@device_function
+def check_mailbox(ctx: Any, mailbox: Any, nbytes: int) -> None:
+    """Refuse a mailbox that is too small for data, or not aligned."""
+    if is_checked(ctx):
+        needed = (nbytes + 15) // 16 * 4
+        if mailbox.size < needed or mailbox_of(mailbox) & 15 != 0:
+            _refuse(ctx, BAD_MAILBOX, 0, needed)

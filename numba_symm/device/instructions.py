@@ -207,5 +207,13 @@ _add(
     "pred = u32, u32, u32",
     MEETS,
 )
+# Of all 32 threads of a warp; the first part orders their accesses.
+_add(
+    "warp_or",
+    "{ .reg .pred p; bar.warp.sync 0xffffffff; setp.ne.u32 p, $1, 0; "
+    "vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; }",
+    "pred = u32",
+    MEETS,
+)
 _FIRST_LANES = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
 _add("of_first_lane", _FIRST_LANES, "u32 = u32", MEETS)

@@ -56,3 +56,23 @@ def views_of(typingctx: Any, target: Any, source: Any) -> Any:
         return context.make_tuple(builder, signature.return_type, found)
 
     return types.UniTuple(_I64, 11)(target, source), codegen
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def mailbox_of(typingctx: Any, mailbox: Any) -> Any:
+    """Return the address of a mailbox of packets."""
+    if not (
+        isinstance(mailbox, types.Array)
+        and (mailbox.dtype, mailbox.ndim) == (types.uint64, 1)
+        and mailbox.layout == "C"
+        and mailbox.mutable
+    ):
+        raise TypingError(
+            "a copy by packets: expected a contiguous array of one dimension of uint64 "
+            f"as the mailbox, got {mailbox}"
+        )
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _layout(context, builder, mailbox, args[0])[0]
+
+    return _I64(mailbox), codegen

@@ -345,6 +345,14 @@ def bar_red_or(barrier: int, threads: int, condition: bool) -> bool:
     return bool(_thread().wait_at(barrier, threads, bool(condition)))
 
 
+def warp_or(condition: bool) -> bool:
+    """Wait for the other threads of the warp; return whether any condition holds."""
+    warp = thread_index() // 32
+    threads = min(32, block_size() - 32 * warp)
+    barrier = 16 + warp  # those of a block are below 16
+    return bool(_thread().wait_at(barrier, threads, bool(condition)))
+
+
 def thread_index() -> int:
     """Return the thread's index in its block, counted through all dimensions."""
     return _thread().thread_id  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from numba_symm.device.sim_views import mailbox_of
 from numba_symm.errors import ArgumentError
 
 
@@ -84,4 +85,16 @@ def check_copy(ctx: Any, target: Any, source: Any) -> None:
         raise ArgumentError(
             f"a copy: expected arrays of the same shape, got {tuple(source.shape)} "
             f"into {tuple(target.shape)}; a GPU checks this in debug mode only"
+        )
+
+
+def check_mailbox(ctx: Any, mailbox: Any, nbytes: int) -> None:
+    """Refuse a mailbox that is too small for data, or not aligned, or unmapped."""
+    _check_mapped(ctx)
+    needed, place = (nbytes + 15) // 16 * 4, mailbox_of(mailbox) % 16
+    if mailbox.size < needed or place:
+        raise ArgumentError(
+            f"a copy by packets: expected a mailbox of at least {needed} elements, "
+            f"aligned to 16 bytes, got {mailbox.size} elements {place} bytes after a "
+            "multiple of 16; see mailbox_size; a GPU checks this in debug mode only"
         )

@@ -35,3 +35,14 @@ def views_of(target: Any, source: Any) -> tuple[int, ...]:
             shape, strides = (1, *shape), (0, *strides)
         found += [int(each.ctypes.data), *shape, *strides]
     return tuple(found)
+
+
+def mailbox_of(mailbox: Any) -> int:
+    """Return the address of a mailbox of packets."""
+    dtype = getattr(mailbox, "dtype", None)
+    if dtype != np.uint64 or len(mailbox.shape) != 1 or mailbox.strides[0] != 8:
+        raise ArgumentError(
+            "a copy by packets: expected a contiguous array of one dimension of uint64 "
+            f"as the mailbox, got {_words(mailbox)}"
+        )
+    return int(mailbox.ctypes.data)

@@ -146,7 +146,7 @@ def check_slot(*args) -> None:
 
 
 check_peer = check_buffer = check_comparison = check_slot
-check_team = check_grid = check_copy = check_slot
+check_team = check_grid = check_copy = check_mailbox = check_slot
 
 
 def exit_thread() -> None:
@@ -167,6 +167,10 @@ def syncthreads_or(condition: bool) -> Generator[int, None, bool]:
 
 def bar_sync(barrier: int, threads: int) -> Generator[int, None, bool]:
     return bar_red_or(barrier, threads, False)
+
+
+def warp_or(condition: bool) -> Generator[int, None, bool]:
+    return bar_red_or(16, block_size(), condition)
 
 
 def bar_red_or(
@@ -212,6 +216,10 @@ def word_address(array: Any, index: Any) -> int:
 
 def word_kind(array: Any) -> int:
     return 0
+
+
+def mailbox_of(mailbox: Any) -> int:
+    return mailbox._address
 
 
 def views_of(target: Any, source: Any) -> tuple[int, ...]:

@@ -28,6 +28,7 @@ from numba_symm.device.intrinsics import (
     syncthreads,
     syncthreads_or,
 )
+from numba_symm.device.packet_puts import get_packets_block, put_packets_block
 from numba_symm.device.puts import get_block, put_block
 from numba_symm.device.signals import peer_address, put_signal, wait_signal
 
@@ -250,3 +251,34 @@ def put_and_get(ctx: Any, inputs: int, outputs: int, words: int) -> None:
     before, writer = (rank - 1 + size) % size, (rank - 2 + size) % size
     there = peer_address(ctx, before) + 8 * (writer & 1)
     get_block(ctx, array_at(outputs, words, None), array_at(there, words, None))
+
+
+@device_function
+def pipeline_of_packets(
+    ctx: Any, base: int, inputs: int, outputs: int, chunks: int, words: int
+) -> None:
+    """Send chunks to the next rank by packets, ``DEPTH`` ahead of what it has read."""
+    thread, size, rank = cuda.threadIdx.x, ctx.world_size, ctx.rank
+    right, left = (rank + 1) % size, (rank - 1 + size) % size
+    failed = False
+    for step in range(chunks + DEPTH - 1):
+        if step < chunks:
+            epoch = base + step + 1
+            if thread == 0:  # explore: await-packets
+                failed = not wait_until(ctx, right, READ, GE, epoch - DEPTH)
+            # What thread 0 has acquired comes before the stores of all.
+            if syncthreads_or(failed):
+                break
+            box = peer_address(ctx, right) + 16 * words * (epoch % DEPTH)
+            given = array_at(inputs + 8 * words * step, words, None)
+            put_packets_block(ctx, array_at(box, 2 * words, None), given, epoch)
+        if step >= DEPTH - 1:
+            chunk = step - DEPTH + 1
+            epoch = base + chunk + 1
+            box = peer_address(ctx, rank) + 16 * words * (epoch % DEPTH)
+            out = array_at(outputs + 8 * words * chunk, words, None)
+            mailbox = array_at(box, 2 * words, None)
+            if not get_packets_block(ctx, left, out, mailbox, epoch):
+                break
+            if thread == 0:
+                signal_set(ctx, left, READ, epoch)  # explore: credit

@@ -63,6 +63,7 @@ _MODULES = (
     "numba_symm.device.digests",
     "numba_symm.device.order",
     "numba_symm.device.packets",
+    "numba_symm.device.packet_puts",
     "numba_symm.collectives.protocols.exchanges",
     "numba_symm.collectives.protocols.mailboxes",
     "numba_symm.collectives.protocols.flags",

@@ -26,6 +26,8 @@ from explore.source import device_code
 from explore.test_barriers import exchanges as exchanges_of_grids
 from explore.test_copies import calls_by_copies, puts_and_gets
 from explore.test_counting import pipelines
+from explore.test_device_copies import pipelines as pipelines_of_packets
+from explore.test_device_copies import puts_and_gets as puts_and_gets_in_kernels
 
 ASSUMPTIONS = "starts_see", "starts_inherit", "copies_end", "ends_count", "fences_carry"
 
@@ -68,6 +70,8 @@ PROTOCOLS = {
     "signals": (words_by_signals, SEES),
     # Of one kernel, which needs no other one.
     "counted_signals": (pipelines, set()),
+    "copies_in_kernels": (puts_and_gets_in_kernels, set()),
+    "packets_in_kernels": (pipelines_of_packets, set()),
     "barriers_of_grids": (exchanges_of_grids, set()),
     # The program stores and loads in other kernels before and after.
     "barrier_in_a_kernel": (exchanges_between_barriers, INHERITS),

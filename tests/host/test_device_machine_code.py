@@ -222,6 +222,28 @@ def test_copies_access_16_bytes_whatever_the_alignment():
     assert copied.usage["LOCAL"] == "0"
 
 
+MATRIX = types.Array(types.float32, 2, "C")
+
+
+def test_packets_need_no_fence():
+    code = compiled(
+        copies.mailing(np.float32, copies.BLOCK, 96), types.int64, MATRIX, MATRIX
+    )
+    stores = code.find(r"STG\.E\.128\.STRONG\.SYS")
+    loads = code.find(r"LDG\.E\.128\.STRONG\.SYS")
+    assert len(stores) == 2
+    assert len(loads) >= 2
+    between = code.between(min(stores), max(stores))
+    assert not opcodes(between, r"(MEMBAR|BAR|CCTL)\b.*")
+    # The first poll of a vector is followed by no barrier or fence before its data.
+    assert not opcodes(code.between(loads[0], loads[1]), r"(MEMBAR|BAR|CCTL)\b.*")
+    assert code.usage["LOCAL"] == "0"
+    warp = compiled(
+        copies.mailing(np.float32, copies.WARP, 96), types.int64, MATRIX, MATRIX
+    )
+    assert warp.find(r"VOTE\..*")
+
+
 REFUSED = [
     (types.Array(types.int32, 2, "C"), types.Array(types.int64, 2, "C")),
     (types.Array(types.int64, 3, "C"), types.Array(types.int64, 3, "C")),

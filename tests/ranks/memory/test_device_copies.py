@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 from numba import cuda
 
 import numba_symm as ns
@@ -133,6 +134,108 @@ def test_blocks_of_matrices_are_copied(comm, world):
     world.barrier()
 
 
+EPOCHS, DEPTH, COUNT = 7, 3, 37
+ONE, WARP, BLOCK = 0, 1, 2
+READ = 4  # the channel of the credit
+
+
+@functools.cache
+def mailing(dtype, scope, size):
+    """Return a kernel that sends columns to the right neighbour, several epochs ahead.
+
+    Each of them has its own number of elements.
+    """
+
+    @cuda.jit
+    def kernel(ctx, base, given, out):
+        thread, lanes = cuda.threadIdx.x, (1, min(32, cuda.blockDim.x), cuda.blockDim.x)
+        right = (ctx.rank + 1) % ctx.world_size
+        left = (ctx.rank - 1 + ctx.world_size) % ctx.world_size
+        there = symm.peer_array(ctx, right, (DEPTH, size), np.uint64)
+        here = symm.peer_array(ctx, ctx.rank, (DEPTH, size), np.uint64)
+        arrived = thread < lanes[scope]
+        for step in range(EPOCHS + DEPTH - 1):
+            epoch = base + step + 1
+            if step < EPOCHS and arrived:
+                # The right neighbour has read what this epoch overwrites.
+                free = epoch - DEPTH
+                arrived = symm.wait_until(ctx, right, READ, symm.GE, free)
+                part = given[step : COUNT - step, step]
+                if scope == BLOCK:
+                    symm.put_packets_block(ctx, there[epoch % DEPTH], part, epoch)
+                elif scope == WARP:
+                    symm.put_packets_warp(ctx, there[epoch % DEPTH], part, epoch)
+                else:
+                    symm.put_packets(ctx, there[epoch % DEPTH], part, epoch)
+            step -= DEPTH - 1
+            if step >= 0 and arrived:
+                epoch = base + step + 1
+                box, part = here[epoch % DEPTH], out[step : COUNT - step, step]
+                if scope == BLOCK:
+                    arrived = symm.get_packets_block(ctx, left, part, box, epoch)
+                elif scope == WARP:
+                    arrived = symm.get_packets_warp(ctx, left, part, box, epoch)
+                else:
+                    arrived = symm.get_packets(ctx, left, part, box, epoch)
+                if thread == 0 and arrived:
+                    symm.signal_set(ctx, left, READ, epoch)
+
+    return kernel
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("scope", [ONE, WARP, BLOCK], ids=["thread", "warp", "block"])
+def test_packets_carry_every_type(comm, world, scope, dtype):
+    size = np.dtype(dtype).itemsize
+    random = np.random.default_rng(comm.rank)
+    bits = random.integers(0, 256, (COUNT, EPOCHS * size), np.uint8)
+    length = symm.mailbox_size(COUNT, dtype)
+    x = comm.zeros((DEPTH, length), np.uint64)
+    ctx, given = comm.rendezvous(x).ctx, cuda.to_device(bits.view(dtype))
+    theirs = world.sendrecv(bits, (comm.rank + 1) % comm.size, source=comm.rank - 1)
+    wanted = np.zeros_like(bits)
+    for step in range(EPOCHS):
+        part = np.s_[step : COUNT - step, step * size : (step + 1) * size]
+        wanted[part] = theirs[part]
+    for base in (0, EPOCHS):  # the epochs count on
+        out = cuda.to_device((0 * bits).view(dtype))
+        mailing(dtype, scope, length)[1, THREADS](ctx, base, given, out)
+        comm.synchronize()
+        np.testing.assert_array_equal(get(out).view(np.uint8), wanted)
+    world.barrier()
+
+
+@cuda.jit
+def wait_for_packets(ctx, sent, found):
+    """Wait for the first epoch, and send another one to this rank itself, or none."""
+    box = symm.peer_array(ctx, ctx.rank, 4, np.uint64)
+    word = cuda.shared.array(1, np.int64)
+    if sent:
+        symm.put_packets_block(ctx, box, word, sent)
+    arrived = symm.get_packets_block(ctx, 0, word, box, 1)
+    if cuda.threadIdx.x == 0:
+        found[0] = arrived
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind", "text"),
+    [
+        (0, ns.CollectiveTimeout, r"rank \d waited for rank 0 in get_packets, block 0"),
+        (2, ns.CollectiveError, r"packets of rank 0 of epoch 1, which a later one has"),
+    ],
+)
+def test_packets_that_do_not_arrive_end_the_wait(world, sent, kind, text):
+    comm = ns.Communicator(MPI.COMM_SELF, timeout=0.2)
+    memory = comm.rendezvous(comm.zeros(4, np.uint64))
+    found = cuda.to_device(np.full(1, 7))
+    wait_for_packets[1, 2](memory.ctx, sent, found)
+    with pytest.raises(kind, match=text):
+        comm.synchronize()
+    assert get(found).tolist() == [0]
+    world.barrier()
+    comm.close()
+
+
 @cuda.jit
 def misuse(ctx, what):
     words = symm.peer_array(ctx, ctx.world_size if what == 0 else 0, 8, np.int32)
@@ -144,8 +247,18 @@ def misuse(ctx, what):
         symm.put_warp(ctx, symm.peer_array(ctx, 0, 9, np.int32)[1:], words)
     elif what == 4:
         symm.put(ctx, symm.peer_array(ctx, 0, (2, 2, 2), np.int32), words)
-    else:
+    elif what == 5:
         symm.put(ctx, words, 3)
+    elif what == 6:
+        symm.put_packets(ctx, words, words, 1)
+    elif what == 7:
+        symm.put_packets(ctx, symm.peer_array(ctx, 0, 4, np.uint64), words, 1)
+    elif what == 8:
+        box = symm.peer_array(ctx, 0, 4, np.uint64)[1:]
+        symm.get_packets(ctx, 0, words[:0], box, 1)
+    else:
+        box = symm.peer_array(ctx, 0, 4, np.uint64)
+        symm.get_packets(ctx, ctx.world_size, words[:4], box, 1)
 
 
 REFUSED = [
@@ -155,6 +268,10 @@ REFUSED = [
     "peer_array: expected at most 32 bytes, the buffer's size, got 36",
     r"a copy: expected two arrays of one or two dimensions .* got \(2, 2, 2\) of",
     "a copy: expected two arrays .* and int",
+    r"a copy by packets: expected a contiguous .* of uint64 .* got \(8,\) of int32",
+    "a mailbox of at least 8 elements, aligned to 16 bytes, got 4 elements 0 bytes",
+    "a mailbox of at least 0 elements, .* got 3 elements 8 bytes after a multiple",
+    r"rank \d's buffer: expected ranks 0 to",
 ]
 
 

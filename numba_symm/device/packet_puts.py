@@ -1,0 +1,378 @@
+"""Copies by packets, for what must arrive soon: ``put_packets`` and ``get_packets``.
+
+A packet has 4 bytes of data and the epoch, and arrives whole (``packets.py``). So the
+receiver waits for the data itself, and there is neither a flag nor a fence. A mailbox
+is a row of packets in the receiver's memory, and each epoch of it is one copy.
+
+Who writes what before whom. Only the sender writes a mailbox. It stores epoch *e* into
+it after the receiver has read what was there before. The receiver announces that by
+``signal_set`` (release), after all its threads have read, and the sender waits for it
+by ``wait_until`` (acquire). That is the credit. With several mailboxes, which epochs
+use in turn, the sender is as many epochs ahead, so no copy waits for a credit in
+transit. Mailboxes are never emptied: a packet of another epoch has not arrived.
+
+A receiver that finds a later epoch than it waits for reports that the sender did not
+wait for the credit.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from numba_symm.device.checks import check_mailbox, check_peer
+from numba_symm.device.intrinsics import (
+    block_size,
+    device_function,
+    grid_index,
+    ld_any_u8,
+    ld_any_u16,
+    ld_any_u32,
+    ld_any_u64,
+    ld_relaxed_sys_v2_u64,
+    mailbox_of,
+    st_any_u8,
+    st_any_u16,
+    st_any_u32,
+    st_any_u64,
+    syncthreads_or,
+    thread_index,
+    views_of,
+    warp_or,
+    word_of,
+)
+from numba_symm.device.packets import peek_packets, post_packets
+from numba_symm.device.polling import (
+    fail,
+    is_time_to_check,
+    must_give_up,
+    pause,
+    since,
+    wait_record,
+)
+from numba_symm.device.puts import lane_index, warp_size
+from numba_symm.waits import GET_PACKETS, OVERWRITTEN
+
+_VECTOR = 16
+_PACKETS = 32
+"""The bytes of a vector's packets."""
+
+
+def mailbox_size(count: int, dtype: Any) -> int:
+    """Return the length of a mailbox, of uint64, for that many elements.
+
+    The host calls it. Each 4 bytes of data take 8, and the data is filled up to a
+    multiple of 16 bytes.
+
+    Example:
+        >>> symm.mailbox_size(6, np.float32)
+        8
+    """
+    vectors = -(-count * int(np.dtype(dtype).itemsize) // _VECTOR)
+    return vectors * _PACKETS // 8
+
+
+@device_function
+def _unit(layout: Any, size: int, k: int) -> int:
+    """Return the address of an array's unit ``k``: an element, or half of one of 16."""
+    address, rows, columns, to_row, to_column = layout
+    halves = 2 if size == 16 else 1
+    element = k // halves
+    row = element // columns if rows > 1 else 0
+    place = address + row * to_row + (element - row * columns) * to_column
+    return place + 8 * (k - element * halves)  # type: ignore[no-any-return]
+
+
+@device_function
+def _load(address: int, unit: int) -> int:
+    if unit == 1:
+        return word_of(ld_any_u8(address))
+    if unit == 2:
+        return word_of(ld_any_u16(address))
+    if unit == 4:
+        return word_of(ld_any_u32(address))
+    return ld_any_u64(address)
+
+
+@device_function
+def _store(address: int, unit: int, word: int) -> None:
+    if unit == 1:
+        st_any_u8(address, word & 0xFF)
+    elif unit == 2:
+        st_any_u16(address, word & 0xFFFF)
+    elif unit == 4:
+        st_any_u32(address, word & 0xFFFFFFFF)
+    else:
+        st_any_u64(address, word)
+
+
+@device_function
+def _load_word(layout: Any, size: int, word: int, units: int) -> int:
+    """Return 8 bytes of an array, with zeros after its end."""
+    unit = min(size, 8)
+    value = 0
+    for k in range(8 // unit):
+        place = word * (8 // unit) + k
+        if place < units:
+            value |= word_of(_load(_unit(layout, size, place), unit) << (8 * unit * k))
+    return value
+
+
+@device_function
+def _store_word(layout: Any, size: int, word: int, units: int, value: int) -> None:
+    """Store 8 bytes of an array, and nothing after its end."""
+    unit = min(size, 8)
+    for k in range(8 // unit):
+        place = word * (8 // unit) + k
+        if place < units:
+            _store(_unit(layout, size, place), unit, value >> (8 * unit * k))
+
+
+@device_function
+def _put(
+    ctx: Any, mailbox: Any, source: Any, epoch: int, lane: int, lanes: int
+) -> None:
+    found = views_of(source, source)
+    size, layout = found[0], found[1:6]
+    nbytes = size * layout[1] * layout[2]
+    check_mailbox(ctx, mailbox, nbytes)
+    units, k = nbytes // min(size, 8), lane
+    while k * _VECTOR < nbytes:
+        low = _load_word(layout, size, 2 * k, units)
+        high = _load_word(layout, size, 2 * k + 1, units)
+        post_packets(mailbox_of(mailbox) + _PACKETS * k, _VECTOR, low, high, epoch)
+        k += lanes
+
+
+@device_function
+def _is_overwritten(box: int, epoch: int) -> bool:
+    """Return whether a packet is of a later epoch; 0 is that of an empty mailbox."""
+    found = ld_relaxed_sys_v2_u64(box)[0] >> 32 & 0xFFFFFFFF
+    return found != 0 and 0 < ((found - epoch) & 0xFFFFFFFF) < 0x80000000
+
+
+@device_function
+def _receive(guard: Any, box: int, epoch: int, record: int, lost: int) -> Any:
+    """Wait for a vector; return its words, and whether it has arrived."""
+    polls = 0
+    started = 0
+    low, high, missing = peek_packets(box, _VECTOR, epoch)
+    while missing != 0:
+        polls = pause(polls)
+        if is_time_to_check(polls):
+            started = since(started)
+            if _is_overwritten(box, epoch):
+                fail(guard, lost)
+                return low, high, False
+            if must_give_up(guard, started, record):
+                return low, high, False
+        low, high, missing = peek_packets(box, _VECTOR, epoch)
+    return low, high, True
+
+
+@device_function
+def _get(
+    ctx: Any, src: int, target: Any, mailbox: Any, epoch: int, lane: int, lanes: int
+) -> bool:
+    found = views_of(target, target)
+    size, layout = found[0], found[1:6]
+    nbytes = size * layout[1] * layout[2]
+    check_peer(ctx, src)
+    check_mailbox(ctx, mailbox, nbytes)
+    record = wait_record(GET_PACKETS, ctx.rank, src, grid_index(), epoch)
+    lost = wait_record(OVERWRITTEN, ctx.rank, src, grid_index(), epoch)
+    units, k = nbytes // min(size, 8), lane
+    arrived = True
+    while k * _VECTOR < nbytes and arrived:
+        box = mailbox_of(mailbox) + _PACKETS * k
+        low, high, arrived = _receive(ctx.guard, box, epoch, record, lost)
+        if arrived:
+            _store_word(layout, size, 2 * k, units, low)
+            _store_word(layout, size, 2 * k + 1, units, high)
+        k += lanes
+    return arrived
+
+
+@device_function
+def put_packets(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
+    """Send an array to a peer's mailbox by packets, by the calling thread alone.
+
+    One thread calls it. It orders nothing and waits for nothing. A packet is twice as
+    large as its data, and needs no signal. Before it, wait until the peer has read the
+    epoch that was in this mailbox: see :func:`put_packets_block`.
+
+    Args:
+        ctx: the memory's context.
+        mailbox: an array of one dimension of uint64 in the peer's memory, contiguous
+            and aligned to 16 bytes, of at least ``mailbox_size(source.size, dtype)``
+            elements. Not checked on a GPU, unless in debug mode. It is zero at first,
+            and only this function stores there.
+        source: an array of one or two dimensions, in memory of any kind.
+        epoch: the number of the copy, from 1 on, counted for this mailbox or for all
+            mailboxes that are used in turn. It is compared modulo 2**32.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     box = symm.peer_array(ctx, 0, 4, np.uint64)
+        ...     mine = cuda.local.array(1, np.int64)
+        ...     mine[0] = 9
+        ...     symm.put_packets(ctx, box, mine, 1)
+        ...     symm.get_packets(ctx, 0, old, box, 1)
+        >>> kernel[1, 1](ctx, old)
+        >>> int(old[0])
+        9
+    """
+    _put(ctx, mailbox, source, epoch, 0, 1)
+
+
+@device_function
+def put_packets_warp(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
+    """Send an array to a peer's mailbox by packets, by all threads of a warp.
+
+    Every thread of the warp calls it with the same arguments, as :func:`put_packets`.
+    Before it, call ``cuda.syncwarp()`` if other threads wrote what it sends.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     box = symm.peer_array(ctx, 0, 4, np.uint64)
+        ...     mine = cuda.shared.array(2, np.int64)
+        ...     mine[cuda.threadIdx.x] = cuda.threadIdx.x
+        ...     cuda.syncthreads()
+        ...     symm.put_packets_warp(ctx, box, mine, 1)
+        ...     symm.get_packets_warp(ctx, 0, mine, box, 1)
+        ...     old[0] = mine[1]
+        >>> kernel[1, 2](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    _put(ctx, mailbox, source, epoch, lane_index(), warp_size())
+
+
+@device_function
+def put_packets_block(ctx: Any, mailbox: Any, source: Any, epoch: int) -> None:
+    """Send an array to a peer's mailbox by packets, by all threads of a block.
+
+    Every thread of the block calls it with the same arguments, as :func:`put_packets`.
+    Before it, call ``syncthreads`` if other threads wrote what it sends. It is fastest
+    if each thread sends at most 16 bytes.
+
+    Here, two mailboxes are used in turn. So before epoch *e* is sent, epoch *e* - 2
+    must have been read. The receiver announces that by a signal that counts.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     boxes = symm.peer_array(ctx, 0, (2, 4), np.uint64)
+        ...     mine = cuda.shared.array(2, np.int64)
+        ...     for epoch in range(1, 6):
+        ...         if cuda.threadIdx.x == 0:  # the credit
+        ...             symm.wait_until(ctx, 0, 5, symm.GE, epoch - 2)
+        ...         mine[cuda.threadIdx.x] = epoch
+        ...         cuda.syncthreads()
+        ...         symm.put_packets_block(ctx, boxes[epoch % 2], mine, epoch)
+        ...         symm.get_packets_block(ctx, 0, mine, boxes[epoch % 2], epoch)
+        ...         if cuda.threadIdx.x == 0:  # all threads have read
+        ...             symm.signal_set(ctx, 0, 5, epoch)
+        ...     old[0] = mine[1]
+        >>> kernel[1, 2](ctx, old)
+        >>> int(old[0])
+        5
+    """
+    _put(ctx, mailbox, source, epoch, thread_index(), block_size())
+
+
+@device_function
+def get_packets(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) -> bool:
+    """Wait for packets in this rank's mailbox, and store their data in an array.
+
+    One thread calls it. It acquires nothing but this data. It polls this rank's memory.
+
+    Args:
+        ctx: the memory's context.
+        src: the rank that sends, for the text of a failure.
+        target: an array of one or two dimensions, in memory of any kind, with as many
+            elements as were sent and of the same size.
+        mailbox: the mailbox in this rank's memory, as for :func:`put_packets`.
+        epoch: that of the sender.
+
+    Returns:
+        False if the deadline has passed, a rank has failed, or the sender has
+        overwritten the packets. Parts of the target may have been stored.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     box = symm.peer_array(ctx, 0, 4, np.uint64)
+        ...     if cuda.blockIdx.x == 0:
+        ...         symm.get_packets(ctx, 0, old, box, 7)
+        ...     else:
+        ...         mine = cuda.local.array(1, np.int64)
+        ...         mine[0] = 9
+        ...         symm.put_packets(ctx, box, mine, 7)
+        >>> kernel[2, 1](ctx, old)
+        >>> int(old[0])
+        9
+    """
+    return _get(ctx, src, target, mailbox, epoch, 0, 1)
+
+
+@device_function
+def get_packets_warp(ctx: Any, src: int, target: Any, mailbox: Any, epoch: int) -> bool:
+    """Wait for packets as :func:`get_packets`, by all threads of a whole warp.
+
+    Every thread of the warp calls it with the same arguments. After it, all of them see
+    the target, and may announce that they have read the mailbox.
+
+    Returns:
+        As :func:`get_packets`; the same in all threads of the warp.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     box = symm.peer_array(ctx, 0, 4, np.uint64)
+        ...     mine = cuda.shared.array(2, np.int64)
+        ...     mine[cuda.threadIdx.x] = 1 + cuda.threadIdx.x
+        ...     cuda.syncthreads()
+        ...     symm.put_packets_warp(ctx, box, mine, 1)
+        ...     old[0] = symm.get_packets_warp(ctx, 0, mine, box, 1)
+        >>> kernel[1, 2](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    lane = lane_index()
+    arrived = _get(ctx, src, target, mailbox, epoch, lane, warp_size())
+    # All threads have read their packets and stored their data.
+    return not warp_or(not arrived)
+
+
+@device_function
+def get_packets_block(
+    ctx: Any, src: int, target: Any, mailbox: Any, epoch: int
+) -> bool:
+    """Wait for packets as :func:`get_packets`, by all threads of a block.
+
+    Every thread of the block calls it with the same arguments. After it, all of them
+    see the target, and one may announce that they have read the mailbox: see
+    :func:`put_packets_block`.
+
+    Returns:
+        As :func:`get_packets`; the same in all threads of the block.
+
+    Example:
+        >>> @cuda.jit
+        ... def kernel(ctx, old):
+        ...     box = symm.peer_array(ctx, 0, 4, np.uint64)
+        ...     mine = cuda.shared.array(2, np.int64)
+        ...     mine[cuda.threadIdx.x] = 1 + cuda.threadIdx.x
+        ...     cuda.syncthreads()
+        ...     symm.put_packets_block(ctx, box, mine, 1)
+        ...     old[0] = symm.get_packets_block(ctx, 0, mine, box, 1)
+        >>> kernel[1, 2](ctx, old)
+        >>> int(old[0])
+        1
+    """
+    thread = thread_index()
+    arrived = _get(ctx, src, target, mailbox, epoch, thread, block_size())
+    # All threads have read their packets and stored their data.
+    return not syncthreads_or(not arrived)  # explore: all-received
