@@ -58,3 +58,11 @@ def flag(value: Any, call: str, name: str) -> bool:
             f"{call}: expected {name} to be True or False, got {shown(value)} "
             f"({without_addresses(str(error))}); pass True or False"
         ) from error
+
+
+def refuse_misaligned(address: int, size: int) -> None:
+    """Raise: an access in the simulator that would fail on a GPU."""
+    raise ArgumentError(
+        f"address {address:#x}: expected a multiple of {size}; on a GPU, this access "
+        "fails, and the process cannot use the GPU any more"
+    )

@@ -40,7 +40,11 @@ from numba_symm.collectives.protocols import (
     partition,
     workspace,
 )
-from numba_symm.collectives.protocols.chunks import make_chunks
+from numba_symm.collectives.protocols.chunks import (
+    make_chunks,
+    make_fold_slots,
+    write_slots,
+)
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
 from numba_symm.device import intrinsics, order
@@ -90,8 +94,28 @@ def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
     mirror = order.make_mirror(size)
     batch = min(room, max(1, workspace.LOADS // size))
     in_rank_order = order.make_in_rank_order(size)
+    fold_slots, write = make_fold_slots(size, lanes), lanes.slices.write
 
-    @intrinsics.device_function
+    def reduce_slices(
+        ring: Any,
+        here: int,
+        slot: int,
+        source: int,
+        target: int,
+        chunk: Any,
+        low: Any,
+        high: Any,
+        of_vector: Any,
+    ) -> None:
+        rank, vector, tiles, share, count, _ = chunk
+        chunk = rank, vector, tiles, share, count, rank * share
+        at, result = fold_slots(here, source, chunk, slice(size))
+        for k in range(others):
+            write_slots(ring[k] + slot + mirror(k) * rank_stride, result)
+        if target != 0:
+            write(target, at, count, result)
+
+    @intrinsics.sliced(reduce_slices)
     def reduce(
         ring: Any,
         here: int,
@@ -143,7 +167,9 @@ def make_chunked_all_reduce(size: int, element: Element, op: Op, ragged: bool) -
     lanes = make_lanes(element, op, ragged, size)
     epochs = workspace.layout(size).chunked.epochs
     place, flag_place = make_places(size)
-    _, scatter, collect = make_chunks(size, lanes.load, lanes.store, size, False)
+    *_, scatter, collect = make_chunks(
+        size, lanes.load, lanes.store, lanes.slices, size, False
+    )
     reduce = make_reduce(size, lanes)
     held = size * min(workspace.CHUNKED.tiles(size), max(1, workspace.LOADS // size))
 

@@ -13,6 +13,7 @@ earlier.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from numba import cuda
@@ -26,7 +27,12 @@ from numba_symm.collectives.protocols import (
     slots,
     workspace,
 )
-from numba_symm.collectives.protocols.chunks import make_chunks
+from numba_symm.collectives.protocols.chunks import (
+    ChunkAccess,
+    make_chunks,
+    read_slots,
+    write_slots,
+)
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
 from numba_symm.device import intrinsics, lanes, order
@@ -34,19 +40,85 @@ from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
 
 
+def make_relay(
+    size: int, moves: lanes.Lanes, access: ChunkAccess
+) -> Callable[..., None]:
+    """Return a device function that passes on a chunk of this rank's shard.
+
+    ``(ring, here, slot, array, to_root, chunk, low, high)`` reads the chunk from the
+    address ``here`` on. It stores it in the array, and in the slots of all but the
+    root, from the offset ``slot`` on. ``chunk`` begins with the shard's number, but is
+    ``chunks.py``'s otherwise.
+    """
+    inside, store, others = access.inside, moves.store, size - 1
+    room, mirror = workspace.CHUNKED.tiles(size), order.make_mirror(size)
+    rank_stride, batch = room * TILE_BYTES, min(room, workspace.LOADS)
+
+    def relay_slices(
+        ring: Any,
+        here: int,
+        slot: int,
+        array: int,
+        to_root: int,
+        chunk: Any,
+        low: Any,
+        high: Any,
+    ) -> None:
+        count = chunk[4]
+        at = access.in_array(chunk, 0)
+        words = read_slots(here, len(at))
+        for k in range(others):
+            if k != to_root:
+                write_slots(ring[k] + slot + mirror(k) * rank_stride, words)
+        moves.slices.write(array, at, count, words)
+
+    @intrinsics.sliced(relay_slices)
+    def relay(
+        ring: Any,
+        here: int,
+        slot: int,
+        array: int,
+        to_root: int,
+        chunk: Any,
+        low: Any,
+        high: Any,
+    ) -> None:
+        mine, vector, tiles, share, count, vectors = chunk
+        for base in range(0, tiles, batch):
+            for i in range(batch):
+                at = vector + (base + i) * THREADS
+                if base + i < tiles and inside(mine, at, share, vectors):
+                    there = here + (base + i) * TILE_BYTES
+                    low[i], high[i] = intrinsics.ld_v2_u64(there)
+            for i in range(batch):
+                at = vector + (base + i) * THREADS
+                if base + i < tiles and inside(mine, at, share, vectors):
+                    words = low[i], high[i]
+                    for k in range(others):
+                        to = ring[k] + slot + mirror(k) * rank_stride
+                        if k != to_root:  # explore: to-root
+                            to += (base + i) * TILE_BYTES
+                            intrinsics.st_v2_u64(to, words)
+                    there = mine * share + at
+                    store(array, there, count, words[0], words[1])
+
+    return relay
+
+
 def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
-    *_, load, store = lanes.make_lanes(element, "sum", ragged, size)
-    inside, scatter, collect = make_chunks(size, load, store, size - 1, True)
+    moves = lanes.make_lanes(element, "sum", ragged, size)
+    chunk_access = make_chunks(
+        size, moves.load, moves.store, moves.slices, size - 1, True
+    )
+    scatter, collect = chunk_access.scatter, chunk_access.collect
+    relay = make_relay(size, moves, chunk_access)
     at = workspace.layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = slots.make_place(size)
     room = workspace.CHUNKED.tiles(size)
     rank_stride = room * TILE_BYTES
-    others = size - 1
-    mirror = order.make_mirror(size)
-    held = max(min(room, max(1, workspace.LOADS // size)) * others, workspace.LOADS)
-    relayed = min(room, workspace.LOADS)
+    held = max(min(room, max(1, workspace.LOADS // size)) * (size - 1), workspace.LOADS)
     lag = 2 if size > 2 else 1
     raise_flags, await_flags = make_flags(size)
     operation = waits.CHUNKED_BROADCAST
@@ -103,23 +175,8 @@ def make_chunked_broadcast(size: int, element: Element, ragged: bool) -> Any:
                 here += to_root * rank_stride
                 slot = place(block, before, stage - 1) + VECTOR * thread
                 vector = first + (stage - 1) * stride
-                for base in range(0, tiles, relayed):
-                    for i in range(relayed):
-                        at = vector + (base + i) * THREADS
-                        if base + i < tiles and inside(mine, at, share, vectors):
-                            there = here + (base + i) * TILE_BYTES
-                            low[i], high[i] = intrinsics.ld_v2_u64(there)
-                    for i in range(relayed):
-                        at = vector + (base + i) * THREADS
-                        if base + i < tiles and inside(mine, at, share, vectors):
-                            words = low[i], high[i]
-                            for k in range(others):
-                                to = ring[k] + slot + mirror(k) * rank_stride
-                                if k != to_root:  # explore: to-root
-                                    to += (base + i) * TILE_BYTES
-                                    intrinsics.st_v2_u64(to, words)
-                            there = mine * share + at
-                            store(array, there, count, words[0], words[1])
+                chunk = mine, vector, tiles, share, count, vectors
+                relay(ring, here, slot, array, to_root, chunk, low, high)
             if stage >= lag and not is_root:
                 slot = own + place(block, before, stage - 2) + VECTOR * thread
                 vector = first + (stage - 2) * stride

@@ -33,12 +33,18 @@ from numba_symm.collectives.protocols import (
     slots,
     workspace,
 )
-from numba_symm.collectives.protocols.chunks import make_load_all
+from numba_symm.collectives.protocols.chunks import (
+    make_fold_slots,
+    make_load_all,
+    read_slots,
+    write_slots,
+)
 from numba_symm.collectives.protocols.exchanges import Output
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
 from numba_symm.device import intrinsics, order
 from numba_symm.device.lanes import Lanes, make_lanes
+from numba_symm.device.slices import repeated
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
 
@@ -67,8 +73,33 @@ def make_use(
     rank_stride = room * TILE_BYTES
     received = received_of(size, output)
     batch = min(room, max(1, workspace.LOADS // received))
+    fold_slots, write = make_fold_slots(size, lanes), lanes.slices.write
+    from_this = output is Output.FROM_THIS
 
-    @intrinsics.device_function
+    def use_slices(
+        slot: int,
+        here: int,
+        target: int,
+        shard_bytes: int,
+        taken: int,
+        chunk: Any,
+        low: Any,
+        high: Any,
+        mine: Any,
+    ) -> None:
+        rank, vector, tiles, vectors, count, _ = chunk
+        at = range(vector, vectors, THREADS)[:tiles]
+        if stores_shards:
+            for k in range(others):
+                to = target + (rank + 1 + k) % size * shard_bytes
+                write(to, at, count, read_slots(slot + k * rank_stride, len(at)))
+        elif taken > 0:
+            used = slice(size - taken, size) if from_this else slice(taken)
+            write(target, at, count, fold_slots(slot, here, chunk, used)[1])
+        elif none_stored:
+            write(target, at, count, repeated(none_low, none_high, len(at)))
+
+    @intrinsics.sliced(use_slices)
     def use(
         slot: int,
         here: int,
@@ -109,25 +140,103 @@ def make_use(
     return use
 
 
+def sent_of(size: int, kind: exchanges.Exchange) -> int:
+    """Return how many vectors a thread loads of one tile before it stores them.
+
+    Those of the other ranks' shards, or one for all; and its own vector, which is the
+    last.
+    """
+    stores_shards, sends_shards = kind.output is Output.SHARDS, kind.sends_shards
+    return max(1, (size - 1) * sends_shards + (stores_shards or not sends_shards))
+
+
+@functools.cache
+def make_send(size: int, lanes: Lanes, kind: exchanges.Exchange) -> Callable[..., None]:
+    """Return a device function that stores a chunk in the slots of all others.
+
+    ``(ring, slot, source, there, shard_bytes, chunk, low, high)`` stores it from the
+    offset ``slot`` in a workspace on, and this rank's own shard at ``there``. ``chunk``
+    is as in ``chunks.make_load_all``.
+    """
+    load, store = lanes.load, lanes.store
+    read, write = lanes.slices
+    sends_shards, stores_shards = kind.sends_shards, kind.output is Output.SHARDS
+    room, others = workspace.CHUNKED.tiles(size), size - 1
+    rank_stride, mirror = room * TILE_BYTES, order.make_mirror(size)
+    sent = sent_of(size, kind)
+    batch = min(room, max(1, workspace.LOADS // sent))
+
+    def send_slices(
+        ring: Any,
+        slot: int,
+        source: int,
+        there: int,
+        shard_bytes: int,
+        chunk: Any,
+        low: Any,
+        high: Any,
+    ) -> None:
+        rank, vector, tiles, vectors, count, _ = chunk
+        at = range(vector, vectors, THREADS)[:tiles]
+        for k in range(others):
+            r = (rank + 1 + k) % size
+            array = source + r * shard_bytes if sends_shards else source
+            to = ring[k] + slot + mirror(k) * rank_stride
+            write_slots(to, read(array, at, count))
+        if stores_shards:
+            array = source + rank * shard_bytes if sends_shards else source
+            write(there, at, count, read(array, at, count))
+
+    @intrinsics.sliced(send_slices)
+    def send(
+        ring: Any,
+        slot: int,
+        source: int,
+        there: int,
+        shard_bytes: int,
+        chunk: Any,
+        low: Any,
+        high: Any,
+    ) -> None:
+        rank, vector, tiles, vectors, count, _ = chunk
+        for base in range(0, tiles, batch):
+            for i in range(batch * sent):
+                tile, k = base + i // sent, i % sent
+                at = vector + tile * THREADS
+                if tile < tiles and at < vectors:
+                    r = (rank + 1 + k) % size
+                    array = source + r * shard_bytes if sends_shards else source
+                    low[i], high[i] = load(array, at, count)
+            for i in range(batch):
+                tile = base + i
+                at = vector + tile * THREADS
+                if tile < tiles and at < vectors:
+                    for k in range(others):
+                        j = i * sent + (k if sends_shards else 0)
+                        to = ring[k] + slot + mirror(k) * rank_stride
+                        to += tile * TILE_BYTES
+                        intrinsics.st_v2_u64(to, (low[j], high[j]))
+                    if stores_shards:
+                        j = i * sent + sent - 1
+                        store(there, at, count, low[j], high[j])
+
+    return send
+
+
 def make_chunked_exchange(
     size: int, element: Element, op: Op, ragged: bool, kind: exchanges.Exchange
 ) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     is_done = handshake.make_is_done(size)
     lanes = make_lanes(element, op, ragged, size)
-    load, store = lanes.load, lanes.store
     raise_flags, await_flags = make_flags(size)
     sends_shards, output, operation = kind
     stores_shards, at_root = output is Output.SHARDS, output is Output.AT_ROOT
     at = workspace.layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = slots.make_place(size)
-    room, others = workspace.CHUNKED.tiles(size), size - 1
-    rank_stride, mirror = room * TILE_BYTES, order.make_mirror(size)
-    use = make_use(size, element, op, lanes, output)
-    # The vectors of a thread of one tile: of the other ranks' shards, or one for all;
-    # and its own vector, which is the last.
-    sent = max(1, others * sends_shards + (stores_shards or not sends_shards))
+    room, sent = workspace.CHUNKED.tiles(size), sent_of(size, kind)
+    send, use = make_send(size, lanes, kind), make_use(size, element, op, lanes, output)
     batch_out = min(room, max(1, workspace.LOADS // sent))
     batch_in = min(room, max(1, workspace.LOADS // received_of(size, output)))
     held = max(batch_out * sent, batch_in * received_of(size, output))
@@ -172,26 +281,8 @@ def make_chunked_exchange(
             if stage < chunks and not failed and not (at_root and taken > 0):
                 slot = place(block, before, stage) + VECTOR * thread
                 vector = first + stage * stride
-                for base in range(0, tiles, batch_out):
-                    for i in range(batch_out * sent):
-                        tile, k = base + i // sent, i % sent
-                        at = vector + tile * THREADS
-                        if tile < tiles and at < vectors:
-                            r = (rank + 1 + k) % size
-                            array = source + r * shard_bytes if sends_shards else source
-                            low[i], high[i] = load(array, at, count)
-                    for i in range(batch_out):
-                        tile = base + i
-                        at = vector + tile * THREADS
-                        if tile < tiles and at < vectors:
-                            for k in range(others):
-                                j = i * sent + (k if sends_shards else 0)
-                                to = ring[k] + slot + mirror(k) * rank_stride
-                                to += tile * TILE_BYTES
-                                intrinsics.st_v2_u64(to, (low[j], high[j]))
-                            if stores_shards:
-                                j = i * sent + sent - 1
-                                store(there, at, count, low[j], high[j])
+                chunk = rank, vector, tiles, vectors, count, 0
+                send(ring, slot, source, there, shard_bytes, chunk, low, high)
             if stage >= 1:  # explore: wait
                 last = (before + stage) & 0xFFFFFFFF
                 failed = await_flags(guard, operation, own + flag, block, last, failed)

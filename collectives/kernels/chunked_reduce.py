@@ -26,6 +26,7 @@ all-reduce.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from numba import cuda
@@ -39,32 +40,93 @@ from numba_symm.collectives.protocols import (
     slots,
     workspace,
 )
-from numba_symm.collectives.protocols.chunks import make_chunks, make_load_all
+from numba_symm.collectives.protocols.chunks import (
+    make_chunks,
+    make_fold_slots,
+    make_load_all,
+    write_slots,
+)
 from numba_symm.collectives.protocols.flags import make_flags
 from numba_symm.collectives.protocols.workspace import THREADS, TILE_BYTES, VECTOR
 from numba_symm.device import intrinsics, order
-from numba_symm.device.lanes import make_lanes
+from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel, Launch
+
+
+def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
+    """Return a device function that reduces this rank's shard of a chunk.
+
+    It reads what the others scattered, from the address ``here`` on. It stores the
+    result in the slots of the root, from the offset ``slot`` on. ``chunk`` is as in
+    ``chunks.make_load_all``, and ``of_batch`` are two local arrays.
+    """
+    load_all, total = make_load_all(size, lanes.load), order.make_total(size, lanes)
+    room, others = workspace.CHUNKED.tiles(size), size - 1
+    rank_stride, mirror = room * TILE_BYTES, order.make_mirror(size)
+    batch = min(room, max(1, workspace.LOADS // size))
+    fold_slots = make_fold_slots(size, lanes)
+
+    def reduce_slices(
+        ring: Any,
+        here: int,
+        slot: int,
+        source: int,
+        root: int,
+        chunk: Any,
+        low: Any,
+        high: Any,
+        of_batch: Any,
+    ) -> None:
+        _, result = fold_slots(here, source, chunk, slice(size))
+        write_slots(ring[root] + slot + mirror(root) * rank_stride, result)
+
+    @intrinsics.sliced(reduce_slices)
+    def reduce(
+        ring: Any,
+        here: int,
+        slot: int,
+        source: int,
+        root: int,
+        chunk: Any,
+        low: Any,
+        high: Any,
+        of_batch: Any,
+    ) -> None:
+        _, vector, tiles, share, _, _ = chunk
+        own_low, own_high = of_batch
+        for base in range(0, tiles, batch):
+            load_all(here, source, chunk, base, low, high, own_low, own_high)
+            for i in range(batch):
+                tile = base + i
+                if tile < tiles and vector + tile * THREADS < share:
+                    result = total(low, high, i * size)
+                    for k in range(others):
+                        if k == root:  # explore: to-root
+                            to = slot + mirror(k) * rank_stride
+                            intrinsics.st_v2_u64(
+                                ring[k] + to + tile * TILE_BYTES, result
+                            )
+
+    return reduce
 
 
 def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
     lanes = make_lanes(element, op, ragged, size)
-    load_all = make_load_all(size, lanes.load)
-    _, scatter, collect = make_chunks(size, lanes.load, lanes.store, size - 1, False)
-    total = order.make_total(size, lanes)
+    *_, scatter, collect = make_chunks(
+        size, lanes.load, lanes.store, lanes.slices, size - 1, False
+    )
+    reduce = make_reduce(size, lanes)
     raise_flags, await_flags = make_flags(size)
     operation = waits.CHUNKED_REDUCE
     is_done = handshake.make_is_done(size)
     at = workspace.layout(size).chunked
     epochs, flags = at.epochs, at.flags
     place = slots.make_place(size)
-    room = workspace.CHUNKED.tiles(size)
-    rank_stride = room * TILE_BYTES
     others = size - 1
     mirror = order.make_mirror(size)
-    batch = min(room, max(1, workspace.LOADS // size))
+    batch = min(workspace.CHUNKED.tiles(size), max(1, workspace.LOADS // size))
     held = batch * size
 
     def chunked_reduce(
@@ -119,18 +181,8 @@ def make_chunked_reduce(size: int, element: Element, op: Op, ragged: bool) -> An
                 slot = place(block, before, stage - 1) + VECTOR * thread
                 vector = first + (stage - 1) * stride
                 chunk = rank, vector, tiles, share, count, mine
-                for base in range(0, tiles, batch):
-                    load_all(here, source, chunk, base, low, high, own_low, own_high)
-                    for i in range(batch):
-                        tile = base + i
-                        if tile < tiles and vector + tile * THREADS < share:
-                            result = total(low, high, i * size)
-                            for k in range(others):
-                                if k == root:  # explore: to-root
-                                    to = slot + mirror(k) * rank_stride
-                                    intrinsics.st_v2_u64(
-                                        ring[k] + to + tile * TILE_BYTES, result
-                                    )
+                of_batch = own_low, own_high
+                reduce(ring, here, slot, source, root, chunk, low, high, of_batch)
             if stage >= 2 and target != 0:
                 slot = own + place(block, before, stage - 2) + VECTOR * thread
                 vector = first + (stage - 2) * stride

@@ -12,6 +12,7 @@ this kernel, and this kernel before what follows on any rank's stream.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from numba import cuda
@@ -26,15 +27,75 @@ from numba_symm.collectives.protocols import (
 )
 from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics, lanes, order
+from numba_symm.device.slices import shifted
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
 
 BATCH = 2  # vectors that a thread loads before it stores them
 
 
+def make_copy(size: int, moves: lanes.Lanes) -> Callable[..., None]:
+    """Return a device function that copies a thread's vectors of this rank's shard.
+
+    ``(from_root, array, theirs, to_root, at, count, low, high)`` copies from the
+    address ``from_root`` to this rank's array, and to those in ``theirs`` but the
+    root's. ``at`` is ``(first, start, stride, mine)``: in the shard that begins at
+    ``first``, the vectors at ``start``, ``start + stride`` …, before ``mine``.
+    """
+    load, store, others = moves.load, moves.store, size - 1
+    read, write = moves.slices
+
+    def copy_slices(
+        from_root: int,
+        array: int,
+        theirs: Any,
+        to_root: int,
+        at: Any,
+        count: int,
+        low: Any,
+        high: Any,
+    ) -> None:
+        first, start, stride, mine = at
+        here = shifted(range(start, mine, stride), first)
+        words = read(from_root, here, count)
+        write(array, here, count, words)
+        for k in range(others):
+            if k != to_root:
+                write(int(theirs[k]), here, count, words)
+
+    @intrinsics.sliced(copy_slices)
+    def copy(
+        from_root: int,
+        array: int,
+        theirs: Any,
+        to_root: int,
+        at: Any,
+        count: int,
+        low: Any,
+        high: Any,
+    ) -> None:
+        first, start, stride, mine = at
+        while start < mine:
+            for i in range(BATCH):
+                vector = start + i * stride
+                if vector < mine:
+                    low[i], high[i] = load(from_root, first + vector, count)
+            for i in range(BATCH):
+                vector = start + i * stride
+                if vector < mine:
+                    store(array, first + vector, count, low[i], high[i])
+                    for k in range(others):
+                        if k != to_root:
+                            into = intrinsics.word_of(theirs[k])
+                            store(into, first + vector, count, low[i], high[i])
+            start += BATCH * stride
+
+    return copy
+
+
 def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks and a type that is only moved."""
-    _, _, _, load, store = lanes.make_lanes(element, "sum", ragged, size)
+    copy = make_copy(size, lanes.make_lanes(element, "sum", ragged, size))
     refused, where = handshake.make_refused(size), handshake.make_where(size)
     others = size - 1
     mirror = order.make_mirror(size)
@@ -66,22 +127,9 @@ def make_direct_broadcast(size: int, element: Element, ragged: bool) -> Any:
         from_root, _ = intrinsics.ld_v2_u64(own + where(to_root))
         for k in range(others):
             theirs[k], _ = intrinsics.ld_v2_u64(own + where(k))
-        stride = grid * THREADS
         start = block * THREADS + cuda.threadIdx.x
-        while start < mine:
-            for i in range(BATCH):
-                vector = start + i * stride
-                if vector < mine:
-                    low[i], high[i] = load(from_root, first + vector, count)
-            for i in range(BATCH):
-                vector = start + i * stride
-                if vector < mine:
-                    store(array, first + vector, count, low[i], high[i])
-                    for k in range(others):
-                        if k != to_root:
-                            into = intrinsics.word_of(theirs[k])
-                            store(into, first + vector, count, low[i], high[i])
-            start += BATCH * stride
+        at = first, start, grid * THREADS, mine
+        copy(from_root, array, theirs, to_root, at, count, low, high)
 
     return direct_broadcast
 

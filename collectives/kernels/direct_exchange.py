@@ -13,6 +13,7 @@ place is refused, because the other ranks load what it would overwrite.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from numba import cuda
@@ -27,22 +28,74 @@ from numba_symm.collectives.protocols import (
 )
 from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics
-from numba_symm.device.lanes import make_lanes
+from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element
 from numba_symm.kernels import Kernel
 
 LOADS = 6  # vectors that a thread loads before it stores them
 
 
-def make_direct_exchange(size: int, element: Element, ragged: bool) -> Any:
-    """Return the kernel for ``size`` ranks and a type that is only moved."""
-    lanes = make_lanes(element, "sum", ragged, size)
-    store = lanes.store
-    refused, where = handshake.make_refused(size), handshake.make_where(size)
-    others = size - 1
+def make_copy(size: int, moves: Lanes) -> Callable[..., None]:
+    """Return a device function that copies a thread's vectors of all shards.
+
+    ``(rank, inputs, source, target, shard_bytes, at, count, low, high)``; ``inputs`` is
+    a local array of their addresses along the ring. ``at`` is ``(start, stride,
+    vectors)``: the vectors at ``start``, ``start + stride`` …, before ``vectors``.
+    """
+    store, read, write = moves.store, moves.slices.read, moves.slices.write
     batch = max(1, LOADS // size)
     held = batch * size
-    load_batch = handshake.make_load_batch(size, batch, lanes.load)
+    load_batch = handshake.make_load_batch(size, batch, moves.load)
+
+    def copy_slices(
+        rank: int,
+        inputs: Any,
+        source: int,
+        target: int,
+        shard_bytes: int,
+        at: Any,
+        count: int,
+        low: Any,
+        high: Any,
+    ) -> None:
+        start, stride, vectors = at
+        mine = range(start, vectors, stride)
+        for k in range(size):
+            there = target + (rank + 1 + k) % size * shard_bytes
+            if there != source:
+                write(there, mine, count, read(int(inputs[k]), mine, count))
+
+    @intrinsics.sliced(copy_slices)
+    def copy(
+        rank: int,
+        inputs: Any,
+        source: int,
+        target: int,
+        shard_bytes: int,
+        at: Any,
+        count: int,
+        low: Any,
+        high: Any,
+    ) -> None:
+        start, stride, vectors = at
+        while start < vectors:
+            load_batch(inputs, start, stride, vectors, count, low, high)
+            for i in range(held):
+                vector = start + i // size * stride
+                there = target + (rank + 1 + i % size) % size * shard_bytes
+                if vector < vectors and there != source:
+                    store(there, vector, count, low[i], high[i])
+            start += batch * stride
+
+    return copy
+
+
+def make_direct_exchange(size: int, element: Element, ragged: bool) -> Any:
+    """Return the kernel for ``size`` ranks and a type that is only moved."""
+    copy = make_copy(size, make_lanes(element, "sum", ragged, size))
+    refused, where = handshake.make_refused(size), handshake.make_where(size)
+    others = size - 1
+    held = max(1, LOADS // size) * size
 
     def direct_exchange(
         guard: Any,
@@ -66,16 +119,8 @@ def make_direct_exchange(size: int, element: Element, ragged: bool) -> Any:
         for k in range(others):
             inputs[k], _ = intrinsics.ld_v2_u64(own + where(k))
         inputs[others] = source
-        stride = grid * THREADS
-        start = block * THREADS + cuda.threadIdx.x
-        while start < vectors:
-            load_batch(inputs, start, stride, vectors, count, low, high)
-            for i in range(held):
-                vector = start + i // size * stride
-                there = target + (guard.rank + 1 + i % size) % size * shard_bytes
-                if vector < vectors and there != source:
-                    store(there, vector, count, low[i], high[i])
-            start += batch * stride
+        at = block * THREADS + cuda.threadIdx.x, grid * THREADS, vectors
+        copy(guard.rank, inputs, source, target, shard_bytes, at, count, low, high)
 
     return direct_exchange
 

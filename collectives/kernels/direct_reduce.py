@@ -16,6 +16,7 @@ all-reduce.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from numba import cuda
@@ -30,25 +31,59 @@ from numba_symm.collectives.protocols import (
 )
 from numba_symm.collectives.protocols.workspace import THREADS
 from numba_symm.device import intrinsics, order
-from numba_symm.device.lanes import make_lanes
+from numba_symm.device.lanes import Lanes, make_lanes
 from numba_symm.dtypes import Element, Op
 from numba_symm.kernels import Kernel
 
 LOADS = 8  # vectors that a thread loads before it reduces them
 
 
+def make_reduce(size: int, lanes: Lanes) -> Callable[..., None]:
+    """Return a device function that reduces a thread's vectors of this rank's shard.
+
+    ``(inputs, into, at, count, low, high)`` stores the results at ``into``. ``at`` is
+    ``(start, stride, end)``: the vectors at ``start``, ``start + stride`` …, before
+    ``end``. The others are local arrays, ``inputs`` that of
+    ``handshake.make_find_inputs``.
+    """
+    store, total = lanes.store, order.make_total(size, lanes)
+    batch = max(1, LOADS // size)
+    load_batch = handshake.make_load_batch(size, batch, lanes.load)
+    read_each, write = lanes.slices.read_each, lanes.slices.write
+
+    def reduce_slices(
+        inputs: Any, into: int, at: Any, count: int, low: Any, high: Any
+    ) -> None:
+        start, stride, end = at
+        mine = range(start, end, stride)
+        write(into, mine, count, lanes.fold(read_each(inputs, mine, count)))
+
+    @intrinsics.sliced(reduce_slices)
+    def reduce(
+        inputs: Any, into: int, at: Any, count: int, low: Any, high: Any
+    ) -> None:
+        start, stride, end = at
+        while start < end:
+            load_batch(inputs, start, stride, end, count, low, high)
+            for i in range(batch):
+                vector = start + i * stride
+                if vector < end:
+                    words = total(low, high, i * size)
+                    store(into, vector, count, words[0], words[1])
+            start += batch * stride
+
+    return reduce
+
+
 def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any:
     """Return the kernel for ``size`` ranks, an element type and a reduction."""
-    lanes = make_lanes(element, op, ragged, size)
-    store, total = lanes.store, order.make_total(size, lanes)
+    reduce = make_reduce(size, make_lanes(element, op, ragged, size))
     refused, where = handshake.make_refused(size), handshake.make_where(size)
     find_inputs = handshake.make_find_inputs(size)
     others = size - 1
     mirror = order.make_mirror(size)
     after_owner = others if size > 2 else size
-    batch = max(1, LOADS // size)
-    held = batch * size
-    load_batch = handshake.make_load_batch(size, batch, lanes.load)
+    held = max(1, LOADS // size) * size
 
     def direct_reduce(
         guard: Any,
@@ -78,16 +113,8 @@ def make_direct_reduce(size: int, element: Element, op: Op, ragged: bool) -> Any
         if size > 2:
             _, into = intrinsics.ld_v2_u64(own + where(mirror(owner)))  # explore: into
         find_inputs(own, guard.rank, source, 0, inputs)
-        stride = grid * THREADS
-        start = first + block * THREADS + cuda.threadIdx.x
-        while start < end:
-            load_batch(inputs, start, stride, end, count, low, high)
-            for i in range(batch):
-                vector = start + i * stride
-                if vector < end:
-                    words = total(low, high, i * size)
-                    store(into, vector, count, words[0], words[1])
-            start += batch * stride
+        at = first + block * THREADS + cuda.threadIdx.x, grid * THREADS, end
+        reduce(inputs, into, at, count, low, high)
 
     return direct_reduce
 

@@ -30,7 +30,7 @@ def make_reduce_shards(number: int, more: bool, element: Element, op: Op) -> Any
         element: their type.
         op: the operator.
     """
-    unpack, pack, combine, _, _ = lanes.make_lanes(element, op, False, number)
+    unpack, pack, combine, *_ = lanes.make_lanes(element, op, False, number)
 
     def reduce_shards(
         grid: int, shards: int, result: int, vectors: int, total: int

@@ -47,6 +47,7 @@ from numba.cuda import types
 
 from numba_symm import dtypes
 from numba_symm.collectives.protocols import binding, workspace
+from numba_symm.collectives.protocols.chunks import read_slots, write_slots
 from numba_symm.collectives.protocols.credit import (
     ABSENT,
     LOW_HALF,
@@ -89,16 +90,27 @@ class Message(NamedTuple):
     itemsize: int = 1
 
 
-def make_move(room: int, load: Any, store: Any) -> Callable[..., None]:
+def make_move(room: int, moves: lanes.Lanes) -> Callable[..., None]:
     """Return a device function that copies a chunk into its slot, or from it.
 
     ``(sending, address, slot, chunk, low, high)``; ``chunk`` is ``(first, tiles,
     vectors, count)``: the index of the thread's first vector, how many it has at most,
     and the vectors and units of the message. A slot has ``room`` of a thread's.
     """
-    batch = min(room, LOADS)
+    batch, load, store = min(room, LOADS), moves.load, moves.store
+    read, write = moves.slices
 
-    @intrinsics.device_function
+    def move_slices(
+        sending: bool, address: int, slot: int, chunk: Any, low: Any, high: Any
+    ) -> None:
+        first, tiles, vectors, count = chunk
+        at = range(first, vectors, THREADS)[:tiles]
+        if sending:
+            write_slots(slot, read(address, at, count))
+        else:
+            write(address, at, count, read_slots(slot, len(at)))
+
+    @intrinsics.sliced(move_slices)
     def move(
         sending: bool, address: int, slot: int, chunk: Any, low: Any, high: Any
     ) -> None:
@@ -210,14 +222,14 @@ def make_transfer(
             whose blocks are those of one direction.
     """
     element = dtypes.element(f"int{8 * width}", "transfer")
-    _, _, _, load, store = lanes.make_lanes(element, "sum", ragged, size)
+    moves = lanes.make_lanes(element, "sum", ragged, size)
     at = workspace.channels(size, alone)
     others, pairs, room = size - 1, 2 * (size - 1), at.tiles
     slot_bytes, across, batch = room * TILE_BYTES, used * THREADS, min(room, LOADS)
     epochs, lengths = at.epochs, at.lengths
     pair_lengths = 8 * at.messages * at.number  # in memory, however few are used
     find, places = make_find(size, messages, counted), make_places(size, at)
-    learn, move = make_learn(at.messages), make_move(room, load, store)
+    learn, move = make_learn(at.messages), make_move(room, moves)
 
     def transfer(
         guard: Any,

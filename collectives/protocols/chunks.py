@@ -15,9 +15,15 @@ from numba_symm.collectives.protocols.workspace import (
     THREADS,
     TILE_BYTES,
 )
-from numba_symm.device.intrinsics import device_function, ld_v2_u64, st_v2_u64
-from numba_symm.device.lanes import Load, Store
+from numba_symm.device.intrinsics import (
+    device_function,
+    ld_v2_u64,
+    sliced,
+    st_v2_u64,
+)
+from numba_symm.device.lanes import Lanes, Load, Store
 from numba_symm.device.order import make_mirror
+from numba_symm.device.slices import WHOLE, Slices, Vectors, before, shifted
 
 
 class ChunkAccess(NamedTuple):
@@ -34,6 +40,8 @@ class ChunkAccess(NamedTuple):
     Attributes:
         inside: ``(owner, at, share, vectors)`` returns whether vector ``at`` of a shard
             exists.
+        in_array: ``(chunk, k)`` returns the indices in the array of the thread's
+            vectors of the k-th shard, in the simulator.
         scatter: ``(ring, slot, array, chunk, low, high)`` stores the chunk of each
             shard in the slots of its owner, from the offset ``slot`` in a workspace on.
         collect: ``(slot, array, chunk, low, high)`` stores what arrived in this rank's
@@ -41,13 +49,24 @@ class ChunkAccess(NamedTuple):
     """
 
     inside: Callable[[int, int, int, int], bool]
+    in_array: Callable[[Any, int], range]
     scatter: Callable[..., None]
     collect: Callable[..., None]
 
 
+def read_slots(slot: int, number: int) -> Vectors:
+    """Return a thread's vectors of so many tiles: the simulator's form of a loop."""
+    return WHOLE.read(slot, range(0, number * THREADS, THREADS), 0)
+
+
+def write_slots(slot: int, words: Vectors) -> None:
+    """Store a thread's vectors of several tiles: the simulator's form of a loop."""
+    WHOLE.write(slot, range(0, len(words) * THREADS, THREADS), 0, words)
+
+
 @functools.cache
 def make_chunks(
-    size: int, load: Load, store: Store, owners: int, short: bool
+    size: int, load: Load, store: Store, slices: Slices, owners: int, short: bool
 ) -> ChunkAccess:
     """Return the device functions.
 
@@ -55,6 +74,7 @@ def make_chunks(
         size: number of ranks.
         load: ``Lanes.load``, which many types and operators share.
         store: ``Lanes.store``.
+        slices: ``Lanes.slices``.
         owners: how many ranks own a shard; those with the lowest numbers.
         short: whether the last shards may have fewer vectors than ``share``. Where they
             are reduced they do not: there, ``store`` takes care of the array's end.
@@ -70,7 +90,30 @@ def make_chunks(
         exists = (owners == size or owner < owners) and at < share
         return exists and (not short or owner * share + at < vectors)
 
-    @device_function
+    def in_array(chunk: Any, k: int) -> range:
+        next_owner, vector, tiles, share, _, vectors = chunk
+        owner = (next_owner + k) % size
+        of_thread = range(vector, share, THREADS)[: tiles if owner < owners else 0]
+        found = shifted(of_thread, owner * share)
+        return before(found, vectors) if short else found
+
+    def scatter_slices(
+        ring: Any, slot: int, array: int, chunk: Any, low: Any, high: Any
+    ) -> None:
+        count = chunk[4]
+        for k in range(others):
+            at = in_array(chunk, k)
+            there = ring[k] + slot + mirror(k) * rank_stride
+            write_slots(there, slices.read(array, at, count))
+
+    def collect_slices(slot: int, array: int, chunk: Any, low: Any, high: Any) -> None:
+        count = chunk[4]
+        for k in range(others if array else 0):
+            at = in_array(chunk, k)
+            words = read_slots(slot + k * rank_stride, len(at))
+            slices.write(array, at, count, words)
+
+    @sliced(scatter_slices)
     def scatter(
         ring: Any,
         slot: int,
@@ -93,7 +136,7 @@ def make_chunks(
                     to = ring[k] + slot + mirror(k) * rank_stride
                     st_v2_u64(to + tile * TILE_BYTES, (low[i], high[i]))
 
-    @device_function
+    @sliced(collect_slices)
     def collect(
         slot: int,
         array: int,
@@ -116,7 +159,7 @@ def make_chunks(
                 if exists and array != 0:
                     store(array, owner * share + at, count, low[i], high[i])
 
-    return ChunkAccess(inside, scatter, collect)
+    return ChunkAccess(inside, in_array, scatter, collect)
 
 
 @functools.cache
@@ -163,3 +206,29 @@ def make_load_all(size: int, load: Load) -> Callable[..., None]:
                     high[i] = own_high[i // size]
 
     return load_all
+
+
+def make_fold_slots(size: int, lanes: Lanes) -> Callable[..., tuple[range, Vectors]]:
+    """Return the simulator's form of ``make_load_all`` and of a reduction.
+
+    ``(slot, array, chunk, used)`` returns the indices in the array of a thread's
+    vectors of a chunk, and their reduction over the ranks in the slice ``used``. The
+    other arguments are those of ``make_load_all``.
+    """
+    rank_stride = CHUNKED.tiles(size) * TILE_BYTES
+
+    def fold_slots(
+        slot: int, array: int, chunk: Any, used: slice
+    ) -> tuple[range, Vectors]:
+        rank, vector, tiles, share, count, first = chunk
+        own = shifted(range(vector, share, THREADS)[:tiles], first)
+        rows = []
+        for r in range(size)[used]:
+            if r == rank:
+                rows.append(lanes.slices.read(array, own, count))
+            else:
+                k = (r - rank - 1) % size
+                rows.append(read_slots(slot + k * rank_stride, len(own)))
+        return own, lanes.fold(rows)
+
+    return fold_slots

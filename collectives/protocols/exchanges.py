@@ -122,7 +122,7 @@ def make_total_for(
     ``(taken, low, high, first)`` is ``order.make_total``'s; ``taken`` is
     ``Output.taken``, at least 1.
     """
-    unpack, pack, combine, _, _ = lanes
+    unpack, pack, combine, *_ = lanes
     total = make_total(size, lanes)
 
     @device_function

@@ -164,7 +164,7 @@ TWO_SHOT = {
     "sentinel": Protocol(_blocks(256), 8),
     "marked": Protocol(_blocks(64), 6, MARKED_BYTES),
 }
-CHUNKED = Protocol(_blocks(256), 16)
+CHUNKED = Protocol(_blocks(256), 128 if SIMULATED else 16)
 
 LOADS = 4
 """Vectors that a thread of a chunked kernel loads before it stores them."""
@@ -183,7 +183,7 @@ DEPTH = 2
 """Slots of a channel of ``transfer.py``."""
 
 _CHANNELS = _blocks(64)
-_MOST_TILES = 2 if SIMULATED else 16
+_MOST_TILES = 128 if SIMULATED else 16
 _REQUEST_TILES = 4
 
 

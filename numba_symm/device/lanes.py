@@ -13,7 +13,7 @@ pair of pairs. So all elements are in registers, and one source serves every wid
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from numba_symm.device.arithmetic import Arithmetic, make_arithmetic
@@ -34,6 +34,7 @@ from numba_symm.device.intrinsics import (
     st_v2_u64,
     word_of,
 )
+from numba_symm.device.slices import WHOLE, Slices, Vectors, fold, make_ragged
 from numba_symm.dtypes import (
     REDUCTIONS,
     Element,
@@ -57,6 +58,8 @@ class Lanes(NamedTuple):
             elements, with 0 after its end.
         store: ``(array, vector, count, low, high)`` stores a vector, and nothing after
             the array's end.
+        slices: ``load`` and ``store`` of many vectors, in the simulator.
+        fold: reduces many vectors of several ranks, in rank order, in the simulator.
     """
 
     unpack: Callable[[int, int], Any]
@@ -64,6 +67,8 @@ class Lanes(NamedTuple):
     combine: Callable[[Any, Any], Any]
     load: Load
     store: Store
+    slices: Slices
+    fold: Callable[[Sequence[Vectors]], Vectors]
 
 
 @functools.cache
@@ -82,7 +87,9 @@ def make_lanes(element: Element, op: Op, ragged: bool, size: int) -> Lanes:
     else:
         parts = _elements(element, make_arithmetic(element, op, size))
     load, store = _ragged_access(element) if ragged else (_load_whole, _store_whole)
-    return Lanes(*parts, load, store)
+    slices = make_ragged(element.itemsize) if ragged else WHOLE
+    in_order = functools.partial(fold, element, op, size)
+    return Lanes(*parts, load, store, slices, in_order)
 
 
 _Parts = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]

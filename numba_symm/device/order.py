@@ -62,7 +62,7 @@ def make_total(size: int, lanes: Lanes) -> Callable[[Any, Any, int], Any]:
     ``(low, high, first)`` returns the two words of the result; the words of rank r are
     in the local arrays at ``first + r``.
     """
-    unpack, pack, combine, _, _ = lanes
+    unpack, pack, combine, *_ = lanes
 
     @device_function
     def total(low: Any, high: Any, first: int) -> Any:

@@ -123,6 +123,11 @@ def device_function(function: F) -> F:
     return _DeviceFunction(function, options)
 
 
+def sliced(form: Any) -> Callable[[F], F]:
+    """Return ``device_function``: the simulator calls ``form`` instead."""
+    return device_function
+
+
 def array_function(function: F) -> F:
     """Make ``function``, which returns a new array, callable from kernels.
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
+from numba_symm.arguments import refuse_misaligned
 from numba_symm.device import host_atomics, links
 from numba_symm.device.instructions import ATOMIC_ORDERS, ATOMICS, atomic_name
 from numba_symm.errors import ArgumentError
@@ -34,16 +35,14 @@ def device_function(function: F) -> F:
     return function
 
 
+def sliced(form: F) -> Callable[[Callable[..., Any]], F]:
+    """Return a decorator that returns ``form``: NumPy slices replace a loop."""
+    return lambda function: form
+
+
 def array_function(function: F) -> F:
     """Return ``function``, too."""
     return function
-
-
-def _refuse_misaligned(address: int, size: int) -> None:
-    raise ArgumentError(
-        f"address {address:#x}: expected a multiple of {size}; on a GPU, this access "
-        "fails, and the process cannot use the GPU any more"
-    )
 
 
 def _load(ctype: Any) -> Callable[[int], int]:
@@ -51,7 +50,7 @@ def _load(ctype: Any) -> Callable[[int], int]:
 
     def load(address: int) -> int:
         if address % size:
-            _refuse_misaligned(address, size)
+            refuse_misaligned(address, size)
         return at(address).value  # type: ignore[no-any-return]
 
     return load
@@ -62,7 +61,7 @@ def _store(ctype: Any) -> Callable[[int, int], None]:
 
     def store(address: int, value: int) -> None:
         if address % size:
-            _refuse_misaligned(address, size)
+            refuse_misaligned(address, size)
         at(address).value = int(value)
 
     return store
@@ -84,7 +83,7 @@ _pair_at = (ctypes.c_int64 * 2).from_address
 def ld_v2_u64(address: int) -> tuple[int, int]:
     """Load two 8-byte words, each atomically."""
     if address % 16:
-        _refuse_misaligned(address, 16)
+        refuse_misaligned(address, 16)
     pair = _pair_at(address)
     return pair[0], pair[1]
 
@@ -92,7 +91,7 @@ def ld_v2_u64(address: int) -> tuple[int, int]:
 def st_v2_u64(address: int, words: tuple[int, int]) -> None:
     """Store two 8-byte words, each atomically, the first one first."""
     if address % 16:
-        _refuse_misaligned(address, 16)
+        refuse_misaligned(address, 16)
     pair = _pair_at(address)
     pair[0] = int(words[0])
     pair[1] = int(words[1])
@@ -147,7 +146,7 @@ def _element(array: Any, index: Any, name: str) -> int:
             )
         address += (place + length * (place < 0)) * stride
     if address % array.itemsize:
-        _refuse_misaligned(address, array.itemsize)
+        refuse_misaligned(address, array.itemsize)
     return int(address)
 
 
@@ -470,7 +469,7 @@ def array_at(address: int, shape: Any, dtype: Any) -> Any:
         )
     dtype = np.dtype(dtype)
     if address % dtype.alignment:
-        _refuse_misaligned(address, dtype.alignment)
+        refuse_misaligned(address, dtype.alignment)
     nbytes = int(np.prod(shape)) * dtype.itemsize
     memory = (ctypes.c_char * nbytes).from_address(address)
     return np.frombuffer(memory, dtype).reshape(shape)

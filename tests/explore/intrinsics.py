@@ -49,6 +49,11 @@ def device_function(function: Any) -> Any:
 array_function = device_function
 
 
+def sliced(form: Any) -> Any:
+    """Return a decorator that steps through a loop, whatever the simulator does."""
+    return device_function
+
+
 def _load(address: int, nbytes: int, order: str) -> int:
     machine, thread = scheduler.machine, scheduler.current
     value = machine.memory.load(thread.observer, address, nbytes, order)

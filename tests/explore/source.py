@@ -115,7 +115,7 @@ class _Kernel:
 class _Stopping(ast.NodeTransformer):
     """Lets every call in a device function stop."""
 
-    decorators = frozenset({"device_function", "array_function"})
+    decorators = frozenset({"device_function", "array_function", "sliced"})
 
     def __init__(self, file: str) -> None:
         self._file = file

@@ -12,7 +12,9 @@ from explore.scheduler import Machine
 from explore.source import compiled, device_code, executed, paths
 from numba_symm.kernels import _device_files
 
-DECORATED = re.compile(r"^ *@.*\b(?:device|array)_function$", re.MULTILINE)
+DECORATED = re.compile(
+    r"^ *@.*\b(?:(?:device|array)_function|sliced\(\w+\))$", re.MULTILINE
+)
 NOT_EXPLORED = {"ptx", "sim", "gpu_checks", "packing", "pairs"}
 """Instructions, and checks of their arguments; kernels on one rank's arrays; plain
 arithmetic."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from numba_symm import dtypes
+from numba_symm.device import slices
 from numba_symm.device.lanes import make_lanes
 from tests.operators import ELEMENTS, PAIRS, random, same, special, wanted
 
@@ -56,6 +57,13 @@ def reduced(inputs, name, op):
     return array_of(found, name)
 
 
+def folded(inputs, name, op):
+    """Return the reduction of all ranks' inputs by slices."""
+    lanes = make_lanes(ELEMENTS[name], op, False, len(inputs))
+    rows = [row.view(slices.VECTOR) for row in inputs]
+    return lanes.fold(rows).view(ELEMENTS[name].dtype)
+
+
 def check(found, expected, inputs):
     wrong = np.flatnonzero(~same(found, expected))
     assert not wrong.size, (
@@ -69,6 +77,7 @@ def check(found, expected, inputs):
 def test_vectors_reduce_as_numpy_reduces_arrays(name, op, size):
     inputs = rows(name, size)
     check(reduced(inputs, name, op), wanted(inputs, op), inputs)
+    check(folded(inputs, name, op), wanted(inputs, op), inputs)
 
 
 @every_dtype
@@ -104,8 +113,10 @@ def test_a_users_function_takes_elements_and_its_result_is_cast(name):
         return a
 
     inputs = rows(name, 3)
-    check(reduced(inputs, name, dtypes.UserOperator(first)), inputs[0], inputs)
-    assert seen == {kind.accumulate.type}
+    for reduction in (reduced, folded):
+        check(reduction(inputs, name, dtypes.UserOperator(first)), inputs[0], inputs)
+        assert seen == {kind.accumulate.type}
+        seen.clear()
 
 
 def test_a_users_function_may_return_any_number():
@@ -139,8 +150,9 @@ def test_8_bit_floats_overflow_as_in_ml_dtypes():
         dtype = ELEMENTS[name].dtype
         for step in range(64):
             pair = [np.full(16, factors[0], dtype), np.full(16, step / 2, dtype)]
-            check(reduced(pair, name, "sum"), wanted(pair, "sum"), pair)
-            check(reduced(pair, name, "prod"), wanted(pair, "prod"), pair)
+            for reduction in (reduced, folded):
+                check(reduction(pair, name, "sum"), wanted(pair, "sum"), pair)
+                check(reduction(pair, name, "prod"), wanted(pair, "prod"), pair)
 
 
 def placed(offset, nbytes):
@@ -187,6 +199,35 @@ def test_a_vector_is_loaded_with_zeros_past_the_arrays_end(name):
         address = memory.ctypes.data + part.start
         found = np.array(lanes.load(address, vector, count), np.int64).tobytes()
         assert found == content.ljust(16, b"\0"), (offset, count, vector)
+
+
+@every_dtype
+def test_slices_access_what_loads_and_stores_of_vectors_access(name):
+    """Vectors a stride apart, up to the last one of an array and beyond it."""
+    kind = ELEMENTS[name]
+    ragged = make_lanes(kind, "sum", True, 2)
+    whole = make_lanes(kind, "sum", False, 2)
+    for offset, first, stride, short in itertools.product(
+        range(0, 16, min(kind.itemsize, 8)), (0, 2, 9), (1, 3), (0, 1, 2)
+    ):
+        lanes = ragged if offset or short else whole
+        count = 7 * kind.lanes - short * (kind.lanes - 1)  # ends within a vector
+        at = range(first, 9 if lanes is ragged else 7, stride)
+        memory, part = placed(offset, count * kind.itemsize)
+        memory[part] = np.arange(part.stop - part.start) + 1
+        address = memory.ctypes.data + part.start
+        words = [lanes.load(address, vector, count) for vector in at]
+        found = lanes.slices.read(address, at, count)
+        assert found.tobytes() == np.array(words, np.int64).tobytes(), (count, at)
+        pattern = np.arange(16 * len(at), dtype=np.uint8) + 0x40
+        other = memory.copy()
+        lanes.slices.write(address, at, count, pattern.view(slices.VECTOR))
+        after, memory[:] = memory.copy(), other
+        for vector, (low, high) in zip(
+            at, pattern.view(np.int64).reshape(-1, 2).tolist(), strict=True
+        ):
+            lanes.store(address, vector, count, low, high)
+        assert np.array_equal(after, memory), (count, at)
 
 
 @every_dtype
