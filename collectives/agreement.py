@@ -82,7 +82,7 @@ class Agreement:
         self._members.check()
         if self.debug:
             exchange = self._members.exchange
-            with self._members.set_up(what):
+            with self._members.set_up(what, recorded=False):
                 with exchange.agreed(what):
                     text = words(made, given)
                 exchange.agree_equal(text, what)
@@ -92,5 +92,6 @@ class Agreement:
 
     def _raise_on_all(self, error: Exception, what: str) -> None:
         """Raise this rank's error on all ranks, which are in the same call."""
-        with self._members.set_up(what), self._members.exchange.agreed(what):
+        recorded = self._members.set_up(what, recorded=False)
+        with recorded, self._members.exchange.agreed(what):
             raise error

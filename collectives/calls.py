@@ -17,6 +17,7 @@ from numba_symm.collectives.agreement import Agreement
 from numba_symm.collectives.binder import Binder
 from numba_symm.collectives.call_streams import CallStreams
 from numba_symm.collectives.checks import check_rank, check_writable
+from numba_symm.collectives.descriptions import Descriptions
 from numba_symm.collectives.enqueueing import Enqueuer
 from numba_symm.collectives.invocation import OPTIONS, Invocation
 from numba_symm.collectives.operations import Operation
@@ -28,6 +29,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError
 from numba_symm.members import Members
 from numba_symm.memory.heap import Heap
+from numba_symm.record import Description
 from numba_symm.streams import StreamOrder
 
 T = TypeVar("T")
@@ -52,6 +54,7 @@ class Calls:
         streams: chooses the streams of calls.
         agreement: prepares calls, and compares them in debug mode.
         enqueuer: enqueues calls, and has those of an open group.
+        descriptions: what calls are.
         staging: contiguous memory in place of arrays with gaps.
         requests: the messages beside all other calls; None if it has none.
         when_dropped: releases all this if the communicator is dropped but not closed.
@@ -83,6 +86,8 @@ class Calls:
         self.staging = staging.Staging()
         self._plans = Cache(MAX_PLANS)
         self._barrier: Enqueue | None = None
+        self.descriptions = Descriptions(MAX_PLANS, len(members.parts))
+        self._about_barrier = Description("barrier", key="all")
 
     def __repr__(self) -> str:
         return (
@@ -98,8 +103,8 @@ class Calls:
         self.thread.begin(what)
         try:
             checked = self.agreement.checked
-            launch, out, chosen = checked(what, _words, self.bound, given)
-            self.enqueuer.run(what, launch, chosen, given.x, out)
+            launch, out, chosen, about = checked(what, _words, self.bound, given)
+            self.enqueuer.run(about, launch, chosen, given.x, out)
         finally:
             self.thread.finish()
         return out
@@ -131,14 +136,16 @@ class Calls:
             gaps = gaps or target[3] is None
         if gaps:
             return staging.bound(self, given, out, chosen)
-        return self.packed(given, source, target), out, chosen
+        launch, about = self.packed(given, source, target)
+        return launch, out, chosen, about
 
     def packed(
         self, given: Invocation[Operation], source: Fields, target: Fields | None
-    ) -> Enqueue | None:
-        """Return the packed launch, remembered or new; None for a call of no elements.
+    ) -> tuple[Enqueue | None, Description]:
+        """Return the packed launch, remembered or new, and what the call is.
 
-        ``target`` is None on a rank that has no output.
+        The launch is None for a call of no elements. ``target`` is None on a rank that
+        has no output.
         """
         operation = given.operation
         what = operation.name
@@ -149,7 +156,7 @@ class Calls:
         # All that is checked below. Plans hold peers' addresses, which change when a
         # symmetric block is unmapped.
         key = (what, given[OPTIONS], source, target, self.heap.generation)
-        known: Enqueue | None = self._plans.get(key)
+        known: tuple[Enqueue | None, Description] = self._plans.get(key)
         if known is not UNKNOWN:
             return known
         if isinstance(given.op, str):
@@ -162,8 +169,9 @@ class Calls:
             self.members.check()  # after a failure, do not compile a kernel
             with loads.of(what):
                 launch = self.binder.operation(operation, name, call)
-        self._plans.put(key, launch)
-        return launch
+        made = launch, self.descriptions.operation(given, read, name)
+        self._plans.put(key, made)
+        return made
 
     def barrier(self, stream: Any) -> None:
         """Enqueue a barrier of all ranks."""
@@ -175,7 +183,7 @@ class Calls:
             if self._barrier is None:
                 with loads.of(what):
                     self._barrier = self.agreement.made(what, self.binder.barrier)
-            self.enqueuer.run(what, self._barrier, chosen)
+            self.enqueuer.run(self._about_barrier, self._barrier, chosen)
         finally:
             self.thread.finish()
 
@@ -192,7 +200,8 @@ class Calls:
         except BaseException as error:
             self.enqueuer.give_up_unless_refused(error, what)
             raise
-        self.enqueuer.run(what, launch, call.stream, *call.keep)
+        about = self.descriptions.messages(what, call.transfers)
+        self.enqueuer.run(about, launch, call.stream, *call.keep)
 
     def remembered(self, work_out: Callable[["Calls", H], T], given: H) -> T:
         """Return ``work_out(calls, given)``, from memory if it was called before.
@@ -239,5 +248,5 @@ class Calls:
         self.enqueuer.forget()
 
 
-def _words(_: object, given: Invocation[Operation]) -> str:
-    return given.operation.described(given)
+def _words(made: staging.BoundCall, _: object) -> str:
+    return made[3].words

@@ -1241,10 +1241,20 @@ class Communicator(Persistent, OthersNames):
         self._calls.members.check()
 
     def synchronize(self, stream: Any = None) -> None:
-        """Wait for a stream, then :meth:`check`. Not collective.
+        """Wait for a stream, compare calls, then :meth:`check`. Not collective.
+
+        It compares this rank's calls with those that the other ranks of its island have
+        made so far, and waits for none of them. The arguments that must agree are
+        compared, but not those of messages, of collectives made of messages, and of
+        calls that follow the first capture into a graph.
 
         Args:
             stream: the stream; None: ``comm.stream``.
+
+        Raises:
+            CallMismatch: calls differ. Later calls of all ranks raise it, too. The text
+                has a table of the calls around the first difference.
+            CollectiveError, ClosedError: as for :meth:`check`.
         """
         self._calls.enqueuer.refuse_in_group("synchronize")
         handle, _ = self._calls.streams.default(stream)
@@ -1253,6 +1263,7 @@ class Communicator(Persistent, OthersNames):
             if self._calls.requests is not None:
                 self._calls.requests.settle()
         self.check()
+        self._calls.members.compare_calls()
 
     def close(self) -> None:
         """Wait for this GPU's work, unmap all peers, and free unused memory.

@@ -8,6 +8,7 @@ from numba_symm.collectives.protocols.binding import Enqueue
 from numba_symm.collectives.transfers import Pending
 from numba_symm.errors import ArgumentError, ClosedError, CollectiveError
 from numba_symm.members import Members
+from numba_symm.record import Description
 from numba_symm.streams import StreamOrder
 
 REFUSALS = (ArgumentError, ClosedError, CollectiveError)
@@ -24,6 +25,7 @@ class Enqueuer:
 
     Attributes:
         order: the same.
+        record: the record of calls; None: they are not recorded.
         group: the calls of the group that is open, or None.
     """
 
@@ -34,9 +36,10 @@ class Enqueuer:
         self.group: Pending | None = None
         self._members = members
         self._memory = memory
+        self.record = members.board.record
 
     def run(
-        self, what: str, launch: Enqueue | None, stream: HeldStream, *keep: Any
+        self, about: Description, launch: Enqueue | None, stream: HeldStream, *keep: Any
     ) -> None:
         """Enqueue a call, or add it to the open group.
 
@@ -45,28 +48,39 @@ class Enqueuer:
         and the communicator fails only if an engine between islands has raised.
 
         Args:
-            what: the operation.
+            about: what the call is.
             launch: enqueues the call; None: a call without elements.
             stream: the stream to enqueue it on.
             keep: objects that must live until it is enqueued.
         """
         if self.group is not None:
             self.group.kept += keep
-            if launch is not None:
-                self.group.launches.append((what, launch, stream))
-        elif launch is not None:
+            self.group.launches.append((about, launch, stream))
+        elif launch is None:
+            self.note(about, stream[0])
+        else:
             handle = stream[0]
             try:
                 trail = self.order.enter(handle)
                 try:
+                    if self.record is not None:
+                        if trail.captured:
+                            self.record.note_captured(about, handle)
+                        else:
+                            self.record.note(about, handle)
                     launch(handle)
                 finally:
                     trail.leave()
             except BaseException as error:
                 if self._members.engine is not None:
                     self._members.engine.keep(self._memory, *keep)
-                self.give_up(error, what, handle)
+                self.give_up(error, about.what, handle)
                 raise
+
+    def note(self, about: Description, handle: int) -> None:
+        """Record a call that is enqueued elsewhere, or that enqueues nothing."""
+        if self.record is not None and not streams.is_capturing(handle):
+            self.record.note(about, handle)
 
     def give_up_unless_refused(self, error: BaseException, what: str) -> None:
         """Make the communicator fail after an error before anything was enqueued.
@@ -94,4 +108,5 @@ class Enqueuer:
     def forget(self) -> None:
         """Drop references to memory and streams, before these are released."""
         self.order.close()
+        self.record = None
         self._memory = None

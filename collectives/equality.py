@@ -38,6 +38,7 @@ class Digests:
 
     def __init__(self, calls: Calls, x: Any, stream: Any, what: str):
         self._calls, self._what, self._keep = calls, what, x
+        self._about = calls.descriptions.of(what)  # each rank digests what it has
         view = arrays.view(x, what)
         self._stream: HeldStream = calls.streams.of(stream, x)
         if not SIMULATED and streams.is_capturing(self._stream[0]):
@@ -50,7 +51,7 @@ class Digests:
         else:
             calls.staging.begin()
             found = staging.stage(calls, x, what, self._stream[0], False, False)
-            calls.enqueuer.run(what, found.pack, self._stream, x)
+            calls.enqueuer.run(self._about, found.pack, self._stream, x)
             view, self._keep = arrays.view(found.array, what), found
         self.view: ArrayView = view
         self.vectors = -(-view.nbytes // VECTOR)
@@ -67,7 +68,7 @@ class Digests:
         address, nbytes = self.view.address, self.view.nbytes
         sums = arrays.view(made, self._what).address
         launch = kernel.bind(address, nbytes, first, end, span, sums)
-        self._calls.enqueuer.run(self._what, launch, self._stream, made, self._keep)
+        self._calls.enqueuer.run(self._about, launch, self._stream, made, self._keep)
         if not SIMULATED:
             streams.synchronize(self._stream[0])
         self._calls.members.check()

@@ -130,6 +130,7 @@ def request(calls: Calls, given: MessageCall) -> Request:
         message = messages[0], bool(transfers.receives)
         bound = calls.agreement.made(what, calls.remembered, _bound, message)
         launch = call.around(bound) or bound
+        calls.enqueuer.note(calls.descriptions.messages(what, transfers), handle)
         direction = message[0].peer, message[1]
         failed = partial(calls.enqueuer.give_up, what=what)
         try:
@@ -193,8 +194,8 @@ def start_group(
     try:
         if call is not None:
             calls.transfer("group", call)
-        for what, launch, own in found.launches:
-            calls.enqueuer.run(what, launch, stream or own, *keep)
+        for about, launch, own in found.launches:
+            calls.enqueuer.run(about, launch, stream or own, *keep)
     except BaseException as error:
         if calls.enqueuer.group is None:
             handles = found.stream_handles if stream is None else {stream[0]}

@@ -164,16 +164,6 @@ class Operation(NamedTuple):
         address = 0 if target is None else target.address
         return name, Call(source.address, address, count, element, op, root)
 
-    def described(self, given: "Invocation[Operation]") -> str:
-        """Return a text of the arguments on which the ranks must agree."""
-        x = arrays.view(given.x, self.name)
-        words = [f"{x.size} {x.dtype.name} in {x.order or 'C'} order"]
-        if self.reduces:
-            words.append(f"op {dtypes.reduction(given.op, self.name)!r}")
-        if self.rooted:
-            words.append(f"root {given.root}")
-        return ", ".join([*words, f"algorithm {given.algorithm!r}"])
-
     def check_output(
         self, source: ArrayView, target: ArrayView, rank: int, size: int
     ) -> None:

@@ -132,10 +132,9 @@ def plan(calls: Calls, given: Invocation[Operation]) -> Plan:
     """Prepare a call of an operation, and return its plan."""
     what = given.operation.name
     with calls.thread.alone(what):
-        launch, out, chosen = calls.prepared(given)
-    words = given.operation.described(given)
-    start = partial(calls.enqueuer.run, what, launch)
-    return Plan(calls, what, words, start, chosen, (given.x, out), out)
+        launch, out, chosen, about = calls.prepared(given)
+    start = partial(calls.enqueuer.run, about, launch)
+    return Plan(calls, what, about.words, start, chosen, (given.x, out), out)
 
 
 def of_messages(calls: Calls, given: messages.MessageCall) -> Plan:
@@ -177,9 +176,9 @@ def of_shards(calls: Calls, given: Invocation[Operation]) -> Plan:
     """Prepare a ``reduce_scatter_v``, and return its plan."""
     what = given.operation.name
     with calls.thread.alone(what):
-        words, launch, chosen, out = vector_forms.shards(calls, given)
-    start = partial(calls.enqueuer.run, what, launch)
-    return Plan(calls, what, words, start, chosen, (given.x, out), out)
+        about, launch, chosen, out = vector_forms.shards(calls, given)
+    start = partial(calls.enqueuer.run, about, launch)
+    return Plan(calls, what, about.words, start, chosen, (given.x, out), out)
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from numba_symm.environment import SIMULATED
 from numba_symm.errors import ArgumentError, GapsError
 from numba_symm.launch.devices import GPU
 from numba_symm.own_arrays import Memory
+from numba_symm.record import Description
 
 _LINE = 256  # bytes: an array in the memory begins on a multiple
 
@@ -89,8 +90,8 @@ def _new(nbytes: int, stream: int, what: str) -> Any:
     return own_arrays.empty((nbytes,), np.dtype(np.uint8), what)
 
 
-BoundCall = tuple[Enqueue | None, Any, HeldStream]
-"""A call's launch, None for a call without elements; its output; its stream."""
+BoundCall = tuple[Enqueue | None, Any, HeldStream, Description]
+"""A call's launch, None for a call without elements; its output; stream; what it is."""
 
 
 class Caller(Protocol):
@@ -248,10 +249,10 @@ def bound(
     if calls.enqueuer.group is None:
         calls.staging.begin()
     dense = Replaced(calls, given.operation.name, given.x, out, chosen[0])
-    launch, made, _ = calls.bound(
+    launch, made, _, about = calls.bound(
         given._replace(x=dense.x, out=dense.out, stream=chosen[0])
     )
-    return dense.around(launch), dense.result(made), chosen
+    return dense.around(launch), dense.result(made), chosen, about
 
 
 def prepared(

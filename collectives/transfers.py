@@ -14,6 +14,7 @@ from numba_symm.collectives.kernels.transfer import Message
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.protocols.workspace import most_messages
 from numba_symm.errors import ArgumentError
+from numba_symm.record import Description
 
 OwnCopy = tuple[int, int, int]
 """A copy within this rank: target, source, bytes."""
@@ -40,7 +41,10 @@ class Transfers:
         fills: the counts that are known beforehand.
         words: the arguments on which the ranks of a collective must agree.
         itemsize: bytes of an element, if the ranks compare counts.
+        about: the description that was made of them, if one was.
     """
+
+    about: Description | None = None
 
     def __init__(
         self,
@@ -180,7 +184,7 @@ class Pending:
         self.before: list[Enqueue] = []
         self.after: list[Enqueue] = []
         self.stream: HeldStream | None = None
-        self.launches: list[tuple[str, Enqueue, HeldStream]] = []
+        self.launches: list[tuple[Description, Enqueue | None, HeldStream]] = []
         self.kept: list[Any] = []
         self._size = size
         self._sent, self._received = [0] * size, [0] * size  # by peer

@@ -36,6 +36,7 @@ from numba_symm.collectives.operations import Operation
 from numba_symm.collectives.protocols.binding import Enqueue, Series
 from numba_symm.collectives.transfers import OwnCopy, Prepared, Transfers
 from numba_symm.errors import ArgumentError
+from numba_symm.record import Description
 
 
 class Shard:
@@ -162,13 +163,13 @@ def reduce_scatter(calls: Calls, given: Invocation[Operation]) -> Any:
     """Make a ``reduce_scatter_v``: one reduction for each rank's shard."""
     what = given.operation.name
     with calls.thread.alone(what):
-        _, launch, chosen, out = shards(calls, given)
-        calls.enqueuer.run(what, launch, chosen, given.x, out)
+        about, launch, chosen, out = shards(calls, given)
+        calls.enqueuer.run(about, launch, chosen, given.x, out)
     return out
 
 
-Reductions = tuple[str, Enqueue | None, HeldStream, Any]
-"""A ``reduce_scatter_v``: words to compare, its launch, its stream, its output."""
+Reductions = tuple[Description, Enqueue | None, HeldStream, Any]
+"""A ``reduce_scatter_v``: what it is, its launch, its stream, its output."""
 
 
 def shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
@@ -179,7 +180,7 @@ def shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
 
 
 def _words_of_shards(made: Reductions, _: object) -> str:
-    return made[0]
+    return made[0].words
 
 
 def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
@@ -191,10 +192,10 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
         if calls.enqueuer.group is None:
             calls.staging.begin()
         dense = staging.Replaced(calls, what, x, out, chosen[0])
-        words, launch, _, made = _shards(
+        about, launch, _, made = _shards(
             calls, given._replace(x=dense.x, out=dense.out, stream=chosen[0])
         )
-        return words, dense.around(launch), chosen, dense.result(made)
+        return about, dense.around(launch), chosen, dense.result(made)
     source = flat(calls, arrays.view(x, what), what)
     ((counts, _),) = given.tables
     places = places_of(table_of(counts, None, calls.size, f"{what}: counts"))
@@ -216,11 +217,12 @@ def _shards(calls: Calls, given: Invocation[Operation]) -> Reductions:
         shard = source._replace(address=address, shape=(count,))
         into = target._replace(shape=(count,)) if root == calls.rank else None
         reduction = invocation(operation, op=given.op, root=root)
-        launches.append(calls.packed(reduction, shard, into))
+        launches.append(calls.packed(reduction, shard, into)[0])
     op = dtypes.reduction(given.op, what)
     words = f"counts {[n for _, n in places]}, {source.dtype.name}, op {op!r}"
     todo = [launch for launch in launches if launch is not None]
-    return words, Series(*todo) if todo else None, chosen, out
+    about = calls.descriptions.of(what, words, words)
+    return about, Series(*todo) if todo else None, chosen, out
 
 
 def flat(calls: Calls, view: ArrayView, what: str, written: bool = False) -> ArrayView:

@@ -5,9 +5,9 @@ host reads its own record by a plain load, which costs nothing. Kernels that wai
 their rank's record regularly, so all of them end soon after the first.
 
 Only hosts use the rest of the board. It has the text of a rank that leaves, each rank's
-step in calls that all ranks make, the small values that they exchange, and which kernel
-a rank is loading. So a rank that waits in such a call sees which rank has failed, left
-or ended, and need not wait in MPI.
+step in calls that all ranks make, the small values that they exchange, which kernel a
+rank is loading, and the record of its calls. So a rank that waits in such a call sees
+which rank has failed, left or ended, and need not wait in MPI.
 """
 
 import ctypes
@@ -17,22 +17,24 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from numba_symm import driver, errors, forks, loads, waits
+from numba_symm import call_table, driver, environment, forks, loads, waits
 from numba_symm.backends.host import mapped, memory_file
 from numba_symm.environment import SIMULATED
 from numba_symm.errors import (
+    CallMismatch,
     ClosedError,
     CollectiveError,
     CollectiveTimeout,
-    RankLeft,
     left,
 )
+from numba_symm.failures import Failure, describe
 from numba_symm.launch import locks, waiting
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
+from numba_symm.record import Record, place
 
 _WORDS = 1024  # bytes of each rank's text, the reason why it leaves
 _NAMES = 200  # of these, bytes for the numbers of ranks, as many as fit
@@ -41,34 +43,6 @@ _NOTE = 112  # bytes of the text about what a rank loads
 _LOCKS = 1 << 40  # beyond the file's end: one byte for each rank, locked while it lives
 _UNSURE = 0.01  # seconds after which a waiting rank checks whether the others live
 _DEVICEMAP = 0x02  # CU_MEMHOSTREGISTER_DEVICEMAP
-
-
-class Failure(NamedTuple):
-    """Why a communicator failed.
-
-    Attributes:
-        error: the class of the exception.
-        text: which rank failed, and how.
-        hint: another possible cause; "" if there is none.
-        ranks: the ranks that the text names.
-        operation: the operation that the text names; "" if it is unknown.
-        limit: the setting that gave a host's wait its deadline; "" for a kernel's wait,
-            whose deadline is the timeout.
-    """
-
-    error: type[CollectiveError]
-    text: str
-    hint: str = ""
-    ranks: tuple[int, ...] = ()
-    operation: str = ""
-    limit: str = ""
-
-    def exception(self, advice: str = "") -> CollectiveError:
-        """Return the exception to raise, with ``advice`` at the end of its text."""
-        limit = f" ({self.limit})" if self.limit else ""
-        text = f"{self.text}{limit}{advice}"
-        about = {"operation": self.operation, "hint": self.hint}
-        return self.error(text, ranks=self.ranks, **about)
 
 
 class _LoadNote(ctypes.Structure):
@@ -100,9 +74,11 @@ class Board:
         address: the address of rank 0's record for this process' kernels, after
             :meth:`register`.
         alive: the locks that show which ranks' processes run, until it is closed.
+        record: the ranks' calls, until it is closed; None: they are not recorded.
     """
 
     alive: Any = None
+    record: Record | None = None
     _records: Any
     _steps: Any
     _closed: Any
@@ -132,7 +108,8 @@ class Board:
         words_at = mmap.PAGESIZE
         loads_at = words_at + self._size * _WORDS
         pieces_at = loads_at + self._size * ctypes.sizeof(_LoadNote)
-        nbytes = pieces_at + 2 * self._size * _PIECE
+        pieces_end = pieces_at + 2 * self._size * _PIECE
+        record_at, nbytes = place(pieces_end, self._size)
         with ExitStack() as files:
             fd = -1
             # Sent within this step, so that no rank waits for it after a failure.
@@ -161,7 +138,15 @@ class Board:
                     self._words = texts.from_buffer(memory, words_at)
                     several = _LoadNote * self._size
                     self._loads = several.from_buffer(memory, loads_at)
-                    self._pieces = memoryview(memory)[pieces_at:]
+                    self._pieces = memoryview(memory)[pieces_at:pieces_end]
+                    if environment.records_calls():
+                        self.record = Record(
+                            memoryview(memory)[record_at:],
+                            self._rank,
+                            self._exchange.names[self._rank],
+                            "".join(self._exchange.nodes[self._rank :][:1]),
+                            self._size,
+                        )
                 self._undo = undo_map.pop_all()
         forks.watch(self)
         loads.watch(self)
@@ -219,6 +204,32 @@ class Board:
                 mine.began = 0
             elif not mine.ended:
                 mine.ended = time.monotonic_ns()
+
+    def calls(self) -> str:
+        """Return the table of all ranks' calls, for an error; "" if there is none."""
+        return "" if self.record is None else call_table.agreed(self.record)
+
+    def compare(self) -> None:
+        """Make the communicator fail if the calls of another rank differ. Local.
+
+        It waits for no rank. Later calls of all ranks raise.
+        """
+        record = self.record
+        found = None if record is None else record.difference()
+        if record is None or found is None:
+            return
+        rank, number = found
+        names = [self._exchange.names[each] for each in (self._rank, rank)]
+        here, there = (
+            record.words(each, entry) if entry else "a call that was overwritten"
+            for each in (self._rank, rank)
+            for entry in [record.call(each, number)]
+        )
+        text = (
+            f"rank {names[0]}'s call {number} differs from rank {names[1]}'s: {here}, "
+            f"and {there}"
+        )
+        self.fail(CallMismatch(text, ranks=tuple(names)))
 
     def look(self) -> None:
         """Raise CollectiveError if the communicator has failed."""
@@ -429,6 +440,9 @@ class Board:
     def _let_go(self) -> None:
         """Drop the objects that prevent the mapping from being closed."""
         self._pieces.release()
+        record, self.record = self.record, None
+        if record is not None:
+            record.close()
         self._records = self._steps = self._closed = self._words = self._loads = None
 
     def _let_go_of_lock(self) -> None:
@@ -448,53 +462,3 @@ def _register(address: int, undo: ExitStack) -> int:
     driver.call("cuMemHostRegister", address, mmap.PAGESIZE, _DEVICEMAP)
     undo.callback(driver.call, "cuMemHostUnregister", address)
     return int(driver.call("cuMemHostGetDevicePointer", address, 0))
-
-
-def describe(
-    record: int,
-    words: str = "",
-    names: Sequence[int] | None = None,
-    nodes: Sequence[str] = (),
-) -> Failure:
-    """Return the failure in a record, whose bits ``polling.wait_record`` describes.
-
-    Args:
-        record: the record of any rank.
-        words: the text of the rank that stored it, see :meth:`Board.abandon`.
-        names: by rank, its number in texts; None: the same.
-        nodes: by rank, the name of its node; empty: texts name no nodes.
-    """
-    number, rank, peer = record >> 56, record >> 48 & 0xFF, record >> 40 & 0xFF
-    where = f" on {nodes[peer]}" if nodes else ""
-    if names is not None:
-        rank, peer = names[rank], names[peer]
-    place, epoch = record >> 24 & 0xFFFF, record & 0xFFFFFF
-    two: tuple[int, ...] = (rank, peer)
-    if number == waits.AFAR:
-        operation, kind, named, hint, text = words.split("\n", 4)
-        error = errors.named(kind)
-        found = error if issubclass(error, CollectiveError) else CollectiveError
-        return Failure(found, text, hint, tuple(map(int, named.split())), operation)
-    operation, cause, limit = [*words.split("\n"), "", ""][:3]
-    if number == waits.ABANDONED:
-        return Failure(RankLeft, f"rank {rank} {cause}", "", (rank,), operation)
-    if number == waits.ENDED:
-        text = (
-            f"rank {peer}{where} has ended without closing the communicator; "
-            f"rank {rank} waited for it in {operation}"
-        )
-        return Failure(RankLeft, text, "", (peer,), operation)
-    _, name, kind, hint = waits.TABLE[number]
-    if number == waits.LATE:
-        text = f"rank {rank} {cause}"
-        return Failure(CollectiveTimeout, text, hint, two, operation, limit)
-    if not kind:
-        text = name.format(rank=rank, peer=peer, place=place, epoch=epoch)
-        return Failure(waits.error_of(number), text, hint, two)
-    if number in waits.SIGNALS and epoch:
-        epoch, hint = 0, waits.LATER_BLOCK.format(epoch)
-    at = f"{kind} {place}" + f", epoch {epoch}" * (epoch > 0)
-    text = f"rank {rank} waited for rank {peer}{where} in {name}, {at}"
-    if number == waits.WAIT_WORD:  # any rank may store the word
-        text, two = f"rank {rank} waited in {name}", (rank,)
-    return Failure(CollectiveTimeout, text, hint, two, name)

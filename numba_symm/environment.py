@@ -11,6 +11,7 @@
 ``NUMBA_SYMM_SHOW_ISLANDS``                ``1``: rank 0 prints several islands
 ``NUMBA_SYMM_LOAD_AHEAD``                  ``0``: calls load their kernels
 ``NUMBA_SYMM_MESSAGE_LIMIT``               bytes sent ahead, in mpi4py's spelling
+``NUMBA_SYMM_RECORD``                      ``0``: no record of the ranks' calls
 ``NUMBA_ENABLE_CUDASIM``                   ``1``: Numba's CUDA simulator
 ========================================== =================================
 
@@ -44,6 +45,7 @@ VARIABLES = (
     "NUMBA_SYMM_SHOW_ISLANDS",
     "NUMBA_SYMM_LOAD_AHEAD",
     "NUMBA_SYMM_MESSAGE_LIMIT",
+    "NUMBA_SYMM_RECORD",
 )
 """The library's own variables."""
 
@@ -141,6 +143,11 @@ def show_islands() -> bool:
 def loads_ahead() -> bool:
     """Return whether the construction loads kernels that were loaded before."""
     return _flag("NUMBA_SYMM_LOAD_AHEAD", "1")
+
+
+def records_calls() -> bool:
+    """Return whether ranks record their calls on the status board."""
+    return _flag("NUMBA_SYMM_RECORD", "1")
 
 
 DEFAULT_MESSAGE_LIMIT = 256 << 20

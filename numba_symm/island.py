@@ -5,10 +5,11 @@ import math
 from contextlib import AbstractContextManager, nullcontext
 
 from numba_symm.backends.peers import choose_backend
-from numba_symm.board import Board, Failure
+from numba_symm.board import Board
 from numba_symm.device import links
 from numba_symm.device.polling import Guard
 from numba_symm.errors import PeerAccessError
+from numba_symm.failures import Failure
 from numba_symm.launch import devices, nodes, ranks, tagged
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.tagged import TaggedComm

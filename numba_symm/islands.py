@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from numba_symm import engines, environment, waits
-from numba_symm.board import Failure
 from numba_symm.engines.protocol import Engine
 from numba_symm.errors import (
     ArgumentError,
@@ -19,6 +18,7 @@ from numba_symm.errors import (
     ExchangeError,
     RankLeft,
 )
+from numba_symm.failures import Failure
 from numba_symm.island import Island
 from numba_symm.launch import devices, ranks, waiting
 from numba_symm.launch.division import Parts, Places, described, divide

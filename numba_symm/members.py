@@ -7,14 +7,16 @@ from typing import Any, Protocol
 
 from numba_symm import environment, forks
 from numba_symm.backends.protocol import Backend
-from numba_symm.board import Board, Failure
+from numba_symm.board import Board
 from numba_symm.device.polling import Guard
 from numba_symm.errors import (
     ArgumentError,
+    CallMismatch,
     ClosedError,
     CollectiveError,
     CollectiveTimeout,
 )
+from numba_symm.failures import Failure
 from numba_symm.launch import nodes, ranks, tagged, waiting
 from numba_symm.launch.devices import GPU
 from numba_symm.launch.division import Parts
@@ -22,6 +24,7 @@ from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.launch.waiting import Wait
+from numba_symm.record import Description
 
 _MARGIN = 1.0  # seconds
 
@@ -112,6 +115,7 @@ class Members(ABC):
         self._part = part
         self._parent = parent
         self._most: int | None = None
+        self._noted: dict[str, Description] = {}  # set-up calls
         self._undo = ExitStack()
         self.comm = comm
         self.exchange = StoreExchange(self.comm, "communicator", patience(), names)
@@ -135,6 +139,7 @@ class Members(ABC):
             environment.requested_engine()
             environment.show_islands()
             environment.message_limit()
+            environment.records_calls()
             self.timeout = environment.chosen_timeout(timeout)
             if not self._part:
                 # A communicator of fewer ranks is made in many programs, too.
@@ -203,7 +208,7 @@ class Members(ABC):
             raise ClosedError(self.why_closed)
 
     @contextmanager
-    def set_up(self, what: str) -> Iterator[None]:
+    def set_up(self, what: str, recorded: bool = True) -> Iterator[None]:
         """Wait for every rank, then make a call that all ranks make. Collective.
 
         All ranks begin, or none does. If a rank leaves the block by an exception that
@@ -211,6 +216,7 @@ class Members(ABC):
 
         Args:
             what: the call, as the user names it.
+            recorded: whether to note it in the record; other calls do that themselves.
 
         Raises:
             CollectiveError: it has failed.
@@ -219,6 +225,9 @@ class Members(ABC):
         self.exchange.call = what
         try:
             self.check_open()
+            if recorded and self.board.record is not None:
+                about = self._noted.setdefault(what, Description(what))
+                self.board.record.note(about, 0)
             failure = self._gate(self.exchange.wait(what))
             if failure is not None:
                 raise failure.exception()
@@ -263,9 +272,18 @@ class Members(ABC):
         if failure.error is CollectiveTimeout and not named:
             failure = failure._replace(limit=f"timeout: {self.timeout:g} s")
         hint = f". {failure.hint}" if failure.hint else ""
+        calls = ""
+        if failure.error in (CallMismatch, CollectiveTimeout):
+            calls = self.board.calls()
         return failure.exception(
             f"; results since the last check are undefined. {advice}{hint}"
+            + (calls and f"\n{calls}")
         )
+
+    def compare_calls(self) -> None:
+        """Raise CallMismatch if calls of another rank of the island differ. Local."""
+        self.board.compare()
+        self.check()
 
     def abandon(self, cause: BaseException | str, operation: str = "") -> None:
         """Make the communicator fail on every rank; see :meth:`Board.abandon`.

@@ -179,11 +179,14 @@ class _Trail:
     Args:
         events: the number of events that a call's side stream needs.
         captured: whether the calls are in a capture.
+
+    Attributes:
+        captured: the same.
     """
 
     def __init__(self, events: int, captured: bool = False) -> None:
         self._events = events
-        self._captured = captured
+        self.captured = captured
         self._stream: Any = LEGACY_DEFAULT
         self._last: StreamPosition | None = (
             None  # where that stream was after the latest call
@@ -224,7 +227,7 @@ class _Trail:
         (status,) = driver.function("cuEventRecord")(self._event, self._stream)
         if status:
             raise driver.failure("cuEventRecord", status)
-        if self._captured:
+        if self.captured:
             _, self._last = in_capture(self._stream)
 
     def close(self) -> None:

@@ -1,9 +1,10 @@
 """What kernels wait for: one table of numbers and words.
 
 A kernel that gives up a wait stores a record with a number of this table: see
-:func:`numba_symm.device.polling.wait_record`. :func:`numba_symm.board.describe` makes
-an error's text from it. The table of operations adds its lines by :func:`of_operation`.
-An algorithm with words of its own has its line here, with an unused number.
+:func:`numba_symm.device.polling.wait_record`. :func:`numba_symm.failures.describe`
+makes an error's text from it. The table of operations adds its lines by
+:func:`of_operation`. An algorithm with words of its own has its line here, with an
+unused number.
 """
 
 import itertools

@@ -99,8 +99,8 @@ def group_with_captured_call(comm, x):
             with comm.group():
                 comm.all_reduce(x)
                 comm.all_reduce(x)
-                what, launch, _ = comm._calls.enqueuer.group.launches[1]
-                comm._calls.enqueuer.group.launches[1] = what, launch, (captured, None)
+                about, launch, _ = comm._calls.enqueuer.group.launches[1]
+                comm._calls.enqueuer.group.launches[1] = about, launch, (captured, None)
         finally:
             streams.spoil_capture = real
 

@@ -8,10 +8,10 @@ from typing import Any, Self
 
 from mpi4py import MPI
 
-from numba_symm.board import Failure
 from numba_symm.cache import Cache
 from numba_symm.collectives.communicator import Communicator, inside
 from numba_symm.errors import ClosedError, CollectiveError
+from numba_symm.failures import Failure
 from numba_symm.launch import devices
 from numba_symm.launch.tagged import TaggedComm
 from numba_symm.memory.allocator import SymmetricMemoryAllocator

@@ -12,7 +12,7 @@ from threading import Thread
 import pytest
 
 from numba_symm import board, waits
-from numba_symm.board import Board, Failure, describe
+from numba_symm.board import Board
 from numba_symm.device import polling
 from numba_symm.errors import (
     CallMismatch,
@@ -22,6 +22,7 @@ from numba_symm.errors import (
     RankLeft,
     SymmError,
 )
+from numba_symm.failures import Failure, describe
 from numba_symm.launch.fds import IpcChannel
 from numba_symm.launch.store import StoreExchange
 from numba_symm.launch.waiting import Wait
@@ -488,9 +489,7 @@ def test_gpus_reach_the_board_until_it_is_closed(ranks, monkeypatch):
 
 
 @pytest.mark.parametrize("failing", ["cuMemHostRegister", "cuMemHostGetDevicePointer"])
-def test_a_page_that_no_gpu_reaches_fails_all_ranks_and_nothing_stays(
-    failing, monkeypatch
-):
+def test_a_page_that_no_gpu_reaches_fails_all_ranks(failing, monkeypatch):
     fake = Driver(failing)
     monkeypatch.setattr(board.driver, "call", fake.call)
     for error in on_ranks(2, lambda made, comm: None, outcomes):

@@ -56,7 +56,13 @@ def calls(monkeypatch, bound, launched):
     end = SimpleNamespace(rank=0, size=2, choices=select.CHOICES)
     gpu = SimpleNamespace(ordinal=0, name="GPU", compute_capability=(9, 0))
     nothing = lambda: None  # noqa: E731
-    members = SimpleNamespace(check=nothing, closed=False, gpu=gpu)
+    members = SimpleNamespace(
+        check=nothing,
+        closed=False,
+        gpu=gpu,
+        parts=[(0, 1)],
+        board=SimpleNamespace(record=None),
+    )
     heap = SimpleNamespace(generation=0)
     return Calls(members, heap, order, end, None, False, None)
 
@@ -214,7 +220,8 @@ def test_debug_mode_binds_a_call_as_usual_before_the_ranks_compare_it(calls, lau
     met = []
 
     @contextlib.contextmanager
-    def meeting(what):
+    def meeting(what, recorded=False):
+        assert not recorded
         met.append((what, len(calls._plans), len(launched)))
         yield
 
@@ -225,7 +232,7 @@ def test_debug_mode_binds_a_call_as_usual_before_the_ranks_compare_it(calls, lau
         agreed=meeting, agree_equal=lambda *texts: met.append(texts)
     )
     call(calls, array(X), array(Y))
-    words = "32 float32 in C order, op 'sum', algorithm None"
+    words = "32 float32 in C order, op 'sum', algorithm 'one_shot_sentinel'"
     one = ("all_reduce", 1, 0)  # bound, not launched
     assert met == [one, one, (words, "all_reduce")]
     assert len(launched) == 1

@@ -9,9 +9,9 @@ import pytest
 
 import numba_symm as ns
 from numba_symm import islands, watchdog
-from numba_symm.board import Failure
 from numba_symm.collectives.islands.site import Site
 from numba_symm.engines.protocol import Parcel
+from numba_symm.failures import Failure
 from numba_symm.launch import ranks
 from numba_symm.watchdog import Watchdog
 

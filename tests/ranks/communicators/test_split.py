@@ -7,8 +7,8 @@ import pytest
 from numba import cuda
 
 import numba_symm as ns
-from numba_symm.board import Failure
 from numba_symm.collectives import lifetime
+from numba_symm.failures import Failure
 from numba_symm.launch import fds, waiting
 from numba_symm.launch.tagged import TaggedComm
 from tests.descriptors import open_fds

@@ -409,7 +409,7 @@ DIFFERENCES = {
     "count": ((6, "f4", "sum", None), "6 float32", "7 float32"),
     "dtype": ((7, "i4", "sum", None), "7 int32", "7 float32"),
     "op": ((7, "f4", "max", None), "op 'max'", "op 'sum'"),
-    "algorithm": ((7, "f4", "sum", "one_shot_ll"), "'one_shot_ll'", "None"),
+    "algorithm": ((7, "f4", "sum", "chunked"), "'chunked'", "'one_shot_"),
 }
 
 

@@ -1,0 +1,74 @@
+"""What the record and debug mode know of a call: its description."""
+
+from collections.abc import Sequence
+
+from numba_symm.arrays import ArrayView
+from numba_symm.cache import Cache
+from numba_symm.collectives.invocation import Invocation
+from numba_symm.collectives.kernels.transfer import Message
+from numba_symm.collectives.operations import Operation
+from numba_symm.collectives.transfers import Transfers
+from numba_symm.launch.ranks import name_ranks
+from numba_symm.record import Description
+
+
+class Descriptions:
+    """The descriptions of a communicator's calls; equal calls have the same one.
+
+    Args:
+        most: how many are kept, at least.
+        islands: the number of islands; the table's algorithms are for one.
+    """
+
+    def __init__(self, most: int, islands: int):
+        self._known = Cache(most)
+        self._islands = islands
+
+    def of(self, what: str, words: str = "", key: str = "") -> Description:
+        """Return a description; see its class."""
+        known = self._known.get((what, words, key))
+        if isinstance(known, Description):
+            return known
+        made = Description(what, words, key)
+        self._known.put((what, words, key), made)
+        return made
+
+    def operation(
+        self, given: Invocation[Operation], x: ArrayView, algorithm: str
+    ) -> Description:
+        """Return that of an operation.
+
+        Args:
+            given: the call, whose root and operator were checked.
+            x: the input.
+            algorithm: the name of the chosen algorithm.
+        """
+        operation = given.operation
+        order = f"in {x.order or 'C'} order"
+        more = []
+        if operation.reduces:
+            more.append(f"op {given.op!r}")
+        if operation.rooted:
+            more.append(f"root {given.root}")
+        if self._islands == 1:
+            more.append(f"algorithm {algorithm!r}")
+        # Where nothing is reduced, ranks may name the same bytes by different types.
+        same = f"{x.size} {x.dtype.name}" if operation.reduces else f"{x.nbytes} bytes"
+        words = ", ".join([f"{x.size} {x.dtype.name} {order}", *more])
+        return self.of(operation.name, words, ", ".join([f"{same} {order}", *more]))
+
+    def messages(self, what: str, transfers: Transfers) -> Description:
+        """Return that of messages, or of a collective made of them."""
+        if transfers.about is None or transfers.about.what != what:
+            to, since = _sent("to", transfers.sends), _sent("from", transfers.receives)
+            parts = filter(None, (transfers.words, to, since))
+            transfers.about = self.of(what, ", ".join(parts))
+        return transfers.about
+
+
+def _sent(where: str, messages: Sequence[Message]) -> str:
+    """Return "96 bytes to ranks 1, 2"; "" if there are no messages."""
+    if not messages:
+        return ""
+    peers = sorted({each.peer for each in messages})
+    return f"{sum(each.nbytes for each in messages)} bytes {where} {name_ranks(peers)}"

@@ -1,0 +1,355 @@
+"""The record: the last calls of every rank, in memory that all of them map.
+
+A rank stores 32 bytes for each call that it enqueues: the call's number, the time, a
+chain of digests, what the call is, and the stream. Nobody waits for that. The chain of
+call *n* follows from the digests of all calls up to *n*. So two ranks have made the
+same calls if their chains of one number are equal.
+
+Only calls that all ranks make in the same order have a number. What some ranks may
+make differently, such as messages and groups, is stored in a ring of its own, with the
+number of the call before it. It is not compared.
+
+An entry has one writer. Its first word and its last one have the call's number, and are
+stored first and last. A reader copies it twice, and uses it if the copies are equal and
+have that number on both sides.
+"""
+
+import bisect
+import ctypes
+import hashlib
+import mmap
+import os
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+CALLS = 1024
+"""How many calls of a rank are kept; a power of two."""
+
+MAGIC = b"numsymm1"
+"""The first bytes of the records of a board."""
+
+_ENTRY = struct.Struct("<QQQIHH")
+_WORDS = 152  # bytes of a description
+_ABOUT = struct.Struct(f"<Q{_WORDS}s")
+_FIRST = 0x10000  # streams are numbered from 1 to below it
+_PAUSE = 1e-3  # seconds until a difference is read again
+
+
+class Description:
+    """What a call is: made once, when its kernels are bound.
+
+    Args:
+        what: the name of the call.
+        words: its arguments, as a text; "" if it has none.
+        key: what must be equal on all ranks; "": the call is not compared.
+
+    Attributes:
+        digest: a number of 64 bits that follows from ``what`` and ``key``; 0: the call
+            is not compared.
+        number: the number of its text on the board; 0: it has none.
+    """
+
+    __slots__ = ("digest", "key", "number", "what", "words")
+
+    def __init__(self, what: str, words: str = "", key: str = ""):
+        self.what, self.words, self.key = what, words, key
+        self.number = 0
+        self.digest = 0
+        if key:
+            found = hashlib.blake2b(f"{what} {key}".encode(), digest_size=8).digest()
+            self.digest = int.from_bytes(found, "little") | 1
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.words}" if self.words else self.what
+
+
+class Entry(NamedTuple):
+    """One call of a rank.
+
+    Attributes:
+        number: its number; in the ring of what is not compared, a number of its own.
+        time: nanoseconds of the clock that all processes of a node share.
+        chain: the chain of digests; of what is not compared, the call before it.
+        about: the number of its description.
+        stream: the number of its stream, in the order in which the rank used them.
+    """
+
+    number: int
+    time: int
+    chain: int
+    about: int
+    stream: int
+
+
+class Head(ctypes.Structure):
+    """What is known of one rank.
+
+    Attributes:
+        pid: its process.
+        name: its number in texts.
+        captured: one more than its number of calls when it first captured one into a
+            graph; 0: it has captured none. Later calls are not compared, because the
+            record does not show replays.
+        captures: how many calls it has captured.
+        node: its node, if texts name nodes.
+        tag: the program's own text for its current calls.
+        table: the table of calls that this rank has made for errors.
+        afar: the latest calls of a rank on another island, after a failure.
+    """
+
+    _fields_ = (
+        ("pid", ctypes.c_uint64),
+        ("name", ctypes.c_uint64),
+        ("captured", ctypes.c_uint64),
+        ("captures", ctypes.c_uint64),
+        ("node", ctypes.c_char * 64),
+        ("tag", ctypes.c_char * 128),
+        ("table", ctypes.c_char * 4096),
+        ("afar", ctypes.c_char * 3776),
+    )
+
+
+_TOP = 4096  # bytes before the ranks' places: the magic word, and the number of ranks
+_RING = CALLS * _ENTRY.size
+_CALLS_AT = ctypes.sizeof(Head)
+_OTHERS_AT = _CALLS_AT + _RING
+_ABOUT_AT = _OTHERS_AT + _RING
+_PLACE = _ABOUT_AT + CALLS * _ABOUT.size
+
+
+def place(before: int, size: int) -> tuple[int, int]:
+    """Return where records begin in a file that has other bytes before, and its end.
+
+    Args:
+        before: the number of other bytes.
+        size: the number of ranks.
+    """
+    start = -(-before // mmap.PAGESIZE) * mmap.PAGESIZE
+    return start, start + _TOP + size * _PLACE
+
+
+class Records:
+    """The records of all ranks, to read.
+
+    Args:
+        memory: from the start of the records on.
+        size: the number of ranks; 0: it is in the memory.
+    """
+
+    def __init__(self, memory: memoryview, size: int = 0):
+        self._memory = memory
+        self.size = size or int.from_bytes(memory[8:16], "little")
+        self.heads = [
+            Head.from_buffer(memory, _TOP + rank * _PLACE) for rank in range(self.size)
+        ]
+
+    def close(self) -> None:
+        """Drop the memory."""
+        self.heads = []
+        with suppress(BufferError):  # an exception's traceback may use it
+            self._memory.release()
+
+    def call(self, rank: int, number: int) -> Entry | None:
+        """Return a rank's call of a number, or None if it is not there."""
+        found = self._entry(self._at(rank, _CALLS_AT), number % CALLS)
+        return found if found is not None and found.number == number else None
+
+    def has_reached(self, rank: int, number: int) -> bool:
+        """Return whether a rank has made a call of that number, or a later one."""
+        at = self._at(rank, _CALLS_AT) + number % CALLS * _ENTRY.size
+        return bool(_ENTRY.unpack_from(self._memory, at)[0] >= number)
+
+    def calls(self, rank: int) -> list[Entry]:
+        """Return a rank's latest calls that are numbered, in order."""
+        return self._all(self._at(rank, _CALLS_AT))
+
+    def others(self, rank: int) -> list[Entry]:
+        """Return what else a rank has called last, in order."""
+        return self._all(self._at(rank, _OTHERS_AT))
+
+    def words(self, rank: int, entry: Entry) -> str:
+        """Return what a call is."""
+        at = self._at(rank, _ABOUT_AT) + entry.about % CALLS * _ABOUT.size
+        number, text = _ABOUT.unpack_from(self._memory, at)
+        if number != entry.about:
+            return "a call whose description was overwritten"
+        return bytes(text).rstrip(b"\0").decode(errors="ignore")
+
+    def _at(self, rank: int, start: int) -> int:
+        return _TOP + rank * _PLACE + start
+
+    def _all(self, ring: int) -> list[Entry]:
+        found = (self._entry(ring, slot) for slot in range(CALLS))
+        return sorted(entry for entry in found if entry is not None)
+
+    def _entry(self, ring: int, slot: int) -> Entry | None:
+        """Return what is in a slot, or None if that is nothing, or is being stored."""
+        at = ring + slot * _ENTRY.size
+        *found, last = _ENTRY.unpack_from(self._memory, at)
+        if not found[0] or found[0] & 0xFFFF != last:
+            return None
+        again = _ENTRY.unpack_from(self._memory, at)
+        return Entry(*found) if again == (*found, last) else None
+
+
+class Record(Records):
+    """The records, of which this rank writes its own.
+
+    Args:
+        memory: from the start of the records on.
+        rank: this rank.
+        name: its number in texts.
+        node: its node, or "".
+        size: the number of ranks.
+
+    Attributes:
+        number: the number of this rank's last call.
+    """
+
+    def __init__(self, memory: memoryview, rank: int, name: int, node: str, size: int):
+        super().__init__(memory, size)
+        self.rank = rank
+        self.number = 0
+        self._chain = 0
+        self._other = 0
+        self._published = 0
+        self._owners: list[Description | None] = [None] * CALLS
+        self._equal = [0] * size  # by rank, up to which number the calls are the same
+        self._streams: dict[int, int] = {}
+        self._captured: dict[str, Description] = {}
+        start = self._at(rank, 0)
+        self._calls = memory[start + _CALLS_AT : start + _OTHERS_AT]
+        self._others = memory[start + _OTHERS_AT : start + _ABOUT_AT]
+        self._texts = memory[start + _ABOUT_AT : start + _PLACE]
+        self.own = self.heads[rank]
+        self.own.pid, self.own.name = os.getpid(), name
+        self.own.node = node.encode()[:63]
+        if rank == 0:
+            memory[8:16] = size.to_bytes(8, "little")
+            memory[:8] = MAGIC
+
+    def close(self) -> None:
+        """Drop the memory."""
+        del self.own
+        for each in (self._calls, self._others, self._texts):
+            each.release()
+        super().close()
+
+    def note(
+        self,
+        about: Description,
+        stream: int,
+        now: Any = time.monotonic_ns,
+        pack: Any = _ENTRY.pack_into,
+    ) -> None:
+        """Store a call, which this rank is about to enqueue.
+
+        Args:
+            about: what it is.
+            stream: the handle of its stream.
+            now: the clock.
+            pack: stores an entry. Both are faster as arguments.
+        """
+        if not about.number:
+            self._publish(about)
+        on = self._streams.get(stream) or self._number_of(stream)
+        if about.digest:
+            number = self.number = self.number + 1
+            self._chain = chain = self._chain * 31 + about.digest & 0xFFFFFFFFFFFFFFFF
+            at, end = (number & 1023) << 5, number & 0xFFFF
+            pack(self._calls, at, number, now(), chain, about.number, on, end)
+            return
+        number = self._other = self._other + 1
+        at, end = (number & 1023) << 5, number & 0xFFFF
+        pack(self._others, at, number, now(), self.number, about.number, on, end)
+
+    def note_captured(self, about: Description, stream: int) -> None:
+        """Store that a call is being captured into a graph. It has no number."""
+        own = self.own
+        own.captured = own.captured or self.number + 1  # before any call after this one
+        own.captures += 1
+        if len(self._captured) >= CALLS:
+            self._captured.clear()
+        words = f"captured: {about}"
+        self.note(self._captured.setdefault(words, Description(words)), stream)
+
+    def _publish(self, about: Description) -> None:
+        """Store a description's text, in the place of the oldest one."""
+        number = self._published = self._published + 1
+        slot = number % CALLS
+        before = self._owners[slot]
+        if before is not None:
+            before.number = 0  # stored again when it is used again
+        text = str(about).encode(errors="replace")
+        if len(text) > _WORDS:
+            text = text[: _WORDS - 3] + "…".encode()
+        at = slot * _ABOUT.size
+        _ABOUT.pack_into(self._texts, at, 0, text)
+        self._texts[at : at + 8] = number.to_bytes(8, "little")
+        self._owners[slot], about.number = about, number
+
+    def _number_of(self, stream: int) -> int:
+        if len(self._streams) + 1 >= _FIRST:
+            self._streams.clear()
+        return self._streams.setdefault(stream, len(self._streams) + 1)
+
+    # The comparison.
+
+    def difference(self) -> tuple[int, int] | None:
+        """Return a rank whose calls differ from this rank's, and the first number.
+
+        It reads the records of the other ranks, and waits for none of them. Calls are
+        compared as far as both ranks have made them.
+        """
+        for rank in range(self.size):
+            if rank != self.rank:
+                number = self._common(rank)
+                if number > self._equal[rank]:
+                    if self._differs(rank, number):
+                        return rank, self._first(rank, number)
+                    self._equal[rank] = number
+        return None
+
+    def _common(self, rank: int) -> int:
+        """Return the last number at which the calls of this rank and one compare."""
+        last = self._comparable(rank)
+        if self.has_reached(rank, last):
+            return last
+        after = max(self._equal[rank], last - CALLS + 1)
+        # All numbers that the rank has reached are before the others.
+        numbers = range(after, last)
+        found = bisect.bisect(
+            numbers, 0, key=lambda number: not self.has_reached(rank, number)
+        )
+        return after + found - 1 if found else 0
+
+    def _comparable(self, rank: int) -> int:
+        captured = int(self.own.captured), int(self.heads[rank].captured)
+        return min([self.number, *(each - 1 for each in captured if each)])
+
+    def _differs(self, rank: int, number: int) -> bool:
+        """Return whether the calls up to a number differ, as far as that is known."""
+        if not self._unequal(rank, number):
+            return False
+        time.sleep(_PAUSE)  # what another processor has stored is all here by then
+        return self._unequal(rank, number) and self._comparable(rank) >= number
+
+    def _unequal(self, rank: int, number: int) -> bool:
+        mine, other = self.call(self.rank, number), self.call(rank, number)
+        return mine is not None and other is not None and mine.chain != other.chain
+
+    def _first(self, rank: int, number: int) -> int:
+        """Return the first number whose calls differ, of those that are still there."""
+        first = max(self._equal[rank] + 1, number - CALLS + 1)
+        return next(n for n in range(first, number + 1) if self._unequal(rank, n))
+
+
+def steps(entries: list[Entry], others: list[Entry]) -> Iterator[tuple[Entry, bool]]:
+    """Yield a rank's calls in the order of time, and whether each one is numbered."""
+    both = [(each.time, each, True) for each in entries]
+    both += [(each.time, each, False) for each in others]
+    for _, entry, numbered in sorted(both, key=lambda each: each[0]):
+        yield entry, numbered
