@@ -16,6 +16,7 @@ from mpi4py import MPI
 def main(folder, *programs):
     for program in map(Path, programs):
         file = Path(folder, f"{program.stem}.{MPI.COMM_WORLD.rank}")
+        sys.argv = [str(program)]
         with file.open("w") as printed, contextlib.redirect_stdout(printed):
             runpy.run_path(str(program), run_name="__main__")
 

@@ -10,7 +10,8 @@ from tests.test_mpirun import ROOT, deadline_of, environment, run
 
 PAGES = ROOT / "docs"
 PROGRAMS = sorted(PAGES.glob("programs/*.py"))
-EXAMPLES = [ROOT / "examples/histogram.py"]  # which check their results
+EXAMPLES = [ROOT / f"examples/{name}.py" for name in ("histogram", "jacobi")]
+"""Programs that check their results."""
 ON_GPUS = {"graph"}  # nothing is captured in the simulator
 RANKS = 4
 SOURCES = [
